@@ -1,8 +1,8 @@
-"""Rewards in, advantages out: lists of floats, standard library only.
+"""Advantages from rewards: lists of floats, standard library only.
 
-`TABLE[name](rewards, lengths)` estimates the advantages of one group; the rows of
-`lowroll.objectives.table` name each algorithm's estimator; `overlong` is DAPO's length penalty.
-`gae`, `place` and `whiten` are PPO's, which has a critic.
+`TABLE[name](rewards, lengths)` estimates one group's advantages; `lowroll.objectives.table` names
+each algorithm's estimator. `overlong` is DAPO's length penalty; `gae`, `place` and `whiten` are for
+PPO.
 """
 
 from lowroll.advantages.gae import gae, place, whiten

@@ -1,4 +1,4 @@
-"""Advantages by a function of a file of the user's own.
+"""Advantages by a user's function.
 
     # my_advantage.py
     def centred(rewards, lengths, scale=1.0):
@@ -6,9 +6,9 @@
         mean = sum(scored) / len(scored) if scored else 0.0
         return [0.0 if r is None else scale * (r - mean) for r in rewards]
 
-It gets the shaped rewards of one group (None where the scorer failed) and the lengths of its
-responses in tokens, and returns as many finite numbers. Its code runs with the rights of the run:
-name only files that you have read.
+It gets one group's shaped rewards (None where the scorer failed) and response lengths in tokens,
+and returns as many finite numbers. It runs with the rights of the run: name only files that you
+have read.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from lowroll.advantages.group import Estimator, Rewards
 
 
 def load(import_path: str, kwargs: Mapping[str, Any] | None = None) -> Estimator:
-    """Return the function that "path/to/file.py:function" names, with its keyword arguments, behind
-    a check of what it returns. ValueError names what is wrong with the path, the file or the
-    arguments."""
+    """Load the function of "path/to/file.py:function" with its keyword arguments, and check what it
+    returns. ValueError names what is wrong with the path, the file or the arguments."""
     path, colon, name = import_path.partition(".py:")
     file = Path(path + ".py").resolve()
     if not colon or not name.isidentifier():
@@ -55,8 +54,8 @@ def load(import_path: str, kwargs: Mapping[str, Any] | None = None) -> Estimator
 def _checked(
     name: str, function: Estimator, rewards: Rewards, lengths: Sequence[int] | None = None
 ) -> list[float]:
-    """Return what the function gives for a group. ValueError, with its name, unless that is a
-    finite number a rollout."""
+    """Return the function's advantages. ValueError, with its name, unless they are a finite number
+    a rollout."""
     try:
         given = list(function(list(rewards), None if lengths is None else list(lengths)))
     except Exception as error:

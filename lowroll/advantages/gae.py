@@ -4,9 +4,8 @@ response.
     delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   G_t = A_t + V_t
 
 V_t is the critic's value of the state before token t; after the last token V = A = 0. A masked
-token (a tool's answer, say) is no step: A and V of the token after it are carried over it to the
-token before. `place` puts the one score of a response on its last unmasked token. `whiten` is
-verl's, over the unmasked tokens of a whole batch; the returns G, which the critic learns, are taken
+token (such as a tool's answer) is no step: the next token's A and V pass over it. `whiten` is
+verl's, over the unmasked tokens of a whole batch; the returns G, the critic's targets, are taken
 before it.
 """
 
@@ -28,8 +27,8 @@ def gae(
 ) -> tuple[list[float], list[float]]:
     """Return (advantages, returns) of one response, one entry a token, 0.0 where the mask is 0.
 
-    What `rewards` and `values` hold under the mask is not looked at. ValueError for lengths that
-    differ, a non-finite entry, or gamma or lam outside of [0, 1].
+    Masked entries are ignored. ValueError for lengths that differ, a non-finite entry, or gamma or
+    lam outside of [0, 1].
     """
     if mask is None:
         mask = [1] * len(rewards)
@@ -54,8 +53,7 @@ def gae(
 
 
 def place(reward: float, mask: Mask) -> list[float]:
-    """Return the rewards of one response's tokens: its score on the last unmasked token, 0.0
-    elsewhere."""
+    """Return a response's token rewards: its score on the last unmasked token, else 0.0."""
     last = max((t for t, m in enumerate(mask) if m), default=-1)
     rewards = [0.0] * len(mask)
     if last >= 0:
@@ -65,10 +63,9 @@ def place(reward: float, mask: Mask) -> list[float]:
 
 def whiten(advantages: Sequence[Sequence[float]], masks: Sequence[Mask]) -> list[list[float]]:
     """Return (A - mean) / sqrt(var + 1e-8) over the unmasked tokens of all responses, var with ddof
-    1; 0.0 under the mask.
+    1; 0.0 under the mask, and for one token or equal advantages.
 
-    A batch of one token, or of equal advantages, gives 0.0. ValueError for lengths that differ or a
-    non-finite entry.
+    ValueError for lengths that differ or a non-finite entry.
     """
     if [len(row) for row in advantages] != [len(mask) for mask in masks]:
         raise ValueError("masks: their lengths differ from those of the advantages")

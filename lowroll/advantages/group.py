@@ -1,7 +1,6 @@
-"""Advantages from a group of rewards: G rollouts of one prompt judge each other.
+"""Advantages from the rewards r_1..r_G of one prompt's rollouts, with the group as the baseline.
 
-With scalar rewards r_1..r_G of one prompt the baseline is the group itself; the advantage of a
-rollout is given to each of its tokens.
+Each token gets its rollout's advantage.
 
     grpo             A_i = (r_i - mean) / (std + eps), std with G-1     GRPO, arXiv 2402.03300 sec. 4.1; eps as in verl
     grpo_no_std      A_i = r_i - mean                                   Dr. GRPO, arXiv 2503.20783 sec. 3.2
@@ -15,10 +14,9 @@ rollout is given to each of its tokens.
 
 Rules shared by all of them but `gae`, which compares nothing:
 1. A reward of None (the scorer could not score) leaves the statistics, and its rollout gets 0.0.
-2. Rewards that are all equal give exactly 0.0, whatever the rounding of their mean.
+2. Equal rewards give exactly 0.0.
 3. A request for a single rollout (G = 1) has no group: mean 0 and std 1, so A = r (verl's convention).
-   A larger group of which only one reward is left gets 0.0: a lone survivor has nothing to be
-   compared with.
+   A larger group with only one scored reward gets 0.0.
 4. Every reward of the group counts, also that of a rollout which is masked or filtered later.
 """
 
@@ -46,8 +44,7 @@ def grpo(
 
 
 def grpo_no_std(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """Return r - mean. `lengths` is ignored. ValueError for an empty group or a non-finite
-    reward."""
+    """Return r - mean. `lengths` and errors as for `rloo`."""
     return _estimate(rewards, _centre)
 
 
@@ -89,8 +86,7 @@ def length_weighted(rewards: Rewards, lengths: Sequence[int] | None = None) -> l
 
 
 def reward(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """Return the reward itself, 0.0 for None. `lengths` is ignored. ValueError for an empty group
-    or a non-finite reward."""
+    """Return the reward itself, 0.0 for None. `lengths` and errors as for `rloo`."""
     _check(rewards)
     return [0.0 if r is None else float(r) for r in rewards]
 
@@ -118,8 +114,7 @@ def _check(rewards: Rewards) -> None:
 
 
 def _estimate(rewards: Rewards, estimate: Callable[[list[float]], list[float]]) -> list[float]:
-    """Apply `estimate` to the scored rewards under the shared rules and put the results back in
-    place."""
+    """Apply `estimate` to the scored rewards under the shared rules."""
     _check(rewards)
     scored = [float(r) for r in rewards if r is not None]
     if len(rewards) == 1:

@@ -1,4 +1,4 @@
-"""Reward shaping: what is added to a reward before the group's statistics are taken.
+"""Reward shaping before the group's statistics.
 
 DAPO's soft overlong punishment (arXiv 2503.14476 eq. 13), for a response of n tokens, a limit L_max
 and a soft zone of L_cache tokens below it:
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 
 def overlong(length: int, *, max_length: int, cache: int) -> float:
-    """Return the penalty in [-1, 0] to add to the reward of a response of `length` tokens.
+    """Return the penalty in [-1, 0] for a response of `length` tokens; `max_length` is L_max,
+    `cache` L_cache.
 
-    `max_length` is L_max and `cache` L_cache, both in tokens. ValueError unless length >= 0 and
-    0 < cache <= max_length.
+    ValueError unless length >= 0 and 0 < cache <= max_length.
     """
     if length < 0:
         raise ValueError(f"length = {length} is negative")

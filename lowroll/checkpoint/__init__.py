@@ -1,8 +1,7 @@
-"""Checkpoints and every other folder that must be either whole or absent.
+"""Checkpoints and other folders that must be whole or absent.
 
-`publish` makes a folder appear atomically and proves later that it is undamaged, `store` keeps the
-numbered checkpoints of a run on top of it, `lock` lets one process at a time own a run folder.
-`files` does for a single file what `publish` does for a folder, `seal` lets a line of JSON show its
-damage, `space` waits for room on a full disk. No pickle anywhere: tensors are safetensors,
+`publish` writes folders atomically and detects damage, `store` keeps a run's numbered checkpoints,
+`lock` makes one process the owner of a run folder, `files` writes single files atomically, `seal`
+checksums JSON lines, `space` waits on a full disk. Without pickle: tensors are safetensors,
 everything else is JSON.
 """

@@ -1,9 +1,8 @@
-"""Named points at which a test may kill the process, fill the disk or break it.
+"""Named points at which a test kills the process or breaks the disk.
 
-`faultpoint(name)` does nothing in normal life. `LOWROLL_FAULT=name:kill` turns the point of that
-name into SIGKILL, `name:enospc` into "no space left on device", `name:eio` into "input/output
-error". A test enumerates the points of an operation by running it once with an observer and then
-repeats it once per point, so a point that is added later is covered without touching the test.
+`faultpoint(name)` normally does nothing. `LOWROLL_FAULT=name:kill` turns the point into SIGKILL,
+`name:enospc` into "no space left on device", `name:eio` into "input/output error". A test runs an
+operation once with an observer to find its points, then once per point, so new points are covered.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ observers: list[Callable[[str], None]] = []
 
 
 def faultpoint(name: str) -> None:
-    """Pass the point `name`. Names of one operation are unique: those inside a loop carry the
-    item's name."""
+    """Pass the point `name`. An operation's names are unique: in a loop they contain the item's
+    name."""
     for observer in observers:
         observer(name)
     armed = os.environ.get(VARIABLE)

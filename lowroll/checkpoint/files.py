@@ -1,4 +1,4 @@
-"""Single files that are whole or absent, and input and output errors that name their file."""
+"""Single files that are whole or absent, and I/O errors that name their file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from lowroll.checkpoint.faults import faultpoint
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MACHINE = (  # errors of a machine in trouble: the very same call can succeed later, or elsewhere
+_MACHINE = (  # errors of the machine: the same call can succeed later, or elsewhere
     *_FULL,
     errno.EIO,
     errno.ESTALE,
@@ -25,21 +25,19 @@ _MACHINE = (  # errors of a machine in trouble: the very same call can succeed l
     errno.ENOLCK,
     errno.ETIMEDOUT,
 )
-_RUST = re.compile(r"\(os error ([0-9]+)\)")  # how safetensors words the errors of the system
+_RUST = re.compile(r"\(os error ([0-9]+)\)")  # safetensors' wording of system errors
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of a regular file. OSError with its name, also when reading fails half
-    way."""
+    """Read a regular file. OSError names it, also when reading fails half way."""
     with naming(path):
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a FIFO would be waited for
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a FIFO would block
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         return Path(path).read_bytes()
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Make `data` the content of `path`: after an error or a crash it is the old content, or the
-    new one, whole."""
+    """Write a file atomically: after an error or a crash it has the old content or the new one."""
     path = Path(path)
     tmp = path.with_name(f".tmp-{path.name}")
     with naming(path):
@@ -60,8 +58,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line and its newline. It is on disk when this returns; after an error the file is as
-    it was."""
+    """Append a line and its newline, on disk at return; after an error the file is unchanged."""
     path = Path(path)
     with naming(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -79,14 +76,14 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write every byte: on a disk that fills up, one call of the system may take a part only."""
+    """Write every byte: on a disk that fills up, one call may write only some."""
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a directory (fsync): its entries (names, renames) reach the disk."""
+    """Sync a directory's entries (names, renames) to disk."""
     with naming(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -97,7 +94,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an OSError of the block that names no file this one's name."""
+    """Add this file's name to the block's OSErrors without one."""
     try:
         yield
     except OSError as error:
@@ -107,8 +104,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def system_error(error: BaseException) -> int | None:
-    """Return the errno of an error of the system, also when a library wrapped it in an error of its
-    own; else None."""
+    """Return the errno of a system error, also wrapped by a library; else None."""
     if isinstance(error, OSError):
         return error.errno
     found = _RUST.search(str(error))
@@ -123,5 +119,5 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Return whether it is an error of the system that no name or setting is to blame for."""
+    """Return whether it is a system error that no name or setting caused."""
     return isinstance(error, OSError) and error.errno in _MACHINE

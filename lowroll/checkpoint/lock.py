@@ -1,12 +1,11 @@
-"""One process at a time owns a run folder.
+"""Exclusive ownership of a run folder.
 
-`flock` on `.lock` is freed by the kernel when its owner dies, however it dies, so there are no
-stale locks to clean. The file is an append-only list of attempts, one JSON line each; the line
-count is the attempt number, which therefore grows by one with every launch and can serve as a
-fencing token in names and logs.
+The kernel frees the `flock` on `.lock` when its owner dies, so there are no stale locks. The file
+is an append-only list of attempts, one JSON line each; the line count is the attempt number, a
+fencing token for names and logs.
 
-A forked child inherits the lock and keeps it while it lives: workers of a dead run hold its folder
-until they are gone. Children started by exec (spawn, forkserver, subprocess) do not.
+Forked children inherit the lock: workers of a dead run hold its folder until they exit. Children
+started by exec (spawn, forkserver, subprocess) do not.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lowroll.checkpoint.files import naming, write_all
 from lowroll.types import RunFailed
 
 LOCK = ".lock"
-NAME_S = 1.0  # for the name of who has just taken it
+NAME_S = 1.0  # timeout for the new holder's name
 
 
 class RunLockedError(RunFailed):
@@ -32,8 +31,7 @@ class RunLockedError(RunFailed):
 
 
 def refuse_locked(folder: Path) -> None:
-    """Raise RunLockedError when a process owns `folder`. Changes nothing: who asks does not own
-    it."""
+    """Raise RunLockedError when a process owns `folder`. Takes no lock."""
     try:
         descriptor = os.open(Path(folder) / LOCK, os.O_RDONLY)
     except FileNotFoundError:
@@ -47,10 +45,10 @@ def refuse_locked(folder: Path) -> None:
 
 
 class RunLock:
-    """`with RunLock(folder) as lock:` owns `folder`; `lock.attempt` counts the launches on it, from
-    1.
+    """Exclusive ownership of a run folder: `with RunLock(folder) as lock:`. `lock.attempt` counts
+    the launches on it, from 1.
 
-    Raises RunLockedError at once when another process owns it; the folder is created when absent.
+    Raises RunLockedError at once when another process owns it; creates a missing folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -86,7 +84,7 @@ class RunLock:
         return attempt
 
     def release(self) -> None:
-        """Give the folder back; safe to call twice."""
+        """Release the folder; safe to call twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -108,8 +106,8 @@ def _read(descriptor: int) -> bytes:
 
 
 def _holder(descriptor: int) -> str:
-    """Describe the process that took the lock last. One that has just taken it is still writing its
-    name: until then the last name is of one that has ended."""
+    """Describe the last holder. A new one may still be writing its name: until then the last name
+    is of an ended process."""
     until = time.monotonic() + NAME_S
     while (entry := _last(descriptor)) is None or _has_ended(entry):
         if time.monotonic() > until:
@@ -129,7 +127,7 @@ def _last(descriptor: int) -> dict[str, Any] | None:
 
 
 def _has_ended(entry: dict[str, Any]) -> bool:
-    """Return whether the holder was a process of this machine, and is gone."""
+    """Return whether the holder was a process of this machine that ended."""
     if entry["host"] != socket.gethostname() or not isinstance(entry["pid"], int):
         return False
     try:

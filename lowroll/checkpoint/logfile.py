@@ -9,15 +9,15 @@ from pathlib import Path
 from lowroll.types import printable
 
 _ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S")
-# of errors that point at another one
+# errors that point at another one
 _ECHO = re.compile(r"root cause|EngineDeadError|See stack trace|RequestCancelled|CancelledError")
-_MOST = 1 << 18  # bytes of the log's end that are looked at
+_MOST = 1 << 18  # bytes read from the log's end
 _NUMBER = re.compile(r"[0-9.]+(e[-+]?[0-9]+)?", re.ASCII)
 _LOUD = re.compile(r"^\S+ \S+ (?:WARNING|ERROR|CRITICAL) \S+: (.*)$")
 
 
 def last_error(log: Path, since: int = 0) -> str:
-    """Return the last error behind byte `since` that does not point at another, else the last
+    """Return the last error after byte `since` that does not point at another, else the last
     line."""
     try:
         with log.open("rb") as file:
@@ -33,8 +33,8 @@ def last_error(log: Path, since: int = 0) -> str:
 
 
 class Warnings:
-    """The warnings and errors of logs of lowroll's own, `<name>_<attempt>.log`: the first of each
-    kind, which is its text without numbers, whichever of `names` says it."""
+    """Warnings and errors in lowroll's logs `<name>_<attempt>.log`: the first of each kind (the
+    text without numbers), whichever of `names` wrote it."""
 
     def __init__(self, folder: Path, *names: str) -> None:
         self.folder = folder
@@ -43,8 +43,7 @@ class Warnings:
         self._kinds: set[str] = set()
 
     def new(self) -> list[str]:
-        """Return the lines that were written since the last call; none of what was there at
-        first."""
+        """Return the lines since the last call, without those present at the start."""
         found = []
         for line in self._written():
             kind = _NUMBER.sub("", line)

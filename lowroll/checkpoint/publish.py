@@ -1,16 +1,15 @@
-"""A folder appears whole or not at all, and damage is always noticed.
+"""Atomic publication of folders, with damage detection.
 
     write into .tmp-lowroll-*  ->  fsync files  ->  MANIFEST.json, fsync  ->  fsync folder  ->  rename  ->  fsync parent
 
-A rename is atomic on POSIX file systems, so a process that dies anywhere leaves either the finished
-folder or a `.tmp-lowroll-*` that no reader looks at. The fsyncs order the data before the name,
-which is what a power loss needs (Pillai et al., "All File Systems Are Not Created Equal", OSDI
-2014). The manifest holds size and SHA-256 of every file because neither safetensors nor the file
-system notices a flipped bit or a zeroed tail.
+A rename is atomic on POSIX file systems, so a dead process leaves the finished folder or a
+`.tmp-lowroll-*` that no reader opens. The fsyncs order the data before the name, against power loss
+(Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). The manifest has size and
+SHA-256 of every file because neither safetensors nor the file system notices a flipped bit or a
+zeroed tail.
 
-A temporary folder is flock'ed by its writer. The kernel frees the lock when the writer dies, so a
-folder whose lock can be taken is a leftover, whatever its process id was, and is removed by the
-next writer beside it.
+The writer flocks its temporary folder. The kernel frees the lock of a dead writer, so a folder
+whose lock can be taken is a leftover, which the next writer beside it removes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from lowroll.types import printable
 log = logging.getLogger(__name__)
 
 MANIFEST = "MANIFEST.json"
-TEMPORARY = ".tmp-lowroll-"  # ours alone: leftovers are removed wherever a folder is published
+TEMPORARY = ".tmp-lowroll-"  # leftovers of this name are removed
 FORMAT = 1
 _CHUNK = 1 << 20
 _MOST_MANIFEST = 16 << 20
@@ -45,31 +44,28 @@ _MOST_READERS = 16
 
 
 class DamagedError(ValueError):
-    """A published folder is not what was published. The message names the file and what is wrong
-    with it."""
+    """A published folder was damaged. The message names the file and the damage."""
 
 
 class DiskFullError(OSError):
-    """The disk filled up while publishing; nothing was published and the partial data is gone."""
+    """The disk filled up; nothing was published and the partial data is removed."""
 
 
 class NotSyncedError(OSError):
-    """The folder is published, but what tells that it is safe on the disk has failed."""
+    """The folder is published, but its sync to disk failed."""
 
 
 def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, Any]) -> Path:
-    """Make `dest` appear with the files that `write(folder)` puts into the folder it is given;
-    return `dest`.
+    """Publish the folder `dest` with the files that `write(folder)` creates; return `dest`.
 
-    `meta` is JSON data stored in the manifest and returned by `verify_folder`. An existing `dest`
-    is refused with FileExistsError before anything is written. When `write` raises, its partial
-    folder is removed and the error goes on; a full disk becomes DiskFullError, any other error of
-    the system an OSError with the path. NotSyncedError when the folder is there, but a power loss
-    could still take it away.
+    `meta` is JSON data for the manifest, returned by `verify_folder`. FileExistsError for an
+    existing `dest`, before anything is written. If `write` raises, its partial folder is removed; a
+    full disk becomes DiskFullError, another system error an OSError with the path. NotSyncedError
+    when the folder exists, but could be lost with the power.
     """
     dest = Path(dest)
     _check_absent(dest)
-    encode_manifest({}, meta)  # meta that is not JSON fails before a byte is written
+    encode_manifest({}, meta)  # meta that is not JSON fails before any write
     dest.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(dest.parent)
     with _temporary(dest) as tmp:
@@ -104,11 +100,10 @@ def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, An
 
 
 def verify_folder(path: Path) -> dict[str, Any]:
-    """Read every byte of a published folder and return the manifest's meta. Raises DamagedError
-    naming the file.
+    """Read every byte of a published folder and return the manifest's meta. DamagedError names the
+    file.
 
-    Files that the manifest does not list (a note of the user) are ignored: readers open listed
-    files only.
+    Files that the manifest does not list are ignored.
     """
     path = Path(path)
     files, meta = _read_manifest(path / MANIFEST)
@@ -135,8 +130,7 @@ def verify_folder(path: Path) -> dict[str, Any]:
 
 
 def read_meta(path: Path) -> dict[str, Any] | None:
-    """Return the meta of a published folder, unverified; None for a folder that was not published,
-    or was damaged since."""
+    """Return a published folder's meta, unverified; None if it is unpublished or damaged."""
     try:
         return _read_manifest(Path(path) / MANIFEST)[1]
     except DamagedError:
@@ -144,14 +138,13 @@ def read_meta(path: Path) -> dict[str, Any] | None:
 
 
 def published_files(path: Path) -> set[str]:
-    """Return the names of the files that a folder was published with, below it. Raises
-    DamagedError."""
+    """Return a published folder's file names, relative to it. Raises DamagedError."""
     return set(_read_manifest(Path(path) / MANIFEST)[0])
 
 
 def encode_manifest(files: dict[str, dict[str, Any]], meta: dict[str, Any]) -> bytes:
-    """Return the canonical bytes of a manifest, with a digest over its own content. ValueError when
-    `meta` is not JSON data."""
+    """Return a manifest's canonical bytes, with a digest of its content. ValueError unless `meta`
+    is JSON data."""
     body = {"format": FORMAT, "files": files, "meta": meta}
     try:
         text = json.dumps(body, sort_keys=True, allow_nan=False)
@@ -166,7 +159,7 @@ def remove_leftovers(folder: Path) -> None:
     for path in Path(folder).glob(f"{TEMPORARY}*"):
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # gone meanwhile, or not a folder of ours
+        except OSError:  # already gone, or foreign
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,12 +175,12 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def _temporary(dest: Path) -> Iterator[Path]:
-    """Yield a locked temporary sibling of `dest`, removed when the body raises."""
+    """Yield a locked temporary sibling of `dest`, removed on an error."""
     tmp, descriptor = _lock_new_sibling(dest)
     try:
         yield tmp
     except BaseException as error:
-        shutil.rmtree(tmp, ignore_errors=True)  # the first error is the one to report
+        shutil.rmtree(tmp, ignore_errors=True)  # the first error is reported
         if is_disk_full(error):
             free = shutil.disk_usage(dest.parent).free
             raise DiskFullError(
@@ -226,8 +219,8 @@ def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
 
 
 def _open_to_readers(folder: Path, names: list[str]) -> None:
-    """Let all who may read the folder read its files: safetensors from 0.8 on writes files for
-    their owner alone, whatever the umask."""
+    """Give files the folder's read permissions: safetensors from 0.8 on writes for the owner alone,
+    whatever the umask."""
     wanted = folder.stat().st_mode & 0o444
     for path in (folder / name for name in names):
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -256,7 +249,7 @@ def _file_names(folder: Path) -> list[str]:
 def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     try:
         status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):  # a FIFO would be waited for
+        if not stat.S_ISREG(status.st_mode):  # a FIFO would block
             raise DamagedError(f"{path}: not a regular file")
         if status.st_size > _MOST_MANIFEST:
             raise DamagedError(
@@ -281,8 +274,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any
 
 
 def _check_entry(path: Path, name: str, entry: object) -> None:
-    """Raise DamagedError for a name that leads out of the folder, or what is not a size and a
-    digest."""
+    """Raise DamagedError for a name outside of the folder, or without size and digest."""
     if "\0" in name or name in ("", ".") or Path(name).is_absolute() or ".." in Path(name).parts:
         raise DamagedError(f"{path}: {printable(repr(name))} is no file of the folder")
     if (
@@ -294,8 +286,7 @@ def _check_entry(path: Path, name: str, entry: object) -> None:
 
 
 def _readers() -> ThreadPoolExecutor:
-    """Return threads for the digests of several files at once, which are most of what a large
-    folder costs."""
+    """Return threads for parallel digests, most of a large folder's cost."""
     return ThreadPoolExecutor(min(_MOST_READERS, os.cpu_count() or 1))
 
 

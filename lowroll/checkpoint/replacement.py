@@ -1,10 +1,9 @@
-"""Replacement of what was published: the old is kept until the new is complete.
+"""Replacement of published folders: the old is kept until the new is complete.
 
     publish beside dest  ->  rename dest aside  ->  rename the new one to dest  ->  fsync parent  ->  remove the old one
 
-A process that dies between the two renames leaves both, whole, under names that `settle_folder`
-knows. Only what was published is ever removed: a folder that holds anything else is moved aside and
-kept.
+A process that dies between the renames leaves both, whole, for `settle_folder`. Only published
+content is removed: a folder with anything else is moved aside and kept.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ log = logging.getLogger(__name__)
 
 
 def foreign_in(folder: Path, contents: bool = True) -> str:
-    """Describe the first thing in a folder that is not as it was published there; "" when there is
-    none.
+    """Describe the first unpublished or changed thing in a folder, or return "".
 
-    contents: read every byte, so that a file that was changed counts too.
+    contents: read every byte, to find changed files.
     """
     if folder.is_symlink() or not folder.is_dir():
         return f"{folder}: not a published folder"
@@ -56,8 +54,7 @@ def foreign_in(folder: Path, contents: bool = True) -> str:
 
 
 def replace_folder(dest: Path, publish: Callable[[Path], object]) -> Path:
-    """Publish a folder with `publish(path)` and put it in the place of `dest`, if there is one;
-    returns `dest`."""
+    """Publish a folder with `publish(path)` and replace `dest`, if it exists; returns `dest`."""
     settle_folder(dest)
     if not dest.exists():
         publish(dest)
@@ -75,8 +72,8 @@ def replace_folder(dest: Path, publish: Callable[[Path], object]) -> Path:
 
 
 def settle_folder(dest: Path) -> None:
-    """Finish what a process began that died in `replace_folder` or `remove_published`: afterwards
-    `dest` is the newest whole one."""
+    """Finish a dead process's `replace_folder` or `remove_published`: afterwards `dest` is the
+    newest whole one."""
     new, old = _beside(dest)
     remove_leftovers(dest.parent)
     if new.is_dir() and not dest.exists():
@@ -88,8 +85,8 @@ def settle_folder(dest: Path) -> None:
 
 
 def remove_published(folder: Path, trash: Path) -> None:
-    """Remove a folder that was published. A process that dies in between leaves it in `trash`, a
-    folder of the same disk, as what a dead writer leaves: the next one there removes it."""
+    """Remove a published folder. A process that dies in between leaves it in `trash`, on the same
+    disk, as a leftover for the next writer."""
     aside = trash / f"{TEMPORARY}{folder.name}-{secrets.token_hex(4)}"
     os.rename(folder, aside)
     faultpoint("replace.trashed")
@@ -101,8 +98,7 @@ def _beside(dest: Path) -> tuple[Path, Path]:
 
 
 def _discard(folder: Path, dest: Path) -> None:
-    """Remove a folder that was published; one that holds anything else is kept under a name that
-    people see."""
+    """Remove a published folder; keep one with anything else under a visible name."""
     foreign = foreign_in(folder)
     if not foreign:
         remove_published(folder, folder.parent)

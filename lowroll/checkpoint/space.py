@@ -1,5 +1,4 @@
-"""Writes that outlast a full disk: a run is worth more than the minutes until somebody makes
-room."""
+"""Writes that wait on a full disk instead of ending the run."""
 
 from __future__ import annotations
 
@@ -17,23 +16,22 @@ from lowroll.types import RunFailed
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds between two tries
-REMIND = 300.0  # seconds between two lines that say what is waited for
-NO_ROOM = 75  # exit code of a command that found no room on a disk, and did not wait for any
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds between two attempts
+REMIND = 300.0  # seconds between two log lines
+NO_ROOM = 75  # exit code of a command that met a full disk and did not wait
 
 
 class Space:
-    """Waits up to `seconds` for room on the disk, each time that there is none."""
+    """A wait of up to `seconds` for disk space, at each write."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def write(self, path: Path, action: Callable[[], Result]) -> Result:
-        """Do `action`, which writes `path`; on a full disk do it again until there is room.
+        """Run `action`, which writes `path`, again until the disk has space.
 
-        An action that fails must leave nothing behind. RunFailed names the path when the time is
-        over, and at once for any other error of the system: a disk that cannot be read or written
-        does not get well by waiting.
+        A failing action must leave nothing behind. RunFailed names the path at the timeout, and at
+        once for any other system error.
         """
         began, told, pause = time.monotonic(), -REMIND, FIRST_PAUSE
         while True:

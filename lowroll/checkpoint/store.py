@@ -1,15 +1,15 @@
 """The numbered checkpoints of a run: `step_000012/{<name>.safetensors, state.json, MANIFEST.json}`.
 
-Where several processes hold parts of the tensors, each writes its own into the same folder,
-`<name>.1of2.safetensors` and so on, before it is published. The rows of a tensor are those of its
-parts one after the other, so any number of processes can read them.
+Processes that hold shards write them into the same folder, `<name>.1of2.safetensors` and so on,
+before it is published. A tensor's rows are its parts' in order, so any number of processes can read
+them.
 
-What the store promises:
+Guarantees:
 1. a checkpoint exists whole or not at all (`publish`), and holds tensors and JSON only;
-2. `load()` returns the newest one whose every byte is what was written; damaged ones are moved to `damaged/`, loudly,
-   and a store in which nothing is left raises: a run never restarts from scratch by accident;
-3. retention removes a checkpoint only after a newer one was synced, read back and verified, so the
-   newest verified one stays. What cannot be removed is left, with a warning, for the next save.
+2. `load()` returns the newest undamaged one; damaged ones are moved to `damaged/` with a warning,
+   and an empty store raises: a run never restarts from scratch by accident;
+3. retention removes a checkpoint only after a newer one was synced, read back and verified. What
+   cannot be removed is left, with a warning, for the next save.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class Pieces:
-    """A tensor whose rows lie in several files, in order; they are read when a slice asks for
-    them."""
+    """A tensor with rows in several files, read when sliced."""
 
     def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
         self.pieces = pieces
@@ -72,20 +71,20 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint, tensors on the CPU with the dtypes and shapes they were saved with."""
+    """A verified checkpoint, tensors on the CPU as they were saved."""
 
     step: int
     tensors: dict[str, dict[str, Any]]  # a torch.Tensor, or Pieces
     state: dict[str, Any]
-    meta: dict[str, Any]  # what the writer put beside the step: versions, hashes, attempt
+    meta: dict[str, Any]  # the writer's facts: versions, hashes, attempt
     path: Path
 
 
 class Store:
-    """Checkpoints of one run in `folder`. One writer at a time: hold the run's `RunLock`.
+    """The checkpoints of a run in `folder`. One writer at a time: hold the run's `RunLock`.
 
-    keep_last: how many of the newest to keep (None keeps all). keep_interval: steps that are
-    multiples of it are kept for good. ValueError when either is below 1.
+    keep_last: how many of the newest to keep (None: all). keep_interval: multiples of it are kept
+    forever. ValueError when either is below 1.
     """
 
     def __init__(
@@ -104,8 +103,8 @@ class Store:
         self._foreign: set[str] = set()
 
     def steps(self) -> list[int]:
-        """Return the steps that have a folder here, ascending, verified or not. Foreign names are
-        ignored with a warning."""
+        """Return the steps with a folder, ascending, verified or not. Foreign names cause a
+        warning."""
         steps = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             match = _STEP.fullmatch(path.name)
@@ -121,7 +120,7 @@ class Store:
         return sorted(steps)
 
     def path(self, step: int) -> Path:
-        """Return the folder of checkpoint `step`, whether it is there or not."""
+        """Return the folder of checkpoint `step`, which may not exist."""
         return self.folder / _folder_name(step)
 
     def save(
@@ -135,13 +134,12 @@ class Store:
     ) -> Path:
         """Publish checkpoint `step`, verify it from disk, then apply the retention rule.
 
-        parts: how many processes hold parts of the tensors; `tensors` are then the first one's.
-        share(folder) has the others `write_part` theirs into a folder, and returns when they have.
+        parts: the number of processes with shards; `tensors` are then the first one's.
+        share(folder) has the others `write_part` theirs, and waits for them.
 
-        Each entry of `tensors` becomes `<name>.safetensors`; `state` must be JSON data that comes
-        back as it went in (no NaN, tuples or non-string keys: ValueError naming the place).
-        FileExistsError when `step` is here already, NotSyncedError when it is published and could
-        not be read back.
+        Each entry of `tensors` becomes `<name>.safetensors`; `state` must survive JSON unchanged
+        (no NaN, tuples or non-string keys: ValueError names the place). FileExistsError when `step`
+        exists, NotSyncedError when it could not be read back.
         """
         _check_save(step, tensors)
         text = _encode_state(state)
@@ -177,12 +175,11 @@ class Store:
         verified: bool = False,
     ) -> Checkpoint:
         """Return the newest verified checkpoint, or checkpoint `step`. only: the tensor files to
-        read; None reads all. verified: this step has just been loaded, and its bytes are not read
-        twice.
+        read; None reads all. verified: this step was just loaded and need not be verified again.
 
-        A damaged newest one is moved to `damaged/` with a warning and the one before is tried; when
-        none is left DamagedError. A damaged `step` that was asked for by number raises and stays
-        where it is. FileNotFoundError when there was never a checkpoint, or not this one.
+        A damaged newest one is moved to `damaged/` with a warning and the one before is tried;
+        DamagedError when none is left. A requested damaged `step` raises and stays.
+        FileNotFoundError when there is none.
         """
         if step is not None:
             if step not in self.steps():
@@ -208,16 +205,14 @@ class Store:
         raise FileNotFoundError(f"{self.folder}: no checkpoint")
 
     def truncate(self, step: int) -> None:
-        """Remove every checkpoint after `step`: a run that resumes from an older one will write
-        them again."""
+        """Remove every checkpoint after `step`, for a run that resumes from it."""
         for later in self.steps():
             if later > step:
                 self._remove(later)
         self.clean()
 
     def clean(self) -> None:
-        """Remove what a process left here that died: half-written checkpoints, and half-removed
-        ones."""
+        """Remove a dead process's leftovers: half-written and half-removed checkpoints."""
         remove_leftovers(self.folder)
         for leftover in self.folder.glob(f"{TRASH}step_*"):
             if _STEP.fullmatch(leftover.name.removeprefix(TRASH)):
@@ -239,8 +234,7 @@ class Store:
         return Checkpoint(step, tensors, state, meta, path)
 
     def _apply_retention(self, newest: int) -> None:
-        """Remove what is not kept. A disk that refuses costs space, not the run: the next save
-        tries again."""
+        """Remove what is not kept. The next save retries on an error, which only costs space."""
         if self.keep_last is None:
             return
         older = [step for step in self.steps() if step < newest]
@@ -265,7 +259,7 @@ class Store:
         self.clean()
         name = _folder_name(step)
         trash = self.folder / f"{TRASH}{name}"
-        os.rename(self.folder / name, trash)  # first out of the readers' sight, then slowly away
+        os.rename(self.folder / name, trash)  # hidden from readers first
         faultpoint(f"store.trashed/{name}")
         shutil.rmtree(trash)
         faultpoint(f"store.removed/{name}")
@@ -289,16 +283,15 @@ class Store:
 def write_part(
     folder: Path, tensors: Mapping[str, Mapping[str, torch.Tensor]], part: int, parts: int
 ) -> None:
-    """Write the tensors that one of so many processes holds into the folder of a checkpoint that is
-    about to be published."""
+    """Write one process's shards into the folder of a checkpoint before its publication."""
     for name, group in tensors.items():
         _write_tensors(folder / _file_name(name, part, parts), group)
         faultpoint(f"store.tensors_written/{name}")
 
 
 def check_pieces(where: str, state: Mapping[str, Any], wanted: Collection[str]) -> None:
-    """Raise ValueError unless `state`, read from a checkpoint, has exactly the pieces `wanted`:
-    what is missing must not be taken for its default."""
+    """Raise ValueError unless a checkpoint's `state` has exactly the pieces `wanted`: none may
+    silently get a default."""
     if odd := sorted({*wanted} ^ state.keys()):
         raise ValueError(
             f"{where}: {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}: the checkpoint "
@@ -330,8 +323,7 @@ def _encode_state(state: dict[str, Any]) -> str:
 
 
 def _check_json(value: object, where: str) -> None:
-    """Raise ValueError unless JSON gives `value` back as it is: resume must not see a list where a
-    tuple was saved."""
+    """Raise ValueError unless JSON preserves `value`: a tuple would come back as a list."""
     if type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
@@ -355,8 +347,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
         storage = tensor.untyped_storage()
-        # safetensors refuses tensors that share memory; a view of a larger buffer would also drag
-        # the buffer along.
+        # safetensors refuses shared memory; a view would also store its whole buffer.
         if storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen:
             tensor = tensor.clone()
         elif tensor.nbytes:
@@ -366,7 +357,6 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _read_tensors(path: Path, name: str) -> dict[str, Any]:
-    """Return the tensors of one name, whole or in parts, of a checkpoint whose files are there."""
     from safetensors.torch import load_file
 
     if (path / f"{name}.safetensors").is_file():

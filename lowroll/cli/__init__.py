@@ -1,2 +1,1 @@
-"""The command line: one thin file a command. Nothing heavy is imported before the arguments are
-read."""
+"""The command line: one file a command. Heavy imports follow the parsing of the arguments."""

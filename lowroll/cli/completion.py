@@ -79,8 +79,7 @@ def fish() -> str:
 
 
 def words(command: str) -> Iterator[tuple[str, str]]:
-    """Yield what a command takes: its options, the choices of its arguments, and the keys of a run,
-    each with a summary."""
+    """Yield a command's options, choices and run keys, each with a summary."""
     for action in importlib.import_module(f"lowroll.cli.{command}").parser()._actions:
         summary = (action.help or "").split("; ")[0]
         for option in action.option_strings:
@@ -93,7 +92,7 @@ def words(command: str) -> Iterator[tuple[str, str]]:
 
 
 def _keys() -> list[str]:
-    """Return the dotted keys that take a value of their own."""
+    """Return the dotted keys that take a value."""
     from lowroll.config.build import known_keys
     from lowroll.config.schema import RunConfig
 

@@ -73,12 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settings(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
-    """Return the settings with the command's options laid over them, and the run folder when the
-    source is one."""
+    """Return the settings with the command's options applied, and the run folder of a run."""
     from lowroll.config import ConfigError, from_mapping, load
 
     options: dict[str, object] = {
-        "force": True,  # nothing is learnt here that could collapse
+        "force": True,  # no learning here could collapse
         "rollout.weights": arguments.format,
         "rollout.max_tokens": arguments.max_tokens,
         "env": [{"id": env} for env in arguments.env] if arguments.env else None,

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# what extends lowroll where it is installed
+# optional packages that extend lowroll
 OPTIONAL = {
     "bitsandbytes": "the optimizer adamw8bit on a GPU",
     "datasets": "environments whose prompts lie on the hub",
     "reasoning-gym": "the environments of reasoning-gym",
 }
-# instructions of a CPU that low-bit and bfloat16 products are made of, as /proc/cpuinfo names them
+# CPU instructions for low-bit and bfloat16 products, as in /proc/cpuinfo
 INSTRUCTIONS = (
     "avx2",
     "avx512f",
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def look() -> dict[str, Any]:
-    """Return what there is, as JSON holds it. What is missing is None, or a line that says why."""
+    """Return the machine's facts as JSON data. What is missing is None, or the reason."""
     from lowroll import __version__, machine
 
     return {
@@ -101,7 +101,6 @@ def _cpu() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, where it is loaded."""
     try:
         found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", DRIVER.read_text())
     except OSError:
@@ -117,7 +116,7 @@ def _version(package: str) -> str | None:
 
 
 def _sandbox() -> dict[str, str | None]:
-    """Return what isolates programs of a model (the environment `code`), or why nothing does."""
+    """Return the isolation of a model's programs (the environment `code`), or why there is none."""
     from lowroll.envs.sandbox import SandboxMissing, walls
 
     try:
@@ -127,7 +126,7 @@ def _sandbox() -> dict[str, str | None]:
 
 
 def _torch() -> dict[str, Any]:
-    """Return what only torch can report: its build, the devices, the kernels."""
+    """Return torch's facts: its build, the devices, the kernels."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -194,7 +193,7 @@ def _first_line(error: Exception) -> str:
 
 
 def hints(found: dict[str, Any]) -> list[str]:
-    """Return what would make a run faster here, the most important first, a few at most."""
+    """Return a few hints for faster runs here, the most important first."""
     if "error" in found["torch"]:
         return ["torch cannot be imported, and nothing runs without it: install it again"]
     told = [*_cuda_hints(found), *_cpu_hints(found)]
@@ -266,7 +265,7 @@ def _cpu_hints(found: dict[str, Any]) -> list[str]:
 
 
 def show(found: dict[str, Any]) -> str:
-    """Return the page that a person reads."""
+    """Return the page for people."""
     lines = [f"lowroll {found['lowroll']}, Python {found['python']}, {found['platform']}", ""]
     lines += [f"{name:<10}{text}" for name, text in _machine_lines(found)]
     if found["kernels"]:
@@ -333,7 +332,7 @@ def _nvcc_text(nvcc: dict[str, Any] | None) -> str:
 
 
 def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return a line for every kernel that is used, its product before the first."""
+    """Return a line for every kernel in use, by product."""
     width = max(map(len, kernels))
     lines = []
     for product, answers in kernels.items():
@@ -349,7 +348,7 @@ def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def _refused_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return the faster kernels that are not used, by the reason."""
+    """Return the unused faster kernels, by reason."""
     refused: dict[str, list[str]] = {}
     for answers in kernels.values():
         for answer in answers:

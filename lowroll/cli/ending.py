@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def report_command(folder: Path) -> str:
-    """Return the command to type, whatever the folder's name holds."""
+    """Return the report command, with the folder's name quoted."""
     return f"lowroll report {shlex.quote(str(folder))}"
 
 
 def conclude(result: RunResult) -> int:
-    """Say where the trained weights are; returns the exit code."""
+    """Print where the trained weights are; returns the exit code."""
     if result.signal:
         return 128 + result.signal
     if result.ended:

@@ -1,6 +1,6 @@
-"""`lowroll eval MODEL --suite math7`, or `lowroll eval run.yaml`: held-out sets and environments,
-dense and low-precision, under the dense and the rollouts' cache; with `--server URL` of what a
-server serves."""
+"""`lowroll eval MODEL --suite math7`, or `lowroll eval run.yaml`: evaluate on held-out sets and
+environments, dense and low-precision, with the dense and the rollouts' cache; with `--server URL` a
+served model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lowroll.runs.presets import Preset
 
 ROOM = 1 << 20  # tokens: an evaluation packs no micro-batches
-PROGRAM_SECONDS = 120  # for a scorer that runs a program on all its test cases
+PROGRAM_SECONDS = 120  # for scorers that run programs on all test cases
 
 
 def parser() -> argparse.ArgumentParser:
@@ -128,8 +128,8 @@ def _ask_server(
 
 
 def _formats(words: str | None) -> list[str]:
-    """Return the formats and budgets of an option, each once. Bounds that follow each other are one
-    budget's."""
+    """Return an option's formats and budgets without duplicates. Consecutive bounds form one
+    budget."""
     found: list[str] = []
     for word in _listed(words):
         key, bound, _ = word.partition("=")
@@ -141,13 +141,11 @@ def _formats(words: str | None) -> list[str]:
 
 
 def _listed(words: str | None) -> list[str]:
-    """Return the words of an option, each once."""
     return list(dict.fromkeys(words.split(","))) if words else []
 
 
 def settings(arguments: argparse.Namespace, preset: Preset | None = None) -> RunConfig:
-    """Return the run's settings with the command's options laid over them, over those of a
-    preset."""
+    """Return the run's settings with a preset's and the command's options applied."""
     from lowroll.config import ConfigError, from_mapping
 
     files, overrides = split(arguments.settings)
@@ -162,7 +160,7 @@ def settings(arguments: argparse.Namespace, preset: Preset | None = None) -> Run
         "eval.rollouts_per_example": arguments.k,
         "eval.temperature": arguments.temperature,
         "rollout.max_tokens": arguments.max_tokens,
-        # one length, where one was asked for
+        # a single length, if one was given
         "stages": None if arguments.max_tokens is None and preset is None else [],
         "eval.env": envs or None,
     }
@@ -175,14 +173,14 @@ def settings(arguments: argparse.Namespace, preset: Preset | None = None) -> Run
             "give a run's YAML file, or a model and what to ask: --suite, --preset or --env "
             "(with --server no model is needed)"
         )
-    # of a server nobody reads the model: it is what is served
+    # a server's model is not loaded here
     return from_mapping({"model": arguments.model or arguments.server}, arguments.settings)
 
 
 def _before(
     arguments: argparse.Namespace, preset: Preset | None, envs: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Return the settings under those that the user names: a preset's, and what sets need."""
+    """Return the settings that the user's override: a preset's, and the sets' needs."""
     from lowroll.envs.sets.table import PREFIX
 
     found: dict[str, object] = dict(preset.settings) if preset is not None else {}
@@ -197,8 +195,8 @@ def _before(
 
 
 def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[dict[str, Any]]:
-    """Return the requested environments, as `eval.env` has them; [] leaves the run's own.
-    ValueError for a file that belongs to none of them."""
+    """Return the requested environments, as in `eval.env`; [] keeps the run's own. ValueError for a
+    file that belongs to none."""
     words = arguments.suite or (preset.sets if preset is not None and not arguments.env else None)
     envs: list[dict[str, Any]] = []
     if words is not None:
@@ -221,8 +219,7 @@ def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[
 
 
 def title(cfg: RunConfig, server: str | None = None) -> str:
-    """Return a title that says what answered, how the responses were drawn, and to how many
-    prompts."""
+    """Return a title: the model, the sampling and the number of prompts."""
     drawn, each = cfg.eval, cfg.eval.rollouts_per_example
     how = "greedy" if drawn.temperature == 0 else f"sampled at T = {drawn.temperature:g}"
     responses = f"{each} response{'s' * (each > 1)} each"

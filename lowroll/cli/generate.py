@@ -96,7 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _template_kwargs(text: str | None) -> dict[str, Any]:
-    """Return the value of --chat-template-kwargs."""
     try:
         found = json.loads(text or "{}")
     except ValueError:
@@ -111,7 +110,7 @@ def _template_kwargs(text: str | None) -> dict[str, Any]:
 def converse(
     engine: Engine, chat: ChatTokenizer, arguments: argparse.Namespace, shown: str
 ) -> None:
-    """Answer the prompt, or each line that is read. shown: what answers, in a few words."""
+    """Answer the prompt, or each line of input. shown: a short description of the model."""
     if arguments.prompt is not None:
         answer(engine, chat, arguments, arguments.prompt, shown)
         return
@@ -162,7 +161,7 @@ def answer(
 
 
 def _of_an_option(problem: str) -> str:
-    """Express a problem with a field of the request as one with the option that sets it."""
+    """Rephrase a problem with a request's field as one with its option."""
     field, colon, rest = problem.removeprefix("requests[0].").partition(":")
     if colon and problem.startswith("requests[0]."):
         return f"--{field.replace('_', '-')}:{rest}"
@@ -170,14 +169,13 @@ def _of_an_option(problem: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return the text without control characters: a model must not be able to steer the
-    terminal."""
+    """Remove control characters: a model must not control the terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def _lines() -> Iterator[str]:
-    """Yield the prompts from the terminal until its end or an empty line; from a pipe, every line
-    that holds something."""
+    """Yield prompts from the terminal until its end or an empty line; from a pipe, every non-empty
+    line."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return

@@ -85,7 +85,7 @@ def plan(cfg: RunConfig) -> list[str]:
 
 
 def _evaluations(cfg: RunConfig) -> list[str]:
-    """Describe what the evaluations of the run cost; nothing of a run that has none."""
+    """Describe the cost of the run's evaluations, if any."""
     drawn = cfg.eval
     if not drawn.interval:
         return []

@@ -1,9 +1,9 @@
-"""`lowroll <command> ...`: finds the command's module, reads its arguments, runs it.
+"""`lowroll <command>...`: find the command's module, parse its arguments, run it.
 
 Exit codes: 0 done, 1 a run that could not go on (one `error:` line) or a failure of the program
-(its traceback), 2 something that the user can mend (one `error:` line a problem), 75 a full disk that
-was not waited for, 130, 143 or 129 stopped by SIGINT, SIGTERM or SIGHUP. LOWROLL_DEBUG=1 shows the
-traceback of the errors of exit code 2 too.
+(its traceback), 2 a user's error (one `error:` line a problem), 75 a full disk that was not waited
+for, 130, 143 or 129 stopped by SIGINT, SIGTERM or SIGHUP. LOWROLL_DEBUG=1 also shows the tracebacks
+of exit code 2.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ COMMANDS = {
     "completion": "print a script that completes commands, options and settings in bash, zsh or "
     "fish",
 }
-# the same commands, by the Surogate document's names
+# the Surogate document's command names
 ALIASES = {"grpo-infer": "serve", "grpo-orch": "orchestrate", "grpo-train": "train"}
-# what people type for them
+# what people may type for a command
 MEANT = {
     "rl": "grpo",
     "run": "grpo",
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
+    except BrokenPipeError:  # the reader of our output ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError) as error:
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _code(error: Exception) -> int:
-    """Return the exit code of an error that is reported in one line."""
+    """Return the exit code of an error reported in one line."""
     from lowroll.checkpoint.files import is_disk_full, is_of_machine
     from lowroll.checkpoint.space import NO_ROOM
 
@@ -124,13 +124,12 @@ def _code(error: Exception) -> int:
 
 
 def refuse(parser: ArgumentParser, message: str) -> NoReturn:
-    """Raise an error of one line, where argparse would print all options first."""
+    """Raise a one-line error, where argparse would print all options first."""
     raise ValueError(f"{message}; {parser.prog} --help says what it takes")
 
 
 def _meant(name: str, rest: Sequence[str]) -> str:
-    """Return " (did you mean x?)" for a command that is none, or a file that was given in the place
-    of one."""
+    """Return " (did you mean x?)" for an unknown command, or a file in its place."""
     from difflib import get_close_matches
 
     if name.endswith((".yaml", ".yml")):
@@ -140,7 +139,7 @@ def _meant(name: str, rest: Sequence[str]) -> str:
 
 
 def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
-    """Explain what to write in the place of an option that the command does not have."""
+    """Explain what to write instead of an unknown option."""
     from difflib import get_close_matches
 
     name, equals, value = option.lstrip("-").partition("=")

@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-YOUNGEST = 50_000  # new objects between two looks for garbage; Python's own number is 700
+YOUNGEST = 50_000  # new objects between two garbage collections; Python's default is 700
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,9 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lowroll.runs.roles.orchestrator import orchestrate
 
     before = gc.get_threshold()
-    gc.set_threshold(
-        YOUNGEST, *before[1:]
-    )  # requests in flight are many objects, and none is garbage
+    gc.set_threshold(YOUNGEST, *before[1:])  # requests in flight are many live objects
     try:
         signal = orchestrate(cfg)
     finally:

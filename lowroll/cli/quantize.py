@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 GPTQ = "gptq"
 ROUNDINGS = ("nearest", GPTQ)
-KL_TOKENS, KL_PIECE = 512, 128  # on which the KL of what was rounded is told, and of each sequence
+KL_TOKENS, KL_PIECE = 512, 128  # tokens for the reported KL, and in each sequence
 
 
 def parser() -> argparse.ArgumentParser:
@@ -110,8 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(arguments: argparse.Namespace, device: torch.device) -> str:
-    """Return the format that a budget stands for. ValueError where the folder may not be
-    written."""
+    """Return the format chosen by a budget. ValueError when the folder cannot be written."""
     from pathlib import Path
 
     from lowroll.model.folder import resolve
@@ -127,8 +126,8 @@ def _chosen(arguments: argparse.Namespace, device: torch.device) -> str:
 def _calibration(
     arguments: argparse.Namespace, format: str, device: torch.device
 ) -> Callable[[Transformer], None]:
-    """Return the function that calibrates the loaded model. A text is read here, before the weights
-    are."""
+    """Return the function that calibrates the loaded model. Reads the text before the weights are
+    loaded."""
     from lowroll.model.folder import resolve
     from lowroll.model.spec import read_spec
     from lowroll.model.tokenizer import load_tokenizer

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from lowroll.server.limits import Credentials, ServerLimits, ServerState
     from lowroll.weights.sync.client import WeightClient
 
-GRACE_S = 20.0  # batch systems kill 30 s or more after they ask
-LOOKAHEAD = 8  # decode steps on a GPU between two looks at new requests and streams
-# how prompts run on a GPU, when requests come one by one: at once, and the rows that decode beside
-# them in the same pass (docs/log/engine.md)
+GRACE_S = 20.0  # batch systems kill 30 s or more after the signal
+LOOKAHEAD = 8  # decode steps on a GPU between two checks for requests and streams
+# prompts on a GPU run at once, in one pass with the decoding rows, as requests come one by one
+# (docs/log/engine.md)
 PROMPTS: dict[str, Any] = {"gather": 0, "max_prefill_tokens": 4096, "one_pass": True}
-SWITCH_S = 0.001  # the engine's thread waits so long for Python's lock, instead of 5 ms
+SWITCH_S = 0.001  # the engine thread's wait for the GIL, instead of 5 ms
 SHORTEST_TOKEN = 16  # characters
-# options that are settings of a run's file, or of its roles
+# options that are settings of a run or its roles
 SETTINGS = {
     "host": "serve.host",
     "port": "serve.port",
@@ -48,8 +48,8 @@ SETTINGS = {
     "uaq_scale": "train.uaq_scale",
     "tool_call_parser": "rollout.tool_call_parser",
 }
-OF_MODEL = ("lookahead", "noisy", "token_env", "admin_token_env")  # and follow from a run
-LORA_ALPHA = 32.0  # `train.lora_alpha` of a run that does not say
+OF_MODEL = ("lookahead", "noisy", "token_env", "admin_token_env")  # options that follow from a run
+LORA_ALPHA = 32.0  # the default of `train.lora_alpha`
 
 
 def parser() -> argparse.ArgumentParser:
@@ -195,7 +195,7 @@ def run(arguments: argparse.Namespace) -> int:
         host, port = listening.getsockname()[:2]
         app = application(arguments, tokens, role)
         gc.collect()
-        gc.freeze()  # else all that was loaded is looked at in the midst of requests, for 0.2 s
+        gc.freeze()  # else a collection during requests scans all loaded objects, for 0.2 s
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
         def ready() -> None:
@@ -206,12 +206,12 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             number = asyncio.run(run(app, listening, ready, GRACE_S))
         finally:
-            gc.unfreeze()  # what is never collected Triton reports as leaked
+            gc.unfreeze()  # Triton reports what is never collected as leaked
     return 128 + number
 
 
 class EngineRole:
-    """The engine of a run, where a run's file is named in the place of a model."""
+    """The engine of a run, when a run's file is named instead of a model."""
 
     def __init__(self, arguments: argparse.Namespace, stack: ExitStack) -> None:
         from lowroll.cli.settings import read_role
@@ -247,12 +247,12 @@ class EngineRole:
         engine.serve_vllm(self.cfg, self.paths, self.name, self.heartbeat)
 
     def show(self, address: str) -> None:
-        """Have the orchestrator find it."""
+        """Make the orchestrator find it."""
         self.heartbeat.update(url=address, phase="serving")
 
 
 def _refuse_options(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for an option of a model beside a run's file, which says it otherwise."""
+    """Raise ValueError for a model's option beside a run's file, which decides it."""
     for name in (*SETTINGS, *OF_MODEL):
         value = getattr(arguments, name)
         if value == parser().get_default(name):
@@ -267,8 +267,8 @@ def _refuse_options(arguments: argparse.Namespace) -> None:
 
 
 def credentials(arguments: argparse.Namespace) -> Credentials:
-    """Return the tokens of the environment. ValueError when one is missing or short, or when others
-    can reach the address and there is none."""
+    """Return the tokens from the environment. ValueError when one is missing or short, or when the
+    address is public and there is none."""
     from lowroll.server.limits import Credentials
 
     tokens = Credentials(
@@ -289,8 +289,8 @@ def credentials(arguments: argparse.Namespace) -> Credentials:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address; a name that is not `localhost` may lead
-    anywhere."""
+    """Return whether only this machine reaches an address; only `localhost` is trusted as a
+    name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -339,7 +339,7 @@ def weight_client(arguments: argparse.Namespace, admin: str) -> WeightClient | N
 def serving(
     arguments: argparse.Namespace, folder: Path, role: EngineRole | None = None
 ) -> ServerState:
-    """Return the engine's loop, not started yet, and what the routes know of the model."""
+    """Return the engine's loop, not started, and the model's facts for the routes."""
     from lowroll import __version__
     from lowroll.model.device import pick_device
     from lowroll.model.tokenizer import load_tokenizer, tokenizer_home
@@ -366,7 +366,6 @@ def serving(
 
 
 def _chat(tokenizer: Any, tool_format: str | None) -> ChatTokenizer | None:
-    """Return the chat tokenizer; None for a tokenizer without a chat template."""
     from lowroll.model.tokenizer import ChatTokenizer
 
     if not getattr(tokenizer, "chat_template", None):
@@ -376,7 +375,7 @@ def _chat(tokenizer: Any, tool_format: str | None) -> ChatTokenizer | None:
 
 def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> NativeEngine:
     """Return the engine over a folder, or over its model with a fresh adapter. ValueError names the
-    option that is wrong."""
+    wrong option."""
     from lowroll.config.rollout import KvConfig
     from lowroll.engine.native import NativeEngine
     from lowroll.kv.policy.table import make
@@ -414,7 +413,7 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
 
 
 def words(engine: NativeEngine, device: torch.device) -> str:
-    """Describe the engine: its weights, its cache, its context length and its device."""
+    """Describe the engine: weights, cache, context length and device."""
     able, stats = engine.capabilities, engine.stats()
     kind = f"{able.kv_policy}+{able.kv_dtype}" if able.kv_dtype else able.kv_policy
     return (
@@ -424,7 +423,7 @@ def words(engine: NativeEngine, device: torch.device) -> str:
 
 
 def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -> Transformer:
-    """Return the model in its format, with an adapter that changes nothing yet."""
+    """Return the model in its format, with a fresh adapter."""
     from lowroll.model import hf, lora
     from lowroll.model.device import dtype_on
     from lowroll.model.headers import exact_format
@@ -436,7 +435,7 @@ def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -
     rank = arguments.lora_rank
     alpha = LORA_ALPHA if arguments.lora_alpha is None else arguments.lora_alpha
     format = arguments.weights or exact_format(folder, dtype_on(device)) or DEFAULT
-    if arguments.uaq_scale is not None:  # before it is quantized
+    if arguments.uaq_scale is not None:  # before quantization
         model = quantize_base(scaled(folder, device, arguments), format)
     else:
         model = hf.load(folder, device, get_format(format).dtype, format)
@@ -445,7 +444,7 @@ def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -
 
 
 def scaled(folder: Path, device: torch.device, arguments: argparse.Namespace) -> Transformer:
-    """Return the dense model, scaled as a learner's is before anything is made of it."""
+    """Return the dense model, scaled as a learner's."""
     from lowroll.model import hf, scaling
     from lowroll.quant.formats import get_format
 
@@ -454,7 +453,7 @@ def scaled(folder: Path, device: torch.device, arguments: argparse.Namespace) ->
 
 
 def limits(arguments: argparse.Namespace) -> ServerLimits:
-    """Return the limits of the command, and the defaults of the others."""
+    """Return the command's limits, with defaults."""
     from lowroll.server.limits import ServerLimits
 
     return ServerLimits(
@@ -466,8 +465,7 @@ def limits(arguments: argparse.Namespace) -> ServerLimits:
 
 
 def tell(app: web.Application, address: str) -> None:
-    """Print the line that says that requests are taken, for people and for programs that wait for
-    it."""
+    """Print the line that announces readiness, for people and waiting programs."""
     from lowroll.server.limits import STATE
 
     print(f"serving {app[STATE].name} at {address}/v1", flush=True)

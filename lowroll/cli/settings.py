@@ -1,5 +1,4 @@
-"""The arguments that name a run's settings, shared by the commands: a YAML file, dotted overrides,
-reference files."""
+"""The shared arguments for a run's settings: a YAML file, dotted overrides, reference files."""
 
 from __future__ import annotations
 
@@ -42,15 +41,14 @@ def add_role_settings(parser: argparse.ArgumentParser, theirs: str) -> None:
     )
 
 
-WAIT_S = 3600.0  # for what an orchestrator leaves to a trainer with a file of its own
+WAIT_S = 3600.0  # the wait for the orchestrator's part, for a trainer with its own file
 _LOOK_S = 0.5
 
 
 def read_role(
     role: Literal["serve", "orchestrate", "train"], arguments: argparse.Namespace
 ) -> RunConfig:
-    """Return the settings of a role. ConfigError; a trainer waits for the orchestrator's part of
-    them."""
+    """Return the settings of a role. ConfigError; a trainer waits for the orchestrator's part."""
     from lowroll.config import ConfigError
     from lowroll.config.surogate.roles import NotThereYet, load_role
 
@@ -71,7 +69,7 @@ def read_role(
 
 
 def add_folder_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--resume` and `--overwrite`: what becomes of a run that is in output_dir already."""
+    """Add `--resume` and `--overwrite`, for an existing run in output_dir."""
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint in output_dir"
     )
@@ -102,8 +100,8 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_beside_server(arguments: argparse.Namespace, *names: str) -> None:
-    """Raise ValueError for options that say how a model is loaded here, beside --server; and for
-    those of a server without."""
+    """Raise ValueError for options of local models beside --server, and for a server's options
+    without it."""
     if arguments.server is None:
         for name in ("tokenizer", "token_env"):
             if getattr(arguments, name) is not None:
@@ -115,15 +113,15 @@ def refuse_beside_server(arguments: argparse.Namespace, *names: str) -> None:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the files and overrides among the positional arguments."""
+    """Split positional arguments into files and overrides."""
     overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
     return [word for word in words if word not in overrides], overrides
 
 
 def read_settings(arguments: argparse.Namespace, tell: bool = True) -> RunConfig:
-    """Load what the arguments name. Raises ConfigError.
+    """Load the settings that the arguments name. Raises ConfigError.
 
-    tell: print what was chosen for the user, which is about learning from rollouts.
+    tell: print the automatic choices for training.
     """
     from lowroll.config import ConfigError, load
 
@@ -168,18 +166,17 @@ def add_dry_run(parser: argparse.ArgumentParser, looks_at: str) -> None:
 
 
 def _changes(cfg: RunConfig) -> str:
-    """Return the settings that are not the defaults of their keys; they load as the whole does."""
+    """Return the settings that differ from defaults; they load as the whole does."""
     from lowroll.config.document import dump_short
 
     named = {"model": cfg.model, "output_dir": cfg.output_dir}
     changed = cfg.resolved().model_dump(mode="json", exclude_defaults=True)
-    return dump_short(named | changed, 60)  # it breaks behind a long word
+    return dump_short(named | changed, 60)  # it breaks after a long word
 
 
 def show(cfg: RunConfig, plan: Sequence[str], found: Findings, verbose: bool = False) -> int:
-    """Print what a dry run found: a verdict and the plan as comments over the settings that are not
-    defaults, with `verbose` over all, so that the whole loads as a file again. ValueError, a line
-    each, when the run would fail."""
+    """Print a dry run: a verdict and the plan as comments over the non-default settings (all with
+    `verbose`), as a loadable file. ValueError, a line each, when the run would fail."""
     count = len(found.problems)
     fails = f"the run would not start: {count} problem{'s' * (count > 1)}, named at the end"
     verdict = fails if count else "the run would start: nothing that would end it was found"

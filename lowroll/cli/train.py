@@ -49,11 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def learn(cfg: RunConfig, own: RankEnvironment, arguments: argparse.Namespace) -> int:
-    """Learn as one of several ranks; returns the exit code."""
+    """Train as one of several ranks; returns the exit code."""
     from lowroll.runs.roles import devices
 
     if cfg.device != "cpu" and (gpus := devices.visible()):
-        os.environ |= devices.own_first(own.local, gpus)  # before CUDA is asked for anything
+        os.environ |= devices.own_first(own.local, gpus)  # before CUDA is initialized
     from lowroll.parallel.ranks import RankLost
     from lowroll.runs.roles.rank_follower import follow
     from lowroll.runs.roles.ranks import LOST

@@ -1,5 +1,4 @@
-"""Environments: prompts, the scorer that judges a response, and `validate()` that judges the
-scorer. No torch here."""
+"""Environments: prompts, a scorer of responses, and `validate()` for the scorer. Without torch."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@ r"""Final answers: their place in a response, and their equality.
 
 An answer is the number on the last valid `#### 72` line (GSM8K) or the content of the last balanced
 `\boxed{...}` (MATH). A valid line holds one number and perhaps its name and unit, `#### x = 18
-dollars`; a nested box is part of the outer one. There is no fallback to the last number in the
-text: under RL a lenient extractor is a loophole.
+dollars`; a nested box is part of the outer one. There is no fallback to the text's last number: RL
+exploits a lenient extractor.
 
-Equality is tested by spelling (`notation`), then part by part (`forms`), and at last as expressions
-(`expressions`), whose size `costs` bounds. What is left takes at most `MAX_SECONDS` of CPU time.
+Equality is tested by spelling (`notation`), by parts (`forms`), then as expressions (`expressions`)
+of a size bounded by `costs`, within `MAX_SECONDS` of CPU time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ JOINT = re.compile(r"[,;]|\band\b|\bor\b")
 
 
 def hash_answer(text: str) -> str | None:
-    """Return the number of the last line `#### number`, which may have a name and a unit; None if
-    there is none."""
+    """Return the number of the last line `#### number`, perhaps with a name and a unit, or None."""
     found = _last_line(plain(text))
     return None if found is None else found[1]
 
@@ -45,10 +44,10 @@ def _last_line(text: str) -> tuple[int, str] | None:
 
 
 def boxed_answer(text: str, joined: bool = True) -> str | None:
-    r"""Return the content of the last outer `\boxed{...}` or `\boxed x`; None when there is none or
-    its braces never close.
+    r"""Return the content of the last outer `\boxed{...}` or `\boxed x`; None without one or with
+    unclosed braces.
 
-    A minus sign in front belongs to it; where `joined`, so do boxes joined by "and", "or" or a
+    A preceding minus sign belongs to it; with `joined`, so do boxes joined by "and", "or" or a
     comma.
     """
     text = plain(text)
@@ -79,7 +78,6 @@ def _boxes(text: str) -> list[tuple[int, tuple[str, int] | None]]:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Map each opening brace's position to the closing one's."""
     opened: list[int] = []
     closing = {}
     for token in BRACES.finditer(text):
@@ -107,7 +105,7 @@ def _bare(text: str, start: int) -> tuple[str, int] | None:
 
 
 def last_answer(text: str, joined: bool = True) -> str | None:
-    """Return the answer under whichever convention comes last in the text."""
+    """Return the answer of the last convention in the text."""
     text = plain(text)
     line, box = _last_line(text), boxed_answer(text, joined)
     if line is None or box is None:
@@ -116,8 +114,8 @@ def last_answer(text: str, joined: bool = True) -> str | None:
 
 
 def same_number(gold: str, answer: str) -> bool | None:
-    """Return whether two plain numbers (`1,234.50`, `$7`, `4.5e33`) are exactly equal; None when
-    one of them is not one."""
+    """Return whether two plain numbers (`1,234.50`, `$7`, `4.5e33`) are exactly equal; None if
+    either is none."""
     a, b = quantity(tidy(gold)), quantity(tidy(answer))
     return None if a is None or b is None else a == b
 
@@ -155,7 +153,7 @@ def equal(gold: str, answer: str, ordered: bool = False) -> bool:
 
 
 class _NoTimeoutWarning(logging.Filter):
-    """A filter of math-verify's warning that its time limits are off, as they are on purpose."""
+    """A filter of math-verify's warning about its disabled time limits."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "Timeout is disabled" not in record.getMessage()

@@ -1,7 +1,6 @@
-"""arithmetic: evaluate a generated expression step by step, on a scratchpad.
+"""arithmetic: evaluate a generated expression step by step.
 
-The gold response to an expression such as `(3 + 5) * 2` reduces one operation a line, innermost and
-leftmost first, and ends with the answer:
+The gold response to `(3 + 5) * 2` reduces one operation a line, innermost and leftmost first:
 
     3 + 5 = 8
     8 * 2 = 16

@@ -1,11 +1,11 @@
 """The interface of an environment: a source of prompts and a scorer that can be checked.
 
-`prompt(index, split)` is a pure function of (arguments, seed, split, index), so resumed or retried
-work sees the same task and workers share no state. `score(prompt, text)` is pure too; the worker
-pool turns an exception into a ScoreError, never into a reward of 0.
+`prompt(index, split)` is a pure function of (arguments, seed, split, index), so that resumed or
+retried work sees the same task and workers share no state. `score(prompt, text)` is pure too; an
+exception becomes a ScoreError, never a reward of 0.
 
-A generated task belongs to the test split when the first byte of the SHA-256 of its text is below
-64, so the splits are disjoint for every seed, index and run.
+A generated task is in the test split if the first byte of its text's SHA-256 is below 64, so splits
+are always disjoint.
 
 `validate()` checks that the scorer accepts its gold answers and rejects perturbed ones.
 """
@@ -24,25 +24,25 @@ from lowroll.envs.outcome import InvalidScore, Outcome, Reply, judge
 from lowroll.types import Message, Prompt, Score
 
 SPLITS = ("train", "test")
-MAX_TEXT = 50_000  # characters of a response that are scored
+MAX_TEXT = 50_000  # scored characters of a response
 TEST_BYTES = 64  # of 256: the share of generated tasks that is held out
-MAX_DRAWS = 200  # draws without a task of the split before the task space counts as too small
+MAX_DRAWS = 200  # failed draws before the task space counts as too small
 NUM_FAILURES = 5  # examples that a Validation keeps
 
 
 def bounded(text: str) -> str:
-    """Return the last `MAX_TEXT` characters of a response, where the answer stands."""
+    """Return the last `MAX_TEXT` characters, where the answer is."""
     return text[-MAX_TEXT:]
 
 
 def split_of(text: str) -> str:
-    """Return the split, "train" or "test", of a generated task with this text."""
+    """Return a generated task's split, "train" or "test"."""
     return "test" if hashlib.sha256(text.encode()).digest()[0] < TEST_BYTES else "train"
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Outcome of `Environment.validate` over `count` tasks."""
+    """The outcome of `Environment.validate` over `count` tasks."""
 
     env: str
     split: str
@@ -59,13 +59,13 @@ class Validation:
 
 
 class Environment(ABC):
-    """The base class of environments. Subclasses take keywords beside `name` and `seed`, and refuse
-    bad ones."""
+    """The base class of environments. Subclasses take keywords beside `name` and `seed`, and
+    validate them."""
 
-    exact = False  # True: no partial rewards, so a perturbed answer must score 0
+    exact = False  # no partial rewards, so a perturbed answer must score 0
     # the score of a response that exceeds the pool's time limit; None: an error
     overtaxed: Score | None = None
-    together = False  # whether the responses to one prompt are scored by one `score_together`
+    together = False  # `score_together` scores all responses to a prompt
     # set by a worker: reports what a slow scorer is doing
     tell: Callable[[str], object] = staticmethod(lambda doing: None)
     max_turns = 1  # of the assistant; with 1 `respond` is never called
@@ -89,36 +89,35 @@ class Environment(ABC):
 
     @abstractmethod
     def score(self, prompt: Prompt, text: str) -> Outcome:
-        """Judge the response `text` by a number or a Score; may be async. Any exception becomes a
-        ScoreError."""
+        """Score the response `text` by a number or a Score; may be async. Exceptions become
+        ScoreErrors."""
 
     def prepare(self) -> None:  # noqa: B027  # most have nothing to load
-        """Load what is slow, such as a reward model; called once in a worker before it is ready."""
+        """Load slow parts, such as a reward model, once in a worker before it is ready."""
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> Reply:
-        """Return new messages (user, tool or system) for a conversation that ends with the
-        assistant's, or None when it is done; may be async.
+        """Return new messages (user, tool or system) after the assistant's, or None when done; may
+        be async.
 
-        It must be pure: a turn may be asked again after a restart and in another process. Any
-        exception becomes a ScoreError of this sample. `max_turns` bounds how often it is asked.
+        It must be pure: a turn may be asked again after a restart and in another process.
+        Exceptions become a ScoreError of the sample. `max_turns` bounds the calls.
         """
         return None
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome:
-        """Judge a whole conversation, the prompt's messages first; by default the assistant's last
-        message."""
+        """Score a conversation, prompt included; by default by the assistant's last message."""
         said = [one for one in messages[len(prompt.messages) :] if one["role"] == "assistant"]
         return self.score(prompt, bounded(str(said[-1].get("content") or "")) if said else "")
 
     def score_together(
         self, prompt: Prompt, said: Sequence[str | list[Message]]
     ) -> Sequence[Score | InvalidScore]:
-        """Score several responses or conversations of one prompt together, in order (`together`)."""
+        """Score several responses or conversations of one prompt, in order (`together`)."""
         raise NotImplementedError
 
     @abstractmethod
     def gold(self, prompt: Prompt) -> str:
-        """Return a response that deserves a reward of 1 (also the SFT demonstration), or raise
+        """Return a response with a reward of 1 (also the SFT demonstration), or raise
         NotImplementedError."""
 
     @abstractmethod
@@ -126,17 +125,16 @@ class Environment(ABC):
         """Return a wrong response close to the gold one, or raise NotImplementedError."""
 
     def matching(self, prompt: Prompt, text: str) -> Prompt | None:
-        """Return the task whose right answer is that of `text`, for majority votes; None where
-        answers are not compared."""
+        """Return the task whose right answer is that of `text`, for majority votes, or None."""
         return None
 
     def size(self, split: str = "train") -> int | None:
-        """Return the number of tasks in a split; None when endless, 0 when there is no such split."""
+        """Return the number of tasks in a split; None when endless, 0 without such a split."""
         return None
 
     def rng(self, split: str, index: int, draw: int = 0) -> Random:
-        """Return the random generator of one draw of a task. ValueError for an unknown split or a
-        negative index."""
+        """Return the generator of one draw of a task. ValueError for an unknown split or a negative
+        index."""
         if split not in SPLITS:
             raise ValueError(f"env {self.name!r}: split must be 'train' or 'test', got {split!r}")
         if index < 0:
@@ -151,7 +149,7 @@ class Environment(ABC):
     def validate(self, count: int = 64, split: str = "train") -> Validation:
         """Score the gold and the perturbed response of the first `count` tasks of a split.
 
-        A scorer that raises counts as a failure. Runs in this process, without time limits.
+        A scorer that raises counts as a failure. Runs here, without time limits.
         """
         size = self.size(split)
         count = count if size is None else min(count, size)
@@ -193,8 +191,7 @@ class GeneratedEnvironment(Environment):
         """Draw a task: its text, and the JSON data for the scorer."""
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return task number `index` of a split. ValueError when the arguments leave the split
-        without tasks."""
+        """Return task number `index` of a split. ValueError when the split has no tasks."""
         for draw in range(MAX_DRAWS):
             text, info = self.task(self.rng(split, index, draw))
             if split_of(text) == split:

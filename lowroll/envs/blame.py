@@ -1,4 +1,4 @@
-"""Error messages that name the file and line of a user's own environment where its code failed."""
+"""Error messages with the file and line of a user's own environment."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def blamed(what: str, file: str | None) -> Iterator[None]:
-    """Turn an exception raised by code of `file` in the block into a ValueError `file:line: what:
-    ...`. With None it passes unchanged."""
+    """Turn an exception from code of `file` into a ValueError `file:line: what: ...`. None: no
+    change."""
     try:
         yield
     except Exception as error:

@@ -1,10 +1,9 @@
-"""Files for values that a notebook or script puts into its settings (an environment class, a reward
-function, rows), for the scoring workers.
+"""Files for classes, functions and rows that a notebook or script puts into its settings.
 
-Workers are fresh processes and nothing is pickled, so the text of the class or function is written
-to a file, with the functions, classes, imports and plain constants that it uses. Values without
-such text (an open client, a tensor, a lambda) are refused by name. Rows become JSON lines. A class
-or constant changed after its cell ran, without its name in the class's text, goes unnoticed.
+Scoring workers are fresh processes without pickle, so the text of a class or function is written to
+a file with the functions, classes, imports and plain constants that it uses. Values without text
+(an open client, a tensor, a lambda) are refused by name. Rows become JSON lines. Changes after a
+cell ran go unnoticed unless the class's text names them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ROWS = ("data", "path", "test_path")  # keys whose values may be rows
 
 @dataclass(frozen=True)
 class CellReference:
-    """The id or path of a value in the settings, and the file to write for it."""
+    """A settings value's id or path, and the file to write for it."""
 
     id: str
     file: Path | None = None
@@ -44,8 +43,8 @@ class CellReference:
 
 
 def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
-    """Return a configuration with `write(value)` in place of Environment classes (as `id` or
-    alone), functions, and rows at their keys."""
+    """Replace Environment classes (as `id` or alone), functions, and rows at their keys by
+    `write(value)`."""
     if isinstance(tree, Mapping):
         found = {key: _value(str(key).rpartition(".")[2], tree[key], write) for key in tree}
         return {"name": tree["id"].__name__, **found} if _is_environment(tree.get("id")) else found
@@ -75,10 +74,10 @@ def _is_environment(value: object) -> bool:
 
 
 def named(value: Any, folder: Path) -> CellReference:
-    """Return the id of a class or function, or the path of rows, with the file it needs in
-    `folder`, named by a digest of its text.
+    """Return the id of a class or function, or the path of rows, with its file in `folder`, named
+    by a digest.
 
-    ValueError when it has no text, uses something without text, or cannot be found by name.
+    ValueError without text, also of something it uses, or without a name to find it.
     """
     if not callable(value):
         return _as_rows(value, folder)
@@ -100,8 +99,8 @@ def _as_definition(value: Any, folder: Path) -> CellReference:
 
 
 def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tuple[Path, str | None]:
-    """Return the file of a class or function and None; for one of a notebook or script, the file in
-    `folder` and the text to write."""
+    """Return (file, None) for an importable class or function, else a file in `folder` and its
+    text."""
     if value.__module__ != MAIN:
         return Path(inspect.getfile(value)).resolve(), None
     text = source(value)
@@ -109,8 +108,7 @@ def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tupl
 
 
 def _as_object(value: Callable[..., Any], folder: Path) -> CellReference:
-    """Return the reference of a callable object: its name in a module, or a partial function's
-    parts."""
+    """Return the reference of a callable object: its name in a module, or a partial's parts."""
     function = value.func if isinstance(value, functools.partial) else None
     if (home := _holder(value)) is not None:
         module, name = home
@@ -145,7 +143,7 @@ def _holder(value: object) -> tuple[types.ModuleType, str] | None:
 
 
 def _object_source(name: str) -> str:
-    """Return the module text of an object made in the main module, with all that it uses."""
+    """Return the module text of a main-module object."""
     parts: dict[str, str] = {}
     known = vars(sys.modules[MAIN])
     text = _assignment(name)
@@ -202,7 +200,7 @@ def _file(folder: Path, name: str, text: str, suffix: str) -> Path:
 
 
 def _refuse_nameless(value: Any) -> None:
-    """Raise ValueError for an object that a worker could not find."""
+    """Raise ValueError for an object that a worker cannot find."""
     if not isinstance(value, types.FunctionType):
         raise ValueError(
             f"reward_funcs: {value!r} is no function of its own, and workers find functions by name; "
@@ -261,7 +259,7 @@ def _has_annotations(value: type | types.FunctionType) -> bool:
 
 
 def _module_text(name: str, parts: Mapping[str, str], annotations: bool) -> str:
-    """Return the text of a module of these definitions, imports first."""
+    """Return module text of these definitions, imports first."""
     imports = [text for text in parts.values() if text.startswith(("import ", "from "))]
     others = [text for text in parts.values() if text not in imports]
     head = f"# {name} of a notebook or script, and what it uses; written by lowroll.run."
@@ -271,7 +269,6 @@ def _module_text(name: str, parts: Mapping[str, str], annotations: bool) -> str:
 
 
 def _collect(name: str, value: object, user: str, parts: dict[str, str]) -> None:
-    """Add the definition of `name` after those that it needs."""
     if name in parts:
         return
     if getattr(value, "__module__", None) == MAIN and isinstance(value, type | types.FunctionType):
@@ -302,7 +299,6 @@ def _collect(name: str, value: object, user: str, parts: dict[str, str]) -> None
 
 
 def _home(name: str, value: object) -> tuple[str, str] | None:
-    """Return the (module, name) from which an object can be imported."""
     module = getattr(value, "__module__", None)
     if not isinstance(module, str) or module == MAIN:
         return None
@@ -324,7 +320,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _text(value: type | types.FunctionType) -> str:
-    """Return the text of a main-module class or function; ValueError when it was not kept."""
+    """Return a main-module definition's text; ValueError when it was not kept."""
     if isinstance(value, types.FunctionType):
         functions = [value]
     else:
@@ -367,8 +363,6 @@ def _definitions(text: str) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFu
 
 
 def _globals(text: str) -> list[str]:
-    """Return the names that a text takes from its module."""
-
     def walk(table: symtable.SymbolTable) -> Iterator[str]:
         top = table.get_type() == "module"
         yield from (

@@ -8,8 +8,7 @@ the last sum:
     2: a8 b5
     #### 5
 
-Each sum needs the sum before and the table in the prompt. A total that shares a factor with the
-modulus would cycle early and is not drawn.
+Totals that share a factor with the modulus cycle early and are not drawn.
 
 Reward = (1 - step_weight) * right + step_weight * prefix: `right` is 1 when the number after the
 last `####` is the last sum, `prefix` is the share of sums before the first wrong one.
@@ -31,7 +30,7 @@ TEMPLATE = (
     "{text}\nAdd the amounts in turn, round by round. Write a line for each round, such as "
     "1: a8 b5, with every new sum after its letter, and then the last sum after ####."
 )
-MAX_SUMS = 5000  # bounded by what a scorer reads
+MAX_SUMS = 5000  # bounded by the scored text
 SUM = re.compile(r"([a-z])(\d{1,4})")
 
 
@@ -115,7 +114,6 @@ class Chain(GeneratedEnvironment):
         return self.written(prompt.info["sums"])
 
     def written(self, sums: list[int]) -> str:
-        """Return a response with these sums."""
         width = len(self.letters)
         lines = [
             f"{first // width + 1}: "

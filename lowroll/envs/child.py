@@ -1,6 +1,6 @@
-"""Child processes: same interpreter, few environment variables, a fixed hash seed, a process group.
+"""Child processes in their own process group, with few environment variables.
 
-The hash seed orders sets of strings, so a child behaves the same in every run and worker.
+A fixed hash seed, which orders sets of strings, makes every run and worker behave the same.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ SET_ENV = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 PR_SET_PDEATHSIG = 1
-FEW = 8  # children that any machine may start
-A_CORE = 64  # children a core holds: most wait for a judge
-CHILD_MB = 64  # memory of one that has imported sympy
-CHILD_FILES = 4  # file descriptors of one
+FEW = 8  # children allowed on any machine
+A_CORE = 64  # children a core: most wait for a judge
+CHILD_MB = 64  # memory of a child that imported sympy
+CHILD_FILES = 4  # file descriptors of a child
 
 
 def start(
     module: str, stderr: int, pass_env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Run `python -m module <pid of this process>` with pipes for input and output, as leader of a
-    new session.
+    """Run `python -m module <pid of this process>` with pipes for input and output, as a session
+    leader.
 
-    It sees only `machine.KEEP_ENV` and `pass_env` of the environment: no keys or tokens.
+    Its environment is `machine.KEEP_ENV` and `pass_env`: no keys or tokens.
     """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -52,20 +52,20 @@ def start(
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send `number` to this child when its parent dies, even if it hangs in C code
-    or is stopped.
+    """Make the kernel send `number` to this child when its parent dies, even if it hangs or is
+    stopped.
 
-    The parent is the thread that started it, which must outlive the child.
+    The parent is the starting thread, which must outlive the child.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:  # it died before prctl
+    if os.getppid() != parent:  # the parent died before prctl
         os._exit(1)
 
 
 def private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return (requests, replies) in the child; other output goes to standard error, and other input
-    is empty."""
+    """Return (requests, replies) in the child; other output goes to standard error, other input is
+    empty."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     with open(os.devnull, "rb") as null:
         os.dup2(null.fileno(), 0)
@@ -74,8 +74,7 @@ def private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def named(variables: Sequence[str], who: str = "pass_env") -> dict[str, str]:
-    """Return these variables of the environment. ValueError for one that is not set, or that a
-    child sets itself."""
+    """Return these environment variables. ValueError if one is not set, or reserved."""
     for name in variables:
         if name not in os.environ:
             raise ValueError(f"{who}: the environment variable {name} is not set")
@@ -85,7 +84,7 @@ def named(variables: Sequence[str], who: str = "pass_env") -> dict[str, str]:
 
 
 def check_count(workers: int) -> None:
-    """Raise ValueError when this machine cannot hold so many workers."""
+    """Raise ValueError for more workers than this machine holds."""
     cores, files = (
         len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
         _open_files(),

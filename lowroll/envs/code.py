@@ -1,7 +1,7 @@
-"""code: programs in Python, judged by hidden tests in a sandbox.
+"""code: programs in Python, scored by hidden tests in a sandbox.
 
-The last fenced block of a response runs on each test of its row: standard input and output, or
-function calls. Reward: the share of passed tests, or with `reward: all` 1 only when all pass.
+A response's last fenced block runs on each test: standard input and output, or function calls.
+Reward: the share of passed tests, or with `reward: all` 1 only when all pass.
 
 A row has its task in `question`, `problem`, `prompt`, `question_content` or `description`, tests in
 a shape of `sandbox.shapes`, and perhaps `starter_code` and a gold `solution`, `solutions` or
@@ -41,7 +41,7 @@ KNOWN = {field.name: field.default for field in fields(SandboxLimits)}
 
 @dataclass(frozen=True)
 class CodeTask:
-    """One usable row."""
+    """A usable row."""
 
     question: str
     cases: tuple[Case, ...]
@@ -100,7 +100,7 @@ class Code(Environment):
         return self.ask(task.question, index, split, {"tests": tests, "row": row, "split": split})
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Score by the passed tests. SandboxError when the sandbox itself failed."""
+        """Score by the passed tests. SandboxError when the sandbox failed."""
         program = last_block(bounded(text))
         if program is None or not program.strip():
             return Score(0.0, _metrics(None))
@@ -114,7 +114,7 @@ class Code(Environment):
         return f"```python\n{self._solution(prompt)}\n```"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return the solution with another line of output or another result."""
+        """Return the solution with a changed output or result."""
         name = prompt.info["tests"][0][2]
         solution = self._solution(prompt)
         owner = "Solution." if "class Solution" in solution else ""
@@ -154,7 +154,7 @@ def _metrics(verdict: CaseResults | None) -> dict[str, float]:
 
 
 def task_of(row: dict[str, Any], where: str) -> CodeTask:
-    """Read one row. ValueError names file and line of a row without a task or tests."""
+    """Read a row. ValueError names file and line of a row without a task or tests."""
     question = next((row[key] for key in QUESTION_FIELDS if row.get(key)), None)
     if not isinstance(question, str) or not question.strip():
         raise ValueError(
@@ -179,7 +179,7 @@ def task_of(row: dict[str, Any], where: str) -> CodeTask:
 
 
 def _solution_of(row: dict[str, Any]) -> str:
-    """Return a row's first solution (text, list, or JSON text of one), or ""."""
+    """Return a row's first solution (text, list, or its JSON text), or ""."""
     value = next((row[key] for key in SOLUTION_FIELDS if row.get(key)), "")
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:

@@ -1,8 +1,7 @@
-r"""Limits on the size of an answer, checked before evaluation.
+"""Limits on the size of an answer, checked before evaluation.
 
-`refuse_text` checks what the parser itself evaluates (binomials, determinants) or nests too deep;
-`refuse_tree` checks the unevaluated tree: the logarithm of each number, and what no final answer
-contains.
+`refuse_text` checks what the parser evaluates (binomials, determinants) or nests too deep;
+`refuse_tree` bounds the numbers of the unevaluated tree and refuses what no final answer contains.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import sympy
 MAX_BITS = 100_000  # of a number
 MAX_ARGUMENT = 10_000  # of a function that the parser evaluates
 MAX_DEPTH = 20  # of braces and brackets
-MAX_BARS = 16  # of absolute values, whose nesting the parser guesses
+MAX_BARS = 16  # of absolute values, whose nesting is ambiguous
 MAX_ROWS, MAX_ENTRIES = 4, 64  # of a determinant, of a matrix
 
 EAGER = re.compile(r"\\(binom|Gamma|gcd|lcm|operatorname)(?![A-Za-z])")
@@ -32,18 +31,17 @@ UNFINISHED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)
 
 
 class Costly(ValueError):
-    """An answer that is refused for its size."""
+    """An answer refused for its size."""
 
 
 class AnswerTimeout(BaseException):
-    """A signal that the CPU time for an answer is over; a BaseException, so that no handler
-    swallows it."""
+    """The end of an answer's CPU time; a BaseException, so that no handler swallows it."""
 
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise AnswerTimeout after so much CPU time of this process, repeatedly. It works in the main
-    thread only, and cannot interrupt one long operation of C code."""
+    """Raise AnswerTimeout after this CPU time, repeatedly, in the main thread. It cannot interrupt
+    a long operation of C code."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -91,8 +89,8 @@ def refuse_text(text: str) -> None:
 
 
 def refuse_tree(tree: object, unfinished: bool = False) -> None:
-    """Raise Costly for a tree with a too large number, or (unless `unfinished`) a sum, an integral
-    or a limit."""
+    """Raise Costly for a too large number or (unless `unfinished`) a sum, an integral or a
+    limit."""
     if isinstance(tree, sympy.MatrixBase):
         for entry in tree:
             refuse_tree(entry, unfinished)
@@ -104,7 +102,7 @@ def refuse_tree(tree: object, unfinished: bool = False) -> None:
 
 
 def _bits(tree: object) -> float:
-    """Return a rough upper bound of |log2| of the numbers met in evaluating a tree."""
+    """Return a rough upper bound of |log2| over the numbers of an evaluation."""
     if isinstance(tree, sympy.Rational):
         return log2(max(abs(int(tree.p)), 1)) + log2(int(tree.q))
     if isinstance(tree, sympy.Float):

@@ -1,11 +1,11 @@
 """Difficulty that follows the measured reward.
 
-Position p is task p // levels of level p % levels, so `prompt` stays pure and the test split holds
-all levels alike. The training level is part of the run's ledger and checkpoints.
+Position p is task p // levels of level p % levels, so `prompt` stays pure and the test split has
+all levels alike. The training level is in the run's ledger and checkpoints.
 
-Groups of the current level and their mean rewards are counted. Once they are `window` or more, the
-level goes up if their mean is at least `raise_at`, down if it is at most `lower_at`, and the count
-restarts. Groups drawn for another level are not counted.
+After `window` or more groups of the current level, the level goes up if their mean reward is at
+least `raise_at`, down if it is at most `lower_at`, and the count restarts. Groups of other levels
+are not counted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Curriculum:
-    """The levels of an environment and the rule that moves between them. levels: their number;
-    start: the first, from 0."""
+    """An environment's levels and their rule. levels: their number; start: the first, from 0."""
 
     levels: int
     start: int = 0
@@ -49,14 +48,14 @@ class Curriculum:
 
 @dataclass(frozen=True)
 class LevelProgress:
-    """The current level, and the number and summed mean rewards of its counted groups."""
+    """The current level, and its counted groups and summed mean rewards."""
 
     level: int
     groups: int = 0
     total: float = 0.0
 
     def after(self, rule: Curriculum, means: Sequence[float]) -> LevelProgress:
-        """Return the progress after a batch with these mean rewards of this level's groups."""
+        """Return the progress after groups of this level with these mean rewards."""
         groups, total = self.groups + len(means), self.total + sum(means)
         if groups < rule.window:
             return LevelProgress(self.level, groups, total)

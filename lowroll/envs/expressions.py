@@ -1,7 +1,7 @@
-r"""Equality of expressions, parsed from LaTeX (latex2sympy).
+"""Equality of expressions, parsed from LaTeX (latex2sympy).
 
-Rational numbers are compared exactly. Others are evaluated to `DIGITS` digits at points that depend
-only on the names of their variables, positive and negative: agreement at all means equality (J.
+Rational numbers are compared exactly. Others are evaluated to `DIGITS` digits at positive and
+negative points that depend only on the variables' names: agreement at all means equality (J.
 Schwartz, "Fast probabilistic algorithms for verification of polynomial identities", 1980). Nothing
 is simplified, which could take long. Sets and logic go to math-verify.
 """
@@ -29,14 +29,14 @@ from lowroll.envs.notation import repeating, ungrouped
 log = logging.getLogger(__name__)
 
 DIGITS = 60  # of a value at a point
-DIGITS_ALONE = 240  # of a value without variables, which has one point alone
-AGREE = 2 / 3  # of the digits: equal values differ only in the last ones
-ROUNDED = 6  # significant digits of a decimal that may stand for an irrational number
+DIGITS_ALONE = 240  # without variables, at one point
+AGREE = 2 / 3  # share of the digits in which equal values agree
+ROUNDED = 6  # significant digits of a decimal for an irrational number
 POINTS = 3
 CONFIG = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
 )
-# which the parser takes for a function
+# the parser takes these for functions
 GAMMA = re.compile(r"\\(gamma(?![A-Za-z])|Gamma(?![A-Za-z])(?!\s*\())")
 ENERGY = re.compile(r"(?<![A-Za-z\\])E(?=\s*_)")  # E_1 is not Euler's number
 # and 3(\frac12) is no mixed number
@@ -49,15 +49,14 @@ MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)")
 
 
 class GoldError(Exception):
-    """A gold answer that cannot be read in time."""
+    """A gold answer that cannot be parsed in time."""
 
 
 def equal(gold: str, answer: str) -> bool:
     """Return whether two formulas are equal.
 
     A gold answer too large to evaluate equals only its own spelling; one that is no formula equals
-    nothing here. The parser's errors for an answer that is no formula pass through; Costly for one
-    too large.
+    nothing. The parser's errors for an answer pass; Costly for one too large.
     """
     fold = _fold(gold, answer)
     tree = _gold_tree(gold, fold)
@@ -76,10 +75,10 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
-    """Return the sign of the constant by which two equations (left, right) or inequalities differ;
-    None without one.
+    r"""Return the sign of the constant factor between two equations (left, right) or inequalities,
+    or None.
 
-    An equation of numbers alone, `12 = 2^2 \\cdot 3`, must be spelled alike.
+    An equation of numbers alone, `12 = 2^2 \cdot 3`, must be spelled alike.
     """
     fold = _fold(" ".join(gold), " ".join(answer))
     golds = [_gold_tree(side, fold) for side in gold]
@@ -103,7 +102,7 @@ def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
 
 
 def _fold(gold: str, answer: str) -> bool:
-    """Return whether case can be ignored: neither text has a letter in both cases."""
+    """Return whether case can be ignored: no letter has both cases."""
     for text in (gold, answer):
         letters = set(re.sub(r"\\[A-Za-z]+", "", text)) - set("eEiI")
         if any(letter.isupper() and letter.lower() in letters for letter in letters):
@@ -112,8 +111,7 @@ def _fold(gold: str, answer: str) -> bool:
 
 
 def _gold_tree(text: str, fold: bool) -> Any:
-    """Return the tree of a gold answer; None when it is no formula. GoldError when parsing takes
-    too long."""
+    """Return a gold answer's tree; None when it is no formula. GoldError for a timeout."""
     try:
         return _tree(text, fold)
     except AnswerTimeout as error:
@@ -136,10 +134,10 @@ def _tree(text: str, fold: bool) -> Any:
 
 
 class _Reader(_Latex2Sympy):
-    """latex2sympy with its own number parser instead of sympy's `sympify`, an `eval`."""
+    """latex2sympy without sympy's `sympify`, an `eval`, for numbers."""
 
     def parse_number(self, text: str) -> Any:
-        """Return an integer, or a decimal as a Float; ValueError for anything else."""
+        """Return an integer or Float; ValueError for anything else."""
         text = text.replace(",", "")
         if text.isascii() and text.isdigit():
             return sympy.Integer(int(text))
@@ -181,7 +179,7 @@ def exact(tree: Any) -> Fraction | None:
 
 
 def same_tree(a: Any, b: Any) -> bool:
-    """Return whether two trees are spelled alike, up to the order of summands and factors."""
+    """Return whether two trees are equal up to the order of summands and factors."""
     return a == b or _ordered(a) == _ordered(b)
 
 
@@ -223,7 +221,6 @@ def compare(a: Any, b: Any) -> bool | None:
 
 
 def _ratio(a: Any, b: Any) -> float | None:
-    """Return the sign of the nonzero constant a / b; None without one."""
     ratios = []
     for u, v in _values(a, b):
         if u is None or v is None:
@@ -275,7 +272,6 @@ def _is_decimal(value: Fraction) -> bool:
 
 
 def verified(gold: Any, answer: Any) -> bool:
-    """Return whether math-verify takes two trees for equal."""
     if any(
         isinstance(tree, sympy.Basic) and tree.has(sympy.nan, sympy.zoo) for tree in (gold, answer)
     ):
@@ -310,8 +306,8 @@ def _coordinate(name: str, point: int) -> Any:
 
 
 def _evaluable(tree: Any) -> Any:
-    """Return the tree with decimals as fractions, and unknown functions and derivatives as
-    variables."""
+    """Return the tree with fractions for decimals, and variables for unknown functions and
+    derivatives."""
     unknown = {part: sympy.Symbol(str(part)) for part in tree.atoms(AppliedUndef, sympy.Derivative)}
     decimals = {part: sympy.Rational(str(part)) for part in tree.atoms(sympy.Float)}
     if not unknown and not decimals:
@@ -337,7 +333,7 @@ def _value(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
 
 
 def _zero(value: Any) -> bool:
-    """Return whether a value is 0 or lost all its digits."""
+    """Return whether a value is 0 or without correct digits."""
     return all(part == 0 or part.is_Float and part._prec < 60 for part in value.as_real_imag())
 
 

@@ -1,11 +1,10 @@
-r"""The form of a final answer (list, set, tuple or interval, union, relation, expression), and
-equality.
+r"""The form of a final answer (list, set, tuple or interval, union, relation, expression).
 
 Forms are compared part by part: brackets must match, tuples keep their order, lists and sets are
 multisets. `x \ge 3` and `\{x | x \ge 3\}` are the interval `[3,\infty)`; `1 \pm \sqrt 2` is a list
 of two. `1,2` is not the point `(1,2)`, but `x=1, y=2` is. An implication, `4 \implies x=5`, equals
-only another with equal sides. `\frac13 \approx 0.33` has the value before the sign. Parts without
-parts are compared as text, numbers, words, and at last expressions.
+only another with equal sides. `\frac13 \approx 0.33` has the value before the sign. Leaves are
+compared as text, numbers, words, then expressions.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class Form:
 
 
 def pieces(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """Cut a text at separators outside of all brackets; return pieces and separators, or the uncut
-    text if brackets do not match."""
+    """Cut a text at separators outside of all brackets into pieces and separators; unmatched
+    brackets prevent cuts."""
     cut = []
     separators = []
     start = 0
@@ -141,7 +140,7 @@ def _values(text: str, braces: bool = False) -> tuple[str, ...]:
 
 
 def _listed(text: str, braces: bool) -> list[str]:
-    """Split a list. A comma between digits belongs to a number if other commas are followed by
+    """Split a list. A comma between digits is in a number if other commas are followed by
     spaces."""
     if not braces and quantity(without_unit(ASSIGNED.sub("", text))[0]) is not None:
         return [text]
@@ -152,7 +151,6 @@ def _listed(text: str, braces: bool) -> list[str]:
 
 
 def _signs(text: str) -> list[str]:
-    r"""Return both values of a text with `\pm`."""
     if not re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
         return [text]
     return [
@@ -164,8 +162,7 @@ def _signs(text: str) -> list[str]:
 
 
 def _relation(text: str) -> Form | None:
-    """Return a relation, or the interval of one that bounds a variable by numbers or states its
-    membership in a set."""
+    """Return a relation, or the interval of one that bounds a variable by numbers or a set."""
     sides, operators = pieces(text, RELATION)
     sides = [side.strip() for side in sides]
     if not operators or not all(sides):
@@ -173,7 +170,7 @@ def _relation(text: str) -> Form | None:
     if r"\approx" in operators:
         first = operators.index(r"\approx")
         keep = first + 1
-        if first == 0 and NAME.fullmatch(sides[0]):  # a name is about what stands behind it
+        if first == 0 and NAME.fullmatch(sides[0]):  # a name is about what follows it
             keep = 2
         return form("=".join(sides[:keep]))
     name = ""
@@ -265,7 +262,7 @@ def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
 
 
 def _are_coordinates(parts: tuple[str, ...]) -> bool:
-    """Return whether each part assigns another name, as in `x=1, y=2`."""
+    """Return whether the parts assign different names, as in `x=1, y=2`."""
     names = [form(part).name for part in parts]
     return all(names) and len(set(names)) == len(names)
 
@@ -275,8 +272,7 @@ def _pairwise(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
 
 
 def _unordered(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
-    """Return whether two lists are equal multisets. ValueError when more than MAX_PARTS parts are
-    left to compare."""
+    """Return whether two lists are equal multisets. ValueError above MAX_PARTS unmatched parts."""
     if len(gold) != len(answer):
         return False
     left = list(answer)
@@ -327,13 +323,12 @@ def _is_equation_and_value(relation: Form, other: Form) -> bool:
 
 
 def _said(equation: Form) -> list[str]:
-    """Return the values of an equation's name: its last side, and the numbers before it."""
+    """Return the values of an equation's name: its last side, and numbers before it."""
     sides = equation.parts[bool(equation.name) :]
     return [side for side in sides[:-1] if CONSTANT.fullmatch(side)] + [sides[-1]]
 
 
 def _upwards(relation: Form) -> Form:
-    r"""Return a relation of `>` and `\geq` turned into `<` and `\leq`."""
     signs = relation.signs.split()
     if not all(sign in FLIPPED and sign not in BELOW for sign in signs):
         return relation
@@ -343,8 +338,8 @@ def _upwards(relation: Form) -> Form:
 
 
 def same_leaf(gold: str, answer: str) -> bool:
-    """Return whether two texts without parts are equal: as times, numerals with a base, words,
-    numbers, or expressions."""
+    """Return whether two leaves are equal as times, numerals with a base, words, numbers or
+    expressions."""
     if squeezed(gold) == squeezed(answer):
         return True
     if DOTS in gold or DOTS in answer:
@@ -376,7 +371,7 @@ def same_leaf(gold: str, answer: str) -> bool:
 
 
 def _begins(text: str, other: str) -> bool:
-    r"""Return whether a text such as `0.6666667\ldots` begins a number without finite decimals."""
+    r"""Return whether `0.6666667\ldots` begins a number without finite decimals."""
     if not text.endswith(DOTS) or DOTS in other:
         return False
     from lowroll.envs import expressions

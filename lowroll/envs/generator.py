@@ -1,15 +1,15 @@
-"""Numbered items of one reasoning-gym generator, and their scores, in this process or a child.
+"""Numbered items and scores of a reasoning-gym generator, in this process or a child.
 
-A generator is a list of items determined by its seed. An item's number is (split, draw, index):
-block `index // BLOCK` of the list seeded by (seed, split, draw, block). Some generators iterate
-over sets of strings, so their items depend on Python's hash seed: a child process with a fixed one
-makes the items, unless this process is such a child (a scoring worker).
+An item's number is (split, draw, index): block `index // BLOCK` of the list seeded by (seed, split,
+draw, block). Some generators iterate over sets of strings, so their items depend on Python's hash
+seed: a child process with a fixed one makes the items, unless this process is such a child (a
+scoring worker).
 
-The option `curriculum_level` is a level of reasoning-gym's own curriculum; a composite applies it
-to each part. Levels whose options the generator refuses are skipped.
+`curriculum_level` is a level of reasoning-gym's own curriculum, for each part of a composite.
+Levels with refused options are skipped.
 
-Some scorers evaluate the response as Python or sympy source: there an answer outside a small
-language (`LANGUAGES`), which can call only the task's own functions, is wrong, unread.
+Some scorers evaluate the response as Python or sympy source: answers outside a small language
+(`LANGUAGES`) are wrong, and are not evaluated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lowroll.envs import child
 from lowroll.types import nearest
 
 LEVEL = "curriculum_level"
-BLOCK = 256  # items of one list: some generators prepare data for each at construction
+BLOCK = 256  # items of a list: some generators prepare each at construction
 CHILD_LIMIT = 60.0  # seconds for a child to answer
 KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed child
 
@@ -41,7 +41,7 @@ LISTS = re.compile(r"[\w\s,'\"\[\]-]*")
 SUMS = re.compile(r"[\d\s()+*/.-]*")
 FUNCTIONS = "exp|log|sqrt|sin|cos|tan|cot|sec|csc|asin|acos|atan|sinh|cosh|tanh|erf|Abs|pi"
 FORMULAS = re.compile(rf"(?>\d++(?:\.\d*+)?|\b(?:{FUNCTIONS}|[A-Za-z])\b|[\s()+*/^-])*+")
-LANGUAGES = {  # for generators whose scorer evaluates the answer: its allowed parts
+LANGUAGES = {  # allowed parts of answers that a scorer evaluates
     "string_insertion": LISTS,
     "spiral_matrix": LISTS,
     "binary_matrix": LISTS,
@@ -77,15 +77,15 @@ class ItemSource(Protocol):
 
 
 def levels(name: str, options: dict[str, Any]) -> int:
-    """Return the number of levels of a generator's curriculum (a composite: of its longest part).
-    ValueError for one without, or an option that the curriculum sets."""
+    """Return the levels of a generator's curriculum (a composite: of its longest part). ValueError
+    without one, or for an option that it sets."""
     if sys.flags.hash_randomization:
         return int(_server.ask(name, options, 0, "levels"))
     return _num_levels(name, options)
 
 
 def source(name: str, options: dict[str, Any], seed: int) -> ItemSource:
-    """Return the items of a generator. ValueError for an unknown generator or option, or a missing
+    """Return a generator's items. ValueError for an unknown generator or option, or a missing
     package."""
     if sys.flags.hash_randomization:
         return RemoteGenerator(name, options, seed)
@@ -128,7 +128,7 @@ class Generator:
     def score(self, split: str, draw: int, index: int, answer: str) -> float:
         """Return the generator's reward; 0 for an answer outside its language or task."""
         item = self._item(split, draw, index)
-        # a composite names the item's generator
+        # the generator of a composite's item
         maker = item["metadata"].get("source_dataset", self.name)
         language, demand = LANGUAGES.get(maker), DEMANDS.get(maker)
         if answer != item["answer"] and (
@@ -142,7 +142,7 @@ class Generator:
 
 
 class RemoteGenerator:
-    """A generator in the child process that this process's generators share."""
+    """A generator in the shared child process."""
 
     def __init__(self, name: str, options: dict[str, Any], seed: int) -> None:
         self.key = (name, options, seed)
@@ -157,7 +157,7 @@ class RemoteGenerator:
 
 
 class _Server:
-    """The child process, started at the first request and again after it is late or dies."""
+    """The child process, started on demand, and again after a timeout or death."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -166,8 +166,8 @@ class _Server:
         self.starter: ThreadPoolExecutor | None = None
 
     def ask(self, *words: Any) -> Any:
-        """Send one request and return its reply. ValueError with the child's reason; TimeoutError
-        after `CHILD_LIMIT` seconds."""
+        """Send a request and return the reply. ValueError with the child's reason; TimeoutError
+        after `CHILD_LIMIT`."""
         with self.lock:
             if self.process is None:
                 self.starter = ThreadPoolExecutor(1, thread_name_prefix="generator-starter")
@@ -217,7 +217,6 @@ atexit.register(_server.stop)
 
 
 def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options as the generator's configuration takes them."""
     try:
         from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS
@@ -261,7 +260,6 @@ def _num_levels(name: str, options: dict[str, Any]) -> int:
 
 
 def _at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
-    """Return the options of a level, at most the last."""
     own = {key: value for key, value in options.items() if key != LEVEL}
     if name == "composite":
         parts = [
@@ -281,7 +279,7 @@ def _at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=128)
 def _steps(name: str) -> list[dict[str, Any]]:
-    """Return the options that each level sets. ValueError for an unknown generator or one without a
+    """Return each level's options. ValueError for an unknown generator or one without a
     curriculum."""
     from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 
@@ -321,8 +319,8 @@ def _generator(key: str) -> Generator:
 
 
 def main() -> None:
-    """Run the child: a request line [name, options, seed, verb, arguments...] with the verb
-    "check", "levels", "item" or "score" has one reply."""
+    """Run the child: each request line [name, options, seed, verb, arguments...], verb "check",
+    "levels", "item" or "score", has one reply."""
     child.die_with(int(sys.argv[1]))
     requests, replies = child.private_streams()
     for line in requests:

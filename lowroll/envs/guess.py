@@ -1,5 +1,4 @@
-"""guess: a number with hints, in a conversation. After each wrong guess the user says "higher" or
-"lower"; who finds the number is rewarded, more for fewer guesses.
+"""guess: find a number in a conversation with the hints "higher" and "lower", in few guesses.
 
     user 1-9    assistant 5    user higher    assistant 7        found at the second of its turns
 
@@ -20,7 +19,7 @@ NUMBER = re.compile(r"\s*(\d{1,9})\s*")
 
 
 class Guess(GeneratedEnvironment):
-    """A number of 1..`most`, from a range of `width` numbers that the task names."""
+    """A number of 1..`most` in a given range of `width` numbers."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class Guess(GeneratedEnvironment):
     def task(self, rng: Random) -> tuple[str, dict[str, Any]]:
         low = rng.randint(1, self.most - self.width + 1)
         number = rng.randint(low, low + self.width - 1)
-        # tasks with the same range share a split: ranges are held out
+        # a range is one task for the split, so ranges are held out
         return f"{low}-{low + self.width - 1}", {"answer": str(number)}
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
@@ -64,7 +63,7 @@ class Guess(GeneratedEnvironment):
         return [{"role": "user", "content": hint}]
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        """Score by the last guess and the number of guesses before it."""
+        """Score by the last guess and the number of earlier ones."""
         said = [one["content"] for one in messages if one["role"] == "assistant"]
         found = self.score(prompt, said[-1])
         cost = self.turn_cost * (len(said) - 1) if found.metrics["found"] else 0.0

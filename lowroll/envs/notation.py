@@ -1,8 +1,8 @@
-r"""The notation of a final answer: one spelling before any comparison.
+"""The notation of final answers, normalised before comparison.
 
 `plain` unifies characters that look alike: minus signs, spaces, digits of any width. `tidy` also
-removes what is invisible or without meaning (dollars, fonts, colours, spacing, a full stop). The
-readers below take tidy text.
+removes meaningless parts (dollars, fonts, colours, spacing, a full stop). The other functions take
+tidy text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SIGNS = str.maketrans(
         "£": "",
         "€": "",
         "¥": "",
-        # invisible: joiners, byte order marks, directions of writing
+        # joiners, byte order marks, writing directions
         **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\u2061\u2062\ufeff", ""),
         **dict.fromkeys("\u200e\u200f\u202a\u202b\u202c\u202d\u202e", ""),
         **dict.fromkeys("\u2066\u2067\u2068\u2069", ""),
@@ -220,7 +220,7 @@ COUNTS = re.compile(
 
 
 def plain(text: str) -> str:
-    """Return a text with one spelling of characters that look alike, without invisible ones."""
+    """Normalise look-alike characters and remove invisible ones."""
     if text.isascii():
         return text
     text = FRACTIONS.sub(_fraction, text)
@@ -235,7 +235,7 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def unboxed(text: str) -> str:
-    """Return the content of a box; any other text unchanged."""
+    """Return a box's content; other text unchanged."""
     while (inner := BOXED.fullmatch(text)) is not None:
         text = inner[1][1:-1].strip()
     return text
@@ -243,7 +243,6 @@ def unboxed(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def tidy(text: str) -> str:
-    """Return one spelling of a final answer."""
     text = unboxed(plain(text))
     for pattern, by in SPELLINGS:
         text = pattern.sub(by, text)
@@ -251,16 +250,15 @@ def tidy(text: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    """Return a tidy text without spaces, labels and braces of single signs; equal results are equal
-    answers."""
+    """Remove spaces, labels and braces of single signs; equal results are equal answers."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"(?<!\\)\{(\w)\}", r"\1", text)
 
 
 def choice(text: str) -> tuple[str, str] | None:
-    r"""Return (letter, its text or "") of `(B)`, `B.`, `\text{(B)} 12`; None unless there is
-    exactly one choice."""
+    r"""Return (letter, its text or "") of `(B)`, `B.`, `\text{(B)} 12`, unless there is not exactly
+    one."""
     found = CHOICE.fullmatch(text)
     if found is None or re.search(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])|,|\\neq|[=<>+^]", found[2]):
         return None
@@ -280,12 +278,12 @@ def quantity(text: str) -> Decimal | None:
 
 
 def ungrouped(text: str) -> str:
-    """Return a plain number without separators of thousands; any other text unchanged."""
+    """Remove a plain number's thousands separators; other text unchanged."""
     return re.sub(r"(?<=\d)[, ](?=\d{3})", "", text) if NUMBER.fullmatch(text) else text
 
 
 def readings(text: str) -> list[str]:
-    """Return the formulas a text may mean: `2e-3` is a power of ten, or 2e - 3."""
+    """Return the possible formulas of a text: `2e-3` is a power of ten, or 2e - 3."""
     power = POWER.sub(r"(\1\\cdot 10^{\2})", text)
     return [power, re.sub("([eE])", r"\1 ", text)] if EULER.fullmatch(text) else [power]
 
@@ -314,8 +312,8 @@ def scaled(text: str) -> tuple[str, int]:
 
 
 def without_unit(text: str) -> tuple[str, str]:
-    r"""Return (quantity, powers) of `3\text{ cm}^2`, `10 dollars`, `90^\circ`: units are not
-    judged, their powers are."""
+    r"""Return (quantity, powers) of `3\text{ cm}^2`, `10 dollars`, `90^\circ`: units are ignored,
+    their powers are not."""
     found = UNIT.search(text) if not SCALE.search(text) else None
     rest = text[: found.start()].strip() if found is not None else ""
     if found is None or not rest or OPERATOR.search(rest):
@@ -324,7 +322,7 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def stated_number(text: str) -> str | None:
-    """Return the number of a line such as `x = 1,000 dollars` or `5 million`; None unless it says
+    """Return the number of a line such as `x = 1,000 dollars` or `5 million`; None unless it has
     exactly one number and its unit."""
     name, equals, rest = tidy(text).rpartition("=")
     if equals and NAME.fullmatch(name.strip()) is None:
@@ -352,8 +350,7 @@ def clock(text: str) -> tuple[int, int, str] | None:
 
 
 def numeral(text: str) -> tuple[str, str] | None:
-    """Return (digits, base) of `52_{8}`; None for anything else, such as `2x_1`. `tidy` removes
-    base ten."""
+    """Return (digits, base) of `52_{8}`, or None, as for `2x_1`. `tidy` removes base ten."""
     found = NUMERAL.fullmatch(text)
     if found is None:
         return None
@@ -367,8 +364,8 @@ def numeral(text: str) -> tuple[str, str] | None:
 
 
 def words(text: str, beside_words: bool = False) -> str | None:
-    r"""Return words such as `\text{East}` and `no solution` in one spelling; None when it may be a
-    formula, as a short unlabelled text may, except beside words."""
+    r"""Normalise words such as `\text{East}` and `no solution`; None for a possible formula, as a
+    short unlabelled text is, except beside words."""
     label = re.fullmatch(r"\\text\{([^{}]*)\}", text)
     said = label[1] if label else text
     letters = r"[A-Za-z]{2}" if label or beside_words else r"[A-Za-z]{4}"

@@ -1,5 +1,5 @@
-"""Values that an environment may return, and their conversion: a number, a Score or an awaitable of
-one; from `respond` messages, None or an awaitable."""
+"""Conversion of an environment's return values: a score is a number, a Score or an awaitable; a
+reply is messages, None or an awaitable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Outcome = Score | float | Awaitable[Score | float]
 Reply = list[Message] | None | Awaitable[list[Message] | None]
 
-MAX_REWARD = 1e6  # a larger reward is a scorer's bug
+MAX_REWARD = 1e6  # a larger reward is a bug of the scorer
 MAX_NAME = 100  # characters of a metric's name
 MAX_METRICS = 100  # numbers beside a reward
 MAX_ANSWER = 500_000  # characters of an environment's messages, as JSON
@@ -33,8 +33,8 @@ class InvalidScore(ValueError):
 
 
 class Inapplicable(InvalidScore):
-    """A response to which no reward function applies, which is no failure; `metrics` and `extra`
-    were logged beside."""
+    """A response to which no reward function applies, not a failure; `metrics` and `extra` were
+    logged."""
 
     def __init__(
         self, message: str, metrics: dict[str, float], extra: dict[str, Any] | None
@@ -52,7 +52,7 @@ class InvalidReply(InvalidScore):
 
 
 class Judging(Protocol):
-    """The part of an environment that scores and answers."""
+    """The interface of scoring and answering."""
 
     def score(self, prompt: Prompt, text: str) -> Outcome: ...
 
@@ -62,20 +62,17 @@ class Judging(Protocol):
 
 
 def judge(env: Judging, prompt: Prompt, said: str | list[Message]) -> Score:
-    """Return the score of a response or a whole conversation. InvalidScore names a wrong return
-    value; the scorer's exceptions pass through.
-
-    An `async def score` runs on one event loop for the process's life, so that it may keep a client
-    open.
-    """
+    """Score a response or a conversation. InvalidScore names a wrong return value; the scorer's
+    exceptions pass. An async `score` runs on one event loop for the process's life, so that it may
+    keep a client open."""
     if isinstance(said, str):
         return as_score(awaited(env.score(prompt, said)))
     return as_score(awaited(env.score_conversation(prompt, said)))
 
 
 def answer(env: Judging, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-    """Return the environment's answer to a conversation; None: it is done. InvalidReply names a
-    wrong return value; other exceptions pass through."""
+    """Return the environment's messages, or None when done. InvalidReply names a wrong return
+    value; other exceptions pass."""
     return as_messages(awaited(env.respond(prompt, messages)))
 
 
@@ -88,7 +85,7 @@ def awaited(value: Any) -> Any:
 
 @cache
 def _loop() -> tuple[ThreadPoolExecutor, asyncio.Runner]:
-    """Return an event loop in its own thread; a notebook's main thread has one already."""
+    """Return an event loop in its own thread: a notebook's main thread already has one."""
     import asyncio  # imported only to wait
 
     return ThreadPoolExecutor(1, thread_name_prefix="async-scorer"), asyncio.Runner()
@@ -99,7 +96,7 @@ async def _result(value: Awaitable[Any]) -> Any:
 
 
 def as_score(value: object) -> Score:
-    """Return a number or a Score as a Score of finite floats; InvalidScore for anything else."""
+    """Convert to a Score of finite floats; InvalidScore for anything else."""
     if isinstance(value, Real):
         value = Score(float(value))
     if not isinstance(value, Score):
@@ -123,7 +120,7 @@ def as_score(value: object) -> Score:
 
 
 def as_messages(value: object) -> list[Message] | None:
-    """Return an environment's messages as JSON data; InvalidReply for anything else."""
+    """Convert to messages of JSON data; InvalidReply for anything else."""
     if value is None:
         return None
     if not isinstance(value, list) or not value:
@@ -157,7 +154,7 @@ def as_messages(value: object) -> list[Message] | None:
 
 
 def as_number(what: str, value: object) -> float:
-    """Return a finite float; InvalidScore names a value that is none."""
+    """Return a finite float; InvalidScore for anything else."""
     if not isinstance(value, Real):
         raise InvalidScore(f"{what} is {_show(value)}; it must be a number")
     if not math.isfinite(value):
@@ -176,7 +173,6 @@ def metric_name(key: object) -> str:
 
 
 def _show(value: object) -> str:
-    """Return a value's repr and type for an error."""
     try:
         text = repr(value)
     except Exception as error:

@@ -1,7 +1,6 @@
-"""The output of a scoring worker: its beginning goes to the log, its end into the message of a
-crash.
+"""A scoring worker's output: the log shows its beginning, a crash message its end.
 
-The pool reads the pipe whenever it waits, so a scorer may print without limit.
+The pool reads the pipe while it waits, so output is unlimited.
 """
 
 from __future__ import annotations
@@ -13,32 +12,31 @@ from typing import IO
 
 logger = logging.getLogger(__name__)
 
-MAX_LOGGED = 4096  # bytes of a worker's output that the log shows
-MAX_KEPT = 4096  # bytes at its end that are kept
-LAST_WORDS = 300  # characters of them in an error
+MAX_LOGGED = 4096  # logged bytes of a worker's output
+MAX_KEPT = 4096  # kept bytes of its end
+LAST_WORDS = 300  # characters of it in an error
 PIECE = 1 << 16
 
 
 def readable(text: str, secrets: Mapping[str, str]) -> str:
-    """Return printable Unicode for an error or a log, the values of `secrets` replaced by their
-    names."""
+    """Return printable Unicode, with the values of `secrets` replaced by their names."""
     for name, value in secrets.items():
         text = text.replace(value, f"${name}") if value else text
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 class Output:
-    """The reading end of a worker's standard output and error."""
+    """The reading end of a worker's output and errors."""
 
     def __init__(self, pipe: IO[bytes], secrets: Mapping[str, str]) -> None:
         self.pipe, self.secrets = pipe, secrets
         os.set_blocking(pipe.fileno(), False)
         self.ended = False  # end of file
-        self._room = MAX_LOGGED  # bytes left for the log
+        self._room = MAX_LOGGED  # remaining bytes for the log
         self._line = self._end = b""
 
     def read(self) -> bool:
-        """Read what has arrived; return False for nothing."""
+        """Read available output; False for nothing."""
         try:
             data = os.read(self.pipe.fileno(), PIECE)
         except BlockingIOError:
@@ -53,7 +51,7 @@ class Output:
         return bool(data)
 
     def close(self) -> str:
-        """Read the rest, close the pipe and return the end of the output."""
+        """Read the rest, close the pipe and return its end."""
         for _ in range((1 << 20) // PIECE):  # bounded by a pipe's capacity
             if not self.read():
                 break

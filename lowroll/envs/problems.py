@@ -1,4 +1,4 @@
-r"""Problems with a final answer, from rows of a data set; GSM8K and MATH are dialects.
+r"""Problems with a final answer, from a data set's rows, such as GSM8K's and MATH's.
 
 The question is in `question`, `problem` or `prompt`; the gold answer in `answer`, `final_answer` or
 `solution`, after `####`, in the last `\boxed{}`, between dollars, or the whole field. A row without
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 QUESTION_FIELDS = ("question", "problem", "prompt")
 ANSWER_FIELDS = ("answer", "final_answer", "solution")
-# GSM8K's annotations, <<48/2=24>>, must not be imitated
+# GSM8K's annotations, <<48/2=24>>, which must not be imitated
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 UNIT = re.compile(r"\\(?:text|mbox|mathrm)\b")
 DOLLARS = re.compile(r"\$([^$]*)\$[.,;]?")
@@ -45,14 +45,14 @@ class Problem:
 
 
 class FinalAnswer(Environment):
-    """Reward 1 when the final answer equals the gold answer, else 0.
+    """A reward of 1 when the final answer equals the gold answer, else 0.
 
-    Metrics: `has_answer`, and `unjudged` for a final answer that cannot be judged and is wrong.
+    Metrics: `has_answer`, and `unjudged` for a wrong answer that could not be evaluated.
     """
 
     exact = True
     overtaxed = Score(0.0, {"has_answer": 1.0, "unjudged": 1.0})
-    hashes: ClassVar[bool] = False  # whether `#### number` counts beside \boxed{}
+    hashes: ClassVar[bool] = False  # `#### number` counts beside \boxed{}
 
     @abstractmethod
     def solution(self, prompt: Prompt) -> str:
@@ -62,7 +62,7 @@ class FinalAnswer(Environment):
         return judged(prompt, text, self.hashes)
 
     def gold(self, prompt: Prompt) -> str:
-        """Return the worked solution when it ends in the gold answer, else the answer alone."""
+        """Return the worked solution if it ends in the gold answer, else the answer."""
         answer, solution = prompt.info["answer"], self.solution(prompt)
         return solution if ends_in(solution, answer, self.hashes) else self.state(answer)
 
@@ -106,7 +106,7 @@ class Problems(FinalAnswer):
         return len(self.rows[split])
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return a problem, in a fresh order each epoch of the train split."""
+        """Return a problem; each train epoch has a fresh order."""
         self.rng(split, index)  # validates both
         row = self.rows.at(split, index)
         problem = self.rows[split][row]
@@ -130,7 +130,7 @@ class Problems(FinalAnswer):
 
 
 def ends_in(solution: str, answer: str, hashes: bool) -> bool:
-    """Return whether a worked solution ends in this answer: behind ####, or in a box."""
+    """Return whether a worked solution ends in this answer: after ####, or in a box."""
     stated = last_answer(solution) if hashes else boxed_answer(solution)
     return stated == answer or (stated is not None and bool(same_number(answer, stated)))
 
@@ -158,8 +158,8 @@ def judged(prompt: Prompt, text: str, hashes: bool) -> Score:
 
 
 def problem_of(row: dict[str, Any], where: str) -> Problem | None:
-    """Read a row; None when its gold answer is empty. ValueError names file and line of a row
-    without fields."""
+    """Read a row; None for an empty gold answer. ValueError names file and line of a row without
+    fields."""
     question = next((row[key] for key in QUESTION_FIELDS if key in row), None)
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{where}: no text in any of the fields {', '.join(QUESTION_FIELDS)}")
@@ -174,8 +174,7 @@ def problem_of(row: dict[str, Any], where: str) -> Problem | None:
 
 
 def final_answer(raw: str) -> str:
-    """Return the gold answer of an answer field: after ####, in the last box, between dollars, or
-    all of it."""
+    """Return a field's gold answer: after ####, in the last box, between dollars, or all."""
     if "####" in raw:
         return GROUPED.sub("", raw.rpartition("####")[2].strip())
     if "\\boxed" in raw:

@@ -1,11 +1,8 @@
-"""The reaper of a scoring worker: a process between pool and worker that never runs a scorer's
-code.
+"""The reaper of a scoring worker: a process between pool and worker that runs no scorer code.
 
-As a subreaper (Linux) it adopts every process that a scorer leaves behind, even a double fork in
-its own session. All of them end when the worker ends, when the pool sends SIGTERM, and when the
-pool's process dies; other children of the user's process are untouched.
-
-The reaper exits with the worker's status or signal.
+As a subreaper (Linux) it adopts a scorer's leftover processes, even a double fork in its own
+session, and ends them when the worker ends, on the pool's SIGTERM, or when the pool's process dies.
+It exits with the worker's status or signal.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ HEARD = (signal.SIGCHLD, signal.SIGTERM)
 
 
 def fork_worker(parent: int) -> None:
-    """Fork, and return in the worker; the reaper stays behind and never returns."""
+    """Fork and return in the worker; the reaper never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     if sys.platform == "linux":
@@ -37,11 +34,11 @@ def fork_worker(parent: int) -> None:
     worker = os.fork()
     if worker == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.setsid()  # a scorer that kills its own group spares the reaper
+        os.setsid()  # protects the reaper from a scorer that kills its group
         child.die_with(reaper)
         return
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # the worker alone holds the pool's pipes, whose end marks its own
+    for stream in (0, 1, 2):  # only the worker may hold the pool's pipes, whose end marks its own
         os.dup2(null, stream)
     status = _watch(worker)
     _end_all(worker)
@@ -59,7 +56,6 @@ def _watch(worker: int) -> int:
 
 
 def _reap() -> tuple[int, int] | None:
-    """Return (pid, status) of an ended child, or None."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -83,7 +79,6 @@ def _end_all(worker: int) -> None:
 
 
 def _kill(pid: int) -> None:
-    """Send SIGKILL to a process or the group -pid, if it still exists."""
     try:
         os.kill(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

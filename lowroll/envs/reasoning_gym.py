@@ -1,9 +1,7 @@
-"""Every generator of reasoning-gym (an optional package), by name: "reasoning-gym/chain_sum" and a
-hundred more.
+"""The generators of the optional package reasoning-gym, such as "reasoning-gym/chain_sum".
 
-Task `index` is the first draw (split, 0, index), (split, 1, index), ... whose question's hash lies
-in the split. The scorer remakes the item from those numbers and checks its digest, so no item data
-crosses a pipe.
+Task `index` is the first draw (split, 0, index), (split, 1, index),... with a question of the
+split. The scorer recreates the item and checks its digest, so no item data is sent.
 
 `curriculum: true`, or settings of `envs.curriculum.Curriculum`, let difficulty follow the reward.
 """
@@ -27,7 +25,7 @@ OPPOSITES = {"True": "False", "False": "True"}
 
 
 class ReasoningGym(Environment):
-    """One generator with its own options; the response's last <answer>...</answer> is scored."""
+    """A generator with its options; the last <answer>...</answer> is scored."""
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class ReasoningGym(Environment):
         return self._at_level[level]
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return a question; ValueError when the generator has too few different ones."""
+        """Return a question; ValueError when the generator has too few."""
         self.rng(split, index)  # validates both
         number, level = index, None
         if self.curriculum is not None:
@@ -65,7 +63,7 @@ class ReasoningGym(Environment):
         items = self.items(level)
         for draw in range(MAX_DRAWS):
             question, answer = items.item(split, draw, number)
-            # an empty answer is a generator's slip
+            # an empty answer is a generator's error
             if split_of(question) == split and answer != "":
                 info: dict[str, Any] = {
                     "item": [split, draw, number],
@@ -79,8 +77,8 @@ class ReasoningGym(Environment):
         )
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return the generator's reward in [0, 1]; 0 without an answer tag. ValueError if it makes
-        another item."""
+        """Return the generator's reward in [0, 1]; 0 without an answer tag. ValueError for a
+        different item."""
         level = prompt.info.get("level")
         metrics = {} if level is None else {"level": float(level)}
         found = ANSWER.findall(bounded(text))
@@ -100,8 +98,8 @@ class ReasoningGym(Environment):
         return f"<answer>{self._answer(prompt)}</answer>"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return the stored answer with its first number changed (far, if a decimal), negated, or
-        cut in half."""
+        """Return the answer with its first number changed (far, if a decimal), negated, or cut in
+        half."""
         answer = self._answer(prompt)
         if answer in OPPOSITES:
             return f"<answer>{OPPOSITES[answer]}</answer>"

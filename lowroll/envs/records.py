@@ -1,11 +1,11 @@
-"""records: write a sentence about a person as JSON, and nothing else.
+"""records: write a sentence about a person as JSON only.
 
     Karla, 65, is from Dublin. Write this as JSON with the keys name, age and city.
     {"name": "Karla", "age": 65, "city": "Dublin"}
 
-Reward = (1 + right) / (1 + keys) of a response that is one JSON object: `right` counts keys with
-the right value, `keys` the larger of those asked for and those present; 0 for any other text, such
-as a fenced one.
+Reward = (1 + right) / (1 + keys) of a response that is one JSON object: `right` counts right
+values, `keys` the larger of requested and present keys. Any other text, also a fenced one, scores
+0.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """reverse-text: write the text backwards, character by character.
 
 Reward = 2 * LCS(response, target) / (len(response) + len(target)), LCS the length of the longest
-common subsequence: 1 only for the target, dense below, no gain from padding. LCS is bit-parallel
-(Hyyro 2004, "Bit-parallel LCS-length computation revisited"): one big-integer addition for each
-character of the response.
+common subsequence: 1 only for the target, no gain from padding. LCS is bit-parallel (Hyyro 2004,
+"Bit-parallel LCS-length computation revisited"): one big-integer addition for each character of the
+response.
 """
 
 from __future__ import annotations

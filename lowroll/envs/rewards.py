@@ -1,8 +1,7 @@
-"""The scorer pool: persistent worker processes that are replaced when a scorer hangs, bloats or
-crashes.
+"""The scorer pool: worker processes, replaced when a scorer hangs, bloats or crashes.
 
-An item gets a reward or an error, never a 0 for "could not score", unless the environment scores
-what exceeds the limit (`overtaxed`):
+A failed item gets an error, not a reward of 0, unless the environment scores timeouts
+(`overtaxed`):
 
     kind       what happened to the item                          the worker
     exception  the scorer raised                                  goes on
@@ -12,18 +11,16 @@ what exceeds the limit (`overtaxed`):
     memory     it went over `memory_limit_mb` of address space    is replaced
     crash      the process ended under it                         is replaced
 
-Only the current item gets the error; the worker's other items go to another worker. Responses that
-are scored together (`Environment.together`) are one item with their summed limit. A late worker is
-killed, as a mere timeout would leave it hung.
+Only the current item gets the error; other workers get the rest. Responses scored together
+(`Environment.together`) are one item with their summed limit.
 
-`score` is one loop over the workers' pipes (`select`): it sends a chunk to each idle worker and
-waits for the next reply or deadline. A worker answers its chunk item by item, and each item
-restarts the clock. Calls from several threads are served in turn. Messages are JSON; workers see
-only `machine.KEEP_ENV` and the passed variables, whose values are masked in their output
-(`output`). A scorer's leftover processes end with its worker (`reaper`).
+`score` is a `select` loop over the workers' pipes: it sends chunks to idle workers and waits for a
+reply or deadline. Workers reply item by item, which restarts the clock. Threads take turns.
+Messages are JSON; workers see only `machine.KEEP_ENV` and the passed variables, whose values are
+masked in their output (`output`). A scorer's processes end with its worker (`reaper`).
 
-An item has a random id that its reply must carry; any other line, as from a scorer that writes to
-all descriptors, ends the worker and is never a reward.
+A reply must have its item's random id; any other line, as from a scorer that writes to all
+descriptors, ends the worker.
 """
 
 from __future__ import annotations
@@ -49,10 +46,10 @@ from lowroll.envs.outcome import InvalidReply, as_messages
 from lowroll.envs.output import Output, readable
 from lowroll.types import Message, Prompt, RunFailed, Score, ScoreError
 
-START_LIMIT = 60.0  # seconds for a worker to import its environments
+START_LIMIT = 60.0  # seconds for a worker's imports
 KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed worker
 MAX_CHUNK = 32  # items in a worker's chunk
-MAX_REPLY = 1 << 20  # bytes of a reply line; a longer one is a crash
+MAX_REPLY = 1 << 20  # bytes of a reply; a longer one is a crash
 MAX_MESSAGE = 500  # characters of an error's message
 Spec = tuple[str, dict[str, Any], int]
 
@@ -76,7 +73,7 @@ Result = Score | ScoreError | EnvironmentReply | GroupScores
 
 @dataclass(frozen=True)
 class _Item:
-    """One unit of work. size: the number of responses scored together; 0: a single response or
+    """A unit of work. size: the number of responses scored together; 0: one response or
     conversation."""
 
     prompt: Prompt
@@ -84,7 +81,7 @@ class _Item:
     size: int = 0
 
     def named(self, result: Score | ScoreError) -> Score | ScoreError:
-        """Return the result; an error's message names environment and prompt."""
+        """Return the result; an error names environment and prompt."""
         if isinstance(result, Score):
             return result
         whose = f"env {self.prompt.env!r}, {self.prompt.id}"
@@ -93,7 +90,7 @@ class _Item:
 
 @dataclass
 class _Job:
-    """One call of `score` or `respond`: items, results, and indices that no worker holds."""
+    """A call of `score` or `respond`: items, results, and unassigned indices."""
 
     items: list[_Item]
     results: list[Result | None]
@@ -102,7 +99,7 @@ class _Job:
     done: int = 0
 
     def settle(self, index: int, result: Result) -> None:
-        """Record a result; an error of responses scored together becomes each one's."""
+        """Record a result; a joint error becomes each response's."""
         item = self.items[index]
         if item.size and isinstance(result, ScoreError):
             result = GroupScores((result,) * item.size)
@@ -114,13 +111,13 @@ class _Job:
         self.done += 1
 
     def take_back(self, held: deque[tuple[int, str]]) -> None:
-        """Return unscored items to the front of the queue."""
+        """Requeue unscored items at the front."""
         self.pending.extendleft(index for index, _ in reversed(held))
         held.clear()
 
 
 class _Worker:
-    """A child process and its items (index, id); it is starting until it reports ready."""
+    """A child process and its items (index, id); starting until it reports ready."""
 
     def __init__(self, setup: bytes, pass_env: Mapping[str, str]) -> None:
         self.process = child.start("lowroll.envs.worker", subprocess.PIPE, pass_env)
@@ -131,7 +128,7 @@ class _Worker:
         os.set_blocking(self.stdout.fileno(), False)
         self.held: deque[tuple[int, str]] = deque()
         self.overtaxed: dict[str, Score] = {}
-        self.doing = ""  # its environment's report on the current item
+        self.doing = ""  # the environment's report on the current item
         self.ready = self.ended = self.killed = False
         self.outbox, self.inbox = setup, b""
         self.deadline = time.monotonic() + START_LIMIT
@@ -156,10 +153,10 @@ class _Worker:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self.outbox = b""  # its end shows on the reading side
+            self.outbox = b""  # the reading side sees its end
 
     def read(self) -> list[bytes]:
-        """Return the reply lines that arrived; set `ended` at the end of the stream."""
+        """Return the arrived reply lines; set `ended` at the stream's end."""
         try:
             data = os.read(self.stdout.fileno(), 1 << 16)
         except BlockingIOError:
@@ -169,11 +166,11 @@ class _Worker:
         return lines
 
     def kill(self) -> str:
-        """Kill the worker and its processes, once; return how it ended and its last output."""
+        """Kill the worker and its processes once; return how it ended and its last output."""
         if self.killed:
             return ""
         self.killed = True
-        if self.ended and self._wait(0.5):  # let it report its own exit status
+        if self.ended and self._wait(0.5):  # lets it exit with its own status
             status = self.process.returncode
         else:
             self.ask_to_end()
@@ -187,7 +184,7 @@ class _Worker:
         return f"{how}: {words}" if words else how
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM to its reaper, and SIGCONT, in case a scorer stopped it."""
+        """Send SIGTERM to its reaper, and SIGCONT in case a scorer stopped it."""
         for number in (signal.SIGTERM, signal.SIGCONT):
             self.process.send_signal(number)
 
@@ -200,12 +197,12 @@ class _Worker:
 
 
 class ScorerPool:
-    """A pool that scores responses in `num_workers` processes; a context manager.
+    """A pool of `num_workers` scoring processes; a context manager.
 
     `env_specs` maps an environment's name to (id, args, seed) for `lowroll.envs.make`. Every worker
-    has all environments, and the environment variables of `pass_env`. ValueError for a variable
-    that is not set, and for more workers than the machine holds; RunFailed when a worker cannot
-    build its environments.
+    has all environments, and the environment variables of `pass_env`. ValueError for an unset
+    variable, and for more workers than the machine holds; RunFailed when a worker cannot build its
+    environments.
     """
 
     def __init__(
@@ -235,8 +232,8 @@ class ScorerPool:
         }
         self._setup = json.dumps(setup).encode() + b"\n"
         self._lock = threading.Lock()
-        # Linux kills a worker with the *thread* that started it, so the starting thread lives as
-        # long as the pool.
+        # Linux kills a worker with the thread that started it, so this thread lives as long as the
+        # pool.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="scorer-starter")
         self._workers: list[_Worker] = []
         try:
@@ -271,8 +268,8 @@ class ScorerPool:
         """Score (prompt, response) and (prompt, messages) pairs in order; `on_progress(done,
         total)` reports.
 
-        ValueError, before any scoring, for a prompt of an unknown environment, or whose `info` is
-        not JSON. Only the last `base.MAX_TEXT` characters of each text count.
+        ValueError, before any scoring, for a prompt of an unknown environment, or with `info` that
+        is not JSON. Only the last `base.MAX_TEXT` characters of each text count.
         """
         found = self._ask("score", self._joined(items), on_progress)
         scores: list[Score | ScoreError] = []
@@ -286,8 +283,8 @@ class ScorerPool:
     def respond(
         self, items: Sequence[tuple[Prompt, list[Message]]]
     ) -> list[list[Message] | None | ScoreError]:
-        """Return the environments' replies to (prompt, messages), in order; None: that conversation
-        is done. Errors and limits are those of `score`."""
+        """Return the environments' replies to (prompt, messages), in order; None: done. Errors and
+        limits as for `score`."""
         encoded = [_Item(prompt, self._encode(prompt, "respond", said)) for prompt, said in items]
         found = self._ask("respond", encoded, None)
         return [
@@ -297,8 +294,7 @@ class ScorerPool:
         ]
 
     def _joined(self, items: Sequence[tuple[Prompt, str | list[Message]]]) -> list[_Item]:
-        """Return the items; neighbours of one prompt are joined where its environment scores
-        together."""
+        """Return the items; joins neighbours of a prompt that is scored together."""
         joined: list[_Item] = []
         for _, run in groupby(items, key=lambda item: id(item[0])):
             same = list(run)
@@ -327,7 +323,7 @@ class ScorerPool:
                     self._exchange(job)
                     if on_progress is not None and job.done > before:
                         on_progress(job.done, len(items))
-            finally:  # an interrupted call must leave no chunks behind
+            finally:  # an interrupted call leaves no chunks behind
                 for i, worker in enumerate(self._workers):
                     if worker.held:
                         self._replace(i)
@@ -349,7 +345,7 @@ class ScorerPool:
             ) from error
 
     def _exchange(self, job: _Job) -> None:
-        """Hand out chunks, wait for a pipe or a deadline, take replies, replace ended or late
+        """Send chunks, wait for a pipe or deadline, take replies, and replace ended or late
         workers."""
         for worker in self._workers:
             if (
@@ -373,11 +369,10 @@ class ScorerPool:
                 self._replace(i)
 
     def _limit(self, item: _Item) -> float:
-        """Return an item's limit: that of each of its responses, summed."""
+        """Return an item's limit, summed over its responses."""
         return self.time_limit * max(1, item.size)
 
     def _wait(self) -> None:
-        """Wait for a readable or writable pipe, or the earliest deadline."""
         if any(worker.ended for worker in self._workers):
             return
         with selectors.DefaultSelector() as selector:
@@ -395,7 +390,7 @@ class ScorerPool:
                     key.data()
 
     def _take(self, worker: _Worker, line: bytes, job: _Job) -> bool:
-        """Process one reply line; return False when this worker's later lines do not count."""
+        """Process a reply line; False when this worker's later lines do not count."""
         reply = _decode(line)
         if not worker.ready:
             if reply.get("ready") is not True:
@@ -436,7 +431,7 @@ class ScorerPool:
         return True
 
     def _give_up(self, worker: _Worker, job: _Job) -> None:
-        """Kill an ended or late worker: its current item is an error, the others go back."""
+        """Kill an ended or late worker: its current item fails, the others are requeued."""
         late = not worker.ended
         how = worker.kill()
         if not worker.ready:
@@ -497,7 +492,6 @@ def _result(reply: dict[str, Any], responds: bool) -> Result | None:
 
 
 def _scores(reply: dict[str, Any], size: int) -> GroupScores | None:
-    """Return the scores of `size` responses, or None."""
     found = reply["scores"]
     if not isinstance(found, list) or len(found) != size:
         return None
@@ -507,7 +501,6 @@ def _scores(reply: dict[str, Any], size: int) -> GroupScores | None:
 
 
 def _bounded(said: str | list[Message]) -> str | list[Message]:
-    """Return a response or a conversation with only the end of each text."""
     if isinstance(said, str):
         return bounded(said)
     return [

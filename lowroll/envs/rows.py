@@ -1,12 +1,11 @@
-"""Train and test rows of a data set: a file, a folder, or a hub data set
-(`lowroll.envs.data.rows`), read when first asked for.
+"""Train and test rows of a data set (`lowroll.envs.data.rows`), read on demand.
 
-The train split is read in a fresh seeded permutation each epoch, without end; the test split in
-file order. A bad line is an error that names file and line; a row without a gold answer is skipped,
-counted and reported once.
+The train split is endless, with a seeded permutation each epoch; the test split is in file order. A
+bad line is an error with file and line; rows without a gold answer are skipped, counted and
+reported once.
 
 Test rows come from `test_path` or another split of the data set; else a share `held_out` of the
-train rows is kept, chosen by digests, so that equal rows fall on the same side.
+train rows, chosen by digests, so that equal rows are on the same side.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class SplitRows(Generic[T]):
-    """Train and test rows, each converted by `convert(row, where)`; None skips a row. `more`:
-    fields of both sources (`subset`, `revision`, `streaming`, `rows`)."""
+    """Train and test rows converted by `convert(row, where)`; None skips a row. `more`: fields of
+    both sources (`subset`, `revision`, `streaming`, `rows`)."""
 
     def __init__(
         self,
@@ -82,15 +81,14 @@ class SplitRows(Generic[T]):
 
     @property
     def is_held_out(self) -> bool:
-        """Return whether the test rows are a share of the train split's."""
+        """Whether the test rows are a share of the train split's."""
         return self.held_out > 0 and self._test_source is None
 
     def __getitem__(self, split: str) -> list[T]:
         return self.train if split == "train" else self.test
 
     def at(self, split: str, index: int) -> int:
-        """Return the row number of task `index`, permuted anew in each train epoch. ValueError if
-        the split is empty."""
+        """Return the row number of task `index`. ValueError if the split is empty."""
         size = len(self[split])
         if size == 0:
             key = "path" if split == "train" else "test_path"
@@ -145,8 +143,8 @@ class SplitRows(Generic[T]):
         return parts
 
     def _tell_shared(self, rows: list[T], origin: str) -> None:
-        """Log how many test rows ask the same as train rows, if those have been read."""
-        if "_parts" not in self.__dict__:  # an evaluation alone reads no train rows
+        """Log how many test rows are also train rows, if those have been read."""
+        if "_parts" not in self.__dict__:  # an evaluation reads no train rows
             return
         test = set(map(_asked, rows))
         shared = test.intersection(map(_asked, self.train))
@@ -171,8 +169,8 @@ def usable(
     convert: Callable[[dict[str, Any], str], T | None],
     origin: str,
 ) -> tuple[list[T], int]:
-    """Return the rows that `convert` takes and the number skipped, which is logged. ValueError when
-    none is left."""
+    """Return the converted rows and the number skipped, which is logged. ValueError when none is
+    left."""
     converted = [convert(row, where) for where, row in rows]
     kept = [row for row in converted if row is not None]
     if not kept:
@@ -190,11 +188,10 @@ def usable(
 
 
 def _asked(row: object) -> str:
-    """Return the text of a row's task: the row itself, its question or its prompt."""
+    """Return a row's task: itself, its question or its prompt."""
     asked = getattr(row, "question", getattr(row, "prompt", row))
     return asked if isinstance(asked, str) else json.dumps(asked, default=vars)
 
 
 def _digest(row: object) -> bytes:
-    """Return a digest of a row, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(row, sort_keys=True, default=vars).encode()).digest()

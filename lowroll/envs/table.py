@@ -48,8 +48,8 @@ def ids() -> list[str]:
 def make(
     id: str, *, name: str | None = None, args: dict[str, Any] | None = None, seed: int = 0
 ) -> Environment:
-    """Build an environment and load its data. `name` (default: the id) tells two uses of one id
-    apart.
+    """Build an environment and load its data. `name` (default: the id) distinguishes uses of one
+    id.
 
     ValueError names an unknown id or argument with the nearest known one, a missing file, a bad
     row, or a missing optional package.
@@ -67,8 +67,7 @@ def make(
 def construct(
     id: str, *, name: str | None = None, args: dict[str, Any] | None = None, seed: int = 0
 ) -> Environment:
-    """Build an environment like `make`, but read data only for the first prompt, as a scoring
-    worker needs."""
+    """Build an environment like `make`, but read data on demand, for a scoring worker."""
     name, args = name or id, dict(args or {})
     file, class_name = split_file(id)
     if file is not None:
@@ -107,8 +106,7 @@ def construct(
 
 
 def split_file(id: str) -> tuple[Path | None, str | None]:
-    """Split "path/to/file.py:Class" into (absolute path, "Class"); (None, None) for an id without a
-    file."""
+    """Split "path/to/file.py:Class" into (absolute path, "Class"); (None, None) without a file."""
     path, colon, class_name = id.partition(".py:")
     if colon:
         return Path(path + ".py").resolve(), class_name
@@ -169,12 +167,12 @@ def _lacks(file: Path, cls: type[Environment]) -> str:
 def import_file(file: Path) -> ModuleType:
     """Run a user's own file; ValueError names the line that fails."""
     if (folder := str(file.parent)) not in sys.path:
-        sys.path.append(folder)  # last: its neighbours are found and hide no modules
+        sys.path.append(folder)  # last, so that its neighbours are found and hide no modules
     key = f"lowroll_env_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(key, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[key] = module  # dataclasses look up their module while the file runs
+    sys.modules[key] = module  # dataclasses look their module up while the file runs
     try:
         with blamed("it cannot be imported", str(file)):
             spec.loader.exec_module(module)
@@ -185,7 +183,7 @@ def import_file(file: Path) -> ModuleType:
 
 
 def _limits(cls: type[Environment], args: dict[str, Any]) -> dict[str, Any]:
-    """Take the limits of a conversation out of the arguments."""
+    """Take a conversation's limits out of the arguments."""
     own = inspect.signature(cls).parameters
     return {key: args.pop(key) for key in LIMITS if key in args and key not in own}
 

@@ -13,7 +13,7 @@ from lowroll.types import Prompt
 
 def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
     """Return a task; ValueError names the environment, and file and line or the task, when its code
-    raises or its prompt is not chat messages and JSON data in valid Unicode."""
+    raises or its prompt is not valid chat messages and JSON data."""
     with blamed(f"env {env.name!r}: prompt({index}, {split!r})", own_file(type(env))):
         prompt = env.prompt(index, split)
     if not isinstance(prompt, Prompt):
@@ -36,7 +36,7 @@ def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
 
 
 def _odd(value: object) -> str | None:
-    """Describe a part that JSON would change (a key that is no text, a tuple), or return None."""
+    """Describe a part that JSON would change (a non-text key, a tuple), or return None."""
     if isinstance(value, tuple):
         return f"the tuple {str(value)[:60]}"
     if (

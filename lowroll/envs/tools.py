@@ -1,9 +1,9 @@
-"""Python functions that a model may call while it answers.
+"""Python functions as a model's tools.
 
 Schemas come from signatures, type hints and docstrings (`transformers.utils.get_json_schema`);
 `lowroll.tool_calls` parses calls where the tokenizer is. Every failure is an answer to the model:
-an unknown name, wrong arguments, an exception, a timeout, an unreadable call. Functions run in the
-scoring workers under their limits, and should be deterministic, as a turn may be asked again.
+an unknown name, wrong arguments, an exception, a timeout, an unreadable call. Functions run in
+scoring workers under their limits, and should be deterministic, as turns may repeat.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ MALFORMED = "malformed"  # the id of an unreadable call; some templates want 9 c
 
 
 class ToolTimeout(BaseException):
-    """A call that took too long; a BaseException, so that no `except Exception` of a tool swallows
-    it."""
+    """A call's timeout; a BaseException, so that no tool swallows it."""
 
 
 class Toolbox:
-    """Functions by name. call_seconds: a call's time limit; most_output: characters of an answer.
+    """Functions by name. call_seconds: a call's limit; most_output: characters of an answer.
 
     ValueError names a non-function or a duplicate name.
     """
@@ -63,8 +62,7 @@ class Toolbox:
 
     @cached_property
     def schemas(self) -> tuple[dict[str, Any], ...]:
-        """Return the JSON schemas for chat templates; ValueError names a function and what it
-        lacks."""
+        """The JSON schemas for chat templates; ValueError names a function and its fault."""
         return tuple(_schema(function) for function in self.functions.values())
 
     def answer(self, said: Message) -> list[Message]:
@@ -118,7 +116,7 @@ class _Refused(ValueError):
 
 
 def _texts(function: Function) -> set[str]:
-    """Return the parameters that may be text by their type hints, or have none."""
+    """Return the parameters whose type hints allow text, or are missing."""
     hints = get_type_hints(function)
     names = inspect.signature(function).parameters
     return {name for name in names if _admits_text(hints.get(name, Any))}
@@ -143,7 +141,7 @@ async def _within(value: Any, seconds: float) -> Any:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise ToolTimeout after so many seconds in the main thread's Python code, as in scoring
+    """Raise ToolTimeout after so many seconds of Python code in a main thread, as in scoring
     workers; elsewhere only the worker's limit holds."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -174,9 +172,8 @@ def counts(messages: Sequence[Message]) -> dict[str, float]:
 
 
 class ToolEnvironment(Environment):
-    """An environment whose answers may call functions (the class's or given ones), until a turn
-    calls nothing or after `max_turns` turns. Subclasses define `prompt` and `score` of the last
-    turn's text."""
+    """An environment with tools (the class's or given functions), until a turn calls nothing or
+    after `max_turns` turns. Subclasses define `prompt`, and `score` of the last turn's text."""
 
     functions: Sequence[Function] = ()
 
@@ -206,7 +203,7 @@ class ToolEnvironment(Environment):
         return self.toolbox.schemas
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-        """Return the results of the last turn's calls; None when it makes none."""
+        """Return the results of the last turn's calls; None without any."""
         return self.toolbox.answer(messages[-1]) or None
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome:

@@ -1,15 +1,15 @@
-"""The scoring worker: a child process of `ScorerPool` that scores and answers in JSON lines.
+"""The scoring worker: a child process of `ScorerPool`, with a protocol of JSON lines.
 
 In: first {"specs", "memory_limit_mb"}, then {"items": [{"id", "prompt", "ask", "said"}]}: ask
 "score" is of a response (text) or a conversation (messages), "together" of a list of them,
-"respond" asks for the environment's reply to messages. Out: {"ready": true, "overtaxed": scores by
+"respond" requests the environment's reply to messages. Out: {"ready": true, "overtaxed": scores by
 environment, "together": environments} or {"failed": why}, then one line an item, in order: {"id",
 "reward", "metrics"}, {"id", "scores": [...]}, {"id", "messages"} (null: done) or {"id", "error",
 "message"}; {"id", "doing"} may precede it, for a timeout's message. Replies use a private file
-descriptor, so a scorer may print. The id is secret to the pool and this loop: other writers to the
-descriptor are ignored. A forked copy of this process ends here.
+descriptor, so a scorer may print. Only the pool and this loop know the id: other writers are
+ignored. A forked copy of this process ends here.
 
-Its reaper (`reaper`) ends a scorer's leftovers. The worker dies with its parent: the kernel tells
+Its reaper (`reaper`) ends a scorer's leftovers. The worker dies with its parent: the kernel signals
 the reaper (Linux), or its input ends.
 """
 
@@ -30,12 +30,12 @@ from lowroll.envs.reaper import fork_worker
 from lowroll.envs.table import construct, own_file
 from lowroll.types import Prompt, Score
 
-MAX_FILE_MB = 64  # a scorer must not fill the disk
+MAX_FILE_MB = 64  # protects the disk from a scorer
 MAX_MESSAGE = 100_000  # characters of an error, which the pool shortens
 
 
 def limit_resources(memory_mb: int) -> None:
-    """Bound address space and file size; write no core files."""
+    """Limit address space and file size; write no core files."""
     for kind, limit in (
         (resource.RLIMIT_AS, memory_mb << 20),
         (resource.RLIMIT_FSIZE, MAX_FILE_MB << 20),
@@ -47,7 +47,7 @@ def limit_resources(memory_mb: int) -> None:
 
 
 def ask(env: Environment, prompt: Prompt, what: str, said: Any) -> dict[str, Any]:
-    """Score or respond; every failure of an environment becomes an error of a named kind."""
+    """Score or respond; an environment's failure becomes an error of a named kind."""
     try:
         if what == "respond":
             return {"messages": answer(env, prompt, said)}
@@ -117,7 +117,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
                 os._exit(0)
             reply({"id": item["id"]} | found)
             if found.get("error") == "memory":
-                return 1  # this process is no longer trustworthy
+                return 1  # this process is no longer reliable
     return 0
 
 

@@ -1,10 +1,8 @@
-"""The engine's side of the `attend` seam: attention over the paged cache.
+"""Attention over the paged cache: the engine's `attend`.
 
-`PagedDecode` is one token a row over the row's page table: all of it lives on the device, nothing is
-gathered. `PagedAttention` is built for the prompts of one step: it writes their keys and values to
-their slots; prompts that start at position 0 attend over their own fresh keys as the cache holds
-them, which without a rounding is exactly what the learner does, later chunks of a prompt gather all
-their sequence's tokens. `MixedAttention` is both in one pass.
+`PagedDecode` handles rows of one token, on the device and without a gather. `PagedAttention`
+handles the prompts of one step: a prompt from position 0 attends over its own keys as the cache
+stores them; a later chunk gathers its sequence's tokens. `MixedAttention` does both in one pass.
 
 Legend: T tokens, B decode rows, H query heads, G key-value heads, d head size.
 """
@@ -23,13 +21,13 @@ from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
 from lowroll.kv.policy.base import Selector
 from lowroll.model.attention import Attend, packed, suffixes, upload, varlen
 
-# tokens of later chunks' sequences whose keys and values are copied out at once
+# tokens of later chunks' sequences gathered at once
 MOST_GATHERED = 1 << 17
 
 
 @dataclass(frozen=True)
 class PagedDecode:
-    """`attend` for rows of one token each. `rows.lengths_B` counts the new token; a dead row writes
+    """`attend` for rows of one token. `rows.lengths_B` counts the new token; a dead row writes
     nothing. selector: the policy's device side, if it watches."""
 
     cache: KVCache
@@ -44,8 +42,8 @@ class PagedDecode:
 
 
 class PagedAttention:
-    """`attend` for the prompts of one step: first the fresh ones, then later chunks over all that
-    came before them. selector: the policy's device side, if it watches."""
+    """`attend` for the prompts of one step, fresh ones first. selector: the policy's device side,
+    if it watches."""
 
     def __init__(
         self,
@@ -63,7 +61,7 @@ class PagedAttention:
         self.slots_T = upload(torch.cat(slots), device)
         self.exact = _ExactAttention(cache, self.chunks) if cache.exact else None
         if self.exact is not None:
-            fresh, later = [], []  # it reads all of them where they lie
+            fresh, later = [], []  # it reads all of them in place
         self.num_fresh = sum(c.num_tokens for c in fresh)
         self.fresh: Attend | None = varlen([c.num_tokens for c in fresh], device) if fresh else None
         # queries, the slots of all their tokens, attention
@@ -92,7 +90,7 @@ class PagedAttention:
 
 
 class _ExactAttention:
-    """Attention of chunks over the cache, as rows that are decoded have it, bit for bit."""
+    """Attention of chunks over the cache, bitwise as decoded rows have it."""
 
     def __init__(self, cache: KVCache, chunks: list[PromptChunk]) -> None:
         self.cache = cache
@@ -117,8 +115,8 @@ class _ExactAttention:
 
 @dataclass(frozen=True)
 class PackedPrompts:
-    """`attend` for whole prompts that lie on the device with their bounds, int32 [prompts + 1], none
-    longer than `longest`: nothing of it waits for the host. A negative slot is none."""
+    """`attend` for whole prompts whose bounds, int32 [prompts + 1], are on the device, none longer
+    than `longest`. Never waits for the host. A negative slot is none."""
 
     cache: KVCache
     slots_T: Tensor
@@ -138,7 +136,7 @@ class PackedPrompts:
 
 @dataclass(frozen=True)
 class MixedAttention:
-    """`attend` for rows of one token each, and for the prompts of a step behind them."""
+    """`attend` for rows of one token, then the prompts of a step."""
 
     rows: PagedDecode
     prompts: PagedAttention
@@ -156,8 +154,7 @@ class MixedAttention:
 
 
 def _portions(chunks: list[PromptChunk]) -> Iterator[list[PromptChunk]]:
-    """Neighbours whose keys and values are gathered at once: MOST_GATHERED tokens, or a single
-    chunk."""
+    """Group chunks to gather at once: MOST_GATHERED tokens, or a single chunk."""
     some: list[PromptChunk] = []
     for chunk in chunks:
         if some and sum(c.stop for c in some) + chunk.stop > MOST_GATHERED:

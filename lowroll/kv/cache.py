@@ -1,9 +1,7 @@
-"""The paged KV cache: one buffer a layer for keys and one for values, [pages, page, G, d], allocated
+"""The paged KV cache: a buffer of keys and one of values a layer, [pages, page, G, d], allocated
 once.
 
-Where a cache policy drops keys, `KVCache.keep` moves those that stay, between two runs of steps.
-How keys and values are stored is known to `KVCache` alone: another storage (`kv.fp8`) has the same
-verbs.
+`KVCache` alone knows how keys and values are stored; `kv.fp8` has the same methods.
 
 Legend: T tokens, B decode rows, P pages of the longest row, G key-value heads, d head size, K keys
 that stay.
@@ -32,16 +30,15 @@ if TYPE_CHECKING:
 
 
 class KVCache:
-    """Storage of `num_pages` pages a layer. Zero-filled: a slot that nobody wrote must not hold a
-    NaN.
+    """Storage of `num_pages` pages a layer, zero-filled so that an unwritten slot holds no NaN.
 
     dtype: of the keys and values that it takes and gives. `buffers` are lists of a tensor [pages,
-    page, G, width] a layer, one for each of `columns`. `virtual_memory` is the memory behind it on
-    CUDA, whose address survives `release`; None where there is no such memory.
+    page, G, width] a layer, one for each of `columns`. `virtual_memory` backs it on CUDA where
+    supported, else None.
     """
 
-    skips_negative_slots = True  # `write` leaves out tokens with such
-    exact = False  # a query's bits are those of any batch and any chunk, see `Transformer.be_exact`
+    skips_negative_slots = True  # `write` skips their tokens
+    exact = False  # a query's bits do not depend on batch or chunk (`Transformer.be_exact`)
 
     def __init__(
         self,
@@ -62,8 +59,8 @@ class KVCache:
 
     @staticmethod
     def columns(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
-        """Return what is stored of a token, layer and KV head, as counts of numbers and their
-        dtype. Keys come first, then values."""
+        """Return what is stored of a token, layer and KV head: counts of numbers and their dtype,
+        first for keys, then for values."""
         return [(spec.head_dim, dtype), (spec.head_dim, dtype)]
 
     @classmethod
@@ -73,8 +70,7 @@ class KVCache:
         return spec.num_layers * spec.num_kv_heads * head
 
     def adapt(self, model: Transformer) -> bool:
-        """Take from the weights what the storage wants to know of the keys to come. True when what
-        was stored before cannot be read any more."""
+        """Adapt the storage to the weights. True when stored keys become unreadable."""
         return False
 
     def _all(self) -> list[Tensor]:
@@ -82,11 +78,11 @@ class KVCache:
 
     @property
     def virtual_memory_bytes(self) -> int:
-        """Device memory that torch's own counters do not see."""
+        """Device memory outside torch's counters."""
         return 0 if self.virtual_memory is None else self.virtual_memory.nbytes
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole pages (source, target) in every layer."""
+        """Copy pages (source, target) in every layer."""
         if not pairs:
             return
         sources, targets = upload(torch.tensor(pairs), self.keys[0].device).unbind(1)
@@ -94,19 +90,17 @@ class KVCache:
             buffer[targets] = buffer[sources]
 
     def clear(self) -> None:
-        """Zero everything, after a forward pass that was not finite. A released cache has nothing
-        to zero."""
+        """Zero everything, after a forward pass that was not finite. No-op once released."""
         if self.released:
             return
         for buffer in self._all():
             buffer.zero_()
 
     def release(self) -> None:
-        """Give the memory back until `restore`, for a learner that runs in between. What the pages
-        held is lost.
+        """Free the memory and its content until `restore`, for a learner that runs in between.
 
-        The tensors stay the same objects. With virtual memory they stay where they are, too;
-        without one they move, and whoever holds addresses (a CUDA graph) must let go of them.
+        The tensors stay the same objects. Without virtual memory their addresses change, so CUDA
+        graphs that hold them must be dropped.
         """
         if self.virtual_memory is not None:
             self.virtual_memory.release()
@@ -116,11 +110,8 @@ class KVCache:
         self.released = True
 
     def restore(self) -> None:
-        """Allocate what `release` gave back, filled with zeros; costs one write of the memory. Else
-        do nothing.
-
-        The cache stays released when the memory is not to be had.
-        """
+        """Allocate zeros again after `release`; else do nothing. The cache stays released if memory
+        is short."""
         if not self.released:
             return
         try:
@@ -138,31 +129,31 @@ class KVCache:
     def write(
         self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values that `read` would give."""
+        """Write keys and values, and return them as `read` would."""
         write_pages(self.keys[layer], self.values[layer], slots_T, k_TGd, v_TGd)
         return k_TGd, v_TGd
 
     def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [T, G, d] of these slots."""
+        """Return keys and values [T, G, d] of these slots."""
         return (
             self.keys[layer].flatten(0, 1).index_select(0, slots_T),
             self.values[layer].flatten(0, 1).index_select(0, slots_T),
         )
 
     def gather_keys(self, layer: int, table_BP: Tensor) -> Tensor:
-        """Keys [B, G, N, d] of these pages, N = P * page; behind a row's length they are anything
-        finite."""
+        """Return keys [B, G, N, d] of these pages, N = P * page. Beyond a row's length they are
+        finite but arbitrary."""
         return gather_pages(self.keys[layer], table_BP)
 
     def key_pages(self, table_BP: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """The keys of these pages in all layers, as pages [p, page, G, d] of numbers, and the rows'
-        tables of those: the buffers themselves, where keys are stored as they are."""
+        """Return the keys of these pages in all layers, as numbers [p, page, G, d], and tables into
+        them: the buffers themselves, where keys are not encoded."""
         return self.keys, table_BP
 
     def decode(
         self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: DecodeRows
     ) -> Tensor:
-        """Write the new key and value of each row behind its others, and attend over them all."""
+        """Append each row's new key and value, and attend over all of them."""
         decode = invariant.decode if self.exact else paged_decode
         return decode(
             q_BHd,
@@ -187,7 +178,7 @@ class KVCache:
 def _allocate(
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
 ) -> tuple[list[Tensor], VirtualMemory | None]:
-    """Buffers of zeros, in one piece of virtual memory where the device has such."""
+    """Allocate buffers of zeros, in one piece of virtual memory where the device has it."""
     if device.type != "cuda" or not virtual_memory_works(device):
         return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes], None
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
@@ -202,7 +193,7 @@ def _allocate(
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """Tokens [start, stop) of one sequence in this step, its page table and slot (-1: none)."""
+    """Tokens [start, stop) of a sequence in this step, its page table and slot (-1: none)."""
 
     start: int
     stop: int
@@ -214,14 +205,14 @@ class PromptChunk:
         return self.stop - self.start
 
     def slots(self, page_size: int) -> Tensor:
-        """Return the slots of the sequence's tokens, from its first to the chunk's last."""
+        """Return the slots of the sequence's tokens up to the chunk's last."""
         slots_PS = torch.tensor(self.pages)[:, None] * page_size + torch.arange(page_size)
         return slots_PS.flatten()[: self.stop]
 
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Samples on the device. A length is of the keys in the cache: not a position, where a policy
+    """Samples on the device. A length counts keys in the cache: not a position, where a policy
     drops keys."""
 
     slots_B: Tensor  # int64: of the policy's state

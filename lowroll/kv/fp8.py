@@ -1,13 +1,13 @@
-"""A KV cache in 8 bits: `kernels.attention.codes` in pages.
+"""An 8-bit KV cache: `kernels.attention.codes` in pages.
 
-Attention sees what is stored, in every phase: a fresh prompt and a decode step's new token pass
-through their codes first. So the recorded log-probs are those of the 8-bit cache, and a token has
-the same keys before it whether they were just made, shared, or found in the prefix cache.
+Attention sees the stored codes in every phase, also for a fresh prompt and a decode step's new
+token. So recorded log-probs are those of the 8-bit cache, and a prefix has the same keys whether
+just made, shared, or found in the prefix cache.
 
-Which channels of the keys have a second code is told from the weights (`adapt`): of the pairs that
-RoPE turns together, those with the largest bias of the key projection, or the largest gain of the
-keys' norm; among equals those that turn slowest, where large keys are seen in models without biases
-(arXiv 2502.01563). Weights that arrive while requests run leave the choice as it is.
+`adapt` chooses the key channels that get a second code: of the pairs that RoPE rotates, those with
+the largest bias of the key projection, or the largest gain of the keys' norm; among equals the
+slowest, where models without biases have large keys (arXiv 2502.01563). A weight update during
+requests leaves the choice as it is.
 
 Legend: T tokens, B rows, P pages of the longest row, L layers, G key-value heads, d head size, F
 fine channels.
@@ -28,7 +28,7 @@ from lowroll.model.transformer import Block, Transformer
 
 
 class Float8Cache(KVCache):
-    """channels_LGF: int64, the channels that have a second code."""
+    """An 8-bit KV cache. channels_LGF: int64, the channels with a second code."""
 
     skips_negative_slots = False
 
@@ -58,7 +58,7 @@ class Float8Cache(KVCache):
         return changed
 
     def codes(self, layer: int) -> Codes:
-        """The layer's buffers, [pages, page, G, ...]."""
+        """Return the layer's buffers, [pages, page, G, ...]."""
         return Codes(*(column[layer] for column in self.buffers))
 
     def write(
@@ -89,7 +89,7 @@ class Float8Cache(KVCache):
         return k_TGd.unflatten(0, (len(table_BP), -1)).transpose(1, 2)
 
     def key_pages(self, table_BP: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """Decoded copies of these pages alone."""
+        """Return decoded copies of these pages."""
         copies = []
         for layer in range(len(self.keys)):
             k_BTGd = self.gather_keys(layer, table_BP).transpose(1, 2)
@@ -113,8 +113,7 @@ class Float8Cache(KVCache):
 
 
 def key_energy(model: Transformer) -> Tensor:
-    """Return the square of each channel of the keys as the weights alone give it: float32 [L, G,
-    d]."""
+    """Return the square of each key channel as the weights give it: float32 [L, G, d]."""
     spec = model.spec
     energies = []
     for block in model.blocks:
@@ -129,7 +128,8 @@ def key_energy(model: Transformer) -> Tensor:
 
 
 def fine_channels(energy_LGd: Tensor) -> Tensor:
-    """The F channels of the most energetic pairs, int64 [L, G, F]; of equal ones the slower."""
+    """Return the F channels of the most energetic pairs, int64 [L, G, F]; of equal ones the
+    slower."""
     pairs_LGp = energy_LGd.unflatten(-1, (2, -1)).sum(-2)
     half = pairs_LGp.shape[-1]
     order_LGp = half - 1 - pairs_LGp.flip(-1).argsort(dim=-1, descending=True, stable=True)

@@ -1,19 +1,18 @@
-"""Pages of the KV cache: who holds them, and which may be served again.
+"""Pages of the KV cache: allocation, reference counts, and reuse by prefix.
 
 The cache is `num_pages` pages of `page_size` token slots (PagedAttention, Kwon et al. 2023,
-arXiv:2309.06180). Position t of a sequence lives in slot `pages[t // page_size] * page_size + t %
+arXiv:2309.06180). Position t of a sequence is in slot `pages[t // page_size] * page_size + t %
 page_size`. A page is
 
     held      reference count >= 1: one count a sequence (or group) whose table lists it
     cached    count 0, but a prefix key still names its content: served again, or taken back, least recently used first
     blank     count 0 and no key
 
-and `num_free` counts cached and blank pages alike, so num_free + held = num_pages always holds.
+`num_free` counts cached and blank pages, so num_free + held = num_pages.
 
 A full prompt page is named by a chain of 128-bit blake2b digests: key_j = H(key_{j-1}, tokens of
-page j), with key_{-1} = H(salt). The key covers every token before the page, because K/V depend on
-all of them. The salt names the behaviour policy (version, digest, formats), so that K/V computed
-under other weights can never match.
+page j), with key_{-1} = H(salt). The key covers all earlier tokens, because K/V depend on them. The
+salt names the behaviour policy (version, digest, formats): K/V of other weights never match.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from hashlib import blake2b
 
 
 class OutOfPages(RuntimeError):
-    """More pages were asked for than are free. The scheduler's reservations make this
-    unreachable."""
+    """More pages were requested than are free. The scheduler's reservations prevent this."""
 
 
 class PagePool:
-    """Allocator with reference counts and a prefix cache. It moves page numbers only, never K/V.
-    prefix_caching: name pages by their content; without it none is found again. turn_caching: those
-    of drawn tokens, too (`engine.outcome.give_up`)."""
+    """A page allocator with reference counts and a prefix cache; it never touches K/V.
+    prefix_caching: name pages by their content, to find them again. turn_caching: also those of
+    drawn tokens (`engine.outcome.give_up`)."""
 
     def __init__(
         self,
@@ -52,14 +50,14 @@ class PagePool:
         self.peak_used = 0  # most pages ever held at once
         self.hits = 0  # pages served from the prefix cache
         self._refcount = [0] * num_pages
-        self._blank = list(reversed(range(num_pages)))  # a stack: page 0 is handed out first
+        self._blank = list(reversed(range(num_pages)))  # a stack: page 0 is allocated first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` could hand out now."""
+        """Pages that `allocate` can return now."""
         return len(self._blank) + len(self._cached)
 
     @property
@@ -70,8 +68,8 @@ class PagePool:
         return self._refcount[page]
 
     def allocate(self, n: int) -> list[int]:
-        """Take n pages with count 1 and undefined content, blank ones first. Raises OutOfPages and
-        then takes none."""
+        """Take n pages with count 1 and undefined content, blank ones first. OutOfPages takes
+        none."""
         if n > self.num_free:
             raise OutOfPages(f"{n} pages wanted, {self.num_free} of {self.num_pages} free")
         pages = []
@@ -87,7 +85,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Count one more holder of each page; each must be held or cached."""
+        """Increment the count of each page, held or cached."""
         for page in pages:
             if self._refcount[page] == 0:
                 assert page in self._cached, f"page {page} is blank: nothing to share"
@@ -96,8 +94,8 @@ class PagePool:
         self.peak_used = max(self.peak_used, self.num_used)
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give up one hold on each page. Later pages become the older ones, so that a prefix
-        outlives its suffix."""
+        """Decrement the count of each page. Later pages are evicted first, so a prefix outlives its
+        suffix."""
         for page in reversed(pages):
             assert self._refcount[page] > 0, f"page {page} freed twice"
             self._refcount[page] -= 1
@@ -109,8 +107,7 @@ class PagePool:
                 self._blank.append(page)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The pages that hold the longest known run of `keys`. Takes no hold: call `reuse` before
-        anything else."""
+        """Return the pages of the longest known run of `keys`, not yet held: call `reuse` next."""
         pages = []
         for key in keys:
             page = self._page_of.get(key)
@@ -125,8 +122,8 @@ class PagePool:
         self.hits += len(pages)
 
     def publish(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Name held pages whose K/V are now complete. The first page of a key stays the one that is
-        served."""
+        """Name held pages whose K/V are complete. The first page of a key stays the one that is
+        reused."""
         for page, key in zip(pages, keys, strict=True):
             assert self._refcount[page] > 0, f"page {page} is not held"
             if not self._caching or key in self._page_of or page in self._key_of:
@@ -146,7 +143,7 @@ class PagePool:
 
 
 def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes) -> list[bytes]:
-    """One 16-byte key for each full page of `token_ids` (a partial last page has none)."""
+    """Return a 16-byte key for each full page of `token_ids`."""
     key = blake2b(salt, digest_size=16).digest()
     tokens, size = array("q", token_ids).tobytes(), 8 * page_size
     keys = []

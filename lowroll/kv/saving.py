@@ -1,18 +1,17 @@
-"""The saving of a cache policy: the tokens that caches hold beside those of a dense cache.
+"""The tokens that a cache policy saves against a dense cache.
 
 Of sequences i, each a prompt and its response, with a cache after every token of the response,
 
     saving = 1 - sum_i stored_i / sum_i dense_i        tokens of a layer and head
 
-counted at three places: `peak` (the most that a sample ever holds), `final` (after its last token),
-and `mean` (stored and dense added up over the tokens of the response). A full cache counts as
-compacted, since it is before the next token; the last token counts, though its key is never stored.
-A prompt that is compacted holds all of itself only before the first response begins, on pages that
-its samples share, and is not in a sample's peak.
+as `peak` (the most that a sample ever holds), `final` (after its last token), and `mean` (stored
+and dense summed over the response's tokens). A full cache counts as compacted, since it is before
+the next token; the last token counts, though its key is never stored. A compacted prompt is whole
+only before the first response, on pages that its samples share, and does not count in a sample's
+peak.
 
-Source: Sparse-RL's "Toks. saving". There the dense cache is that of a dense run on the same
-prompts, whose responses have lengths of their own; a run does not have those, so `dense` here is
-what the same responses would hold.
+Source: Sparse-RL's "Toks. saving". There dense is a dense run on the same prompts, with its own
+response lengths; here it is what the same responses would hold.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from lowroll.kv.policy.base import CachePolicy
 
 @dataclass(frozen=True)
 class Stored:
-    """Tokens that one sequence's cache holds: at most, in the end, and added up over the tokens of
-    its response; and how often it is compacted, its prompt's compaction included."""
+    """Tokens in one sequence's cache: at most, in the end, and summed over its response; and its
+    compactions, the prompt's included."""
 
     peak: int
     final: int
@@ -35,7 +34,7 @@ class Stored:
 
 
 def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
-    """Return the tokens stored for a prompt and a response of so many tokens under a policy."""
+    """Return the tokens stored for a prompt and a response of so many tokens."""
     cached = peak = kv.after_prompt(prompt)
     evictions = int(cached < prompt and response > 1)
     total, left = 0, response
@@ -47,13 +46,13 @@ def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
         if not kv.room(cached):
             total -= cached - kv.kept(cached)
             cached = kv.kept(cached)
-            evictions += left > 1  # nothing makes room for the last token's key, never stored
+            evictions += left > 1  # the last token's key is never stored: no eviction
     return Stored(peak, cached, total, evictions)
 
 
 def saving(kv: CachePolicy, lengths: Iterable[tuple[int, int]]) -> dict[str, float]:
-    """`saving_peak`, `saving_final` and `saving_mean` (see the top), and `evictions` a response, of
-    prompts and responses of so many tokens; all 0 of none."""
+    """Return `saving_peak`, `saving_final`, `saving_mean`, and `evictions` a response, for prompts
+    and responses of so many tokens; all 0 of none."""
     held, dense = [], []
     for prompt, response in lengths:
         whole = prompt + response

@@ -9,7 +9,8 @@ STORAGES: dict[str, type[KVCache]] = {"fp8": Float8Cache}
 
 
 def storage(kv_dtype: str | None) -> type[KVCache]:
-    """None: keys and values as the model computes them. ValueError names the argument."""
+    """Return the cache class. None: keys and values as the model computes them. ValueError names
+    the argument."""
     if kv_dtype is None:
         return KVCache
     if kv_dtype not in STORAGES:

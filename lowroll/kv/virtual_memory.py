@@ -1,10 +1,9 @@
-"""Device memory at an address that never changes, whose pages can leave and come back.
+"""Device memory that can be freed and restored at the same address.
 
-CUDA's driver tells addresses from memory: a range is reserved once, physical memory is mapped into
-it, and can be unmapped and given back while the range stays. A learner then has the memory of the
-KV cache between two rollouts, and the CUDA graphs that hold the cache's addresses stay valid,
-because what returns is mapped where it was. (CUDA driver API, "Virtual Memory Management"; the idea
-for rollouts is that of vLLM's sleep mode.)
+CUDA's driver reserves an address range once; physical memory is mapped into it, and can be unmapped
+and freed while the range stays. Between two rollouts a learner can use the KV cache's memory, and
+CUDA graphs with the cache's addresses stay valid. (CUDA driver API, "Virtual Memory Management";
+vLLM's sleep mode has the same idea.)
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class _Location(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp: pinned memory (1) on a device (1); nothing else is asked for."""
+    """The driver's CUmemAllocationProp: pinned memory (1) on a device (1)."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -38,11 +37,11 @@ class _Access(ctypes.Structure):
 
 
 class VirtualMemory:
-    """`nbytes` of memory on a CUDA device, filled with zeros. RuntimeError names the driver's call
-    that failed."""
+    """Zero-filled memory of `nbytes` on a CUDA device. RuntimeError names the driver call that
+    failed."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        torch.zeros(1, device=device)  # the device's context exists from here on
+        torch.zeros(1, device=device)  # creates the device's context
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._memory = ctypes.c_ulonglong()
@@ -79,7 +78,7 @@ class VirtualMemory:
         }
 
     def release(self) -> None:
-        """Give the memory back. Nothing may read or write the tensors until `restore`."""
+        """Free the memory. Nothing may access the tensors until `restore`."""
         if self.mapped:
             torch.cuda.synchronize(self.device)
             _call("cuMemUnmap", self._address, self._size)
@@ -87,7 +86,7 @@ class VirtualMemory:
             self.mapped = False
 
     def restore(self) -> None:
-        """Memory, filled with zeros, at the old address. RuntimeError when the device has too
+        """Map zero-filled memory at the old address. RuntimeError when the device has too
         little."""
         if self.mapped:
             return
@@ -98,14 +97,14 @@ class VirtualMemory:
             ctypes.c_ulonglong(0),
         )
         if _driver().cuMemCreate(*wanted):
-            torch.cuda.empty_cache()  # what torch keeps for later
+            torch.cuda.empty_cache()  # frees torch's cached memory
             try:
                 _call("cuMemCreate", *wanted)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"{self.nbytes / 2**30:.1f} GiB for the KV cache: {error}"
                 ) from None
-        access = _Access(self._properties.location, 3)  # to read and to write
+        access = _Access(self._properties.location, 3)  # read and write
         try:
             _call(
                 "cuMemMap",
@@ -132,12 +131,12 @@ class VirtualMemory:
         self.tensor().zero_()
 
     def tensor(self) -> Tensor:
-        """The memory as uint8 [nbytes]. Tensors over it keep it alive."""
+        """Return the memory as uint8 [nbytes]. Tensors over it keep it alive."""
         return torch.as_tensor(self, device=self.device)
 
     def __del__(self) -> None:
         if getattr(self, "mapped", False):
-            _driver().cuCtxSynchronize()  # at the end of the process the driver may be gone: no checks
+            _driver().cuCtxSynchronize()  # the driver may be gone at process exit: no checks
             _driver().cuMemUnmap(self._address, self._size)
             _driver().cuMemRelease(self._memory)
         if getattr(self, "_address", None):
@@ -146,8 +145,7 @@ class VirtualMemory:
 
 @cache
 def virtual_memory_works(device: torch.device) -> bool:
-    """Has this device, with its driver and this torch, memory that can leave and come back to its
-    address?"""
+    """Return whether the device, its driver and this torch support it."""
     try:
         virtual_memory = VirtualMemory(1 << 20, device)
         tensor = virtual_memory.tensor().fill_(1)

@@ -1,1 +1,1 @@
-"""Reports of a run: names that are explained once, one JSON line a step, a live view, a page."""
+"""Reports of a run: documented names, one JSON line a step, a live view, a page."""

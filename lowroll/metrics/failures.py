@@ -1,6 +1,6 @@
-"""The page of an evaluation: its table, and the examples that were not always solved, with what was
-asked, the gold answer and a failed response of each engine. Self-contained, nothing fetched, whole
-without its script.
+"""The failure page of an evaluation: its table, and the examples that were not always solved, with
+the question, the gold answer and a failed response of each engine. Self-contained, works without
+its script.
 
 Responses are untrusted data: every text is escaped and cut.
 """
@@ -14,15 +14,15 @@ from typing import Any
 
 from lowroll.metrics.page import escape, page
 
-MOST = 100  # examples of a set that are shown
+MOST = 100  # examples shown of a set
 LONGEST = 8000  # characters of a text
 _LINE = 160
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result of one engine (`name`) on an example: `solved` of `count` responses, one that is
-    wrong, and a note on it."""
+    """The result of one engine (`name`) on an example: `solved` of `count` responses, a wrong one,
+    and a note."""
 
     name: str
     solved: int
@@ -33,7 +33,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Failure:
-    """An example that some engine did not always solve. `info` is what its scorer knows."""
+    """An example that some engine did not always solve. `info` is its scorer's data."""
 
     id: str
     messages: Sequence[dict[str, Any]]
@@ -42,7 +42,7 @@ class Failure:
 
     @property
     def parted(self) -> bool:
-        """Return whether the engines solved different shares of it."""
+        """Whether the engines solved different shares of it."""
         return len({one.solved / max(1, one.count) for one in self.attempts}) > 1
 
 
@@ -52,7 +52,7 @@ def failure_page(
     table: tuple[Sequence[str], Sequence[Sequence[str]]],
     failures: Mapping[str, Sequence[Failure]],
 ) -> str:
-    """Return the document. `failures` by set; those on which engines part come first."""
+    """Return the document. `failures` by set; those on which engines differ come first."""
     listed = "".join(f"<dt>{escape(k, 80)}</dt><dd>{escape(v, 400)}</dd>" for k, v in facts)
     body = [
         f"<h1>{escape(title, 200)}</h1><p class=sub>held-out examples and how they fail</p>",

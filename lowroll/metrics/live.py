@@ -1,11 +1,9 @@
-"""The run at the terminal: a panel that is redrawn in place, or one plain line a step where there
-is no terminal.
+"""The live view of a run: a panel redrawn in place, or one plain line a step without a terminal.
 
     step   12/100  reward  0.412 ▁▂▃▅▇  kl 1.2e-03  entropy 0.81  len 31.2  gen 912 tok/s  ...  eta 2m10s
 
-The panel keeps to the terminal's width: fewer columns where it is narrow, and what is too long is
-cut, never wrapped. When the terminal becomes narrower its screen is cleared first: it has wrapped
-the lines that stand there.
+The panel fits the terminal's width by dropping columns and cutting text, never by wrapping. When
+the terminal becomes narrower its screen is cleared first, because it has wrapped the old lines.
 """
 
 from __future__ import annotations
@@ -31,37 +29,35 @@ from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASES = ("generate", "score", "learn", "publish")
-_WINDOW = 20  # steps that the time left is estimated from
-_CELL = 25  # columns of the terminal that a number with its label takes
-_MAX_HELD_OUT = 4  # environments whose evaluation is shown
+_WINDOW = 20  # steps for the estimate of the remaining time
+_CELL = 25  # columns of a number with its label
+_MAX_HELD_OUT = 4  # environments shown with an evaluation
 _EVAL = re.compile(r"eval/(.+)/(reward|sampled_reward)(_before)?")
 
 
 class Terminal(Console):
-    """The standard output. Where that is a file it is no terminal, whatever FORCE_COLOR and
-    TTY_COMPATIBLE say: a panel would be redrawn in it. When its reader goes away that is an error
-    like others, not the end of the program."""
+    """The standard output. A file is never a terminal, whatever FORCE_COLOR and TTY_COMPATIBLE say.
+    A closed pipe raises an ordinary error."""
 
     def __init__(self) -> None:
         super().__init__(force_terminal=None if sys.stdout.isatty() else False)
 
     def on_broken_pipe(self) -> None:
-        """Raise the error again, which is being handled."""
+        """Re-raise the error being handled."""
         raise
 
 
 class Narrower(RenderHook):
-    """A hook that clears the screen before the first drawing on a terminal that has become
-    narrower. The terminal has wrapped what stands there, so rich, which goes up by as many rows as
-    the panel had, would leave the upper ones; their number is unknown, because a terminal may say
-    its new width late."""
+    """A hook that clears the screen before the first drawing on a narrower terminal. The terminal
+    has wrapped the old panel to an unknown number of rows, because it may report its width late, so
+    rich would leave the upper ones."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._width = console.width
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Clear the screen before a drawing when the terminal has become narrower."""
+        """Clear the screen before a drawing if the terminal became narrower."""
         before, self._width = self._width, self._console.width
         if self._width >= before:
             return renderables
@@ -69,12 +65,12 @@ class Narrower(RenderHook):
 
 
 class LiveView:
-    """`with LiveView(total_steps, title) as view:` then `view.phase(...)` inside a step and
-    `view.step(record)` after.
+    """A live view: `with LiveView(total_steps, title) as view:`, then `view.phase(...)` inside a
+    step and `view.step(record)` after it.
 
-    `console` is for tests; on a terminal the panel is redrawn four times a second, otherwise each
-    `every`th step and the last print a line. Set `asked_to_stop` to what becomes true once the run
-    was asked to stop: the panel says so from then on.
+    `console` is for tests. A terminal's panel is redrawn four times a second; otherwise each
+    `every`th step and the last print a line. Set `asked_to_stop` to an object that becomes true
+    when the run is asked to stop; the panel then says so.
     """
 
     def __init__(
@@ -103,7 +99,7 @@ class LiveView:
             terminal = sys.stderr
             self._live.start()
             self._console.push_render_hook(Narrower(self._console))
-            # warnings go above the panel, which would write over them
+            # warnings go above the panel
             _redirect(terminal, sys.stderr)
         else:
             self._console.print(self.title, markup=False, highlight=False)
@@ -123,15 +119,15 @@ class LiveView:
             _redirect(above, sys.stderr)
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """Note that `done` of `total` units of phase `name` of the current step are finished."""
+        """Record that `done` of `total` units of the step's phase `name` are finished."""
         self._phase = (name, done, total)
 
     def note(self, text: str) -> None:
-        """Say something once, above the panel."""
+        """Print a message above the panel."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Show a finished step; `record` is what the Recorder returned."""
+        """Show a finished step's record from the Recorder."""
         self._record = record
         if (reward := record.get("reward/mean")) is not None:
             self._rewards.append(reward)
@@ -145,8 +141,8 @@ class LiveView:
             self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Show an evaluation after a step (0: before the first) that came without a record of the
-        step."""
+        """Show an evaluation after a step (0: before the first) that came without the step's
+        record."""
         self._held_out |= held_out_words(record)
         if not self._live:
             parts = [f"step {record.get('step', 0):>4}/{self.total_steps}", *_evals(record)]
@@ -177,7 +173,7 @@ class LiveView:
         return duration(left * statistics.fmean(self._seconds))
 
     def __rich__(self) -> Panel:
-        """Return what the view shows, for a console of rich to print."""
+        """Return the panel for rich."""
         record = self._record
         step, inner = int(record.get("step", 0)), max(1, self._console.width - 4)
         name, done, total = self._phase
@@ -207,7 +203,7 @@ class LiveView:
         )
 
     def _lines(self, record: Mapping[str, Any]) -> list[Text]:
-        """Return what takes a whole line of the panel."""
+        """Return the full-width lines of the panel."""
         times = ", ".join(
             f"{phase} {_number(record.get(f'time/{phase}'), '.2f')}s" for phase in _PHASES
         )
@@ -227,8 +223,8 @@ class LiveView:
         return lines
 
     def _cells(self, record: Mapping[str, Any], bars: int) -> list[Text]:
-        """Return the numbers of the last step, the most important one first. `bars`: the most that
-        the rewards' curve has."""
+        """Return the last step's numbers, the most important first. `bars`: the most bars of the
+        reward curve."""
 
         def cell(label: str, value: object, spec: str, unit: str = "") -> Text:
             return Text.assemble(
@@ -263,8 +259,7 @@ class LiveView:
 
 
 def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the evaluations of a step, an environment each: the reward, how it was drawn, and
-    when."""
+    """Return a step's evaluations by environment: reward, sampling and step."""
     found = {
         match[1]: record[name]
         for name in record
@@ -289,29 +284,28 @@ def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _evals(record: Mapping[str, Any]) -> list[str]:
-    """Return the evaluations of a step, for one line."""
     return [
         f"{name} {_number(value, '.3f')}" for name, value in record.items() if _EVAL.fullmatch(name)
     ]
 
 
 def drawn_at(temperature: object) -> str:
-    """Return how an evaluation drew its responses, in words."""
+    """Describe an evaluation's sampling."""
     if not isinstance(temperature, (int, float)):
         return "sampled"
     return f"sampled, T = {temperature:g}" if temperature else "greedy"
 
 
 def _redirect(old: object, new: Any) -> None:
-    """Let what logs to the stream `old` log to `new`."""
+    """Redirect logging from the stream `old` to `new`."""
     for handler in logging.getLogger("lowroll").handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is old:
             handler.setStream(new)
 
 
 def kv_words(record: Mapping[str, Any]) -> list[str]:
-    """Describe what a bounded cache saved in a step, and how much was rejected or repaired for it;
-    nothing of a dense cache."""
+    """Describe a bounded cache's saving in a step, and the rejected or repaired share; nothing for
+    a dense cache."""
     if "kv/saving_peak" not in record:
         return []
     words = [f"kv {_number(_percent(record['kv/saving_peak']), '.0f')} % saved"]
@@ -323,7 +317,7 @@ def kv_words(record: Mapping[str, Any]) -> list[str]:
 
 
 def guard_words(record: Mapping[str, Any]) -> list[str]:
-    """Return the guard's alarms of a step, and what it has done so far, each in two words."""
+    """Return a step's alarms and the guard's actions so far, in two words each."""
     rung = [name for name, value in record.items() if name.startswith("guard/") and value]
     done = {
         "guard/tightened": "tightened",
@@ -337,7 +331,7 @@ def guard_words(record: Mapping[str, Any]) -> list[str]:
 
 
 def sparkline(values: deque[float] | list[float], width: int) -> str:
-    """Return the last `width` values as block characters between their own minimum and maximum."""
+    """Return the last `width` values as block characters, scaled to their minimum and maximum."""
     shown = list(values)[-width:]
     if len(shown) < 2:
         return ""

@@ -1,12 +1,11 @@
-"""Every metric of a run: name, unit, meaning, what to expect of it, where its formula comes from.
+"""Every metric of a run: name, unit, meaning, expectation and source of its formula.
 
-A name that is not in this table cannot be recorded. `<env>`, `<metric>` and `<filter>` stand for a
-name that a run brings along, `<tokens>` for a power of two, `<versions>` for a number of versions, `<turns>` of turns.
-Notation: pi the learner, pi_old the learner that the rollouts are compared with, b the behaviour
-policy that drew the tokens, A the advantage; R = pi / pi_old, w = pi_old / b, C the cap; means are
-over response tokens unless a sequence is named. `time/*` and `perf/*` say how fast it went and
-differ between two runs of one seed; everything else is reproducible. `table()` prints it as
-Markdown. What to expect is a hint for reading a curve, never a limit that the program applies.
+Only these names can be recorded. `<env>`, `<metric>` and `<filter>` stand for a run's own name,
+`<tokens>` for a power of two, `<versions>` and `<turns>` for numbers. Notation: pi the learner,
+pi_old the proximal policy, b the behaviour policy that drew the tokens, A the advantage; R = pi /
+pi_old, w = pi_old / b, C the cap; means are over response tokens unless a sequence is named.
+`time/*` and `perf/*` differ between runs of one seed; everything else is reproducible. Expectations
+are hints for readers, never enforced.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-# what may stand for a name in brackets
+# what may replace a name in brackets
 _PLACES = {
     "<tokens>": r"[0-9]+",
     "<versions>": r"[0-9]+",
@@ -33,8 +32,8 @@ _PASS = "Codex, arXiv 2107.03374"
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table. `expect` is a healthy range or a hint, `source` a paper or the
-    definition's home."""
+    """A row of the table. `expect` is a healthy range or a hint, `source` a paper or the
+    definition's module."""
 
     name: str
     unit: str
@@ -44,12 +43,12 @@ class Metric:
 
     @property
     def reproducible(self) -> bool:
-        """Return whether two runs of one configuration and seed record the same value."""
+        """Whether runs of one configuration and seed record the same value."""
         return not self.name.startswith(_TIMINGS)
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Matches the concrete names of this row."""
+        """A pattern of this row's concrete names."""
         return re.compile(re.sub(r"<\w+>", lambda place: _PLACES[place[0]], re.escape(self.name)))
 
 
@@ -772,8 +771,7 @@ _PATTERNS = tuple((metric.pattern, metric) for metric in METRICS if "<" in metri
 
 
 def find(name: str) -> Metric:
-    """Return the row that explains `name`. ValueError naming the nearest known name when there is
-    none."""
+    """Return the row of `name`. ValueError names the nearest known name."""
     if name in _BY_NAME and "<" not in name:
         return _BY_NAME[name]
     for pattern, metric in _PATTERNS if name not in _BY_NAME else ():

@@ -1,4 +1,4 @@
-"""The report's page: its frame, its style, its one script, and how untrusted text gets into it."""
+"""The report page's frame, style, script, and escaping of untrusted text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REPORT_FILE = "report.html"
 
 
 def escape(value: object, limit: int) -> str:
-    """Return `value` as HTML text, cut to `limit` characters, control characters made visible."""
+    """Escape `value` as HTML, cut to `limit` characters, with visible control characters."""
     text = str(value)
     if len(text) > limit:
         text = f"{text[:limit]} … ({len(text) - limit} more characters)"
@@ -22,8 +22,7 @@ def escape(value: object, limit: int) -> str:
 
 
 def page(title: str, body: str) -> str:
-    """Return a whole document. Its policy lets this file's script run, and no other, and fetches
-    nothing."""
+    """Return a document whose policy allows this file's script and no requests."""
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_digest(SCRIPT)}'"
     return _FRAME.format(title=title, policy=policy, style=STYLE, body=body, script=SCRIPT)
 
@@ -44,8 +43,7 @@ def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-# looks for the typed text in the samples; without it the page is whole, and the browser's own
-# search finds them too
+# searches the samples for the typed text; the page is complete without it
 SCRIPT = """
 const box = document.getElementById("search");
 if (box) {

@@ -1,8 +1,7 @@
-"""The report's plots: inline SVG that takes its text colour from the page, so one file reads well
-in light and dark.
+"""The report's plots: inline SVG in the page's text colour, for light and dark.
 
-Which plots, and in which order, follows what people open first: reward and evaluation, groups
-without signal, entropy, mismatch, lengths, clipping, gradient, time, throughput.
+The order follows what people read first: reward and evaluation, groups without signal, entropy,
+mismatch, lengths, clipping, gradient, time, throughput.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ Record = dict[str, Any]
 _INK = "#0a0b0c"  # replaced by currentColor
 _COLOURS = ("#3b7dd8", "#e07b39", "#2f9e73", "#c04f8a", "#8a6fd1", "#b08d1e", "#5aa7b8", "#9a9a9a")
 _SMOOTH_FROM = 40  # steps from which the plain curve fades behind its running mean
-_SAME = 0.01  # share of the axis within which two curves are one line on the page
-_WIDTH = 4.6  # inches; text is 9 points high, and readable on a phone
+_SAME = 0.01  # share of the axis below which two curves look the same
+_WIDTH = 4.6  # inches; 9-point text is readable on a phone
 _EVAL = re.compile(r"eval/(.+)/(reward|sampled_reward)")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve: a metric, its legend and how it is drawn."""
+    """A metric's curve, its legend and style."""
 
     metric: str
     label: str
@@ -41,7 +40,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Plot:
-    """One figure. A plot whose metrics are all absent is left out and named in the report."""
+    """A figure. The report names plots left out for lack of metrics."""
 
     title: str
     caption: str
@@ -49,13 +48,13 @@ class Plot:
     unit: str = ""
     right_unit: str = ""
     log: bool = False
-    floor: float = 0.0  # of a log axis: what is below is rounding noise, and drawn at it
+    floor: float = 0.0  # of a log axis; smaller values are rounding noise, drawn at it
     stacked: bool = False
-    bottom: float | None = 0.0  # lower end of the axis, None to let it float
-    only_with: str = ""  # a metric without which the others are not worth a figure
+    bottom: float | None = 0.0  # lower end of the axis; None: automatic
+    only_with: str = ""  # a metric that the figure requires
 
 
-NOISE_NATS = 1e-8  # KL below it is the rounding of float32 log-probs
+NOISE_NATS = 1e-8  # smaller KLs are float32 rounding
 
 PLOTS: tuple[Plot, ...] = (
     Plot(
@@ -249,7 +248,7 @@ PLOTS: tuple[Plot, ...] = (
 
 
 def reward_plot(records: Sequence[Record]) -> Plot:
-    """Return the reward of the rollouts with every environment's evaluation beside it."""
+    """Return the plot of the rollouts' reward and every environment's evaluation."""
     envs = sorted(
         {name for record in records for name in record if re.fullmatch(r"reward/.+/mean", name)}
     )
@@ -270,8 +269,7 @@ def reward_plot(records: Sequence[Record]) -> Plot:
 
 
 def evaluated(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Return the rewards on held-out prompts that a run has: metric, environment, and how the
-    responses were drawn."""
+    """Return the run's evaluation rewards: metric, environment, and sampling."""
     names = {
         name.removesuffix("_before")
         for record in records
@@ -295,7 +293,7 @@ def middle(metric: str) -> str:
 
 
 def length_plot(records: Sequence[Record]) -> Plot:
-    """Return the mismatch of short and of long responses: the longest eight classes of lengths."""
+    """Return the mismatch by response length: the longest eight classes."""
     found = sorted(
         {
             int(match[1])
@@ -314,8 +312,8 @@ def length_plot(records: Sequence[Record]) -> Plot:
 
 
 def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[float]]:
-    """Return the steps and values of `metric`, records without it left out. What was measured
-    before a step belongs to the one before that."""
+    """Return steps and values of `metric` where recorded. A measurement before a step belongs to
+    the previous step."""
     pairs = [
         (record["step"], record[metric]) for record in records if record.get(metric) is not None
     ]
@@ -329,14 +327,14 @@ def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[fl
 def with_gaps(
     records: Sequence[Record], steps: list[float], values: list[float]
 ) -> tuple[list[float], list[float]]:
-    """Return the curve, interrupted where a step's record is lost."""
+    """Return the curve with gaps at lost records."""
     lost = {float(record["step"]) for record in records if record.get("record/lost")} - set(steps)
     pairs = sorted([*zip(steps, values, strict=True), *((step, math.nan) for step in lost)])
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def _alone(values: Sequence[float]) -> list[int]:
-    """Return the indices of values with none beside them, which no line would show."""
+    """Return the indices of isolated values, which no line would show."""
     known = [False, *(not math.isnan(value) for value in values), False]
     return [
         i - 1 for i in range(1, len(known) - 1) if known[i] and not (known[i - 1] or known[i + 1])
@@ -344,15 +342,14 @@ def _alone(values: Sequence[float]) -> list[int]:
 
 
 def present(records: Sequence[Record], plot: Plot) -> list[Curve]:
-    """Return the lines of `plot` that have data; a line that is zero throughout is dropped when
-    others are not."""
+    """Return the lines of `plot` with data; an all-zero line is dropped beside others."""
     known = [line for line in plot.lines if series(records, line.metric)[0]]
     lively = [line for line in known if any(series(records, line.metric)[1])]
     return lively or known
 
 
 def silent(records: Sequence[Record], plot: Plot) -> str | None:
-    """Return why there is nothing to see in `plot`, or None when there is something."""
+    """Return why `plot` would be empty, or None."""
     values = [abs(value) for line in plot.lines for value in series(records, line.metric)[1]]
     if not values or (plot.only_with and not series(records, plot.only_with)[0]):
         return "not recorded in this run"
@@ -454,7 +451,7 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
 
 
 def _from(axes: Axes, bottom: float) -> None:
-    """Let an axis begin at `bottom`, with room for a line at either end of it."""
+    """Start an axis at `bottom`, with a margin for lines at its ends."""
     top = axes.get_ylim()[1]
     room = 0.04 * ((top - bottom) or 1.0)
     axes.set_ylim(bottom - room, top + room)
@@ -463,8 +460,7 @@ def _from(axes: Axes, bottom: float) -> None:
 def _hidden(
     data: Mapping[Curve, tuple[list[float], list[float]]], plot: Plot
 ) -> dict[Curve, Curve]:
-    """Return the lines that would be drawn over an earlier one of the same axis, and which that
-    is."""
+    """Return the lines that would cover an earlier one of the same axis, and that one."""
 
     def heights(line: Curve) -> list[float]:
         return [math.log(value) if plot.log and value > 0 else value for value in data[line][1]]
@@ -493,7 +489,7 @@ def _log_scale(axes: Axes) -> None:
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    # with powers of ten alone a narrow range would show a single tick
+    # powers of ten alone would give a narrow range a single tick
     subs: tuple[float, ...] = (1.0,)
     if high / low < 10:
         subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
@@ -577,16 +573,15 @@ def _to_svg(figure: Figure) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*pt"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*pt"', r'\1 role="img"', text, count=1)
-    # every figure numbers its elements from 1, and ids are global to the page
+    # figures number elements from 1, but ids are global to the page
     return re.sub(r' id="(?![a-z]+[0-9a-f]{10}")[^"]*"', "", text)
 
 
 def _label(line: Curve) -> str:
-    return line.label.replace("$", r"\$")  # an environment's name is not mathematics
+    return line.label.replace("$", r"\$")  # disables mathematics in an environment's name
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean over the last `window` values, fewer at the start."""
     return [
         sum(values[max(0, i - window + 1) : i + 1]) / len(values[max(0, i - window + 1) : i + 1])
         for i in range(len(values))

@@ -1,5 +1,4 @@
-"""A progress bar for work that has phases, such as an evaluation. Silent where there is no
-terminal."""
+"""Progress bars for phases, such as an evaluation's. Silent without a terminal."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from rich.progress import (
 
 @contextmanager
 def phases() -> Iterator[Callable[[str, int, int], None]]:
-    """Show progress: `with phases() as on_phase:` then `on_phase(name, done, total)`. One bar a
-    phase, gone at the end."""
+    """Show one bar a phase, gone at the end: `with phases() as on_phase:` then `on_phase(name,
+    done, total)`."""
     bars: dict[str, TaskID] = {}
     with Progress(
         TextColumn("{task.description}"),

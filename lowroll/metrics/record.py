@@ -1,16 +1,15 @@
 """`metrics.jsonl`: one JSON object a step, `{"step": 12, "reward/mean": 0.41, ..., "crc":
 "9cf16ae5"}`, names as in `metrics.names`.
 
-A line is on disk when `write` returns. A process that dies while writing leaves a torn last line,
-which every reader drops; a resumed run cuts the file back to its checkpoint's step with `truncate`,
-so no step is missing or doubled. Numbers that are not finite are stored as null and counted in
-`record/nonfinite`.
+A line is on disk when `write` returns. Readers drop a torn last line of a dead process; a resumed
+run cuts the file to its checkpoint's step with `truncate`. Non-finite numbers become null and are
+counted in `record/nonfinite`.
 
-`crc` is the line's checksum (`checkpoint.seal`; lines of older files have none). A record that was
-damaged or is missing ends no run: it is reported, and `{"step": 12, "record/lost": 1.0}` stands in
-its place, for readers at once and in the file when the run goes on.
+`crc` is the line's checksum (`checkpoint.seal`; older files have none). A damaged or missing record
+is reported, and replaced by `{"step": 12, "record/lost": 1.0}`, for readers at once and in the file
+when the run resumes.
 
-`about.json` holds what the report's header shows: settings in words, versions and the machine.
+`about.json` has the report's header: settings in words, versions and the machine.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ EVALUATIONS_FILE = Path("orchestrator", "evaluations.jsonl")
 ABOUT_FILE = "about.json"
 LOST = "record/lost"
 Record = dict[str, Any]  # "step": int, every other key: float or None
-_MOST_TOLD = 5  # damaged lines that get a line in the log each
+_MOST_TOLD = 5  # damaged lines that are logged
 _MOST_LOST = 100_000  # lost records that are marked: a folder may claim any step
 _MOST_STEPS = 10**9
 
 
 class Recorder:
-    """Appends to `folder/metrics.jsonl`. One writer at a time; steps only grow."""
+    """An appender to `folder/metrics.jsonl`. One writer at a time; steps only grow."""
 
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / METRICS_FILE
@@ -56,15 +55,14 @@ class Recorder:
 
     @property
     def last_step(self) -> int:
-        """The step of the last record, -1 when there is none."""
+        """The last record's step, or -1."""
         return self._last
 
     def write(self, step: int, metrics: Mapping[str, float]) -> Record:
-        """Append the record of `step` and return it, as readers will see it.
+        """Append the record of `step` and return it as readers will see it.
 
-        ValueError, before anything is written, for a name that the table does not know, a value
-        that is not a number, or a step that is not above the last one. OSError leaves the file as
-        it was.
+        ValueError, before anything is written, for an unknown name, a value that is not a number,
+        or a step that is not above the last one. OSError leaves the file unchanged.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step <= self._last:
             raise ValueError(
@@ -80,7 +78,7 @@ class Recorder:
         nonfinite = sum(value is None for value in record.values())
         if nonfinite:
             record["record/nonfinite"] = float(nonfinite)
-        if self._mended is not None:  # the next line must not be glued to a torn one
+        if self._mended is not None:  # do not extend a torn line
             write_file(self.path, self._mended)
             self._mended = None
         append_line(self.path, _line(record))
@@ -88,8 +86,7 @@ class Recorder:
         return record
 
     def truncate(self, step: int) -> None:
-        """Make the file that of a run of `step` steps, atomically: later records go, lost ones are
-        marked."""
+        """Cut the file to `step` steps, atomically; lost records are marked."""
         found = _scan(self.path)
         if lost := found.lost(step):
             log.warning(
@@ -105,14 +102,12 @@ class Recorder:
 
 
 def read(folder: Path) -> list[Record]:
-    """Return the records of a run in step order, one for each step up to the newest that is
-    recorded or has a checkpoint.
+    """Return a run's records in step order, one a step up to the newest record or checkpoint.
 
-    A record that was damaged or is missing is `{"step": n, "record/lost": 1.0}`, and a warning says
-    so.
+    A damaged or missing one is `{"step": n, "record/lost": 1.0}`, with a warning.
     """
     folder = Path(folder)
-    saved = _newest_checkpoint(folder)  # before the records: a run that goes on writes those first
+    saved = _newest_checkpoint(folder)  # before the records, which a running run writes first
     found = _scan(folder / METRICS_FILE)
     lost = found.lost(max([*found.lines, saved], default=-1))
     if lost:
@@ -126,8 +121,8 @@ def read(folder: Path) -> list[Record]:
 
 
 def add_evaluation(folder: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Append the evaluation after a step (0: before the first) of a run whose orchestrator is a
-    process of its own. ValueError for a name that the table does not know."""
+    """Append an evaluation after a step (0: before the first), for a separate orchestrator process.
+    ValueError for an unknown name."""
     record: Record = {"step": step}
     for name, value in metrics.items():
         find(name)
@@ -139,8 +134,8 @@ def add_evaluation(folder: Path, step: int, metrics: Mapping[str, float]) -> Non
 
 
 def read_evaluations(folder: Path) -> dict[int, Record]:
-    """Return the evaluations that an orchestrator has written, by step; of two of a step the later
-    one. A line that was damaged is left out: it is made again, or missing in the report."""
+    """Return an orchestrator's evaluations by step, the last of each. Damaged lines are dropped:
+    the evaluation is repeated, or missing in the report."""
     found: dict[int, Record] = {}
     path = Path(folder) / EVALUATIONS_FILE
     if not path.is_file():
@@ -157,8 +152,7 @@ def read_evaluations(folder: Path) -> dict[int, Record]:
 
 
 def forget_evaluations(folder: Path, step: int) -> None:
-    """Remove the evaluations after a step, of policies that a run which has gone back to it will
-    have again."""
+    """Remove the evaluations after a step to which the run has returned."""
     found = read_evaluations(folder)
     if any(one > step for one in found):
         kept = [_line(record) for one, record in found.items() if one <= step]
@@ -166,8 +160,8 @@ def forget_evaluations(folder: Path, step: int) -> None:
 
 
 def _join(record: Record, evaluation: Mapping[str, Any]) -> None:
-    """Add an evaluation as one process would have recorded it: the record's own numbers stay, times
-    add up."""
+    """Merge an evaluation as one process would have recorded it: existing numbers stay, times add
+    up."""
     for name, value in evaluation.items():
         if name.startswith("time/") and value is not None:
             record[name] = (record.get(name) or 0.0) + value
@@ -176,16 +170,15 @@ def _join(record: Record, evaluation: Mapping[str, Any]) -> None:
 
 
 def reproducible(record: Mapping[str, Any]) -> Record:
-    """Return the part of a record that a second run of the same seed, or a resumed one, repeats bit
-    for bit."""
+    """Return the numbers that a run of the same seed, or a resumed one, repeats bit for bit."""
     return {
         name: value for name, value in record.items() if name == "step" or find(name).reproducible
     }
 
 
 def write_about(folder: Path, about: Mapping[str, str]) -> Record:
-    """Write `about.json`: the caller's facts (title, model, env, rollout, correction, device, ...),
-    then the versions of what is installed and the machine. Returns what was written."""
+    """Write `about.json` and return it: the caller's facts (title, model, env, rollout, correction,
+    device, ...), then installed versions and the machine."""
     content: Record = {**about, **_computed_by()}
     path = Path(folder) / ABOUT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,8 +187,8 @@ def write_about(folder: Path, about: Mapping[str, str]) -> Record:
 
 
 def computed_otherwise(folder: Path, about: Mapping[str, str]) -> list[str]:
-    """List what the last bits of results depend on (device and threads, versions, machine), where
-    it is not what `about.json` says; nothing where that cannot be read."""
+    """List differences from `about.json` that may change results' last bits (device and threads,
+    versions, machine); nothing if it is unreadable."""
     try:
         before = json.loads(read_file(Path(folder) / ABOUT_FILE))
         facts = {"device": about["device"], **_computed_by()}
@@ -238,15 +231,14 @@ def _machine() -> str:
 
 @dataclass
 class _Found:
-    """The content of a file: its undamaged lines by step."""
+    """A file's undamaged lines by step."""
 
     data: bytes = b""
     lines: dict[int, bytes] = field(default_factory=dict)
-    in_order: bool = True  # every line is a record, and their steps grow
+    in_order: bool = True  # every line is a record, with growing steps
 
     def lost(self, step: int) -> list[int]:
-        """Return the steps from 1 to `step` that have no record here, the first _MOST_LOST of
-        them."""
+        """Return the steps from 1 to `step` without a record, the first _MOST_LOST of them."""
         return list(
             islice(
                 (number for number in range(1, step + 1) if number not in self.lines), _MOST_LOST
@@ -254,7 +246,7 @@ class _Found:
         )
 
     def content(self, step: int) -> bytes:
-        """Return the file of a run that has made `step` steps."""
+        """Return the file content of a run of `step` steps."""
         kept = {number: line for number, line in self.lines.items() if number <= step}
         kept |= {number: _line(_marker(number)) for number in self.lost(step)}
         return b"".join(kept[number] + b"\n" for number in sorted(kept))
@@ -285,7 +277,7 @@ def _scan(path: Path) -> _Found:
         found.in_order &= step > last
         last, sealed = max(last, step), sealed or has_sum
         found.lines[step] = line
-    for step in twice:  # nothing says which of the two the run has written
+    for step in twice:  # it is unknown which of the two is right
         del found.lines[step]
     for problem in problems[:_MOST_TOLD]:
         log.warning("%s", problem)
@@ -296,8 +288,8 @@ def _scan(path: Path) -> _Found:
 
 
 def _step_of(content: bytes) -> int:
-    """Return the step of a record. ValueError unless it is one: a line with a checksum may be of
-    another program."""
+    """Return a record's step. ValueError unless it is a record: another program's line may have a
+    checksum."""
     try:
         record = json.loads(content)
         step = record["step"]
@@ -330,14 +322,14 @@ def _marker(step: int) -> Record:
 
 
 def _newest_checkpoint(folder: Path) -> int:
-    """Return the newest step with a checkpoint: the record is written before. -1 without any."""
+    """Return the newest checkpoint's step, or -1. Its record was written before."""
     steps = [path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*")]
     numbers = (int(step) for step in steps if step.isascii() and step.isdigit() and len(step) < 20)
     return max((number for number in numbers if number < _MOST_STEPS), default=-1)
 
 
 def spans(steps: Iterable[int]) -> str:
-    """Return the steps in words: steps 1, 4 to 7."""
+    """Describe steps: steps 1, 4 to 7."""
     spans: list[list[int]] = []
     for step in steps:
         if spans and step == spans[-1][1] + 1:

@@ -1,9 +1,8 @@
-"""A run folder as one page: `report.html`, self-contained, nothing fetched.
+"""The report of a run folder: `report.html`, self-contained.
 
-Reads `about.json`, `metrics.jsonl`, `config.yaml` and `rollouts/step_*.jsonl` as far as they exist
-and says what is missing. Model output is untrusted data: every text is escaped and cut, and the
-page's content policy forbids requests and every script but its own. A supervised run (`command` of
-about.json) gets the page of a supervised run.
+Reads `about.json`, `metrics.jsonl`, `config.yaml` and `rollouts/step_*.jsonl`, and reports what is
+missing. Model output is untrusted data: every text is escaped and cut, and the content policy
+forbids requests and other scripts. A supervised run (`command` of about.json) gets its own page.
 """
 
 from __future__ import annotations
@@ -48,16 +47,16 @@ _HEADER = (
     "versions",
     "machine",
 )
-_OF_ROLLOUTS = ("rollout", "correction")  # facts that a supervised run has not
-_EDGE = 5  # steps whose mean stands for a run's beginning or end
+_OF_ROLLOUTS = ("rollout", "correction")  # facts that a supervised run lacks
+_EDGE = 5  # steps averaged for a run's beginning or end
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page of the run in `run_dir` to `out` (default `run_dir/report.html`) and return
     its path.
 
-    FileNotFoundError when `run_dir` is not a folder, ValueError when `out` is there and is no such
-    page, or cannot be written. What is damaged is left out, and named at the end of the page.
+    FileNotFoundError when `run_dir` is no folder, ValueError when `out` is another file or cannot
+    be written. Damaged data is left out, and named at the page's end.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -68,7 +67,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
             f"{out}: it is there already and is no report of lowroll; name another file with --out"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(out.parent, os.W_OK):  # known before the plots are drawn
+    if not os.access(out.parent, os.W_OK):  # fails before the plots are drawn
         raise ValueError(f"{out.parent}: cannot be written to; name another file with --out")
     records = read(run_dir)
     notes: list[str] = []
@@ -118,15 +117,13 @@ def _read_about(run_dir: Path, notes: list[str]) -> Record:
 
 
 def _supervised(about: Record, records: Sequence[Record]) -> bool:
-    """Return whether the run learnt from demonstrations. Folders that do not say so are recognized
-    by their metrics."""
+    """Return whether the run was supervised, for old folders by its metrics."""
     if "command" in about:
         return about["command"] == "sft"
     return any("sft/loss" in record for record in records)
 
 
 def _title(run_dir: Path, about: Record, supervised: bool) -> str:
-    """Return a title that says what was done to which model, on what."""
     if not about.get("model"):
         return str(about.get("title") or run_dir.resolve().name)
     model = str(about["model"]).split(" (")[0]
@@ -171,8 +168,7 @@ def _header(
 
 
 def _change(records: Sequence[Record], supervised: bool, notes: list[str]) -> str:
-    """Return the section on what the run changed: before and after, how it was drawn, and on which
-    prompts."""
+    """Return the section on rewards before and after the run, with sampling and prompts."""
     rows = []
 
     def row(label: str, hint: str, metric: str, edge: int) -> None:
@@ -298,8 +294,7 @@ def _figure(records: Sequence[Record], plot: Plot) -> str:
 
 
 def _guard(records: Sequence[Record]) -> str:
-    """Return every step in which the guard's alarms or its measures are not those of the step
-    before."""
+    """Return every step whose guard alarms or actions changed."""
     rows = []
     before: list[str] = []
     for record in records:

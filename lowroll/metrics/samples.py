@@ -1,5 +1,4 @@
-"""The report's sample rollouts: a few of several steps, with the gold answer, to be searched and
-opened one by one."""
+"""The report's sample rollouts of several steps, with the gold answers, searchable and folded."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ from lowroll.checkpoint.seal import read_objects
 from lowroll.metrics.page import escape
 
 Record = dict[str, Any]
-STEPS = 5  # steps that are shown: the first, the last, and what lies evenly between
-A_STEP = 8  # scored samples of each
-ERRORS = 2  # and samples of it whose score failed
+STEPS = 5  # steps shown: the first, the last, and evenly spaced ones between
+A_STEP = 8  # scored samples a step
+ERRORS = 2  # samples a step with a failed score
 _LONGEST = 8000  # characters of a text
-_LINE = 160  # characters of a text in a sample's one line
+_LINE = 160  # characters of a text in a one-line summary
 
 
 def sample_section(run_dir: Path, notes: list[str]) -> str:
-    """Return the section, or nothing; what is missing or unreadable is added to `notes`."""
+    """Return the section, or ""; what is missing or unreadable is added to `notes`."""
     files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
     if not files:
         notes.append("no sample rollouts: rollouts/ is absent or empty")
@@ -49,14 +48,14 @@ def sample_section(run_dir: Path, notes: list[str]) -> str:
 
 
 def _spread(items: list[Any], count: int) -> list[Any]:
-    """Return at most `count` of the items: the first, the last, and what lies evenly between."""
+    """Return at most `count` items: the first, the last, and evenly spaced ones between."""
     if len(items) <= count:
         return items
     return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
 
 
 def _pick(samples: list[Record]) -> list[tuple[str, Record]]:
-    """Return samples from the best reward to the worst, and scores that failed."""
+    """Return samples from the best reward to the worst, and failed scores."""
     scored = sorted(
         (s for s in samples if s["score"]["type"] == "Score"),
         key=lambda s: -float(s["score"]["reward"]),
@@ -107,7 +106,7 @@ def _turns(sample: Record) -> str:
 
 
 def _response(sample: Record) -> tuple[str, str]:
-    """Return the kind and the text of what was drawn; of a conversation, what was said by turns."""
+    """Return the kind and text of a response; of a conversation, its turns."""
     said = sample.get("messages")
     if said is None:
         return "response", sample["text"]
@@ -115,7 +114,7 @@ def _response(sample: Record) -> tuple[str, str]:
 
 
 def _said(message: Record) -> str:
-    """Return a message in a line or more, with what it calls."""
+    """Return a message with its calls as text."""
     called = [json.dumps(call["function"], ensure_ascii=False) for call in _calls(message)]
     return "\n".join([f"{message.get('role', '?')}: {message.get('content', '')}", *called])
 
@@ -125,8 +124,7 @@ def _calls(message: Record) -> list[Record]:
 
 
 def _gold(prompt: Record) -> tuple[str, str]:
-    """Return the gold answer under its name; of an environment that calls it otherwise, all that it
-    keeps for its scorer."""
+    """Return the gold answer and its name, or all of the scorer's data."""
     info = prompt.get("info") or {}
     if "answer" in info:
         return "gold answer", str(info["answer"])

@@ -1,6 +1,6 @@
-"""One decoder, its weights in and out, and the only way from logits to log-probs.
+"""One decoder, its weights in and out, and the only path from logits to log-probs.
 
-The public names load on first use: reading a folder's settings and tokenizer needs no torch.
+Public names load on first use: a folder's settings and tokenizer need no torch.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""A low-rank adapter of a linear layer (Hu et al. 2021): its matrices, and the layer's product with
-it on.
+"""Low-rank adapters of a linear layer (Hu et al. 2021): the matrices and the adapted product.
 
     y_p = W_p x + b_p + (alpha / r) B_p A_p x          for each part p of a fused matrix that has one
 
 All parts share one product with A = [A_p; ...] and one with the block-diagonal B = diag((alpha / r)
-B_p), and the base product is added into the second in place: y is written once and no part is added
-by itself. A reader that goes over y tile by tile (`kernels.training.low_rank`) may take the update
-apart from it. A and B are float32; the products use copies in the dtype of x, made once for all
-uses between two updates. Who writes A or B calls `changed`, or `renew` where a graph reads the copies.
+B_p), which accumulates onto the base product. A reader that tiles y (`kernels.training.low_rank`)
+may take the update's factors instead. A and B are float32; products use copies in the dtype of x,
+cached until an update. After a write to A or B, call `changed`, or `renew` if a CUDA graph reads
+the copies.
 
-Backward, with l = A x and W the matrix that the layer stands for (dequantized where it is codes):
+Backward, with l = A x and W the layer's matrix (dequantized where it is codes):
 
     dl = dy B      dx = dy W + dl A      dA = dl' x      dB_p = (alpha / r) dy_p' l_p
 
-A frozen W costs no product and keeps nothing: x and l are all that is saved.
+A frozen W costs no product: only x and l are saved.
 
 Legend: T tokens, K in features, N out features, R adapter rank, L = R times the parts that have an
 adapter.
@@ -37,9 +36,9 @@ from lowroll.quant.formats import QTensor, float_product, multiplicand
 
 
 class Adapter(nn.Module):
-    """Low-rank update of some parts of a linear layer: A [R, K], B [N_part, R] a part, float32.
+    """A low-rank update of some parts of a linear layer: A [R, K], B [N_part, R] a part, float32.
 
-    An engine's may hold one of a lower rank, or of fewer parts (`hold`): the rest is zero then.
+    An engine's may `hold` one of a lower rank or fewer parts, with zeros elsewhere.
     """
 
     def __init__(self, rank: int, alpha: float) -> None:
@@ -49,7 +48,7 @@ class Adapter(nn.Module):
         self.held_rank = rank
         self.held: frozenset[str] | None = None  # parts; None: all
         self.enabled = True
-        self.version = 0  # how often the parameters are known to have changed
+        self.version = 0  # number of known changes of the parameters
         self.a = nn.ParameterDict()
         self.b = nn.ParameterDict()
         self._made_of: tuple[object, ...] = ()
@@ -61,8 +60,8 @@ class Adapter(nn.Module):
         return self.alpha / self.held_rank
 
     def hold(self, rank: int, alpha: float, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Take (A [rank, K], B [N_part, rank]) of parts in place, with zeros where it has more.
-        rank is at most its own."""
+        """Copy (A [rank, K], B [N_part, rank]) of parts in place, zero-padded. rank is at most its
+        own."""
         self.held_rank, self.alpha, self.held = rank, alpha, frozenset(pairs)
         for part, a_RK in self.a.items():
             b_NR = self.b[part]
@@ -73,13 +72,13 @@ class Adapter(nn.Module):
                 b_NR[:, :rank].copy_(pairs[part][1])
 
     def holding(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(part, A, B) of what is not zero for good."""
+        """Yield (part, A, B) of what is held."""
         for part, a_RK in self.a.items():
             if self.held is None or part in self.held:
                 yield part, a_RK[: self.held_rank], self.b[part][:, : self.held_rank]
 
     def blocks(self, parts: Mapping[str, int]) -> list[tuple[str, slice, slice]]:
-        """(part, its rows of B [N, L], its columns) of every part that has an adapter."""
+        """Return (part, its rows of B [N, L], its columns) of every adapted part."""
         found: list[tuple[str, slice, slice]] = []
         start = 0
         for part, size in parts.items():
@@ -90,12 +89,10 @@ class Adapter(nn.Module):
         return found
 
     def matrices(self, parts: Mapping[str, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A [L, K] and the scaled block-diagonal B [N, L] in a dtype, made again when the
-        parameters have `changed`.
+        """Return A [L, K] and the scaled block-diagonal B [N, L] in a dtype, cached until a change.
 
-        In the storages that they have, if they fit: a CUDA graph may read them, and `renew` is all
-        that it takes to give it new ones. An in-place operation of torch on a parameter is noticed
-        without `changed`: autograd counts it.
+        The storages are reused if they fit, so a CUDA graph may read them. In-place torch
+        operations on a parameter are noticed by autograd's version counter, without `changed`.
         """
         masters = [*self.a.values(), *self.b.values()]
         made_of = (
@@ -124,17 +121,16 @@ class Adapter(nn.Module):
         return made
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
-        """Moved to a device, or cast: torch replaces the parameters' storages."""
+        """Reset the copies after a move or a cast, which replaces the parameters' storages."""
         self.changed()
         return super()._apply(fn, recurse)
 
     def changed(self) -> None:
-        """The parameters have changed: the next product makes its copies again."""
+        """Invalidate the copies: the next product makes them again."""
         self.version += 1
 
     def renew(self) -> None:
-        """The parameters have changed: make the copies again now, in place, for a graph that reads
-        them."""
+        """Recompute the copies now, in place, for a graph that reads them."""
         self.changed()
         if self._made is not None:
             self.matrices(self._parts, self._made[0].dtype)
@@ -152,15 +148,16 @@ def product(
     update: Update | None = None,
     exact: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The layer's product with its adapter on, and the update's factors l and (alpha / r) B.
+    """Return the layer's product with its adapter, and the update's factors l and (alpha / r) B.
 
-    weight: the base. codes: the QTensor that the forward multiplies with in its own arithmetic;
-    None multiplies with the base, dequantized where it is codes. transposed: what the gradient is
-    multiplied with, if not with that (`quant.fp8.gradient`). The gradient with respect to codes
-    passes the quantizer unchanged. whole: whether l B' is in the product. Without, whoever reads it
-    adds it, and sends back the gradient of the sum. update: x is a gate-up product [T, 2K] that
-    lacks this, and what is multiplied is its silu(gate) * up. exact: sums of a row are those of any
-    batch (`kernels.invariant`); of a dense weight or codes in their own arithmetic."""
+    weight: the base. codes: the QTensor for a forward in the format's own arithmetic; None
+    multiplies with the dequantized base. transposed: the codes for the gradient, if any
+    (`quant.fp8.gradient`). The gradient passes the quantizer straight through. whole: include l B';
+    without it, the reader adds it, and returns the gradient of the sum. update: x is a gate-up
+    product [T, 2K] without this update, and its silu(gate) * up is multiplied. exact: a row's sums
+    do not depend on its batch (`kernels.invariant`); for a dense weight or codes in their own
+    arithmetic.
+    """
     adapted = [part for part, _, _ in adapter.blocks(parts)]
     masters = [*(adapter.a[part] for part in adapted), *(adapter.b[part] for part in adapted)]
     in_codes = codes is not None
@@ -194,7 +191,7 @@ def _base(
     low_TL: Tensor | None,
     b_NL: Tensor,
 ) -> Tensor:
-    """Return x W' + b, and l B' too where l is given. W is dense, or what the codes stand for."""
+    """Return x W' + b, plus l B' if l is given. W is dense, or what the codes stand for."""
     if low_TL is None and codes is not None:
         return frozen.multiply(x_TK, codes, bias_N)
     if low_TL is not None and codes is not None:
@@ -205,7 +202,7 @@ def _base(
     return F.linear(low_TL, b_NL, bias_N).addmm_(x_TK, weight_NK.t())
 
 
-_GIVEN = 11  # arguments before the masters
+_GIVEN = 11  # number of arguments before the masters
 
 
 class _AdaptedProduct(torch.autograd.Function):

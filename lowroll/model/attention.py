@@ -1,8 +1,7 @@
-"""The `attend` seam and the learner's attention.
+"""The `attend` interface and the learner's attention.
 
-A model calls `attend(layer, q_THd, k_TGd, v_TGd) -> o_THd` and knows no more. The learner passes
-`varlen`: causal attention within each of the packed sequences. The engine passes paged attention
-(`lowroll.kv.attention`).
+A model calls `attend(layer, q_THd, k_TGd, v_TGd) -> o_THd`. The learner passes `varlen`: causal
+attention within each packed sequence. The engine passes paged attention (`lowroll.kv.attention`).
 
 Legend: T packed tokens, H query heads, G key-value heads, d head size, S sequences, L tokens of a
 sequence.
@@ -28,9 +27,9 @@ from lowroll.kernels.invariant.gradient import with_gradient_of
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
-MOST_SCORES = 1 << 24  # of a head that sequences of one shape have at once
-MOST_STACKS = 4  # lengths of a micro-batch that get a call each on CUDA
-# tokens of a sequence from which cuDNN repays the 30 ms that it plans every new shape for
+MOST_SCORES = 1 << 24  # scores of a head at once, for stacked sequences
+MOST_STACKS = 4  # lengths of a micro-batch with a call each on CUDA
+# tokens of a sequence from which cuDNN repays its 30 ms of planning a new shape
 LONG = 1024
 FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -41,12 +40,12 @@ FASTEST_FIRST = [
 
 
 def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
-    """Causal attention over packed sequences of these lengths; nothing is padded.
+    """Return causal attention over packed sequences of these lengths, without padding.
 
-    Sequences of equal length are stacked and share one call: cuDNN's in half precision on CUDA,
-    where it takes half of the time of flash attention. On CUDA short sequences, and more than
-    MOST_STACKS lengths, go to torch's variable-length flash attention instead, in half precision
-    and the head sizes that it takes. ValueError for a length below 1.
+    Sequences of equal length share one call: cuDNN's in half precision on CUDA, twice as fast as
+    flash attention. On CUDA in half precision, short sequences, and more than MOST_STACKS lengths,
+    use torch's variable-length flash attention if it supports the head size. ValueError for a
+    length below 1.
     """
     if any(length < 1 for length in lengths):
         raise ValueError(
@@ -62,7 +61,7 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
 
     @cache
     def order() -> tuple[Tensor, Tensor]:
-        """Return the positions of the tokens of each stack, and the way back."""
+        """Return the order of the tokens by stacks, and its inverse."""
         places = [
             t
             for length, firsts in by_length.items()
@@ -88,8 +87,8 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
 
 
 def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
-    """`varlen`, in which a query's bits depend on the query and its keys alone: those of a row that
-    is decoded (`kernels.invariant.attention`)."""
+    """Return `varlen` in which a query's bits depend on it and its keys alone, as in a decoded row
+    (`kernels.invariant.attention`)."""
     plain = varlen(lengths, device)
     lengths_S = upload(torch.tensor(lengths, dtype=torch.int32), device)
     fast = invariant.packed(lengths_S, sum(lengths))
@@ -103,8 +102,8 @@ def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
 
 
 def packed(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, bounds: Tensor, longest: int) -> Tensor:
-    """Causal attention over packed sequences whose bounds, int32 [S + 1], lie on the device; equal
-    ones are no sequence. Where flash attention takes the heads, nothing waits for the host."""
+    """Compute causal attention over packed sequences whose bounds, int32 [S + 1], are on the
+    device; equal bounds are no sequence. With flash attention nothing waits for the host."""
     if _flashes(q_THd):
         return _flash(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest)
     lengths = [length for length in bounds.diff().tolist() if length]
@@ -117,12 +116,13 @@ def suffixes(
     device: torch.device | str = "cpu",
     stacked: bool = False,
 ) -> Attend:
-    """Causal attention of the last `lengths` tokens of each sequence over all its `totals` tokens.
+    """Return causal attention of the last `lengths` tokens of each sequence over all its `totals`
+    tokens.
 
-    attend(layer, q [sum lengths, H, d], k, v [sum totals, G, d]). One call of torch's
-    variable-length flash attention in half precision on CUDA, where its head sizes allow; else a
-    call a sequence. `stacked`: else a call for all of one length and total, MOST_SCORES at a time;
-    a sequence's last bits may then depend on the others.
+    attend(layer, q [sum lengths, H, d], k, v [sum totals, G, d]). It is one call of torch's
+    variable-length flash attention in half precision on CUDA, where head sizes allow; else a call a
+    sequence, or with `stacked` a call for all of one length and total, MOST_SCORES at a time; last
+    bits may then depend on the other sequences.
     """
     spans = list(zip(lengths, totals, strict=True))
     on_cuda = torch.device(device).type == "cuda"
@@ -136,7 +136,7 @@ def suffixes(
 
     @cache
     def stacks() -> tuple[list[_Stack], Tensor]:
-        """The sequences by their shape, and the way back of their queries."""
+        """Return the sequences by shape, and the inverse order of their queries."""
         found = list(_stacks(lengths, totals, device))
         order_C = torch.cat([stack.queries_C for stack in found])
         back_C = torch.empty_like(order_C)
@@ -158,7 +158,7 @@ def suffixes(
 
 @dataclass(frozen=True)
 class _Stack:
-    """Sequences of `length` queries over `total` tokens each, and where theirs are."""
+    """Sequences of `length` queries over `total` tokens each, and their positions."""
 
     length: int
     total: int
@@ -184,7 +184,7 @@ class _Stack:
 def _stacks(
     lengths: Sequence[int], totals: Sequence[int], device: torch.device | str
 ) -> Iterator[_Stack]:
-    """The sequences by length and total, so many together that a head's scores are MOST_SCORES."""
+    """Yield sequences by length and total, up to MOST_SCORES scores of a head together."""
     by_span: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     starts = zip(accumulate(lengths, initial=0), accumulate(totals, initial=0), strict=True)
     for span, start in zip(zip(lengths, totals, strict=True), starts, strict=False):
@@ -208,7 +208,7 @@ def _suffix(q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, before: int) -> Tensor:
 
 
 def upload(x: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on the device; the host does not wait for the copy."""
+    """Copy a tensor to the device without waiting."""
     if torch.device(device).type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
@@ -217,7 +217,6 @@ def upload(x: Tensor, device: torch.device | str) -> Tensor:
 def _by_length(
     q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, shapes: list[tuple[int, int]]
 ) -> Tensor:
-    """Causal attention where the tokens are sorted into stacks of equally long sequences."""
     sizes = [count * length for count, length in shapes]
     outputs = []
     for (count, length), q, k, v in zip(
@@ -246,7 +245,7 @@ def _flashes(q_THd: Tensor) -> bool:
 
 
 def flashes(dtype: torch.dtype, head_dim: int) -> bool:
-    """Does torch's flash attention take such heads, on CUDA?"""
+    """Return whether torch's CUDA flash attention supports such heads."""
     return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
 
 
@@ -259,7 +258,7 @@ def _flash(
     k_bounds: Tensor,
     k_longest: int,
 ) -> Tensor:
-    """Causal, the last query at the last key of its sequence."""
+    """Compute causal attention, the last query aligned with its sequence's last key."""
     from torch.nn.attention.varlen import varlen_attn
 
     o_THd = varlen_attn(
@@ -279,5 +278,5 @@ def _flash(
 
 @cache
 def _grouped_heads(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
-    """torch 2.11 takes fewer key-value heads as they are; later versions want to be told."""
+    """Return the argument for grouped heads: torch 2.11 needs none, later versions do."""
     return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}

@@ -1,17 +1,14 @@
-"""The base that an adapter learned on: stated in the adapter's folder, and made again from it.
+"""The base that an adapter was trained on, recorded in its folder.
 
-An adapter learns on the weights that the rollouts multiply with: quantized, and scaled before that
-(`model.scaling`) when the run asked for it. `adapter_base.json`, beside the two files of PEFT, says
-which these were:
+An adapter is trained on the rollouts' weights: quantized, and scaled before if the run asked for it
+(`model.scaling`). `adapter_base.json` describes them:
 
-    weights      the format of the linear weights, or which layers have which (`quant.mixed`); null: as
-                 the named model holds them
-    dtype        in which the named model was read before it was quantized, and what was not quantized stayed
-    uaq_scale    the s that the model was scaled by before it was quantized; null: not at all
+    weights      the format of the linear weights, or each layer's (`quant.mixed`); null: the model's own
+    dtype        of the model before it was quantized, and of what was not quantized
+    uaq_scale    the scale s before it was quantized; null: none
 
-The model's name is in adapter_config.json, where every tool looks for it. PEFT and vLLM do not read
-this file: they put the adapter on that model as it is, which is another policy. A folder without
-the file is an adapter on that model.
+adapter_config.json names the model. PEFT and vLLM ignore this file and put the adapter on that
+model as it is, which is another policy. A folder without the file is an adapter on that model.
 """
 
 from __future__ import annotations
@@ -50,12 +47,12 @@ class Base:
 
     @property
     def rounds(self) -> bool:
-        """Return whether the linear weights are other numbers than those that were read."""
+        """Whether the linear weights were rounded."""
         return self.low_bit or self.weights not in (None, dense.of(getattr(torch, self.dtype)))
 
 
 def of(model: Transformer, uaq_scale: float) -> Base:
-    """The base under a model's adapter. uaq_scale: the s that it carries."""
+    """Return the base under a model's adapter. uaq_scale: the s that it carries."""
     dtype = str(model.dtype).removeprefix("torch.")
     return Base(model.weight_format, dtype, None if uaq_scale == 1 else uaq_scale)
 
@@ -69,8 +66,8 @@ def write(base: Base, folder: Path) -> None:
 
 
 def read(folder: Path) -> Base | None:
-    """Read the base that an adapter folder states, if it does. ValueError names the file, and the
-    key that has no such value."""
+    """Read an adapter folder's base, if it has one. ValueError names the file and the invalid
+    key."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -100,11 +97,10 @@ def read(folder: Path) -> Base | None:
 
 
 def base_of(folder: Path) -> str:
-    """Return the folder of the model that an adapter folder belongs to: a `base` inside it, else
-    what its adapter_config.json names, of a hub id the revision that was downloaded.
+    """Return the model folder of an adapter folder: a `base` inside it, else the one that its
+    adapter_config.json names, of a hub id the downloaded revision.
 
-    A name that came with a folder opens no connection. ValueError when the model is not on this
-    machine, or is an adapter itself.
+    Never connects. ValueError when the model is not on this machine, or is an adapter itself.
     """
     if (folder / "base").is_dir():
         return str(folder / "base")
@@ -139,7 +135,7 @@ def base_of(folder: Path) -> str:
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """Read the adapter_config.json of a LoRA adapter. ValueError for another kind of adapter."""
+    """Read a LoRA adapter's adapter_config.json. ValueError for another kind of adapter."""
     config = read_json(path)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type: expected LORA")

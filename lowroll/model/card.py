@@ -1,5 +1,5 @@
-"""The README.md of an adapter folder, in the hub's form: what the adapter stands on, and what it is
-worth elsewhere."""
+"""The README.md of an adapter folder, in the hub's form: its base, and its effect on other
+bases."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def write(folder: Path, named: str, base: Base, holds: str | None = None, cost: 
     """Write the card of an adapter on `base`, made of the model `named` (a folder, a hub id, or
     "").
 
-    holds: the low-bit format of that model's files. cost: what was measured of the adapter on it as
-    it is."""
+    holds: the low-bit format of that model's files. cost: the measured effect of the adapter on
+    that model as it is.
+    """
     body = [
         "# LoRA adapter",
         f"Learned with lowroll on {f'`{named}`' if named else 'a model without a name'}, linear "
@@ -52,8 +53,7 @@ def _front(named: str) -> str:
 
 
 def _beside(base: Base) -> list[str]:
-    """Return how PEFT puts the adapter on the folder `base`, as code that runs in the adapter's
-    folder."""
+    """Return the code with which PEFT loads the folder `base`, run in the adapter's folder."""
     form = get_format(base.weights) if base.low_bit and base.weights else None
     if isinstance(form, Mixed):
         return [
@@ -68,7 +68,7 @@ def _beside(base: Base) -> list[str]:
             "`transform_config` says. transformers and PEFT do not read that, and would compute "
             "another model without a word; lowroll and vLLM do.",
         ]
-    # PEFT needs matrices that can be multiplied with, and packed codes are none
+    # PEFT cannot multiply packed codes
     unpacked = form is not None and form.describe(getattr(torch, base.dtype), False) is None
     names = ["AutoModelForCausalLM", *(["CompressedTensorsConfig"] if unpacked else [])]
     read = [f'dtype="{base.dtype}"']

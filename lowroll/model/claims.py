@@ -1,8 +1,7 @@
-"""Checks of what a folder's config.json promises against the bytes of its weight files and the
-memory that would hold them.
+"""Checks of a config.json's sizes against the weight files and the memory.
 
-A config of a hundred bytes can ask for a billion layers. Counting comes first: nothing is expanded
-into names or allocated before the numbers fit each other.
+A config of a hundred bytes can ask for a billion layers, so the check precedes any expansion or
+allocation.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from lowroll.model.device import total_memory
 from lowroll.model.spec import ModelSpec
 
 LEAST_BITS = 4  # of a stored weight, whatever the format
-# bytes that a layer's and an expert's names and objects take, at least
+# the least bytes of names and objects a layer and an expert
 LAYER_NAMES = 10_000
 EXPERT_NAMES = 100
 _SIZES = {
@@ -32,8 +31,8 @@ _SIZES = {
 
 
 def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
-    """ValueError names the key of `path`, a config.json, that promises more than the weight files
-    hold, with both numbers. tensors, stored: how many they hold, and their bytes."""
+    """Raise ValueError for the key of `path`, a config.json, that exceeds the weight files, with
+    both numbers. tensors, stored: their number and bytes."""
     for key, least in (
         ("num_hidden_layers", spec.num_layers),
         ("num_experts", spec.num_layers * spec.num_experts),
@@ -55,8 +54,8 @@ def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
 
 
 def check_memory(path: Path, spec: ModelSpec, bits: float, device: torch.device | str) -> None:
-    """ValueError names the key of `path` that promises more than the device's memory holds, with
-    both numbers. bits: of a parameter on the device, at least."""
+    """Raise ValueError for the key of `path` that exceeds the device's memory, with both numbers.
+    bits: the least a parameter on the device."""
     names = spec.num_layers * (LAYER_NAMES + spec.num_experts * EXPERT_NAMES)
     needed, memory = int(spec.num_parameters * bits / 8) + names, total_memory(device)
     if memory is not None and needed > memory:

@@ -1,7 +1,8 @@
-"""The engine's linear layer: a QTensor, multiplied in its format's own arithmetic, without gradients.
+"""The engine's linear layer: a QTensor, multiplied in its format's own arithmetic, without
+gradients.
 
-Where the format's kernel takes quantized rows, whoever makes the input quantizes it in its own pass
-(`row_kind`), and scales of the product may be left to whoever reads it (`Product`).
+Where the format's kernel takes quantized rows, the input's producer quantizes it (`row_kind`), and
+the product's reader may apply the scales (`Product`).
 
 Legend: T tokens, K in features, N out features.
 """
@@ -16,7 +17,7 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 class EngineLinear(Linear):
-    """Its weight is set before it multiplies (`set_weight`)."""
+    """A linear layer of the engine. Call `set_weight` before it multiplies."""
 
     @property
     def codes(self) -> QTensor:
@@ -40,12 +41,12 @@ class EngineLinear(Linear):
         return codes.linear(x_TK, self.bias, self.exact)
 
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor | Product:
-        """The product of silu(gate) * up, quantized as it is made."""
+        """Multiply silu(gate) * up, quantized as it is made."""
         return self(self.gate(gate_up_TN))
 
 
 def refuse_gradient(x: Tensor) -> None:
-    """Raise ValueError for activations that require a gradient, which would be lost here."""
+    """Raise ValueError for activations that require a gradient."""
     if x.requires_grad:
         raise ValueError(
             "the engine's arithmetic has no gradient; a learner multiplies with the dequantized "

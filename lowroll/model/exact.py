@@ -1,7 +1,7 @@
-"""The conditions under which a model can be exact (`Transformer.be_exact`).
+"""The conditions for an exact model (`Transformer.be_exact`).
 
-Its rows have the same bits in any batch where every operation is one of `kernels.invariant`, or a
-product of codes whose sums are exact integers (INT8; on a CPU 4 bits, too).
+Its rows have the same bits in any batch if every operation is in `kernels.invariant`, or a product
+of codes with exact integer sums (INT8; on a CPU 4 bits, too).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 def make(model: Transformer, key: str = "rollout.exact") -> None:
-    """Have a model compute exactly. ValueError as `refuse`, and for layers of another dtype than the
+    """Make a model exact. ValueError as `refuse`, and for layers of another dtype than the
     model's."""
     held = [linear.weight for _, linear in model.linears()]
     forms = {get_format(w.format) for w in held if isinstance(w, QTensor)}
@@ -33,14 +33,14 @@ def make(model: Transformer, key: str = "rollout.exact") -> None:
 def refuse(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, key: str = "rollout.exact"
 ) -> None:
-    """Raise ValueError when a model cannot be exact, with what could be. key: the setting that
-    asks."""
+    """Raise ValueError when a model cannot be exact, with the alternatives. key: the setting to
+    name."""
     if (said := why_not(spec, device, dtype)) is not None:
         raise ValueError(f"{key}: {said}")
 
 
 def why_not(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return what keeps a model from being exact, with what could be; None when nothing does."""
+    """Return the reason why a model cannot be exact, with the alternatives, or None."""
     if device.type == "cpu" and not INTERPRETED:
         return _why_not_on_cpu(spec, device, dtype)
     found = tiled.supports_device(device) and tiled.supports_heads(

@@ -1,17 +1,16 @@
-"""Mixture of experts: a router sends every token to S of E SwiGLU networks, whose outputs are
-summed by weight.
+"""Mixture of experts: each token's weighted sum of S of E SwiGLU networks.
 
     p = softmax(R x)        float32, over the E experts
     chosen: the S largest p, of equal ones the lower expert;    g = p of the chosen, over their sum if the spec says so
     y = sum_s g_s W_down[e_s] (silu(W_gate[e_s] x) * W_up[e_s] x)
 
 (Shazeer et al. 2017, arXiv 1701.06538, with the softmax before the choice as in Qwen3-MoE.) Router
-logits are sums in float32 of the model's own numbers, rounded to nothing less: rollout and learner,
-whose products add in other orders, then choose alike but for near-ties.
+logits are unrounded float32 sums, so that rollout and learner, whose sums differ in order, choose
+alike but for near-ties.
 
-The matrices of all experts are stacked in one `Linear`, whose parts are "experts.7.gate_proj" and
-so on: a format, a publication, a digest or a checkpoint sees one matrix [E N, K]. It is multiplied
-with rows sorted by expert (`kernels.moe.grouped`).
+All experts are stacked in one `Linear` with the parts "experts.7.gate_proj" and so on: formats,
+publications, digests and checkpoints see one matrix [E N, K]. It is multiplied with rows sorted by
+expert (`kernels.moe.grouped`).
 
 Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size, N out, K in features.
 """
@@ -45,7 +44,7 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 class Router(nn.Module):
-    """A router, which chooses a token's experts and how much each counts."""
+    """The router: a token's experts and their weights."""
 
     def __init__(self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -56,12 +55,12 @@ class Router(nn.Module):
         self.renormalize = spec.norm_topk_prob
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights [T, S] in float32, experts [T, S]), by falling probability."""
+        """Return (weights [T, S] in float32, experts [T, S]), by falling probability."""
         return choose(x_TD, self.weight, self.choices, self.renormalize)
 
 
 class StackedLinear(Linear):
-    """The same parts for every expert, one under the other."""
+    """A linear layer of all experts, stacked."""
 
     def __init__(
         self,
@@ -80,19 +79,19 @@ class StackedLinear(Linear):
         self.num_experts = num_experts
 
     def set_weight(self, weight: QTensor | nn.Parameter) -> None:
-        """Set the weight as `Linear` does. ValueError when a block of the format reaches over two
+        """Set the weight as `Linear` does. ValueError when a block of the format spans two
         experts."""
         if isinstance(weight, QTensor):
             _experts(weight, self.num_experts)
         super().set_weight(weight)
 
     def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
-        """Sorted rows times the matrices of their experts."""
+        """Multiply sorted rows with their experts' matrices."""
         raise NotImplementedError
 
 
 class LearnerStack(StackedLinear):
-    """A learner's: the numbers are the same with gradients and without."""
+    """A learner's stack: the numbers are the same with and without gradients."""
 
     @property
     def codes(self) -> QTensor | None:
@@ -110,7 +109,7 @@ class LearnerStack(StackedLinear):
 
 
 class EngineStack(StackedLinear):
-    """An engine's: QTensors in their format's own arithmetic, without gradients."""
+    """An engine's stack: QTensors in their format's own arithmetic, without gradients."""
 
     @property
     def codes(self) -> QTensor:
@@ -118,7 +117,7 @@ class EngineStack(StackedLinear):
         return self.weight
 
     def stack(self, x: Tensor) -> Stack:
-        """The matrices as kernels multiply them with activations like x."""
+        """Return the matrices as kernels multiply them with activations like x."""
         refuse_gradient(x)
         return _stack(self.codes, self.num_experts, x.dtype)
 
@@ -128,7 +127,7 @@ class EngineStack(StackedLinear):
 
 
 class Experts(nn.Module):
-    """The block's MLP in a mixture of experts."""
+    """The MLP of a block with experts."""
 
     stacked: type[StackedLinear]
 
@@ -155,8 +154,8 @@ class Experts(nn.Module):
         return combine(y_PD, weights_TS, x_TD.dtype, groups)
 
     def _exactly(self, x_TD: Tensor) -> Tensor:
-        """A token's experts and sums are those of any batch: its logits are, and what they choose is
-        added from the first choice on."""
+        """Compute independently of the batch: logits are invariant, and experts are added from the
+        first choice on."""
         logits_TE = product.linear(x_TD, self.router.weight)
         weights_TS, experts_TS = choose_by(logits_TE, self.router.choices, self.router.renormalize)
         groups = sort_slots(experts_TS, self.gate_up.num_experts)
@@ -174,7 +173,7 @@ class LearnerExperts(Experts):
 
 
 class EngineExperts(Experts):
-    """Experts of an engine, whose work on a device is a few kernels."""
+    """An engine's experts, a few kernels on a device."""
 
     stacked = EngineStack
     gate_up: EngineStack
@@ -194,11 +193,10 @@ class EngineExperts(Experts):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Forward with `weight`, in its format's own arithmetic if it is `aligned`; backward with what
-    its codes stand for.
+    """Products by expert: forward with `weight`, in its format's own arithmetic if `aligned`;
+    backward with what its codes stand for.
 
-    The gradient of the matrices reaches the master straight through the quantizer, as in
-    `model.learner_linear`.
+    The master's gradient passes the quantizer straight through, as in `model.learner_linear`.
     """
 
     @staticmethod
@@ -239,13 +237,12 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _dense(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Tensor:
-    """The matrices of all experts: [E, N, K]."""
     w_NK = weight.dequantize(dtype) if isinstance(weight, QTensor) else weight.detach().to(dtype)
     return w_NK.view(num_experts, -1, w_NK.shape[1])
 
 
 def _stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
-    """The weight as it is stored where the kernels know its format, else what it stands for."""
+    """Return the weight as stored if the kernels know its format, else dequantized."""
     format = get_format(weight.format)
     if format.stacked:
         kind, *names = format.stacked
@@ -262,7 +259,7 @@ def _stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
 def _low_bit(
     x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool = False
 ) -> Tensor:
-    """Sorted rows times their experts' matrices in the format's own arithmetic."""
+    """Multiply sorted rows with their experts' matrices in the format's own arithmetic."""
     if triton_supports(x_PK):
         return grouped.multiply(x_PK, _stack(weight, num_experts, x_PK.dtype), groups)
     return _low_bit_product(x_PK, weight, groups, num_experts, exact)
@@ -271,7 +268,7 @@ def _low_bit(
 def _low_bit_product(
     x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool
 ) -> Tensor:
-    """The format's own product, an expert at a time."""
+    """Compute the format's own product, an expert at a time."""
     experts = weight.derive("experts", lambda q: tuple(_experts(q, num_experts)))
     return torch.cat(
         [
@@ -283,5 +280,4 @@ def _low_bit_product(
 
 
 def _experts(weight: QTensor, num_experts: int) -> list[QTensor]:
-    """The matrix of each expert, over the storages of the whole."""
     return get_format(weight.format).split(weight, [weight.shape[0] // num_experts] * num_experts)

@@ -1,9 +1,8 @@
-"""The bounds on what a model folder may make us read: regular files of a bounded size, JSON of a
-bounded depth, honest headers.
+"""Bounded reads of a model folder: regular files of a bounded size, JSON of a bounded depth, honest
+headers.
 
-A folder comes from strangers. Nothing here follows what it says before a number beside it (the size
-of a file, the memory of the machine) allows that, and every refusal is a ValueError of one line
-that names the file.
+A folder is untrusted. Its claims are checked against file sizes and memory before they are
+followed; every refusal is a one-line ValueError that names the file.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from safetensors import SafetensorError, safe_open
 
 from lowroll.types import printable
 
-MOST_JSON = 16 << 20  # bytes; parsed, JSON takes up to forty times as much memory
-# of a tokenizer.json, which the tokenizers library parses; the largest known has 35 MB
+MOST_JSON = 16 << 20  # bytes; parsed JSON takes up to forty times the memory
+# bytes of a tokenizer.json; the largest known has 35 MB
 MOST_TOKENIZER = 256 << 20
-MOST_HEADER = 32 << 20  # of a safetensors file; 100 bytes a tensor
+MOST_HEADER = 32 << 20  # bytes of a safetensors header; 100 a tensor
 
 Headers = dict[str, tuple[tuple[int, ...], str]]  # tensor: (shape, safetensors dtype)
 
 
 def regular(path: Path, most: int) -> int:
-    """The size of a regular file (links are followed). ValueError for another kind of file, or more
-    than `most` bytes."""
+    """Return the size of a regular file (links are followed). ValueError for another kind of file,
+    or above `most`."""
     try:
         status = path.stat()
     except OSError as error:
@@ -43,8 +42,7 @@ def regular(path: Path, most: int) -> int:
 
 
 def read_json(path: Path, most: int = MOST_JSON) -> Any:
-    """Read the JSON of a file of at most `most` bytes. ValueError names the file and says what is
-    wrong with it."""
+    """Read a JSON file of at most `most` bytes. ValueError names the file and the reason."""
     regular(path, most)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -57,8 +55,7 @@ def read_json(path: Path, most: int = MOST_JSON) -> Any:
 
 
 def tensor_headers(path: Path) -> Headers:
-    """Read the shapes and dtypes of a safetensors file from its header alone. ValueError names a
-    file that is damaged."""
+    """Read shapes and dtypes from a safetensors header. ValueError names a damaged file."""
     size = regular(path, 1 << 62)
     try:
         with open(path, "rb") as file:
@@ -78,7 +75,7 @@ def tensor_headers(path: Path) -> Headers:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first five of the names, and how many more there are."""
+    """Return the first five names, and the number of the others."""
     names = list(names)
     shown = ", ".join(printable(name, 200) for name in names[:5])
     if len(names) <= 5:

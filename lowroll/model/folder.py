@@ -1,4 +1,4 @@
-"""The folder of a model: where it lies, and which of its files may be copied elsewhere."""
+"""Model folders: where they are, and which of their files may be copied."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
-HUB_SECONDS = 3.0  # until the hub has answered anything
+HUB_SECONDS = 3.0  # timeout of the hub's first answer
 
 
 def inside(folder: Path, name: str) -> Path | None:
-    """A file of the folder that may be copied elsewhere; None when there is none. ValueError for a
-    link that leads out of the folder: a stranger's link would put a file of this machine into what
-    is published next. The hub's cache keeps the files of `snapshots/<commit>` in `blobs` beside
-    it."""
+    """Return a file of the folder, or None. ValueError for a link out of the folder, which could
+    publish a file of this machine; the hub's `blobs` beside `snapshots/<commit>` are allowed."""
     path = folder / name
     home = os.path.realpath(folder)
     if not path.is_file():
@@ -46,8 +44,7 @@ def inside(folder: Path, name: str) -> Path | None:
 
 
 def copy_tokenizer(source: str | Path | None, target: Path) -> None:
-    """Copy the tokenizer files of a model folder, if one is given. ValueError for a link that leads
-    out of it."""
+    """Copy a model folder's tokenizer files, if one is given. ValueError for a link out of it."""
     for name in TOKENIZER_FILES:
         if source is not None and (path := inside(Path(source), name)) is not None:
             shutil.copyfile(path, target / name)
@@ -55,9 +52,9 @@ def copy_tokenizer(source: str | Path | None, target: Path) -> None:
 
 @cache
 def why_hub_is_silent() -> str:
-    """Return "" when the hub answers within HUB_SECONDS, else a clause that says that it does not.
+    """Return "" when the hub answers within HUB_SECONDS, else a clause that says why not.
 
-    Its client alone would try for minutes where packets are dropped. Asked once a process.
+    Its client alone would retry for minutes where packets are dropped. Cached.
     """
     from huggingface_hub import constants, get_session
 
@@ -69,10 +66,10 @@ def why_hub_is_silent() -> str:
         try:
             get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
             found.append("")
-        except Exception as error:  # every way in which there is no network
+        except Exception as error:  # any network failure
             found.append(type(error).__name__)
 
-    thread = threading.Thread(target=ask, daemon=True)  # a name may take long to be looked up
+    thread = threading.Thread(target=ask, daemon=True)  # a name lookup may take long
     thread.start()
     thread.join(HUB_SECONDS)
     if found == [""]:
@@ -88,13 +85,13 @@ def resolve(
     connect: bool = True,
     key: str = "model",
 ) -> Path:
-    """A local model folder, downloading a hub id (its newest commit, or the revision) when the path
-    does not exist; without its weights when they are not wanted. A GGUF file gives the folder that
-    is made of it (`model.gguf`), the name of a known model the one that was fetched
-    (`model.known`); a folder of that name comes first.
+    """Return a local model folder: a path; a short name (`model.known`); the folder made of a GGUF
+    file (`model.gguf`); or a downloaded hub id, at its newest commit or the revision. An existing
+    path comes first. weights: download them too.
 
-    connect: whether a connection may be made; without, the hub's cache on this machine is all that
-    is looked into. key: the setting that names it. ValueError says what was tried."""
+    connect: without it only this machine's hub cache is searched. key: the setting that names the
+    model. ValueError says what was tried.
+    """
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -124,7 +121,7 @@ def resolve(
                 name, revision=revision, local_files_only=local, allow_patterns=wanted
             )
         )
-    except Exception as error:  # the hub's errors are many; the user needs one line
+    except Exception as error:  # the hub raises many kinds
         if local:
             why = f"{silent}it is not in the hub's cache on this machine"
         else:

@@ -1,8 +1,7 @@
-"""Products with the matrix that frozen codes stand for, forward and backward.
+"""Products with a frozen low-bit matrix, forward and backward.
 
-The matrix is dequantized for each and let go of. Of int8 codes, rotated or not, a CPU with AMX multiplies the bytes
-themselves, with as many digits as float32 has (`kernels.matmul.limbs`): nothing is dequantized, and the
-codes lie in oneDNN's layout, once a direction.
+The matrix is dequantized for each product. A CPU with AMX multiplies int8 codes, rotated or not,
+directly, with float32's precision (`kernels.matmul.limbs`), in oneDNN's layout, once a direction.
 
 Legend: T tokens, K in features, N out features.
 """
@@ -49,14 +48,14 @@ def add_input_gradient(x_grad_TK: Tensor, grad_TN: Tensor, weight: QTensor) -> T
     if not _in_bytes(grad_TN, weight):
         return x_grad_TK.addmm_(grad_TN, weight.dequantize(grad_TN.dtype))
     packed, scale_N = weight.derive("onednn of the transpose", _transposed)
-    if weight.format == ROTATED:  # the matrix is its own transpose and inverse
+    if weight.format == ROTATED:  # the rotation is its own transpose and inverse
         rotated_TK = limbs.add_product(torch.zeros_like(x_grad_TK), grad_TN, packed, scale_N)
         return x_grad_TK.add_(rotate(rotated_TK))
     return limbs.add_product(x_grad_TK, grad_TN, packed, scale_N)
 
 
 def _in_bytes(x: Tensor, weight: QTensor) -> bool:
-    # by name: other formats' codes may stand for more than codes times scales
+    # by name: other formats' codes may mean more than codes times scales
     known = weight.format in (int8.Int8.name, ROTATED)
     return known and bool(limbs.supports(x, weight.tensors["codes"]))
 

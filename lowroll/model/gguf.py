@@ -1,10 +1,9 @@
-"""A GGUF file as a model folder: transformers reads it, and its weights become dense.
+"""GGUF files as model folders: transformers reads them, and their weights become dense.
 
-The folder is made once, in float32, which holds the file's numbers exactly, and lies in the hub's
-cache; a file that changed gets another one. Where all linear layers of the file have one kind of
-block that is a format here (`quant.blocks`), and that format makes the file's codes of the dense
-weights again, bit for bit, the folder notes it in `gguf.json`: then it is the format of rollouts
-for which none is asked. Files of several kinds are dense.
+The folder is made once, in float32, which holds the numbers exactly, in the hub's cache; a changed
+file gets another one. If all linear layers have one kind of block that is a format here
+(`quant.blocks`), and that format reproduces the file's codes bit for bit, `gguf.json` names it as
+the default format of rollouts.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from lowroll.quant.blocks import keeps
 from lowroll.types import printable
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
-# what transformers leaves out of the config it makes of a file: the model would be another one
+# keys that transformers ignores, which would make another model
 UNREAD = (".rope.scaling.", ".attention.sliding_window")
 FREQUENCIES = "rope_freqs.weight"
-NOTE = "gguf.json"  # beside the weights that a file became: {"format": the one that holds them exactly}
+NOTE = "gguf.json"  # {"format": the one that holds the weights exactly}
 KINDS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
 
 log = logging.getLogger(__name__)
 
 
 def home() -> Path:
-    """The folder of the hub's cache in which folders of GGUF files lie."""
+    """Return the folder of GGUF models in the hub's cache."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HOME, "lowroll")
 
 
 def require(name: str | Path) -> None:
-    """ValueError says what to install when GGUF files cannot be read."""
+    """Raise ValueError with what to install when GGUF files cannot be read."""
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(
             f"{printable(name)}: GGUF files need a package: pip install 'lowroll[gguf]'"
@@ -51,8 +50,8 @@ def require(name: str | Path) -> None:
 
 
 def folder_of(path: Path) -> Path:
-    """The folder with the config, the dense weights and the tokenizer of a GGUF file. ValueError
-    names the file when it cannot be read, and what to install for it."""
+    """Return the folder with the config, dense weights and tokenizer of a GGUF file. ValueError
+    names the unreadable file, or what to install."""
     require(path)
     file = path.resolve()
     status = file.stat()
@@ -65,16 +64,16 @@ def folder_of(path: Path) -> Path:
 
 
 def make(file: Path, folder: Path) -> None:
-    """Make the folder of a GGUF file, whole or not at all. One that another process makes meanwhile
-    stays. ValueError names the file when it cannot be read."""
+    """Make the folder of a GGUF file atomically; another process's stays. ValueError names an
+    unreadable file."""
     log.warning("%s: its weights become dense float32, in %s", file.name, folder)
     try:
         publish_folder(folder, lambda target: _write(file, target), {"kind": "model"})
-    except FileExistsError:  # another process was quicker
+    except FileExistsError:  # another process was faster
         pass
     except OSError:
         raise
-    except Exception as error:  # the readers raise many kinds; the user needs one line
+    except Exception as error:  # the readers raise many kinds
         raise ValueError(
             f"{printable(file)}: cannot be read as a GGUF model ({type(error).__name__}: "
             f"{printable((str(error).splitlines() or [''])[0])})"
@@ -82,8 +81,8 @@ def make(file: Path, folder: Path) -> None:
 
 
 def format_of(folder: Path) -> str | None:
-    """Return the format in which the folder's dense weights are exactly the codes of a GGUF file;
-    None where it notes none. ValueError names a note that is damaged."""
+    """Return the format whose codes are exactly the folder's dense weights, or None. ValueError
+    names a damaged gguf.json."""
     if not (folder / NOTE).is_file():
         return None
     found = read_json(folder / NOTE)
@@ -94,7 +93,7 @@ def format_of(folder: Path) -> str | None:
 
 
 def _check(reader: Any) -> None:
-    """ValueError names what of the file would be lost."""
+    """Raise ValueError for content that would be lost."""
     field = reader.fields.get("general.architecture")
     architecture = None if field is None else field.contents()
     if architecture not in ARCHITECTURES:
@@ -120,7 +119,7 @@ def _write(file: Path, target: Path) -> None:
     home, name = str(file.parent), file.name
     model = AutoModelForCausalLM.from_pretrained(home, gguf_file=name, dtype=torch.float32)
     model.config.architectures = [type(model).__name__]
-    # the weights are dense by now, and are to be saved so
+    # saved as dense weights
     del model.hf_quantizer
     del model.config.quantization_config
     model.save_pretrained(target)
@@ -133,8 +132,7 @@ def _write(file: Path, target: Path) -> None:
 
 
 def _kind(reader: Any) -> str | None:
-    """The format of every linear layer; None where they have several kinds of blocks, or another
-    one."""
+    """Return the format of all linear layers, or None."""
     kinds = {
         tensor.tensor_type.name
         for tensor in reader.tensors
@@ -144,7 +142,6 @@ def _kind(reader: Any) -> str | None:
 
 
 def _linears(model: Any) -> Iterator[Tensor]:
-    """The matrices of the layers."""
     for name, tensor in model.named_parameters():
         if ".layers." in name and tensor.ndim == 2:
             yield tensor.detach()

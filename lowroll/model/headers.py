@@ -1,6 +1,5 @@
-"""The contents of a model folder as its config and the headers of its files tell them, checked before
-anything is allocated: names, shapes and dtypes, and the format of the linear layers.
-"""
+"""A model folder's names, shapes, dtypes and formats by its config and file headers, checked before
+allocation."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ Layouts = StoredLayout | PackedWeights | MixedLayout
 
 
 def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Path]]:
-    """Read the spec of a folder, how it stores its linear layers, and the file of each tensor,
-    checked as far as headers go. ValueError as `hf.load` says, but for the values of the weights."""
+    """Read a folder's spec, the layout of its linear layers, and the file of each tensor.
+    ValueError as for `hf.load`, except values."""
     spec = read_spec(folder)
     layout = read_folder_layout(folder)
     if isinstance(layout, StoredLayout | MixedLayout) and layout.rotated:
@@ -52,8 +51,8 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
 
 
 def read_folder_layout(folder: Path) -> Layouts | None:
-    """Read how a folder stores its linear layers; None when they are dense. ValueError names file
-    and key."""
+    """Read the layout of a folder's linear layers; None when dense. ValueError names file and
+    key."""
     config = read_config(folder).get("quantization_config")
     if not config:
         return None
@@ -68,9 +67,8 @@ def read_folder_layout(folder: Path) -> Layouts | None:
 
 
 def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
-    """The format of a folder's linear layers (of the base that it states, when it is an adapter
-    folder); None when they are dense. dtype: of layers that are dense beside others, the folder's
-    own unless it is given."""
+    """Return the format of a folder's linear layers (for an adapter folder, of its base), or None
+    when dense. dtype: of dense layers beside others, by default the folder's."""
     if (folder / "adapter_config.json").is_file():
         stated = base.read(folder)
         if stated is not None and stated.weights is not None:
@@ -86,9 +84,9 @@ def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None
 
 
 def exact_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
-    """The low-bit format that holds the folder's linear layers exactly: that of `low_bit_format`, or
-    of the GGUF file that a dense folder was made of. None when there is none. dtype: in which the
-    dense weights will be read; a file's numbers are exact in float32 alone."""
+    """Return the low-bit format that holds the linear layers exactly: that of `low_bit_format`, or
+    of a dense folder's GGUF file, or None. dtype: in which dense weights will be read; only float32
+    keeps a GGUF file's numbers exactly."""
     own = low_bit_format(folder, dtype)
     return gguf.format_of(folder) if own is None and dtype in (None, torch.float32) else own
 
@@ -96,8 +94,8 @@ def exact_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
 def own_format(
     folder: Path, spec: ModelSpec, layout: Layouts | None, dtype: torch.dtype
 ) -> str | None:
-    """The format of a folder's linear layers; None when they are dense, or become so. dtype: of
-    layers that are dense beside others. ValueError for parts of one matrix that differ."""
+    """Return the format of a folder's linear layers; None when they are or become dense. dtype: of
+    dense layers beside others. ValueError for parts of one matrix that differ."""
     if not isinstance(layout, MixedLayout):
         return None if layout is None else layout.format
     assignment, sizes = {}, {}
@@ -118,7 +116,7 @@ def own_format(
 
 
 def stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> dict[str, Header]:
-    """Return the headers of what the files hold for one HF tensor, by name."""
+    """Return the headers stored for an HF tensor, by name."""
     if layout is None or not is_linear(part):
         return {part: (shape, FLOATS)}
     module = part.removesuffix(".weight")
@@ -132,9 +130,9 @@ def stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> d
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
-    """HF tensor name -> safetensors file, from the single file or the index."""
+    """Map HF tensor names to safetensors files, from the single file or the index."""
     index, single = folder / shards.INDEX, folder / shards.WEIGHTS
-    if single.is_file():  # it wins over an index beside it, as in transformers
+    if single.is_file():  # it precedes an index, as in transformers
         return dict.fromkeys(tensor_headers(single), single)
     if index.is_file():
         try:
@@ -184,8 +182,7 @@ def _check_headers(
     if layout is not None:
         _check_quantized(folder, found, wanted)
     missing = [name for name in wanted if name not in found]
-    # Old Llama checkpoints store the rotary table; a tied checkpoint may repeat its embedding as
-    # lm_head.
+    # Old Llama checkpoints store the rotary table; tied ones may repeat the embedding as lm_head.
     extra = [
         name
         for name in found
@@ -223,7 +220,6 @@ def _check_headers(
 
 
 def _wanted_headers(spec: ModelSpec, layout: Layouts | None) -> dict[str, Header]:
-    """Return the headers of what the files must hold, by HF tensor name."""
     wanted: dict[str, Header] = {}
     for _, parts, shape in hf_names(spec):
         for part in parts:
@@ -232,7 +228,7 @@ def _wanted_headers(spec: ModelSpec, layout: Layouts | None) -> dict[str, Header
 
 
 def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) -> None:
-    """Are exactly the linear layers quantized that are said to be, in the order of their columns?"""
+    """Check that exactly the declared linear layers are quantized, in column order."""
     dense = [
         name
         for name in found

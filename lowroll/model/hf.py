@@ -1,11 +1,9 @@
 """Weights in and out of Hugging Face folders: safetensors only, HF names outside, fused matrices
 inside.
 
-`load` checks everything it can from the files' headers (names, shapes, dtypes) before it allocates,
-then copies, and refuses non-finite values by tensor name; a model is returned whole or not at all.
-`save` publishes a folder atomically. Save then load is bitwise, for dense and for low-bit linear
-weights (`quant.layouts`): codes and scales go in and out as they are, and nothing is quantized on
-the way.
+`load` checks the files' headers (names, shapes, dtypes) before it allocates, and refuses non-finite
+values by tensor name; it returns a whole model or none. `save` is atomic. Save then load is
+bitwise, for dense and for low-bit linear weights (`quant.layouts`).
 """
 
 from __future__ import annotations
@@ -54,14 +52,13 @@ def load(
     dtype: torch.dtype | None = None,
     weights: str | None = None,
 ) -> Transformer:
-    """A model from a Hugging Face folder or hub id, in `dtype` (default: float32 on CPU, bfloat16
-    on CUDA).
+    """Load a model from a Hugging Face folder or hub id, in `dtype` (default: float32 on CPU,
+    bfloat16 on CUDA).
 
-    The linear layers of a low-bit folder are the QTensors that it holds; such a model is frozen.
-    weights: the format in which the layers of a dense folder are kept, frozen too (a mixed one says
-    which for each layer); each is quantized when it arrives, so that no more than a few of them are
-    ever dense. A PEFT adapter folder gives the base that it states (`lowroll.model.base`), or else
-    the one that its adapter_config.json names, with the adapter on top.
+    A low-bit folder gives frozen QTensors. weights: the format for a dense folder's linear layers,
+    frozen too (a mixed one says which for each layer); layers are quantized on arrival, so few are
+    dense at once. A PEFT adapter folder gives its recorded base (`lowroll.model.base`), or the one
+    that adapter_config.json names, with the adapter on top.
 
     ValueError names the file, tensors or key for: an unsupported config, missing, extra or
     mis-shaped tensors, non-finite values, wrong dtypes, damaged files, `.bin`/`.pt` weights, and
@@ -117,9 +114,8 @@ def load(
 
 
 def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]:
-    """Read the spec of a dense folder, the file of each of its weights, and the weights on the CPU
-    as the files hold them, under their Hugging Face names. ValueError as `read_headers` says, and
-    for a low-bit folder."""
+    """Read a dense folder's spec, the file of each weight, and the weights on the CPU by their HF
+    names. ValueError as for `read_headers`, and for a low-bit folder."""
     spec, layout, files = read_headers(folder)
     if layout is not None:
         raise ValueError(
@@ -136,11 +132,10 @@ def _load_adapted(
     dtype: torch.dtype | None = None,
     weights: str | None = None,
 ) -> Transformer:
-    """Make the base that a folder's adapter learned on again, as the run made it, and put the
-    adapter on top.
+    """Load an adapter's base as the run made it, and put the adapter on top.
 
-    dtype: of what is not quantized, as in `load`. weights: a format to keep dense layers in, where
-    the base has none of its own. ValueError as `load`, `bases.read` and `lora.load` say.
+    dtype: as in `load`. weights: a format for the dense layers of a base without its own.
+    ValueError as for `load`, `bases.read` and `lora.load`.
     """
     base, named = bases.read(folder), bases.base_of(folder)
     if base is None:
@@ -158,7 +153,7 @@ def _load_adapted(
 
 
 def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
-    """The matrix in `format`: its own storage, when that is what the format holds."""
+    """Quantize a matrix, in its own storage if the format allows."""
     mine = over(w_NK)
     if mine is not None and mine.format == format:
         return mine
@@ -172,7 +167,6 @@ def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
 def _batches(
     shapes: dict[str, dict[str, tuple[int, ...]]], layout: Layouts | None
 ) -> list[list[str]]:
-    """The stored tensors of every parameter."""
     return [
         [name for part, shape in parts.items() for name in stored_names(part, shape, layout)]
         for parts in shapes.values()
@@ -185,8 +179,7 @@ def _decode_low_bit(
     layout: StoredLayout | PackedWeights,
     shapes: dict[str, tuple[int, ...]],
 ) -> dict[str, Any]:
-    """The parts of a matrix, each as its file holds it: QTensors, or dense where the layout has no
-    format."""
+    """Return a matrix's parts as stored: QTensors, or dense where the layout has no format."""
     parts = {}
     for part, (rows, columns) in shapes.items():
         module = part.removesuffix(".weight")
@@ -207,11 +200,10 @@ def _stack(format: str, parts: dict[str, QTensor]) -> QTensor:
 
 
 def state(model: Transformer) -> dict[str, Tensor]:
-    """The model's weights under their HF names, fused matrices cut: dense tensors, or the codes and
-    scales of files.
+    """Return the weights by HF name, fused matrices cut: dense tensors, or codes and scales.
 
-    ValueError when an adapter rides on the weights (it would be lost without a word), or when a
-    block of the format reaches over the border of two parts.
+    ValueError when an adapter, which would be lost, is attached, or a block of the format spans two
+    parts.
     """
     adapted = [name for name, linear in model.linears() if linear.adapter is not None]
     if adapted:
@@ -249,12 +241,10 @@ def save(
     tokenizer_from: str | Path | None = None,
     step: int | None = None,
 ) -> Path:
-    """Publish the model as a Hugging Face folder, with the tokenizer files of another folder beside
-    it.
+    """Publish the model as a Hugging Face folder, with another folder's tokenizer files.
 
-    Linear layers are stored as they are: dense, or in their low-bit format with a
-    `quantization_config`. The folder appears whole or not at all, and its manifest says of which
-    step of a run it is. FileExistsError when it exists already; ValueError as `state` says.
+    Linear layers stay dense or in their low-bit format with a `quantization_config`. Atomic; the
+    manifest has the run's step. FileExistsError when it exists; ValueError as for `state`.
     """
     from lowroll.checkpoint.publish import publish_folder
 
@@ -267,7 +257,7 @@ def save(
 
 
 def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and the tensors of a folder. ValueError as `state` says."""
+    """Return config.json and the tensors of a folder. ValueError as for `state`."""
     config: dict[str, Any] = {**model.spec.config, "dtype": DTYPES[model.dtype]}
     config.pop("torch_dtype", None)
     form = None if model.weight_format is None else get_format(model.weight_format)
@@ -283,8 +273,8 @@ def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _modules(model: Transformer, form: Mixed) -> dict[str, list[str]]:
-    """The modules of each format, as files call them. ValueError for a dense format that is not the
-    model's: files hold it in another dtype."""
+    """Return the modules of each format by file name. ValueError for a dense format other than the
+    model's, which files cannot hold."""
     found: dict[str, list[str]] = {}
     for name, parts, _ in hf_names(model.spec):
         if is_linear(parts[0]):
@@ -300,7 +290,7 @@ def _modules(model: Transformer, form: Mixed) -> dict[str, list[str]]:
 def write(
     files: tuple[dict[str, Any], dict[str, Tensor]], target: Path, tokenizer_from: str | Path | None
 ) -> None:
-    """Write the `contents` of a model into an existing folder."""
+    """Write a model's `contents` into an existing folder."""
     config, tensors = files
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shards.write(tensors, target)

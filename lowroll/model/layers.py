@@ -1,4 +1,4 @@
-"""The two kinds of layers that a model is made of, behind the same calls."""
+"""The two kinds of layers, learner's and engine's, behind the same calls."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from lowroll.model.linear import Linear
 
 
 class Layers(NamedTuple):
-    """The classes of a model's layers."""
-
     linear: type[Linear]
     experts: type[Experts]
 

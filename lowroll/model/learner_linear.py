@@ -1,16 +1,14 @@
 """The learner's linear layer: a product with gradients.
 
     dense       the weight is a Parameter: Y = X W' + b
-    low-bit     the weight is a QTensor, the frozen base of LoRA: X times the dequantized matrix,
-                which lives for one product only; differentiable in X
+    low-bit     the weight is a QTensor, LoRA's frozen base, dequantized for each product; differentiable in X
     aligned     the engine's arithmetic forward (QaRL), with the QTensor Q(W) of the weight W
 
-An aligned layer's gradient passes the quantizer unchanged (straight-through), scales are constants:
+An aligned layer's gradient is straight-through, with constant scales:
 
     Y = lowbit(X, Q(W)) + b        dX = dY dequantize(Q(W))        dW = dY^T X        db = sum dY
 
-Any of them may have codes of its transpose beside it (`weights.aligned.transpose`): then dX is a
-product of fp8 codes, too.
+With codes of the transpose (`weights.aligned.transpose`), dX is a product of fp8 codes, too.
 
 Legend: T tokens, K in features, N out features.
 """
@@ -36,8 +34,8 @@ from lowroll.quant.formats import QTensor, float_product, get_format, multiplica
 
 
 class LearnerLinear(Linear):
-    """A linear layer of the learner. What it multiplies with follows from what it holds: an
-    adapter, codes beside the weight, or the weight alone."""
+    """A linear layer of the learner, which multiplies with an adapter, codes beside the weight, or
+    the weight."""
 
     @property
     def codes(self) -> QTensor | None:
@@ -58,7 +56,7 @@ class LearnerLinear(Linear):
         )
 
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor:
-        """The product of silu(gate) * up, which the backward pass makes again."""
+        """Multiply silu(gate) * up, which the backward pass recomputes."""
         assert isinstance(gate_up_TN, Tensor)
         if self._learns_alone and not self.exact and triton_supports(gate_up_TN):
             return _GatedProduct.apply(
@@ -69,15 +67,14 @@ class LearnerLinear(Linear):
         return self(remake(made, self.gate, gate_up_TN))
 
     def after_update(self, gate_up_TN: Tensor, update: Update) -> Tensor | Product:
-        """Return `after_swiglu` of a product that lacks its update. With an adapter of its own the
-        backward pass makes silu(gate) * up again in the pass that makes the gradient of gate_up."""
+        """Compute `after_swiglu` of a product that lacks its update. With an adapter, the backward
+        pass recomputes silu(gate) * up together with the gradient of gate_up."""
         if self.adapter is None or not self.adapter.enabled:
             return super().after_update(gate_up_TN, update)
         return self.adapted(self.adapter, gate_up_TN, update=update)[0]
 
     @property
     def _learns_alone(self) -> bool:
-        """Is the weight all that learns?"""
         return (
             isinstance(self.weight, nn.Parameter)
             and self.weight.requires_grad
@@ -92,7 +89,7 @@ def _multiply(
     codes: QTensor | None,
     exact: bool = False,
 ) -> Tensor:
-    """The product with the codes where there are any, else with the weight."""
+    """Multiply with the codes, if any, else with the weight."""
     if codes is None:
         return float_product(x_TK, weight_NK, bias_N, exact)
     return codes.linear(x_TK.detach(), bias_N, exact)
@@ -101,8 +98,8 @@ def _multiply(
 def _input_gradient(
     grad_TN: Tensor, weight: Tensor | QTensor | None, transposed: QTensor | None
 ) -> Tensor:
-    """dX [T, K] of dY [T, N]. weight: what the forward stands for; not read where its transpose has
-    codes."""
+    """Return dX [T, K] of dY [T, N]. weight: what the forward stands for; unused if the transpose
+    has codes."""
     if transposed is not None:
         return fp8.gradient(grad_TN, transposed)
     assert weight is not None
@@ -112,8 +109,8 @@ def _input_gradient(
 
 
 class _LearningProduct(torch.autograd.Function):
-    """The product of a weight that learns, which has codes of its own, of its transpose, or both.
-    The weight's gradient passes the quantizer straight through."""
+    """The product of a trained weight with codes of its own, of its transpose, or both; the
+    weight's gradient is straight-through."""
 
     @staticmethod
     def forward(
@@ -146,8 +143,8 @@ class _LearningProduct(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """A learning weight's product of silu(gate) * up. Backward, one pass over gate_up makes its
-    gradient and, for that of the weight, silu(gate) * up again."""
+    """A trained weight's product of silu(gate) * up. Backward, one pass over gate_up makes its
+    gradient and recomputes silu(gate) * up for the weight's."""
 
     @staticmethod
     def forward(
@@ -181,9 +178,8 @@ class _GatedProduct(torch.autograd.Function):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """The product of a frozen low-bit weight: in its format's own arithmetic with the codes of an
-    aligned forward, else x times the dequantized matrix, which the backward pass makes again
-    instead of keeping it."""
+    """The product of a frozen low-bit weight: in its format's own arithmetic with an aligned
+    forward's codes, else x times the dequantized matrix, recomputed in the backward pass."""
 
     @staticmethod
     def forward(

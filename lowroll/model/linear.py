@@ -1,12 +1,11 @@
-"""The weight seam: a linear layer whose weight is a Parameter or a QTensor, with an optional
-low-rank adapter.
+"""The linear layer: a weight that is a Parameter or a QTensor, with an optional low-rank adapter.
 
-Fused matrices (qkv, gate-up) know their parts, because checkpoints and adapters name the parts.
+Fused matrices (qkv, gate-up) know the parts that checkpoints and adapters name.
 
     y = W x + b,   and with an adapter on a part p:   y_p += (alpha / r) B_p A_p x   (`lowroll.model.adapter`)
 
-Here is what all of them share. How one multiplies is its kind's: `model.learner_linear` has
-gradients, `model.engine_linear` multiplies QTensors in their formats' own arithmetic.
+Subclasses multiply: `model.learner_linear` with gradients, `model.engine_linear` with QTensors in
+their formats' own arithmetic.
 
 Legend: T tokens, K in features, N out features.
 """
@@ -29,8 +28,8 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 class Linear(nn.Module):
-    """`parts` maps the name of each stacked matrix to its rows, in order: {"q_proj": 512, "k_proj":
-    128, ...}."""
+    """A linear layer. `parts` maps each stacked matrix to its rows, in order: {"q_proj": 512,
+    "k_proj": 128, ...}."""
 
     def __init__(
         self,
@@ -48,15 +47,15 @@ class Linear(nn.Module):
             torch.empty(rows, in_features, device=device, dtype=dtype)
         )
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
-        # what a learner's forward multiplies with in place of the weight, see weights.aligned
+        # codes for a learner's forward in place of the weight (weights.aligned)
         self.aligned: QTensor | None = None
-        # of the weight's transpose, what a gradient is multiplied with, see weights.aligned
+        # codes of the weight's transpose for the gradient (weights.aligned)
         self.transposed: QTensor | None = None
         self.adapter: Adapter | None = None
         self.exact = False  # see `Transformer.be_exact`
 
     def rows(self, part: str) -> slice:
-        """Return the slice of a part's rows in the fused matrix."""
+        """Return a part's rows in the fused matrix."""
         start = 0
         for name, size in self.parts.items():
             if name == part:
@@ -65,14 +64,13 @@ class Linear(nn.Module):
         raise KeyError(part)
 
     def set_weight(self, weight: QTensor | nn.Parameter) -> None:
-        """Replace the weight object (not its values) by a QTensor or a Parameter."""
+        """Replace the weight object (not its values)."""
         del self.weight
         self.weight = weight
         self.aligned = self.transposed = None
 
     def quantized(self, format: str) -> QTensor:
-        """The weight in `format`, a plain one: the very tensor that the learner multiplies with, when it has
-        one."""
+        """Return the weight in a plain `format`: the learner's own codes, if it has them."""
         weight = self.weight
         if self.aligned is not None and self.aligned.format == format:
             return self.aligned
@@ -86,35 +84,35 @@ class Linear(nn.Module):
 
     @property
     def codes(self) -> QTensor | None:
-        """The codes that the forward multiplies with in the format's own arithmetic; None: it
-        multiplies with the matrix that the weight stands for."""
+        """The codes of a forward in the format's own arithmetic, or None."""
         raise NotImplementedError
 
     @property
     def row_kind(self) -> str | None:
-        """The kind of quantized rows that the layer wants as its input, where whoever makes the
-        input can quantize it; None: plain activations."""
+        """The kind of quantized rows that the layer accepts from its input's producer; None: plain
+        activations."""
         return None
 
     def read(self, x_TK: Tensor) -> Tensor | QuantizedRows:
-        """The input as the layer wants it."""
+        """Return the input in the form that the layer wants."""
         return x_TK if self.row_kind is None else quantize_rows(x_TK, self.row_kind)
 
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor | Product:
-        """The product of silu(gate) * up."""
+        """Multiply silu(gate) * up."""
         raise NotImplementedError
 
     def gate(self, gate_up_TN: Tensor | Product) -> Tensor | QuantizedRows:
-        """silu(gate) * up, as the layer wants it."""
+        """Return silu(gate) * up in the form that the layer wants."""
         return (invariant.silu_mul if self.exact else silu_mul)(gate_up_TN, self.row_kind)
 
     def base_and_update(
         self, x_TK: Tensor | QuantizedRows
     ) -> tuple[Tensor | Product, Update | None]:
-        """The product, and the adapter's update that is missing in it; None when nothing is.
+        """Return the product, and the adapter's update that it lacks, or None.
 
-        An update is left out on a device, for a reader that adds it tile by tile and whose gradient
-        is that of the sum (`kernels.training.low_rank`)."""
+        On a device the update is left to a reader that adds it by tiles and whose gradient is that
+        of the sum (`kernels.training.low_rank`).
+        """
         adapter = self.adapter
         if (
             adapter is None
@@ -129,7 +127,7 @@ class Linear(nn.Module):
         return y_TN, Update(low_TL, b_NL, adapter.rank)
 
     def after_update(self, gate_up_TN: Tensor, update: Update) -> Tensor | Product:
-        """Return `after_swiglu` of a product that lacks its update."""
+        """Compute `after_swiglu` of a product that lacks its update."""
         h_TF = silu_mul_adapted(gate_up_TN, update.low_TL, update.b_NL, update.rank)
         remake(h_TF, silu_mul_adapted, gate_up_TN, update.low_TL, update.b_NL, update.rank)
         return self(self.read(h_TF))
@@ -137,7 +135,7 @@ class Linear(nn.Module):
     def adapted(
         self, adapter: Adapter, x_TK: Tensor, whole: bool = True, update: Update | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The product with the adapter on, l and (alpha / r) B, as `adapter.product` gives them."""
+        """Return the adapted product, l and (alpha / r) B, as `adapter.product`."""
         return adapters.product(
             x_TK,
             self.weight,

@@ -1,19 +1,18 @@
-"""The only way from logits to log-probs, for the sampler and for the learner; float32 always.
+"""The only path from logits to log-probs, for sampler and learner, in float32.
 
-`log_probs` is it. `token_log_probs` applies it to the tokens that were drawn, in chunks of rows, so
-that the [T, V] logits never exist, forward or backward:
+`token_log_probs` applies `log_probs` to drawn tokens in chunks of rows, so that the [T, V] logits
+never exist, forward or backward:
 
     z = h W' / temperature,   logp = z[y] - lse(z),   entropy = lse(z) - sum_v softmax(z)_v z_v
     G = (onehot(y) - softmax(z)) / temperature,       d logp / d h = G W,       d logp / d W = G' h
 
-A frozen W (LoRA) lets the forward pass make d logp / d h from the logits that it has, one row [D] a
-token: the backward pass multiplies it by the incoming gradient and makes no logits. A W that learns
-needs G itself. Of the first chunks the forward pass keeps it, in the dtype of W, and the incoming
-gradient g goes to the other factor, d W = G' (g h); of the others the backward pass makes the logits
-again.
+With a frozen W (LoRA) the forward pass computes d logp / d h from its logits, one row [D] a token,
+and backward needs no logits. A trained W needs G: the forward pass keeps it for the first chunks,
+in the dtype of W, and the incoming gradient g scales the other factor, d W = G' (g h); for the
+others the backward pass recomputes the logits.
 
-On CUDA products of half-precision matrices give float32 logits, which nothing rounds in between.
-Only there is G kept: it is half of the logits.
+On CUDA products of half-precision matrices give unrounded float32 logits. G is kept only there, at
+half of the logits' size.
 
 Legend: T tokens, C tokens of a chunk, D hidden size, V vocabulary.
 """
@@ -31,11 +30,11 @@ from lowroll.kernels.matmul import ordered
 from lowroll.kernels.sampling import chosen
 from lowroll.kernels.training import logprobs as kernels
 
-KEPT = 3  # chunks whose G is kept: beside one chunk's logits no more than two chunks' with their G
+KEPT = 3  # chunks whose G is kept: at most two with G beside one chunk's logits
 
 
 def log_probs(logits_TV: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probs [T, V] float32 of softmax(logits / temperature)."""
+    """Return log-probs [T, V] float32 of softmax(logits / temperature)."""
     logits_TV = logits_TV.float()
     if temperature != 1.0:
         logits_TV = logits_TV / temperature
@@ -50,11 +49,11 @@ def token_log_probs(
     chunk: int = 1024,
     exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of its distribution, both [T] float32.
+    """Return each target's log-prob and its distribution's entropy, both [T] float32.
 
-    `hidden_TD[t]` predicts `targets_T[t]`; `weight_VD` is the lm_head. The log-probs carry gradient
-    to both, the entropy carries none. `chunk` rows of logits exist at a time. exact: a row's logits
-    are those of any batch (`kernels.invariant`). ValueError for a temperature that is not above 0.
+    `hidden_TD[t]` predicts `targets_T[t]`; `weight_VD` is the lm_head. Only the log-probs carry
+    gradient. `chunk` rows of logits exist at a time. exact: a row's logits do not depend on its
+    batch (`kernels.invariant`). ValueError for a temperature that is not above 0.
     """
     if not temperature > 0:
         raise ValueError(f"temperature: log-probs need a temperature above 0, got {temperature}")
@@ -62,15 +61,15 @@ def token_log_probs(
 
 
 def logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Logits [T, V]: on CUDA the float32 sums of half-precision products, unrounded before the
-    softmax; elsewhere in the model's dtype. Differentiable in both."""
+    """Return logits [T, V], differentiable in both: on CUDA unrounded float32 sums of
+    half-precision products, else in the model's dtype."""
     if not _wide(hidden_TD):
         return F.linear(hidden_TD, weight_VD)
     return _Logits.apply(hidden_TD, weight_VD)
 
 
 class _Logits(torch.autograd.Function):
-    """torch's float32 product of half-precision matrices has no derivative."""
+    """torch's float32 product of half-precision matrices, with the missing derivative."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -112,7 +111,7 @@ class _TokenLogProbs(torch.autograd.Function):
             slope_TD = torch.empty_like(hidden_TD)
             grad_CV = _room(hidden_TD, weight_VD, chunk)
         kept = _kept(hidden_TD) if ctx.needs_input_grad[1] else 0
-        ctx.slopes = {}  # G of chunks by number; whoever reads one lets go of it
+        ctx.slopes = {}  # G by chunk; its reader drops it
         for i, rows in enumerate(_chunks(hidden_TD, chunk)):
             if exact:
                 logits_CV = ordered.product(hidden_TD[rows], weight_VD, dtype=torch.float32)
@@ -123,7 +122,7 @@ class _TokenLogProbs(torch.autograd.Function):
             else:
                 grad_CV = torch.empty_like(logits_CV, dtype=weight_VD.dtype) if i < kept else None
             as_drawn_C = None
-            if exact and triton_supports(logits_CV):  # elsewhere there is one log-softmax
+            if exact and triton_supports(logits_CV):  # elsewhere there is only one log-softmax
                 as_drawn_C = chosen.log_probs(logits_CV, targets_T[rows], temperature)
             logp_C, entropy_T[rows] = kernels.token_log_probs(
                 logits_CV, targets_T[rows], temperature, grad_CV
@@ -133,7 +132,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 torch.mm(grad_CV, weight_VD, out=slope_TD[rows])
             elif grad_CV is not None:
                 ctx.slopes[i] = grad_CV
-            del logits_CV  # before the next ones are made
+            del logits_CV  # frees them before the next ones
         if slope_TD is not None:
             ctx.save_for_backward(slope_TD)
         else:
@@ -147,7 +146,7 @@ class _TokenLogProbs(torch.autograd.Function):
             (slope_TD,) = ctx.saved_tensors
             return (slope_TD * grad_T[:, None]).to(slope_TD.dtype), *(None,) * 5
         hidden_TD, weight_VD, targets_T, logp_T = ctx.saved_tensors
-        # of a plain sum it is one number with stride 0; kernels read addresses
+        # a plain sum's gradient has stride 0; kernels read addresses
         grad_T = grad_T.contiguous()
         hidden_grad = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)
@@ -177,30 +176,28 @@ def _chunks(hidden_TD: Tensor, chunk: int) -> list[slice]:
 
 
 def _room(hidden_TD: Tensor, weight_VD: Tensor, chunk: int) -> Tensor:
-    """Return the buffer for the gradient of a chunk's logits, in the weight's dtype, as the
-    products that read it want it."""
+    """Return the buffer for a chunk's logit gradient, in the weight's dtype and the layout that its
+    products want."""
     return weight_VD.new_empty(min(chunk, hidden_TD.shape[0]), weight_VD.shape[0])
 
 
 def _kept(hidden_TD: Tensor) -> int:
-    """Return the number of chunks of which the forward pass keeps G."""
     return KEPT if _wide(hidden_TD) else 0
 
 
 def _wide(x: Tensor) -> bool:
-    """Return whether the device can give the float32 sums of half-precision products."""
+    """Return whether the device gives float32 sums of half-precision products."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def float32_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, in float32 where the device gives its sums unrounded, else in the dtype of a."""
+    """Return a @ b, in float32 if the device gives unrounded sums, else in the dtype of a."""
     if _wide(a):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a @ b
 
 
 def _add_float32_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, with a float32 total."""
     if _wide(a):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:

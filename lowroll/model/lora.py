@@ -2,9 +2,8 @@
 
 On disk an adapter is what PEFT writes and reads: `adapter_model.safetensors` with
 `base_model.model.<module>.lora_A.weight` [r, in] and `lora_B.weight` [out, r], and
-`adapter_config.json`. Inside, the adapters of a fused matrix (q, k, v; gate, up) stay separate, one
-pair a part. Beside them lie what the adapter stands on (`lowroll.model.base`) and a card that says
-so.
+`adapter_config.json`. In memory, each part of a fused matrix (q, k, v; gate, up) has its own pair.
+The folder also records the base (`lowroll.model.base`) and has a card.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from lowroll.quant.formats import QTensor, all_finite
 from lowroll.types import printable
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Keys of a PEFT config that are read, or say nothing about the computation. Any other key must have
-# a neutral value.
+# PEFT config keys that are read or do not change the computation. Others must be neutral.
 _READ = {
     "peft_type",
     "task_type",
@@ -64,11 +62,11 @@ _HOMES = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
 def attach(
     model: Transformer, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
 ) -> Transformer:
-    """Freeze the model and give every target part a fresh adapter: A uniform (Kaiming, a = sqrt 5),
-    B zero.
+    """Freeze the model and add a fresh adapter to every target part: A uniform (Kaiming, a = sqrt
+    5), B zero.
 
     A fresh adapter is exactly the identity. ValueError names an unknown target, a rank below 1, or
-    targets that are experts' matrices: those stay as they are.
+    targets that are experts' matrices, which are unsupported.
     """
     check(model.spec, rank, alpha, targets)
     needed = 4 * sum(math.prod(shape) for shape in _shapes(model, rank, targets).values())
@@ -99,7 +97,7 @@ def attach(
 
 
 def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> None:
-    """Raise ValueError as `attach` does, for a model of this spec."""
+    """Raise ValueError as `attach` for a model of this spec."""
     unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(TARGETS))
     if unknown or not targets:
         raise ValueError(
@@ -119,7 +117,7 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
 
 @contextmanager
 def disabled(model: Transformer) -> Iterator[Transformer]:
-    """The base policy: adapters switched off inside the block."""
+    """Switch the adapters off inside the block: the base policy."""
     adapters = [linear.adapter for _, linear in model.linears() if linear.adapter is not None]
     before = [adapter.enabled for adapter in adapters]
     for adapter in adapters:
@@ -132,8 +130,8 @@ def disabled(model: Transformer) -> Iterator[Transformer]:
 
 
 def merge(model: Transformer) -> Transformer:
-    """Add the adapters into dense weights, rounding each sum once, and drop them. ValueError when
-    the base is quantized."""
+    """Add the adapters into dense weights, rounding once, and drop them. ValueError for a quantized
+    base."""
     for name, linear in model.linears():
         if linear.adapter is None:
             continue
@@ -150,15 +148,16 @@ def merge(model: Transformer) -> Transformer:
 
 
 def state(model: Transformer, input_scale: float = 1.0) -> dict[str, Tensor]:
-    """The adapter's tensors under PEFT's names.
+    """Return the adapter's tensors under PEFT's names.
 
-    input_scale: the s of a base whose norms were scaled (`model.scaling`): the adapters behind a
-    norm read s x there, so s goes into their A, and what comes out fits the base as it was."""
+    input_scale: the s of a base with scaled norms (`model.scaling`). Adapters behind a norm read s
+    x, so their A is multiplied by s to fit the unscaled base.
+    """
     return unscaled({name: p.detach() for name, p in _named(model)}, input_scale)
 
 
 def unscaled(tensors: Mapping[str, Tensor], input_scale: float) -> dict[str, Tensor]:
-    """An adapter's tensors for the base as it was, of those for a base that carries s."""
+    """Convert an adapter's tensors from a base that carries s to the unscaled base."""
     return {
         name: tensor * input_scale if input_scale != 1 and name.endswith(_BEHIND_A_NORM) else tensor
         for name, tensor in tensors.items()
@@ -166,7 +165,7 @@ def unscaled(tensors: Mapping[str, Tensor], input_scale: float) -> dict[str, Ten
 
 
 def wanted(model: Transformer, rank: int) -> dict[str, tuple[int, ...]]:
-    """The tensors that an adapter of this rank has, for all parts that have one here."""
+    """Return the tensors of an adapter of this rank, for all parts that have one here."""
     return {
         name: (rank, p.shape[1]) if name.endswith(".lora_A.weight") else (p.shape[0], rank)
         for name, p in _named(model)
@@ -174,8 +173,7 @@ def wanted(model: Transformer, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def are_whole_targets(lacking: Set[str], every: Set[str]) -> bool:
-    """Return whether an adapter lacks all that there is of some targets, but not of every
-    target."""
+    """Return whether an adapter lacks some targets entirely, but not all."""
     targets = {name.split(".")[-3] for name in lacking}
     return lacking == {name for name in every if name.split(".")[-3] in targets} != every
 
@@ -183,7 +181,7 @@ def are_whole_targets(lacking: Set[str], every: Set[str]) -> bool:
 def pairs(
     linear: str, adapter: Adapter, tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """(A, B) of those parts of a linear layer that are among an adapter's tensors."""
+    """Return (A, B) of a linear layer's parts in an adapter's tensors."""
     names = {part: _names(linear, part) for part in adapter.a}
     return {part: (tensors[a], tensors[b]) for part, (a, b) in names.items() if a in tensors}
 
@@ -199,14 +197,13 @@ def _named(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _names(linear: str, part: str) -> tuple[str, str]:
-    """A and B of a part in PEFT's words."""
     _, layer, kind = linear.split(".")
     stem = f"base_model.model.model.layers.{layer}.{_HOMES[kind]}.{part}"
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 
 
 def _shapes(model: Transformer, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that a file must hold for an adapter, by name, before there is one."""
+    """Return the shapes of an adapter's file, by name, before it is attached."""
     found: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
         for part in (part for part in linear.parts if part in targets):
@@ -225,11 +222,11 @@ def save(
     tokenizer_from: str | Path | None = None,
     input_scale: float = 1.0,
 ) -> Path:
-    """Publish the adapter as a PEFT folder, atomically, with the tokenizer files of another folder
-    beside it.
+    """Publish the adapter as a PEFT folder, atomically, with another folder's tokenizer files.
 
-    `base` is the model that it belongs to, a folder or hub id; input_scale is explained at `state`.
-    ValueError when the model has no adapter, FileExistsError when the folder exists already."""
+    `base` is its model, a folder or hub id; input_scale as for `state`. ValueError without an
+    adapter, FileExistsError when the folder exists.
+    """
     from lowroll.checkpoint.publish import publish_folder
 
     if all(linear.adapter is None for _, linear in model.linears()):
@@ -253,8 +250,8 @@ def write(
     input_scale: float = 1.0,
     revision: str | None = None,
 ) -> None:
-    """Write the model's adapter into an existing folder, with what it stands on; the card for people
-    is `model.card`'s. revision: the commit of a base on the hub."""
+    """Write the adapter and its base's record into an existing folder; `model.card` writes the
+    card. revision: the commit of a base on the hub."""
     alpha = next(linear.adapter.alpha for _, linear in model.linears() if linear.adapter)
     write_tensors(state(model, input_scale), target, alpha, _absolute(base), revision)
     bases.write(bases.of(model, input_scale), target)
@@ -268,8 +265,8 @@ def write_tensors(
     base: str,
     revision: str | None = None,
 ) -> None:
-    """Write an adapter's tensors under PEFT's names, and the config that goes with them, into an
-    existing folder. ValueError when they are no adapter's."""
+    """Write an adapter's tensors under PEFT's names, and their config, into an existing folder.
+    ValueError when they are no adapter's."""
     ranks = {t.shape[0] for name, t in tensors.items() if name.endswith(".lora_A.weight")}
     parts = {name.split(".")[-3] for name in tensors}
     if len(ranks) != 1 or not parts <= set(TARGETS):
@@ -293,20 +290,19 @@ def write_tensors(
 
 
 def _absolute(base: str) -> str:
-    """The name of a model; of a folder, one that means the same folder elsewhere, and no hub id. A
-    short name (`model.known`) means nothing to other tools: the folder does."""
+    """Return a model's name, with an absolute path for a folder or a short name (`model.known`),
+    which other tools do not know."""
     folder = resolve(base) if base in KNOWN else Path(base).expanduser()
     return str(folder.resolve()) if base and folder.is_dir() else base
 
 
 def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Transformer:
-    """Attach the adapter of a PEFT folder to a model of its sizes. The model is changed only when
-    everything fits.
+    """Attach a PEFT folder's adapter to a model of its sizes, which changes only if everything
+    fits.
 
-    The base that it learned on is what `hf.load` of the folder makes. input_scale: the s that the
-    model carries, for an adapter that was saved to fit the base as it was (`state`). ValueError
-    names the file, and the key or the tensors that are damaged, missing, misshapen or ask for a
-    variant of LoRA that this one is not.
+    `hf.load` of the folder makes the right base. input_scale: the s that the model carries, for an
+    adapter saved for the unscaled base (`state`). ValueError names the file, and the key or the
+    tensors that are damaged, missing, misshapen or of an unsupported variant of LoRA.
     """
     folder = Path(folder)
     config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -330,12 +326,11 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
 
 
 def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Tensor]]:
-    """(alpha, tensors) of a PEFT folder on the CPU, as a model's adapter has them; input_scale as in
-    `load`. Shapes and names are for whoever takes them to check. ValueError names the file and the
-    key."""
+    """Return (alpha, tensors) of a PEFT folder on the CPU; input_scale as in `load`. The caller
+    checks shapes and names. ValueError names the file and the key."""
     _, alpha, _ = _read_config(folder / "adapter_config.json")
     weights = folder / "adapter_model.safetensors"
-    tensor_headers(weights)  # says what is wrong with a damaged file
+    tensor_headers(weights)  # explains a damaged file
     return alpha, {
         name: tensor / input_scale if name.endswith(_BEHIND_A_NORM) else tensor
         for name, tensor in load_file(weights).items()
@@ -343,7 +338,7 @@ def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Ten
 
 
 def _read_config(path: Path) -> tuple[int, float, list[str]]:
-    """(rank, alpha, targets) of an adapter_config.json. ValueError names the key."""
+    """Return (rank, alpha, targets) of an adapter_config.json. ValueError names the key."""
     config = read_adapter_config(path)
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -369,8 +364,9 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
 
 
 def _parts(targets: list[object]) -> set[str]:
-    """The parts of a block that are named, also one by one (`model.layers.0.self_attn.q_proj`), as
-    PEFT does for `all-linear` in a model of few layers; that none is missing the tensors must show."""
+    """Return the named parts of a block, also those named one by one
+    (`model.layers.0.self_attn.q_proj`), as PEFT does for `all-linear` in a model of few layers. The
+    tensors must show that none is missing."""
     return {str(target).rpartition(".")[2] for target in targets}
 
 

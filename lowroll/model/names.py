@@ -1,5 +1,4 @@
-"""The names that Hugging Face folders give to a model's weights: of each parameter, fused matrices
-included, the names of its parts."""
+"""Hugging Face names of the parameters and of fused matrices' parts."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def hf_names(spec: ModelSpec) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:
-    """(internal name, HF names of the stacked parts, shape of the whole) of every parameter."""
+    """Yield (internal name, HF names of the stacked parts, shape of the whole) of every
+    parameter."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     hidden, wide = spec.hidden_size, spec.intermediate_size
     yield "embedding", ["model.embed_tokens.weight"], (spec.vocab_size, hidden)
@@ -64,14 +64,14 @@ def hf_names(spec: ModelSpec) -> Iterator[tuple[str, list[str], tuple[int, ...]]
 
 
 def features_read(spec: ModelSpec) -> dict[str, int]:
-    """Return the features that each kind of matrix reads, by its HF name ("q_proj", ...)."""
+    """Return the in features of each kind of matrix by HF name ("q_proj", ...)."""
     wide = spec.moe_intermediate_size if spec.num_experts else spec.intermediate_size
     reads = dict.fromkeys(LINEARS, spec.hidden_size)
     return reads | {"o_proj": spec.num_heads * spec.head_dim, "down_proj": wide}
 
 
 def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
-    """Rows that one HF tensor takes in its fused matrix of `whole` rows."""
+    """Return an HF tensor's rows in its fused matrix of `whole` rows."""
     part = hf_name.rsplit(".", 2)[-2]
     wide = spec.moe_intermediate_size or spec.intermediate_size
     if part == "down_proj":
@@ -86,10 +86,10 @@ def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
 
 
 def is_linear(hf_name: str) -> bool:
-    """Is this the weight of a layer that formats quantize?"""
+    """Return whether a weight belongs to a layer that formats quantize."""
     return hf_name.endswith(tuple(f".{part}.weight" for part in LINEARS))
 
 
 def module_of(parts: dict[str, tuple[int, ...]]) -> str:
-    """The module of a matrix, or of the first of its parts, as files call it."""
+    """Return the module of a matrix or of its first part, as files name it."""
     return next(iter(parts)).removesuffix(".weight")

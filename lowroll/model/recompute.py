@@ -1,21 +1,19 @@
-"""Tensors that the backward pass makes again instead of keeping (Chen et al. 2016, arXiv
-1604.06174), one by one.
+"""Recomputation of single tensors in the backward pass (Chen et al. 2016, arXiv 1604.06174).
 
     with remaking():
         h = norm(x)
-        remake(h, norm, x)              # whoever saves h for its backward pass saves (norm, x) in its place
+        remake(h, norm, x)              # autograd saves (norm, x) in place of h
 
-Autograd hands every tensor that it is about to save to a hook. The hook knows those that were
-announced by `remake`, and keeps the recipe: the function and its inputs, which may be recipes
-themselves. What the recipe gives is kept until its last reader had it, so a function runs once in
-the backward pass however many saved its output.
+Autograd passes every saved tensor to a hook, which replaces those announced by `remake` with a
+recipe: the function and its inputs, possibly recipes themselves. A recipe's result is kept until
+its last reader, so a function runs once in the backward pass.
 
-The functions must be deterministic and free of side effects; the gradient is then bit for bit what
-it is without. A tensor is announced after it was made, so what its own maker saved of it stays.
+The functions must be deterministic and free of side effects; the gradient is then bitwise the same.
+A tensor is announced after it was made, so what its own maker saved of it stays.
 
-Outside of `remaking`, `remake` does nothing. A block announces what can be made again and decides
-nothing: whoever trains the model opens the book around it (`trainer.recompute`), and only where
-gradients are recorded, since a book holds what is announced until it is closed.
+Outside of `remaking`, `remake` does nothing: a block announces, and the trainer decides
+(`trainer.recompute`). Use it only where gradients are recorded: announced tensors are held until
+the block ends.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _active = threading.local()
 
 
 class _Recipe:
-    """A function and its inputs, for `readers` that will ask for what it gives."""
+    """A function and its inputs, for `readers` of its result."""
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         self.function = function
@@ -62,8 +60,7 @@ class _Recipe:
 
 
 class _Book:
-    """The recipes of one `remaking` block. It holds their outputs, so that no other tensor takes
-    their place."""
+    """The recipes of a `remaking` block. It holds their outputs so that their ids stay unique."""
 
     def __init__(self, products: bool) -> None:
         self.products = products
@@ -85,16 +82,14 @@ class _Book:
         self.outputs.append(output)
 
     def close(self) -> None:
-        """Let go of the outputs: autograd holds the hook, and so this book, as long as the graph
-        lives."""
+        """Release the outputs: autograd keeps the hook, and so this book, as long as the graph."""
         self.recipes.clear()
         self.outputs.clear()
 
 
 @contextmanager
 def remaking(products: bool = False) -> Iterator[None]:
-    """Inside, tensors announced by `remake` are saved as recipes. products: those, too, that cost a
-    matrix product to make again."""
+    """Save tensors announced by `remake` as recipes inside. products: also matrix products."""
     before = getattr(_active, "book", None)
     _active.book = book = _Book(products)
     try:
@@ -106,8 +101,8 @@ def remaking(products: bool = False) -> Iterator[None]:
 
 
 def remake(output: Any, function: Callable[..., Any], *inputs: Any, product: bool = False) -> Any:
-    """Announce that function(*inputs) gives `output` again; returns it. Inputs are detached in the
-    backward pass. product: the function is a matrix product."""
+    """Announce that function(*inputs) recomputes `output`; returns it. Inputs are detached in the
+    backward pass. product: it is a matrix product."""
     book = getattr(_active, "book", None)
     if book is not None and (book.products or not product):
         book.add(output, function, inputs)

@@ -1,17 +1,13 @@
-"""A learner that attends to what the sampler's cache held, and to nothing else.
+"""Attention of the learner over what the sampler's cache held.
 
-A key j is seen by query q of its head iff j <= q and no compaction had dropped it when q ran
-(`types.Evictions`). So the queries between two compactions all see the keys that the first of them
-left, and causally their own: attention of the last tokens of a sequence over all of it, where the
-sequence is another one for each layer, KV head and stretch between compactions. Its keys are
-gathered; no mask is needed, and a query meets at most budget + buffer keys instead of all before it.
+Query q of a head sees key j iff j <= q and no compaction had dropped it when q ran
+(`types.Evictions`). So the queries between two compactions see the keys that the first one left,
+and causally their own: attention of a sequence's last tokens over a sequence that differs by layer,
+KV head and stretch. Its keys are gathered, without a mask; a query sees at most budget + buffer
+keys. Up to the first compaction attention is dense.
 
-Up to the first compaction attention is dense, and a sequence without compactions goes the way of
-`varlen` altogether.
-
-Cost: keys and values of a stretch are copied out, (budget + buffer) / buffer times what the packed
-tokens have (5 at 512 + 128), for each layer. Nothing of that is kept for the backward pass, which
-makes it again, MOST_MARKED marks at a time.
+Cost: keys and values of a stretch are copied, (budget + buffer) / buffer times the packed tokens'
+(5 at 512 + 128), for each layer. The backward pass recomputes them, MOST_MARKED marks at a time.
 
 Legend: T packed tokens or positions of a sequence, L layers, H query heads, G key-value heads, Q
 query heads of a key-value head, d head size, S sequences, R stretches, C queries of the stretches,
@@ -32,15 +28,14 @@ from torch.utils.checkpoint import checkpoint
 from lowroll.model.attention import Attend, suffixes, upload, varlen
 from lowroll.types import Evictions
 
-MOST_MARKED = 1 << 20  # stretches x heads x positions whose keys are looked up at once
+MOST_MARKED = 1 << 20  # stretches x heads x positions processed at once
 IN_A_BYTE = 255  # compactions
 
 
 def pack_evictions(numbers_LGT: Tensor, after: Sequence[int]) -> Evictions:
-    """The plain data of compactions after these positions, ascending.
+    """Return the data of compactions after these positions, ascending.
 
-    numbers_LGT: on the CPU, the number of the compaction that dropped each key up to the last of
-    those positions, 0 where none did.
+    numbers_LGT: on the CPU, the compaction that dropped each key up to the last position; 0: none.
     """
     layers, heads, length = numbers_LGT.shape
     if not after:
@@ -53,8 +48,7 @@ def pack_evictions(numbers_LGT: Tensor, after: Sequence[int]) -> Evictions:
 
 
 def unpack_evictions(evictions: Evictions) -> Tensor:
-    """The numbers [L, G, T] that `pack_evictions` took, uint8 or int16. ValueError when they are
-    not what it writes."""
+    """Return `pack_evictions`'s numbers [L, G, T], uint8 or int16. ValueError for invalid data."""
     after = evictions.after
     length = after[-1] + 1 if after else 0
     dtype = torch.uint8 if len(after) <= IN_A_BYTE else torch.int16
@@ -67,7 +61,7 @@ def unpack_evictions(evictions: Evictions) -> Tensor:
 
 
 def _decompress(data: bytes, size: int) -> bytes:
-    """`size` bytes. Never makes more: what is read may be a stranger's."""
+    """Decompress exactly `size` bytes, a bound for untrusted data."""
     stream = zlib.decompressobj()
     try:
         raw = stream.decompress(data, size + 1)
@@ -79,8 +73,8 @@ def _decompress(data: bytes, size: int) -> bytes:
 
 
 def check_evictions(evictions: Evictions, layers: int, heads: int, context_length: int) -> None:
-    """ValueError, which names the field, unless a model of so many layers and KV heads can replay
-    them: all heads drop equally many keys at a time, and none before it is there."""
+    """Raise ValueError, with the field, unless a model of so many layers and KV heads can replay
+    them: all heads drop equally many keys at a time, and none before it exists."""
     after = evictions.after
     if (evictions.layers, evictions.heads) != (layers, heads):
         raise ValueError(
@@ -96,7 +90,7 @@ def check_evictions(evictions: Evictions, layers: int, heads: int, context_lengt
     if lowest < 0 or highest > len(after):
         raise ValueError(f"numbers: leave 0 .. {len(after)}, the compactions")
     positions_T = torch.arange(numbers_XT.shape[1])
-    first_T = torch.searchsorted(torch.tensor(after), positions_T) + 1  # that can drop it
+    first_T = torch.searchsorted(torch.tensor(after), positions_T) + 1  # the first that can drop it
     if bool(((numbers_XT != 0) & (numbers_XT < first_T.to(numbers_XT.dtype))).any()):
         raise ValueError("numbers: a key is dropped before it is there")
     counts = [numbers_T.bincount(minlength=len(after) + 1) for numbers_T in numbers_XT]
@@ -109,13 +103,12 @@ def replayed(
     evictions: Sequence[Evictions | None],
     device: torch.device | str = "cpu",
 ) -> Attend:
-    """Causal attention over packed sequences of these lengths, each over the keys that its
-    sampler's cache held. None, or no compaction that a query came after: over all, bit for bit as
-    `varlen`."""
+    """Return causal attention over packed sequences of these lengths, each over the keys that its
+    sampler's cache held. None, or no compaction before a query: over all, bitwise as `varlen`."""
     starts = [0, *accumulate(lengths)]
     stretches: list[_Stretch] = []
     numbers: list[Tensor] = []
-    first_lengths: list[int] = []  # of each sequence, up to its first compaction
+    first_lengths: list[int] = []  # each sequence's tokens up to its first compaction
     for start, length, dropped in zip(starts, lengths, evictions, strict=False):
         bounds = [] if dropped is None else [p + 1 for p in dropped.after if p + 1 < length]
         first_lengths.append(bounds[0] if bounds else length)
@@ -155,16 +148,16 @@ def replayed(
 class _Stretch:
     """Positions [begin, end) of a sequence between two compactions."""
 
-    sequence: int  # among those with compactions
-    number: int  # of the compaction before it
-    start: int  # where the sequence begins in the packed row
+    sequence: int  # index among those with compactions
+    number: int  # the compaction before it
+    start: int  # the sequence's start in the packed row
     begin: int
     end: int
-    keys: int  # that its last query sees
+    keys: int  # keys that its last query sees
 
 
 class _Numbers:
-    """The compactions of all sequences, numbers_LGST on the device; 0 behind a sequence's own."""
+    """The compactions of all sequences, numbers_LGST on the device; 0 beyond a sequence's own."""
 
     def __init__(self, numbers: Sequence[Tensor], device: torch.device | str) -> None:
         widest = max(x.shape[2] for x in numbers)
@@ -178,7 +171,7 @@ class _Numbers:
 
 
 def _portions(stretches: Sequence[_Stretch], table: _Numbers) -> Iterator[list[_Stretch]]:
-    """Neighbours whose keys are looked up at once: MOST_MARKED marks, or a single stretch."""
+    """Group stretches to process at once: MOST_MARKED marks, or a single stretch."""
     some: list[_Stretch] = []
     longest = 0
     for stretch in stretches:
@@ -224,8 +217,8 @@ class _Portion:
         return o_GxCQd.unflatten(0, (self.num_heads, -1)).transpose(0, 1).flatten(1, 2)
 
     def keys(self, layer: int) -> Tensor:
-        """Return the places of each head's keys in the packed row, int64 [G, N], stretch by stretch
-        and ascending in each. The host does not wait."""
+        """Return each head's key indices in the packed row, int64 [G, N], ascending in each
+        stretch, without waiting."""
         sequence_R, number_R1, start_R1, end_R1, offset_R1 = (
             x if i == 0 else x[:, None] for i, x in enumerate(self.rows_5R)
         )
@@ -239,7 +232,6 @@ class _Portion:
         return keys_GN.scatter_(1, place_GRT.flatten(1), where_GX)[:, :-1]
 
     def _numbers(self, layer: int) -> Tensor:
-        """[G, S, longest]."""
         numbers_GST = self.numbers_LGST[layer]
         missing = self.longest - numbers_GST.shape[2]
         if missing <= 0:

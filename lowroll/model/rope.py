@@ -18,7 +18,7 @@ from lowroll.model.spec import ModelSpec
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """Radians a position for each of the d/2 pairs, float32."""
+    """Return radians a position of the d/2 pairs, float32."""
     freqs = 1.0 / spec.rope_theta ** (
         torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
     )
@@ -34,6 +34,6 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 
 
 def rotations(pos_T: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of every token's angles, each [T, 1, d/2] float32."""
+    """Return (cos, sin) of every token's angles, each [T, 1, d/2] float32."""
     angles = pos_T.float()[:, None, None] * freqs
     return angles.cos(), angles.sin()

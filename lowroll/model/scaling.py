@@ -1,21 +1,20 @@
-"""Update-aware scaling (QuRL, Eq. 11-12): once, before training, every norm grows by s and what
-reads it shrinks by s.
+"""Update-aware scaling (QuRL, Eq. 11-12): before training, norms are multiplied by s and their
+readers divided by s.
 
     (W / s) (s x) = W x        for q, k, v behind the input norm; gate, up, a router behind the post-attention norm
 
 The function stays, the gradient of W / s is s times larger, and W / s is s times smaller: an SGD
-update is s^2 times larger beside the weight. Adam's and Muon's updates do not follow the size of a
-gradient, so with them the relative update grows by s. A format whose scales follow the largest
-weight has the codes of W / s equal to those of W but for ties, so its relative error stays; what
-grows is the share of codes that an update flips (`weights.watch`). In int8 it grows by s in the
-scaled matrices once an update flips a few codes in a hundred; fewer flips grow less, because the
-largest weight of a row lies on a tie whatever s is, and fp8's, whose steps follow each weight, grow
-less too. o and down flip as before: of all codes, s = 1.5 flips 1.2 to 1.3 times as many.
+update is relatively s^2 times larger. Adam's and Muon's updates ignore the size of a gradient, so
+their relative update grows by s. If a format's scales follow the largest weight, W / s has W's
+codes but for ties, and its relative error stays; an update flips a larger share of codes
+(`weights.watch`). In int8 the share grows by s in the scaled matrices once an update flips a few
+codes in a hundred; fewer flips grow less, because the largest weight of a row is on a tie for every
+s, and so do fp8's, whose steps follow each weight. As o and down are unscaled, s = 1.5 flips 1.2 to
+1.3 times as many of all codes.
 
-Biases stay. o and down have no norm before them and stay. A bfloat16 weight is rounded once more by
-a division by an s that is no power of two. The model's config records s, so that a scaled model
-cannot be scaled again, also after it was saved: a scaled model is an ordinary model with the same
-logits, and is exported as it stands. Noise on its norms (`weights.noise`) grows by s with them.
+Biases, o and down stay. An s that is no power of two rounds a bfloat16 weight once more. The config
+records s, so that a saved model is not scaled again: it is an ordinary model with the same logits.
+Noise on its norms (`weights.noise`) grows by s.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ import torch
 from lowroll.model.transformer import Block, Transformer
 from lowroll.quant.formats import QTensor
 
-KEY = "lowroll_uaq_scale"  # in config.json of a model whose weights are scaled
+KEY = "lowroll_uaq_scale"  # config.json key of a scaled model
 
 
 def applied(model: Transformer) -> float | None:
-    """The s that the model's weights carry, or None."""
+    """Return the s that the model's weights carry, or None."""
     return model.spec.config.get(KEY)
 
 
@@ -40,9 +39,8 @@ def applied(model: Transformer) -> float | None:
 def scale(model: Transformer, s: float) -> Transformer:
     """Scale a dense model in place. s = 1 is the identity, bit for bit.
 
-    ValueError, before anything changes, for an s that is not finite and positive, a model that was
-    scaled before, one with quantized weights, or one with an adapter (which learnt to read the
-    norms as they were).
+    ValueError, before anything changes, for an s that is not finite and positive, or a model that
+    is scaled, quantized, or has an adapter (trained on the unscaled norms).
     """
     if not (math.isfinite(s) and s > 0):
         raise ValueError(f"uaq_scale: must be finite and positive, is {s}")

@@ -27,13 +27,12 @@ def score(
     tokens_per_batch: int = 8192,
     evictions: Sequence[Evictions | None] | None = None,
 ) -> list[Tensor]:
-    """Log-probs of each sequence's response tokens under the learner's forward pass, one float32
-    tensor a sequence.
+    """Return the log-probs of each response's tokens under the learner, a float32 tensor a
+    sequence.
 
     `sequences[i]` is prompt and response as token ids, `prompt_lens[i]` (at least 1) the prompt's
-    part of it. The log-probs are those of softmax(logits / temperature). evictions: of each
-    sequence, what its sampler's cache dropped (`Rollout.evictions`): the log-probs are then those
-    of what was left. ValueError names the sequence that is at fault.
+    length. The log-probs are of softmax(logits / temperature). evictions: what each sampler's cache
+    dropped (`Rollout.evictions`), to score with the rest. ValueError names the faulty sequence.
     """
     model = model if isinstance(model, Transformer) else hf.load(model)
     if len(sequences) != len(prompt_lens):

@@ -1,16 +1,13 @@
-"""Tensors of safetensors files on their way to a device, and from there into files.
+"""Streaming of safetensors files to a device, and writing them.
 
-A file is the length of a header (8 bytes, little-endian), the header, which is JSON with the dtype,
-shape and place of every tensor, and the tensors' bytes. `stream` brings batches of tensors to the
-device in their order, each batch in one buffer, where the parts of a fused matrix lie one under the
-other and need no second copy. Threads read pieces ahead of who uses them: for a GPU into pinned
-memory and on from there, so that reading and copying overlap; files in the page cache arrive at the
-speed of memory and not of one thread.
+A file is the length of a header (8 bytes, little-endian), the JSON header with every tensor's
+dtype, shape and place, and the bytes. `stream` brings batches of tensors to the device, each in one
+buffer, where the parts of a fused matrix are contiguous. Threads read ahead: for a GPU into pinned
+memory, so that reading and copying overlap, and the page cache is read by several threads.
 
-Headers must have been checked (`model.headers`): nothing here asks twice what a file holds.
+Headers must have been checked (`model.headers`).
 
-`write` makes files of at most SHARD_BYTES, several at once, with names and index as transformers has
-them.
+`write` makes files of at most SHARD_BYTES, several at once, with transformers' names and index.
 """
 
 from __future__ import annotations
@@ -36,8 +33,8 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 1 << 30
 THREADS = 8
-PIECE = 16 << 20  # bytes that a thread reads at once
-AHEAD = 2 << 30  # bytes on the device, or on their way there, that nobody has used yet
+PIECE = 16 << 20  # bytes of one read
+AHEAD = 2 << 30  # bytes read ahead on the device
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -53,7 +50,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """The location of a tensor: its file, the first byte there, how many."""
+    """A tensor's file, first byte and size."""
 
     path: Path
     start: int
@@ -67,11 +64,10 @@ def stream(
     batches: Sequence[Sequence[str]],
     device: torch.device | str,
 ) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each batch by name, on the device and in the dtype of their files.
+    """Yield each batch's tensors by name, on the device and in the files' dtype.
 
-    files: where each tensor is. Tensors of a batch that have one dtype follow each other without a
-    gap, and what is yielded may be used on the current stream. ValueError names a file that ends
-    too early.
+    files: where each tensor is. A batch's tensors of one dtype are contiguous, and usable on the
+    current stream. ValueError names a truncated file.
     """
     places, reader = (
         _places(files, {name for batch in batches for name in batch}),
@@ -88,15 +84,15 @@ def stream(
             yield reader.finish(*under_way.popleft()[:2])
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        # after an error, no copy may still write to memory that is given back
+        # after an error, no copy may still write to freed memory
         if reader.device.type == "cuda":
             torch.cuda.synchronize(reader.device)
             torch.cuda.empty_cache()
 
 
 def join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The parts one under the other, in `dtype`: their own storage, when they came in one batch and
-    in this dtype."""
+    """Stack the parts in `dtype`: in their own storage, if they came in one batch and this
+    dtype."""
     whole, first = (sum(len(part) for part in parts), *parts[0].shape[1:]), parts[0]
     ends = [part.storage_offset() + part.numel() for part in parts]
     starts = [part.storage_offset() for part in parts]
@@ -132,7 +128,7 @@ def _places(files: dict[str, Path], wanted: set[str]) -> dict[str, TensorLocatio
 
 
 class _Reader:
-    """Reads pieces of files into tensors on one device, from any thread."""
+    """A reader of file pieces into tensors on one device, from any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.own = device, threading.local()
@@ -142,15 +138,14 @@ class _Reader:
         pool: ThreadPoolExecutor,
         batch: dict[str, TensorLocation],
     ) -> tuple[dict[str, Tensor], list[Future[None | torch.cuda.Event]], int]:
-        """Allocate the batch and hand its pieces to the threads: (tensors that will be filled,
-        pieces, bytes)."""
+        """Allocate the batch and submit its pieces: (tensors to be filled, pieces, bytes)."""
         ends, size = {}, 0
         for name, place in batch.items():
             size = -(-size // place.dtype.itemsize) * place.dtype.itemsize + place.nbytes
             ends[name] = size
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         ready = None
-        # what the memory held before may still be in use on this stream
+        # this stream may still use the memory's old content
         if self.device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self.device))
@@ -177,7 +172,7 @@ class _Reader:
     def read(
         self, path: Path, start: int, target_B: Tensor, ready: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
-        """Bytes of a file into `target_B`. On a GPU they are there when the event has come."""
+        """Read bytes of a file into `target_B`. On a GPU they arrive by the returned event."""
         if ready is None:
             self.fill(path, start, target_B)
             return None
@@ -188,7 +183,7 @@ class _Reader:
                 for _ in range(2)
             )
         pinned_B, last = self.own.staging.popleft()
-        last.synchronize()  # the copy that left from here before
+        last.synchronize()  # the previous copy from here
         pinned_B_part = pinned_B[: len(target_B)]
         self.fill(path, start, pinned_B_part)
         with torch.cuda.stream(self.own.stream):
@@ -200,7 +195,7 @@ class _Reader:
         return copied
 
     def fill(self, path: Path, start: int, host_B: Tensor) -> None:
-        """Bytes of a file into memory."""
+        """Read bytes of a file into memory."""
         if not hasattr(self.own, "files"):
             self.own.files = dict[Path, FileIO]()
         if path not in self.own.files:
@@ -222,7 +217,7 @@ def write(tensors: dict[str, Tensor], target: Path) -> None:
     if len(shards) > 1:
         (target / INDEX).write_text(json.dumps(_index(shards), indent=2) + "\n")
 
-    def store(name: str) -> None:  # safetensors lets go of Python's lock
+    def store(name: str) -> None:  # safetensors releases the GIL
         save_file(shards[name], target / name, metadata={"format": "pt"})
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -230,8 +225,7 @@ def write(tensors: dict[str, Tensor], target: Path) -> None:
 
 
 def _shards(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Split the tensors into files, in their order, and return the tensors of each file by its
-    name."""
+    """Split the tensors into files, in order, by file name."""
     parts: list[dict[str, Tensor]] = [{}]
     room = SHARD_BYTES
     for name, tensor in tensors.items():

@@ -1,10 +1,9 @@
-"""The contents of a checkpoint's config.json, reduced to what one decoder needs.
+"""The decoder's part of a checkpoint's config.json.
 
 Supported: Qwen2/2.5, Qwen3, Llama 3.x and Mistral, dense, and Qwen3-MoE. They differ by flags
 (biases, QK-norm, head size, RoPE scaling, tied embeddings, experts), not by code. transformers'
-configuration class of the `model_type` reads the file and fills in what it leaves out, so that a
-folder means here what it means there. Anything that would change the computation and is not
-implemented is refused by the key that asks for it.
+configuration class of the `model_type` reads the file and fills in defaults. A key that would
+change the computation and is not implemented is refused.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from typing import Any
 from lowroll.model.files import read_json
 from lowroll.types import RunFailed, printable
 
-MOST = 2**31 - 1  # of any integer in a config,
-LARGE = 1e30  # and of any other number: float32 has to hold it
+MOST = 2**31 - 1  # of any integer in a config
+LARGE = 1e30  # of any other number: float32 has to hold it
 MOST_LAYERS = 1024
-APART_SECONDS = 300  # of `read_spec_apart`, on a machine that is busy
-# model_type: the architecture that a checkpoint of it names, and transformers' class of its config
+APART_SECONDS = 300  # of `read_spec_apart`, on a busy machine
+# model_type: the checkpoint's architecture, and transformers' config class
 FAMILIES = {
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config"),
@@ -33,7 +32,7 @@ FAMILIES = {
     "llama": ("LlamaForCausalLM", "LlamaConfig"),
     "mistral": ("MistralForCausalLM", "MistralConfig"),
 }
-# a checkpoint without one of these is incomplete; a class's default would be another model's
+# required keys: a class's default would be another model's
 _REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -86,8 +85,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes and flags of a decoder. `config` keeps the source dictionary for saving, less what it
-    says of formats."""
+    """Sizes and flags of a decoder. `config` keeps the source dictionary for saving, without
+    formats."""
 
     architecture: str
     vocab_size: int
@@ -110,12 +109,12 @@ class ModelSpec:
     num_experts: int = 0  # of every layer; 0: a dense MLP of `intermediate_size`
     experts_per_token: int = 0
     moe_intermediate_size: int = 0  # of one expert
-    norm_topk_prob: bool = False  # the weights of a token's experts are made to sum to 1
+    norm_topk_prob: bool = False  # normalize a token's expert weights to sum to 1
     config: dict[str, Any] = field(repr=False, hash=False, compare=False, default_factory=dict)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, tied embeddings counted once and all experts counted."""
+        """Parameters, with tied embeddings counted once and all experts."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         mlp = self.num_experts * (3 * self.moe_intermediate_size + 1) or 3 * self.intermediate_size
         layer = self.hidden_size * (2 * q + 2 * kv + mlp + 2)
@@ -126,8 +125,8 @@ class ModelSpec:
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """The spec of a Hugging Face folder, with the end-of-sequence ids of its
-    generation_config.json. ValueError names the file, and the key that is missing or unsupported."""
+    """Read the spec of a Hugging Face folder, with the eos ids of generation_config.json.
+    ValueError names the file, and the missing or unsupported key."""
     config = read_config(folder)
     try:
         spec = spec_from_config(config)
@@ -137,9 +136,8 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def read_spec_apart(folder: Path) -> ModelSpec:
-    """`read_spec` by a process of its own: transformers' configurations import torch where it is
-    found, which an orchestrator must not load, and which that process takes for missing. Errors are
-    the same; RunFailed when it does not answer in time."""
+    """Run `read_spec` in a process of its own: transformers' configurations import torch, which an
+    orchestrator must not load. The errors are the same; RunFailed on a timeout."""
     command = [sys.executable, "-c", _APART, str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=APART_SECONDS)
@@ -171,8 +169,7 @@ except ValueError as error:
 
 
 def generation_eos_ids(folder: Path) -> tuple[int, ...]:
-    """The end-of-sequence ids of a folder's generation_config.json; none without the file.
-    ValueError names the file."""
+    """Return the eos ids of generation_config.json, if any. ValueError names the file."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return ()
@@ -186,7 +183,7 @@ def generation_eos_ids(folder: Path) -> tuple[int, ...]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder. ValueError names the file."""
+    """Read a folder's config.json. ValueError names the file."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a model folder needs a config.json")
@@ -197,14 +194,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def spec_from_config(config: dict[str, Any]) -> ModelSpec:
-    """The spec of a config dictionary. ValueError names the key."""
+    """Return the spec of a config dictionary. ValueError names the key."""
     if "auto_map" in config:
         raise ValueError("auto_map: the repository brings its own code, and lowroll runs none")
     if config.get("is_encoder_decoder") or config.get("add_cross_attention"):
         raise ValueError("is_encoder_decoder, add_cross_attention: only decoders are supported")
     family = _family(config)
     parsed = _parsed(config, family)
-    stated = vars(parsed)  # what the class has, and what the file says beside it
+    stated = vars(parsed)  # the class's attributes, and the file's own
     if stated["hidden_act"] != "silu":
         raise ValueError(f"hidden_act: {stated['hidden_act']!r} is not supported; supported: silu")
     _refuse_active_window(stated, family)
@@ -244,8 +241,8 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
 
 
 def _family(config: dict[str, Any]) -> str:
-    """The model_type of a config. ValueError when it is not supported, or `architectures` names
-    another model of it, such as a classifier."""
+    """Return a config's model_type. ValueError if unsupported, or if `architectures` names another
+    model, such as a classifier."""
     known = {architecture: family for family, (architecture, _) in FAMILIES.items()}
     architectures = config.get("architectures")
     if (
@@ -268,9 +265,9 @@ def _family(config: dict[str, Any]) -> str:
 
 
 def _parsed(config: dict[str, Any], family: str) -> Any:
-    """transformers' configuration of what the decoder reads. ValueError names the key.
+    """Return transformers' configuration. ValueError names the key.
 
-    Types and sizes are looked at first: the class makes a list as long as there are layers.
+    Types and sizes are checked first: the class builds a list of all layers.
     """
     for key in _INTEGERS:
         if key in _REQUIRED or config.get(key) is not None:
@@ -287,16 +284,15 @@ def _parsed(config: dict[str, Any], family: str) -> Any:
     module = import_module(f"transformers.models.{family}.configuration_{family}")
     try:
         parsed = getattr(module, FAMILIES[family][1]).from_dict(deepcopy(kept))
-        parsed.standardize_rope_params()  # again, as each of its models does: keys beside count now
+        parsed.standardize_rope_params()  # again, as transformers' models do: extra keys count now
         return parsed
-    except Exception as error:  # of the class: its own errors, and Python's for odd values
+    except Exception as error:  # the class's own errors, and Python's for odd values
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ValueError(f"not a configuration of {family}: {' '.join(lines)[:300]}") from None
 
 
 def _experts(config: dict[str, Any]) -> dict[str, Any]:
-    """The mixture of experts of Qwen3-MoE. ValueError names the key of a kind that is not
-    supported."""
+    """Return the fields of Qwen3-MoE's experts. ValueError names an unsupported key."""
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise ValueError(
             "mlp_only_layers, decoder_sparse_step: experts in every layer are supported, not in "
@@ -349,11 +345,11 @@ def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _refuse_active_window(config: dict[str, Any], family: str) -> None:
-    """Refuse sliding-window attention unless it never bites: switched off, in no layer, or as long
-    as the context.
+    """Refuse sliding-window attention unless it has no effect: off, in no layer, or as long as the
+    context.
 
-    Of the parsed config, as transformers' models read it: Qwen2 and Qwen3 have a window in the layers
-    of that type, Mistral and Qwen3-MoE in every layer, Llama none.
+    Takes the parsed config: Qwen2 and Qwen3 have a window in the layers of that type, Mistral and
+    Qwen3-MoE in every layer, Llama none.
     """
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list):
@@ -380,7 +376,7 @@ def _refuse_active_window(config: dict[str, Any], family: str) -> None:
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """RoPE base and scaling of a parsed config, whose `rope_parameters` hold them all."""
+    """Return RoPE base and scaling of a parsed config, from `rope_parameters`."""
     rope = config["rope_parameters"]
     for source in (config, rope):
         if source.get("partial_rotary_factor") not in (None, 1):

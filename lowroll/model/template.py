@@ -1,10 +1,9 @@
-"""A chat template at work, in a child process with bounds of time and memory
+"""Chat templates, rendered in a child process with bounds of time and memory
 (`model.template_child`).
 
-A template is a program that a model folder brings. jinja's sandbox keeps it from the machine, and
-not from looping or from filling the memory, and one that behaves on a first conversation may do so
-on the thousandth: every conversation is rendered in the child. A template has one child, which is
-started with the first conversation and then stays; one that was ended is replaced.
+A template is an untrusted program. jinja's sandbox protects the machine, but not against loops or
+filled memory, at any conversation. So a template has one child, started at first use, that renders
+every conversation and is replaced when it ended.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from lowroll import machine
 from lowroll.types import printable
 
 SECONDS = 10.0  # for one conversation; about 0.0001 is usual
-START_SECONDS = 60.0  # for the child to start, and to read the template; about 0.1 is usual
+START_SECONDS = 60.0  # for the child's start; about 0.1 is usual
 MEMORY_MB = 512
 MOST_TEMPLATE = 1 << 20  # characters
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -38,10 +37,10 @@ class Ended(ValueError):
 
 
 class Template:
-    """`render` says what a conversation looks like to the model. For one thread at a time; others
-    wait.
+    """A chat template that renders conversations, one at a time.
 
-    variables: what the template may read beside the messages (special tokens)."""
+    variables: further variables of the template (special tokens).
+    """
 
     def __init__(self, source: str, variables: dict[str, str]) -> None:
         if len(source) > MOST_TEMPLATE:
@@ -65,12 +64,13 @@ class Template:
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation; open_turn: with the header that opens the assistant's turn;
-        tools: what the template is to show of them, JSON schemas; template_kwargs: further variables
-        of the template, as JSON (`enable_thinking`).
+        """Return the text of a conversation. open_turn: with the header of the assistant's turn;
+        tools: JSON schemas to show; template_kwargs: further variables, as JSON
+        (`enable_thinking`).
 
-        ValueError in one line for what the template raises, when it takes too long or too much
-        memory, and for a variable that is not the caller's to set."""
+        ValueError in one line for the template's errors, a timeout or memory limit, and for a
+        reserved variable.
+        """
         further = dict(template_kwargs or {})
         check_template_kwargs(further, self.variables)
         messages = [
@@ -90,11 +90,11 @@ class Template:
             except Ended:
                 if not served:
                     raise
-            # it has served before: somebody else has ended it, and another one may do
+            # it worked before: something else has ended it, so try another one
             return self._text(asked)
 
     def _text(self, asked: dict[str, Any]) -> str:
-        # also in a fork, where it is somebody else's
+        # also in a fork, where the child is another process's
         if self.child is not None and self.child.poll() is not None:
             self._forget_child()
         if self.child is None:
@@ -107,13 +107,11 @@ class Template:
         assert self.child is not None
         try:
             reply = _exchange(self.child, json.dumps(message).encode() + b"\n", seconds or SECONDS)
-        except (
-            BaseException
-        ):  # an answer may still be on its way: nobody may take it for another one's
+        except BaseException:  # a late answer must not be taken for another one's
             self._forget_child()
             raise
         if "error" in reply:
-            if message is self.setup:  # it has no template to render, and has ended
+            if message is self.setup:  # the child has no template to render, and has ended
                 self._forget_child()
             raise ValueError(f"chat template: {printable(reply['error'])}")
         return reply
@@ -124,8 +122,8 @@ class Template:
 
 
 def check_template_kwargs(given: Mapping[str, Any], special_tokens: Iterable[str] = ()) -> None:
-    """ValueError names a variable that a chat template gets from elsewhere (the conversation, the
-    tokenizer's special tokens), or that is no name."""
+    """Raise ValueError for a variable set elsewhere (the conversation, special tokens), or an
+    invalid name."""
     for name in given:
         if name in RESERVED or name in special_tokens:
             raise ValueError(
@@ -138,7 +136,7 @@ def check_template_kwargs(given: Mapping[str, Any], special_tokens: Iterable[str
 
 @lru_cache(maxsize=4)
 def template(source: str, variables: tuple[tuple[str, str], ...]) -> Template:
-    """The template with this source: those that are the same share a child."""
+    """Return the template of a source; equal ones share a child."""
     return Template(source, dict(variables))
 
 
@@ -167,7 +165,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _exchange(child: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, Any]:
-    """The child's reply to a line."""
     until = time.monotonic() + seconds
     assert child.stdin is not None and child.stdout is not None
     to_child, from_child = child.stdin.fileno(), child.stdout.fileno()
@@ -197,8 +194,7 @@ def _exchange(child: subprocess.Popen[bytes], request: bytes, seconds: float) ->
 
 
 def _write(pipe: int, data: memoryview) -> memoryview:
-    """Write a piece to the pipe and return what is left. The reader of the pipe notices a child
-    that has ended."""
+    """Write to the pipe and return the rest. The pipe's reader detects a dead child."""
     try:
         return data[os.write(pipe, data) :]
     except BrokenPipeError:

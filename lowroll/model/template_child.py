@@ -1,15 +1,15 @@
-"""The child that renders a chat template: `python template_child.py`. `model.template` starts it.
+"""The child process that renders a chat template: `python template_child.py`, started by
+`model.template`.
 
 One JSON object a line. In: first {"template", "variables", "memory_mb", "seconds"}, then
-{"messages", "add_generation_prompt", "tools"}. Out: {"ready": true} or {"error": why}, then {"text"} or
-{"error"} a request.
+{"messages", "add_generation_prompt", "tools"}. Out: {"ready": true} or {"error": why}, then
+{"text"} or {"error"} a request.
 
-The parent ends a child that takes too long. One whose parent has died reads the end of its input;
-in the midst of a loop its own alarm ends it, `seconds` after the request.
+The parent ends a slow child. After the parent's death it reads the end of its input, or in a loop
+its own alarm ends it, `seconds` after the request.
 
-It imports jinja2 and nothing of lowroll, so that it is ready in a tenth of a second. The
-environment is the one that transformers renders chat templates in; tests hold the two to the same
-text.
+It imports jinja2 and nothing of lowroll, to start in a tenth of a second. The environment is
+transformers' own for chat templates; tests compare the two.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_TEXT = 16 << 20  # characters of a conversation
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what an assistant wrote; the text is the same without."""
+    """The `{% generation %}` tag, which marks an assistant's text; it has no effect here."""
 
     tags = {"generation"}
 
@@ -46,7 +46,7 @@ class Generation(Extension):
 
 
 class Dict:
-    """`dict` without the attributes of a class."""
+    """`dict` without a class's attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -94,7 +94,7 @@ def tojson(
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Build the sandboxed environment of chat templates, with all that they may use."""
+    """Build the sandboxed environment of chat templates."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -109,7 +109,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 def protect(memory_mb: int) -> None:
-    """Bound the address space, and write no files."""
+    """Limit the address space, and forbid writing files."""
     for kind, limit in (
         (resource.RLIMIT_AS, memory_mb << 20),
         (resource.RLIMIT_FSIZE, 0),
@@ -141,7 +141,7 @@ def main() -> None:
 
     try:
         template = environment().from_string(setup["template"])
-    except (Exception, MemoryError) as reason:  # reported, and raised by the parent
+    except (Exception, MemoryError) as reason:  # reported to the parent, which raises it
         return reply(error(reason))
     reply({"ready": True})
     for line in sys.stdin.buffer:

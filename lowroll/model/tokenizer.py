@@ -1,11 +1,11 @@
-"""The tokenizer and chat template of a model folder, through transformers. Loaded late: the import
-takes seconds.
+"""The tokenizer and chat template of a model folder, through transformers, whose import takes
+seconds.
 
-A conversation of several turns is never encoded again as a whole: what was drawn stays as it was
-drawn, and `ChatTokenizer.encode_turn` says what follows it. It renders a short conversation with a
-mark where the assistant's words stand, and takes what the template puts behind the mark. So a
-template may do with earlier turns what it likes (strip their thoughts, say); what it puts behind a
-turn may not depend on them, which `check_turns` asks before a run begins.
+A conversation of several turns is never re-encoded: drawn tokens stay, and
+`ChatTokenizer.encode_turn` adds what follows. It renders a short conversation with a mark as the
+assistant's text, and takes what the template puts after the mark. So a template may change earlier
+turns (strip thoughts, say), but what it puts after a turn may not depend on them; `check_turns`
+checks that before a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowroll.types import Message, Turn, printable
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _LARGE = (*_VOCABULARIES, "merges.txt", "chat_template.jinja")
-# a conversation to render, and what to look for in it
+# marks in a rendered conversation
 _MARK, _NEWS = "LOWROLLMARK", "LOWROLLNEWS"
 _BEFORE: list[Message] = [{"role": "user", "content": "a"}]
 _TURN: list[Message] = [*_BEFORE, {"role": "assistant", "content": _MARK}]
@@ -31,8 +31,8 @@ _SMALL = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The folder's fast tokenizer; of an adapter folder without one, its base's. ValueError names the
-    folder when there is none, it is damaged, or it brings code."""
+    """Load the folder's fast tokenizer; for an adapter folder without one, its base's. ValueError
+    names the folder when it is missing, damaged, or brings code."""
     from transformers import AutoTokenizer
 
     folder = tokenizer_home(folder)
@@ -46,9 +46,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         tokenizer.decode(tokenizer.encode("a b"))
         return tokenizer
-    except (
-        Exception
-    ) as error:  # the tokenizers library raises bare Exceptions; the user needs one line
+    except Exception as error:  # the library raises bare Exceptions
         raise ValueError(
             f"{folder}: no tokenizer could be loaded ({type(error).__name__}: "
             f"{printable((str(error).splitlines() or [''])[0])})"
@@ -56,8 +54,8 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def tokenizer_home(folder: str | Path) -> Path:
-    """Return the folder of a model folder's tokenizer: PEFT saves an adapter without one, and its
-    base's is meant."""
+    """Return the folder of the tokenizer: PEFT saves adapters without one, so the base's may be
+    meant."""
     folder = Path(folder)
     if not has_tokenizer(folder) and (folder / "adapter_config.json").is_file():
         from lowroll.model.base import base_of
@@ -67,13 +65,12 @@ def tokenizer_home(folder: str | Path) -> Path:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether the folder has a tokenizer."""
     return any((folder / name).is_file() for name in _VOCABULARIES)
 
 
 def _check_files(folder: Path) -> None:
-    """ValueError names a file that is too large or no JSON, and the key of tokenizer_config.json
-    that transformers would choke on later."""
+    """Raise ValueError for a file that is too large or no JSON, and for a key of
+    tokenizer_config.json that would break transformers later."""
     for name in _LARGE:
         if (folder / name).exists():
             regular(folder / name, MOST_TOKENIZER)
@@ -107,11 +104,10 @@ def _check_files(folder: Path) -> None:
 
 
 def eos_id(folder: str | Path) -> int | None:
-    """Return the end-of-sequence id of the folder's tokenizer; None when it has none. ValueError as
-    `load_tokenizer` says.
+    """Return the eos id of the folder's tokenizer, or None. ValueError as for `load_tokenizer`.
 
-    It is read off the files where they say it: an engine that generates ids needs nothing else of
-    the tokenizer, and importing transformers can take longer than loading the weights.
+    It is read from the files if possible: an engine needs nothing else, and importing transformers
+    can take longer than loading the weights.
     """
     folder = tokenizer_home(folder)
     try:
@@ -121,7 +117,7 @@ def eos_id(folder: str | Path) -> int | None:
         token = token["content"] if isinstance(token, dict) else token
         ids = [entry["id"] for entry in known if entry["content"] == token]
     except (ValueError, KeyError, TypeError):
-        ids, config = [], {}  # transformers may know better, or say what is wrong
+        ids, config = [], {}  # try transformers, or let it report the error
     if len(ids) == 1 and isinstance(ids[0], int) and "auto_map" not in config:
         return ids[0]
     found = load_tokenizer(folder).eos_token_id
@@ -129,12 +125,12 @@ def eos_id(folder: str | Path) -> int | None:
 
 
 class ChatTokenizer:
-    """A tokenizer for the orchestrator and the SFT: chat in, ids out, and the way back to text.
+    """A tokenizer for the orchestrator and SFT: chats to ids, and ids to text.
 
-    ValueError for a tokenizer without a chat template. Templates are rendered in a child with
-    bounds (`model.template`). tool_format: how the model writes calls of tools (`tool_calls`); None:
-    as the template shows it. template_kwargs: variables of the template for every conversation
-    (`enable_thinking`)."""
+    ValueError for a tokenizer without a chat template. tool_format: how the model writes tool calls
+    (`tool_calls`); None: as the template shows it. template_kwargs: template variables for every
+    conversation (`enable_thinking`).
+    """
 
     def __init__(
         self,
@@ -152,7 +148,6 @@ class ChatTokenizer:
 
     @property
     def source(self) -> str:
-        """The chat template's text."""
         source = self.tokenizer.get_chat_template()
         if not isinstance(source, str):
             raise ValueError(f"chat template: expected a text, got {printable(repr(source))}")
@@ -165,25 +160,24 @@ class ChatTokenizer:
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a conversation; open_turn: with the header that opens the assistant's turn; tools:
-        JSON schemas of those that the model may call; template_kwargs: variables of the template,
-        over those of this tokenizer. ValueError says what the template objects to, and when it
-        cannot show tools."""
+        """Return a conversation's ids. open_turn: with the header of the assistant's turn; tools:
+        JSON schemas of the callable tools; template_kwargs: template variables, over those of this
+        tokenizer. ValueError for the template's errors, and when it cannot show tools."""
         return self._encode(self.render(messages, open_turn, tools, template_kwargs))
 
     def encode_turn(
         self, messages: list[Message], after: Turn, said: Message | None = None
     ) -> list[int]:
-        """Ids that the template puts behind a drawn turn for the messages that follow it, up to the
-        header of the assistant's next turn. `said`: the turn as a message, where it has tool calls,
-        which some templates ask for before they show a tool's answer.
+        """Return the ids that the template adds after a drawn turn for the following messages, up
+        to the header of the assistant's next turn. `said`: the turn as a message, if it has tool
+        calls, which some templates need before a tool's answer.
 
-        Where an end-of-turn token was drawn, it stands for the template's own, whichever it is; a
-        turn that a stop string ended gets the template's. ValueError says what the template objects
-        to."""
+        A drawn end-of-turn token stands for the template's own; a turn ended by a stop string gets
+        the template's. ValueError for the template's errors.
+        """
         text = self._behind_calls(messages, said) or self._behind([*_TURN, *messages], True)
         eos = str(self.tokenizer.special_tokens_map.get("eos_token") or "")
-        # a special token first: the words behind it are cut as they are within a whole text
+        # a special token first: the text after it is then tokenized as within a whole text
         for end in filter(None, (self._end, eos)):
             if text.startswith(end):
                 ids = self._encode(text)
@@ -191,8 +185,8 @@ class ChatTokenizer:
         return self._encode(f"{eos}{text}")[1:] if eos else self._encode(text)
 
     def check_turns(self) -> None:
-        """Raise ValueError unless the template can go on with a turn as it was drawn: what it puts
-        behind one must be the same in every conversation, and show the messages that follow."""
+        """Raise ValueError unless the template can continue a drawn turn: what it adds must not
+        depend on earlier turns, and must show the messages that follow."""
         said = {"role": "user", "content": _NEWS}
         behind = [
             self._behind([*before, *_TURN, said], True)
@@ -215,18 +209,18 @@ class ChatTokenizer:
 
     @cached_property
     def _end(self) -> str:
-        """The special token that the template puts behind the assistant's words; "" for none."""
+        """The special token that the template puts after the assistant's text, or ""."""
         first = self._encode(self._closing)[:1]
         return self.tokenizer.decode(first) if first and self._is_special(first[0]) else ""
 
     @cached_property
     def _closing(self) -> str:
-        """The text that the template puts behind the last words of a conversation."""
+        """The text that the template puts at a conversation's end."""
         return self._behind(_TURN, False)
 
     def _behind_calls(self, messages: list[Message], said: Message | None) -> str:
-        """Return the text that the template puts behind a turn with tool calls; "" for a turn
-        without, and where it cannot be told apart from the rendering of the turn."""
+        """Return the text that the template puts after a turn with tool calls; "" without calls, or
+        if it cannot be separated from the turn."""
         if said is None or not said.get("tool_calls"):
             return ""
         calls = [*_BEFORE, {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}]
@@ -242,8 +236,8 @@ class ChatTokenizer:
         return bool(self.tokenizer.decode([token])) and not self.decode([token])
 
     def _behind(self, messages: list[Message], open_turn: bool) -> str:
-        """Return the text that the template puts behind the mark. ValueError when the template
-        drops the mark."""
+        """Return the text that the template puts after the mark. ValueError when it drops the
+        mark."""
         _, mark, behind = self.render(messages, open_turn).partition(_MARK)
         if not mark:
             raise ValueError(
@@ -259,7 +253,7 @@ class ChatTokenizer:
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, as `encode_chat` encodes it."""
+        """Return the text of a conversation, as for `encode_chat`."""
         if tools:
             self.check_tools()
         variables = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
@@ -272,7 +266,7 @@ class ChatTokenizer:
 
     @property
     def tool_format(self) -> str:
-        """The format in which the model writes calls of tools. ValueError when nothing says it."""
+        """The format of the model's tool calls. ValueError when unknown."""
         found = self._tool_format or format_of(self.source)
         if found is None:
             raise ValueError(
@@ -282,18 +276,17 @@ class ChatTokenizer:
         return found
 
     def turn(self, token_ids: list[int], tools: bool = False) -> Message:
-        """A response as a chat message, all of its text as its content; tools: with the calls that
-        it makes, and why others are none (`tool_calls.Spoken.message`)."""
+        """Convert a response to a chat message, with all text as content; tools: with its calls and
+        the reasons of invalid ones (`tool_calls.Spoken.message`)."""
         content = self.decode(token_ids)
         if not tools:
             return {"role": "assistant", "content": content}
-        # the marks of some formats are special tokens
+        # some formats' marks are special tokens
         marked = str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
         return read(self.tool_format, marked).message(content)
 
     def encode_response(self, text: str) -> list[int]:
-        """Ids of an assistant turn, its end-of-sequence id included. ValueError when the tokenizer
-        names none."""
+        """Return the ids of an assistant turn with its eos id. ValueError without one."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError(
                 "tokenizer: it has no end-of-sequence token (eos_token in tokenizer_config.json) "
@@ -302,7 +295,7 @@ class ChatTokenizer:
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of a response without special tokens, every space as it was generated."""
+        """Return the text without special tokens, with spaces unchanged."""
         return str(
             self.tokenizer.decode(
                 token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False

@@ -1,9 +1,9 @@
-"""The child that tries a tokenizer.json: `python tokenizer_child.py FILE MEMORY_MB SECONDS`.
+"""The child process that tries a tokenizer.json: `python tokenizer_child.py FILE MEMORY_MB
+SECONDS`.
 
-`model.tokenizer_trial` starts it. It loads the file, and encodes and decodes a few texts, under
-limits of address space and processor time. It prints nothing when that went well, and else one line
-that says what did not. It imports the tokenizers library and nothing of lowroll, so that it is done
-in a tenth of a second.
+`model.tokenizer_trial` starts it. It loads the file and encodes and decodes a few texts, under
+limits of address space and processor time, and prints nothing, or one line with the error. It
+imports the tokenizers library and nothing of lowroll, to finish in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from tokenizers import Tokenizer
 
-# words, several scripts, and runs that a pattern with nested repetition cannot get through
+# words, several scripts, and runs that stall a pattern with nested repetition
 PROBES = (
     "a b",
     "The 3 cats, 12.5 km\n\n\tx = [1, 2]  # \u00e4\u00df \u4f60\u597d \U0001f642 \u0645\u0631\u062d\u0628\u0627",
@@ -24,7 +24,7 @@ PROBES = (
 
 
 def protect(memory_mb: int, seconds: int) -> None:
-    """Bound the address space and the processor time, and write no files."""
+    """Limit the address space and the processor time, and forbid writing files."""
     for kind, limit in (
         (resource.RLIMIT_AS, memory_mb << 20),
         (resource.RLIMIT_CPU, seconds),
@@ -41,7 +41,7 @@ def main(path: str, memory_mb: int, seconds: int) -> None:
     try:
         tokenizer = Tokenizer.from_file(path)
         for text in PROBES:
-            with suppress(Exception):  # a vocabulary may lack a word of the text
+            with suppress(Exception):  # a vocabulary may lack a word
                 tokenizer.decode(tokenizer.encode(text).ids)
     except BaseException as error:  # a panic of the library is no Exception
         print(" ".join(str(error).split())[:1000] or type(error).__name__)

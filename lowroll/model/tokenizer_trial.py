@@ -1,8 +1,7 @@
-"""A stranger's tokenizer.json is tried in a child process with bounds of time and memory
-(`model.tokenizer_child`) before this process loads it.
+"""A trial of an untrusted tokenizer.json in a bounded child process (`model.tokenizer_child`).
 
-Its patterns and normalizers are small programs: one may loop, fill the memory, or end in a panic of
-the library, which no handler of Exception sees. Bytes that went well are not tried again.
+Its patterns and normalizers may loop, fill the memory, or panic in the library, which `except
+Exception` misses. Accepted bytes are not tried again.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from lowroll.types import printable
 
 # 150,000 tokens take 0.4 s and 170 MB
 SECONDS = 60  # of processor time
-WALL_SECONDS = 300.0  # on a machine that is busy
+WALL_SECONDS = 300.0  # on a busy machine
 MEMORY_MB = 2048
 _CHILD = Path(__file__).with_name("tokenizer_child.py")
 _good: set[bytes] = set()  # digests
 
 
 def attempt(path: Path) -> None:
-    """Load the file in a child, and encode a few texts with it. ValueError names the file and says
-    why it cannot be used, or which limit it passed."""
+    """Load the file in a child, and encode texts with it. ValueError names the file and the error
+    or limit."""
     regular(path, MOST_TOKENIZER)
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").digest()
@@ -39,7 +38,7 @@ def attempt(path: Path) -> None:
 
 
 def _try(path: Path) -> str:
-    """Return why the tokenizer cannot be used; "" when it can."""
+    """Return why the tokenizer cannot be used, or ""."""
     words = [sys.executable, "-P", str(_CHILD), str(path), str(MEMORY_MB), str(SECONDS)]
     try:
         done = subprocess.run(

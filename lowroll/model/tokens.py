@@ -1,7 +1,7 @@
-"""A folder's tokenizer.json as the tokenizers library reads it, without transformers and torch.
+"""A tokenizer.json through the tokenizers library alone, without transformers and torch.
 
-It has the names of a transformers tokenizer that `ChatTokenizer` uses. Whoever holds both compares
-them (`runs.roles.trainer`): transformers may read a folder otherwise.
+It has the methods that `ChatTokenizer` uses. transformers may read a folder differently;
+`runs.roles.trainer` compares the two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TEMPLATE = "chat_template.jinja"
 
 
 class FileTokenizer:
-    """ValueError names the file that is missing or damaged."""
+    """A tokenizer of a folder. ValueError names the missing or damaged file."""
 
     def __init__(self, folder: str | Path) -> None:
         from tokenizers import AddedToken, Tokenizer
@@ -52,12 +52,10 @@ class FileTokenizer:
         self.chat_template = _template(folder, config)
 
     def get_chat_template(self) -> str:
-        """Its text."""
         return str(self.chat_template)
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id of the token that ends a response."""
         text = self.special_tokens_map.get("eos_token")
         return None if text is None else self.backend.token_to_id(text)
 
@@ -65,16 +63,15 @@ class FileTokenizer:
         return {"input_ids": self.encode(text, add_special_tokens)}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text."""
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False, **_: object) -> str:
-        """The text of ids, every space as it was generated."""
+        """Return the text of ids, with spaces unchanged."""
         return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """A file of its own goes before the key."""
+    """Return the chat template: its own file precedes the key."""
     if (folder / _TEMPLATE).exists():
         regular(folder / _TEMPLATE, 1 << 20)
         return (folder / _TEMPLATE).read_text(encoding="utf-8")

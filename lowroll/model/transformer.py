@@ -4,8 +4,8 @@
     logits_TV = model.logits(hidden_TD)
 
 Attention is an argument (`lowroll.model.attention`), a weight is a Tensor or a QTensor
-(`lowroll.model.linear`). The model knows no cache, no optimiser and no phase. Inside, q/k/v and
-gate/up are one matrix each; their Hugging Face names live in `lowroll.model.hf`.
+(`lowroll.model.linear`). The model knows no cache, optimizer or phase. q/k/v and gate/up are one
+matrix each; `lowroll.model.hf` maps them to Hugging Face names.
 
 Legend: T tokens, D hidden size, H query heads, G key-value heads, d head size, V vocabulary.
 """
@@ -36,12 +36,12 @@ from lowroll.model.spec import ModelSpec
 from lowroll.quant import mixed
 from lowroll.quant.formats import QTensor
 
-Stream = Tensor | Product  # a low-bit product leaves its scales to whoever reads it
+Stream = Tensor | Product  # the reader applies a low-bit product's scales
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight; the statistics in float32. `noise` (`weights.noise`) is added to the
-    weight, in float32."""
+    """RMS norm: x / rms(x) * weight, with float32 statistics. `noise` (`weights.noise`) is added to
+    the weight, in float32."""
 
     def __init__(
         self, size: int, eps: float, device: torch.device | str, dtype: torch.dtype
@@ -60,8 +60,7 @@ class RMSNorm(nn.Module):
     def add(
         self, x_TD: Tensor, update_TD: Tensor | Product | None, rows: str | None = None
     ) -> tuple[Tensor, Tensor | QuantizedRows]:
-        """(x + update, its norm): one pass over both. The norm is quantized to `rows` where its
-        reader wants that."""
+        """Return (x + update, its norm) in one pass, the norm quantized to `rows` if given."""
         add = invariant.add_rms_norm if self.exact else add_rms_norm
         return add(x_TD, update_TD, self.gain, self.eps, rows)
 
@@ -122,9 +121,9 @@ class Block(nn.Module):
         attend: Attend,
         wanted_P: Tensor | None = None,
     ) -> tuple[Tensor, Stream]:
-        """The residual stream, and what this block adds to it. The next norm does the addition in
-        its own pass: `update` is what the block before adds. wanted_P: the tokens that go on behind
-        attention, whose keys and values are everybody's."""
+        """Return the residual stream, and this block's update, which the next norm adds.
+        `update_TD`: the previous block's. wanted_P: the tokens that continue after attention; keys
+        and values are always all written."""
         x_TD, normed = self.input_norm.add(x_TD, update_TD, self.qkv.row_kind)
         remake(normed, self.input_norm, x_TD)
         rows = None if self.experts is not None else self.gate_up.row_kind
@@ -174,19 +173,18 @@ class Block(nn.Module):
         return self.down.after_update(gate_up, update)
 
 
-# how a model runs a block: (block, x, update, cos, sin, attend) -> (x, update)
+# the call of a block: (block, x, update, cos, sin, attend) -> (x, update)
 RunBlock = Callable[
     [Block, Tensor, Stream | None, Tensor, Tensor, Attend], tuple[Tensor, Stream | None]
 ]
 
 
-# how the weights of a model's blocks are read beside their calls: (model) -> some blocks at a time,
-# whose parameters are there until the next are asked for
+# access to the weights of blocks outside of their calls: (model) -> some blocks at a time, whose
+# parameters exist until the next
 ReadBlocks = Callable[["Transformer"], Iterator[list[Block]]]
 
 
 def all_blocks(model: Transformer) -> Iterator[list[Block]]:
-    """Yield all blocks at once."""
     yield [block for block in model.blocks if isinstance(block, Block)]
 
 
@@ -198,17 +196,16 @@ def run_block(
     sin: Tensor,
     attend: Attend,
 ) -> tuple[Tensor, Stream | None]:
-    """Call the block, and no more."""
     return block(x_TD, update_TD, cos, sin, attend)
 
 
 class Transformer(nn.Module):
-    """The decoder. Parameters are made empty: `lowroll.model.hf.load` or `initialize` fills
+    """The decoder. Parameters are uninitialized: `lowroll.model.hf.load` or `initialize` fills
     them.
 
-    layers: the kind of its layers, a learner's unless an engine asks for its own. `run_block` is
-    how it runs a block, `read_blocks` how others read their weights; whoever trains it may put
-    another way there (`trainer.recompute`, `parallel.sharding`)."""
+    layers: the kind of its layers, by default a learner's. A trainer may replace `run_block`, which
+    runs a block, and `read_blocks`, which reads weights (`trainer.recompute`, `parallel.sharding`).
+    """
 
     def __init__(
         self,
@@ -222,7 +219,7 @@ class Transformer(nn.Module):
         self.run_block: RunBlock = run_block
         self.read_blocks: ReadBlocks = all_blocks
         self.exact = False
-        # names of weights whose storages belong to another model too
+        # weights that share storage with another model
         self.shared: frozenset[str] = frozenset()
         self.embedding = nn.Parameter(
             torch.empty(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
@@ -242,9 +239,9 @@ class Transformer(nn.Module):
     def forward(
         self, ids_T: Tensor, pos_T: Tensor, attend: Attend, wanted_P: Tensor | None = None
     ) -> Tensor:
-        """Final hidden states [T, D] of packed tokens at their positions; of the `wanted` ones [P, D].
-        What nobody wants is not computed behind the last attention on CUDA; elsewhere products of
-        few rows have other last bits than those of many."""
+        """Return the final hidden states [T, D] of packed tokens, or of the `wanted` ones [P, D].
+        Others are skipped after the last attention on CUDA; elsewhere fewer rows would change last
+        bits."""
         if self.freqs.device != ids_T.device:
             self.freqs = self.freqs.to(ids_T.device)
         cos, sin = rotations(pos_T, self.freqs)
@@ -262,26 +259,24 @@ class Transformer(nn.Module):
         return normed_TD if wanted_P is None or early_P is not None else normed_TD[wanted_P]
 
     def be_exact(self) -> Transformer:
-        """Compute every row as in any other batch, bit for bit (`kernels.invariant`): one token
-        after the other, a prompt in any chunks, and a learner's packed sequences.
-        `model.exact.refuse` says what keeps a model from it."""
+        """Make every row's bits independent of its batch (`kernels.invariant`): decoded tokens, a
+        prompt in any chunks, and packed sequences. `model.exact.refuse` has the conditions."""
         for module in self.modules():
             if isinstance(module, Transformer | Block | RMSNorm | Linear | Experts):
                 module.exact = True
         return self
 
     def causal(self, lengths: Sequence[int]) -> Attend:
-        """Causal attention over packed sequences of these lengths."""
+        """Return causal attention over packed sequences of these lengths."""
         return (exact_varlen if self.exact else varlen)(lengths, self.device)
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The matrix [V, D] from hidden states to logits: its own, or the embedding when they are
-        tied."""
+        """The matrix [V, D] from hidden states to logits; the embedding when tied."""
         return self.embedding if self.lm_head is None else self.lm_head
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Logits [T, V], float32 on CUDA in half precision (`logprobs.logits`); elsewhere in the
+        """Return logits [T, V], float32 on CUDA in half precision (`logprobs.logits`), else in the
         model's dtype."""
         if self.exact:
             return product.linear(hidden_TD, self.lm_head_weight, dtype=torch.float32)
@@ -290,15 +285,13 @@ class Transformer(nn.Module):
         return self.head.linear(hidden_TD)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
-        """Every linear layer that a format may quantize, by name (lm_head and embedding are not
-        among them)."""
+        """Yield every quantizable linear layer by name (not lm_head or embedding)."""
         return (
             (name, module) for name, module in self.named_modules() if isinstance(module, Linear)
         )
 
     def requires_grad_(self, requires_grad: bool = True) -> Transformer:
-        """Let every parameter learn, or none. ValueError for quantized weights, which would be left
-        out silently."""
+        """Set whether all parameters are trained. ValueError for quantized weights."""
         if requires_grad and self.weight_format is not None:
             raise ValueError(
                 f"the linear weights are {self.weight_format} codes, which have no gradient; "
@@ -309,7 +302,7 @@ class Transformer(nn.Module):
         return self
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that learn: all of them, or the adapter's under LoRA."""
+        """Return the trained parameters: all, or the adapter's under LoRA."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     @property
@@ -322,8 +315,8 @@ class Transformer(nn.Module):
 
     @property
     def weight_format(self) -> str | None:
-        """The format of the quantized linear weights (a name for all of them where they differ), or
-        None when they are plain parameters."""
+        """The format of the quantized linear weights (a mixed one's name if they differ), or
+        None."""
         weights = {name: linear.weight for name, linear in self.linears()}
         held = {name: w.format for name, w in weights.items() if isinstance(w, QTensor)}
         if len(held) < len(weights):
@@ -334,7 +327,7 @@ class Transformer(nn.Module):
 
 
 def whole(block: Block, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-    """A block with its addition: one tensor to keep for the backward pass."""
+    """Run a block with its addition, so that one tensor is kept for the backward pass."""
     x_TD, update_TD = block(x_TD, None, cos, sin, attend)
     return x_TD + update_TD
 

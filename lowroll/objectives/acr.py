@@ -1,17 +1,16 @@
-"""ACR, adaptive clipping range: TIS that gives back the room its cap took away (QuRL eq. 6-9).
+"""ACR, adaptive clipping range: TIS with an upper bound that compensates its cap (QuRL eq. 6-9).
 
     J_t = min(w, C) min(R A, clip(R, 1 - eps_low, (1 + eps_high) / r) A),   r = min(1, C / w)
 
-w = exp(proximal - behavior) and r are constants of the gradient. Capping w at C is the same as
-sampling from max(behavior, proximal / C), and seen from that policy TIS clips at r (1 + eps_high):
-the tokens that the sampler found least likely, whose w is large, are the first to be cut. Dividing
-the upper bound by r keeps it at 1 + eps_high there. Only tokens with A > 0 and w > C differ from
-TIS; the lower bound stays 1 - eps_low.
+w = exp(proximal - behavior) and r are constants of the gradient. Capping w at C amounts to sampling
+from max(behavior, proximal / C); relative to that policy TIS clips at r (1 + eps_high), and so cuts
+the sampler's least likely tokens, whose w is large, first. Dividing by r restores 1 + eps_high.
+Only tokens with A > 0 and w > C differ from TIS; the lower bound stays 1 - eps_low.
 
 Notes on the paper:
 1. min(proximal / truncated behaviour, C) in eq. 9 is at most C already; the tokens with a raised bound are those of
    proximal / behavior > C.
-2. w < 1 is left as it is: there is no truncation from below.
+2. There is no truncation of w from below.
 3. C is not given there; 2 is FlashRL's for GSM8K. For DAPO the bound is (1 + .28) / r.
 """
 
@@ -73,7 +72,7 @@ def acr(
         counts=counts,
         max_length=max_length,
     )
-    # Active here although TIS would have clipped them.
+    # active, although TIS would clip them
     extended_N = (tokens.advantages_N > 0) & (tokens.ratio_N > 1 + eps_high) & ~clipped.above_N
     statistics = policy_statistics(tokens, clipped) | weight_statistics(tokens, weight_N, cap)
     statistics["correction/acr_extended_fraction"] = masked_mean(

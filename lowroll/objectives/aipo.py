@@ -1,5 +1,4 @@
-"""AIPO's token loss as Surogate trains with it: the whole ratio to the sampler as a coefficient,
-and masks.
+"""AIPO's token loss as in Surogate: the full ratio to the sampler as a coefficient, and masks.
 
 With l_t = learner - behavior, the ratio rho_t = exp(l_t) and sg stopping the gradient:
 
@@ -11,16 +10,16 @@ and keep_t = 0 where
     exp(mean l) < geo_mask_low or > geo_mask_high                    its whole sequence
     min rho < sequence_mask_low or max rho > sequence_mask_high      its whole sequence
 
-No proximal policy and no clip: the gradient of a kept token is c_t grad log pi, that of a masked
-one 0, and masked tokens stay in the denominators. `mode="truncate"` is AIPO itself (arXiv
-2505.24034): a token above token_mask_high =: delta is kept with min(rho, delta); every other mask
-acts as before. `ratio_type="sequence"` takes min(exp(sum l), sequence_clip_high) for rho in c_t,
-and divides by the sequence's length.
+There is no proximal policy and no clip: a kept token's gradient is c_t grad log pi, and masked
+tokens stay in the denominators. `mode="truncate"` is AIPO itself (arXiv 2505.24034): a token above
+token_mask_high =: delta is kept with min(rho, delta). `ratio_type="sequence"` takes min(exp(sum l),
+sequence_clip_high) for rho in c_t, and divides by the sequence's length.
 
 Notes:
-1. The document's formula shows min(rho, delta) A; its program masks. Both are here, masking is the default.
-2. Published with the token mean over the whole batch and A without the std; the value of J is no estimate of the
-   reward, as it multiplies a log-prob. Only its gradient has a meaning.
+1. The document's formula shows min(rho, delta) A; its program masks. Both are here, masking is the
+   default.
+2. Published with the token mean over the whole batch and A without the std. Only the gradient of J
+   is meaningful.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
@@ -131,7 +130,7 @@ def aipo(
 
 
 def _sequence_scale(tokens: ObjectiveInput, clip_high: float) -> Tensor:
-    """Return min(exp(sum l), clip_high) / |o| for the tokens of each sequence, the sum capped at 10
+    """Return min(exp(sum l), clip_high) / |o| for each sequence's tokens, the sum capped at 10
     before exp."""
     sequences = tokens.sequences
     ratio_S = exp_ratio(sequence_sum(tokens.log_ratio_N, sequences).clamp(max=10)).clamp(
@@ -143,8 +142,8 @@ def _sequence_scale(tokens: ObjectiveInput, clip_high: float) -> Tensor:
 def _sequences_outside(
     tokens: ObjectiveInput, geometric: tuple[float, float], extremes: tuple[float, float]
 ) -> Tensor:
-    """Return the tokens of sequences whose geometric mean, smallest or largest ratio leaves its
-    bounds, bool [N]."""
+    """Return the tokens of sequences whose geometric mean or extreme ratios leave their bounds,
+    bool [N]."""
     sequences: Sequences = tokens.sequences
     mean_S = exp_ratio(sequence_mean(tokens.log_ratio_N, sequences))
     ratio_N = tokens.ratio_N.detach()

@@ -1,9 +1,9 @@
-"""The clipped surrogate, plain and with a weight for the sampler's mismatch: two bodies, many names.
+"""The clipped surrogate, plain and weighted for the sampler's mismatch.
 
     clipped    J_t =           min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   R = exp(learner - anchor)
     weighted   J_t = min(w, C) min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   w = exp(proximal - behavior)
 
-The rows of `table` that share them differ in bounds, average and advantages alone:
+Rows of `table` differ in bounds, average and advantages:
 
     grpo         1/G sum_i 1/|o_i| sum_t, bounds .2             arXiv 2402.03300 eq. 3
     grpo_no_std  the same, A = r - mean                         the same
@@ -17,17 +17,19 @@ The rows of `table` that share them differ in bounds, average and advantages alo
     decoupled    weighted, C = inf                              QuRL eq. 4, arXiv 2110.00641
 
 Notes:
-1. Dr. GRPO divides by a constant length instead of |o_i|, so that long wrong answers are not punished less per token;
-   `max_length` is the generation limit in tokens.
-2. RLOO on policy (R = 1) is REINFORCE, 1/G sum_i A_i grad log pi(o_i). The paper takes one step a batch and needs no
-   ratio; here R and the clip keep further mini-batches of the same rollouts valid.
-3. DAPO's wider upper bound leaves unlikely tokens room to grow, its mean over tokens gives every token of the batch the
-   same say. Dynamic sampling belongs to the orchestrator and the overlong penalty to `advantages.shaping`.
-4. PPO's A is the whitened generalised advantage (`advantages.gae`); average and bounds are verl's, which QuRL uses.
-5. `is` clips the sampler's error with the learner's move, so that a token may be cut off before the learner has moved
-   at all: it collapses, and is here for comparison.
-6. `decoupled` is unbiased for the proximal policy, and of unbounded variance. TIS' paper gives no C; 2 is FlashRL's for
-   GSM8K (8 for its 32B DAPO run).
+1. Dr. GRPO divides by the constant `max_length` (the generation limit in tokens), so that long
+   wrong answers are not punished less per token.
+2. RLOO on policy (R = 1) is REINFORCE, 1/G sum_i A_i grad log pi(o_i). The paper takes one step a
+   batch; R and the clip allow more steps.
+3. DAPO's wider upper bound lets unlikely tokens grow; its mean weighs all tokens of the batch
+   equally. Dynamic sampling belongs to the orchestrator and the overlong penalty to
+   `advantages.shaping`.
+4. PPO's A is the whitened generalised advantage (`advantages.gae`); average and bounds are verl's,
+   which QuRL uses.
+5. `is` clips the sampler's error together with the learner's change, so a token may be clipped
+   before any update: it collapses, and serves as a comparison.
+6. `decoupled` is unbiased for the proximal policy, with unbounded variance. TIS' paper gives no C;
+   2 is FlashRL's for GSM8K (8 for its 32B DAPO run).
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ def clipped(
     reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return J to maximise and its statistics, for [B, T] tensors or packed [N] with `segments`;
-    see `surrogate`. The ratio's anchor is the one of proximal and behavior that is given."""
+    """Return J to maximise and its statistics, for [B, T] tensors or packed [N] with `segments`
+    (see `surrogate`). The ratio's anchor is proximal or behavior, whichever is given."""
     tokens = prepare(
         learner=learner,
         proximal=proximal,

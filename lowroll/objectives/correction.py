@@ -1,5 +1,4 @@
-"""Weights and rejections for the sampler's mismatch, freely combined (the rollout correction of
-verl).
+"""Weights and rejections for the sampler's mismatch, freely combined (verl's rollout correction).
 
 With w_t = exp(proximal - behavior), a constant of the gradient, and s_t the clipped surrogate of
 PPO:
@@ -19,12 +18,12 @@ PPO:
               with a tight band such as (.999, 1.001) is geometric rejection.
     veto      rejects a sequence of which any w_t < veto             Sparse-RL eq. 6 with 1e-4
     repair    "mask": of such a sequence, only the tokens from the first w_t < veto on; an option of `sparse` alone
-    bypass    the sampler takes the place of the proximal policy: s_t clips exp(learner - behavior), v_t = 1, and what
-              rejects is the learner's mismatch. Without rejections this is `is`.
+    bypass    the sampler is the proximal policy: s_t clips exp(learner - behavior), v_t = 1, and rejections use the
+              learner's mismatch. Without rejections this is `is`.
 
-Deviation from verl: rejected tokens contribute 0 and stay in every denominator, as a masked rollout
-does everywhere here (see `reduce`): rejecting one response must not make its neighbours count for
-more. verl's token-mean is had by `counts` of the tokens that `CorrectionWeights.kept_N` leaves.
+Deviation from verl: rejected tokens contribute 0 and stay in every denominator (see `reduce`), so
+that rejecting one response does not reweight its neighbours. For verl's token-mean, pass `counts`
+of `CorrectionWeights.kept_N`.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
@@ -64,14 +63,14 @@ from lowroll.objectives.table import RULES
 WEIGHTS = ("token", "sequence", "none")
 REPAIRS = (None, "mask")
 Bounds = tuple[float, float]
-# rule -> its upper bound, or for k1 (low, high) of behavior / proximal
+# rule -> upper bound, or for k1 (low, high) of behavior / proximal
 Reject = Mapping[str, float | Bounds]
 
 
 @dataclass(frozen=True)
 class CorrectionWeights:
-    """The weight of each token before normalisation, where its bounds changed it, and what was not
-    rejected (bool)."""
+    """Each token's weight before normalisation, where its bounds changed it, and whether it was
+    kept (bool)."""
 
     weight_N: Tensor
     cut_N: Tensor
@@ -81,7 +80,7 @@ class CorrectionWeights:
 
     @property
     def weight_sum(self) -> float:
-        """The sum of the weights over the unmasked tokens, for `Denominators.weight_sum`."""
+        """The sum of the weights over unmasked tokens (`Denominators.weight_sum`)."""
         return float(torch.where(self.sequences.mask_N, self.weight_N, 0).double().sum())
 
 
@@ -110,8 +109,8 @@ def reweight(
     """Return J to maximise and its statistics. Shapes as in `clipped`; `proximal` is needed without
     `bypass`.
 
-    With `normalize`, `counts` must bring the weights' sum over the batch (`Objective.count`).
-    ValueError for an unknown weight or rule, or bounds that leave nothing.
+    With `normalize`, `counts` must have the batch's weight sum (`Objective.count`). ValueError for
+    an unknown weight or rule, or bounds that leave nothing.
     """
     if proximal is None and not bypass:
         raise ValueError("proximal: reweight needs these log-probs unless bypass is on")
@@ -150,10 +149,10 @@ def judge(
     bypass: bool = False,
     repair: str | None = None,
 ) -> CorrectionWeights:
-    """Weigh every token and say which are rejected, by the options at the top of the file.
+    """Weigh or reject every token, by the options in the module docstring.
 
-    ValueError for an unknown weight, rule or repair, for bounds that leave nothing, and for a
-    repair without a veto.
+    ValueError for an unknown weight, rule or repair, bounds that leave nothing, and repair without
+    a veto.
     """
     if repair not in REPAIRS:
         raise ValueError(f"repair: unknown {repair!r}; expected mask or None")
@@ -205,8 +204,8 @@ def correct(
     reduce: str,
     max_length: float | None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the clipped surrogate under the verdict's weights, without the rejected tokens; J and
-    its statistics."""
+    """Return J and its statistics: the clipped surrogate under these weights, without the rejected
+    tokens."""
     sequences, weight_N = tokens.sequences, verdict.weight_N
     if normalize:
         total = counts or Denominators(
@@ -240,8 +239,7 @@ def correct(
 
 
 def rejection_statistics(kept_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
-    """Return how much of the batch carries no gradient: of the tokens, and of the sequences as a
-    whole."""
+    """Return the fractions of tokens, and of whole sequences, that were rejected."""
     active_S = sequence_any(torch.ones_like(kept_N), sequences)
     return {
         "correction/rejected_fraction": masked_mean(~kept_N, sequences.mask_N),
@@ -252,8 +250,7 @@ def rejection_statistics(kept_N: Tensor, sequences: Sequences) -> dict[str, Tens
 
 
 def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
-    """Return how much of the batch `repair` masks instead of rejecting it with all its response: of
-    the tokens, and of the responses, those that go on counting with the tokens before."""
+    """Return the fractions of tokens that `repair` masks, and of responses that it shortens."""
     saved_S = sequence_any(~repaired_N, sequences)
     repaired_S = sequence_any(repaired_N, sequences) & saved_S
     active_S = sequence_any(torch.ones_like(repaired_N), sequences)
@@ -266,7 +263,7 @@ def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Ten
 
 
 def _breaks(rule: str, bound: float | Bounds, d_N: Tensor, sequences: Sequences) -> Tensor:
-    """Return which tokens a rule rejects, bool [N]. A NaN is never rejected: it has to show."""
+    """Return the tokens that a rule rejects, bool [N]. NaNs are kept, so that they show."""
     if rule not in RULES:
         raise ValueError(f"reject: unknown rule {rule!r}; expected one of {', '.join(RULES)}")
     level, estimator = rule.rsplit("_", 1)

@@ -3,8 +3,8 @@
     s_i = exp( 1/|o_i| sum_t (learner - proximal) ),   s_t = sg[s_i] exp(learner - sg[learner])
     J = 1/G sum_i 1/|o_i| sum_t min(s_t A, clip(s_t, 1 - eps_low, 1 + eps_high) A),   eps_low 3e-4, eps_high 4e-4
 
-sg stops the gradient: s_t has the value of s_i and passes s_i grad log pi(o_t) to its own token, so
-with one advantage a sequence this is the sequence form. The mean log-ratio is taken in float64,
+sg stops the gradient: s_t has the value of s_i and passes s_i grad log pi(o_t) to its own token;
+with one advantage a sequence this is the sequence form. The mean log-ratio is taken in float64
 because the band is narrow: log-probs must be float32. A sequence is active or clipped as a whole.
 
 With `behavior` each token is weighted by min(w, cap), w = exp(proximal - behavior): the GSPO + TIS
@@ -43,8 +43,8 @@ def gspo(
     reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return J to maximise and its statistics. Shapes as in `clipped`; `behavior` is optional,
-    `cap` goes with it."""
+    """Return J to maximise and its statistics. Shapes as in `clipped`; `cap` applies to the
+    optional `behavior`."""
     tokens = prepare(
         learner=learner,
         proximal=proximal,

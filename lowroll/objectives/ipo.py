@@ -1,5 +1,4 @@
-"""IPO and DPPO: AIPO's coefficient with a trust region on probabilities in the place of the masks
-on ratios.
+"""IPO and DPPO: AIPO's coefficient with a trust region on probabilities instead of masks on ratios.
 
 With l_t = learner - behavior, rho_t = exp(l_t), d_t = exp(learner) - exp(behavior) and sg stopping
 the gradient:
@@ -9,11 +8,10 @@ the gradient:
     unsigned (IPO, Surogate)    keep_t = 0 where |d_t| > width
     signed (DPPO, prime-rl)     keep_t = 0 where A > 0 and d_t > width, or A <= 0 and d_t < -width
 
-A rare token may change its ratio a hundredfold and its probability by nothing that matters: d sees
-the second. The quadratic term holds the learner at the sampler on every loss token, kept or not,
-with gradient -2 kl_tau l_t. Masked tokens stay in the denominators. Published with width 0.2
-unsigned and 0.1 signed, a cap of e^2 and the token mean over the whole batch; the name is
-Surogate's and has nothing to do with preference optimisation.
+d ignores large ratios of rare tokens, whose probability hardly changes. The quadratic term pulls
+the learner to the sampler on every loss token, kept or not, with gradient -2 kl_tau l_t. Masked
+tokens stay in the denominators. Published with width 0.2 unsigned and 0.1 signed, a cap of e^2 and
+the token mean over the whole batch; the name is Surogate's, unrelated to preference optimisation.
 
 Shape legend: N tokens of the call, laid end to end.
 """

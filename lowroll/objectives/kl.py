@@ -9,7 +9,7 @@ With d = log pi - log pi_ref of a sampled token:
     k3+   the value of k3 with the gradient of k2 (straight-through; verl's name)
 
 The penalty enters as J - beta KL, reduced over tokens as the policy term is. In k3, d is clamped to
-+-20 (the house rule for every exponential); k1 and k2 are exact.
++-20, as before every exponential; k1 and k2 are exact.
 
 Shape legend: N tokens of the call, laid end to end.
 """
@@ -36,8 +36,7 @@ def k2(d: Tensor) -> Tensor:
 
 
 def k3(d: Tensor) -> Tensor:
-    """Return exp(-d) + d - 1, d clamped to +-20. expm1 keeps the small values that 1 - 1 would
-    lose."""
+    """Return exp(-d) + d - 1, d clamped to +-20. expm1 keeps small values."""
     d = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(-d) + d
 

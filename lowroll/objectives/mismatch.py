@@ -1,4 +1,4 @@
-"""How far the sampler's policy is from the learner's, measured on the tokens that the sampler drew.
+"""The distance of the sampler's policy from the learner's, on the sampled tokens.
 
 With l = learner and b = behavior log-probs of a token, w = exp(l - b), and o a sequence:
 
@@ -17,13 +17,12 @@ With l = learner and b = behavior log-probs of a token, w = exp(l - b), and o a 
     pearson         correlation of exp l and exp b over tokens
 
 Means are over unmasked tokens, or over the sequences that have any. Log-ratios (and their sums over
-a sequence) are clamped to +-20 before exp. Tokens without a finite behaviour log-prob are left out.
+a sequence) are clamped to +-20 before exp. Tokens without a finite behaviour log-prob are dropped.
 All in float64, detached.
 
-`by_length` gives kl_k1, kl_k3, logp_diff_max and ess for every class of response lengths:
-"length_64" holds the responses of more than 32 and at most 64 tokens, the first class those of at
-most 4. `by_staleness` gives kl_k1 and the mean of |l - b| for the tokens of each age in versions.
-`spread` describes how l - b is distributed.
+`by_length` gives kl_k1, kl_k3, logp_diff_max and ess for each class of response lengths:
+"length_64" has the responses of 33 to 64 tokens, the first class those of at most 4. `by_staleness`
+gives kl_k1 and mean |l - b| by the tokens' age in versions.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
@@ -45,7 +44,7 @@ from lowroll.objectives.reduce import (
 )
 from lowroll.objectives.surrogate import as_floats, exp_ratio, flatten, masked_max
 
-SHORTEST = 2  # responses of up to 2^2 tokens are one class
+SHORTEST = 2  # responses of up to 2^SHORTEST tokens are one class
 
 
 def mismatch(
@@ -54,9 +53,8 @@ def mismatch(
     """Return the table above as {"mismatch/<name>": value}, for [B, T] tensors or packed [N] with
     `segments`.
 
-    `learner` is usually the learner at the parameters that made the rollouts (the proximal
-    log-probs). `pearson` is absent where it is undefined (constant probabilities), and everything
-    is where no token is left.
+    `learner` usually has the parameters that made the rollouts (the proximal log-probs). `pearson`
+    is absent for constant probabilities, and everything without tokens.
     """
     sequences, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
     mask_N = sequences.mask_N
@@ -98,8 +96,8 @@ def mismatch(
 def spread(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
-    """Return how l - b is distributed: over tokens, and its mean over a sequence; {} where no token
-    is left.
+    """Return the distribution of l - b: over tokens, and of its mean over a sequence; {} without
+    tokens.
 
     "spread/token_std", "spread/token_p99" (the 99th percentile of |l - b|), and the same of
     "sequence".
@@ -126,8 +124,8 @@ def spread(
 def _usable(
     learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None
 ) -> tuple[Sequences, Tensor, Tensor]:
-    """Return the sequences without the tokens that nothing can be said of, and both log-probs in
-    float64, 0 under the mask."""
+    """Return the sequences without unusable tokens, and both log-probs in float64, 0 under the
+    mask."""
     sequences = sequences_of(mask, segments)
     learner_N, behavior_N = (
         flatten("learner", learner.detach(), mask),
@@ -143,8 +141,7 @@ def _usable(
 def by_length(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
-    """Return {"mismatch/length_<tokens>/<name>": value} of every class of lengths that has a
-    sequence."""
+    """Return {"mismatch/length_<tokens>/<name>": value} of each non-empty class of lengths."""
     sequences, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
     log_ratio_N = learner_N - behavior_N
     statistics: dict[str, Tensor] = {}
@@ -173,8 +170,8 @@ def by_staleness(
     staleness: Tensor,
     segments: Tensor | None = None,
 ) -> dict[str, float]:
-    """Return {"mismatch/staleness_<n>/<name>": value} of the tokens that were drawn n versions ago,
-    for every n that has one; `staleness` is n, of each token."""
+    """Return {"mismatch/staleness_<n>/<name>": value} for each n in `staleness`, the age of each
+    token in versions."""
     sequences, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
     age_N = flatten("staleness", staleness, mask)
     statistics: dict[str, Tensor] = {}
@@ -188,7 +185,7 @@ def by_staleness(
 
 
 def _percentile(x: Tensor, share: float) -> Tensor:
-    """Return the smallest of the values that at least this share of them does not exceed."""
+    """Return the smallest value that at least this share of the values does not exceed."""
     return x.sort().values[max(0, math.ceil(share * len(x)) - 1)]
 
 
@@ -198,8 +195,8 @@ def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def pearson(x_N: Tensor, y_N: Tensor, mask_N: Tensor) -> Tensor:
-    """Return the correlation coefficient under the mask; NaN when either side is constant (to
-    float64 rounding)."""
+    """Return the correlation under the mask; NaN when either side is constant (to float64
+    rounding)."""
     x_N, y_N = x_N - masked_mean(x_N, mask_N), y_N - masked_mean(y_N, mask_N)
     std_x, std_y = (
         masked_mean(x_N.square(), mask_N).sqrt(),

@@ -1,4 +1,4 @@
-"""An objective that can be called: a row of `table`, with its function and every option filled in."""
+"""Callable objectives: a row of `table` with its function and all options."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ INPUTS = ("learner", "proximal", "behavior", "teacher", "advantages", "mask", "s
 
 @dataclass(frozen=True)
 class Objective:
-    """A policy objective: what its row says, with the function and the judge that the row names."""
+    """A policy objective: a row's data and functions."""
 
     name: str
     row: ObjectiveRow
 
     @property
     def function(self) -> Callable[..., tuple[Tensor, dict[str, float]]]:
-        """J to maximise and its statistics, from log-probs, advantages and options."""
+        """The function from log-probs, advantages and options to J and its statistics."""
         return _at(self.row.home)
 
     @property
     def judge(self) -> Callable[..., CorrectionWeights] | None:
-        """The function that gives the weights and what is kept from `prepare`'s tokens; None for an
-        objective that rejects no tokens for their mismatch."""
+        """The function that gives weights and rejections of `prepare`'s tokens; None without
+        rejections."""
         return _at(self.row.judge) if self.row.judge else None
 
     @property
@@ -48,7 +48,7 @@ class Objective:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Every option that may be set (eps_low, cap, reduce, ...) with its default."""
+        """All options (eps_low, cap, reduce, ...) with their defaults."""
         parameters = inspect.signature(self.function).parameters
         own = {name: p.default for name, p in parameters.items() if name not in INPUTS}
         given = own | dict(self.row.options)
@@ -67,10 +67,9 @@ class Objective:
         counts: Denominators | None = None,
         **options: Any,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Call the function with the log-probs that it needs; others may be given and are not
-        looked at.
+        """Call the function with the log-probs that it needs; others are ignored.
 
-        ValueError for missing log-probs or for an option that this objective does not have.
+        ValueError for missing log-probs or an unknown option.
         """
         options = self._complete(options)
         needed = {"proximal": proximal} if self.needs_proximal else {}
@@ -92,14 +91,14 @@ class Objective:
         )
 
     def normalizes(self, **options: Any) -> bool:
-        """Return whether the weights are divided by their mean over the batch, so that `counts`
-        must bring their sum."""
+        """Return whether the weights are divided by their mean over the batch, whose sum `counts`
+        must have."""
         options = self._complete(options)
         return any(options.get(name) for name in ("normalize", "normalize_xi"))
 
     def needs_advantage(self, **options: Any) -> bool:
-        """Return whether a token without an advantage is without a gradient: not so for AIPO with a
-        KL or a teacher."""
+        """Return whether tokens with A = 0 have no gradient: not so for AIPO with a KL or a
+        teacher."""
         options = self._complete(options)
         return not any(options.get(name) for name in ("kl_tau", "teacher_tau"))
 
@@ -113,8 +112,8 @@ class Objective:
         segments: Tensor | None = None,
         **options: Any,
     ) -> CorrectionWeights | None:
-        """Return the weights and rejections of these tokens; None for an objective that rejects
-        nothing for its mismatch."""
+        """Return the weights and rejections of these tokens; None if it never rejects for
+        mismatch."""
         judge = self.judge
         if judge is None:
             return None
@@ -139,11 +138,9 @@ class Objective:
         behavior: Tensor | None = None,
         **options: Any,
     ) -> Denominators:
-        """Return the denominators of these tokens under these options; add them up over
-        micro-batches and ranks.
+        """Return the denominators of these tokens; sum them over micro-batches and ranks.
 
-        `behavior` and `proximal` as the objective needs them: the first says which tokens are left
-        out, both together the sum of the weights.
+        `behavior` says which tokens are dropped; with `proximal` it gives the sum of the weights.
         """
         total = count(
             mask=mask, segments=segments, behavior=behavior if self.needs_behavior else None
@@ -166,8 +163,7 @@ class Objective:
         return dataclasses.replace(total, weight_sum=verdict.weight_sum)
 
     def _complete(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return every option with its value. ValueError for one that this objective does not
-        have."""
+        """Return all options with values. ValueError for an unknown one."""
         if unknown := options.keys() - self.options.keys():
             raise ValueError(
                 f"{min(unknown)}: objective {self.name} has no such option; it has "
@@ -177,7 +173,7 @@ class Objective:
 
 
 def named(name: str) -> Objective:
-    """Return the objective of one row. ValueError names the known ones."""
+    """Return the objective of a row. ValueError names the known ones."""
     rows: Mapping[str, ObjectiveRow] = {**ALGORITHMS, **CORRECTIONS}
     if name not in rows:
         raise ValueError(f"unknown objective {name!r}; known: {', '.join(rows)}")
@@ -185,9 +181,8 @@ def named(name: str) -> Objective:
 
 
 def select(algorithm: str, correction: str = "none") -> Objective:
-    """Return the objective of an algorithm under a correction: `select("dapo", "acr")` is ACR's
-    function with the bounds and the average of DAPO. ValueError for unknown names, or a pair that
-    has no form."""
+    """Combine an algorithm and a correction: `select("dapo", "acr")` is ACR with DAPO's bounds and
+    average. ValueError for unknown names or an unsupported pair."""
     row = pair(algorithm, correction)
     return Objective(algorithm if correction == "none" else f"{algorithm}+{correction}", row)
 

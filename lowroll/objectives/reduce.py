@@ -1,5 +1,4 @@
-"""From token values to one number: the only place in lowroll that divides by a token or a sequence
-count.
+"""Reduction of token values to a scalar: the only division by a token or sequence count in lowroll.
 
 With x_t the value of token t, m_t its mask, |o_b| the number of unmasked tokens of sequence b, S
 sequences:
@@ -9,13 +8,13 @@ sequences:
     constant              sum m x / (S * max_length)                 Dr. GRPO, arXiv 2503.20783
     seq-mean-token-sum    1/S sum m x                                REINFORCE over whole sequences
 
-Every mode is a weighted sum whose weights hold integers and no value of the model. `Denominators` carries
-the denominators of the whole batch, so that the sum over micro-batches is the value (and gradient)
-of the big batch, provided that no sequence is split between two micro-batches.
+Every mode is a weighted sum whose weights depend on counts alone. `Denominators` has the counts of
+the whole batch, so that micro-batches sum to the batch's value and gradient, provided that no
+sequence is split.
 
 Fully masked sequences contribute 0 and stay in S: S is the number of rows, or the largest segment
-id + 1, or `counts.num_sequences`. (verl leaves them out of S when no global batch size is given; a
-rejected rollout would then make its neighbours count for more.)
+id + 1, or `counts.num_sequences`. (verl drops them from S without a global batch size, so that a
+rejected rollout reweights its neighbours.)
 
 Shape legend: N tokens of the call, laid end to end; B rows; T padded length; S sequences.
 """
@@ -32,11 +31,10 @@ from lowroll.objectives.table import MODES
 
 @dataclass(frozen=True)
 class Denominators:
-    """The denominators of a whole batch: unmasked tokens, and sequences (fully masked ones
-    included).
+    """Counts of a whole batch: unmasked tokens, and sequences (fully masked ones included).
 
-    `weight_sum` is the sum of the correction's weights over those tokens, for objectives that
-    divide by their mean.
+    `weight_sum`: the correction's weights over those tokens, for objectives that divide by their
+    mean.
     """
 
     num_tokens: int
@@ -53,24 +51,23 @@ class Denominators:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The tokens that count (mask_N, bool) and the sequence that each belongs to (segments_N,
-    int64)."""
+    """The unmasked tokens (mask_N, bool) and their sequences (segments_N, int64)."""
 
     mask_N: Tensor
     segments_N: Tensor
     num_sequences: int
 
     def drop(self, drop_N: Tensor) -> Sequences:
-        """Return the same sequences with the tokens of `drop_N` (bool) masked."""
+        """Return the sequences with the tokens of `drop_N` (bool) masked."""
         return Sequences(self.mask_N & ~drop_N, self.segments_N, self.num_sequences)
 
 
 def sequences_of(mask: Tensor, segments: Tensor | None = None) -> Sequences:
-    """Lay padded [B, T] or packed [N] tokens end to end.
+    """Flatten padded [B, T] or packed [N] tokens.
 
     `mask` is bool, or 0/1 in any dtype. `segments` (int64 [N], sequence ids from 0 up, in any
-    order) goes with packed tokens only. ValueError for any other shape, a mask value other than 0
-    and 1, or a negative segment.
+    order) is for packed tokens only. ValueError for any other shape, mask value, or a negative
+    segment.
     """
     if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError("mask: every entry must be 0 or 1")
@@ -102,10 +99,9 @@ def sequences_of(mask: Tensor, segments: Tensor | None = None) -> Sequences:
 def count(
     *, mask: Tensor, segments: Tensor | None = None, behavior: Tensor | None = None
 ) -> Denominators:
-    """Return the denominators of these tokens; add them up over micro-batches and ranks.
+    """Return the denominators of these tokens; sum them over micro-batches and ranks.
 
-    With `behavior`, tokens without a finite behaviour log-prob are left out, as the objectives that
-    need it do.
+    With `behavior`, tokens without a finite behaviour log-prob are dropped.
     """
     sequences = sequences_of(mask, segments)
     if behavior is not None:
@@ -124,9 +120,8 @@ def aggregate(
     """Reduce token values to a scalar under `mode`; masked values may be anything. No tokens: 0
     with zero gradient.
 
-    `counts` replaces the number of tokens and of sequences; the |o_b| of seq-mean-token-mean are
-    always those of the call. `max_length` (tokens) is what "constant" divides by; the other modes
-    have no use for it.
+    `counts` replaces the numbers of tokens and sequences, but not the |o_b| of seq-mean-token-mean.
+    `max_length` (tokens) is the divisor of "constant".
     """
     if mode not in MODES:
         raise ValueError(f"reduce: unknown mode {mode!r}; expected one of {', '.join(MODES)}")
@@ -153,10 +148,8 @@ def aggregate(
 
 
 def token_counts(sequences: Sequences) -> Tensor:
-    """Return the number of unmasked tokens of each sequence, int64 [S], at least 1 so that an empty
-    sequence may be divided by it."""
-    # Integer addition has one result in any order; a float sum of scattered values would not on a
-    # GPU.
+    """Return each sequence's number of unmasked tokens, int64 [S], at least 1 for division."""
+    # Integer sums are order-independent; scattered float sums on a GPU are not.
     counts_S = torch.zeros(
         sequences.num_sequences, dtype=torch.int64, device=sequences.mask_N.device
     )
@@ -164,26 +157,25 @@ def token_counts(sequences: Sequences) -> Tensor:
 
 
 def sequence_sum(x_N: Tensor, sequences: Sequences) -> Tensor:
-    """Sum over the unmasked tokens of each sequence, float64 [S], detached."""
+    """Return sums over each sequence's unmasked tokens, float64 [S], detached."""
     x_N = torch.where(sequences.mask_N, x_N.detach(), 0).double()
     return x_N.new_zeros(sequences.num_sequences).index_add(0, sequences.segments_N, x_N)
 
 
 def sequence_mean(x_N: Tensor, sequences: Sequences) -> Tensor:
-    """Return the mean over the unmasked tokens of each sequence (0 for one without), float64 [S],
-    detached."""
+    """Return means over each sequence's unmasked tokens (0 without any), float64 [S], detached."""
     return sequence_sum(x_N, sequences) / token_counts(sequences)
 
 
 def sequence_any(flag_N: Tensor, sequences: Sequences) -> Tensor:
-    """Return which sequences have an unmasked token with the flag, bool [S]."""
+    """Return the sequences that have an unmasked token with the flag, bool [S]."""
     flags_S = torch.zeros(sequences.num_sequences, dtype=torch.int64, device=flag_N.device)
     return flags_S.index_add(0, sequences.segments_N, (flag_N & sequences.mask_N).long()) > 0
 
 
 def sequence_from(flag_N: Tensor, sequences: Sequences) -> Tensor:
-    """Return which tokens stand at or behind their sequence's first unmasked token with the flag,
-    bool [N]. Tokens of a sequence come in their order."""
+    """Return the tokens from their sequence's first unmasked flagged token on, bool [N]. A
+    sequence's tokens must be in order."""
     place_N = torch.arange(len(flag_N), device=flag_N.device)
     flagged_N = torch.where(flag_N & sequences.mask_N, place_N, len(flag_N))
     first_S = place_N.new_full((sequences.num_sequences,), len(flag_N))
@@ -192,6 +184,5 @@ def sequence_from(flag_N: Tensor, sequences: Sequences) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of the entries under the mask (0 where there are none), float64 scalar,
-    detached."""
+    """Return the mean under the mask (0 without entries), float64 scalar, detached."""
     return torch.where(mask, x.detach(), 0).double().sum() / mask.sum().clamp(min=1)

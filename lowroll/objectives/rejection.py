@@ -1,5 +1,4 @@
-"""Statistics of what a rejection hits, when the sampler's cache forgets or rounds what the learner
-sees.
+"""Statistics of rejections, when the sampler's cache drops or rounds what the learner sees.
 
 With w = exp(l - b) of learner and behavior log-probs, Sparse-RL's xi:
 
@@ -8,9 +7,9 @@ With w = exp(l - b) of learner and behavior log-probs, Sparse-RL's xi:
     rejected_length_ratio  mean length of the responses that are rejected as a whole, over the mean of all
     rejected_reward_gap    their mean reward minus the mean of all
 
-A cache forgets more of a long response, so long ones are rejected more often: what is learnt from is
-shorter than what was drawn, and often easier. The last two are absent where nothing is rejected.
-Lengths are of unmasked tokens; w is clamped as everywhere. In float64, detached.
+A cache drops more of a long response, so long ones are rejected more often, which biases training
+to shorter and often easier ones. The last two are absent without rejections. Lengths count unmasked
+tokens; w is clamped as everywhere. In float64, detached.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
@@ -41,8 +40,8 @@ def rejection(
     kept: Tensor | None = None,
     veto: float | None = None,
 ) -> dict[str, float]:
-    """Return the statistics above of packed tokens [N]; rewards: [S], NaN where there is none;
-    kept: bool [N], what the objective does not reject, None where it rejects nothing ever."""
+    """Return the statistics above of packed tokens [N]. rewards: [S], NaN where there is none;
+    kept: bool [N], None for an objective that never rejects."""
     sequences = sequences_of(mask, segments)
     log_weight_N = flatten("learner", learner, mask) - flatten("behavior", behavior, mask)
     log_weight_N = log_weight_N.detach().double()

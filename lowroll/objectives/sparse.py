@@ -1,25 +1,22 @@
-"""Sparse-RL: importance weights for a sampler with a compressed cache, and rejection of what it
-could not know.
+"""Sparse-RL: importance weights and rejections for a sampler with a compressed cache.
 
     J = 1/G sum_i M_i 1/|o_i| sum_t xi_t min(R A, clip(R, 1 - eps_low, 1 + eps_high) A)          Sparse-RL eq. 5-7
     xi_t = exp(proximal - behavior),   M_i = 0 if any xi_t of the response is below 1e-4, else 1
 
-The proximal log-probs are the learner's with its full context. A token that they find (nearly)
-impossible means that the sampler lost what it needed: its response is rejected as a whole,
-contributes 0 and stays in 1/G, and its reward stays in the group's baseline. Nothing here asks
-where the mismatch comes from, low-bit weights serve as well. A KL term belongs to the kept
-responses only; the trainer sees to it.
+The proximal log-probs are the learner's with full context. A token (nearly) impossible under them
+means that the sampler lost needed context: its response is rejected, contributes 0 and stays in
+1/G, and its reward stays in the group's baseline. It works for any mismatch, also of low-bit
+weights. The trainer applies a KL term to kept responses only.
 
-With `repair: mask`, which is not the paper's, a response is rejected from its first such token on
-only: the tokens before it were drawn while the sampler still knew what it needed. They keep their
-share 1/|o_i| of the whole response, so that a response that broke early counts for little, and the
-fewer tokens it has left the more it is like a rejected one; broken at its first token it is one.
-The KL term takes the same tokens.
+With `repair: mask`, which is not the paper's, a response is rejected only from its first such token
+on. The tokens before it keep their share 1/|o_i| of the whole response, so a response that broke
+early counts for little; broken at its first token it is rejected. The KL term takes the same
+tokens.
 
-Deviation: the paper's xi has no upper bound and neither has this one by default. Its released code
-differs: xi capped at 1.5 (`xi_cap`), tokens outside of (.5, 1.5) masked (`token_rs`), weights
-divided by their mean over the batch, the rejected tokens included (`normalize_xi`), and masked
-tokens taken out of the denominators, which is not done here.
+The paper's xi has no upper bound, nor has this default. Its released code differs: xi capped at 1.5
+(`xi_cap`), tokens outside of (.5, 1.5) masked (`token_rs`), weights divided by their mean over the
+batch, the rejected tokens included (`normalize_xi`), and masked tokens taken out of the
+denominators, which is not done here.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ def sparse(
     """Return J to maximise and its statistics. Shapes as in `clipped`; `token_rs` are bounds (low,
     high) on xi; `repair` is None or "mask".
 
-    With `normalize_xi`, `counts` must bring the sum of xi over the batch (`Objective.count`).
+    With `normalize_xi`, `counts` must have the batch's sum of xi (`Objective.count`).
     """
     tokens = prepare(
         learner=learner,
@@ -88,7 +85,7 @@ def judge_sparse(
     veto: float | None = 1e-4,
     repair: str | None = None,
 ) -> CorrectionWeights:
-    """Weigh every token and say which are rejected, by the options of `sparse`."""
+    """Weigh or reject every token, by the options of `sparse`."""
     reject = None
     if token_rs is not None:
         low, high = checked_bounds("token_rs", token_rs)

@@ -1,4 +1,4 @@
-"""Parts that the policy objectives share: ratios, the clip, and the statistics.
+"""Ratios, clip and statistics shared by the policy objectives.
 
 Log-probs of one token under three policies give
 
@@ -18,10 +18,9 @@ Its gradient is R A grad log pi where the token is active and 0 where it is clip
     clipped below  A < 0 and R < 1 - eps_low
     dual clipped   A < 0 and R > c
 
-Guards: ties are active; log-ratios are clamped to +-20 before exp; masked entries may hold anything
-(they are replaced before any arithmetic, so no NaN reaches value or gradient); an unmasked token
-whose behaviour log-prob is not finite is dropped, which is the same as masking it, and counted. A
-non-finite learner log-prob is left to show.
+Ties are active. Log-ratios are clamped to +-20 before exp. Masked entries may be anything: they are
+replaced before any arithmetic, so no NaN reaches value or gradient. An unmasked token without a
+finite behaviour log-prob is masked, and counted. A non-finite learner log-prob is kept, to show.
 
 Shape legend: N tokens of the call, laid end to end.
 """
@@ -42,10 +41,8 @@ LOG_RATIO_LIMIT = 20.0
 class ObjectiveInput:
     """The checked and cleaned input of an objective. Only log_ratio_N and ratio_N carry gradient.
 
-    log_ratio_N   learner - proximal, or learner - behavior where there is no proximal
-    ratio_N       its exponential
-    log_weight_N  proximal - behavior, or 0 where one of them is not given
-    weight_N      w, its exponential
+    log_ratio_N learner - proximal, or learner - behavior without proximal ratio_N its exponential
+    log_weight_N proximal - behavior, or 0 without both weight_N w, its exponential
     """
 
     sequences: Sequences
@@ -59,7 +56,7 @@ class ObjectiveInput:
 
 @dataclass(frozen=True)
 class Clipped:
-    """Token values of the clipped surrogate, and (bool) which tokens each bound cut off."""
+    """Token values of the clipped surrogate, and the tokens that each bound clipped (bool)."""
 
     value_N: Tensor
     above_N: Tensor
@@ -81,8 +78,7 @@ def prepare(
     proximal: Tensor | None = None,
     behavior: Tensor | None = None,
 ) -> ObjectiveInput:
-    """Check the shapes, lay the tokens end to end, clean what is masked, drop what cannot be used,
-    take the ratios.
+    """Check shapes, flatten, clean masked entries, drop unusable tokens, and take the ratios.
 
     All tensors are [B, T], or packed [N] with `segments`; half precision is computed in float32.
     ValueError names the tensor whose shape differs.
@@ -140,8 +136,8 @@ def clip(
     dual_clip: float | None = None,
     stretch_N: Tensor | None = None,
 ) -> Clipped:
-    """Return the clipped surrogate, token by token. `stretch_N` multiplies the upper bound 1 +
-    eps_high (ACR)."""
+    """Return the clipped surrogate by token. `stretch_N` multiplies the upper bound 1 + eps_high
+    (ACR)."""
     if not 0 <= eps_low <= 1:
         raise ValueError(f"eps_low: {eps_low} must lie in [0, 1]")
     if not eps_high >= 0:
@@ -173,8 +169,8 @@ def truncate(weight_N: Tensor, cap: float) -> Tensor:
 def policy_statistics(
     tokens: ObjectiveInput, clipped: Clipped, ratio_N: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return the clip fractions and the ratio that was clipped (that of `tokens` unless given),
-    over the unmasked tokens."""
+    """Return the clip fractions and the clipped ratio (by default that of `tokens`) over unmasked
+    tokens."""
     mask_N = tokens.sequences.mask_N
     ratio_N = tokens.ratio_N if ratio_N is None else ratio_N
     return {
@@ -187,8 +183,8 @@ def policy_statistics(
 
 
 def weight_statistics(tokens: ObjectiveInput, weight_N: Tensor, cap: float) -> dict[str, Tensor]:
-    """Return the weight as it was applied, how often the cap cut it, and the tokens dropped for
-    want of a behaviour."""
+    """Return the applied weight, how often the cap cut it, and the tokens dropped without a
+    behaviour."""
     mask_N = tokens.sequences.mask_N
     return {
         "correction/weight_mean": masked_mean(weight_N, mask_N),
@@ -199,7 +195,7 @@ def weight_statistics(tokens: ObjectiveInput, weight_N: Tensor, cap: float) -> d
 
 
 def masked_max(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the maximum of the entries under the mask; 0 where there are none."""
+    """Return the maximum under the mask; 0 without entries."""
     if not x.numel():
         return x.new_zeros(())
     highest = torch.where(mask, x.detach(), -torch.inf).max()
@@ -207,6 +203,6 @@ def masked_max(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def as_floats(statistics: dict[str, Tensor]) -> dict[str, float]:
-    """Return scalars as Python floats, through a single transfer from the device."""
+    """Return Python floats, with one device transfer."""
     values = torch.stack([value.detach().double() for value in statistics.values()]).tolist()
     return dict(zip(statistics, values, strict=True))

@@ -1,22 +1,20 @@
-"""The tables of algorithms and corrections: a row each, readable without torch.
+"""The tables of algorithms and corrections, importable without torch.
 
-An *algorithm* says how rewards become advantages and how the token terms are clipped and averaged.
-A *correction* says how the gap between the rollout policy (quantized, maybe truncated) and the
-learner is paid for. They combine freely: `dapo` with `acr` is ACR's token term with DAPO's clip
-range and DAPO's token mean. GSPO's ratio belongs to a whole sequence, so the corrections that bound
-single tokens have no form under it. TBPO brings bounds of its own, AIPO and IPO have none: they
-take the algorithm's advantages and its average.
+An *algorithm* defines advantages, clip and average. A *correction* corrects for the gap between the
+rollout policy (quantized, maybe truncated) and the learner. They combine freely: `dapo` with `acr`
+is ACR's token term with DAPO's clip range and token mean. GSPO's ratio is a sequence's, so
+corrections that bound tokens have no form under it. TBPO has its own bounds, AIPO and IPO none:
+they take the algorithm's advantages and average.
 
-A row names the function (`home`), the log-probs that it takes beside the learner's, and the options
-that objectives share, with their defaults: `eps_low`, `eps_high`, `dual_clip`, `cap`, `reduce`.
-What is an option of one function alone has its default there, and its section under `loss` in a
-configuration.
+A row names the function (`home`), its log-probs beside the learner's, and the shared options with
+their defaults: `eps_low`, `eps_high`, `dual_clip`, `cap`, `reduce`. An option of one function has
+its default there, and its section under `loss` in a configuration.
 
 Defaults: GRPO, Dr. GRPO and RLOO clip at 0.2; DAPO clips higher (0.28) and averages over tokens
 (arXiv 2503.14476); GSPO clips the sequence ratio at 3e-4 / 4e-4 (arXiv 2507.18071); PPO has a
-critic in the place of the group, clips at 0.2 and averages over tokens (verl, which QuRL's runs
-use). The corrections are those of QuRL (Eq. 3-9), QaRL (TBPO), Sparse-RL, AIPO (arXiv 2505.24034)
-and verl (`reweight`).
+critic instead of the group, clips at 0.2 and averages over tokens (verl, which QuRL's runs use).
+The corrections are those of QuRL (Eq. 3-9), QaRL (TBPO), Sparse-RL, AIPO (arXiv 2505.24034) and
+verl (`reweight`).
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MODES = ("seq-mean-token-mean", "token-mean", "constant", "seq-mean-token-sum")  # of `reduce`
-RULES = (  # by which `reweight` rejects
+RULES = (  # of `reweight`'s rejections
     "token_k1",
     "token_k2",
     "token_k3",
@@ -57,10 +55,10 @@ class ObjectiveRow:
     formula: str  # the token term, to maximise
     source: str
     home: str = CLIPPED  # module:function
-    log_probs: tuple[str, ...] = ("proximal",)  # that it takes beside the learner's
+    log_probs: tuple[str, ...] = ("proximal",)  # beside the learner's
     options: Mapping[str, Any] = field(default_factory=lambda: CLIP)  # shared ones, with defaults
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that are no options of it
-    judge: str = ""  # module:function of the weights and rejections; "": it rejects nothing
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that are not options
+    judge: str = ""  # module:function of the weights and rejections; "": none
     sequences: bool = False  # its ratio is a whole sequence's
 
 
@@ -69,14 +67,13 @@ class Algorithm(ObjectiveRow):
     """A row of `ALGORITHMS`. `advantage` is a name in the table of `lowroll.advantages`."""
 
     advantage: str = "grpo"
-    dynamic_sampling: bool = False  # draw again for groups whose rewards are all equal
-    # of a ratio that is no single token's: the corrections that its own function applies, and the
-    # options that they bring
+    dynamic_sampling: bool = False  # resample groups with equal rewards
+    # for a sequence ratio: corrections that its function applies, and their options
     applies: Mapping[str, Mapping[str, Any]] | None = None
 
     @property
     def has_critic(self) -> bool:
-        """Are its advantages made of the values of a critic?"""
+        """Whether its advantages use a critic's values."""
         return self.advantage == "gae"
 
 
@@ -84,7 +81,7 @@ class Algorithm(ObjectiveRow):
 class Correction(ObjectiveRow):
     """A row of `CORRECTIONS`. One of whole sequences combines with every algorithm."""
 
-    takes: tuple[str, ...] = (*BOUNDS, "reduce")  # options that are the algorithm's
+    takes: tuple[str, ...] = (*BOUNDS, "reduce")  # the algorithm's options
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -204,7 +201,7 @@ CORRECTIONS: dict[str, Correction] = {
 
 
 def forms(algorithm: str) -> tuple[str, ...]:
-    """Return the corrections that combine with an algorithm, `none` aside."""
+    """Return the corrections that combine with an algorithm, except `none`."""
     applies = ALGORITHMS[algorithm].applies
     if applies is None:
         return tuple(name for name in CORRECTIONS if name != "none")
@@ -212,8 +209,8 @@ def forms(algorithm: str) -> tuple[str, ...]:
 
 
 def pair(algorithm: str, correction: str) -> ObjectiveRow:
-    """Return the row of an algorithm under a correction. ValueError for unknown names, or a pair
-    that has no form."""
+    """Return the row of an algorithm under a correction. ValueError for unknown names or an
+    unsupported pair."""
     for kind, name, known in (
         ("algorithm", algorithm, tuple(ALGORITHMS)),
         ("correction", correction, tuple(CORRECTIONS)),

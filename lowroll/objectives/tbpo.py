@@ -1,22 +1,20 @@
-"""TBPO, trust band policy optimisation: one ratio a sequence, held in a band on both sides where A
-< 0 (QaRL sec. 3.2).
+"""TBPO, trust band policy optimisation: one ratio a sequence, bounded on both sides where A < 0
+(QaRL sec. 3.2).
 
     r = exp( 1/|o| sum_t (learner - proximal) ),   w = exp( 1/|o| sum_t (proximal - behavior) ) clipped to [1/C, C]
 
     A > 0    J = w min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)        no gradient above 1 + eps_high
     A < 0    J = w clip(r, 1 - eps_low, 1 + eps_negative) A              no gradient on either side of the band
 
-Garbled tokens of a low-bit sampler gather in the negative responses, where their ratio explodes and
-PPO has no upper bound; a response outside of its band is left out of the gradient as a whole and
-stays in the mean. The token form is GSPO's (see `gspo`), and so is the mean in float64: the band is
-narrow, log-probs must be float32.
+A low-bit sampler's garbled tokens are mostly in negative responses, where their ratio explodes and
+PPO has no upper bound; a response outside of the band has no gradient and stays in the mean. Token
+form and float64 mean are GSPO's (see `gspo`): the band is narrow, log-probs must be float32.
 
 Notes on the paper, whose equations the sources at hand lost:
-1. The formulas follow its text and the names and values of its hyper-parameters (table of appendix B): bounds .0003
-   and .0004, negative ones .0003 and .0007, cap 2. Both lower bounds are one option here, as the
-   lower bound of a positive response never acts.
-2. "Exceeds the bounds" is read as the ratio r; the mismatch w is truncated, never a reason to
-   reject.
+1. The formulas follow its text and hyper-parameters (table of appendix B): bounds .0003 and .0004,
+   negative ones .0003 and .0007, cap 2. Both lower bounds are one option, as that of a positive
+   response never acts.
+2. "Exceeds the bounds" is read as the ratio r; the mismatch w is truncated only.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
@@ -80,7 +78,7 @@ def tbpo(
         ratio_S[sequences.segments_N] * (tokens.log_ratio_N - tokens.log_ratio_N.detach()).exp()
     )
     weight_N = mismatch_S.clamp(1 / cap, cap)[sequences.segments_N]
-    # For A < 0 the upper bound is the dual clip's: below it nothing but the band is left.
+    # For A < 0 the upper bound is the dual clip's; below it only the band remains.
     clipped = clip(
         ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=1 + eps_negative
     )

@@ -3,9 +3,9 @@
 
     L = 1/2 mean_t max( (V_t - G_t)^2, (clip(V_t, Vold_t - c, Vold_t + c) - G_t)^2 )
 
-G = A + V are the returns of `advantages.gae`, before whitening, and Vold the values that they were
-made with. Where the clipped error is the larger one there is no gradient: a value that came closer
-to G than c allows stays, one that went astray may return.
+G = A + V are the returns of `advantages.gae`, before whitening, and Vold its values. There is no
+gradient where the clipped error is larger: a value closer to G than c allows stays, one that moved
+away may return.
 
 Shape legend: N tokens of the call, laid end to end.
 """
@@ -35,8 +35,7 @@ def value_loss(
     `segments`.
 
     Only `values` carries gradient. `clip` is c in units of the value; None is the plain squared
-    error. ValueError for a clip that is not positive, or a tensor whose shape differs from the
-    mask's.
+    error. ValueError for a clip that is not positive, or a shape that differs from the mask's.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip: {clip} must be positive")

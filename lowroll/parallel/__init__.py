@@ -1,2 +1,1 @@
-"""Several processes that learn one model. Sharding is applied from outside: the model knows nothing
-of it."""
+"""Training one model with several processes: communication and sharding, applied from outside."""

@@ -1,15 +1,15 @@
-"""Learner ranks: processes that learn one model together, a step at a time.
+"""Learner ranks: processes that train one model together.
 
-Every rank has the whole batch, runs the passes that it is dealt, and gathers the values of all samples.
-From there on each computes the same counts, metrics and decisions. The gradients are summed together,
-and where the weights are sharded every pass is done together.
+Every rank has the whole batch, runs its share of the passes, and gathers the results of all. Each
+then computes the same counts, metrics and refusals. Collective are only the sum of the gradients
+and, with sharded weights, every pass.
 
     Ranks        one process alone: exactly the plain path
-    RankGroup    n processes, each with the whole model (data parallel)
+    RankGroup    n processes, each with the whole model (plain data parallel)
     parallel.sharding.Sharded     n processes, each with a part of it (FSDP2)
 
-Values travel as tensors of known sizes, never as pickles. Every wait has the group's deadline. Before it
-a rank notes in the store where it is, so that an error names the missing ranks.
+Values are sent as tensors of known sizes, never as pickles. Every wait ends at the group's
+deadline; a rank first notes its position in the store, so that an error names the missing ones.
 """
 
 from __future__ import annotations
@@ -35,102 +35,103 @@ if TYPE_CHECKING:
 
 PerToken = dict[int, Tensor]  # sample index -> float32 [tokens of its response], on the host
 
-BUCKET = 64 << 20  # gradients that travel at once, in entries
-ROLL_CALL_S = 2.0  # after a failure: until who has not failed too counts as missing
+BUCKET = 64 << 20  # entries of gradients sent at once
+ROLL_CALL_S = 2.0  # after a failure: a rank that has not failed within this time counts as missing
 IFREQ = 40  # bytes of Linux' struct ifreq
 SIOCGIFADDR = 0x8915
 
 
 class RankLost(TransportError):
-    """An error that names a rank that went away while the others waited for it."""
+    """A rank that disappeared while the others waited for it; the message names it."""
 
 
 def rows_of(rank: int, size: int, height: int) -> slice:
-    """Return the rows of a matrix (entries of a vector) that a rank of `size` holds: ceil(height /
-    size), fewer or none on the last ranks."""
+    """Return a rank's rows of a matrix (entries of a vector): equal shares from the first rank on,
+    so that the last ones may have fewer, or none."""
     most = -(-height // size)
     return slice(min(rank * most, height), min((rank + 1) * most, height))
 
 
 class Ranks:
-    """One process that learns alone."""
+    """A single process that trains alone, and the interface of groups."""
 
     rank = 0
     size = 1
-    lockstep = False  # whether every pass needs all ranks
+    lockstep = False  # every pass needs all ranks
 
     @property
     def leads(self) -> bool:
-        """Return whether this is the rank that reads, writes and decides."""
+        """Whether this rank reads, writes and decides."""
         return self.rank == 0
 
     def deal(self, costs: Sequence[float]) -> list[int | None]:
-        """Return which of the passes of these costs this rank runs, in order. None stands for a pass
-        without a gradient: in lockstep every rank runs as many."""
+        """Return this rank's passes in order, by their costs in any unit. None is a pass run only
+        to keep the others in step: in lockstep every rank gets as many."""
         return list(range(len(costs)))
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
-        """Return the values of all ranks: of each kind those of all samples of `sizes` (sample ->
-        tokens). Every sample was in the passes of one rank."""
+        """Return what all ranks found: for each kind, the values of all samples of `sizes` (sample
+        -> tokens). Every sample was in one rank's passes."""
         return list(values)
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Make every gradient (float32) the sum over the ranks, in place."""
+        """Sum every gradient (float32) over the ranks, in place."""
 
     def total(self, squares: Tensor) -> Tensor:
-        """Return the squared norm over all ranks, given that of this rank's part."""
+        """Sum a squared norm over the ranks' parts."""
         return squares
 
     def shard(self, model: Transformer) -> Transformer:
-        """Shard a whole model over the ranks and return it."""
+        """Keep this rank's shards of a whole model; returns it."""
         return model
 
     def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
-        """Return a whole model with the weights of a sharded one, on the rank that leads; without
-        sharding the model itself."""
+        """Return an unsharded model with the sharded one's weights on the leading rank; the model
+        itself if it is not sharded."""
         return model
 
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
-        """Copy the model's weights to a mirror. All ranks call it, those without a mirror with
-        None."""
+        """Update a mirror's weights. All ranks call it; those without one pass None."""
 
     def forget(self) -> None:
-        """Drop whole copies of parameters whose parts are about to change."""
+        """Drop whole copies of parameters before their shards change."""
 
     def is_part(self, p: Tensor) -> bool:
-        """Return whether a parameter is sharded by rows."""
+        """Return whether ranks hold a parameter's rows in shards."""
         return False
 
     def part(self, p: Tensor) -> Tensor:
-        """Return this rank's part of a parameter or its gradient, in its own storage."""
+        """Return this rank's shard of a parameter or gradient, as a view."""
         return p
 
     def cut(self, whole: Tensor, p: Tensor) -> Tensor:
-        """Return the rows of a whole tensor that this rank holds of a parameter."""
+        """Return this rank's shard out of a whole tensor of as many rows (or of what gives its rows
+        to a slice)."""
         return whole[:]
 
     def dtype(self, p: Tensor) -> torch.dtype:
-        """Return the dtype in which passes read a parameter."""
+        """Return the dtype in which passes read a parameter: its own, or what a float32 shard is
+        rounded to."""
         return p.dtype
 
     def on_whole(
         self, work: Callable[[int, Tensor], Tensor], parts: Sequence[Tensor], heights: Sequence[int]
     ) -> list[Tensor]:
-        """Call work(i, whole), which keeps the shape, on at most `size` sharded matrices
-        [heights[i], K], each on one rank, and return this rank's parts of the results."""
+        """Call work(i, whole) on sharded matrices [heights[i], K], at most `size` of them, a rank
+        each, and return this rank's shards of the results, which have the same shapes."""
         return [work(i, whole) for i, whole in enumerate(parts)]
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
-        """Send data from the rank that leads, and return it on every rank. wait_s: until it begins;
-        None for the group's deadline."""
+        """Send data from the leading rank, and return it on every rank. The others wait `wait_s`
+        for it to begin, by default the group's deadline."""
         assert data is not None
         return data
 
     def meet(self, what: str) -> None:
-        """Wait until all ranks are here. DeadlineExceeded names what for."""
+        """Wait for all ranks. DeadlineExceeded names `what`."""
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the group."""
 
 
 ALONE = Ranks()
@@ -139,10 +140,11 @@ ALONE = Ranks()
 class RankGroup(Ranks):
     """This process among `size`, which meet at tcp://host:port.
 
-    host: an IPv4 address or name of the rank that leads. Its store listens there alone, and so do gloo
-    and NCCL where the address is of this machine, unless GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME
-    are set. device: of the model; host tensors go by gloo, CUDA tensors by NCCL. deadline_s: for
-    every wait. Raises DeadlineExceeded, which names the missing ranks, and RankLost.
+    host: the leading rank's IPv4 address or name; its store listens there alone, and if the address
+    belongs to an interface of this machine, so do gloo and NCCL (unless GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME are set). device: of the model; host tensors use gloo, CUDA tensors NCCL.
+    deadline_s: for every wait. Raises DeadlineExceeded, which names the missing ranks, and
+    RankLost.
     """
 
     def __init__(
@@ -174,8 +176,8 @@ class RankGroup(Ranks):
             )
 
     def deal(self, costs: Sequence[float]) -> list[int | None]:
-        """Deal passes of like costs side by side in lockstep. Else the costliest one left goes to the
-        rank with the least load (LPT, Graham 1969: at most 4/3 of the optimum)."""
+        """Deal passes of like costs side by side in lockstep. Else the costliest remaining pass
+        goes to the least loaded rank (LPT, Graham 1969: at most 4/3 of the optimum)."""
         costliest = sorted(range(len(costs)), key=lambda i: -costs[i])
         if self.lockstep:
             iterations = range(-(-len(costs) // self.size))
@@ -191,12 +193,12 @@ class RankGroup(Ranks):
         return [*sorted(mine)]
 
     def _position(self, iteration: int) -> int:
-        """Return this rank's position in an iteration, in alternating order, so that no rank has the
-        costliest of each."""
+        """Return this rank's position in an iteration, back and forth, so that none always gets the
+        costliest."""
         return self.size - 1 - self.rank if iteration % 2 else self.rank
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
-        """Gather the bits as integers, of which all ranks but one have zeros: no value changes."""
+        """Gather the bits as integers, zero on all ranks but one, so that values are exact."""
         flat = torch.zeros(len(values), sum(sizes.values()))
         for found, row in zip(values, flat, strict=True):
             for i, piece in zip(sizes, row.split(list(sizes.values())), strict=True):
@@ -207,9 +209,9 @@ class RankGroup(Ranks):
         return [dict(zip(sizes, row.split(list(sizes.values())), strict=True)) for row in flat]
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Add bucket by bucket: each is laid end to end, added, and laid back."""
+        """Sum the gradients in flat buckets."""
         if self.device.type == "cuda":
-            self.meet("the gradients")  # NCCL itself names nobody
+            self.meet("the gradients")  # NCCL's errors name no rank
         for bucket in _buckets(gradients):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             with self._together("the gradients"):
@@ -219,7 +221,6 @@ class RankGroup(Ranks):
                 gradient.copy_(piece.view_as(gradient))
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
-        """Send the length by the store, then the bytes."""
         self._told += 1
         key = f"told/{self._told}"
         said = bytearray(data or b"")
@@ -239,12 +240,12 @@ class RankGroup(Ranks):
         return bytes(said)
 
     def meet(self, what: str) -> None:
-        """Wait until all ranks are here. DeadlineExceeded and RankLost name who is not."""
+        """Wait for all ranks. DeadlineExceeded and RankLost name the missing ones."""
         with self._together(what):
             dist.all_reduce(torch.zeros(1))
 
     def close(self) -> None:
-        """Leave the others; after an error without a word to them."""
+        """Leave the group; after an error without notice."""
         if not dist.is_initialized():
             return
         with suppress(RuntimeError):
@@ -255,7 +256,7 @@ class RankGroup(Ranks):
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """Wait for all inside the block, and turn what torch raises into an error that names the
+        """Wait for all ranks inside the block, and convert torch's errors to one that names the
         missing ranks."""
         began = time.monotonic()
         try:
@@ -269,8 +270,8 @@ class RankGroup(Ranks):
             raise self._failure(what, error, time.monotonic() - began) from None
 
     def _failure(self, what: str, error: RuntimeError, waited_s: float) -> TransportError:
-        """Return the error that names the missing ranks: those that have not failed within
-        ROLL_CALL_S, too. The rank with the store waits longer, for the questions of the others."""
+        """Return the error with the missing ranks: those without a failure of their own within
+        ROLL_CALL_S. The store's rank stays longer, to answer the others."""
         said = str(error).strip().partition("\n")[0]
         self._store.set_timeout(timedelta(seconds=ROLL_CALL_S))
         try:
@@ -287,11 +288,10 @@ class RankGroup(Ranks):
         return RankLost(f"{whom} went away; rank {self.rank} is at {what} ({said})")
 
     def _absent(self, word: str) -> list[int]:
-        """Return the ranks that have not left this word at the meeting point."""
+        """Return the ranks that have not written this key to the store."""
         return [r for r in range(self.size) if not self._store.check([f"{word}/{r}"])]
 
     def _names(self, ranks: Sequence[int]) -> str:
-        """Return ranks, and where they were last seen."""
         seen = [self._store.get(f"at/{r}").decode() for r in ranks]
         named = [f"rank {r} (last at {where})" for r, where in zip(ranks, seen, strict=True)]
         return ", ".join(named)
@@ -305,7 +305,7 @@ class RankGroup(Ranks):
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the gradients as they come, up to BUCKET entries together."""
+    """Yield the gradients in order, up to BUCKET entries together."""
     bucket: list[Tensor] = []
     entries = 0
     for gradient in gradients:
@@ -319,7 +319,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _meeting_point(host: str, port: int, leads: bool, deadline_s: float) -> Any:
-    """Return the store, or a connection to it on the ranks that do not lead."""
+    """Return the store: on the leading rank, at this address alone; else a connection to it."""
     if leads:
         try:
             listening = socket.create_server((host, port), backlog=1024)
@@ -331,7 +331,7 @@ def _meeting_point(host: str, port: int, leads: bool, deadline_s: float) -> Any:
 
 
 def _torchruns() -> bool:
-    """Return whether torchrun's agent has the store."""
+    """Return whether torchrun's agent has the store at the ranks' address."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
@@ -344,7 +344,7 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _stay_on_the_interface(host: str) -> None:
-    """Make gloo and NCCL listen at the interface that reaches `host`."""
+    """Bind gloo and NCCL to the interface that reaches `host`, whatever its name resolves to."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         own = socket.inet_aton(probe.getsockname()[0])
@@ -355,7 +355,7 @@ def _stay_on_the_interface(host: str) -> None:
 
 
 def _address(probe: socket.socket, interface: str) -> bytes:
-    """Return the IPv4 address of an interface, if any."""
+    """Return an interface's IPv4 address; b"" without one, or outside Linux."""
     try:
         asked = interface.encode().ljust(IFREQ, b"\0")
         return fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24]

@@ -1,23 +1,22 @@
-"""Models in parts: every rank holds some rows of each weight, its gradient and its moments (FSDP2).
+"""Sharded models: every rank holds some rows of each weight, its gradient and its moments (FSDP2).
 
     ranks = Sharded(rank, size, host, port, device, deadline_s)
     ranks.shard(model)
 
-`fully_shard` is applied to each block and to the model. A pass gathers a block's weights before it runs
-and frees them after it; gradients are reduced in float32 to the ranks that hold the rows. So every pass
-needs all ranks (`lockstep`).
+`fully_shard` wraps each block and the model. A pass gathers a block's weights before it runs and
+frees them after it; gradients are reduced in float32 to the shards. So every pass needs all ranks
+(`lockstep`).
 
-    learning weights   float32 master parts, which passes read rounded to the model's dtype
+    learning weights   float32 shards are the masters; passes read them rounded to the model's dtype, as on one rank
     frozen weights     parts in the model's dtype: a reference, a teacher, the base of an adapter
-    adapters           whole on every rank (data parallel)
-    codes              of an aligned forward and of transposes: whole on every rank, made again block
-                       by block from gathered weights
+    adapters           whole on every rank, as plain data parallel: they are small
+    codes              of aligned forwards and transposes: whole on every rank, renewed by block from gathered weights
 
 The model's own parameters (embedding, norm, lm_head) stay gathered from a pass to the update, since
-log-probs read lm_head outside of the model's call; `forget` frees them.
+log-probs read lm_head outside of the model's call. `forget` must drop them before the next pass.
 
-A digest, a publication and a saved folder read a `mirror`: a plain model on the rank that leads,
-refilled block by block.
+Digests, publications and saved folders read a `mirror`: a plain model on the leading rank, refilled
+by block.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from lowroll.parallel.ranks import RankGroup, rows_of
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
 
-PIECES = [1 << i for i in range(28, 36)]  # bytes of page-locked memory that are asked for at once
-PLACE = 256  # bytes: what lies in a piece begins at multiples of it
+PIECES = [1 << i for i in range(28, 36)]  # bytes: sizes of page-locked allocations
+PLACE = 256  # bytes: alignment within a piece
 
 
 class Sharded(RankGroup):
-    """This process among those that hold a model together. Arguments as `RankGroup`'s.
+    """This process in a group that shards a model. Arguments as for `RankGroup`.
 
-    A model on the host moves to the ranks' device block by block. It must be scaled, aligned and have
-    its adapter before. `shard` raises ValueError for low-bit weights, before anything changes.
+    Shards are on the ranks' device; a model on the host is moved by block. Scale, align and adapt a
+    model first. `shard` raises ValueError for low-bit weights, before anything changes.
     """
 
     lockstep = True
@@ -63,12 +62,13 @@ class Sharded(RankGroup):
 
     @cached_property
     def _dtypes(self) -> dict[int, torch.dtype]:
-        """The dtypes in which passes read the parts, by the parameter's id."""
+        """The dtypes in which passes read the shards, by the parameter's id; the models keep them
+        alive."""
         return {}
 
     @cached_property
     def _named(self) -> set[Linear]:
-        """Layers whose matrix was under the name of a format."""
+        """Layers whose matrix was a QTensor of a dense format."""
         return set()
 
     def shard(self, model: Transformer) -> Transformer:
@@ -76,7 +76,7 @@ class Sharded(RankGroup):
         dtype = model.dtype
         whole = set()
         for _, linear in model.linears():
-            if isinstance(linear.weight, QTensor):  # a matrix under the name of a format
+            if isinstance(linear.weight, QTensor):  # of a dense format
                 matrix = linear.weight.tensors["weight"]
                 _set_weight(linear, nn.Parameter(matrix, requires_grad=False))
                 self._named.add(linear)
@@ -151,8 +151,8 @@ class Sharded(RankGroup):
         return [piece.view_as(part) for piece, part in zip(back, parts, strict=True)]
 
     def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
-        """Return the whole model, frozen and in its dtype, on the rank that leads, else None. Its
-        adapters and codes are the model's own."""
+        """Return the whole model, frozen, on the leading rank; None on the others. Adapters and
+        codes are shared."""
         made = None
         if self.leads:
             dtype = self.dtype(next(model.parameters()))
@@ -167,7 +167,7 @@ class Sharded(RankGroup):
         return made
 
     def _name(self, mirror: Transformer, model: Transformer) -> None:
-        """Restore the formats of matrices that had the name of one."""
+        """Restore QTensors of dense formats."""
         for (_, ours), (_, theirs) in zip(mirror.linears(), model.linears(), strict=True):
             if theirs in self._named and isinstance(ours.weight, Tensor):
                 named = over(ours.weight)
@@ -175,7 +175,7 @@ class Sharded(RankGroup):
                 _set_weight(ours, named)
 
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
-        """Refill block by block what is trained."""
+        """Refill block by block; frozen weights stay."""
         self._copy(mirror, model, [m for m in (*model.blocks, model) if _learns(m)])
 
     @torch.no_grad()
@@ -203,12 +203,11 @@ class Sharded(RankGroup):
 
 
 def pieces(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Return the layout of tensors of these bytes in page-locked memory: the bytes of each piece, and
-    the offsets of its tensors, in their order.
+    """Lay buffers of these sizes out in page-locked memory: the bytes of each piece, and the
+    offsets in it.
 
-    torch rounds a request for such memory up to a power of two: the matrices of a 7B, a 14B and a 32B
-    model would take 1.8 to 1.9 times their bytes one by one, and take at most a seventh more in the
-    pieces that round least.
+    torch rounds such a request up to a power of two. Single requests for the matrices of a 7B, a
+    14B and a 32B model take 1.8 to 1.9 times their bytes; these pieces at most a seventh more.
     """
     return min((_pieces(sizes, most) for most in PIECES), key=rounded)
 
@@ -219,7 +218,7 @@ def rounded(found: Sequence[tuple[int, list[int]]]) -> int:
 
 
 def _pieces(sizes: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
-    """Return pieces of at most `most` bytes, except for larger tensors."""
+    """Return pieces of at most `most` bytes, except for larger buffers."""
     found: list[tuple[int, list[int]]] = []
     for size in sizes:
         if not found or found[-1][0] + size > most:
@@ -230,7 +229,7 @@ def _pieces(sizes: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
 
 
 def _pin(parameters: Sequence[nn.Parameter], pinned: bool = True) -> None:
-    """Move parameters of a CPU to page-locked memory. What they hold is lost."""
+    """Move CPU parameters to page-locked memory, without their content."""
     rest = iter(parameters)
     for nbytes, starts in pieces([p.nbytes for p in parameters]):
         piece = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
@@ -240,7 +239,7 @@ def _pin(parameters: Sequence[nn.Parameter], pinned: bool = True) -> None:
 
 @contextmanager
 def _gathered(module: nn.Module) -> Iterator[None]:
-    """Gather a module's own parameters inside the block."""
+    """Gather a module's own parameters inside the block, in the dtype of passes."""
     assert isinstance(module, FSDPModule)
     module.unshard()
     try:
@@ -257,12 +256,11 @@ def _set_weight(linear: Linear, weight: QTensor | nn.Parameter) -> None:
 
 
 def _learns(module: nn.Module) -> bool:
-    """Return whether the module has a sharded parameter that is trained."""
+    """Return whether the module has a trained sharded parameter."""
     return any(p.requires_grad and isinstance(p, DTensor) for p in module.parameters())
 
 
 def _refuse(model: Transformer) -> None:
-    """Raise ValueError for what cannot be held in parts."""
     for name, linear in model.linears():
         weight = linear.weight
         if not isinstance(weight, QTensor):

@@ -1,4 +1,4 @@
-"""The store where processes meet before they have groups: keys and values, over TCP."""
+"""The TCP key-value store for the rendezvous of processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 
 def tcp_store(host: str, port: int, listening: socket.socket | None, deadline_s: float) -> Any:
-    """Return the store on a listening socket, which it then owns (torch's own would listen at all
-    addresses); without one a client of the store at host:port. deadline_s: of each request."""
+    """Return the store on a listening socket, which it takes over (torch's own would listen at all
+    addresses); without a socket, a client of the store at host:port. deadline_s: of each
+    request."""
     span = timedelta(seconds=deadline_s)
     if listening is None:
         return dist.TCPStore(host, port, is_master=False, timeout=span, wait_for_workers=False)

@@ -1,15 +1,14 @@
-"""The blocks of GGUF files that are a grid of ours: Q4_0, Q4_1 and Q8_0, 32 weights of a row each.
+"""The GGUF block formats Q4_0, Q4_1 and Q8_0, 32 weights of a row a block.
 
     q4_0   d = (the entry of the largest magnitude) / -8,   q = clamp(round(w / d) + 8, 0, 15),   w^ = (q - 8) d
     q4_1   m = min(w), d = (max(w) - m) / 15,               q = clamp(round((w - m) / d), 0, 15), w^ = q d + m
     q8_0   d = max |w| / 127,                               q = round(w / d),                     w^ = q d
 
-d and m are float16, and weights are rounded by the stored values (llama.cpp's rule but for that: ggml
-rounds by the d before it is stored, halves away from zero, here to even). A matrix that such a file
-holds is therefore found again bit for bit, codes and scales, where each block uses the ends of its
-grid, as llama.cpp's files do unless an importance matrix moved them (`keeps`). q4_1's minimum is no
-whole number of steps, and q4_0's d may be negative: compressed-tensors describes neither, so no
-folder holds these formats. No kernel knows them: products are those of the dequantized matrix.
+d and m are float16, and weights are rounded, halves to even, by the stored values (ggml rounds by
+the d before it is stored, halves away from zero). A matrix from such a file is recovered bit for
+bit where each block uses the ends of its grid, as llama.cpp's do unless an importance matrix moved
+them (`keeps`). compressed-tensors has no words for q4_1's minimum or q4_0's negative d, so no
+folder holds these formats. No kernel reads them: a product uses the dequantized matrix.
 
 Legend: N out features, K in features, G groups of a row, S weights of a group, B bytes of a row.
 """
@@ -33,7 +32,7 @@ class BlockFormat(WeightOnly):
     group = GROUP
 
     def grid(self, w_NGS: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The scale and, where there is one, the minimum of each group: float32 [N, G]."""
+        """Return the scale and the minimum, if any, of each group: float32 [N, G]."""
         raise NotImplementedError
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
@@ -49,11 +48,11 @@ class BlockFormat(WeightOnly):
         return {"codes": self.pack(q_NK), "scale": scale_NG, **low}
 
     def pack(self, q_NK: Tensor) -> Tensor:
-        """The codes as they are stored; whole numbers that may lie beyond the grid."""
+        """Pack codes for storage; they are whole numbers that may lie beyond the grid."""
         raise NotImplementedError
 
     def unpack(self, codes: Tensor, num_in: int) -> Tensor:
-        """The whole numbers that a scale multiplies: float32 [N, K]."""
+        """Return the whole numbers that a scale multiplies: float32 [N, K]."""
         raise NotImplementedError
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
@@ -67,7 +66,7 @@ class BlockFormat(WeightOnly):
 class Block4(BlockFormat):
     """Two codes 0..15 a byte."""
 
-    middle = 0.0  # the code that a whole number of 0 has
+    middle = 0.0  # the code of 0
 
     def pack(self, q_NK: Tensor) -> Tensor:
         return pack((q_NK + self.middle).clamp(0, 15).to(torch.uint8))
@@ -114,11 +113,11 @@ class Q8_0(BlockFormat):
 
 
 def keeps(name: str, w_NK: Tensor) -> bool:
-    """Return whether the format holds every number of the matrix exactly."""
+    """Return whether the format represents the matrix exactly."""
     return bool(torch.equal(get_format(name).quantize(w_NK).dequantize(), w_NK.float()))
 
 
 def _half(x: Tensor) -> Tensor:
-    """x in float16; what is larger becomes the largest number."""
+    """Convert to float16, saturating at its largest number."""
     most = torch.finfo(torch.float16).max
     return x.clamp(-most, most).half()

@@ -1,12 +1,12 @@
-"""Budgets in the place of a format: how far rollouts may be from the dense model, or how much they
-may take. Readable without torch.
+"""Budgets that stand in place of a format: a bound on the KL to the dense model, or on the size.
+Importable without torch.
 
     max_kl=0.02                    the fewest bits whose measured KL to the dense model is at most that
     max_bits=5                     the least KL with so many bits a weight of the linear layers
     max_bytes=400000000            the same, in bytes of the linear layers with their scales
     max_kl=0.02,formats=int4+int8  of these formats alone, which every layer has one of
 
-The search is `weights.budget`. Words that are a format's name stay one.
+`weights.budget` does the search.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from lowroll.quant.table import EIGHT_BITS, FORMATS, OWN, is_dense
 
-DEFAULT_FORMATS = ("nvfp4", EIGHT_BITS, OWN)  # of a budget that names none: 4, 8 and 16 bits
+DEFAULT_FORMATS = ("nvfp4", EIGHT_BITS, OWN)  # without formats=: 4, 8 and 16 bits
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits on the linear weights of the rollouts. A bound of None is none."""
+    """Limits on the linear weights of the rollouts. None is no limit."""
 
     max_kl: float | None = None
     max_bits: float | None = None
@@ -30,11 +30,11 @@ class Budget:
 
     @property
     def candidates(self) -> tuple[str, ...]:
-        """The formats that every layer may have."""
+        """Return the formats that a layer may have."""
         return self.formats or DEFAULT_FORMATS
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield the invalid keys, and why they are invalid."""
+        """Yield each invalid key and the reason."""
         bounds = (self.max_kl, self.max_bits, self.max_bytes)
         if all(bound is None for bound in bounds):
             yield "max_kl", "a budget has max_kl, max_bits or max_bytes"
@@ -55,7 +55,7 @@ class Budget:
             yield "formats", f"there is nothing to choose; write {self.formats[0]} as the format"
 
     def __str__(self) -> str:
-        """The text that `parse` reads."""
+        """Return the text that `parse` reads."""
         parts = [
             f"{key}={value:.12g}"
             for key, value in (("max_kl", self.max_kl), ("max_bits", self.max_bits))
@@ -67,12 +67,12 @@ class Budget:
 
 
 def is_budget(weights: object) -> bool:
-    """Is it the text of a budget, and no name of a format?"""
+    """Return whether the text is a budget, not the name of a format."""
     return isinstance(weights, str) and "=" in weights
 
 
 def parse(text: str) -> Budget:
-    """Return the budget of a text. ValueError names what is wrong with it."""
+    """Parse a budget. ValueError names what is wrong."""
     found: dict[str, str] = {}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))

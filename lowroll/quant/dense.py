@@ -1,10 +1,9 @@
-"""The formats that are plain floating point: the baseline that every other format is measured
-against.
+"""Plain floating-point formats: the baseline of every other format.
 
-On CPU a large matrix is multiplied from a copy in oneDNN's blocked layout, because a decode step
-has few rows and `F.linear` would reorder the weight (or walk it badly) in every step: 1.4-3 times
-faster at 4-24 rows, at the price of a second copy of the weight (docs/LOG.md). A small matrix stays
-in the cache, and the call costs more than it saves. On CUDA a row or two are `kernels.matmul.gemv`'s.
+On CPU a large matrix is multiplied from a copy in oneDNN's blocked layout: 1.4-3 times faster at
+4-24 rows than `F.linear`, which reorders the weight in every step, at the price of a second copy
+(docs/LOG.md). For a small matrix, which stays in the cache, the call costs more than it saves. On
+CUDA one or two rows use `kernels.matmul.gemv`.
 
 Legend: N out features, K in features, M rows of activations.
 """
@@ -23,12 +22,12 @@ from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.table import FORMATS
 
 X86 = ("x86_64", "AMD64")
-PACK_FROM = 1 << 18  # weights in a matrix from which on packing pays
+PACK_FROM = 1 << 18  # elements from which packing pays
 PACK_ROWS = 64  # the batch that oneDNN chooses the layout for
 
 
 class Dense(Format):
-    """Plain floating point."""
+    """A plain floating-point format."""
 
     dtype: torch.dtype
     fallback = ""
@@ -87,9 +86,9 @@ class BFloat16(Dense):
 
 
 def over(w_NK: Tensor) -> QTensor | None:
-    """A matrix as a QTensor over its own storage, or None when no dense format has its dtype.
+    """Wrap a matrix as a QTensor over its own storage. None when no dense format has its dtype.
 
-    Whoever writes to the storage calls `renew`.
+    After a write to the storage, call `renew`.
     """
     name = of(w_NK.dtype)
     if name is None:
@@ -98,7 +97,7 @@ def over(w_NK: Tensor) -> QTensor | None:
 
 
 def of(dtype: torch.dtype) -> str | None:
-    """The dense format of a dtype; None when there is none."""
+    """Return the dense format of a dtype, or None."""
     dense = (name for name, row in FORMATS.items() if row.dense)
     return next((name for name in dense if get_format(name).dtype == dtype), None)
 
@@ -113,7 +112,7 @@ def _packed_linear(x_MK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tenso
 
 @cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Does this torch have oneDNN's packed product for the dtype, and is it right?"""
+    """Return whether this torch has a correct oneDNN packed product for the dtype."""
     x_MK, w_NK = (torch.arange(-200, 200).remainder(7).view(-1, 40).to(dtype) for _ in range(2))
     try:
         got_MN = _packed_linear(x_MK, _pack(w_NK), None)

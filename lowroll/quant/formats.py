@@ -2,19 +2,18 @@
 
 A format knows bits, never layer names. `quantize` turns a matrix w_NK ([out, in]) into codes and
 scales, `dequantize` gives the matrix that the codes stand for, and `linear` multiplies activations
-with it the way the rollout engine does. All that is known of a format stands on its class; a new
-one is a file with a subclass of `Format`, and a row in `table.FORMATS`.
+with it as the rollout engine does. A new format is a file with a subclass of `Format`, and a row in
+`table.FORMATS`.
 
-Scales are computed and kept in the dtype that is stored (float32 unless the format says otherwise),
-whatever the dtype of the matrix: the codes depend on the weights' values alone. Tensors carry the
-names and layouts of the checkpoints that other tools read (`weight_packed`, `weight_scale`, ...). A
-fused matrix (qkv, gate-up) is one QTensor, so what a format keeps once a matrix, such as NVFP4's
-global scale, its parts share when it is quantized here.
+Scales are computed in the dtype that is stored (float32 unless the format says otherwise), whatever
+the dtype of the matrix: the codes depend on the weights' values alone. Tensors have the names and
+layouts of the checkpoints that other tools read (`weight_packed`, `weight_scale`, ...).
 
-Checkpoints hold the parts. `cut` and `stack` take a fused matrix apart and together without
-changing a code: stored tensors are cut along their first dimension, which has `pitch` entries for a
-row of the matrix. Parts that come from elsewhere with different values of what is kept once a
-matrix keep theirs, in one entry for each row (or block).
+A fused matrix (qkv, gate-up) is one QTensor; checkpoints hold its parts. `cut` and `stack` convert
+without changing a code: stored tensors are cut along their first dimension, with `pitch` entries
+for a row of the matrix. Parts quantized here share the values kept once a matrix, such as NVFP4's
+global scale. Parts from elsewhere with different values keep them, in one entry for each row (or
+block).
 
 Legend: N out features, K in features, M rows of activations.
 """
@@ -41,19 +40,18 @@ from lowroll.kernels.quantize.rows import Product, QuantizedRows
 from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import DEFAULT, EIGHT_BITS, FORMATS, OWN
 
-# weights of a matrix whose 4-bit codes are read faster than the dense copy up to 64 rows
+# weights from which 4-bit codes are read faster than the dense copy, up to 64 rows
 LARGE = 1 << 26
 EPS = torch.finfo(torch.float32).eps  # the scale of an all-zero channel or group
 
 
 @dataclass(eq=False)
 class QTensor:
-    """A quantized matrix: named storages (codes, scales) that never move once made.
+    """A quantized matrix: named storages (codes, scales) that never move.
 
     `tensors` are the published bytes: digests, checkpoints and `copy_` see them. `packed` is what a
-    kernel derived from them for its own use (oneDNN's blocked layout); it is made on first use
-    (`derive`). When the codes change, it is dropped on CPU, and elsewhere made again at once in the
-    same storages, which a CUDA graph may hold.
+    kernel derived from them (`derive`), such as oneDNN's blocked layout. When the codes change, it
+    is dropped on CPU, and elsewhere recomputed in the same storages, which a CUDA graph may hold.
     """
 
     format: str
@@ -61,35 +59,36 @@ class QTensor:
     tensors: dict[str, Tensor]
     packed: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
-    version: int = 0  # how often the codes have changed
-    # whose codes, in another format, these were made of: that tensor, its version and one's own then
+    version: int = 0  # number of changes of the codes
+    # the tensor in another format that these codes were made of, its version and ours at that time
     source: tuple[ref[QTensor], int, int] | None = None
 
     def note_source(self, source: QTensor) -> None:
-        """The codes were made of those of `source`, as both are now."""
+        """Record that the codes were made of those of `source`."""
         self.source = ref(source), source.version, self.version
 
     def is_made_of(self, source: QTensor) -> bool:
-        """Were the codes made of those that `source` has, and has neither changed since?"""
+        """Return whether the codes were made of those of `source`, and neither has changed
+        since."""
         return self.source == (ref(source), source.version, self.version)
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
-        """`make(self)`, kept under `key` until the codes change. Off the CPU it is a tensor, a
-        tuple of tensors, or one of QTensors over this one's storages."""
+        """Return `make(self)`, cached under `key` until the codes change. Off the CPU it is a
+        tensor, a tuple of tensors, or one of QTensors over this one's storages."""
         if key not in self.packed:
             self.packed[key], self.makers[key] = make(self), make
         return self.packed[key]
 
     @torch.no_grad()
     def keep_dense(self, dtype: torch.dtype) -> None:
-        """Keep the dequantized matrix beside the codes: memory for the time that many rows would
-        unpack them in."""
+        """Keep the dequantized matrix beside the codes: memory in exchange for faster products of
+        many rows."""
         self.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
 
     @torch.no_grad()
     def renew(self) -> None:
-        """The codes have changed: so must what was derived from them. Whoever writes to `tensors`
-        calls it."""
+        """Drop (on CPU) or recompute what was derived from the codes. Call it after a write to
+        `tensors`."""
         self.version += 1
         if self.device.type == "cpu":
             self.packed.clear()
@@ -102,17 +101,15 @@ class QTensor:
                 old.copy_(new)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix [N, K] that the codes stand for."""
+        """Return the matrix [N, K] that the codes stand for."""
         return get_format(self.format).dequantize(self, dtype)
 
     def linear(self, x_MK: Tensor, bias_N: Tensor | None = None, exact: bool = False) -> Tensor:
-        """x_MK times the matrix, in the format's own arithmetic. Returns y_MN in the dtype of x. exact:
-        as `Format.linear`."""
+        """Multiply x_MK with the matrix (`Format.linear`). Returns y_MN in the dtype of x."""
         return get_format(self.format).linear(x_MK, self, bias_N, exact)
 
     def copy_(self, other: QTensor) -> QTensor:
-        """Take over the codes and scales of `other` in place: no storage moves. ValueError when they
-        do not fit."""
+        """Copy the codes and scales of `other` in place. ValueError when they do not fit."""
         if (self.format, self.shape) != (other.format, other.shape):
             raise ValueError(
                 f"cannot copy a {other.format} tensor of shape {list(other.shape)} into a "
@@ -135,9 +132,9 @@ class QTensor:
     def quantize_(self, w_NK: Tensor, amax_1: Tensor | None = None) -> QTensor:
         """Quantize `w_NK` into this tensor's own storages.
 
-        amax_1: its largest magnitude (`kernels.checksum.amax`) from a caller who knows that it is
-        finite: then nobody waits for the device. ValueError, before anything is written, for
-        another shape or a non-finite value.
+        amax_1: its largest magnitude (`kernels.checksum.amax`), known to be finite; it saves a
+        device synchronization. ValueError, before anything is written, for another shape or a
+        non-finite value.
         """
         if tuple(w_NK.shape) != self.shape:
             raise ValueError(
@@ -152,8 +149,8 @@ class QTensor:
         return self
 
     def seen_as(self, format: str) -> QTensor | None:
-        """The same storages in another format that stores the same tensors (int4 and w4a8); None
-        when they differ."""
+        """Return the same storages in another format with the same stored tensors (int4 and w4a8),
+        or None."""
         if format == self.format:
             return self
         if stored_format(format) != stored_format(self.format):
@@ -172,7 +169,6 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     @property
@@ -181,36 +177,33 @@ class QTensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """No NaN and no infinity? Waits for the device; of many tensors ask `kernels.checksum` at
-    once."""
+    """Return whether a tensor has no NaN or infinity. Synchronizes; for many tensors use
+    `kernels.checksum`."""
     return checksum.finite(checksum.amax([tensor]))[0]
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
-    """x / divisor, rounded once on every device: CUDA would multiply by the rounded reciprocal of a
-    scalar."""
+    """Divide with one rounding on every device. CUDA alone would multiply by the scalar's rounded
+    reciprocal."""
     return x / torch.full_like(x, divisor)
 
 
 def nonzero(scale: Tensor) -> Tensor:
-    """The scale, or float32's epsilon where it is 0 (a channel or group of zeros, or one too small
-    to scale)."""
+    """Replace scales of 0 (groups of zeros, or too small to scale) by float32's epsilon."""
     return torch.where(scale > 0, scale, torch.full_like(scale, EPS))
 
 
 def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
-    """The dequantized matrix [N, K] as a product needs it in every step: on CPU it is kept until
-    the codes change.
+    """Return the dequantized matrix [N, K] for a product.
 
-    That costs a dense copy of the weight: without it, unpacking would take longer than a decode
-    step's product, except where a kernel multiplies codes (kernels.matmul.avx2). On CUDA, where
-    memory is the reason for low-bit weights, it is made anew and lives for one product, unless
-    `keep_dense` asked for it.
+    On CPU a dense copy is kept until the codes change: unpacking takes longer than a decode step's
+    product, except where a kernel multiplies codes (kernels.matmul.avx2). On CUDA, where low-bit
+    weights save memory, it lives for one product unless `keep_dense` asked for it.
     """
     if q.device.type != "cpu":
         kept = q.packed.get(f"dense {dtype}")
         return q.dequantize(dtype) if kept is None else kept
-    with torch.inference_mode(False):  # the learner may differentiate through what the engine kept
+    with torch.inference_mode(False):  # the learner may differentiate through the kept tensor
         return q.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
 
 
@@ -219,52 +212,51 @@ def _tuple(value: Any) -> tuple[Tensor, ...]:
 
 
 class Format(ABC):
-    """A format: how a matrix is stored and multiplied, and every fact about that. Implementations
-    are stateless."""
+    """A format: how a matrix is stored and multiplied. Implementations are stateless."""
 
     name: str
     summary: str
-    bits: float  # bits a weight, with the scales of its group; those of a long row left out
+    bits: float  # a weight, with the scales of its group but not those of a row
     group: int | None = None  # weights of a row that share a scale; None: the whole row
-    once: tuple[str, ...] = ()  # stored tensors that have one entry for the whole matrix
-    stored_as: str | None = None  # another format that has the same stored tensors
-    dtype: torch.dtype | None = None  # of a dense format: what it holds and computes in
-    fallback: str = OWN  # the guard's next format; "": nothing is left to fall back to
+    once: tuple[str, ...] = ()  # stored tensors with one entry a matrix
+    stored_as: str | None = None  # another format with the same stored tensors
+    dtype: torch.dtype | None = None  # of a dense format: storage and compute dtype
+    fallback: str = OWN  # the guard's next format; "": none
 
-    rounds: bool = False  # activations, to what `rounded` says, for a product in float32
-    rows: str | None = None  # kind of codes that `product` takes; None: it has no such product
-    kernel: str = ""  # what the 4-bit kernels call it; "": they do not know it
-    # what the kernels of experts call it, and the tensors that they take; (): they do not know it
+    rounds: bool = False  # activations (`rounded`), for a product in float32
+    rows: str | None = None  # kind of codes that `product` takes; None: no such product
+    kernel: str = ""  # name in the 4-bit kernels; "": unsupported
+    # name in the kernels of experts, and the tensors that they take; (): unsupported
     stacked: tuple[str, ...] = ()
 
-    scheme: Scheme | None = None  # compressed-tensors' words; None: another tool's, or no file's
-    # what files call a stored tensor, where that is another name; None: it is not one of theirs
+    scheme: Scheme | None = None  # in compressed-tensors; None: another tool's, or no file's
+    # a stored tensor's name in files, where it differs; None: files have none
     suffixes: Mapping[str, str | None] = {}
     whole_groups: bool = False  # transformers reads no matrix that ends within a group
     read_experts: bool = True  # transformers reads experts in it
-    unread: str = ""  # what else keeps transformers from such a folder, for people
+    unread: str = ""  # another reason why transformers cannot read such a folder
 
     @property
     def dense(self) -> bool:
-        """Is it plain floating point? Then there is nothing to correct for."""
+        """Return whether it is plain floating point, so that nothing needs correction."""
         return FORMATS[self.name].dense
 
     def of(self, layer: str) -> Format:
-        """Return the format of a linear layer, as `Transformer.linears` names it: another for each
-        one only where they differ (`quant.mixed`)."""
+        """Return the format of a linear layer, named as in `Transformer.linears`. Only
+        `quant.mixed` has several."""
         return self
 
     @property
     def rounds_activations(self) -> bool:
-        """Does its product round activations to codes of their own?"""
+        """Return whether its product quantizes activations."""
         return self.rounds or self.rows is not None
 
     @abstractmethod
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
-        """Codes and scales of a finite matrix."""
+        """Return codes and scales of a finite matrix."""
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        """`encode` into storages that are there already. amax_1: the largest magnitude, float32."""
+        """Encode into existing storages. amax_1: the largest magnitude, float32."""
         for name, value in self.encode(w_NK).items():
             tensors[name].copy_(value)
 
@@ -275,29 +267,27 @@ class Format(ABC):
     def linear(
         self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Tensor:
-        """x times the matrix, in the format's own arithmetic. exact: a row's bits are those of any
-        batch (`kernels.invariant`)."""
+        """Multiply x with the matrix. exact: a row's bits do not depend on its batch
+        (`kernels.invariant`)."""
 
     def rounded(self, x_MK: Tensor) -> Tensor:
-        """Activations as `linear` multiplies them with the dequantized matrix: float32. For formats
-        that `rounds`."""
+        """Return activations rounded as `linear` rounds them, in float32. For formats with
+        `rounds`."""
         raise NotImplementedError(f"{self.name} does not round activations")
 
     def slower_than_float32(self, device: torch.device) -> str:
-        """Return why this format's products are slower than float32's on the device, by what is
-        known of its kernels and instructions; "" where nothing says so."""
+        """Return why its products are slower than float32's on the device, by its kernels and
+        instructions; "" if nothing says so."""
         return ""
 
     def product(
         self, rows: QuantizedRows, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Product:
-        """`linear` of activations that are quantized already; its scales may be left to the kernel
-        that comes next."""
+        """Multiply quantized activations; their scales may be left to the next kernel."""
         raise NotImplementedError(f"{self.name} has no product of quantized rows")
 
     def quantize(self, w_NK: Tensor) -> QTensor:
-        """Quantize [N, K]. ValueError for a tensor that is no matrix, is empty, or holds a
-        non-finite value."""
+        """Quantize [N, K]. ValueError unless it is a finite, non-empty matrix."""
         if w_NK.ndim != 2 or w_NK.numel() == 0:
             raise ValueError(
                 f"{self.name}: expected a non-empty matrix [out, in], got shape {list(w_NK.shape)}"
@@ -305,50 +295,48 @@ class Format(ABC):
         return self.empty((w_NK.shape[0], w_NK.shape[1]), w_NK.device).quantize_(w_NK)
 
     def empty(self, shape: tuple[int, int], device: torch.device) -> QTensor:
-        """Storages for a matrix [N, K]; nothing is in them yet."""
+        """Return uninitialised storages for a matrix [N, K]."""
         like = _stored(self, *shape)
         return QTensor(
             self.name, shape, {name: torch.empty_like(t, device=device) for name, t in like.items()}
         )
 
     def pitch(self, name: str, num_in: int) -> Fraction:
-        """Entries along the first dimension of a stored tensor for one row of a matrix with
-        `num_in` columns."""
+        """Return the entries along a stored tensor's first dimension for one row of `num_in`
+        columns."""
         return Fraction(1)
 
     def finite(self, name: str, tensor: Tensor) -> bool:
-        """Has a stored tensor neither a NaN nor an infinity?"""
+        """Return whether a stored tensor has no NaN or infinity."""
         return not tensor.is_floating_point() or all_finite(tensor.float())
 
     def describe(self, dtype: torch.dtype, routers: bool) -> dict[str, Any] | None:
-        """The `quantization_config` of a folder in another tool's words; None: it has a scheme, or
-        no other tool knows it. routers: the model has experts, whose routers stay dense."""
+        """Return a folder's `quantization_config` in another tool's words. None: the format has a
+        scheme, or no tool knows it. routers: the model has experts, whose routers stay dense."""
         return None
 
     def headers_beside(self) -> dict[str, Header]:
-        """Return the headers that a file holds for a matrix beside its stored tensors, by
-        suffix."""
+        """Return the headers of a file's tensors beside the stored ones, by suffix."""
         return {}
 
     def write_beside(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of `headers_beside`. dtype: the model's."""
+        """Return the tensors of `headers_beside`. dtype: the model's."""
         return {}
 
     def read_beside(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Stored tensors that a file holds there. ValueError names the suffix whose values are
-        wrong."""
+        """Return the stored tensors that a file holds there. ValueError names the suffix whose
+        values are wrong."""
         return {}
 
     def cut(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
-        """The parts, of `rows` rows each, with copies of the codes and scales that they have in the
-        whole matrix.
+        """Return copies of the parts, of `rows` rows each, with their codes and scales unchanged.
 
-        ValueError when a block of the format reaches over the border of two parts.
+        ValueError when a block of the format spans two parts.
         """
         return [part.clone() for part in self.split(q, rows)]
 
     def split(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
-        """The parts as `cut` gives them, over the storages of the whole matrix."""
+        """Return the parts as views of the matrix's storages."""
         assert sum(rows) == q.shape[0]
         parts = [QTensor(self.name, (size, q.shape[1]), {}) for size in rows]
         for name, tensor in q.tensors.items():
@@ -359,7 +347,7 @@ class Format(ABC):
         return parts
 
     def stack(self, parts: Sequence[QTensor]) -> QTensor:
-        """The matrix of which these are the parts, from the top. ValueError as for `cut`."""
+        """Join parts from top to bottom. ValueError as for `cut`."""
         rows = [part.shape[0] for part in parts]
         num_in = parts[0].shape[1]
         stacked: dict[str, Tensor] = {}
@@ -373,12 +361,10 @@ class Format(ABC):
         return QTensor(self.name, (sum(rows), num_in), stacked)
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
-        """One entry instead of equal ones, where one is what the format keeps."""
+        """Collapse equal entries to one where the format keeps one."""
         return tensor[:1] if name in self.once and bool((tensor == tensor[:1]).all()) else tensor
 
     def _edges(self, name: str, num_in: int, rows: Sequence[int]) -> list[int]:
-        """Return where the parts begin and end in a stored tensor. ValueError when two parts share
-        a block."""
         edges = [row * self.pitch(name, num_in) for row in accumulate(rows, initial=0)]
         if odd := [i for i, edge in enumerate(edges[1:-1]) if edge.denominator > 1]:
             raise ValueError(
@@ -389,23 +375,23 @@ class Format(ABC):
 
 
 def dense_from(shape: tuple[int, int]) -> int:
-    """Rows beyond which a matrix that is kept dense takes less time than its 4-bit codes (measured:
+    """Return the rows beyond which a kept dense matrix beats its 4-bit codes (measured:
     docs/LOG.md)."""
     return 64 if shape[0] * shape[1] >= LARGE else 32
 
 
 def float_product(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, exact: bool) -> Tensor:
-    """x W' + b of plain numbers; `exact` as for `Format.linear`."""
+    """Compute x W' + b in floating point; `exact` as for `Format.linear`."""
     return ordered.product(x_MK, w_NK, bias_N) if exact else F.linear(x_MK, w_NK, bias_N)
 
 
 class WeightOnly(Format):
-    """Low-bit storage only: the product is that of the dequantized matrix, in the activations'
-    dtype.
+    """A format of low-bit storage: the product is that of the dequantized matrix, in the
+    activations' dtype.
 
-    On CUDA few rows are multiplied with the exact one, whose bits are decoded as they arrive
-    (kernels.matmul.streamed); on a CPU with AVX2 so is a large matrix, with activations rounded to
-    16 bits (kernels.matmul.avx2).
+    On CUDA, few rows are multiplied while the codes are decoded (kernels.matmul.streamed), exactly.
+    On a CPU with AVX2 so is a large matrix, with activations rounded to 16 bits
+    (kernels.matmul.avx2).
     """
 
     fallback = EIGHT_BITS
@@ -427,7 +413,7 @@ _MADE: dict[str, Format] = {}
 
 
 def get_format(name: str) -> Format:
-    """The format of that name: of the table, or registered. ValueError names the known ones."""
+    """Return a format by name, from the table or registered. ValueError names the known ones."""
     if name not in FORMATS and name not in _MADE:
         raise ValueError(f"unknown weight format {name!r}; known: {', '.join(FORMATS)}")
     if name not in _MADE:
@@ -437,26 +423,25 @@ def get_format(name: str) -> Format:
 
 
 def register_format(format: Format) -> None:
-    """Make a format that is no row of the table known by its name. ValueError where another one has
-    the name."""
+    """Register a format that is not in the table. ValueError if another one has the name."""
     if _MADE.setdefault(format.name, format) != format:
         raise ValueError(f"{format.name}: two mixed formats have this name")
 
 
 @lru_cache(maxsize=1024)
 def _stored(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
-    """Return the tensors that a format keeps of a matrix, on the meta device. Finding them takes as
-    long as quantizing a small matrix."""
+    """Return a format's tensors for a matrix on the meta device. Cached: it costs as much as
+    quantizing a small matrix."""
     return format.encode(torch.empty((rows, columns), device="meta"))
 
 
 def stored_format(name: str) -> str:
-    """The format under whose name files hold the tensors of this one."""
+    """Return the format under whose name files hold this one's tensors."""
     return get_format(name).stored_as or name
 
 
 def formats() -> dict[str, str]:
-    """The table of formats: name and one line about it."""
+    """Return each format's name and description."""
     return {
         name: f"{get_format(name).bits:g} bits a weight: {get_format(name).summary}"
         for name in FORMATS

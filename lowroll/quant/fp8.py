@@ -6,19 +6,18 @@ in blocks.
     codes       q = e4m3(clamp(v / s, -448, 448)), to nearest, ties to even
     product     y[m, n] = (sum_k q_x q_w) s_x s_w + bias[n]
 
-The product of two codes is exact in float32; sums are float32's. Per channel, CUDA multiplies the
-codes themselves (`kernels.matmul.w8a8`); for bfloat16 activations the sums are rounded to bfloat16
-before the scales are applied. They differ from the CPU's by their order and by the bits that tensor
-cores keep (on an H200 at most 5e-5 of the product of the norms, and 4e-4 where many rows meet short
-ones; docs/LOG.md). Elsewhere, and for
-blocks, the codes are multiplied as float32 values. Values are clamped before the cast, because e4m3
-has no infinity to saturate to. The floor of the activation scale is that of vLLM's dynamic kernel,
-the weight scales are those of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv
-2412.19437, section 3.3.2; algorithms B2). Tiles run over a fused matrix as a whole: one part of it
-is in whole tiles only when the parts before it have a multiple of 128 rows.
+Sums are float32's. Per channel, CUDA multiplies the codes themselves (`kernels.matmul.w8a8`), and
+for bfloat16 activations rounds the sums to bfloat16 before the scales are applied. Results differ
+from the CPU's by the order of the sums and by the bits that tensor cores keep (on an H200 at most
+5e-5 of the product of the norms, and 4e-4 with many short rows; docs/LOG.md). Elsewhere, and for
+blocks, the codes are multiplied as float32. Values are clamped before the cast, because e4m3 has no
+infinity to saturate to. The activation floor is vLLM's, the weight scales are those of
+compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv 2412.19437, section 3.3.2;
+algorithms B2). Tiles cover the fused matrix: a part has whole tiles only if the parts before it
+have a multiple of 128 rows.
 
-A gradient is multiplied the same way with the codes of the transpose (`gradient`). Its rows have
-scales without that floor: a batch's mean makes gradients of 1e-7.
+A gradient uses the codes of the transpose (`gradient`), and scales without that floor, because a
+batch's mean makes gradients of 1e-7.
 
 Legend: N out features, K in features, M rows of activations, G groups of a row, S features of a
 group.
@@ -49,17 +48,17 @@ KIND = "fp8"  # of the codes of activations
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """The nearest e4m3 numbers, saturating at +-448."""
+    """Round to the nearest e4m3 numbers, saturating at +-448."""
     return x.clamp(-MAX, MAX).to(E4M3)
 
 
 def nearest_e4m3(x: Tensor) -> Tensor:
-    """The same as values in float32."""
+    """Round to e4m3, as float32."""
     return to_e4m3(x).float()
 
 
 def _as_float32(device: torch.device) -> str:
-    """The reason of formats whose codes are multiplied as float32 numbers."""
+    """Return the reason of formats whose codes are multiplied as float32."""
     return f"{device.type} has no product of its codes, which are multiplied as float32 numbers"
 
 
@@ -129,10 +128,10 @@ class Float8(Gridded):
 
 
 def gradient(grad_MN: Tensor, transposed: QTensor) -> Tensor:
-    """dX [M, K] = dY W of dY [M, N], in the dtype of dY. transposed: the codes of W' [K, N].
+    """Return dX [M, K] = dY W of dY [M, N], in the dtype of dY. transposed: the codes of W' [K, N].
 
-    Sums are the fast kind: beside the rounding of the codes what they lose is nothing
-    (docs/LOG.md)."""
+    Sums are the fast kind: their error is negligible beside the codes' rounding (docs/LOG.md).
+    """
     rows = quantize_rows(grad_MN, "gradient")
     if grad_MN.device.type == "cpu":
         return Float8().product(rows, transposed, None).dense()
@@ -172,7 +171,7 @@ class Float8Block(Gridded):
         return Grid(self._steps(scales, shape[0]), nearest_e4m3, BLOCK)
 
     def _steps(self, scales: dict[str, Tensor], num_out: int) -> Tensor:
-        """The scale of each row's features [N, G]."""
+        """Return the scale of each row's features [N, G]."""
         return scales["weight_scale"].repeat_interleave(BLOCK, 0)[:num_out]
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:

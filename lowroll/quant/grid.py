@@ -1,11 +1,10 @@
-"""Formats whose codes are the nearest levels under scales that were chosen before.
+"""Formats whose codes are the nearest levels under scales chosen beforehand.
 
     w^ = (level - zero) step        a step, and maybe a zero point, for the weights of a group
 
-`encode` chooses the scales by the weights and takes the nearest level of each. A rounding that
-knows more (`weights.gptq`) keeps the scales and moves the weights before they are rounded: it asks
-what a column would become (`Grid.nearest`), and for the codes of the moved matrix at the end
-(`Gridded.codes`), so what it makes are codes of the format like any others.
+`encode` chooses the scales and takes the nearest level of each weight. Error-compensating rounding
+(`weights.gptq`) keeps the scales and moves the weights before they are rounded (`Grid.nearest`),
+then takes the codes of the moved matrix (`Gridded.codes`).
 
 Legend: N out features, K in features, G groups of a row.
 """
@@ -25,8 +24,8 @@ Stretch = Tensor | float
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that the codes of a matrix can stand for. `level(x)` gives the nearest levels of
-    numbers in steps, with the format's own choice in a tie. size: the columns of a group."""
+    """The values that a matrix's codes can represent. `level(x)` gives the nearest levels of
+    numbers in steps, with the format's tie rule. size: the columns of a group."""
 
     step_NG: Tensor
     level: Callable[[Tensor], Tensor]
@@ -34,13 +33,13 @@ class Grid:
     zero_NG: Tensor | None = None
 
     def nearest(self, w_N: Tensor, column: int) -> Tensor:
-        """The values nearest to the weights of a column."""
+        """Return the values nearest to a column's weights."""
         group = column // self.size
         zero_N = None if self.zero_NG is None else self.zero_NG[:, group]
         return self._values(w_N, self.step_NG[:, group], zero_N)
 
     def nearest_groups(self, w_NGS: Tensor) -> Tensor:
-        """The values nearest to weights in groups (`groups.split`)."""
+        """Return the values nearest to weights in groups (`groups.split`)."""
         zero_NG1 = None if self.zero_NG is None else self.zero_NG[..., None]
         return self._values(w_NGS, self.step_NG[..., None], zero_NG1)
 
@@ -51,8 +50,8 @@ class Grid:
 
 
 class Gridded(Format):
-    """A format of such a grid. floating: its levels are as fine, for their size, wherever the range
-    ends, and no other range is nearer."""
+    """A format with such a grid. floating: its relative resolution does not depend on the range, so
+    no other range is nearer."""
 
     floating = False
 
@@ -62,14 +61,14 @@ class Gridded(Format):
         return self.codes(w_NK, scales) | scales
 
     def turned(self, w_NK: Tensor) -> Tensor:
-        """The matrix in the basis of its codes, which scales, codes and grid are of: its features
-        may be rotated (`quant.int8_rotated`)."""
+        """Return the matrix in the basis of its codes and scales; features may be rotated
+        (`quant.int8_rotated`)."""
         return w_NK
 
     @abstractmethod
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
-        """Return the tensors kept beside the codes of a finite matrix. stretch: of the range that
-        the codes of a group cover; 1: that of its weights."""
+        """Return the tensors beside the codes of a finite matrix. stretch: of the range that a
+        group's codes cover; 1: that of its weights."""
 
     @abstractmethod
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -77,5 +76,5 @@ class Gridded(Format):
 
     @abstractmethod
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
-        """Return the values that a matrix [N, K] can have under these scales. ValueError where a
-        row ends within a group that the next one shares."""
+        """Return the values a matrix [N, K] can have under these scales. ValueError if a row ends
+        within a group that the next row shares."""

@@ -1,14 +1,11 @@
-"""The common parts of the group-wise 4-bit formats: rows cut into groups, two codes a byte, and the
-levels of e2m1.
+"""Helpers of the group-wise 4-bit formats: groups of a row, two codes a byte, and e2m1's levels.
 
-A row that the group does not divide is padded with zeros while it is encoded; the stored codes end
-where the row does. Two 4-bit codes share a byte, the first in the low half (compressed-tensors) or
-the high half (bitsandbytes).
+A row that the group does not divide is padded with zeros for encoding only. Two 4-bit codes share a
+byte, the first in the low half (compressed-tensors) or the high half (bitsandbytes).
 
-e2m1 (OCP Microscaling Formats 1.0, section 5.3.3) is a sign bit over the eight magnitudes 0 .5 1
-1.5 2 3 4 6. Rounding is to the nearest, ties to the code whose last bit is 0: .25 -> 0, .75 -> 1,
-1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4. A negative number that rounds to zero keeps its
-sign (code 8).
+e2m1 (OCP Microscaling Formats 1.0, section 5.3.3) is a sign bit over the eight magnitudes 0.5 1 1.5
+2 3 4 6. Ties go to the code whose last bit is 0:.25 -> 0,.75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2,
+3.5 -> 4, 5 -> 4. A negative number that rounds to zero keeps its sign (code 8).
 
 Legend: N out features, K in features, G groups of a row, S weights of a group, B bytes of a row.
 """
@@ -26,18 +23,18 @@ E2M1_LEVELS = (*E2M1, *(-level for level in E2M1))  # by code
 
 
 def split(w_NK: Tensor, size: int) -> Tensor:
-    """Rows in groups of `size`: float32 [N, G, S], zeros after the end of a row."""
+    """Split rows into zero-padded groups of `size`: float32 [N, G, S]."""
     w_NK = F.pad(w_NK.float(), (0, -w_NK.shape[1] % size))
     return w_NK.reshape(w_NK.shape[0], -1, size)
 
 
 def join(w_NGS: Tensor, num_in: int) -> Tensor:
-    """The rows of `split` again: [N, K]."""
+    """Undo `split`: [N, K]."""
     return w_NGS.flatten(1)[:, :num_in]
 
 
 def pack(codes_NK: Tensor, first_high: bool = False) -> Tensor:
-    """Codes 0..15 (uint8), two a byte: uint8 [N, ceil(K / 2)]. A row of odd length ends with a
+    """Pack codes 0..15 (uint8) two a byte: uint8 [N, ceil(K / 2)]. A row of odd length ends with a
     0."""
     codes_NK = F.pad(codes_NK, (0, codes_NK.shape[1] % 2))
     first_NB, second_NB = codes_NK[:, ::2], codes_NK[:, 1::2]
@@ -47,13 +44,13 @@ def pack(codes_NK: Tensor, first_high: bool = False) -> Tensor:
 def unpack(
     packed_NB: Tensor, levels: tuple[float, ...], num_in: int, first_high: bool = False
 ) -> Tensor:
-    """The levels that packed codes stand for: float32 [N, K]."""
+    """Return the levels of packed codes: float32 [N, K]."""
     pairs = _pairs(levels, first_high, packed_NB.device)
     return F.embedding(packed_NB.int(), pairs).flatten(1)[:, :num_in]
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
-    """Codes (uint8) of the nearest e2m1 levels; what exceeds 6 saturates."""
+    """Return the codes (uint8) of the nearest e2m1 levels; what exceeds 6 saturates."""
     magnitude, codes = x.abs(), (x < 0).to(torch.uint8) * 8
     for code, (low, high) in enumerate(zip(E2M1, E2M1[1:], strict=False)):
         middle = (low + high) / 2  # a tie belongs to the even code
@@ -62,7 +59,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 
 def nearest_e2m1(x: Tensor) -> Tensor:
-    """The nearest e2m1 levels, as `encode_e2m1` chooses them: float32."""
+    """Round to the levels of `encode_e2m1`, as float32."""
     size = x.abs()
     unit = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # between levels
     return (torch.round(x / unit) * unit).clamp_(-6, 6)
@@ -70,7 +67,7 @@ def nearest_e2m1(x: Tensor) -> Tensor:
 
 @cache
 def _pairs(levels: tuple[float, ...], first_high: bool, device: torch.device) -> Tensor:
-    """The two levels of every byte, float32 [256, 2]: one look-up unpacks two codes."""
+    """Return the two levels of every byte, float32 [256, 2]: one look-up unpacks two codes."""
     byte, table = torch.arange(256), torch.tensor(levels)
     low, high = table[byte & 15], table[byte >> 4]
     return torch.stack((high, low) if first_high else (low, high), dim=-1).to(device)

@@ -5,11 +5,10 @@
                  q = clamp(round(w / s + z), -8, 7),                                      w^ = (q - z) s
     w4a8         the symmetric weights, times INT8 activations with one dynamic scale a token
 
-Rounding is half to even; a group of zeros has float32's epsilon as its scale. Range and scales are
-those of compressed-tensors (`pack-quantized`), QaRL's default format (algorithms B3).
-`weight_packed` holds q + 8 in int32 words, eight codes each from the lowest bits up;
-`weight_zero_point` holds z + 8 the same way, along the rows. The sizes that files keep in
-`weight_shape` are the QTensor's `shape`.
+Ties round to even; a group of zeros has float32's epsilon as its scale. Range and scales are those
+of compressed-tensors (`pack-quantized`), QaRL's default format (algorithms B3). `weight_packed`
+holds q + 8 in int32 words, eight codes each from the lowest bits up; `weight_zero_point` holds z +
+8 the same way, along the rows.
 
 Legend: N out features, K in features, M rows of activations, G groups of a row, S weights of a
 group.
@@ -47,19 +46,19 @@ LEVELS = tuple(float(q) for q in range(-8, 8))  # by stored code: q + 8
 
 
 def pack_words(q_NK: Tensor) -> Tensor:
-    """Codes -8..7, eight an int32 word: [N, ceil(K / 8)]. A word that a row does not fill ends with
-    zero bits."""
+    """Pack codes -8..7, eight an int32 word: [N, ceil(K / 8)]. An unfilled word ends with zero
+    bits."""
     codes_NK = (q_NK + 8).to(torch.uint8)
     return _in_order(pack(F.pad(codes_NK, (0, -codes_NK.shape[1] % 8)))).view(torch.int32)
 
 
 def unpack_words(words: Tensor, num_in: int) -> Tensor:
-    """The codes of `pack_words`: float32 [N, K]."""
+    """Unpack `pack_words`: float32 [N, K]."""
     return unpack(_in_order(words).view(torch.uint8), LEVELS, num_in)
 
 
 class Words(Gridded):
-    """The base of the int4 formats in words: files hold the matrix' shape beside it."""
+    """The base of the int4 formats in words. Files hold the matrix's shape in `weight_shape`."""
 
     group = GROUP
     fallback = EIGHT_BITS
@@ -199,12 +198,12 @@ class Int4Int8(Symmetric):
 
 
 def pack_zeros(zero_NG: Tensor) -> Tensor:
-    """Zero points -8..7, eight rows a word."""
+    """Pack zero points -8..7, eight rows a word."""
     return _in_order(pack_words(zero_NG.t()).t())
 
 
 def unpack_zeros(words: Tensor, num_out: int) -> Tensor:
-    """The zero points of `pack_zeros`: float32 [N, G]."""
+    """Unpack `pack_zeros`: float32 [N, G]."""
     return unpack_words(words.t(), num_out).t()
 
 
@@ -213,6 +212,5 @@ def _level(x: Tensor) -> Tensor:
 
 
 def _in_order(x: Tensor) -> Tensor:
-    """x with row-major strides, also where a size of 1 lets others count as contiguous: words are
-    views of bytes."""
+    """Return x with row-major strides, also along sizes of 1: words are views of bytes."""
     return x.clone(memory_format=torch.contiguous_format)

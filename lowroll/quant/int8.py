@@ -4,15 +4,13 @@
     activations  s_x[m] = amax(|x[m, :]|) / 127,    q_x = round(x * 127 / amax)
     product      y[m, n] = (sum_k q_x q_w in int32) * s_w[n] * s_x[m] + bias[n]
 
-Rounding is half to even. The weight scale follows compressed-tensors ((qmax - qmin) / 2), the
-activation scale vLLM's dynamic kernel (QuRL section 3.1; algorithms B1). Rows of zeros keep scale =
-float32's epsilon and codes 0. Because the accumulation is in integers, a row's result does not
-depend on its batch-mates: alone and in any batch it is bitwise the same (rung P2).
+Ties round to even. The weight scale follows compressed-tensors ((qmax - qmin) / 2), the activation
+scale vLLM's dynamic kernel (QuRL section 3.1; algorithms B1). Rows of zeros keep scale = float32's
+epsilon and codes 0. Integer accumulation makes a row bitwise independent of its batch (rung P2).
 
-On a CPU with VNNI the product runs in oneDNN's packed kernel. It takes unsigned activations there:
-q_x + 128 with zero point 128, which is the same integer sum, while signed activations fall back to
-a reference loop (docs/LOG.md). Other CPUs multiply the codes as float32 numbers, in parts whose sums
-are exact (`kernels.matmul.exact`): the same bits.
+On a CPU with VNNI the product runs in oneDNN's packed kernel, with unsigned activations (q_x + 128,
+zero point 128): the same sum, while signed ones fall back to a reference loop (docs/LOG.md). Other
+CPUs multiply the codes as float32 in parts whose sums are exact (`kernels.matmul.exact`).
 
 Legend: N out features, K in features, M rows of activations.
 """
@@ -71,7 +69,7 @@ class Int8(Gridded):
     def linear(
         self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Tensor:
-        # sums of integers are exact in any batch
+        # integer sums are exact in any batch
         return self.product(quantize_rows(x_MK, self.rows), q, bias_N).dense()
 
     def product(

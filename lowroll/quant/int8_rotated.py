@@ -1,14 +1,14 @@
-"""INT8 W8A8 of rotated features: what keeps INT8 faithful where activations have outliers.
+"""INT8 W8A8 of rotated features, for activations with outliers.
 
     weights      w' = w H,   codes and scale of w' as in `quant.int8`
     activations  x' = x H,   codes and scale of x' as in `quant.int8`
     product      x' w'^T = x w^T, in the arithmetic of `quant.int8`
 
-H is the blocked Hadamard matrix of `kernels.quantize.rotation`. In a pretrained model a few channels
-hold most of a row's energy, and a scale a row leaves the other channels a few codes; rotated, all
-channels of a block are of one size (QuaRot, arXiv 2404.00456). The master weights are rotated at each
-publication, the activations by the kernel that rounds them. Files hold the codes of w' and say so in
-compressed-tensors' `transform_config`.
+H is the blocked Hadamard matrix of `kernels.quantize.rotation`. In a pretrained model a few
+channels hold most of a row's energy, and leave the others a few codes under a row's scale. Rotation
+evens out the channels of a block (QuaRot, arXiv 2404.00456). Each publication rotates the master
+weights; the kernel that rounds activations rotates them. Files hold the codes of w' and a
+compressed-tensors `transform_config`.
 
 Legend: N out features, K in features.
 """

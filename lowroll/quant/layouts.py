@@ -1,9 +1,8 @@
-"""The tensors that files hold for a matrix in each format: the layouts of compressed-tensors and
-bitsandbytes folders.
+"""The stored layout of each format in compressed-tensors and bitsandbytes folders.
 
-A folder's config.json says in `quantization_config` how its linear layers are stored. `read_layout`
-turns that into a `StoredLayout`, or refuses it in one line; `describe` writes it. A layout gives the
-tensors of one matrix W [N, K] by the suffix behind the module's name:
+`read_layout` turns a folder's `quantization_config` into a `StoredLayout`, or refuses it in one
+line; `describe` writes it. A layout gives the tensors of a matrix W [N, K] by the suffix of the
+module's name:
 
     int8        weight int8 [N, K], weight_scale [N, 1]                               int-quantized
     int8_rotated   the same, and a transform_config (`quant.transforms`)               int-quantized
@@ -20,10 +19,10 @@ tensors of one matrix W [N, K] by the suffix behind the module's name:
 
 DeepSeek's and Qwen's `quant_method: fp8` is `fp8_block` with weight_scale_inv for weight_scale, and
 is read only; so are `awq` and `gptq`, which `quant.packed` reads. Scales are written in float32 and
-read in any float dtype (algorithms B1-B6; compressed-tensors 0.20, bitsandbytes 0.50). Several formats
-of compressed-tensors in one folder are groups, whose `targets` are the names of modules; those that
-no group names, or that are ignored, are dense. What changes the computation and is not one of these
-is refused: static activation scales, sparsity, other transforms, a quantized KV cache, reordered
+read in any float dtype (algorithms B1-B6; compressed-tensors 0.20, bitsandbytes 0.50). Several
+compressed-tensors formats in one folder are groups whose `targets` are module names; modules that
+no group names, or that are ignored, are dense. Anything else that changes the computation is
+refused: static activation scales, sparsity, other transforms, a quantized KV cache, reordered
 columns.
 """
 
@@ -46,21 +45,20 @@ from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import FORMATS
 
 FLOATS = ("F32", "BF16", "F16")
-LINEARS = tuple(  # how the names of modules end that formats quantize
+LINEARS = tuple(  # name suffixes of the modules that formats quantize
     f".{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")
 )
-MIXED = "mixed-precision"  # compressed-tensors' word where groups are stored in several ways
+MIXED = "mixed-precision"  # compressed-tensors' word for groups stored differently
 _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}
 _ADVICE = "; quantize the dense model with `lowroll quantize`, or load the dense one"
 
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """The stored tensors of a format. `renamed` maps a suffix to the one that a folder uses in its
-    place.
+    """The stored tensors of a format. `renamed` maps a suffix to the folder's own.
 
-    unpacked: 4-bit integers have a byte each. rotated: the width of the blocks that the features of
-    a kind of matrix are rotated in.
+    unpacked: 4-bit integers take a byte each. rotated: the width of the rotation blocks by kind of
+    matrix.
     """
 
     format: str
@@ -73,7 +71,7 @@ class StoredLayout:
         return self
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
-        """Return the headers of all that a file holds for a matrix, by suffix."""
+        """Return the headers of a matrix's tensors in a file, by suffix."""
         form = get_format(self.format)
         tensors = form.encode(torch.empty(shape, device="meta"))
         found: dict[str, Header] = {}
@@ -86,7 +84,7 @@ class StoredLayout:
         return found | form.headers_beside()
 
     def decode(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> QTensor:
-        """The matrix that a file's tensors (by suffix) hold. ValueError names the suffix whose
+        """Return the matrix of a file's tensors (by suffix). ValueError names the suffix whose
         values are wrong."""
         form = get_format(self.format)
         wanted = form.encode(torch.empty(shape, device="meta"))
@@ -102,8 +100,8 @@ class StoredLayout:
         return QTensor(self.format, shape, tensors | form.read_beside(shape, stored))
 
     def encode(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors that a file holds for a matrix, by suffix. dtype: the model's, which
-        bitsandbytes dequantizes to."""
+        """Return a matrix's tensors in a file, by suffix. dtype: the model's, which bitsandbytes
+        dequantizes to."""
         stored = {
             suffix: t.contiguous()
             for name, t in q.tensors.items()
@@ -118,8 +116,7 @@ class StoredLayout:
 
 @dataclass(frozen=True)
 class MixedLayout:
-    """Layouts by the names of modules. rest: of those that have no name here; None: they are
-    dense."""
+    """Layouts by module name. rest: that of unnamed modules; None: they are dense."""
 
     named: dict[str, StoredLayout]
     rest: StoredLayout | None
@@ -127,20 +124,18 @@ class MixedLayout:
     rotated: dict[str, int]
 
     def of(self, module: str) -> StoredLayout | None:
-        """Return the layout of a module; None: it is dense."""
         return None if module in self.ignored else self.named.get(module, self.rest)
 
     @property
     def rotating(self) -> list[str]:
-        """The modules whose format rotates what it rounds, and those that are said to be rotated."""
+        """The modules whose format rotates what it rounds, and those declared as rotated."""
         schemes = {name: get_format(layout.format).scheme for name, layout in self.named.items()}
         rotates = (name for name, scheme in schemes.items() if scheme and scheme.rotated)
         return [*rotates, *(self.rotated.keys() - schemes.keys())]
 
 
 def read_layout(config: dict[str, Any]) -> StoredLayout | PackedWeights | MixedLayout:
-    """The layout that a `quantization_config` describes. ValueError names the key that is not
-    supported."""
+    """Return the layout of a `quantization_config`. ValueError names the unsupported key."""
     method = config.get("quant_method")
     if method == "compressed-tensors":
         return _read_compressed_tensors(config)
@@ -167,11 +162,12 @@ def describe(
     routers: bool = False,
     columns: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The `quantization_config` of a folder whose linear layers are in `format`. dtype: the
+    """Return the `quantization_config` of a folder whose linear layers are in `format`. dtype: the
     model's.
 
-    routers: the model has experts, whose routers stay dense. columns: the features that each kind
-    of matrix reads, by its name in files."""
+    routers: the model has experts, whose routers stay dense. columns: the in features of each kind
+    of matrix, by its name in files.
+    """
     form = get_format(format)
     theirs = form.describe(dtype, routers)
     if theirs is not None:
@@ -184,9 +180,9 @@ def describe(
 
 
 def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) -> dict[str, Any]:
-    """The `quantization_config` of a folder whose linear layers have several formats. modules: the
-    names that each format has, as files call them. columns: as `describe`'s. ValueError for a format
-    that stands in no folder beside others."""
+    """Return the `quantization_config` of a folder with several formats. modules: the file names of
+    each format's modules. columns: as for `describe`. ValueError for a format that cannot be
+    mixed."""
     dense = [
         name for format, names in modules.items() if get_format(format).dense for name in names
     ]
@@ -205,7 +201,8 @@ def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) ->
 def _compressed(
     groups: list[dict[str, Any]], ignored: list[str], rotated: Mapping[str, int]
 ) -> dict[str, Any]:
-    """rotated: the features of the matrices that are, by kind or by module."""
+    """Return the config of these groups. rotated: the features of the rotated matrices, by kind or
+    module."""
     compressions = {group["format"] for group in groups}
     rotation = {transforms.KEY: transforms.describe(rotated)} if rotated else {}
     return {
@@ -220,7 +217,6 @@ def _compressed(
 
 
 def _group(format: str, targets: list[str]) -> dict[str, Any]:
-    """The layers of one format, in compressed-tensors' words."""
     scheme = get_format(format).scheme
     if scheme is None:
         raise ValueError(
@@ -242,9 +238,9 @@ def _group(format: str, targets: list[str]) -> dict[str, Any]:
 
 
 def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str | None:
-    """Return why transformers cannot load a folder of ours, if it cannot: 5.23, with
-    compressed-tensors 0.20 and bitsandbytes 0.50. lowroll reads all of them. columns: those of the
-    quantized matrices; experts: whether the model has any."""
+    """Return why transformers cannot load such a folder, or None: 5.23, with compressed-tensors
+    0.20 and bitsandbytes 0.50. columns: those of the quantized matrices; experts: whether the model
+    has any."""
     form = get_format(format)
     if isinstance(form, Mixed):
         names = sorted(set(form.assignment.values()))
@@ -268,7 +264,7 @@ def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str
 
 
 def _schemes() -> dict[str, Scheme]:
-    """The formats that compressed-tensors has words for, one for each way to store."""
+    """Return compressed-tensors' words for each format, one for each way to store."""
     found: dict[str, Scheme] = {}
     for name in FORMATS:
         scheme = get_format(name).scheme
@@ -278,8 +274,8 @@ def _schemes() -> dict[str, Scheme]:
 
 
 def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayout:
-    """The layout. Where all layers have one, which modules are quantized is read from the files and
-    not from targets and ignore."""
+    """Return the layout. If all layers share one, the files, not targets and ignore, say which
+    modules are quantized."""
     if config.get("kv_cache_scheme"):
         raise ValueError(f"kv_cache_scheme: is not supported{_ADVICE}")
     rotated: dict[str, int] = {}
@@ -327,7 +323,7 @@ def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayo
 
 
 def _rotated_in(group: Any, rotated: dict[str, int]) -> dict[str, int]:
-    """The rotations of a group: those of its modules, or of all kinds of matrices."""
+    """Return the rotations of a group: those of its modules, or of all kinds of matrices."""
     if not any("." in name for name in rotated):
         return rotated
     targets = group.get("targets") if isinstance(group, dict) else None
@@ -365,7 +361,7 @@ def _read_group(
 
 
 def _named(where: str, name: str, scheme: Scheme, found: object) -> StoredLayout:
-    """The layout of a format under a compression. ValueError when it is not stored so."""
+    """Return the layout of a format under a compression. ValueError when it is not stored so."""
     if scheme.unpacked is not None and found == scheme.unpacked:
         return StoredLayout(name, {"weight_packed": "weight"}, unpacked=True)
     bytewise = found == "naive-quantized" and scheme.weights["num_bits"] == 8
@@ -377,7 +373,7 @@ def _named(where: str, name: str, scheme: Scheme, found: object) -> StoredLayout
 
 
 def _normal(where: str, args: Any) -> dict[str, Any] | None:
-    """The arguments that decide what is computed, with their defaults."""
+    """Return the arguments that change the computation, with their defaults."""
     if args is None:
         return None
     if not isinstance(args, dict):

@@ -1,13 +1,12 @@
-"""A format of its own for each linear layer, under one name.
+"""Assignments of a format to each linear layer, under one name.
 
     name = mixed.register({"blocks.0.qkv": "int8", "blocks.0.o": "nvfp4", ...}, sizes)
     get_format(name).of("blocks.0.qkv").name     "int8"
 
-An assignment maps every linear layer, by the name that `Transformer.linears` gives it, to the name
-of a plain format. Its own name is `mixed-` and eight hex digits of a digest of it, so that it
-travels as a string like every other format. A process knows the name once it has registered the
-assignment: from a model that has such layers, from a folder that stores them, or from the file of a
-run (`weights.budget`).
+An assignment maps each linear layer, named as in `Transformer.linears`, to a plain format. Its name
+is `mixed-` and eight hex digits of its digest, so that it travels as a string like every other
+format. A process must register the assignment to know the name: from a model, a folder, or a run's
+file (`weights.budget`).
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ PREFIX = "mixed-"
 
 
 class Mixed(Format):
-    """The formats of a model's linear layers. sizes: the weights of each layer, for the mean number
-    of bits."""
+    """A format that assigns one to each linear layer. sizes: the weights of each layer, for the
+    mean bits."""
 
     summary = "a format for each linear layer"
 
@@ -46,27 +45,27 @@ class Mixed(Format):
         return hash(self.name)
 
     def of(self, layer: str) -> Format:
-        """Return the format of a linear layer. ValueError for one that the assignment lacks."""
+        """Return the format of a linear layer. ValueError if the assignment lacks it."""
         if layer not in self.assignment:
             raise ValueError(f"{self.name}: it assigns no format to {layer}")
         return get_format(self.assignment[layer])
 
     @property
     def dense(self) -> bool:
-        """Are all layers plain floating point?"""
+        """Return whether all layers are plain floating point."""
         return all(FORMATS[name].dense for name in self.assignment.values())
 
     @property
     def rounds_activations(self) -> bool:
-        """Do the products of one of its formats?"""
+        """Return whether any of its formats quantizes activations."""
         return any(get_format(name).rounds_activations for name in self.assignment.values())
 
     def stated(self) -> dict[str, dict[str, int]]:
-        """Return what `read` reads: of each format its layers, with their weights."""
+        """Return what `read` reads: each format's layers, with their weights."""
         return stated(self.assignment, self.sizes)
 
     def slower_than_float32(self, device: torch.device) -> str:
-        """Return why the products of one of its formats are slower than float32's; "" if none is."""
+        """Return why one of its formats has products slower than float32's; "" if none has."""
         held = [get_format(name) for name in sorted(set(self.assignment.values()))]
         found = ((form.name, form.slower_than_float32(device)) for form in held)
         return "; ".join(f"{name}: {why}" for name, why in found if why)
@@ -89,9 +88,9 @@ class Mixed(Format):
 def register(
     assignment: Mapping[str, str], sizes: Mapping[str, int], dtype: torch.dtype | None = None
 ) -> str:
-    """Make an assignment known under its name, which is returned; where all layers have one format,
-    that format's. sizes: the weights of each layer. dtype: of layers that are `dense`. ValueError
-    for an empty assignment, or a format that is no plain one."""
+    """Register an assignment and return its name, or the format that all layers share. sizes: the
+    weights of each layer. dtype: of layers that are `dense`. ValueError for an empty assignment or
+    a format that is not plain."""
     if not assignment:
         raise ValueError("an assignment of formats names no layer")
     if dtype is not None:
@@ -109,7 +108,7 @@ def register(
 
 
 def stated(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Return an assignment as files hold it: of each format its layers, with their weights."""
+    """Return an assignment as files hold it: each format's layers, with their weights."""
     found: dict[str, dict[str, int]] = {}
     for layer, name in sorted(assignment.items()):
         found.setdefault(name, {})[layer] = sizes[layer]
@@ -117,7 +116,7 @@ def stated(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str,
 
 
 def read(found: object, dtype: torch.dtype | None = None) -> str:
-    """Register what `stated` gave, and return its name. dtype: of layers that it calls `dense`.
+    """Register what `stated` gave, and return its name. dtype: of layers that are `dense`.
     ValueError for anything else."""
     assignment: dict[str, str] = {}
     sizes: dict[str, int] = {}
@@ -130,20 +129,19 @@ def read(found: object, dtype: torch.dtype | None = None) -> str:
 
 
 def name_of(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> str:
-    """Return the name of an assignment: a function of what it says."""
+    """Return the name of an assignment, a function of its content."""
     text = json.dumps([(layer, name, sizes[layer]) for layer, name in sorted(assignment.items())])
     return PREFIX + blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def mean_bits(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> float:
-    """Return the bits of a weight of the linear layers, with the scales of its group."""
+    """Return the mean bits a weight, with the scales of its group."""
     total = sum(sizes[layer] for layer in assignment)
     return sum(sizes[layer] * get_format(name).bits for layer, name in assignment.items()) / total
 
 
 def in_dtype(assignment: Mapping[str, str], dtype: torch.dtype) -> dict[str, str]:
-    """Return the assignment with `dense` layers in the dense format of a dtype. ValueError when
-    there is none."""
+    """Replace `dense` by the dense format of a dtype. ValueError when there is none."""
     own = dense.of(dtype)
     if own is None and OWN in assignment.values():
         raise ValueError(f"dtype: no dense format has {dtype}")

@@ -6,10 +6,9 @@
     EVEN   E = 127 + e - 2, e = floor(log2 amax), one more from amax = 1.75 * 2^e on   (compressed-tensors; `mxfp4`)
     FLOOR  E = 127 + floor(log2 amax) - 2                                              (OCP's rule; `mxfp4_floor`)
 
-EVEN never saturates a block's largest weight by more than rounding would; FLOOR cuts what lies
-above 6 s. E is read off the bits of amax, so it is exact; it is clamped to 0..254, and a block of
-zeros has E = 0 and codes 0 (algorithms B5). Codes are packed as NVFP4's; `weight_scale` holds E as
-uint8.
+EVEN never saturates a block's largest weight by more than rounding would; FLOOR clips above 6 s. E
+is read off the bits of amax, so it is exact; it is clamped to 0..254, and a block of zeros has E =
+0 and codes 0 (algorithms B5). Codes are packed as NVFP4's; `weight_scale` holds E as uint8.
 
 Legend: N out features, K in features, G blocks of a row.
 """
@@ -28,7 +27,7 @@ from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, nearest_e2m1, p
 from lowroll.quant.scheme import Scheme, arguments
 
 BLOCK = 32
-# of float32's mantissa: added to amax, it carries into the exponent from 1.75 on
+# added to the bits of amax, it carries into float32's exponent from 1.75 on
 QUARTER_OCTAVE = 1 << 21
 
 
@@ -87,6 +86,6 @@ class MXFloat4Floor(MXFloat4):
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2^(E - 127) of e8m0 exponents 0..254, exactly: float32."""
+    """Return 2^(E - 127) of e8m0 exponents 0..254, exactly: float32."""
     bits = exponent.int() << 23
     return torch.where(bits > 0, bits, 1 << 22).view(torch.float32)  # 2^-127 is subnormal

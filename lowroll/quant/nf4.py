@@ -13,12 +13,10 @@ HIGH half; a midpoint belongs to the lower level. A block of zeros has absmax 0 
 
     absmax^ = level[code] * nested_absmax[block // 256] + nested_offset
 
-The mean is summed in float64, so that it does not depend on device or threads. Parts that a file
-holds with different means keep them, one for 256 blocks: `nested_offset` has one entry or as many
-as `nested_absmax`.
+The mean is summed in float64, independent of device and threads. Parts from a file with different
+means keep them: `nested_offset` then has one entry for 256 blocks, as `nested_absmax`.
 
-Files hold the levels beside the codes, and the rest (sizes, the offset) as JSON in a tensor of
-bytes; the folder's `quantization_config` is bitsandbytes' own.
+Files hold the levels beside the codes, and the rest (sizes, the offset) as JSON bytes.
 
 Legend: L weights of the matrix, B blocks, P bytes.
 """
@@ -112,11 +110,11 @@ class NormalFloat4(Gridded, WeightOnly):
         return Fraction(num_in, {"weight": 2, "absmax": BLOCK}.get(name, BLOCK * NESTED_BLOCK))
 
     def levels(self) -> dict[str, tuple[float, ...]]:
-        """The levels that a file holds, by suffix."""
+        """Return the levels that a file holds, by suffix."""
         return {"weight.quant_map": LEVELS}
 
     def state(self, shape: tuple[int, int], **more: str) -> dict[str, Any]:
-        """Return the fields that the JSON of a matrix must have, and more."""
+        """Return the required JSON fields of a matrix, and more."""
         return {"quant_type": TYPE, "blocksize": BLOCK, **more, "shape": list(shape)}
 
     def describe(self, dtype: torch.dtype, routers: bool) -> dict[str, Any]:
@@ -143,7 +141,7 @@ class NormalFloat4(Gridded, WeightOnly):
         return maps | {STATE: _as_bytes(said | self.write_offset(q))}
 
     def write_offset(self, q: QTensor) -> dict[str, Any]:
-        """Return the JSON fields for the offset of a matrix; {} where it has none."""
+        """Return the JSON fields of a matrix's offset; {} without one."""
         return {}
 
     def read_beside(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -184,7 +182,7 @@ class NormalFloat4Double(NormalFloat4):
     }
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
-        # as bitsandbytes does: the codes are those under the absmax that is rounded afterwards
+        # as bitsandbytes does, the codes use absmax before its own rounding
         scaled_BS, absmax_B = _scale(w_NK.float().reshape(-1), BLOCK)
         return _packed(scaled_BS, w_NK.numel()) | self.encode_absmax(absmax_B)
 
@@ -228,8 +226,8 @@ class NormalFloat4Double(NormalFloat4):
 
 
 def read_description(config: dict[str, Any], advice: str) -> str:
-    """The format of bitsandbytes' `quantization_config`. ValueError names the key that is not
-    supported, and gives advice."""
+    """Return the format of bitsandbytes' `quantization_config`. ValueError names the unsupported
+    key, and gives advice."""
     four = config.get("load_in_4bit", config.get("_load_in_4bit"))
     if not four:
         raise ValueError(f"load_in_4bit: LLM.int8() folders are not supported{advice}")
@@ -256,8 +254,8 @@ def _as_json(state: Tensor) -> Any:
 
 
 def encode_normal(x: Tensor) -> Tensor:
-    """Codes (uint8) of the nearest levels. Counting the midpoints below is several times faster
-    than a search."""
+    """Return the codes (uint8) of the nearest levels. Counting the midpoints below is several times
+    faster than a search."""
     codes = torch.zeros_like(x, dtype=torch.uint8)
     for middle in midpoints(LEVELS).tolist():
         codes += (x > middle).view(torch.uint8)
@@ -265,19 +263,19 @@ def encode_normal(x: Tensor) -> Tensor:
 
 
 def nearest_normal(x: Tensor) -> Tensor:
-    """The nearest levels, as `encode_normal` chooses them: float32."""
+    """Round to the levels of `encode_normal`, as float32."""
     return _level_table(x.device)[encode_normal(x).int()]
 
 
 def midpoints(levels: tuple[float, ...]) -> Tensor:
-    """Between neighbouring levels, in float32."""
+    """Return the midpoints of neighbouring levels, in float32."""
     table = torch.tensor(levels)
     return (table[:-1] + table[1:]) / 2
 
 
 @cache
 def dynamic_levels() -> tuple[float, ...]:
-    """The 256 levels of a quantized absmax, ascending. Level 127 is 0."""
+    """Return the 256 levels of a quantized absmax, ascending. Level 127 is 0."""
     magnitudes: list[float] = []
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2**i + 1)
@@ -296,7 +294,7 @@ def _dynamic_table(device: torch.device) -> Tensor:
 
 
 def _scale(x_L: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Blocks in [-1, 1] and their absmax: float32 [B, S], [B]."""
+    """Return blocks in [-1, 1] and their absmax: float32 [B, S], [B]."""
     x_BS = _blocks(x_L, size)
     absmax_B = x_BS.abs().amax(dim=-1)
     return _unit(x_BS, absmax_B), absmax_B
@@ -311,6 +309,6 @@ def _unit(x_BS: Tensor, absmax_B: Tensor) -> Tensor:
 
 
 def _packed(scaled_BS: Tensor, weights: int) -> dict[str, Tensor]:
-    """The codes of scaled blocks, as files hold them."""
+    """Return the codes of scaled blocks, as files hold them."""
     codes_L = encode_normal(scaled_BS).flatten()[: weights + weights % 2]
     return {"weight": pack(codes_L[None], first_high=True).t().contiguous()}

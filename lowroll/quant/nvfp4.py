@@ -5,14 +5,12 @@
     q    = e2m1(clamp(w / (s_b / g), -6, 6))         w^ = q (s_b / g)
 
 g spreads the block scales over e4m3's range. An amax of 0, or so small that g overflows, gives g =
-1. Blocks of zeros have scale 1/8 and codes 0. The layout is compressed-tensors'
-   `nvfp4-pack-quantized`, two codes a byte from the low half (QeRL, section 2 and Eq. 6; algorithms
-   B4).
+1. The layout is compressed-tensors' `nvfp4-pack-quantized`, two codes a byte from the low half
+(QeRL, section 2 and Eq. 6; algorithms B4).
 
-Kernels multiply a fused matrix with one global scale, so q, k and v must share theirs, and gate and
-up too. Here they do by construction: the fused matrix is quantized as one, and the amax over it is
-the largest of its parts'. Parts that a file holds with different g keep them, one a row:
-`weight_global_scale` [N].
+Kernels need one global scale for a fused matrix. Here q, k and v share theirs, and gate and up too,
+because the fused matrix is quantized as one. Parts from a file with different g keep them, one a
+row: `weight_global_scale` [N].
 
 Legend: N out features, K in features, G blocks of a row.
 """
@@ -47,7 +45,7 @@ class NVFloat4(Gridded, WeightOnly):
         arguments(4, "float", "tensor_group", group_size=BLOCK),
         scale_dtype="torch.float8_e4m3fn",
     )
-    read_experts = False  # they load, without the global scales: other numbers
+    read_experts = False  # it loads them without the global scales: wrong numbers
 
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
         amax_NG = split(w_NK, BLOCK).abs().amax(dim=-1)
@@ -83,7 +81,7 @@ class NVFloat4(Gridded, WeightOnly):
 
 
 def _global(amax_1: Tensor) -> Tensor:
-    """The multiplier of a matrix with this largest magnitude."""
+    """Return the multiplier of a matrix with this largest magnitude."""
     global_1 = 6 * MAX / amax_1
     return torch.where(global_1.isfinite(), global_1, torch.ones_like(global_1))
 

@@ -1,7 +1,7 @@
-"""Folders of AutoAWQ, AutoGPTQ and GPTQModel: `quant_method` awq and gptq. They are read only.
+"""AutoAWQ, AutoGPTQ and GPTQModel folders (`quant_method` awq and gptq), read only.
 
-Both multiply by w^ = (q - z) s, with a code q >= 0 a weight, and a scale s and a zero point z for
-each group of a row. Files hold the transpose of W [N, K], in int32 words of 32 / bits codes:
+Both mean w^ = (q - z) s, with a code q >= 0 a weight, and a scale s and a zero point z for each
+group of a row. Files hold the transpose of W [N, K], in int32 words of 32 / bits codes:
 
     awq (version gemm)   qweight [K, N / 8], qzeros [K / S, N / 8], scales [K / S, N]: the eight codes
                          of a word are columns 0, 2, 4, 6, 1, 3, 5, 7, from the lowest bits up
@@ -10,8 +10,8 @@ each group of a row. Files hold the transpose of W [N, K], in int32 words of 32 
                          column k belongs to group g_idx[k]. checkpoint_format gptq stores z - 1
                          (modulo 2^bits), gptq_v2 stores z
 
-Four bits in groups of 128 in the order of their columns are a grid of ours, and the codes are kept:
-`int4_asym`, or `int4` where gptq says that z is in the middle (sym). All else becomes dense.
+Four bits in groups of 128 in column order keep their codes: `int4_asym`, or `int4` where gptq says
+that z is in the middle (sym). All else becomes dense.
 
 Legend: N out features, K in features, S weights of a group, G groups of a row.
 """
@@ -35,9 +35,9 @@ ADVICE = "; load the dense model"
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """The layout in which such a folder stores its matrices.
+    """The layout of such a folder.
 
-    offset: what is added to a stored zero point. ordered: groups follow the order of the columns.
+    offset: added to a stored zero point. ordered: groups follow the order of the columns.
     """
 
     method: str
@@ -53,21 +53,21 @@ class PackedWeights:
 
     @property
     def format(self) -> str | None:
-        """The format that holds the same codes; None where a matrix becomes dense."""
+        """The format with the same codes; None where a matrix becomes dense."""
         if self.bits != 4 or self.size != GROUP or not self.ordered:
             return None
         return Int4.name if self.symmetric else Int4Asymmetric.name
 
     @property
     def words(self) -> str:
-        """The layout in words for people."""
+        """Return the layout in words for people."""
         group = "one group a row" if self.size == -1 else f"groups of {self.size}"
         order = "" if self.ordered else ", columns in another order"
         return f"{self.method} ({self.bits} bits, {group}{order})"
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
-        """Return the headers of all that a file holds for a matrix, by suffix. ValueError for a
-        shape that fills no whole words."""
+        """Return the headers of a matrix's tensors in a file, by suffix. ValueError for a shape
+        that fills no whole words."""
         rows, columns = shape
         codes = 32 // self.bits
         if rows % codes or (self.method == "gptq" and columns % codes):
@@ -83,7 +83,7 @@ class PackedWeights:
         return found | {"qweight": qweight, "g_idx": ((columns,), ("I32",))}
 
     def decode(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> QTensor | Tensor:
-        """The matrix that a file's tensors (by suffix) hold: in `format`, or dense float32 [N, K].
+        """Return the matrix of a file's tensors (by suffix): in `format`, or dense float32 [N, K].
         ValueError names the suffix whose values are wrong."""
         scale_NG = stored["scales"].float().t().contiguous()
         if not bool(torch.isfinite(scale_NG).all()):
@@ -104,7 +104,7 @@ class PackedWeights:
         return QTensor(self.format, shape, {name: tensors[name].contiguous() for name in like})
 
     def _codes(self, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Codes [N, K] and zero points [N, G], as int32 from 0 on."""
+        """Return codes [N, K] and zero points [N, G], int32 from 0 on."""
         zero_GN = _unpack(stored["qzeros"], self.bits)
         if self.method == "awq":
             return _sorted(_unpack(stored["qweight"], self.bits)).t(), _sorted(zero_GN).t()
@@ -112,7 +112,6 @@ class PackedWeights:
         return code_NK, ((zero_GN + self.offset) & ((1 << self.bits) - 1)).t()
 
     def _groups(self, columns: int, groups: int, stored: dict[str, Tensor]) -> Tensor:
-        """The group of each column."""
         size = columns if self.size == -1 else self.size
         in_order_K = torch.arange(columns, device=stored["scales"].device) // size
         group_K = stored["g_idx"].long() if "g_idx" in stored else in_order_K
@@ -124,8 +123,8 @@ class PackedWeights:
 
 
 def read_packed(config: dict[str, Any]) -> PackedWeights:
-    """The storage that a `quantization_config` of awq or gptq describes. ValueError names the key
-    that is not supported."""
+    """Return the storage of an awq or gptq `quantization_config`. ValueError names the unsupported
+    key."""
     method, bits, size = config["quant_method"], config.get("bits"), config.get("group_size")
     if not isinstance(bits, int) or bits not in ((4,) if method == "awq" else BITS):
         raise ValueError(f"bits: {bits!r} in {method} is not supported{ADVICE}")
@@ -149,12 +148,12 @@ def read_packed(config: dict[str, Any]) -> PackedWeights:
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """The codes of int32 words, from the lowest bits up: [R, W] to [R, W 32 / bits]."""
+    """Unpack int32 words from the lowest bits up: [R, W] to [R, W 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
 def _sorted(codes: Tensor) -> Tensor:
-    """Codes in the order of their columns, which awq's words do not have."""
+    """Return codes in column order, which awq's words do not have."""
     place = torch.tensor(AWQ_ORDER, device=codes.device).argsort()
     return codes.unflatten(-1, (-1, len(AWQ_ORDER)))[..., place].flatten(-2)

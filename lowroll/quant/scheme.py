@@ -1,7 +1,5 @@
-"""The name that compressed-tensors has for a format, in the `quantization_config` of a folder.
-
-A format states its Scheme; `layouts` writes it, and finds the format of a folder by it.
-"""
+"""A format's name in compressed-tensors' `quantization_config`. `layouts` writes it, and finds a
+folder's format by it."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ Header = tuple[tuple[int, ...] | None, tuple[str, ...]]  # shape, None for any; 
 
 
 def arguments(num_bits: int, type: str, strategy: str, **more: Any) -> dict[str, Any]:
-    """The arguments of weights or activations that decide what is computed."""
+    """Return the arguments of weights or activations that change the computation."""
     return {
         "num_bits": num_bits,
         "type": type,
@@ -35,6 +33,6 @@ class Scheme:
     compression: str
     weights: dict[str, Any]
     inputs: dict[str, Any] | None = None  # activations; None: they are not quantized
-    scale_dtype: str | None = None  # where it is not the model's
-    unpacked: str | None = None  # another compression, with a byte a code: read, never written
+    scale_dtype: str | None = None  # if not the model's
+    unpacked: str | None = None  # another compression, a byte a code, read only
     rotated: bool = False  # its features are (`quant.transforms`)

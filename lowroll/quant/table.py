@@ -1,27 +1,26 @@
-"""The table of weight formats: a row each, readable without torch.
+"""The table of weight formats, importable without torch.
 
-A format is one file of this room and one row here. The row says what a configuration may ask for;
-everything else (bits, groups, kernels, what files hold, where the guard leads) stands on the
-format's class (`formats.Format`).
+A row says what a configuration may ask for; everything else (bits, groups, kernels, files, the
+guard's fallback) is in the format's class (`formats.Format`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-OWN = "dense"  # how a run's settings call the dense format of the run's own dtype
-STORED = "stored"  # and how the low-bit format that the folder of its model holds
+OWN = "dense"  # a run's name for the dense format of its own dtype
+STORED = "stored"  # a run's name for the low-bit format of its model's folder
 DEFAULT = "int8"  # of rollouts that name no format
-EIGHT_BITS = "int8_rotated"  # the format of 8 bits that is nearest to the dense weights
+EIGHT_BITS = "int8_rotated"  # the 8-bit format nearest to the dense weights
 
 
 @dataclass(frozen=True)
 class FormatRow:
-    """A format as it is known before torch is loaded."""
+    """A format's facts before torch is loaded."""
 
     home: str  # module:class
-    dense: bool = False  # plain floating point: there is nothing to correct for
-    large_batch: bool = False  # quick with many rows: may stand beside another format
+    dense: bool = False  # plain floating point
+    large_batch: bool = False  # fast with many rows: may accompany another format
 
 
 FORMATS: dict[str, FormatRow] = {
@@ -46,15 +45,15 @@ FORMATS: dict[str, FormatRow] = {
 
 
 def is_dense(name: str) -> bool:
-    """Is it plain floating point? So is `dense`, the run's own dtype."""
+    """Return whether a format is plain floating point, as is `dense`, the run's own dtype."""
     return name == OWN or (name in FORMATS and FORMATS[name].dense)
 
 
 def large_batch() -> list[str]:
-    """The formats that may stand beside another one, for many rows."""
+    """Return the formats that may accompany another one, for many rows."""
     return [name for name, row in FORMATS.items() if row.large_batch]
 
 
 def low_bit() -> list[str]:
-    """The formats that are not plain floating point."""
+    """Return the formats that are not plain floating point."""
     return [name for name, row in FORMATS.items() if not row.dense]

@@ -1,15 +1,13 @@
-r"""The way a folder says that the features of its matrices were rotated: compressed-tensors'
-`transform_config`.
+r"""Rotations of a folder's matrices in compressed-tensors' `transform_config`.
 
     {"config_groups": {"hadamard_64": {"type": "hadamard", "head_dim": 64, "apply": [
         {"targets": ["re:.*\\.q_proj$", ...], "location": "input"},
         {"targets": ["re:.*\\.q_proj$", ...], "location": "weight_input", "inverse": true}]}}}
 
-`input` is a rotation of the activations, for whoever multiplies; `weight_input` one of the weights,
-which the stored codes have behind them. One group for each width of block
-(`kernels.quantize.rotation`); a matrix that no block divides is in none. Where formats are mixed,
-targets are the names of modules. Read is what is written here
-and no more: any other transform is another model (compressed-tensors 0.20; vLLM 0.32 reads it,
+`input` rotates the activations in every product; `weight_input` rotates the weights, and is already
+in the stored codes. There is one group for each width of block (`kernels.quantize.rotation`); a
+matrix that no block divides is in none. With mixed formats, targets are module names. Any other
+transform is another model, and is refused (compressed-tensors 0.20; vLLM 0.32 reads it,
 transformers 5.23 does not).
 """
 
@@ -21,13 +19,13 @@ from typing import Any
 from lowroll.kernels.quantize.rotation import width
 
 KEY = "transform_config"
-# keys of a group that may be there with these values, which compressed-tensors fills in
+# keys of a group that compressed-tensors fills in
 _PLAIN = {"randomize": False, "requires_grad": False, "precision": "torch.float32"}
 
 
 def describe(columns: Mapping[str, int]) -> dict[str, Any]:
-    """Return the `transform_config` of a rotated model. columns: the features that each kind of
-    matrix reads, by its name in files ("q_proj", ...), or each module by its whole name."""
+    """Return the `transform_config` of a rotated model. columns: the in features of each kind of
+    matrix ("q_proj", ...) or of each module."""
     widths = {part: width(size) for part, size in columns.items()}
     return {
         "config_groups": {
@@ -38,8 +36,8 @@ def describe(columns: Mapping[str, int]) -> dict[str, Any]:
 
 
 def read(config: Any) -> dict[str, int]:
-    """Return the width of the blocks by kind of matrix, or by module. ValueError names what is not a rotation
-    that `describe` writes."""
+    """Return the width of the blocks by kind of matrix, or by module. ValueError names what
+    `describe` does not write."""
     groups = config.get("config_groups") if isinstance(config, dict) else None
     if not isinstance(groups, dict):
         raise ValueError(f"{KEY}.config_groups: expected groups of transforms, got {groups!r}")
@@ -53,8 +51,7 @@ def read(config: Any) -> dict[str, int]:
 
 
 def check(found: Mapping[str, int], columns: Mapping[str, int]) -> None:
-    """Raise ValueError where the rotations that a folder names are not those of matrices with these
-    features."""
+    """Raise ValueError where a folder's rotations do not fit matrices with these features."""
     for part, size in columns.items():
         if found.get(part, 1) != width(size):
             raise ValueError(

@@ -1,14 +1,12 @@
-"""AdamW whose moments are kept in 8 bits (Dettmers et al. 2021, arXiv 2110.02861), from
-bitsandbytes.
+"""AdamW with 8-bit moments (Dettmers et al. 2021, arXiv 2110.02861), from bitsandbytes.
 
 Each block of 256 entries of a moment keeps its largest magnitude in float32 and 256 levels of a
-dynamic tree code: 2 bytes a parameter (and 1/32) in the place of 8. An update dequantizes, is
-AdamW's in float32, and quantizes again. Tensors of fewer than 4096 entries (norms, biases, small
-adapters) keep float32 moments, as the library has it.
+dynamic tree code: 2 bytes a parameter (and 1/32) instead of 8. An update dequantizes, applies AdamW
+in float32, and quantizes again. Tensors of fewer than 4096 entries (norms, biases, small adapters)
+keep float32 moments.
 
-Where ranks hold parts of a parameter, blocks are those of a part, and what counts against 4096 is
-the whole. So the results differ within the rounding of the moments, unless the parts end where
-blocks do (a multiple of 256 entries): then they are the same.
+Where ranks hold parts of a parameter, blocks are those of a part, but the whole counts against
+4096. Results then differ within the moments' rounding, unless parts are multiples of 256 entries.
 
 The library is the extra `bnb`; its CPU path needs 0.50.
 """
@@ -23,13 +21,13 @@ from torch import Tensor
 
 from lowroll.parallel.ranks import Ranks, rows_of
 
-SMALLEST = 4096  # entries from which on moments are 8-bit: the library's min_8bit_size
+SMALLEST = 4096  # entries from which moments are 8-bit: the library's min_8bit_size
 BLOCK = 256
 FIX = "pip install 'lowroll[bnb]', or choose train.optimizer=adamw"
 
 
 def find() -> Any:
-    """Return the library's class. ValueError with the fix where the library is missing."""
+    """Return the library's class. ValueError with the fix if it is missing."""
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
@@ -46,9 +44,9 @@ def make(
     eps: float,
     sizes: Mapping[int, int],
 ) -> Any:
-    """Return the library's optimizer; `moved` is the squared 2-norm of the updates since it was
-    last set to 0, weight decay left out. sizes: entries of the whole parameter, by the id of what
-    is held of it. ValueError as `find` says."""
+    """Return the library's optimizer. Its `moved` sums the squared 2-norm of the updates, without
+    weight decay, until set to 0. sizes: entries of the whole parameter, by the id of the held part.
+    ValueError as for `find`."""
 
     class Measured(find()):  # type: ignore[misc]
         moved = 0.0
@@ -69,8 +67,8 @@ def make(
 
 
 def moments(p: Tensor, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the names, shapes and dtypes of what the optimizer keeps of a whole parameter, of
-    which so many ranks have parts: all of them, one after the other."""
+    """Return the names, shapes and dtypes of the state of a whole parameter with so many shards,
+    end to end."""
     if p.numel() < SMALLEST:
         return dict.fromkeys(("state1", "state2"), (p.shape, torch.float32))
     blocks = torch.Size([sum(_blocks(p, shards))])
@@ -83,8 +81,8 @@ def moments(p: Tensor, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dty
 
 
 def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
-    """Return the blocks of what this rank holds of a parameter, of all of its blocks, made of so
-    many parts. ValueError when its parts begin within these."""
+    """Return this rank's blocks of a parameter, out of all blocks from so many shards. ValueError
+    when its parts begin within a block."""
     size = ranks.size if ranks.is_part(p) else 1
     before = _blocks(p, size)
     if size != shards and not (_ends_with_blocks(p, size) and _ends_with_blocks(p, shards)):
@@ -98,21 +96,21 @@ def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
 
 
 def _blocks(p: Tensor, shards: int) -> list[int]:
-    """Return how many blocks each part has."""
+    """Return the number of blocks of each part."""
     width = p.numel() // max(1, len(p))
     parts = (rows_of(rank, shards, len(p)) for rank in range(shards))
     return [-(-(rows.stop - rows.start) * width // BLOCK) for rows in parts]
 
 
 def _ends_with_blocks(p: Tensor, shards: int) -> bool:
-    """Return whether every part but the last ends where a block does."""
+    """Return whether every part but the last ends at a block's end."""
     first = rows_of(0, shards, len(p)).stop * (p.numel() // max(1, len(p)))
     return first % BLOCK == 0 or first == p.numel()
 
 
 def revive(optimizer: Any, p: Tensor, saved: dict[str, Tensor], step: int) -> None:
-    """Give a parameter the moments that were saved after `step` updates; the code's levels are the
-    library's own."""
+    """Restore a parameter's moments after `step` updates; the code's levels are the library's
+    own."""
     state: dict[str, Any] = {"step": step} | saved
     if "absmax1" in saved:
         for moment, levels in (("qmap1", "dynamic"), ("qmap2", "udynamic")):

@@ -1,20 +1,18 @@
-"""PPO's critic: a second model with a scalar head, which says what reward to expect from every
-state of a response.
+"""PPO's critic: a second model with a scalar head that estimates the value of every state.
 
     V_t = w . h_t + b          h_t the last hidden state before token y_t is drawn: the value of (x, y_<t)
 
-With the reward of a response on its last token, `advantages.gae` makes token advantages and returns
-of the values (arXiv 1506.02438 eq. 16), the advantages are whitened over the masked tokens of the
-whole batch, before it is split into minibatches, and the critic descends `objectives.value_loss` on
-the returns, in the minibatches of the policy. Values of before the batch serve for all of them, as
-the proximal log-probs do.
+With a response's reward on its last token, `advantages.gae` makes token advantages and returns of
+the values (arXiv 1506.02438 eq. 16). Advantages are whitened over the masked tokens of the whole
+batch, and the critic descends `objectives.value_loss` on the returns in the policy's minibatches.
+Values from before the batch serve for all of them, as the proximal log-probs do.
 
-1. The body is a model of its own and learns in full, also where the policy learns an adapter. Its lm_head is dropped.
+1. The body is a separate model and learns in full, even if the policy learns an adapter. Its lm_head is dropped.
 2. The head begins at zero, so the first values are 0 and the first gradient goes to the head alone: with gamma = lam =
    1 and no whitening the first step is REINFORCE with the reward as advantage. (verl draws a random
    head.)
-3. AdamW, its moments, the norm clip and the refusal of non-finite updates are the critic's own; its rate is constant.
-4. In the first `warmup_steps` training steps the critic learns and the policy stands still.
+3. The critic has its own AdamW, norm clip and refusal of non-finite updates; its rate is constant.
+4. In the first `warmup_steps` training steps only the critic learns.
 
 T: tokens fed, N: response tokens, D: hidden size.
 """
@@ -39,12 +37,12 @@ from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.packing import PackedBatch, PerToken, Walk, check, collate, cost, gather
 from lowroll.types import RunFailed, Sample
 
-NO_VARIANCE = 1e-12  # of returns: rounding leaves so much of equal ones
+NO_VARIANCE = 1e-12  # of returns: the rounding of equal ones
 
 
 @dataclass(frozen=True)
 class CriticSettings:
-    """The rules by which values become advantages, and what the critic learns from."""
+    """Settings of GAE and the critic's loss."""
 
     gamma: float = 1.0  # discount a token
     lam: float = 1.0  # of GAE: 1 trusts the rewards, 0 the values
@@ -68,8 +66,8 @@ class CriticSettings:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The critic's judgement of a batch before its first update; float32 [tokens of the response]
-    by sample index."""
+    """Values, advantages and returns before the batch's first update; float32 [response tokens] by
+    sample index."""
 
     values: PerToken
     advantages: PerToken
@@ -78,8 +76,8 @@ class Judgement:
 
 
 class Critic:
-    """The value model and its optimiser. `body` is taken over: it loses its lm_head and all of it
-    learns."""
+    """The value model and its optimizer. It takes over `body`, drops its lm_head, and trains all of
+    it."""
 
     def __init__(
         self,
@@ -101,13 +99,13 @@ class Critic:
 
     @property
     def warming_up(self) -> bool:
-        """Return whether the next training step is the critic's alone."""
+        """Return whether the next training step trains the critic alone."""
         return self.optimizer.num_steps < self.settings.warmup_steps
 
     def judge(self, samples: Sequence[Sample], portions: Sequence[Sequence[int]]) -> Judgement:
-        """Return values, advantages and returns of the chosen samples, a portion for what an update
-        will read: the values of equal weights are then equal bit for bit. ValueError for a sample
-        that the critic cannot read or that has no reward; RunFailed when a value is not finite."""
+        """Return values, advantages and returns, in the portions that an update will read: equal
+        weights then give bitwise equal values. ValueError for a sample without a reward or that the
+        critic cannot read; RunFailed for a non-finite value."""
         check(samples, self.body.spec.vocab_size, self.body.spec.max_position)
         values = self._run(samples, portions)
         indices = [i for portion in portions for i in portion]
@@ -142,7 +140,7 @@ class Critic:
     def update(
         self, samples: Sequence[Sample], minibatch: Sequence[int], judged: Judgement
     ) -> dict[str, float]:
-        """Make one optimiser update towards the returns of a minibatch; returns its metrics."""
+        """Make one update towards a minibatch's returns; returns its metrics."""
         active = [i for i in minibatch if i in judged.returns]
         counts = Denominators(sum(map(sum, (samples[i].loss_mask for i in active))), len(minibatch))
 
@@ -169,8 +167,8 @@ class Critic:
         }
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """Return the weights and moments by file and name, of several ranks this one's share, and
-        the counters. The tensors are live, not copies."""
+        """Return this rank's weights and moments by file and name, and the counters. Live tensors,
+        not copies."""
         moments, counters = self.optimizer.state()
         return {
             "critic": self.optimizer.weights(),
@@ -181,8 +179,8 @@ class Critic:
     def restore(
         self, tensors: Mapping[str, Mapping[str, Tensor]], counters: Mapping[str, Any]
     ) -> None:
-        """Put back what `state` gave, bitwise. ValueError, before anything changes, for names or
-        shapes that differ."""
+        """Restore `state`, bitwise. ValueError, before anything changes, for names or shapes that
+        differ."""
         saved = tensors.get("critic", {})
         if odd := sorted(self.params.keys() ^ saved.keys()):
             raise ValueError(
@@ -209,9 +207,9 @@ class Critic:
         portions: Sequence[Sequence[int]],
         loss: Callable[[PackedBatch, Tensor], Tensor] | None = None,
     ) -> PerToken:
-        """Return the values of the chosen samples, each portion packed by itself. With
-        `loss(packed, values_N)`, a micro-batch's share of the loss, its gradient is added to that
-        of the parameters. Each rank runs what it is dealt, and has all values."""
+        """Return the values of the samples, each portion packed by itself. With `loss(packed,
+        values_N)`, a micro-batch's share of the loss, accumulate its gradient. Each rank runs its
+        share, and gets all values."""
         costs = [cost(sample, self.body.spec, outputs=1) for sample in samples]
         each_alone = ([portion] for portion in portions)
         capacity = self.settings.tokens_per_microbatch
@@ -235,8 +233,8 @@ def explained_variance(
     returns: Sequence[Sequence[float]],
     masks: Sequence[Sequence[int]],
 ) -> dict[str, float]:
-    """Return 1 - Var(G - V) / Var(G) over the unmasked tokens, as critic/explained_variance;
-    nothing where G does not vary."""
+    """Return 1 - Var(G - V) / Var(G) over the unmasked tokens as critic/explained_variance; nothing
+    if G does not vary."""
     pairs = [
         pair
         for V, G, mask in zip(values, returns, masks, strict=True)

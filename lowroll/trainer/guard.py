@@ -1,27 +1,26 @@
-"""The guard: alarms on the mismatch of a step, and what the following steps do differently.
+"""Alarms on a step's mismatch, and the actions that follow.
 
     ess         mismatch/ess below a bound
     kl          moving average of mismatch/kl_k3 above `kl_growth` times its first steps, and above `kl_floor`;
                 or above `kl_above`, in the first steps too
     rejected    correction/rejected_fraction or rejected_sequence_fraction above a bound
     ratio       mismatch/weight_max above a bound
-    nonfinite   one of these is not finite, or an update was skipped because it was not
+    nonfinite   one of these is not finite, or an update was skipped for that
 
-The average is m <- m + (x - m) / 10; the first steps are the BASELINE steps of rollouts of one
-kind: after the start, a fallback, or the begin of a stage of the run or of its noise, which shifts
-the mismatch as it was asked to. A stage of so few steps has no growth. After `patience` steps in a
-row with any alarm comes the action, and the count begins again:
+The average is m <- m + (x - m) / 10. The baseline is BASELINE steps after the start, a fallback, or
+a new stage of the run or its noise, which shifts the mismatch on purpose; a shorter stage has no
+growth alarm. After `patience` alarmed steps in a row the action follows, and the count restarts:
 
     warn        says so
     tighten     every bound b of the objective becomes b^p around its neutral value (see `rescale`); thrice at most
-    fallback    the rollouts get the format that theirs names (`Format.fallback`), until dense
+    fallback    the rollouts get their format's `Format.fallback`, until dense
 
-Where the formats of layers were chosen by a budget (`rollout.weights: {max_kl: ...}`), an alarm of the KL at the
-end of a streak has them chosen again first, for the weights as they are by then. A choice that comes
-out the same did not help: the action follows, and the next choice waits twice as long.
+Under a budget (`rollout.weights: {max_kl:...}`), a KL alarm at the end of a streak first has the
+formats chosen again for the current weights. If the choice is the same, the action follows, and the
+next choice waits twice as long.
 
-What the guard decides is a function of the metrics that a run repeats bit for bit, and of the state
-that it saves, so a resumed run decides the same. A guard that never fires changes nothing.
+Decisions depend only on metrics that repeat bit for bit and on the saved state, so a resumed run
+decides the same.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from lowroll.checkpoint.store import check_pieces
 from lowroll.quant.formats import get_format
 from lowroll.quant.table import OWN
 
-BASELINE = 5  # steps whose mean KL is the level to grow from
+BASELINE = 5  # steps whose mean KL is the baseline
 HORIZON = 10  # steps of the moving average
-MAX_TIGHTENED = 3  # more would leave no room to learn
+MAX_TIGHTENED = 3  # more would prevent learning
 TIGHTENING = 0.5  # the power on the objective's bounds, each time that they are tightened
 ALARMS = ("ess", "kl", "rejected", "ratio", "nonfinite")
 TOO_FAR = (
     "weights pay for that with most of the batch; let the rollouts have more bits (a wider format, or "
     "a budget: rollout.weights {max_kl: 0.02}) or a larger cache, and ask lowroll diagnose for the cause"
 )
-STAGE = ("rollout/noise_sigma", "rollout/stage")  # a baseline holds as long as these do
+STAGE = ("rollout/noise_sigma", "rollout/stage")  # a change of these restarts the baseline
 WATCHED = ("mismatch/ess", "mismatch/kl_k3", "mismatch/weight_max")
 
-# How far an option is from doing nothing: a distance that shrinks, or a ratio that draws near 1.
+# distances from doing nothing; other bounds are ratios with neutral value 1
 _DISTANCES = ("eps_low", "eps_high", "eps_negative", "width")
 _RATIOS = (
     "cap",
@@ -68,7 +67,7 @@ _RATIOS = (
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """Names and meanings of the `guard` section. A bound of None is no alarm."""
+    """Settings of the `guard` section. A bound of None is no alarm."""
 
     action: str = "warn"
     patience: int = 3
@@ -82,11 +81,11 @@ class GuardSettings:
 
 
 class Guard:
-    """Looks at every step's metrics. `weights` is the rollouts' format; with `to_dense` a fallback
-    leads there at once. has_budget: the format is of a budget, and another one may be chosen.
+    """The guard of a run. `weights` is the rollouts' format; with `to_dense` a fallback leads there
+    at once. has_budget: the format comes from a budget, and may be chosen again.
 
-    `tightened` and `weights` say what the next step is to be done with, `wants_choice` that a format
-    is to be chosen before it (`chosen` takes the answer); the caller sees to it.
+    The caller applies `tightened` and `weights` to the next step; if `wants_choice`, it chooses a
+    format first (`chosen`).
     """
 
     def __init__(
@@ -101,16 +100,16 @@ class Guard:
         self.to_dense = to_dense
         self.has_budget = has_budget
         self.wants_choice = False
-        self.choices = 0  # how often other formats were chosen
+        self.choices = 0  # number of new choices of formats
         self.wait = self.waited = 0  # alarms in a row that act before the next choice
-        self.formats: dict[str, dict[str, int]] | None = None  # those chosen, as files hold them
+        self.formats: dict[str, dict[str, int]] | None = None  # the choice, as files hold it
         self.tightened = self.fallbacks = self.streak = self.num_seen = 0
         self.average = self.baseline = 0.0
         self.stage: list[float] | None = None
 
     def look(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """Return `guard/*` metrics of a step, and what happened, for people: alarms (of a streak's
-        first and last step), then the action."""
+        """Return a step's `guard/*` metrics, and messages: alarms at a streak's first and last
+        step, then the action."""
         stage = [metrics.get(name, 0.0) for name in STAGE]
         if self.stage not in (None, stage):
             self._forget()
@@ -129,8 +128,7 @@ class Guard:
         return values | {f"guard/{name}": float(getattr(self, name)) for name in counts}, told
 
     def chosen(self, weights: str, formats: dict[str, dict[str, int]]) -> None:
-        """Take the format that was chosen for the rollouts. formats: as `quant.mixed.stated` gives
-        them."""
+        """Accept newly chosen formats for the rollouts. formats: as from `quant.mixed.stated`."""
         if weights == self.weights:
             self.without_choice()
             return
@@ -140,12 +138,12 @@ class Guard:
         self._forget()
 
     def without_choice(self) -> None:
-        """Take that no other format was found: the next search waits twice as long."""
+        """Record that no other format was found: the next search waits twice as long."""
         self.wants_choice, self.wait, self.waited = False, 2 * self.wait + 1, 0
 
     @property
     def has_moved(self) -> bool:
-        """Have the rollouts another format than the run began with?"""
+        """Whether the rollouts' format differs from the run's first."""
         return bool(self.fallbacks or self.formats)
 
     def _may_choose(self, rung: Mapping[str, str]) -> bool:
@@ -159,7 +157,7 @@ class Guard:
         return ["the budget's formats are searched for again, for the weights as they are now"]
 
     def state(self) -> dict[str, Any]:
-        """Return JSON data from which `restore` goes on bitwise."""
+        """Return JSON data for a bitwise `restore`."""
         return {
             "weights": self.weights,
             "formats": self.formats,
@@ -176,13 +174,12 @@ class Guard:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state` gave. ValueError when a piece is missing."""
+        """Restore `state`. ValueError when a piece is missing."""
         check_pieces("guard state", state, self.state())
         for name in state:
             setattr(self, name, state[name])
 
     def _alarms(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Return the alarms of a step, with their numbers."""
         s = self.settings
         rung: dict[str, str] = {}
         odd = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
@@ -219,7 +216,7 @@ class Guard:
         return rung
 
     def _follow(self, kl: float) -> bool:
-        """Take a step's KL into the trend; whether it has grown too far."""
+        """Update the KL average; return whether it has grown too far."""
         self.num_seen += 1
         if self.num_seen <= BASELINE:
             self.baseline += (kl - self.baseline) / self.num_seen
@@ -232,7 +229,7 @@ class Guard:
         )
 
     def _forget(self) -> None:
-        """Forget the baseline and take another: the rollouts are others from now on."""
+        """Restart the baseline, for different rollouts."""
         self.num_seen, self.average, self.baseline = 0, 0.0, 0.0
 
     def _act(self) -> list[str]:
@@ -259,11 +256,11 @@ def rescale(
     options: Mapping[str, Any], power: float, names: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Return the objective's options with every bound (or those of `names`) nearer to its neutral
-    value: power < 1; or wider.
+    value for power < 1, else wider.
 
     A clip range eps becomes eps * power, and so does an upper bound of a k2 or k3 rejection. A
     bound on a ratio (a cap, a mask, a veto, k1's bounds) becomes bound ** power, the same on a log
-    scale. Options that are off (None) stay off.
+    scale. None stays.
     """
     changed = dict(options)
     for name in names or options:
@@ -283,7 +280,7 @@ def rescale(
 
 
 def _power(bound: Any, power: float) -> Any:
-    """Return bound ** power, of one number or a pair; 0 and infinity stay."""
+    """Return bound ** power, of a number or a pair; 0 and infinity stay."""
     if isinstance(bound, (tuple, list)):
         return tuple(_power(part, power) for part in bound)
     return float(bound) ** power

@@ -25,13 +25,13 @@ from lowroll.types import Batch
 
 
 class Trainer:
-    """Learns from the batches of a channel.
+    """A learner from the batches of a channel.
 
-    `publish(version)` hands the new weights to the engine, and may return metrics of it.
-    `save_offending(batch)` keeps a batch whose update was not finite, for people to look at.
-    `before_first(batch)` sees the first batch of a run before anything is learnt from it, and
-    returns metrics. `reference` is the frozen model of a KL term (None with LoRA: the adapter off),
-    `critic` PPO's, `teacher` the frozen model of AIPO's teacher_tau.
+    `publish(version)` gives the new weights to the engine, and may return metrics.
+    `save_offending(batch)` keeps a batch with a non-finite update for inspection.
+    `before_first(batch)` sees a run's first batch before its update, and returns metrics.
+    `reference` is the frozen model of a KL term (None with LoRA: the adapter off), `critic` PPO's,
+    `teacher` the frozen model of AIPO's teacher_tau.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Trainer:
         self.last_step: int | None = None
 
     def receive(self) -> Batch:
-        """Return the next batch. ValueError for one that was learned from."""
+        """Return the next batch. ValueError for one already learned from."""
         batch = self.channel.receive(self.deadline_s)
         self._refuse_replay(batch)
         return batch
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Learn from a batch, publish the next version; returns the metrics of the step."""
+        """Learn from a batch, publish the next version, and return the step's metrics."""
         started = time.monotonic()
         self._tell("learn", 0, self.settings.minibatches)
         if self.before_first is not None and self.last_step is None:
@@ -94,20 +94,19 @@ class Trainer:
 
     @property
     def in_parts(self) -> bool:
-        """Return whether ranks hold what is trained in parts, so that `state` is this rank's
-        share."""
+        """Whether ranks hold shards, so that `state` is this rank's share."""
         critic = set() if self.critic is None else self.critic.optimizer.parts
         return bool(self.optimizer.parts | critic)
 
     def state(self) -> tuple[states.Tensors, dict[str, Any]]:
-        """Return what `restore` needs to go on bitwise: tensors by file and name, and JSON data."""
+        """Return the state for a bitwise `restore`: tensors by file and name, and JSON data."""
         tensors, state = states.capture(self.model, self.optimizer, self.critic)
         return tensors, state | {"version": self.version, "last_step": self.last_step}
 
     def restore(
         self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
     ) -> None:
-        """Put back what `state` gave. The caller publishes `version` to the engine afterwards."""
+        """Restore `state`. The caller then publishes `version` to the engine."""
         critic = ("critic",) if "critic" in {*state, *tensors} else ()
         check_pieces(
             "trainer state", state, ("optimizer", "uaq_scale", "version", "last_step", *critic)

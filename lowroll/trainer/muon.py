@@ -1,5 +1,4 @@
-"""Muon for the hidden matrices (Jordan et al. 2024): momentum whose directions are all made equally
-long.
+"""Muon for the hidden matrices (Jordan et al. 2024): orthogonalized momentum.
 
 For a matrix W [N, K] with gradient G, momentum b and learning rate lr:
 
@@ -7,20 +6,19 @@ For a matrix W [N, K] with gradient G, momentum b and learning rate lr:
     X = U / |U|;   five times  X <- a X + (b2 A + c A^2) X  with A = X X^T,  (a, b2, c) = (3.4445, -4.7750, 2.0315)
     W <- W - lr wd W - lr 0.2 sqrt(max(N, K)) X
 
-The iteration moves every singular value of U / |U| by s <- a s + b2 s^3 + c s^5, towards 1 without
-meeting it exactly (about 0.7 to 1.2), so X is nearly the orthogonal factor of U. Its entries then
-have RMS 1 / sqrt(max(N, K)), and the factor makes the update's RMS 0.2 lr, that of Adam in practice
-(Liu et al. 2025, arXiv 2502.16982, section 2.2): one learning rate serves Muon and the AdamW beside
-it. QaRL trains so with lr 1e-6 and wd 0.01; it prints no other detail.
+The iteration moves every singular value of U / |U| by s <- a s + b2 s^3 + c s^5 to about 0.7 to
+1.2, so X is nearly the orthogonal factor of U. Its entries then have RMS 1 / sqrt(max(N, K)), and
+the factor makes the update's RMS 0.2 lr, that of Adam in practice (Liu et al. 2025, arXiv
+2502.16982, section 2.2): one learning rate serves Muon and the AdamW beside it. QaRL uses lr 1e-6
+and wd 0.01, and reports no other detail.
 
-Fused matrices (q, k, v; gate, up) are several, and each is orthogonalised by itself. The iteration
-runs in bfloat16 on a GPU and in float32 elsewhere.
+Fused matrices (q, k, v; gate, up) are orthogonalized separately. The iteration runs in bfloat16 on
+a GPU, else in float32.
 
-It needs whole matrices. Where ranks hold parts of them, momentum and weights stay in parts, and the
-directions go round: as many matrices of like cost as there are ranks at a time, each to one rank,
-which orthogonalises it and gives the parts of the update back. A rank so does 1/n of the
-arithmetic, for 8 bytes an entry that travel; doing all of it on every rank would travel half as far
-and compute n times as much.
+It needs whole matrices. With sharded parameters, each round gives every rank one matrix of like
+cost to orthogonalize, whose update it sends back in parts. A rank does 1/n of the arithmetic for 8
+bytes of traffic an entry; computing everywhere would halve the traffic and need n times the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -36,15 +34,14 @@ from lowroll.parallel.ranks import ALONE, Ranks
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-RMS = 0.2  # of an update, over the learning rate
+RMS = 0.2  # of an update, relative to the learning rate
 
 
 def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
-    """Return what Muon may train: the weights of linear layers and adapters, with the rows of the
-    matrices stacked in each.
+    """Return the weights that Muon trains (linear layers and adapters), with the rows of each
+    stacked matrix.
 
-    Embedding and lm_head are matrices too, but tables of vectors; AdamW trains them, as it does
-    norms and biases.
+    AdamW trains embedding and lm_head, which are tables of vectors, and norms and biases.
     """
     known: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
@@ -56,7 +53,7 @@ def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
 
 
 def orthogonalize(x_NK: Tensor) -> Tensor:
-    """Return nearly the orthogonal factor of a matrix, in its dtype; zero stays zero."""
+    """Return nearly a matrix's orthogonal factor, in its dtype; zero stays zero."""
     a, b, c = COEFFICIENTS
     dtype = x_NK.dtype
     tall = x_NK.shape[0] > x_NK.shape[1]
@@ -70,8 +67,8 @@ def orthogonalize(x_NK: Tensor) -> Tensor:
 
 
 class Muon:
-    """Muon over named float32 matrices; `rows[name]` are the heights of those stacked in one
-    tensor, of which each of `ranks` may hold a part."""
+    """Muon over named float32 matrices. `rows[name]` are the heights of the matrices stacked in a
+    tensor, which may be sharded over `ranks`."""
 
     def __init__(
         self,
@@ -94,8 +91,8 @@ class Muon:
 
     @torch.no_grad()
     def step(self, rate: float) -> Tensor:
-        """Update every parameter from its gradient; returns the squared 2-norm of the updates that
-        this rank has made, weight decay left out."""
+        """Update every parameter; returns the squared 2-norm of this rank's updates, without weight
+        decay."""
         total = torch.zeros(())
         for names in self._rounds():
 
@@ -119,14 +116,14 @@ class Muon:
         return total
 
     def _rounds(self) -> list[list[str]]:
-        """Return the names in rounds: in each, every rank updates one matrix, of similar cost."""
+        """Return the names in rounds of one matrix a rank, of similar cost."""
         names = list(self.params)
         if self.ranks.size > 1:
             names.sort(key=self._cost)
         return [names[i : i + self.ranks.size] for i in range(0, len(names), self.ranks.size)]
 
     def _cost(self, name: str) -> int:
-        """Return the multiplications of an iteration, up to a factor."""
+        """Return an iteration's multiplications, up to a factor."""
         width = self.params[name].shape[1]
         return sum(height * width * min(height, width) for height in self.rows[name])
 

@@ -1,5 +1,5 @@
-"""AdamW (or Muon and AdamW) over named parameters, rate schedules, a norm clip that refuses
-non-finite gradients.
+"""Optimizers of named parameters, rate schedules, and a norm clip that refuses non-finite
+gradients.
 
 AdamW (Loshchilov & Hutter 2019, algorithm 2), with g the clipped gradient:
     m <- b1 m + (1-b1) g        v <- b2 v + (1-b2) g^2        mh = m / (1-b1^t)        vh = v / (1-b2^t)
@@ -9,20 +9,18 @@ Only matrices decay; norms and biases do not. With `optimizer: muon` the hidden 
 (`trainer.adamw8bit`). Clipping scales all gradients by min(1, max_norm / norm), with norm the
 2-norm over every parameter (Pascanu et al. 2013).
 
-On CUDA an update of AdamW is one launch (`kernels.training.adamw`): clip, moments, weights and the
-parameters' rounding in one pass. Elsewhere it is torch's.
+On CUDA an AdamW update is one launch (`kernels.training.adamw`): clip, moments, weights and
+rounding.
 
-A bfloat16 parameter keeps 8 bits of mantissa, so an update of 1e-5 of its size would round away:
-such parameters get a float32 master here, gradients are accumulated in float32 on it, and the
-parameter is its rounding.
+A bfloat16 parameter keeps 8 bits of mantissa and would lose an update of 1e-5 of its size. So it
+gets a float32 master, which also accumulates gradients, and the parameter is its rounding.
 
-Where ranks hold a parameter in parts (`parallel.sharding`), its part is the master here, and its
-rounding is made when a pass reads it. Everything of AdamW is done to parts as it is to whole
-parameters; what needs more than a part is the norm, and Muon.
+A sharded parameter's part (`parallel.sharding`) is the master, rounded when a pass reads it. Only
+the norm and Muon need more than parts.
 
-A non-finite norm must never reach the moments: one NaN there is in every weight after the next step
-and stays. So the update is refused, weights and moments stay bit for bit, and `refused_in_a_row`
-counts up until an update succeeds.
+A NaN in the moments would stay and spread to every weight. So an update with a non-finite norm is
+refused, weights and moments stay bit for bit, and `refused_in_a_row` counts until an update
+succeeds.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """Names and meanings of the `train` section; `total_steps` is its max_steps."""
+    """Settings of the `train` section; `total_steps` is its max_steps."""
 
     learning_rate: float = 1e-5
     lr_scheduler_type: str = "constant"  # constant, linear or cosine
@@ -86,7 +84,7 @@ class OptimSettings:
             raise ValueError(f"max_grad_norm: must be finite and positive, is {self.max_grad_norm}")
 
 
-DECAYS = {  # share of the way from full to minimal rate that is left at progress p
+DECAYS = {  # remaining share of the way from full to minimal rate at progress p
     "constant": lambda p: 1.0,
     "linear": lambda p: 1.0 - p,
     "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
@@ -94,13 +92,13 @@ DECAYS = {  # share of the way from full to minimal rate that is left at progres
 
 
 def learning_rate(settings: OptimSettings, step: int) -> float:
-    """Return the rate of training step `step`, counted from 0: a pure function, so a resume needs
-    no scheduler state.
+    """Return the rate of training step `step`, counted from 0: stateless, so a resume needs no
+    scheduler.
 
     Warm-up is linear, (step + 1) / warmup_steps, and reaches the full rate at step warmup_steps -
-    1. From step warmup_steps on, p = (step - warmup_steps) / (total_steps - warmup_steps), held at
-       1 past the end, and lr = learning_rate * (min_lr_ratio + (1 - min_lr_ratio) * decay(p)) with
-       decay 1, 1 - p or (1 + cos(pi p)) / 2.
+    1. From step warmup_steps on, lr = learning_rate * (min_lr_ratio + (1 - min_lr_ratio) *
+    decay(p)), where p = (step - warmup_steps) / (total_steps - warmup_steps), at most 1, and decay
+    is 1, 1 - p or (1 + cos(pi p)) / 2.
     """
     full = settings.learning_rate
     warmup = settings.warmup_steps
@@ -112,12 +110,11 @@ def learning_rate(settings: OptimSettings, step: int) -> float:
 
 
 class Optimizer:
-    """Trains `params` (name -> parameter). Gradients are accumulated by `backward()`, applied by
-    `update()`.
+    """An optimizer of `params` (name -> parameter). `backward()` accumulates gradients, `update()`
+    applies them.
 
-    `matrices` are those that Muon takes when the settings ask for it, with the rows of each stacked
-    matrix (`muon.hidden_matrices`); AdamW has all others. `ranks` learn together, and call `update`
-    together.
+    `matrices` go to Muon if the settings say so, with the rows of each stacked matrix
+    (`muon.hidden_matrices`); AdamW has the rest. All `ranks` call `update` together.
     """
 
     def __init__(
@@ -133,19 +130,19 @@ class Optimizer:
         self.params = dict(params)
         self.ranks = ranks
         self.parts = {name for name, p in self.params.items() if ranks.is_part(p)}
-        # on CUDA: the first gradient since the last update, as it came
+        # on CUDA: the first gradient since the last update, in its own dtype
         self._waiting: dict[str, Tensor] = {}
         self.masters = {
             name: ranks.part(p) if name in self.parts else _master(name, p, self._waiting)
             for name, p in self.params.items()
         }
-        # the parameters that are written as the rounding of another tensor
+        # parameters that are the rounding of another tensor
         self.lows = {
             name: p
             for name, p in self.params.items()
             if name not in self.parts and p is not self.masters[name]
         }
-        self.num_steps = 0  # training steps begun: the schedule's clock
+        self.num_steps = 0  # training steps begun, for the schedule
         self.num_updates = 0  # updates applied: AdamW's t
         self.refused_in_a_row = 0
         if settings.optimizer == "muon" and not matrices:
@@ -181,11 +178,11 @@ class Optimizer:
 
     @property
     def in_8_bits(self) -> bool:
-        """Return whether AdamW keeps its moments in 8 bits."""
+        """Whether AdamW keeps 8-bit moments."""
         return self.settings.optimizer == "adamw8bit"
 
     def begin_step(self) -> float:
-        """Set the learning rate that all updates of this training step share; returns it."""
+        """Set and return the learning rate of this training step's updates."""
         self.rate = rate = learning_rate(self.settings, self.num_steps)
         self.num_steps += 1
         for group in self.adamw.param_groups:
@@ -197,8 +194,8 @@ class Optimizer:
         """Clip, step and clear the gradients; returns optim/grad_norm (before clipping),
         update_norm and skipped.
 
-        When the norm is not finite, or `refuse` (the caller saw a non-finite loss), nothing changes
-        but the count of refusals. A parameter without a gradient takes part with a gradient of 0.
+        When the norm is not finite, or with `refuse` (a non-finite loss), only the refusal count
+        changes. A missing gradient counts as 0.
         """
         gradients = self._gradients()
         norm = torch.linalg.vector_norm(self._norms(gradients))
@@ -212,14 +209,14 @@ class Optimizer:
             self.num_updates += 1
             self.refused_in_a_row = 0
             metrics |= {"optim/update_norm": self._apply(norm, gradients, at), "optim/skipped": 0.0}
-            # kernels write past autograd's eyes
+            # autograd does not see the kernels' writes
             torch.autograd.graph.increment_version(list(self.params.values()))
         self.zero_grad()
         return metrics
 
     def _gradients(self) -> list[Tensor]:
-        """Return the gradient of every parameter, summed over the ranks: as they came, where one
-        rank's wait for a fused step, else the masters'."""
+        """Return every parameter's gradient, summed over the ranks: unconverted for a fused step
+        with one rank, else the masters'."""
         waiting = self._waiting.keys() == self.masters.keys() == self.others.keys()
         if self.ranks.size == 1 and waiting and self._fuses():
             return [self._waiting[name] for name in self.masters]
@@ -248,12 +245,11 @@ class Optimizer:
         return torch.where(in_parts_P.to(norms_P.device), whole_P, norms_P)
 
     def _own(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return the gradients of AdamW's part."""
         return [g for name, g in zip(self.masters, gradients, strict=True) if name in self.others]
 
     def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:
-        """Clip by the gradients' norm, step, round to the parameters; returns the 2-norm of the
-        update (beside parts, a whole parameter counts once a rank)."""
+        """Clip, step and round; returns the update's 2-norm (with shards, a whole parameter counts
+        once a rank)."""
         plain = {} if self._fuses() else self.others
         most = self.settings.max_grad_norm
         by_hand = self.muon.params | plain
@@ -283,11 +279,11 @@ class Optimizer:
         return math.hypot(self._total(moved).sqrt().item(), self._adamw_norm())
 
     def _total(self, squares: Tensor) -> Tensor:
-        """Return a squared norm over all ranks, where this one has seen parts."""
+        """Sum a squared norm over the ranks, if this one has shards."""
         return self.ranks.total(squares) if self.parts else squares
 
     def _fuses(self) -> bool:
-        """Return whether AdamW's part of an update is one kernel launch."""
+        """Return whether AdamW's update is one kernel launch."""
         return (
             bool(self.others)
             and not self.in_8_bits
@@ -295,7 +291,7 @@ class Optimizer:
         )
 
     def _fused_adamw(self) -> Tensors:
-        """Return AdamW's part of an update as tensors that one launch steps."""
+        """Return AdamW's tensors for one launch."""
         groups = {id(m): group for group in self.adamw.param_groups for m in group["params"]}
         if self._fused is None:
             for m in self.others.values():
@@ -315,8 +311,8 @@ class Optimizer:
         return self._fused
 
     def _adamw_norm(self) -> float:
-        """Return 2-norm of AdamW's last update, its weight decay left out; from the moments, so no
-        copy."""
+        """Return the 2-norm of AdamW's last update without weight decay, from the moments, without
+        a copy."""
         if not self.others:
             return 0.0
         if self.in_8_bits:
@@ -336,13 +332,13 @@ class Optimizer:
         return (self._total(norm.square()).sqrt() if self.parts else norm).item()
 
     def zero_grad(self) -> None:
-        """Drop accumulated gradients and their memory."""
+        """Drop the accumulated gradients and their memory."""
         self._waiting.clear()
         for master in self.masters.values():
             master.grad = None
 
     def weights(self) -> dict[str, Tensor]:
-        """Return this rank's share of the parameters by name, as passes read them."""
+        """Return this rank's parameters by name, as passes read them."""
         return {
             name: self.ranks.part(p.detach()).to(self.ranks.dtype(p))
             for name, p in self.params.items()
@@ -350,9 +346,8 @@ class Optimizer:
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Return this rank's share of moments (and float32 masters) by parameter name: its parts,
-        and of the rank that leads what is whole. And the counters. The tensors are live, not
-        copies."""
+        """Return this rank's moments and float32 masters by parameter name (its shards; whole ones
+        on the leading rank), and the counters. Live tensors, not copies."""
         tensors = {}
         for name, master in self.masters.items():
             if not self.keeps(name):
@@ -374,15 +369,16 @@ class Optimizer:
         return tensors, counters
 
     def keeps(self, name: str) -> bool:
-        """Return whether this rank's share of a checkpoint has something of a parameter."""
+        """Return whether this rank's checkpoint share contains a parameter's state."""
         return self.ranks.leads or name in self.parts
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Put back what the shares of all ranks gave, bitwise; they may have been more or fewer.
+        """Restore the shares of all ranks, bitwise, also from another number of ranks.
 
-        Raises ValueError, before any change, when names or shapes differ, or 8-bit moments were made
-        of parts whose blocks cannot be cut otherwise."""
+        ValueError, before any change, when names or shapes differ, or the blocks of sharded 8-bit
+        moments cannot be cut to the new shards.
+        """
         shards = ("shards",) if self.in_8_bits and "shards" in state else ()
         check_pieces(
             "optimizer state", state, ("num_steps", "num_updates", "refused_in_a_row", *shards)
@@ -417,7 +413,7 @@ class Optimizer:
                 self._revive(name, master, saved, state.get("shards", 1))
 
     def _revive(self, name: str, master: Tensor, saved: dict[str, Tensor], shards: int) -> None:
-        """Give a parameter the moments that were saved of it, by so many ranks that held parts."""
+        """Restore a parameter's moments, saved by so many shards."""
         p = self.params[name]
         mine = {
             kind: adamw8bit.cut(t, p, self.ranks, shards)
@@ -438,8 +434,7 @@ class Optimizer:
         return self.ranks.dtype(self.params[name]) != torch.float32
 
     def _moments(self, name: str, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return the names, shapes and dtypes of what is kept of a whole parameter between updates,
-        where so many ranks hold parts of it."""
+        """Return the names, shapes and dtypes of a whole parameter's state over so many shards."""
         p = self.params[name]
         if name not in self.others:
             return {"momentum": (p.shape, torch.float32)}
@@ -449,11 +444,12 @@ class Optimizer:
 
 
 def _master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tensor:
-    """Return the float32 tensor that AdamW works on: the parameter itself, or its master copy fed
-    through a hook.
+    """Return AdamW's float32 tensor: the parameter itself, or a master that a hook feeds with
+    gradients.
 
     On CUDA the hook leaves the first gradient in `waiting`, in half of the memory; a second one
-    makes both float32."""
+    makes both float32.
+    """
     if param.dtype == torch.float32:
         return param
     master = param.detach().float().clone()

@@ -1,18 +1,16 @@
 """Packing: many sequences in one row of tokens, without padding.
 
-Sequences are sorted by length, longest first and stable, and each goes into the first micro-batch
-that still has room (first-fit decreasing: at most 11/9 of the optimal number of bins plus 6/9, Dosa
-2007). Positions restart with every sequence and `lengths` bounds its attention, so a packed row
-computes what the sequences would compute alone.
+Sequences, longest first (stable), go into the first micro-batch with enough space (first-fit
+decreasing: at most 11/9 of the optimal number of bins plus 6/9, Dosa 2007). Positions restart with
+every sequence and `lengths` bounds its attention, so each computes the same as alone.
 
-For n ranks there are a multiple of n micro-batches, as long as there are so many sequences, and they
-are filled to equal cost, the multiplications of tokens and of attention, with the same capacity: the
-costliest sequence that is left goes to the micro-batch that costs least.
+For n ranks the number of micro-batches is a multiple of n, if there are enough sequences, and they
+have equal cost (multiplications of tokens and attention): the costliest remaining sequence goes to
+the cheapest micro-batch.
 
-A response token y_t is predicted by the hidden state of the token before it, so entry n of every
-`_N` tensor is about one response token: `targets_N[n]` is y_t, `index_N[n]` the row of the hidden
-state that predicts it, and log pi(y_t | x, y_<t) of the learner lands at n. The last token of a
-sequence predicts nothing and is not fed.
+The hidden state of the previous token predicts response token y_t, so entry n of every `_N` tensor
+is about one response token: `targets_N[n]` is y_t, `index_N[n]` the row of that hidden state, and
+log pi(y_t | x, y_<t) is entry n. A sequence's last token is not fed.
 
 T: tokens fed to the model, N: response tokens, S: sequences of one micro-batch.
 """
@@ -40,9 +38,8 @@ PerToken = dict[int, Tensor]
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch as tensors on a device, each made when it is first asked for: what the model
-    reads is on its way before the rest is laid out, and the host waits for no copy. `samples[s]` is
-    the index in the batch of the sequence in segment s."""
+    """One micro-batch as tensors on a device, each created on first use, so that the model's inputs
+    are sent first, without host synchronization. `samples[s]` is the batch index of segment s."""
 
     samples: tuple[int, ...]
     chosen: tuple[Sample, ...]
@@ -50,7 +47,7 @@ class PackedBatch:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens fed of each sequence; they add up to T."""
+        """Tokens fed of each sequence; they sum to T."""
         return tuple(num_fed(s) for s in self.chosen)
 
     @cached_property
@@ -83,7 +80,7 @@ class PackedBatch:
 
     @cached_property
     def mask_N(self) -> Tensor:
-        """bool: the token carries loss."""
+        """bool: the token is in the loss."""
         return self._put(_tensor("q", [s.loss_mask for s in self.chosen]) != 0)
 
     @cached_property
@@ -93,7 +90,7 @@ class PackedBatch:
 
     @cached_property
     def behavior_N(self) -> Tensor:
-        """float32 log-probs that the sampler recorded."""
+        """float32 log-probs recorded by the sampler."""
         return self._put(_tensor("d", [s.rollout.logprobs for s in self.chosen]).float())
 
     @cached_property
@@ -103,11 +100,11 @@ class PackedBatch:
         return self._put(advantages_S.repeat_interleave(self._responses))
 
     def by_sample(self, x_N: Tensor) -> PerToken:
-        """Return the values of the tokens, by sample."""
+        """Split token values by sample."""
         return dict(zip(self.samples, x_N.split(self._responses.tolist()), strict=True))
 
     def staleness_N(self, version: int) -> Tensor:
-        """Return by how many versions each token is older than this one, float32."""
+        """Return how many versions older than `version` each token is, float32."""
         lags: list[float] = []
         for sample in self.chosen:
             spans = sample.rollout.behavior.policy
@@ -127,9 +124,7 @@ class PackedBatch:
 def first_fit(lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
     """Pack sequences of the given token counts into micro-batches of at most `capacity` tokens.
 
-    A sequence longer than `capacity` cannot be split and becomes a micro-batch of its own, which is
-    the least memory that any packing could give it. Raises ValueError for a capacity or a length
-    below 1.
+    A longer sequence becomes its own micro-batch. ValueError for a capacity or a length below 1.
     """
     if capacity < 1:
         raise ValueError(f"tokens_per_microbatch: must be at least 1, is {capacity}")
@@ -151,8 +146,8 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
 def balance(
     lengths: Sequence[int], costs: Sequence[float], capacity: int, parts: int
 ) -> list[MicroBatch]:
-    """Pack as `first_fit` does, into micro-batches of equal cost whose number is a multiple of
-    `parts`, where there are so many sequences."""
+    """Pack as `first_fit`, into micro-batches of equal cost; their number is a multiple of `parts`,
+    if there are enough sequences."""
     number = len(first_fit(lengths, capacity))
     costliest = sorted(range(len(lengths)), key=lambda i: -costs[i])
     while True:
@@ -173,8 +168,8 @@ def balance(
 
 
 def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
-    """Return the multiplications of a forward pass over a sample; a backward pass takes about twice
-    as many. outputs: numbers made of the hidden state before each token of the response."""
+    """Return the multiplications of a sample's forward pass; backward takes about twice as many.
+    outputs: numbers computed from the hidden state before each response token."""
     fed = num_fed(sample)
     queries = spec.num_heads * spec.head_dim
     keys = spec.num_kv_heads * spec.head_dim
@@ -192,11 +187,10 @@ def pack(
     costs: Sequence[float] = (),
     parts: int = 1,
 ) -> list[list[int]]:
-    """Return the micro-batches of the chosen samples, as their indices; each portion is packed by
-    itself.
+    """Pack each portion by itself into micro-batches of sample indices.
 
-    With more than one of `parts` (ranks) each portion fills as many of them as its share of all
-    costs is; costs[i] is that of sample i, in any unit.
+    With several `parts` (ranks) each portion fills a number of them proportional to its cost;
+    costs[i] is that of sample i, in any unit.
     """
     portions = list(portions)
     total = sum(costs[i] for portion in portions for i in portion) if parts > 1 else 0.0
@@ -214,8 +208,8 @@ def pack(
 
 
 class Walk:
-    """The passes over the chosen samples: each portion packed by itself, dealt to ranks by cost, and
-    what all ranks have found afterwards. costs[i]: of sample i, in any unit."""
+    """Passes over samples: portions packed separately, dealt to ranks by cost, and gathered.
+    costs[i]: of sample i, in any unit."""
 
     def __init__(
         self,
@@ -235,8 +229,8 @@ class Walk:
         ]
 
     def dealt(self, device: torch.device) -> Iterator[tuple[PackedBatch, bool]]:
-        """Yield the micro-batches that this rank runs, and whether each counts: one that does not
-        is the smallest sample, which is run for the sake of the others."""
+        """Yield this rank's micro-batches and whether each counts. One that does not is the
+        smallest sample, run to keep the ranks in step."""
         samples, costs = self.samples, self.costs
         smallest = min(range(len(samples)), key=lambda i: num_fed(samples[i]))
         for number in self.ranks.deal([sum(costs[i] for i in each) for each in self.microbatches]):
@@ -244,8 +238,7 @@ class Walk:
             yield collate(samples, indices, device), number is not None
 
     def gathered(self, *found: Iterable[tuple[PackedBatch, Tensor]]) -> list[PerToken]:
-        """Return, for each kind, the values of all samples, from what each rank found [N] of its
-        micro-batches."""
+        """Return the values of all samples, for each kind, from each rank's micro-batches [N]."""
         mine: list[PerToken] = []
         for kind in found:
             mine.append({})
@@ -259,8 +252,8 @@ class Walk:
 def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:
     """Split sample indices into at most `parts` minibatches of whole groups, in planned order.
 
-    `groups[i]` is the group of sample i. The sizes, in groups, differ by at most one; with fewer
-    groups than parts there are as many minibatches as groups. Raises ValueError when parts < 1.
+    `groups[i]` is the group of sample i. Sizes differ by at most one group; fewer groups than parts
+    give as many minibatches as groups. ValueError when parts < 1.
     """
     if parts < 1:
         raise ValueError(f"minibatches: must be at least 1, is {parts}")
@@ -276,14 +269,12 @@ def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def num_fed(sample: Sample) -> int:
-    """Return how many tokens the model must read to score a sample: all but the last of prompt and
-    response."""
+    """Return the tokens that the model reads to score a sample: all but the last."""
     return len(sample.prompt_ids) + len(sample.rollout.token_ids) - 1
 
 
 def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> None:
-    """Raise a ValueError that names the sample and the field when a sample cannot be learned
-    from."""
+    """Raise a ValueError that names the sample and the field that cannot be learned from."""
     if not samples:
         raise ValueError("samples: the batch is empty")
     for i, sample in enumerate(samples):
@@ -320,19 +311,19 @@ def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> No
 def collate(
     samples: Sequence[Sample], indices: Sequence[int], device: torch.device | str = "cpu"
 ) -> PackedBatch:
-    """Lay the chosen samples end to end as the tensors of one micro-batch on `device`."""
+    """Concatenate samples into the tensors of one micro-batch on `device`."""
     return PackedBatch(tuple(indices), tuple(samples[i] for i in indices), torch.device(device))
 
 
 def _within(starts: Tensor, sizes: Tensor) -> Tensor:
-    """Return starts[s], starts[s] + 1, ... for sizes[s] numbers, end to end over s."""
+    """Return starts[s], starts[s] + 1, ... for sizes[s] numbers, concatenated over s."""
     return torch.arange(int(sizes.sum())) + (starts - sizes.cumsum(0) + sizes).repeat_interleave(
         sizes
     )
 
 
 def _tensor(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
-    """Return Python numbers end to end, as int64 ("q") or float64 ("d")."""
+    """Concatenate Python numbers, as int64 ("q") or float64 ("d")."""
     values: array[Any] = array(code)
     for numbers in lists:
         values.extend(numbers)
@@ -340,7 +331,6 @@ def _tensor(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
 
 
 def gather(values: PerToken, packed: PackedBatch) -> Tensor:
-    """Return the values of the packed samples, end to end, [N], where the others of the micro-batch
-    are."""
+    """Concatenate the packed samples' values, [N], on the micro-batch's device."""
     x_N = torch.cat([values[i] for i in packed.samples])
     return x_N if x_N.device.type == packed.device.type else upload(x_N, packed.device)

@@ -1,11 +1,10 @@
-"""A probe of what an objective would do with a batch before its first update: the measured mismatch
-against the thresholds.
+"""A probe of an objective on a batch before its first update: the measured mismatch and the
+thresholds.
 
-The learner scores the tokens that the engine has scored. `spread` describes ln pi_old - ln b;
-`silent` counts the tokens that would get no gradient although the ratio R is still 1, because a
-mask, a rejection or a clip on the mismatch silences them. Where A = 0 the objective is asked as if
-A were 1, so that a batch without signal can be judged too; a KL term of its own is left out, and
-the teacher is taken to agree with A.
+The learner scores the engine's tokens. `spread` describes ln pi_old - ln b; `silent` counts tokens
+without a gradient although the ratio R is still 1, because of a mask, a rejection or a clip on the
+mismatch. A = 0 is taken as 1, to judge a batch without signal; a separate KL term is left out, and
+the teacher is assumed to agree with A.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class Probe:
         )
 
     def findings(self, options: Mapping[str, Any]) -> list[str]:
-        """Return the spread in words, and beside it a band on the ratio of whole sequences that is
-        narrower."""
+        """Describe the spread, and the bands on sequence ratios that are narrower than it."""
         token, sequence = (self.spread[f"spread/{level}_std"] for level in ("token", "sequence"))
         found = [
             f"before the first update: ln pi_old - ln b has std {token:.2g} a token and "
@@ -65,7 +63,7 @@ class Probe:
 
     def silent(self, options: Mapping[str, Any]) -> dict[str, float]:
         """Return the shares of tokens, and of whole sequences, without a gradient under these
-        options of the objective."""
+        options."""
         packed = self.packed
         objective = self.settings.objective
         given = {
@@ -102,7 +100,7 @@ class Probe:
 def probe(
     model: Transformer, batch: Batch, settings: LearnSettings, ranks: Ranks = ALONE
 ) -> Probe | None:
-    """Score a batch with the learner as it is, on all its ranks; None when no token of it is learnt
+    """Score a batch with the current learner, on all ranks; None if no token of it is learned
     from."""
     active = [i for i, sample in enumerate(batch.samples) if any(sample.loss_mask)]
     if not active:

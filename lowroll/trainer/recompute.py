@@ -1,11 +1,10 @@
-"""Memory for time, put on a model from outside: what its backward pass makes again instead of
-keeping.
+"""Activation checkpointing, applied to a model from outside.
 
     False       norms and activation functions, one by one (`model.recompute`)
     0 .. 1      of the first so many blocks also the gate-up product, the widest tensor of a block
     True        of every block all but its input (Chen et al. 2016, arXiv 1604.06174)
 
-The gradient is bit for bit the same. Without gradients blocks run as they are.
+The gradient is bitwise the same. Without gradients nothing changes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lowroll.model.transformer import Block, Stream, Transformer, run_block, who
 
 
 def apply(model: Transformer, activation_checkpointing: bool | float = False) -> Transformer:
-    """Let the model's blocks be made again, to the extent of the setting; returns the model."""
+    """Apply the setting to the model's blocks; returns the model."""
     if activation_checkpointing is True:
         model.run_block = _checkpoint
     else:
@@ -32,7 +31,8 @@ def apply(model: Transformer, activation_checkpointing: bool | float = False) ->
 
 @dataclass(frozen=True)
 class _Remaking:
-    """Remakes what blocks announce, and products of the layers below `products_below`."""
+    """Recomputation of what blocks announce, and of products of the layers below
+    `products_below`."""
 
     products_below: float
 
@@ -59,7 +59,6 @@ def _checkpoint(
     sin: Tensor,
     attend: Attend,
 ) -> tuple[Tensor, Stream | None]:
-    """Keep the block's input alone."""
     if not torch.is_grad_enabled():
         return run_block(block, x_TD, update_TD, cos, sin, attend)
     assert update_TD is None, "a block that is made again whole leaves no update behind"

@@ -1,14 +1,12 @@
-"""Supervised warm start: the policy learns to write the demonstrations before it is rewarded for
-anything.
+"""Supervised warm start on demonstrations, before RL.
 
 With y the response of a demonstration, end-of-turn id included, and N the response tokens of the
 whole batch, a step ascends the token mean of the log-likelihood
 
     J(theta) = 1/N sum over demonstrations sum_t log pi(y_t | x, y_<t),      sft/loss = -J, in nats a token
 
-This is the policy step with every advantage 1 and no ratio, so it runs on the same packing, the
-same logits-to-logprob function and the same optimizer. Each epoch visits the demonstrations in a
-fresh seeded order.
+This is the policy step with every advantage 1 and no ratio, on the same packing, log-prob function
+and optimizer. Each epoch has a fresh seeded order.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt as chat messages, the response to learn, and the JSON schemas of tools that the
-    prompt shows."""
+    """A prompt as chat messages, the response to learn, and the JSON schemas of the prompt's
+    tools."""
 
     messages: list[dict[str, str]]
     response: str
@@ -49,7 +47,7 @@ class Demonstration:
 
 
 class Demonstrator(Protocol):
-    """The part of an environment that the warm start uses (`lowroll.envs.Environment` is one)."""
+    """The part of `lowroll.envs.Environment` that the warm start uses."""
 
     name: str
 
@@ -65,9 +63,9 @@ class Demonstrator(Protocol):
 
 @dataclass(frozen=True)
 class SftSettings:
-    """The rules by which demonstrations become updates."""
+    """Settings of the warm start."""
 
-    batch_size: int  # demonstrations of an update
+    batch_size: int  # demonstrations an update
     optim: OptimSettings = field(default_factory=OptimSettings)
     tokens_per_microbatch: int = 8192
     logprob_chunk: int = 1024
@@ -80,7 +78,7 @@ class SftSettings:
 
 
 class SftLearner:
-    """A model that learns demonstrations: the model, its optimizer, and the place in their order.
+    """A model that learns demonstrations, its optimizer, and its position in their order.
 
     ValueError for demonstrations that the model cannot read.
     """
@@ -101,20 +99,19 @@ class SftLearner:
         self._order = epochs(len(self.samples), settings.seed)
 
     def step(self) -> dict[str, float]:
-        """Make one update; returns its metrics. Raises TrainingDiverged after MAX_REFUSALS
-        non-finite ones in a row."""
+        """Make one update; returns its metrics. TrainingDiverged after MAX_REFUSALS non-finite ones
+        in a row."""
         batch = [self.samples[next(self._order)] for _ in range(self.settings.batch_size)]
         return sft_step(self.model, batch, self.optimizer, self.settings)
 
     def state(self) -> tuple[states.Tensors, dict[str, Any]]:
-        """Return what `restore` needs to go on bitwise: tensors by file and name, and JSON data."""
+        """Return the state for a bitwise `restore`: tensors by file and name, and JSON data."""
         return states.capture(self.model, self.optimizer)
 
     def restore(
         self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
     ) -> None:
-        """Put back what `state` gave. The order is a function of the seed, so the steps made say
-        where it stands."""
+        """Restore `state`. The seed and the number of steps give the position in the order."""
         states.restore(self.model, self.optimizer, tensors, state)
         drawn = self.optimizer.num_steps * self.settings.batch_size
         self._order = itertools.islice(epochs(len(self.samples), self.settings.seed), drawn, None)
@@ -123,7 +120,7 @@ class SftLearner:
 def sft_step(
     model: Transformer, samples: Sequence[Sample], optimizer: Optimizer, settings: SftSettings
 ) -> dict[str, float]:
-    """Make one update towards the responses of `samples`; returns its metrics."""
+    """Make one update towards the samples' responses; returns its metrics."""
     rate = optimizer.begin_step()
     counts = Denominators(sum(len(s.rollout.token_ids) for s in samples), len(samples))
 
@@ -155,8 +152,8 @@ def sft_step(
 def encode_all(
     chat: ChatTokenizer, examples: Sequence[Demonstration], vocab_size: int, context: int
 ) -> list[Sample]:
-    """Return the demonstrations as samples. ValueError names one that a model of this vocabulary
-    and context cannot read."""
+    """Convert demonstrations to samples. ValueError names one that does not fit the vocabulary or
+    context."""
     if chat.tokenizer.eos_token_id is None:
         raise ValueError("tokenizer: it has no end-of-sequence token, so a response could not end")
     samples = [encode(chat, example) for example in examples]
@@ -165,8 +162,8 @@ def encode_all(
 
 
 def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
-    """Return a demonstration as a sample: the prompt by the chat template, the response closed by
-    the end-of-turn id."""
+    """Convert a demonstration: the prompt by the chat template, the response closed by the
+    end-of-turn id."""
     response_ids = tokenizer.encode_response(example.response)
     demonstrated = Rollout(
         response_ids,
@@ -186,8 +183,8 @@ def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
 
 
 def epochs(size: int, seed: int) -> Iterator[int]:
-    """Yield the indices below `size`, each once an epoch, in an order that depends on (seed, epoch)
-    alone, without end."""
+    """Yield the indices below `size` endlessly, each once an epoch, in an order of (seed, epoch)
+    alone."""
     if size < 1:
         raise ValueError("examples: there is no demonstration to learn from")
     epoch = 0
@@ -203,8 +200,7 @@ def demonstrations(
 ) -> list[Demonstration]:
     """Return `count` gold answers of the train splits of weighted environments, at most one a task.
 
-    A task without a stored answer is passed over. ValueError names the environments when none has
-    an answer.
+    Tasks without an answer are skipped. ValueError names the environments if none has any.
     """
     rng = random.Random(f"demonstrations/{seed}")
     found: list[Demonstration] = []
@@ -232,11 +228,10 @@ def demonstrations(
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
-    """Return the demonstrations of a JSONL of {"messages": [{"role", "content"}, ...]}: one for
-    each assistant message.
+    """Read demonstrations from a JSONL of {"messages": [{"role", "content"}, ...]}: one for each
+    assistant message.
 
-    ValueError names the file and line of the first row that is not a conversation ending with the
-    assistant.
+    ValueError names the file and line of the first row that does not end with the assistant.
     """
     if not path.is_file():
         raise ValueError(f"sft.data: {path}: no such file")

@@ -3,10 +3,9 @@
     lead(ranks, lambda share: store.save(..., share=share))        the rank that leads
     follow(ranks, tensors)                                         the others, at the same time
 
-The one that leads says the folder; the others write their parts there and say how it went; a disk
-that was full fails the save on the one that leads, which may try again. What is published, verified
-and kept is its alone. The folder must be the same for all: several machines need a file system that
-they share.
+The leading rank names the folder; the others write their parts and report. Any rank's full disk
+fails the save on the leading rank, which may retry, and which alone publishes and verifies. Several
+machines need a shared file system.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from lowroll.checkpoint.store import write_part
 from lowroll.parallel.ranks import Ranks
 from lowroll.transport.base import TransportError
 
-SAVE_S = 3600.0  # the others wait so long for the one that leads to publish what they wrote
+SAVE_S = 3600.0  # the wait for the leading rank to publish
 Result = TypeVar("Result")
 
 
 def lead(ranks: Ranks, save: Callable[[Callable[[Path], None]], Result]) -> Result:
-    """Return the result of `save(share)`, which calls share(folder) each time that it tries."""
+    """Return the result of `save(share)`, which calls share(folder) at each attempt."""
 
     def share(folder: Path) -> None:
         ranks.tell(str(folder.absolute()).encode())
@@ -49,13 +48,13 @@ def lead(ranks: Ranks, save: Callable[[Callable[[Path], None]], Result]) -> Resu
 
 
 def follow(ranks: Ranks, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Write this rank's share whenever the one that leads has a folder for it."""
+    """Write this rank's share whenever the leading rank has a folder for it."""
     while folder := ranks.tell(wait_s=SAVE_S):
         _said(ranks, _written(Path(folder.decode()), tensors, ranks))
 
 
 def _written(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> int:
-    """Return the error of the system that writing a share has met; 0 for none."""
+    """Write a share and return its errno; 0 for none."""
     try:
         write_part(folder, tensors, ranks.rank, ranks.size)
     except Exception as error:
@@ -66,7 +65,7 @@ def _written(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: R
 
 
 def _said(ranks: Ranks, code: int) -> list[int]:
-    """Return the error of the system that each rank has met; 0 for none."""
+    """Return each rank's errno; 0 for none."""
     sizes = dict.fromkeys(range(ranks.size), 1)
     (found,) = ranks.gather([{ranks.rank: torch.tensor([float(code)])}], sizes)
     return [int(found[rank].item()) for rank in range(ranks.size)]

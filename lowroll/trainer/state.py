@@ -1,4 +1,4 @@
-"""Everything that a bitwise resume of the learner needs, as named tensors and JSON, and back.
+"""The learner's state for a bitwise resume, as named tensors and JSON.
 
     tensors["model"]       every trainable parameter by name (LoRA: the adapter; the base is the model folder)
     tensors["optimizer"]   AdamW's moments, Muon's momentum, and float32 masters of low-precision parameters
@@ -8,9 +8,8 @@
     state["last_step"]     the last batch consumed: an older one is refused
     state["uaq_scale"]     the scale that the weights carry (`model.scaling`): they are never scaled twice
 
-The learning rate is a pure function of the step count, and the learner draws no random numbers, so
-there is no scheduler and no generator to save. The rollouts' own noise is seeded per request and
-needs no state either.
+Learning rates depend on the step count alone, the learner draws no random numbers, and rollout
+noise is seeded per request: there is no scheduler or generator to save.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ Tensors = dict[str, dict[str, Tensor]]
 def capture(
     model: Transformer, optimizer: Optimizer, critic: Critic | None = None
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Return the state of model, optimizer and critic, of several ranks this one's share. The
-    tensors are the live ones: write them before the next step."""
+    """Return this rank's state of model, optimizer and critic. The tensors are live: write them
+    before the next step."""
     moments, counters = optimizer.state()
     tensors, state = (
         {"model": optimizer.weights(), "optimizer": moments},
@@ -55,12 +54,10 @@ def restore(
     state: Mapping[str, Any],
     critic: Critic | None = None,
 ) -> None:
-    """Put back what the `capture` of all ranks gave, bitwise and in place; they may have been more
-    or fewer.
+    """Restore the `capture` of all ranks in place, bitwise, also from another number of ranks.
 
-    An aligned model's codes are made anew. Raises ValueError, before anything changes, that names
-    the first parameter that is missing, unknown or mis-shaped, or says that the weights were scaled
-    otherwise than the model is.
+    Requantizes an aligned model. ValueError, before anything changes, names the first parameter
+    that is missing, unknown or mis-shaped, or a different weight scaling.
     """
     saved = tensors["model"]
     ranks = optimizer.ranks
@@ -84,8 +81,7 @@ def restore_weights(
     state: Mapping[str, Any],
     ranks: Ranks = ALONE,
 ) -> None:
-    """Restore the model's half: its trainable parameters, but for parts that are masters, and an
-    aligned model's codes."""
+    """Restore the trainable parameters except sharded masters, and an aligned model's codes."""
     _check(model, saved, state, ranks)
     for name, param in model.trainable_parameters().items():
         part = ranks.part(param)

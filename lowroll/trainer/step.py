@@ -1,5 +1,4 @@
-"""One training step: from a batch of scored rollouts to new weights, and the numbers that say
-whether it was sound.
+"""One training step: from a batch of scored rollouts to new weights and metrics.
 
 For each minibatch M of whole groups the learner ascends
 
@@ -12,26 +11,22 @@ differs from the textbook loop:
 1. Micro-batches are packed by tokens and add up to M exactly: denominators are the counts of M,
    never of a micro-batch. The number of sequences counts every sample of M, masked or not.
 2. With one minibatch the proximal policy *is* the learner: lpo = lpn detached, R = 1 exactly, and
-   no extra pass. With more, or with weights that are divided by their mean over the batch, one pass
-   without gradient records lpo for the whole batch before its first update. It packs what the
-   updates will pack (`Minibatch.portions`): a product with another number of rows rounds
-   differently, and in bfloat16 that alone leaves narrow bands. So R = 1 bit for bit until the
-   weights change. Reference and teacher read the same micro-batches.
-3. A sequence whose advantage is 0 has no gradient unless there is a KL term (or the objective has
-   one of its own), so it is run forward only: the gradient is the same, and the statistics still
-   cover every token.
-4. With a critic (PPO) every token has an advantage of its own, made of the critic's values before
-   the first update; while the critic warms up, the policy is measured and not updated.
-5. With `replay_kv` the learner attends to what each sample's cache held (`model.replay`): the
-   policy that is learnt is the sparse one. Reference, teacher and critic stay dense: they are
-   policies of their own, which no cache has bounded.
-6. Where the objective rejects tokens for their mismatch, the KL term leaves them out too;
-   denominators keep them.
+   no extra pass. With more, or with weights divided by their mean over the batch, one pass without
+   gradient records lpo for the whole batch before its first update. It uses the updates' packing
+   (`Minibatch.portions`), because a product with another number of rows rounds differently, which
+   in bfloat16 leaves narrow bands. So R = 1 bit for bit until the weights change. Reference and
+   teacher read the same micro-batches.
+3. A sequence whose advantage is 0 has no gradient unless there is a KL term (or one in the
+   objective), so it is run forward only, for the statistics.
+4. With a critic (PPO) tokens have advantages from the critic's values before the first update;
+   while the critic warms up, the policy is not updated.
+5. With `replay_kv` the learner attends to what each sample's cache held (`model.replay`).
+   Reference, teacher and critic stay dense.
+6. The KL term omits tokens that the objective rejects for their mismatch; denominators count them.
 7. A non-finite objective or gradient norm leaves weights and moments as they are and counts as
    skipped; the third in a row raises TrainingDiverged.
 8. An aligned learner quantizes its weights once an update, right after it.
-9. Log-probs and entropies come to the host in copies that nothing waits for until all backward
-   passes are launched; the statistics are made of them there, while the device is busy with the
+9. Statistics are computed on the host from copied log-probs, while the device computes the
    gradient.
 
 T: tokens fed, N: response tokens.
@@ -86,14 +81,14 @@ STILL = {
 
 
 class TrainingDiverged(RunFailed):
-    """Objective or gradient were not finite in MAX_REFUSALS updates in a row. The weights are those
+    """A non-finite objective or gradient in MAX_REFUSALS updates in a row. The weights are those
     before them."""
 
 
 @dataclass(frozen=True)
 class LearnSettings:
-    """The rules by which a batch becomes updates. `objective` is what
-    `objectives.objective.select(algorithm, correction)` gives."""
+    """Settings of the learner. `objective` is from `objectives.objective.select(algorithm,
+    correction)`."""
 
     objective: Objective
     options: Mapping[str, Any] = field(
@@ -103,7 +98,7 @@ class LearnSettings:
     tokens_per_microbatch: int = 8192
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
-    logprob_chunk: int = 1024  # tokens whose logits exist at a time
+    logprob_chunk: int = 1024  # tokens whose logits exist at once
     replay_kv: bool = False  # the learner attends to what the sampler's cache held
 
     def __post_init__(self) -> None:
@@ -120,17 +115,17 @@ class LearnSettings:
 
     @property
     def has_teacher(self) -> bool:
-        """Return whether the objective reads a teacher's log-probs."""
+        """Whether the objective reads a teacher's log-probs."""
         return bool(self.options.get("teacher_tau"))
 
     @property
     def normalizes(self) -> bool:
-        """Return whether the objective's weights are divided by their mean over the batch."""
+        """Whether the objective's weights are divided by their mean over the batch."""
         return self.objective.normalizes(**self.options)
 
     @property
     def reduction(self) -> dict[str, Any]:
-        """How tokens are aggregated, the same for the policy and the KL term."""
+        """The aggregation of tokens, for the policy and the KL term."""
         return {
             name: (self.objective.options | dict(self.options))[name]
             for name in ("reduce", "max_length")
@@ -139,8 +134,7 @@ class LearnSettings:
 
 @dataclass(frozen=True)
 class Trace:
-    """Detached learner log-probs and entropies, on the host, of the sequences that went through the
-    model."""
+    """Detached learner log-probs and entropies of the sequences that ran, on the host."""
 
     log_probs: PerToken = field(default_factory=dict)
     entropy: PerToken = field(default_factory=dict)
@@ -151,8 +145,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Forward:
-    """Forward passes of a model over samples: packed micro-batches, one after the other, each of
-    one sampling temperature: that of its samples, which is the batch's where they name none."""
+    """Forward passes of a model over packed micro-batches, each of one sampling temperature (the
+    samples' own, else the batch's)."""
 
     model: Transformer
     samples: Sequence[Sample]
@@ -167,11 +161,10 @@ class Forward:
         portions: Iterable[Sequence[int]],
         objective: Callable[[PackedBatch, Tensor], Tensor] | None = None,
     ) -> Trace:
-        """Run the chosen samples, each portion packed by itself. With `objective(packed,
-        learner_N)`, a micro-batch's share of J, the gradient of -J is added to that of the
-        parameters; without, nothing is kept for a backward pass, and the log-probs are the same bit
-        for bit. Each rank runs what it is dealt, and has what all have found; the gradient stays
-        its own."""
+        """Run samples, each portion packed by itself. With `objective(packed, learner_N)`, a
+        micro-batch's share of J, accumulate the gradient of -J; without, keep nothing for a
+        backward pass, with bitwise the same log-probs. Each rank runs its share and gets all
+        results; the gradient stays its own."""
         costs = [cost(s, self.model.spec, self.model.spec.vocab_size) for s in self.samples]
         by_temperature = map(self._by_temperature, portions)
         walk = Walk(self.samples, by_temperature, self.tokens_per_microbatch, costs, self.ranks)
@@ -206,21 +199,21 @@ class Forward:
         return self.temperature if own is None else own
 
     def _by_temperature(self, portion: Sequence[int]) -> list[list[int]]:
-        """Return a portion's samples of each temperature, in the order of the first ones."""
+        """Group a portion's samples by temperature, in order of first appearance."""
         parts: dict[float, list[int]] = {}
         for i in portion:
             parts.setdefault(self._temperature(i), []).append(i)
         return list(parts.values())
 
     def attend(self, packed: PackedBatch) -> Attend:
-        """Return the attention to all that came before, or to what was left of it."""
+        """Return attention over all earlier tokens, or over those that the cache kept."""
         if not self.replay_kv:
             return self.model.causal(packed.lengths)
         evictions = [sample.rollout.evictions for sample in packed.chosen]
         return replayed(packed.lengths, evictions, self.model.device)
 
     def collate(self, indices: Sequence[int]) -> PackedBatch:
-        """Return the chosen samples as one micro-batch on the model's device."""
+        """Return samples as one micro-batch on the model's device."""
         return collate(self.samples, indices, self.model.device)
 
 
@@ -229,13 +222,12 @@ class Minibatch:
     """The samples of one update, by index in the batch."""
 
     samples: list[int]
-    active: list[int]  # those with a token that is learnt from
-    moving: set[int]  # those that have a gradient, in the whole batch
+    active: list[int]  # samples with a token that is learned from
+    moving: set[int]  # samples of the whole batch with a gradient
 
     @property
     def portions(self) -> tuple[list[int], list[int]]:
-        """The samples that are packed separately: those with a gradient, and those that are only
-        measured."""
+        """The samples with a gradient and those only measured, packed separately."""
         moving = [i for i in self.active if i in self.moving]
         still = [i for i in self.active if i not in self.moving]
         return moving, still
@@ -243,8 +235,7 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class Anchors:
-    """Log-probs of policies that stay where they are while a batch is learnt from; None for those
-    that are not read."""
+    """Log-probs of policies that are fixed during a batch; None for those not read."""
 
     proximal: PerToken | None
     reference: PerToken | None
@@ -252,7 +243,7 @@ class Anchors:
 
 
 def _record(device: torch.device) -> torch.cuda.Event | None:
-    """Return a mark in the device's queue to wait for; None on the CPU, which has none."""
+    """Record an event on the device's stream; None on the CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -272,11 +263,11 @@ def learn(
 ) -> dict[str, float]:
     """Update the model from a batch and return its metrics (names as in `lowroll.metrics.names`).
 
-    `reference` is the frozen model of the KL term; None with a LoRA model means the model with its
-    adapter off. With a `critic`, which is updated too, rewards become token advantages; without,
-    samples bring their own. `teacher` is the frozen model of AIPO's teacher_tau. `on_update(done,
-    total)` is called after each update. Raises ValueError, before anything changes, for a batch
-    that cannot be learned from, and TrainingDiverged.
+    `reference` is the frozen model of the KL term; None with LoRA means the adapter off. With a
+    `critic`, which is updated too, rewards become token advantages; without, samples bring their
+    own. `teacher` is the frozen model of AIPO's teacher_tau. `on_update(done, total)` is called
+    after each update. Raises ValueError, before anything changes, for an unusable batch, and
+    TrainingDiverged.
     """
     samples = batch.samples
     _refuse(model, batch, settings, reference, teacher)
@@ -336,7 +327,6 @@ def _refuse(
     reference: Transformer | None,
     teacher: Transformer | None,
 ) -> None:
-    """Raise ValueError for a batch that cannot be learned from, and for a model that is missing."""
     samples = batch.samples
     check(samples, model.spec.vocab_size, model.spec.max_position)
     if settings.replay_kv:
@@ -368,8 +358,8 @@ def _refuse(
 
 
 def _check_replay(samples: Sequence[Sample], model: Transformer) -> None:
-    """Raise ValueError for a sample whose cache was bounded and that does not say, soundly, what it
-    lost."""
+    """Raise ValueError for a sample with a bounded cache and no valid record of its dropped
+    keys."""
     spec = model.spec
     for i, sample in enumerate(samples):
         evictions, tag = sample.rollout.evictions, sample.rollout.behavior
@@ -408,7 +398,7 @@ def _anchors(
     reference: Transformer | None,
     teacher: Transformer | None,
 ) -> Anchors:
-    """Run one pass without gradient for each policy that is read, packed as the updates pack."""
+    """Run a pass without gradient for each fixed policy that is read, packed as the updates."""
     portions = list(chain.from_iterable(minibatch.portions for minibatch in plan))
     proximal_lp = reference_lp = teacher_lp = None
     dense = replace(forward, replay_kv=False)
@@ -427,9 +417,9 @@ def _anchors(
 def _distances(
     batch: Batch, active: Sequence[int], learner: PerToken, settings: LearnSettings
 ) -> dict[str, float]:
-    """Return how far the sampler's policy is from the learner's, and what that rejects where the
-    sampler's cache is not exact; nothing of no samples. Where the orchestrator reports the
-    learner's version, also by how far the tokens lag behind it."""
+    """Return the mismatch between sampler and learner, and what it rejects where the sampler's
+    cache is not exact; nothing without samples. With the learner's version from the orchestrator,
+    also the tokens' staleness."""
     if not active:
         return {}
     packed = collate(batch.samples, active)
@@ -474,7 +464,7 @@ def _refuse_divergence(
 
 @contextlib.contextmanager
 def _base_policy(model: Transformer) -> Iterator[Transformer]:
-    """Yield the model before training: its adapter off, and no noise on its norms."""
+    """Yield the model before training: adapter off, no noise on its norms."""
     with lora.disabled(model), noise.muted(model):
         yield model
 
@@ -486,8 +476,8 @@ def _accumulate(
     anchors: Anchors,
     advantages: PerToken | None,
 ) -> tuple[dict[str, float], Trace]:
-    """Add up the gradient of a minibatch; returns its statistics and what the learner said.
-    `advantages` of the tokens take the place of those of the samples."""
+    """Accumulate a minibatch's gradient; returns its statistics and trace. Token `advantages`
+    replace those of the samples."""
     samples = forward.samples
     active = minibatch.active
     proximal = anchors.proximal
@@ -563,15 +553,15 @@ def _accumulate(
 
 
 def _num_learned(sample: Sample, objective: Objective) -> int:
-    """Return how many tokens of a sample are in the denominator: unmasked, and with a usable
-    behaviour log-prob where one is needed."""
+    """Return a sample's tokens in the denominator: unmasked, with a usable behaviour log-prob if
+    needed."""
     usable = [not objective.needs_behavior or math.isfinite(p) for p in sample.rollout.logprobs]
     return sum(ok for m, ok in zip(sample.loss_mask, usable, strict=True) if m)
 
 
 def _merge(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the statistics of a step from those of its updates: extremes of extremes, counts
-    added, the mean of the rest."""
+    """Merge the statistics of a step's updates: extremes of extremes, sums of counts, means of the
+    rest."""
     merged: dict[str, float] = {}
     for name in dict.fromkeys(chain.from_iterable(records)):
         values = [record[name] for record in records if name in record]

@@ -1,2 +1,1 @@
-"""Data sets that people bring: where rows come from, which column is what, and Python reward
-functions. No torch."""
+"""User data sets: sources of rows, columns, and Python reward functions. Without torch."""

@@ -1,7 +1,6 @@
-"""The columns of a row: the prompt, the gold answer, the demonstration.
+"""A row's columns: prompt, gold answer, demonstration.
 
-A named column is taken (`reward_model.ground_truth` is a key inside one); others are found by their
-usual names:
+Columns may be named (`reward_model.ground_truth` is a key inside one), or are found by usual names:
 
     prompt        prompt, question, problem, messages, query, instruction: a text, or chat messages
     answer        reward_model.ground_truth, answer, expected_answer, final_answer, ground_truth,
@@ -48,15 +47,14 @@ class DataTask:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns to take; None: the first usual one of the row."""
+    """The columns to use; None: the row's first usual one."""
 
     prompt: str | None = None
     answer: str | None = None
     completion: str | None = None
 
     def task(self, row: Mapping[str, Any], where: str) -> DataTask:
-        """Parse a row. ValueError names its place, the missing or invalid column, and the columns
-        it has."""
+        """Parse a row. ValueError names the place, the wrong column and the present ones."""
         name, asked = _find(row, self.prompt, PROMPTS, where, "prompt")
         if name is None:
             if null := [key for key in PROMPTS if key in row]:
@@ -125,7 +123,6 @@ def _prompt(value: Any, where: str) -> str | list[Message]:
 
 
 def _message(value: Any, where: str) -> Message:
-    """Return a chat message with its other fields, except null ones."""
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise ValueError(f"{where}: must be {{role, content}}, got {str(value)[:80]!r}")
     content = value.get("content")
@@ -151,7 +148,7 @@ def _message(value: Any, where: str) -> Message:
 
 
 def _said(value: Any, where: str) -> str | None:
-    """Return a demonstration: text, or messages that end with the assistant's; None without one."""
+    """Return a demonstration, text or messages that end with the assistant's, or None."""
     if isinstance(value, str):
         return value
     prompt = _prompt(value, where)
@@ -164,7 +161,7 @@ ODD = object()
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON data, null for a non-finite number; ODD for anything else, such as an
+    """Return JSON data, with null for non-finite numbers and ODD for anything else, such as an
     image."""
     if isinstance(value, float) and not math.isfinite(value):
         return None

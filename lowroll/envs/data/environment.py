@@ -1,7 +1,7 @@
-"""data: rows of any data set, scored by reward functions of your own.
+"""data: rows of any data set, scored by the user's reward functions.
 
-The reward is the weighted sum of the functions' values, each a metric of its own. The default
-function is `answer`: 1 when the final answer is the gold one.
+The reward is the weighted sum of the functions' values, which are also metrics. The default is
+`answer`: 1 when the final answer is the gold one.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Data(Environment):
         self._kinds: dict[str, tuple[str, str]] = {}  # kind of prompts and first row, by source
 
     def size(self, split: str = "train") -> int | None:
-        """Return the number of usable rows. ValueError when a function takes a name that is no
+        """Return the number of usable rows. ValueError for a function's parameter that is no
         column."""
         size = len(self.rows[split])
         if size and not self._looked:
@@ -132,7 +132,6 @@ class Data(Environment):
         return found
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        """Score by all messages after the prompt."""
         (found,) = self.score_together(prompt, [messages])
         if isinstance(found, InvalidScore):
             raise found
@@ -157,7 +156,7 @@ class Data(Environment):
         return [self._sum(i, [rewards[i] for rewards in found], log) for i in range(len(said))]
 
     def gold(self, prompt: Prompt) -> str:
-        """Return the row's demonstration, or its answer where that alone is judged."""
+        """Return the row's demonstration, or its answer if that alone is scored."""
         task = self.rows[prompt.info["split"]][prompt.info["row"]]
         if task.completion is not None:
             return task.completion
@@ -172,7 +171,7 @@ class Data(Environment):
         return f"\\boxed{{{perturb(prompt.info['answer'])}}}"
 
     def _task(self, row: dict[str, Any], where: str) -> DataTask | None:
-        """Return a row; None for an empty answer where the answer alone is judged."""
+        """Return a row; None for an empty answer if that alone is scored."""
         task = self.columns.task(row, where)
         self._check_kind(task, where)
         if not self.is_graded or task.completion is not None and task.answer is None:
@@ -190,8 +189,8 @@ class Data(Environment):
         return task if _gold(task.answer) else None
 
     def _check_kind(self, task: DataTask, where: str) -> None:
-        """Raise ValueError unless all prompts of a source are texts, or all are messages: functions
-        get the same kind."""
+        """Raise ValueError unless a source's prompts are all texts or all messages, as functions
+        expect."""
         kind = "a text" if isinstance(task.prompt, str) else "chat messages"
         source = NUMBER.sub("", where)
         first, place = self._kinds.setdefault(source, (kind, where))
@@ -211,7 +210,7 @@ class Data(Environment):
             logger.warning("env %s: its reward functions are the code of %s", self.name, file)
 
     def _named(self, task: DataTask) -> dict[str, Any]:
-        """Return a row's columns, and its answer under the functions' names for it."""
+        """Return a row's columns, and the answer under the functions' names for it."""
         given = {} if task.answer is None else {"answer": task.answer, "ground_truth": task.answer}
         return given | task.columns
 
@@ -241,7 +240,7 @@ class Data(Environment):
 
 
 def _gold(answer: Any) -> str:
-    """Return the final answer inside a column's value."""
+    """Return the final answer in a column's value."""
     if isinstance(answer, list):
         return ", ".join(filter(None, map(_gold, answer)))
     if isinstance(answer, float) and answer.is_integer():

@@ -1,7 +1,7 @@
 """Rows of JSON lines, JSON, CSV and parquet files.
 
 Each row has its place: `file:line` in JSON lines and CSV, `file[3]` (from 0) elsewhere. ValueError
-names an invalid row; nothing of a file is run.
+names an invalid row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def no_text(error: UnicodeEncodeError) -> str:
 
 
 def read_jsonl(path: str) -> Iterator[Located]:
-    """Yield ("file:line", object) for every non-empty line. ValueError names a line that is no JSON
+    """Yield ("file:line", object) for non-empty lines. ValueError names a line that is no JSON
     object or not Unicode."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -35,8 +35,8 @@ def read_jsonl(path: str) -> Iterator[Located]:
 
 
 def read_json(path: str) -> Iterator[Located]:
-    """Return the objects of a JSON list, or of the only list in an object (`{"data": [...]}`); JSON
-    lines are recognised under any name."""
+    """Return the objects of a JSON list, or of an object's only list (`{"data": [...]}`); JSON
+    lines are recognised."""
     text = Path(path).read_bytes()
     first, _, more = text.strip().partition(b"\n")
     if first.startswith(b"{") and first.endswith(b"}") and more.startswith(b"{"):
@@ -54,7 +54,7 @@ def read_json(path: str) -> Iterator[Located]:
 
 
 def read_csv(path: str) -> Iterator[Located]:
-    """Yield the rows of a CSV (.tsv: tab-separated) file under its header, all values as text."""
+    """Yield a CSV file's rows (.tsv: tab-separated) as text by column."""
     csv.field_size_limit(LONGEST_CELL)
     with open(path, encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file, delimiter="\t" if path.endswith(".tsv") else ",", strict=True)

@@ -1,4 +1,4 @@
-"""Reward functions: plain Python functions of responses, and their calls.
+"""Reward functions: Python functions of responses.
 
 A function with a parameter `completions` gets all responses to one prompt, as in TRL, and returns
 as many rewards:
@@ -11,8 +11,8 @@ Any other gets one response and returns one reward:
     def right(rollout) -> float: ...        # a Response, which has all of it
 
 Both take `prompts` or `prompt` and any column by name. A completion is text, or a list of messages
-where the prompt is chat messages. None means "does not apply". Functions may be `async` (awaited
-together) or callable objects that a file holds under a name.
+if the prompt is one. None means "does not apply". Functions may be `async` (awaited together) or
+named callable objects.
 
 A function of completions may also take TRL's `completion_ids`, `trainer_state` (`global_step`,
 `max_steps`), `log_extra(column, values)`, kept with the samples, and `log_metric(name, value)`.
@@ -50,15 +50,15 @@ from lowroll.envs.outcome import (
 from lowroll.envs.table import import_file, split_file
 from lowroll.types import nearest
 
-ANSWER = "answer"  # the built-in function: is the final answer the gold one?
+ANSWER = "answer"  # the built-in function
 TEXTS = ("text", "solution_str")  # a response's text; the second name is verl's
 ONE = (*TEXTS, "completion", "prompt", "rollout")
-# TRL's arguments beside columns
+# TRL's arguments that are not columns
 OF_ROLLOUTS = ("completion_ids", "trainer_state")
 LOGS = ("log_extra", "log_metric")
 SEVERAL = ("completions", "prompts", *OF_ROLLOUTS, *LOGS)
 NO_COLUMNS = ("prompt", "completion")  # not passed to **columns, as in TRL
-MAX_EXTRA = 500_000  # characters logged about the responses to one prompt
+MAX_EXTRA = 500_000  # logged characters a prompt
 SAID = frozenset((*TEXTS, "completion", "rollout", "completions"))  # names of the response
 UNKNOWN_HERE = dict.fromkeys((*OF_ROLLOUTS, *LOGS), "only functions of completions are given it")
 UNKNOWN_HERE["environments"] = "TRL's environments are not passed here"
@@ -66,8 +66,8 @@ UNKNOWN_HERE["environments"] = "TRL's environments are not passed here"
 
 @dataclass(frozen=True)
 class Response:
-    """The argument of a function's `rollout` parameter. `columns` is the row with `answer`;
-    `messages` are those after the prompt."""
+    """A function's `rollout` argument. `columns` is the row with `answer`; `messages` follow the
+    prompt."""
 
     text: str
     prompt: str | list[Message]
@@ -77,7 +77,7 @@ class Response:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The run's progress: finished steps and their total (0: unknown)."""
+    """The run's finished steps and their total (0: unknown)."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -87,9 +87,9 @@ class TrainerState:
 
 
 class Logged:
-    """The values that functions log about the responses to one prompt.
+    """Logged values for the responses to one prompt.
 
-    Metrics must not have a name in `names`. InvalidScore for a value that cannot be kept.
+    Metrics must not have a name in `names`. InvalidScore for an unusable value.
     """
 
     def __init__(self, count: int, names: Sequence[str]) -> None:
@@ -104,11 +104,10 @@ class Logged:
         return {name: sum(found) / len(found) for name, found in self._metrics.items()}
 
     def extra(self, i: int) -> dict[str, Any] | None:
-        """Return the logged columns of one response, or None."""
         return {name: self.columns[name][i] for name in self.columns} or None
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Keep one value for each response with its sample."""
+        """Log one value a response, kept with its sample."""
         column = metric_name(column)
         if column in self.columns:
             raise InvalidScore(f"log_extra: {column!r} was logged before")
@@ -127,7 +126,6 @@ class Logged:
         self.columns[column] = found
 
     def log_metric(self, name: str, value: float) -> None:
-        """Add a number to the mean of a metric."""
         if metric_name(name) in self.names:
             raise InvalidScore(f"log_metric: {name!r} is the name of a reward function")
         if name == "mean":
@@ -141,7 +139,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class PromptResponses:
-    """The responses to one prompt, as functions see them, and what functions log."""
+    """The responses to one prompt for functions, and the functions' log."""
 
     prompt: str | list[Message]
     said: Sequence[list[Message]]
@@ -187,7 +185,7 @@ class RewardFunction:
 
     @property
     def where(self) -> str:
-        """Return a place such as "rewards.py:3: reward 'brevity'"."""
+        """A place such as "rewards.py:3: reward 'brevity'"."""
         code = getattr(_inner(self.function), "__code__", None)
         line = f"{self.file}:{code.co_firstlineno}: " if self.file and code else ""
         return f"{line}reward {self.name!r}"
@@ -215,7 +213,7 @@ class RewardFunction:
         return inspect.iscoroutinefunction(_inner(self.function))
 
     def rewards(self, asked: PromptResponses) -> list[float | None]:
-        """Return one reward a response. InvalidScore for another return value, ScorerFailed for an
+        """Return one reward a response. InvalidScore for another value, ScorerFailed for an
         exception; both name function, file and line."""
         found = [self._call(known) for known in self._calls(asked)]
         return self._read(found, len(asked.said))
@@ -226,7 +224,7 @@ class RewardFunction:
         return self._read(found, len(asked.said))
 
     def _calls(self, asked: PromptResponses) -> list[dict[str, Any]]:
-        """Return the arguments of each call: one for all responses, or one each."""
+        """Return each call's arguments: one call for all responses, or one each."""
         if self.is_of_several:
             return [self._of_several(asked)]
         return [self._of_one(asked, i) for i in range(len(asked.said))]
@@ -313,8 +311,8 @@ class RewardFunction:
 
 
 async def gathered(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Return the results of concurrent calls. The first error is raised once all have ended, so
-    none overlaps the next responses."""
+    """Return the results of concurrent calls. All end before the first error is raised, so none
+    overlaps the next responses."""
     import asyncio  # imported only to wait
 
     found = await asyncio.gather(*calls, return_exceptions=True)
@@ -329,8 +327,8 @@ def rewards_of(
     asked: PromptResponses,
     tell: Callable[[str], object],
 ) -> list[list[float | None]]:
-    """Return the rewards of each function. Async ones are awaited together at the end, as in TRL;
-    `tell` receives the names of functions about to run."""
+    """Return each function's rewards. Async ones are awaited together at the end, as in TRL; `tell`
+    gets the names of running functions."""
     found: dict[str, list[float | None]] = {}
     waiting = [f for f in functions if isinstance(f, RewardFunction) and f.is_async]
     for function in functions:
@@ -345,9 +343,9 @@ def rewards_of(
 
 
 def load(ids: Sequence[str]) -> list[RewardFunction | RewardModel]:
-    """Return the functions of ids: `rewards.py:brevity`, `package.module:brevity`, a reward model's
-    folder or hub id, or `answer`. A file runs once. ValueError for a missing function or a
-    duplicate name."""
+    """Load functions by id: `rewards.py:brevity`, `package.module:brevity`, a reward model's folder
+    or hub id, or `answer`. A file runs once. ValueError for a missing function or a duplicate
+    name."""
     modules: dict[str, ModuleType] = {}
     found = [_load(id, modules) for id in ids]
     names = [function.name for function in found]
@@ -385,7 +383,7 @@ def _load(id: str, modules: dict[str, ModuleType]) -> RewardFunction | RewardMod
 
 
 def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the code that runs: a partial's function, an object's `__call__`."""
+    """Return a partial's function or an object's `__call__`."""
     while isinstance(function, functools.partial):
         function = function.func
     if not hasattr(function, "__code__") and not hasattr(function, "__wrapped__"):

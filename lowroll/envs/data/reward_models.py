@@ -1,9 +1,8 @@
-"""Reward models: transformers' sequence classifiers with one output, from a folder or the hub, as
-in TRL.
+"""Reward models: one-output sequence classifiers of transformers, as in TRL.
 
 The reward is the logit of the prompt with the completion, in the model's chat template for
-messages. Weights are safetensors; no code of a model runs. A worker loads the model before it is
-ready, within its memory limit.
+messages. Weights are safetensors; a model's code never runs. Workers load it before they are ready,
+within their memory limit.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class AnsweredPrompt(Protocol):
 
 
 def is_model(id: str) -> bool:
-    """Return whether an id can name a reward model: a folder, or `owner/name` of the hub."""
+    """Return whether an id may be a reward model: a folder, or a hub id `owner/name`."""
     return Path(id).expanduser().is_dir() or re.fullmatch(HUB_NAME, id) is not None
 
 
@@ -61,7 +60,7 @@ class RewardModel:
         """Do nothing: a reward model takes no columns."""
 
     def prepare(self) -> None:
-        """Load the model; ValueError where its weights have no head of one output."""
+        """Load the model; ValueError without a head of one output."""
         if self._loaded is None:
             self._loaded = self._load()
 
@@ -100,13 +99,12 @@ class RewardModel:
             raise ValueError(f"{self.where}: its weights lack {missing[0]}")
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        # the logit of the last token that is not padding counts
+        # the logit is the last non-padding token's
         model.config.pad_token_id = tokenizer.pad_token_id
         return model.eval().requires_grad_(False), tokenizer
 
 
 def _folder(id: str) -> Path:
-    """Return the folder of a model, downloaded from the hub if needed."""
     folder = Path(id).expanduser()
     if folder.is_dir():
         return folder
@@ -118,7 +116,7 @@ def _folder(id: str) -> Path:
             found = snapshot_download(id, allow_patterns=FILES, local_files_only=True)
         except LocalEntryNotFoundError:
             found = snapshot_download(id, allow_patterns=FILES)
-    except Exception as error:  # the hub's errors are many; users need one line
+    except Exception as error:  # the hub raises many kinds
         said = printable((str(error).splitlines() or [""])[0])
         raise ValueError(
             f"reward_funcs: {id!r} is no folder, and the hub could not deliver it "

@@ -28,13 +28,13 @@ TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 
 @dataclass(frozen=True)
 class DataSource:
-    """One split of a data set; a file is one split under any name."""
+    """A split of a data set; a file is one split under any name."""
 
     path: str  # a file, a pattern of files, a folder or a hub id
     split: str = "train"
     subset: str | None = None  # a configuration of the hub's data set, such as "main"
     revision: str | None = None  # of the hub's data set: a branch, tag or commit
-    streaming: bool = False  # rows come as they are read, and nothing is kept on the disk
+    streaming: bool = False  # streamed rows, without a copy on disk
     rows: int | None = None  # the first so many; None: all
 
     def __post_init__(self) -> None:
@@ -43,9 +43,9 @@ class DataSource:
 
 
 def read(spec: str | Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return the rows of a split. spec: a path, or keys of a `DataSource`, among keys for the use
-    of the rows (`prompt`, `answer`, ...). ValueError names the invalid file and row, or the
-    unreadable data set."""
+    """Return a split's rows. spec: a path, or keys of a `DataSource`, beside keys for the use of
+    rows (`prompt`, `answer`, ...). ValueError names the invalid file and row, or the unreadable
+    data set."""
     keys = [field.name for field in fields(DataSource)]
     given: Mapping[str, Any] = {"path": spec} if isinstance(spec, str) else spec
     source = DataSource(**{key: given[key] for key in keys if given.get(key) is not None})
@@ -57,7 +57,7 @@ def located(source: DataSource) -> Iterator[Located]:
 
 
 def missing(path: str) -> str:
-    """Explain why there is no data at a path; "" if there may be."""
+    """Explain why a path has no data; "" if it may."""
     kinds = ", ".join(READERS)
     if is_hub_id(path) or Path(path).is_dir():
         return ""
@@ -93,7 +93,7 @@ def splits(source: DataSource) -> list[str]:
 
 
 def test_split(source: DataSource) -> str | None:
-    """Return the split for measurement beside the given one, or None."""
+    """Return the split for evaluation beside the given one, or None."""
     names = splits(source)
     return next((name for name in TEST_SPLITS if name in names and name != source.split), None)
 
@@ -140,7 +140,7 @@ def _one_of(parts: Mapping[str, Any], source: DataSource) -> Any:
 
 @contextmanager
 def _library(where: str) -> Iterator[Any]:
-    """Yield the package `datasets`; its errors become one line."""
+    """Yield the package `datasets`, and turn its errors into one line."""
     try:
         import datasets
     except ImportError as error:

@@ -1,13 +1,12 @@
-"""A sandbox for programs that a model wrote: they run behind namespaces, see inputs alone, and what
-they print is compared outside.
+r"""A sandbox for a model's programs: namespaces isolate them, they see inputs alone, and outputs
+are compared outside.
 
-    verdict = run_cases(source, [Case("3 4\\n", "7\\n")])
+    verdict = run_cases(source, [Case("3 4\n", "7\n")])
     verdict = run_cases(source, [Case([3, 4], 7, fn_name="add")])
 
-`walls` proves that the namespaces isolate here, and refuses to run where they do not; `jail` builds
-them; `inside` is the first process in them, which runs the program once for each case; `run` is the
-other end of its pipes. `jail` and `inside` import the
-standard library alone.
+`walls` verifies the isolation and refuses to run without; `jail` creates the namespaces; `inside`
+is the first process in them, which runs the program once a case; `run` is the other end of its
+pipes. `jail` and `inside` import the standard library alone.
 """
 
 from __future__ import annotations

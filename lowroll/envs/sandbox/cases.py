@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 Status = Literal["passed", "wrong", "timeout", "crash", "output", "compile"]
 TOLERANCE = 1e-9
-MAX_NUMBER = 400  # characters of a word read as a number
+MAX_NUMBER = 400  # characters of a number
 # with a point, an exponent or both
 NUMBER = re.compile(
     r"[+-]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?|[0-9]+[eE][+-]?[0-9]{1,9})"
@@ -26,8 +26,8 @@ NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Case:
-    """One hidden test: standard input and output, or with `fn_name` the arguments and result of
-    that function (or method of `Solution`)."""
+    """A hidden test: standard input and output, or with `fn_name` the arguments and result of that
+    function (or method of `Solution`)."""
 
     input: Any  # text; with fn_name a list
     output: Any
@@ -36,8 +36,8 @@ class Case:
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Resource limits of a program. `seconds`, `memory_mb` (address space) and `files` hold for
-    each process, the others for all together."""
+    """Resource limits of a program. `seconds`, `memory_mb` (address space) and `files` are per
+    process, the others for all together."""
 
     seconds: float = 4.0  # CPU, a case and process
     wall_seconds: float = 6.0  # a case
@@ -57,8 +57,8 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class Result:
-    """One case's result; `seconds` is wall-clock time, `message` the end of standard error or what
-    is wrong with the result."""
+    """A case's result; `seconds` is wall-clock time, `message` standard error's end or the result's
+    fault."""
 
     status: Status
     seconds: float = 0.0
@@ -67,8 +67,6 @@ class Result:
 
 @dataclass(frozen=True)
 class CaseResults:
-    """The results, one a case, in order."""
-
     results: tuple[Result, ...]
 
     def count(self, status: Status) -> int:
@@ -141,7 +139,6 @@ def same_value(expected: Any, value: Any) -> bool:
 
 
 def _near(expected: float, value: float) -> bool:
-    """Return whether two numbers are nearly equal; integers must be equal."""
     if isinstance(expected, int) and isinstance(value, int):
         return False
     try:
@@ -151,5 +148,5 @@ def _near(expected: float, value: float) -> bool:
 
 
 def _as_text(output: Any) -> str:
-    """Return the expected output as text; some data sets hold a list of lines."""
+    """Return the expected output as text; some data sets have a list of lines."""
     return "\n".join(map(str, output)) if isinstance(output, list) else str(output)

@@ -1,9 +1,9 @@
 """A seccomp filter of the system calls denied in the sandbox, with EPERM.
 
-It is a deny list, as programs need most other calls and the namespaces contain them. Denied are:
-looking into other processes, namespaces and mounts, kernel modules, keys, clocks, BPF and io_uring,
-memory that no process limit counts (memfd, System V), sockets other than local ones (a virtual
-machine's `vsock` ignores network namespaces), and limits of other processes.
+It is a deny list: programs need most other calls, and namespaces contain them. Denied are: access
+to other processes, namespaces and mounts, kernel modules, keys, clocks, BPF and io_uring, memory
+that no process limit counts (memfd, System V), sockets other than local ones (a virtual machine's
+`vsock` ignores network namespaces), and limits of other processes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def program() -> bytes | None:
     ]
     for number in (*BOTH, *calls["denied"]):
         lines += [_line(JUMP_EQUAL, number, 0, 1), _line(RETURN, ERROR | EPERM)]
-    # makes a C library fall back to clone, whose flags a filter can read
+    # makes the C library fall back to clone, whose flags a filter can read
     lines += [_line(JUMP_EQUAL, calls["clone3"][0], 0, 1), _line(RETURN, ERROR | ENOSYS)]
     lines += _unless(calls["clone"][0], 0, JUMP_SET, NEW_NAMESPACES, allowed=False)
     lines += _unless(calls["socket"][0], 0, JUMP_EQUAL, AF_UNIX, allowed=True)
@@ -85,8 +85,8 @@ def _line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
 
 
 def _unless(number: int, argument: int, test: int, value: int, allowed: bool) -> list[bytes]:
-    """Return instructions that allow the call `number` only where the test of an argument holds, or
-    the reverse (`allowed` False)."""
+    """Return instructions that allow the call `number` only if the test of an argument holds, or
+    (`allowed` False) the reverse."""
     outcomes = [ALLOW, ERROR | EPERM] if allowed else [ERROR | EPERM, ALLOW]
     return [
         _line(JUMP_EQUAL, number, 0, 4),

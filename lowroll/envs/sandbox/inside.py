@@ -1,15 +1,15 @@
-"""The first process in the sandbox: runs a program once a case and reports the outcome.
+"""The sandbox's first process, which runs a program once a case and reports.
 
     in    one JSON object, to the end of the input: {"source", "cases": [{"input", "fn_name"}],
           "limits", "filter"}
     out   {"ready": true}, then a line a case, in order: {"case", "status", "output", "message",
           "seconds"}; "status" is "ended", "timeout", "crash", "output" or "compile"
 
-No expected output is in here, so no verdict can be read or forged. The program runs in a child
-without these pipes, whose limits and system-call filter it cannot lift. This process is number 1 of
-its namespace: no signal from inside reaches it, nobody may trace it, and at the end of a case it
-kills everything else. It first proves that it is in its own namespaces (`missing_walls`): outside,
-that kill would end every process of the user. Standard library only.
+No expected output is in the sandbox, so no verdict can be read or forged. The program runs in a
+child without these pipes and cannot lift its limits or filter. As process 1 of its namespace, this
+process cannot be signalled or traced from inside, and kills everything else after a case. It first
+checks its namespaces (`missing_walls`): outside, that kill would end all of the user's processes.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from importlib import import_module
 from typing import Any
 
 PROGRAM = "/tmp/program.py"
-RESULT = 3  # the descriptor on which a function's result leaves
+RESULT = 3  # the descriptor of a function's result
 COMPILE = 65  # exit status of a program that does not compile
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 FILTER_MODE = 2
-LAST_WORDS = 300  # bytes of standard error that are kept
+LAST_WORDS = 300  # kept bytes of standard error
 STACK_MB = 64
 IMPORTS = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w, \t]+)", re.MULTILINE)
-# imported before the first case if the program uses them, for the forks
+# imported before the first case if the program uses them, to share them with the forks
 KNOWN = frozenset(
     "bisect collections copy dataclasses datetime decimal fractions functools heapq io itertools "
     "json math operator queue random re statistics string typing".split()
 )
-# of the machine, absent in a sandbox
+# absent in a sandbox
 HOST_FILES = (
     "/proc/self",
     "/sys/kernel",
@@ -73,7 +73,7 @@ def prctl(option: int, value: int, more: Any = 0) -> None:
 
 
 def missing_walls() -> list[str]:
-    """Return the kinds of isolation this process lacks, in words; empty inside a sandbox."""
+    """Return the missing kinds of isolation, in words."""
     missing = []
     if os.getpid() != 1 or os.getppid() != 0:
         missing.append(f"it is process {os.getpid()}, not process 1 of a namespace of its own")
@@ -88,7 +88,7 @@ def missing_walls() -> list[str]:
 
 
 def _is_alone() -> bool:
-    """Return whether no other process can be signalled (signal 0 only tests)."""
+    """Return whether no other process can be signalled (signal 0 tests only)."""
     try:
         os.kill(-1, 0)
     except ProcessLookupError:
@@ -97,7 +97,7 @@ def _is_alone() -> bool:
 
 
 def _has_network() -> bool:
-    """Return whether a packet could leave by any interface, loopback included."""
+    """Return whether packets could leave by any interface, also loopback."""
     if any(name != "lo" for _, name in socket.if_nameindex()):
         return True
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -175,7 +175,7 @@ def _run(case: dict[str, Any]) -> int:
     result = json.dumps(function(*case["input"])).encode()
     while result:
         result = result[os.write(RESULT, result) :]
-    os._exit(0)  # exit handlers could only undo the result
+    os._exit(0)  # exit handlers could undo the result
 
 
 def _status(code: Any) -> int:
@@ -205,7 +205,7 @@ def _end(code: int) -> None:
 
 
 class CaseWatch:
-    """A running case: collects output until it ends or exceeds a limit."""
+    """A running case: collects output until its end or a limit."""
 
     def __init__(self, pid: int, output: int, words: int, limits: dict[str, float]) -> None:
         self.pid, self.output, self.words = pid, output, words
@@ -217,7 +217,7 @@ class CaseWatch:
         self.why = ""
 
     def watch(self) -> dict[str, Any]:
-        """Wait for the case and return its reply; none of its processes is left."""
+        """Wait for the case, end its processes, and return the reply."""
         end = os.pidfd_open(self.pid)
         waiting = {end, *self.said}
         while not self.why and end in waiting:
@@ -242,7 +242,6 @@ class CaseWatch:
         }
 
     def _read(self, pipe: int) -> bool:
-        """Read what has arrived; return False for nothing."""
         try:
             data = os.read(pipe, 1 << 16)
         except BlockingIOError:
@@ -280,7 +279,7 @@ def end_all(pid: int) -> tuple[int, float]:
 
 
 def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-    """Fork the program for one case and return its reply."""
+    """Fork the program for a case and return the reply."""
     given = os.memfd_create("stdin")
     if case["fn_name"] is None:
         with os.fdopen(os.dup(given), "wb") as file:

@@ -1,12 +1,12 @@
-"""Namespaces of the kernel, and a first process in them.
+"""Kernel namespaces, and their first process.
 
     python jail.py '{"binds", "links", "masks", "namespaces", "disk_mb", "inside"}'
 
-A first child enters new user, mount, pid, network, ipc, uts and cgroup namespaces; this process
-stays outside and writes their user maps. Started by root, the program is user 65534 outside, as
-limits do not hold for root. The child's child, process 1 there, makes a root of read-only bound
-folders and a /tmp, drops every capability, and goes on as `inside`. Each process dies with its
-parent. Process 1 refuses the machine's own `namespaces`. Standard library only.
+A child enters new user, mount, pid, network, ipc, uts and cgroup namespaces; this process stays
+outside and writes their user maps. Started by root, the program is user 65534 outside, as limits do
+not hold for root. The child's child, process 1 there, makes a root of read-only bound folders and a
+/tmp, drops every capability, and becomes `inside`. It refuses the machine's own `namespaces`. Each
+process dies with its parent. Standard library only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def must(answer: int, what: str) -> None:
-    """Raise OSError, naming the call, when a system call failed."""
+    """Raise OSError with the call's name when a system call failed."""
     if answer < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{what}: {os.strerror(error)}")
@@ -57,8 +57,7 @@ def die_with_parent() -> None:
 
 
 def check_namespaces(outside: dict[str, str]) -> None:
-    """Raise OSError when this process shares one of these namespaces (link by name in
-    /proc/self/ns)."""
+    """Raise OSError when this process shares one of these namespaces (links in /proc/self/ns)."""
     for name, link in outside.items():
         if os.readlink(f"/proc/self/ns/{name}") == link:
             raise OSError(f"the {name} namespace is the machine's own")
@@ -68,7 +67,7 @@ def check_namespaces(outside: dict[str, str]) -> None:
 
 
 def make_root(plan: dict[str, Any]) -> None:
-    """Change to a root with the plan's binds, links and devices, and a writable /tmp."""
+    """Enter a root with the plan's binds, links and devices, and a writable /tmp."""
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={ROOT_KB}k,mode=755")
     os.mkdir("/tmp/old")
@@ -104,7 +103,7 @@ def bind(path: str) -> None:
 
 
 def protect(path: str) -> None:
-    """Make a mount and all below read-only, without setuid or devices."""
+    """Make a mount tree read-only, without setuid or devices."""
     wanted = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     answer = libc.syscall(
         MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(wanted), 32
@@ -162,7 +161,7 @@ def main() -> int:
 
 
 def _leave(outside: socket.socket, plan: dict[str, Any], was_root: bool) -> None:
-    """Enter new namespaces in the child process, and start process 1 in them."""
+    """Enter new namespaces, and start process 1 in them."""
     die_with_parent()
     must(libc.unshare(NAMESPACES), "unshare")
     outside.send(b"!")

@@ -1,7 +1,8 @@
-"""Run a program on hidden tests: the end of the sandbox's pipes that knows what is expected.
+"""Running a program on hidden tests: the outer end of the sandbox's pipes, with the expected
+outputs.
 
-A program that is wrong, slow, crashes, floods or is none fails its cases. SandboxError is raised
-only when the sandbox itself did: it did not start, or ended under the program.
+A wrong, slow, crashing, flooding or invalid program fails its cases. SandboxError means that the
+sandbox did not start or ended.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from lowroll.envs.sandbox import filter
 from lowroll.envs.sandbox.cases import Case, CaseResults, Result, SandboxLimits, Status, is_right
 
-# the same order of sets in every run; a home that can be written to
+# a fixed order of sets; a writable home
 ENV = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
@@ -26,14 +27,14 @@ ENV = {
     "PYTHONHASHSEED": "0",
     "PYTHONUTF8": "1",
 }
-START_LIMIT = 20.0  # seconds until the sandbox stands
-SLACK = 5.0  # seconds that its own bookkeeping may take
+START_LIMIT = 20.0  # seconds for the sandbox to start
+SLACK = 5.0  # seconds for its own work
 MAX_SAID = 500  # characters of its own errors
 
 
 @dataclass(frozen=True)
 class Walls:
-    """A way to isolate: its name, and the command that starts `inside` in it."""
+    """A kind of isolation: its name, and the command that starts `inside` in it."""
 
     name: str
     command: Callable[[int], list[str]]  # by the size of /tmp in MB
@@ -50,11 +51,10 @@ def run_in(
     limits: SandboxLimits,
     stop_at_failure: bool = False,
 ) -> CaseResults:
-    """Run the Python program `source` on every case, each in a process of its own of this sandbox,
-    and compare.
+    """Run the Python program `source` on every case, each in its own process, and compare.
 
-    `stop_at_failure`: the cases behind the first that fails are not run and count as wrong.
-    ValueError without cases; SandboxError when the sandbox failed.
+    `stop_at_failure`: cases after the first failure are not run and count as wrong. ValueError
+    without cases; SandboxError when the sandbox failed.
     """
     if not cases:
         raise ValueError("a program is judged by its cases, and there are none")
@@ -121,8 +121,7 @@ class _Sandbox:
         self.deadline = time.monotonic() + START_LIMIT
 
     def ask(self, source: str, cases: Sequence[Case]) -> None:
-        """Wait until the sandbox is ready, and send it the program, its inputs and the limits,
-        nothing else."""
+        """Wait until the sandbox is ready, and send it program, inputs and limits only."""
         if self._next() != {"ready": True}:
             raise SandboxError(f"{self.name}: {self._how_it_ended()}")
         lines = filter.program()
@@ -147,7 +146,7 @@ class _Sandbox:
         self.end = time.monotonic() + self.limits.total_seconds
 
     def reply(self) -> dict[str, Any] | None:
-        """Return the reply to the next case; None when the program's time is over."""
+        """Return the next case's reply; None after the program's time."""
         self.deadline = min(time.monotonic() + self.limits.wall_seconds + SLACK, self.end)
         reply = self._next()
         if reply is None and time.monotonic() < self.end:
@@ -155,7 +154,7 @@ class _Sandbox:
         return reply
 
     def close(self) -> None:
-        """Kill the sandbox, and with it all that runs in it."""
+        """Kill the sandbox with all its processes."""
         self.process.kill()
         self.process.wait(START_LIMIT)
         for pipe in (self.input, self.output, self.errors):
@@ -165,7 +164,7 @@ class _Sandbox:
         return next(self.lines, None)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the sandbox's reply lines, until it ends or the deadline comes."""
+        """Yield the sandbox's replies until its end or the deadline."""
         data = bytearray()
         while select.select([self.output], [], [], self._seconds())[0]:
             piece = os.read(self.output.fileno(), 1 << 16)

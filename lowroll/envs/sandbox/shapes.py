@@ -19,7 +19,7 @@ from lowroll.envs.sandbox.cases import Case
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
 FIELDS = ("tests", "test_cases", "input_output", "public_test_cases", "verification_info")
 FUNCTIONAL = ("functional", "function_call", "call_based")
-# what solutions for a class `Solution` expect
+# expected by solutions with a class `Solution`
 PRELUDE = "\n".join(
     [
         "import bisect, collections, copy, functools, heapq, itertools, math, random, re, string, sys",
@@ -42,8 +42,8 @@ def last_block(text: str) -> str | None:
 
 
 def cases_of(row: dict[str, Any], where: str) -> list[Case]:
-    """Return the hidden tests of a row, all fields joined. ValueError names the field and what is
-    wrong, after `where` (file and line)."""
+    """Return a row's hidden tests from all fields. ValueError names the field and fault after
+    `where` (file and line)."""
     cases: list[Case] = []
     for field in (*FIELDS, "private_test_cases"):
         if row.get(field) is not None:
@@ -110,7 +110,7 @@ def _arguments(value: Any, where: str) -> list[Any]:
 
 
 def _unwrapped(output: Any) -> Any:
-    """Unwrap a result from a list of one, as both data sets hold it."""
+    """Unwrap a result from a list of one, as in both data sets."""
     return output[0] if isinstance(output, list) and len(output) == 1 else output
 
 

@@ -1,8 +1,7 @@
-"""Isolation of a program in the sandbox from this machine, and what to do where nothing isolates.
+"""The isolation of programs on this machine.
 
-`jail` makes the namespaces, and nothing else does: no program of the PATH is believed to isolate.
-Whether it works is proven once for each process: `inside` refuses to take a program unless it finds
-itself isolated, and a program says what it sees.
+`jail` makes the namespaces; no isolation program from PATH is trusted. It is verified once a
+process: `inside` refuses programs unless isolated, and a test program reports what it sees.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ USER = 1000  # of the program, as it sees itself
 
 
 class SandboxMissing(ValueError):
-    """Nothing isolates a program on this machine. The message says how to get it."""
+    """No isolation works on this machine. The message has the fix."""
 
 
 def python() -> str:
-    """Return the path of the interpreter itself, behind the links of virtual environments."""
+    """Return the interpreter's path behind virtual environments' links."""
     return os.path.realpath(sys.executable)
 
 
 def _layout() -> dict[str, Any]:
-    """Return the parts of this machine that a program sees: the interpreter, its library and the
-    shared ones. Installed packages are not among them."""
+    """Return what a program sees: the interpreter, its library and shared ones, without installed
+    packages."""
     library = sysconfig.get_paths()["stdlib"]
     binds = [python(), str(INSIDE)]
     links = []
@@ -71,8 +70,7 @@ NAMESPACES = Walls("namespaces", _jail)
 
 @cache
 def found() -> Walls:
-    """Return the isolation that works on this machine. Raises SandboxMissing, with what was tried
-    and what helps."""
+    """Return the working isolation. SandboxMissing has the attempts and fixes."""
     if not sys.platform.startswith("linux") or filter.program() is None:
         raise SandboxMissing(
             "no sandbox for programs: it needs Linux on x86_64 or aarch64, and this is "
@@ -92,12 +90,12 @@ def run_cases(
     limits: SandboxLimits = DEFAULT,
     stop_at_failure: bool = False,
 ) -> CaseResults:
-    """Run a program on its cases like `run_in`, behind the isolation that works here. Raises
-    SandboxMissing where nothing isolates."""
+    """Run a program on its cases like `run_in`, with the working isolation. SandboxMissing without
+    any."""
     return run_in(found(), source, cases, limits, stop_at_failure)
 
 
-# what a program sees: a file of the machine, who started it, its user, the other processes
+# prints a file of the machine, its parent, user and other processes
 PROOF = """
 import os
 print(os.path.exists(input()), os.getppid(), os.getuid(), os.path.exists("/proc"))
@@ -105,8 +103,8 @@ print(os.path.exists(input()), os.getppid(), os.getuid(), os.path.exists("/proc"
 
 
 def _try(walls: Walls) -> str | None:
-    """Explain why this does not isolate here; None when a program was run in it and saw nothing of
-    this machine."""
+    """Explain why this does not isolate; None when a program ran and saw nothing of this
+    machine."""
     limits = SandboxLimits(total_seconds=30.0, wall_seconds=30.0)
     with tempfile.NamedTemporaryFile(prefix="lowroll-") as witness:
         case = Case(witness.name, f"False 1 {USER} False")
@@ -120,7 +118,7 @@ def _try(walls: Walls) -> str | None:
 
 
 def _advice() -> str:
-    """Return what gives this machine the isolation that it lacks, a command where there is one."""
+    """Return the fix for this machine, a command if possible."""
     if _reads("/proc/sys/kernel/unprivileged_userns_clone") == "0":
         return "sudo sysctl kernel.unprivileged_userns_clone=1"
     if _reads("/proc/sys/user/max_user_namespaces") == "0":

@@ -1,1 +1,1 @@
-"""The held-out sets of the papers as environments: `set/gsm8k`, `set/aime24`, `set/gpqa`, ..."""
+"""The papers' held-out sets as environments: `set/gsm8k`, `set/aime24`, `set/gpqa`, ..."""

@@ -1,7 +1,7 @@
 """Sets of multiple choice: the last `Answer: X` of a response is its choice.
 
-The gold label is mapped by its position, as ARC has labels 1 to 4. Where right and wrong options
-are separate (GPQA), they are shuffled by the question's text, alike in every run.
+The gold label is mapped by position, as ARC has labels 1 to 4. Separate right and wrong options
+(GPQA) are shuffled by the question's text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Choices(HeldOut):
     """Multiple choice: reward 1 when the last `Answer: X` is right, else 0."""
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
-        """Return the question with its options; None when no option is right."""
+        """Return the question with its options; None without a right one."""
         question = text_of(row, self.row, "question", where)
         options, gold = _apart(self, row, where) if self.row.shuffled else _given(self, row, where)
         if gold is None:
@@ -42,7 +42,7 @@ class Choices(HeldOut):
         return HeldOutTask(f"{question}\n\n{listed}", info)
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return 1 or 0; `has_answer` is 1 when an option was chosen."""
+        """Return 1 or 0, and `has_answer`."""
         gold, chosen = prompt.info["answer"], choice(text, prompt.info["options"])
         if "beside" in prompt.info:
             gold = choice(prompt.info["beside"], prompt.info["options"])
@@ -64,7 +64,6 @@ def choice(text: str, options: int) -> str | None:
 
 
 def _given(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], int | None]:
-    """Return the options in the row's order and the right one's position."""
     key = column(row, env.row, "options", where)
     raw, labels = row[key], list(LETTERS)
     if isinstance(raw, dict):  # ARC: {"text": [...], "label": [...]}

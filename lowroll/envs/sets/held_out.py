@@ -26,8 +26,8 @@ class HeldOutTask:
 
 
 class HeldOut(Environment):
-    """A set of `lowroll.envs.sets.table`, from the hub or a file in the published shape
-    (`test_path`), without a train split."""
+    """A set of `lowroll.envs.sets.table`, from the hub or a file of the same shape (`test_path`),
+    without a train split."""
 
     exact = True
 
@@ -51,11 +51,11 @@ class HeldOut(Environment):
 
     @abstractmethod
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
-        """Read a row; None when its gold answer is empty. ValueError names what is wrong."""
+        """Read a row; None for an empty gold answer. ValueError names the fault."""
 
     @cached_property
     def tasks(self) -> list[HeldOutTask]:
-        """Return the usable rows, in file order; ValueError when there are none."""
+        """The usable rows, in file order; ValueError without any."""
         origin = self.test_path or self.row.path
         return usable(self.name, self.located(), self.convert, origin)[0]
 

@@ -1,8 +1,7 @@
-"""LiveCodeBench: the last fenced block of a response, a program or function, runs on public and
-private cases in the sandbox.
+"""LiveCodeBench: a response's last fenced block runs on public and private cases in the sandbox.
 
-Private cases may have megabytes: they stay in the file, and a scoring worker reads its row's.
-Prompts follow LiveCodeBench's own runner.
+Private cases may have megabytes, so scoring workers read them from the file. Prompts follow
+LiveCodeBench's own runner.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Programs(HeldOut):
     """Reward 1 when the program passes every test case, else 0."""
 
     def located(self) -> Iterator[Located]:
-        """Return the rows of the files with their places; ValueError without a file."""
+        """Yield the files' rows with their places; ValueError without a file."""
         paths = sorted(glob.glob(self.test_path or ""))
         if not all(path.endswith(".jsonl") for path in paths or [""]):
             raise ValueError(
@@ -58,7 +57,7 @@ class Programs(HeldOut):
                     place += len(line)
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
-        """Return the problem with instructions; its cases stay in the file."""
+        """Return the problem with instructions, without its cases."""
         question = text_of(row, self.row, "question", where)
         starter = row.get(column(row, self.row, "starter", where)) or ""
         column(row, self.row, "private", where)
@@ -66,8 +65,8 @@ class Programs(HeldOut):
         return HeldOutTask(f"{question}\n\n{asked}", {"place": row[PLACE]})
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return 1 or 0, with the share of passed cases (`passed`). ValueError names a row with
-        unreadable cases."""
+        """Return 1 or 0, and the share of passed cases (`passed`). ValueError for unreadable
+        cases."""
         from lowroll.envs.sandbox import SandboxLimits, last_block, run_cases
 
         source = last_block(bounded(text))

@@ -15,8 +15,7 @@ Row = dict[str, Any]
 def read(
     found: EvalSet, path: str | None = None, split: str | None = None, subset: str | None = None
 ) -> Iterator[Located]:
-    """Return (place, row) of every row, from the hub or `path`. ValueError says what to name
-    instead."""
+    """Yield (place, row), from the hub or `path`. ValueError says what to name instead."""
     if path is not None:
         if reason := missing(path):
             raise ValueError(f"set {found.name!r}: {path!r} {reason}")
@@ -45,7 +44,7 @@ def column(row: Row, found: EvalSet, role: str, where: str) -> str:
 
 
 def text_of(row: Row, found: EvalSet, role: str, where: str) -> str:
-    """Return the stripped text of a role; ValueError when there is none."""
+    """Return the stripped text of a role; ValueError if empty."""
     key = column(row, found, role, where)
     if not isinstance(row[key], str) or not row[key].strip():
         raise ValueError(f"{where}: column {key!r} must hold text")

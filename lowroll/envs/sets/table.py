@@ -1,7 +1,7 @@
-r"""The table of held-out sets: their sources, columns, templates and scorers.
+"""The table of held-out sets: sources, columns, templates and scorers.
 
-Read by `lowroll eval --suite` and `set/<name>` environments; shown in docs/evaluation.md. Columns
-list the names in published files; the first present one counts.
+For `lowroll eval --suite`, `set/<name>` environments and docs/evaluation.md. Of a list of columns
+the first present one counts.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _PROGRAM: Columns = {
 
 @dataclass(frozen=True)
 class EvalSet:
-    """One set of the table. `count` is the number of rows that papers report, `path` a hub id;
-    `checked` says what was tested."""
+    """A set. `count` is the number of rows in papers, `path` a hub id; `checked` says what was
+    tested."""
 
     name: str
     title: str
@@ -78,12 +78,12 @@ class EvalSet:
     licence: str
     subset: str | None = None
     columns: Columns = field(default_factory=lambda: _WORDED)
-    shuffled: bool = False  # options are shuffled by the row, whose first is right
+    shuffled: bool = False  # shuffle the options, of which the first is right
     checked: str = "id and columns as others name them; not fetched"
 
     @property
     def template(self) -> str:
-        """Return the text around a question, {text}."""
+        """The text around a question, {text}."""
         return TEMPLATES[self.rule]
 
 
@@ -240,8 +240,8 @@ SUITES = {
 
 
 def chosen(words: str) -> list[EvalSet]:
-    """Return the sets named by `math7`, `gsm8k,aime24` and the like, each once, in order.
-    ValueError names an unknown word with the nearest known one."""
+    """Return the sets of `math7`, `gsm8k,aime24` and the like, without duplicates, in order.
+    ValueError names the nearest known word."""
     listed = [word.strip() for word in words.split(",")]
     names = dict.fromkeys(name for word in listed for name in SUITES.get(word, (word,)))
     return [named(name) for name in names]

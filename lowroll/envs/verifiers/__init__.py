@@ -2,8 +2,8 @@
 
 Both interfaces are supported: `load_environment` with a rubric (verifiers below 0.4: SingleTurnEnv,
 MultiTurnEnv, ToolEnv), and tasksets of 0.4 (`verifiers.v1`: Taskset, Task, Env). verifiers' own
-loop, replayed with the turns so far, gives the next messages and the score, so it must be
-deterministic. Prompts, tools and calls are the environment's; each of its rewards is also a metric.
+loop is replayed with the turns so far for the next messages and the score, so it must be
+deterministic. Each of its rewards is also a metric.
 
 The package is optional; an environment's code runs here and in the scoring workers.
 """

@@ -1,8 +1,8 @@
 """Environments of verifiers below 0.4: `load_environment(id, **args)` with a data set and a rubric.
 
-verifiers' own `rollout` plays a task with a client that replays the drawn turns and then raises
-with the environment's new messages (`source.TurnPending`). A failed reward function, which its
-rubric logs and scores 0, is an error here.
+verifiers' `rollout` runs with a client that replays the drawn turns and then raises with the
+environment's new messages (`source.TurnPending`). A failed reward function, which its rubric logs
+and scores 0, is an error here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Classic:
         )
 
     def tasks(self, split: str) -> tuple[Iterator[Any], bool]:
-        """Return the rows of its data sets; without an evaluation set all come from training."""
+        """Return the rows of its data sets; without an evaluation set all are from training."""
         held_out = self.env.build_eval_dataset()
         if held_out is None:
             return map(dict, self.env.get_dataset()), False
@@ -52,7 +52,6 @@ class Classic:
         return map(dict, found if found is not None else ()), True
 
     def endless(self) -> bool:
-        """Return False."""
         return False
 
     def key(self, task: Any) -> str:
@@ -66,7 +65,7 @@ class Classic:
         return None
 
     async def judge(self, task: Any, turns: list[Message]) -> Score:
-        """Return the score of these turns; ValueError for a reward function that raised."""
+        """Score these turns; ValueError for a reward function that raised."""
         state = await self._run(task, _Script(turns, ends=True))
         with _failures() as failed:
             await self.env.rubric.score_rollout(state)
@@ -82,7 +81,7 @@ class Classic:
 
 
 class _Script(Client):
-    """A client that replays the drawn turns. ends: after them the conversation counts as too long."""
+    """A client that replays the drawn turns. ends: the conversation then counts as too long."""
 
     def __init__(self, turns: list[Message], ends: bool) -> None:
         super().__init__(None)
@@ -125,7 +124,7 @@ class _Script(Client):
 
 
 def _calls(said: Message) -> list[dict[str, str]]:
-    """Return the calls of a turn; an unreadable one has arguments that are no JSON, which a ToolEnv
+    """Return a turn's calls; an unreadable one has invalid JSON arguments, which a ToolEnv
     answers."""
     broken = [
         {"id": "malformed", "name": "malformed", "arguments": why}

@@ -20,10 +20,10 @@ MOST_TASKS = 1_000_000  # of a finite data set
 
 
 class Verifiers(Environment):
-    """The installed environment `env_id`; further arguments are its own, with `env_args` for those
-    whose names lowroll uses (`max_turns`, `seed`). `max_turns`: null for the environment's bound,
-    or 8. `eval_args`: differing arguments of the test split (a taskset's `split`, say); without
-    them or a test set, a quarter of the tasks is held out."""
+    """The installed environment `env_id`; further arguments are its own, with `env_args` for names
+    that lowroll uses (`max_turns`, `seed`). `max_turns`: null for the environment's bound, or 8.
+    `eval_args`: other arguments of the test split (a taskset's `split`, say); without them or a
+    test set, a quarter of the tasks is held out."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Verifiers(Environment):
         return None if self._of(split).endless() else self.tasks(split).size()
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return a task; training reads a data set in a fresh order each epoch."""
+        """Return a task; each training epoch has a fresh order."""
         self.rng(split, index)  # validates both
         place, size = index, self.size(split)
         if size == 0:
@@ -82,12 +82,12 @@ class Verifiers(Environment):
         return Prompt(f"{split}/{index}", self.name, messages, info)
 
     async def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-        """Return the messages that verifiers' loop adds after the turns so far; None: it is done."""
+        """Return the loop's messages after the turns so far; None: it is done."""
         task, source = self._task(prompt)
         return await source.play(task, _turns(prompt, messages))
 
     async def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        """Return the environment's score of all turns, with counts of calls where it has tools."""
+        """Return the environment's score of all turns, with counts of calls if it has tools."""
         task, source = self._task(prompt)
         score = await source.judge(task, _turns(prompt, messages))
         found = with_counts(score, messages) if source.has_tools else score
@@ -134,8 +134,6 @@ class Verifiers(Environment):
 
 
 class _Tasks:
-    """The tasks of a split, read on demand."""
-
     def __init__(self, found: Any) -> None:
         self._rest = iter(found)
         self._read: list[Any] = []

@@ -1,4 +1,4 @@
-"""The common interface of both kinds of verifiers environments."""
+"""The interface of both kinds of verifiers environments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lowroll.types import Message, Score
 
 
 class TurnPending(BaseException):
-    """A request of verifiers' loop for a turn not drawn yet; `messages` are those before it. A
-    BaseException, so that no environment handles it."""
+    """The loop's request for a turn not drawn yet; `messages` precede it. A BaseException, so that
+    no environment handles it."""
 
     def __init__(self, messages: list[Message]) -> None:
         super().__init__("a turn that is not drawn yet")
@@ -28,7 +28,7 @@ class VerifiersSource(Protocol):
         """Return the JSON schemas of the tools that the model may call."""
 
     def tasks(self, split: str) -> tuple[Iterator[Any], bool]:
-        """Return a split's tasks, and whether they are its own; otherwise a share is held out."""
+        """Return a split's tasks, and whether they are its own; else a share is held out."""
 
     def endless(self) -> bool:
         """Return whether the tasks have no end."""
@@ -38,14 +38,14 @@ class VerifiersSource(Protocol):
 
     async def play(self, task: Any, turns: list[Message]) -> list[Message] | None:
         """Return the environment's messages after these turns (without turns: the prompt); None
-        when it is done."""
+        when done."""
 
     async def judge(self, task: Any, turns: list[Message]) -> Score:
         """Return the score of these turns."""
 
 
 def refuse_missing(name: str, error: ImportError) -> ValueError:
-    """Return an error about a missing package, with the command that installs it."""
+    """Return an error with the command that installs a missing package."""
     lacking = (error.name or "").partition(".")[0]
     module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
     if lacking == "verifiers":
@@ -72,7 +72,7 @@ def text_of(content: Any) -> str:
 
 
 def plain(message: Any) -> Message:
-    """Return a message of verifiers as chat templates take it."""
+    """Convert a verifiers message for chat templates."""
     given = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
     said: Message = {"role": given["role"], "content": text_of(given.get("content"))}
     said |= {key: given[key] for key in ("name", "tool_call_id") if given.get(key)}
@@ -96,7 +96,7 @@ def _arguments(text: str) -> Any:
 
 
 def calls_of(turn: Message) -> list[dict[str, str]]:
-    """Return the calls of a turn in verifiers' form."""
+    """Return a turn's calls in verifiers' form."""
     return [
         {
             "id": call["id"],

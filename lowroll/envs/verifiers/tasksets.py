@@ -1,9 +1,9 @@
-"""Tasksets of verifiers 0.4 (`verifiers.v1`), in this process: no harness program, no server.
+"""Tasksets of verifiers 0.4 (`verifiers.v1`), in this process, without harness or server.
 
-`Env.run` plays a task with a scripted agent: it answers with the drawn turns in order, calls the
-toolsets between, asks the task's @stop hooks after each, and after the last raises with the
-messages since (`source.TurnPending`). Tasks that need a program's sandbox (a runtime, a container,
-setup hooks) are refused.
+`Env.run` runs with a scripted agent: it replays the drawn turns, calls the toolsets between, calls
+the task's @stop hooks after each, and finally raises with the messages since
+(`source.TurnPending`). Tasks that need a program's sandbox (a runtime, a container, setup hooks)
+are refused.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Tasksets:
         return None
 
     async def judge(self, task: Any, turns: list[Message]) -> Score:
-        """Return the score of these turns; ValueError for a reward that was not computed."""
+        """Score these turns; ValueError for a missing reward."""
         trace = await self._run(task, turns, scored=True)
         missing = [name for name, reward in trace.rewards.items() if reward is None]
         if missing or not trace.rewards:
@@ -97,8 +97,8 @@ class Tasksets:
         return Score(float(trace.reward), {**metrics, **scores})
 
     async def _run(self, task: Any, turns: list[Message], scored: bool) -> Any:
-        """Run an episode with these turns and return its trace. `scored`: it ends after them, with
-        a score."""
+        """Run an episode with these turns and return its trace. `scored`: it then ends with a
+        score."""
         scripted = _ScriptedAgent(turns, self.box, ends=scored)
         episode = vf.Episode(env=EnvInfo(id=self.env.config.env_id), task=_described(task))
         agents = _Agents({self.agent_name: scripted})
@@ -135,8 +135,7 @@ class _Agents:
 
 
 class _ScriptedAgent:
-    """A scripted stand-in for the agent. ends: the script's end ends the exchange, as a limit
-    would."""
+    """A scripted agent. ends: the script's end ends the exchange, as a limit would."""
 
     def __init__(self, turns: list[Message], box: _Box | None, ends: bool) -> None:
         self.turns, self.box, self.ends = iter(turns), box, ends
@@ -178,7 +177,7 @@ class _Talk:
             self._add(vf.SystemMessage(content=task.data.system_prompt))
 
     async def turn(self, message: Any = None) -> Any:
-        """Add a user's turn and the agent's replies, and return them as a segment."""
+        """Add a user's turn and the agent's replies as a segment."""
         if not self.begun and message is None:
             message = self.task.data.prompt
         self.begun = True
@@ -287,7 +286,7 @@ class _Box:
         return tuple(found)
 
     async def begin(self, task: Any) -> None:
-        """Set up the toolsets, once, and their state for a task, as their servers would."""
+        """Set up the toolsets once, and their state for a task, as their servers would."""
         for toolset in self.toolsets:
             if not self._ready:
                 await toolset.setup()

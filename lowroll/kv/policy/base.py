@@ -1,13 +1,12 @@
-"""A cache policy: which of a sample's keys stay in its cache, how many, and from when on.
+"""The interface of cache policies: which of a sample's keys stay, how many, and from when on.
 
-It has two sides. `CachePolicy` is arithmetic without torch, for the scheduler: when a cache must be
-compacted, how many keys that leaves, and the most that a sample ever holds, which is what admission
-reserves. `Selector` is the device's side, for the runner: it may watch queries, and says which keys
-stay.
+`CachePolicy` is arithmetic without torch, for the scheduler's admission: when to compact a cache,
+how many keys remain, and the most that a sample ever holds. `Selector` is the device side, for the
+runner: it may watch queries, and selects the keys.
 
-A cache has one length for all layers and KV heads, hence one page table: every head of every layer
-keeps equally many keys, but not the same ones. Keys are stored rotated by their true positions, and
-a new token stands at its true position, however few keys are left before it.
+A cache has one length, hence one page table, for all layers and KV heads: every head keeps equally
+many keys, but not the same ones. Keys are stored rotated by their true positions, and a new token
+has its true position, however few keys precede it.
 
 A new policy is one file that defines both sides:
 
@@ -28,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the scheduler imports this file, and runs without torch
+if TYPE_CHECKING:  # the scheduler imports this file without torch
     from torch import Tensor
 
     from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
@@ -36,54 +35,50 @@ if TYPE_CHECKING:  # the scheduler imports this file, and runs without torch
 
 
 class CachePolicy(ABC):
-    """A policy that decides how many keys a sample's cache holds. All numbers are keys (of a layer
-    and head).
+    """A policy for the number of keys in a sample's cache. All numbers are keys of a layer and
+    head.
 
-    The scheduler asks every sample alone, so what a sample keeps does not depend on its batch.
-    Contract: a cache that was just compacted, or has just got its prompt, takes at least one more
-    key: room(kept(n)) >= 1 and room(after_prompt(n)) >= 1.
+    Each sample is decided alone, so what it keeps does not depend on its batch. Contract: a cache
+    that was just compacted, or has just got its prompt, takes at least one more key: room(kept(n))
+    >= 1 and room(after_prompt(n)) >= 1.
     """
 
     name: str  # BehaviorTag.kv_policy
     budget: int | None  # BehaviorTag.kv_budget; None keeps every key
-    # Tokens at the end of a prompt that always run, though their pages may be in the prefix cache:
-    # a policy that watches queries must see theirs. At least 1, for the logits.
+    # Tokens at the end of a prompt that run even if their pages are cached: a policy may watch
+    # their queries. At least 1, for the logits.
     window: int = 1
 
     @abstractmethod
     def room(self, cached: int) -> int:
-        """Keys that a cache of `cached` keys takes before it must be compacted; 0 is now."""
+        """Return the keys that a cache of `cached` keys takes before a compaction; 0: compact
+        now."""
 
     @abstractmethod
     def kept(self, cached: int) -> int:
-        """Keys that a compaction leaves of `cached`; at least 1."""
+        """Return the keys that a compaction leaves of `cached`; at least 1."""
 
     @abstractmethod
     def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector | None:
-        """The device's side, made once an engine; None for a policy that never compacts.
+        """Create the device side, once an engine; None for a policy that never compacts.
 
-        Its state has a place for each of `num_slots(max_batch)` slots.
+        Its state has `num_slots(max_batch)` slots.
         """
 
     def state_bytes(self, spec: ModelSpec, max_batch: int, bytes_per_number: int) -> int:
-        """Device memory that the selector holds from its beginning to its end, beside the cache.
-
-        bytes_per_number: of the queries that it may keep, in the model's dtype.
-        """
+        """Return the selector's permanent device memory. bytes_per_number: of queries, in the
+        model's dtype."""
         return 0
 
     def after_prompt(self, length: int) -> int:
-        """Keys that a prompt of `length` tokens keeps when all of it has run; `length` is all.
-
-        Prefill attends to the whole prompt. What is dropped is dropped before the first decode
-        step.
-        """
+        """Return the keys that remain before the first decode step. Prefill attends to the whole
+        prompt."""
         return length if self.room(length) else self.kept(length)
 
     def peak(self, cached: int, more: int) -> int:
-        """The most keys that a cache of `cached` holds while `more` are added one by one.
+        """Return the most keys that a cache of `cached` holds while `more` are added one by one.
 
-        Here for a policy whose later compactions leave no more than the first one.
+        This default is for a policy whose later compactions leave no more than the first one.
         """
         room = self.room(cached)
         if more <= room:
@@ -93,56 +88,57 @@ class CachePolicy(ABC):
 
 
 class Selector(ABC):
-    """Says which keys stay, and may keep a state for each slot, layer and KV head.
+    """The device side of a policy, which selects keys and may keep a state for each slot, layer and
+    KV head.
 
-    A slot is a sample's place in that state from its admission to its end; see `num_slots` for two
-    more. What a graph of decoding reads must keep its storage. All is called in stream order.
+    A slot is a sample's index in that state while it runs; `num_slots` adds two. What a decode
+    graph reads must keep its storage. All methods are called in stream order.
     """
 
-    watches: bool = False  # whether `prefilled` and `decoded` are to be called, in every layer
+    watches: bool = False  # call `prefilled` and `decoded` in every layer
 
     def begin(self, slots: Sequence[int]) -> None:  # noqa: B027
-        """A new prompt begins in each of these slots: nothing of an earlier one may be left."""
+        """Reset these slots for new prompts."""
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027
         """Copy the state of slots (source, target). All are read before one is written."""
 
     def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[PromptChunk]) -> None:  # noqa: B027
-        """Chunks of prompts have run in this layer: their queries, packed in the chunks' order.
+        """Observe the queries of prompt chunks in a layer, packed in the chunks' order.
 
-        Keys and values lie in the chunks' pages. A prompt's first chunk may start behind tokens
-        that the prefix cache served: their queries are never seen, their keys lie in the pages.
+        Keys and values are in the chunks' pages. If the prefix cache served a prompt's first
+        tokens, their queries are never seen.
         """
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: DecodeRows) -> None:  # noqa: B027
-        """A token of each row has run in this layer; its key is the last of the row's.
+        """Observe a decoded token of each row in a layer; its key is the row's last.
 
-        Captured in a graph on CUDA: no shape and no host decision may depend on the rows. Rows
-        without a token (length 0) have the slot that nobody reads.
+        Captured in a CUDA graph: no shape or host decision may depend on the rows. Rows without a
+        token (length 0) have the dead slot.
         """
 
     @abstractmethod
     def compact(self, rows: DecodeRows, kept: int) -> Tensor:
-        """Indices int64 [L, B, G, K] of the `kept` keys that stay in each layer, ascending along K;
-        0 is the oldest key in the cache.
+        """Return indices int64 [L, B, G, K] of the `kept` keys of each layer, ascending from 0, the
+        oldest.
 
-        rows: `lengths_B` keys each, of which those in `positions_B` are the last. A state that goes
-        by key is gathered here too, for these slots.
+        rows: `lengths_B` keys each, the last at `positions_B`. A state that goes by key is gathered
+        here too.
         """
 
 
 def prompt_slot(max_batch: int) -> int:
-    """The slot of the one prompt whose samples are not all admitted; they copy its state later."""
+    """Return the slot of a prompt whose samples are not all admitted; they copy its state later."""
     return max_batch
 
 
 def dead_slot(max_batch: int) -> int:
-    """The slot that rows without a token write to."""
+    """Return the slot that rows without a token write to."""
     return max_batch + 1
 
 
 def num_slots(max_batch: int) -> int:
-    """Samples 0..max_batch - 1, then the two above."""
+    """Count samples 0..max_batch - 1 and the two slots above."""
     return max_batch + 2
 
 
@@ -154,18 +150,18 @@ def copy_slots(state_LS: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The pages that a request can need under a policy."""
+    """Pages that a request can need under a policy."""
 
-    prompt: int  # of the prompt as it runs
+    prompt: int  # pages of the prompt as it runs
     base: int  # keys, not pages, that every sample begins with
-    compacted: int  # of the base where the prompt is compacted (beside the prompt's own); else 0
-    evicts: bool  # whether a sample's cache may be compacted while it decodes
-    writer: int  # of a sample's own, at worst, when it appends to the last page of the base
-    sibling: int  # and when it copies that page first
+    compacted: int  # pages of a compacted prompt's base beside its own; else 0
+    evicts: bool  # a sample's cache may be compacted while it decodes
+    writer: int  # a sample's own pages, at worst, if it appends to the base's last page
+    sibling: int  # and if it copies that page first
 
     @property
     def alone(self) -> int:
-        """Pages with which one sample of the request runs in an empty cache."""
+        """Pages with which one sample runs in an empty cache."""
         return self.prompt + self.compacted + self.writer
 
 
@@ -174,7 +170,7 @@ def footprint(policy: CachePolicy, prompt: int, response: int, page_size: int) -
     last token is never stored.
 
     A sample shares the base's pages until its first compaction. Shared pages are never edited, so
-    from then on all of its pages are its own: where it evicts, sharing saves nothing at worst.
+    after it all pages are the sample's own.
     """
     base = policy.after_prompt(prompt)
     peak = policy.peak(base, response - 1)
@@ -192,5 +188,4 @@ def footprint(policy: CachePolicy, prompt: int, response: int, page_size: int) -
 
 
 def num_pages(keys: int, page_size: int) -> int:
-    """Pages that so many keys fill."""
     return -(-keys // page_size)

@@ -1,8 +1,8 @@
-"""The common part of all bounded policies: a cache grows to `budget + buffer` keys, and is then
-compacted to `budget` (Sparse-RL, section 4.1).
+"""The base of the bounded policies: a cache grows to `budget + buffer` keys, and is then compacted
+to `budget` (Sparse-RL, section 4.1).
 
-A prompt counts, and its keys stay only if they are chosen. One of `budget + buffer` tokens or more
-attends to all of itself and is compacted before the first decode step.
+Prompt keys count, and may be dropped too. A prompt of `budget + buffer` tokens or more attends to
+all of itself and is compacted before the first decode step.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from lowroll.kv.policy.table import BUDGET, BUFFER, POLICIES, check
 
 @dataclass(frozen=True)
 class Bounded(CachePolicy):
-    """budget: keys that a compaction leaves; buffer: keys that a cache takes until the next one. A
-    multiple of the steps between two plans (16 on CUDA) keeps rows from waiting for theirs.
+    """A bounded policy. budget: keys that a compaction leaves; buffer: keys added until the next
+    one. A buffer that is a multiple of the steps between two plans (16 on CUDA) keeps rows from
+    waiting for theirs.
 
-    Options have the defaults and the bounds of the policy's row in `kv.policy.table`. ValueError
-    names the one that is wrong.
+    Defaults and bounds are in `kv.policy.table`. ValueError names the wrong option.
     """
 
     budget: int = BUDGET.default

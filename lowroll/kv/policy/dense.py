@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DensePolicy(CachePolicy):
-    """Never compacts; a sample's worst case is its prompt and all of its response."""
+    """The policy that never compacts; a sample's worst case is its prompt and whole response."""
 
     name = "dense"
     budget = None

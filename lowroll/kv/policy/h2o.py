@@ -1,12 +1,13 @@
-"""H2O (arXiv 2306.14048): the keys to which all queries so far have attended most, and the last ones.
+"""H2O (arXiv 2306.14048): the keys to which all queries so far have attended most, and the last
+ones.
 
 A KV head's score of a key is the sum, over all queries since the prompt began and over the head's
-group, of the attention probability that each has given it. A key that stays keeps its score. Half
-of the budget is for the last keys, the other half for the best scores before them.
+group, of the attention probability that each has given it. Kept keys keep their scores. Half of the
+budget is for the last keys, the other half for the best scores before them.
 
-Attention's own kernel does not give its probabilities away: they are computed once more, for each
-token and layer, here in plain torch, on CUDA by `kernels.compact.watch`. All queries of a prompt
-must be seen: none of its tokens is taken from the prefix cache.
+Attention kernels do not return probabilities: they are computed again for each token and layer,
+here in plain torch, on CUDA by `kernels.compact.watch`. As all queries of a prompt must be seen,
+none of its tokens comes from the prefix cache.
 
 Legend: L layers, B rows, S slots, T tokens, C queries of a row, H query heads, G key-value heads, Q
 query heads of a group, d head size, N keys, P pages, K keys that stay.
@@ -33,7 +34,7 @@ from lowroll.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class H2O(Bounded):
-    """See the top of the file."""
+    """The H2O policy."""
 
     name = "h2o"
     window = sys.maxsize
@@ -42,18 +43,18 @@ class H2O(Bounded):
         return HeavyHitters(self, spec, cache, max_batch)
 
     def state_bytes(self, spec: ModelSpec, max_batch: int, bytes_per_number: int) -> int:
-        """Scores are float32 whatever the model's dtype; those of a long prompt come on top until
-        it is compacted."""
+        """Return the bytes of the float32 scores; those of a long prompt come on top until it is
+        compacted."""
         return num_slots(max_batch) * spec.num_layers * spec.num_kv_heads * self.most(spec) * 4
 
     def most(self, spec: ModelSpec) -> int:
-        """Keys of a sample that have a score."""
+        """Return the keys of a sample that have a score."""
         return min(self.budget + self.buffer, spec.max_position)
 
 
 class HeavyHitters(Selector):
-    """score_LSGN: by slot, of each key in its cache, 0 where there is none. Only a prompt's cache
-    is longer, until it is compacted: `long` has its scores [G, n], by layer and slot."""
+    """The scores of H2O. score_LSGN: of each cached key, else 0. A prompt's longer cache has its
+    scores [G, n] in `long`, by layer and slot, until it is compacted."""
 
     watches = True
 
@@ -75,7 +76,7 @@ class HeavyHitters(Selector):
         self._forget_long([target for _, target in pairs])
 
     def _forget_long(self, slots: Sequence[int]) -> None:
-        """A prompt that was aborted has left its scores."""
+        """Drop the scores of aborted prompts."""
         self.long = {place: score for place, score in self.long.items() if place[1] not in slots}
 
     def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[PromptChunk]) -> None:
@@ -90,7 +91,7 @@ class HeavyHitters(Selector):
                 score_GN += attended(q_cHd[None], k_1GNd, last_c[None])[0]
 
     def _prompt_score(self, layer: int, chunk: PromptChunk) -> Tensor:
-        """Return the tensor in which the scores [G, stop] of a prompt's keys are to be added up."""
+        """Return the tensor that sums the scores [G, stop] of a prompt's keys."""
         if chunk.stop <= self.most:
             return self.score_LSGN[layer, chunk.slot, :, : chunk.stop]
         before_GN = self.long.get((layer, chunk.slot), self.score_LSGN[layer, chunk.slot])
@@ -101,7 +102,7 @@ class HeavyHitters(Selector):
         return score_GN
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: DecodeRows) -> None:
-        keys = self.cache.keys[layer]  # 8-bit codes are not a type that the kernel takes
+        keys = self.cache.keys[layer]  # the kernel does not take 8-bit codes
         if add_supports(keys, q_BHd.shape[1]):
             at = rows.slots_B, rows.table_BP, rows.lengths_B
             add_attended(self.score_LSGN[layer], q_BHd, keys, *at)
@@ -121,7 +122,7 @@ class HeavyHitters(Selector):
         return kept_LBGK
 
     def _scores(self, rows: DecodeRows) -> Tensor:
-        """Scores [L, B, G, N] of the rows' keys; takes those of the long prompts away."""
+        """Return scores [L, B, G, N] of the rows' keys, and remove those of long prompts."""
         score_LBGN = self.score_LSGN[:, rows.slots_B]
         if not self.long:
             return score_LBGN
@@ -139,8 +140,8 @@ class HeavyHitters(Selector):
 
 
 def attended(q_BCHd: Tensor, k_BGNd: Tensor, last_BC: Tensor) -> Tensor:
-    """The attention probability that each key gets from a row's queries, summed over these and the
-    group: float32 [B, G, N]. A query sees the keys 0..last; with -1 it sees none and adds 0."""
+    """Return each key's attention probability, summed over a row's queries and the group: float32
+    [B, G, N]. A query sees the keys 0..last; with -1 it adds 0."""
     logits_BGQCN = grouped_logits(q_BCHd, k_BGNd)
     n_N = torch.arange(k_BGNd.shape[2], device=k_BGNd.device)
     sees_BCN = n_N <= last_BC[..., None]

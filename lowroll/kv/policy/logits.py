@@ -1,4 +1,4 @@
-"""The plain torch arithmetic of policies that score queries and keys by attention.
+"""Plain torch attention scores for policies.
 
 Legend: B rows, C queries of a row, H query heads, G key-value heads, Q query heads of a group, d
 head size, N keys.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-# numbers of keys or scores, float32, that exist at once while rows are scored
+# float32 keys or scores in memory at once while rows are scored
 MOST_SCORED = 1 << 26
 
 
 def grouped_logits(q_BCHd: Tensor, k_BGNd: Tensor) -> Tensor:
-    """q . k / sqrt(d) of each query head and the keys of its KV head: float32 [B, G, Q, C, N]."""
+    """Return q . k / sqrt(d) of each query head and its KV head's keys: float32 [B, G, Q, C, N]."""
     num_heads, d = k_BGNd.shape[1], k_BGNd.shape[3]
     q_BGQCd = q_BCHd.float().unflatten(2, (num_heads, -1)).permute(0, 2, 3, 1, 4)
     logits_BGXN = q_BGQCd.flatten(2, 3) @ k_BGNd.float().transpose(2, 3)

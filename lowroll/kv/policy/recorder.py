@@ -1,10 +1,9 @@
-"""The keys that a cache policy dropped, for the replay of a sample (`model.replay`).
+"""A record of the keys that a cache policy dropped, for the replay of a sample (`model.replay`).
 
-The recorder stands beside a `Selector`: it is told what the selector is told (a prompt begins in a
-slot, a slot is copied, keys are kept). On the device it keeps at which positions the keys stand
-that the last compaction of a slot left; those behind them in the cache are the positions since. The
-positions of the dropped keys are all that goes to the host: one tensor for all layers of a batch of
-compactions, read in `settle`, behind the steps that the device takes meanwhile.
+The recorder observes a `Selector`'s calls. On the device it keeps the positions of the keys that a
+slot's last compaction left; later keys have the positions since. Only the positions of dropped keys
+go to the host: one tensor for all layers of a batch of compactions, read in `settle` while the
+device runs on.
 
 Legend: L layers, S slots, B rows, G key-value heads, N keys, K keys that stay, E keys that are
 dropped, T positions.
@@ -26,16 +25,16 @@ from lowroll.model.replay import IN_A_BYTE, pack_evictions
 from lowroll.model.spec import ModelSpec
 from lowroll.types import Evictions
 
-MOST_TRACED = 1 << 24  # keys, of all layers and heads, whose positions are looked up at once
+MOST_TRACED = 1 << 24  # keys, over layers and heads, traced at once
 
 
 def most_held(policy: CachePolicy, spec: ModelSpec) -> int:
-    """Keys that a compaction can leave of a sample."""
+    """Return the keys that a compaction can leave of a sample."""
     return min(policy.budget or 0, spec.max_position)
 
 
 def recorder_bytes(policy: CachePolicy, spec: ModelSpec, max_batch: int) -> int:
-    """Device memory of an engine's recorder, beside the policy's own state."""
+    """Return the device memory of an engine's recorder, beside the policy's state."""
     keys = num_slots(max_batch) * most_held(policy, spec)
     return spec.num_layers * spec.num_kv_heads * keys * torch.int32.itemsize
 
@@ -51,25 +50,25 @@ def policy_bytes(
 
 @dataclass(frozen=True)
 class Dropped:
-    """A compaction of the sample in a slot."""
+    """A compaction of a slot's sample."""
 
     slot: int
     length: int  # keys that the cache held
     kept: int
-    position: int  # of the last of them
+    position: int  # of the last key
 
 
 @dataclass(frozen=True)
 class _History:
-    """A sample so far; never changed in place, so that copies share it."""
+    """A sample's history; immutable, so copies share it."""
 
-    after: tuple[int, ...]  # of each compaction: the last position before it
-    numbers_LGT: Tensor  # the compaction that dropped each key, 0: none
+    after: tuple[int, ...]  # the last position before each compaction
+    numbers_LGT: Tensor  # the compaction that dropped each key; 0: none
 
 
 class CompactionRecorder:
-    """A recorder of compactions in `slots` places of a model of so many layers and KV heads, where
-    each leaves at most `most` keys. Methods are called in the order of the device's work.
+    """A recorder of compactions for `slots` slots, where each leaves at most `most` keys. Call its
+    methods in the order of the device's work.
 
     held_LSGK: the positions of the keys that a slot's last compaction left.
     """
@@ -82,16 +81,15 @@ class CompactionRecorder:
         self.held_LSGK = torch.zeros(shape, dtype=torch.int32, device=device)
         self._num_held: dict[int, int] = {}  # by slot
         self._histories: dict[int, _History] = {}
-        self._untold: list[Callable[[], None]] = []  # what happened since `settle`, in order
+        self._untold: list[Callable[[], None]] = []  # events since `settle`, in order
 
     def begin(self, slots: Sequence[int]) -> None:
-        """Begin a new prompt in each of these slots."""
         for slot in slots:
             self._num_held.pop(slot, None)
         self._untold.append(partial(self._begin, tuple(slots)))
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the record of each source to its target; all are read before one is written."""
+        """Copy records (source, target); all are read before one is written."""
         before = dict(self._num_held)
         for source, target in pairs:
             self._num_held[target] = before.get(source, 0)
@@ -99,7 +97,7 @@ class CompactionRecorder:
         self._untold.append(partial(self._copy, tuple(pairs)))
 
     def compacted(self, rows: Sequence[Dropped], kept_LBGK: Tensor) -> None:
-        """Record that each row has kept the keys of these indices, equally many."""
+        """Record the kept keys of each row, equally many."""
         widest = max(row.length for row in rows)
         together = max(1, MOST_TRACED // (self.layers * self.heads * widest))
         for first in range(0, len(rows), together):
@@ -107,13 +105,13 @@ class CompactionRecorder:
             self._trace(some, kept_LBGK[:, first : first + together])
 
     def settle(self) -> None:
-        """Take in what has happened. Waits for the device."""
+        """Process pending events. Waits for the device."""
         untold, self._untold = self._untold, []
         for happen in untold:
             happen()
 
     def evictions(self, slot: int | None) -> Evictions:
-        """Return what the sample in a slot lost so far; None: of a sample that was never
+        """Return the dropped keys of a slot's sample so far; None: of a sample that was never
         compacted."""
         self.settle()
         if slot not in self._histories:
@@ -122,7 +120,7 @@ class CompactionRecorder:
         return pack_evictions(known.numbers_LGT, known.after)
 
     def _trace(self, rows: Sequence[Dropped], kept_LBGK: Tensor) -> None:
-        """Find the positions that have stayed, and those that have gone."""
+        """Find the positions that stayed and those that were dropped."""
         device = self.held_LSGK.device
         numbers = [(r.slot, r.length, r.position, self._num_held.get(r.slot, 0)) for r in rows]
         slots_B, *columns = upload(torch.tensor(numbers).t().contiguous(), device)

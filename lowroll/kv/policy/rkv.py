@@ -1,4 +1,4 @@
-"""R-KV (arXiv 2505.24133): keys that the last queries attend to, and that no newer key repeats.
+"""R-KV (arXiv 2505.24133): keys that recent queries attend to and no newer key repeats.
 
 Beside SnapKV's importance I, over the n keys of a head:
 
@@ -7,8 +7,8 @@ Beside SnapKV's importance I, over the n keys of a head:
     R    = softmax over all keys j of mean_i C_ij
     Z    = mix I - (1 - mix) R
 
-and the best Z stay. Where no C_ij is over 0.5 the published code sets C_i0 to 0, an accident of its
-argmax; so does `zero_first`.
+and the best Z stay. With `zero_first`, C_i0 is 0 where no C_ij exceeds 0.5, as in the published
+code by an accident of its argmax.
 
 Legend: as in `kv.policy.snapkv`; R rows of C.
 """
@@ -30,8 +30,8 @@ from lowroll.kv.policy.table import MIX, ZERO_FIRST
 
 @dataclass(frozen=True)
 class RKV(SnapKV):
-    """mix: weight of importance against redundancy, the paper's lambda, 0 to 1. zero_first: as the
-    published code does with keys that have no duplicate."""
+    """The R-KV policy. mix: weight of importance against redundancy, the paper's lambda, 0 to 1.
+    zero_first: treat keys without duplicates as the published code does."""
 
     name = "rkv"
     mix: float = MIX.default
@@ -56,8 +56,8 @@ class RKV(SnapKV):
 
 
 def redundancy(k_BGNd: Tensor, lengths_B: Tensor, zero_first: bool = False) -> Tensor:
-    """Softmax over a row's keys of how much the others resemble each: float32 [B, G, N], 0 behind
-    the row's end. C exists some rows at a time."""
+    """Return the softmax over a row's keys of their mean similarity to the others: float32 [B, G,
+    N], 0 beyond the row's end. Computes C in portions of rows."""
     k_BGNd = k_BGNd.float()
     unit_BGNd = k_BGNd / (k_BGNd.norm(dim=-1, keepdim=True) + EPS)
     n_N = torch.arange(k_BGNd.shape[2], device=k_BGNd.device)

@@ -1,5 +1,5 @@
-"""SnapKV (arXiv 2404.14469) in the form that decodes: the keys that the last queries attend to, and
-the keys of those queries' own tokens. The form is that of R-KV's code (arXiv 2505.24133).
+"""SnapKV (arXiv 2404.14469) for decoding, as in R-KV's code (arXiv 2505.24133): the keys that the
+last queries attend to, and those queries' own keys.
 
 A KV head's score of a key, over the n cached keys and the last A = `window` queries:
 
@@ -9,10 +9,11 @@ A KV head's score of a key, over the n cached keys and the last A = `window` que
 
 The last A keys always stay. Ties go to the older key.
 
-Here is plain torch, a layer at a time. On CUDA `kernels.compact` scores all layers at once.
+This file scores a layer at a time in plain torch; on CUDA `kernels.compact` scores all layers at
+once.
 
-Legend: L layers, B rows, S slots, A queries of the window, H query heads, G key-value heads, d
-head size, N keys of the longest row, K keys that stay.
+Legend: L layers, B rows, S slots, A queries of the window, H query heads, G key-value heads, d head
+size, N keys of the longest row, K keys that stay.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from lowroll.kv.policy.logits import MOST_SCORED, grouped_logits
 from lowroll.kv.policy.table import KERNEL, WINDOW
 from lowroll.model.spec import ModelSpec
 
-SCORES = 6  # numbers of a key, layer and head that the kernels leave for each other
+SCORES = 6  # numbers of a key, layer and head passed between the kernels
 
 
 @dataclass(frozen=True)
 class SnapKV(Bounded):
-    """window: last queries that score, whose tokens' keys stay; kernel: keys, an odd number, over
-    which a score spreads."""
+    """The SnapKV policy. window: last queries, which score and whose own keys stay; kernel: keys,
+    an odd number, over which a score spreads."""
 
     name = "snapkv"
     window: int = WINDOW.default
@@ -54,14 +55,15 @@ class SnapKV(Bounded):
         return num_slots(max_batch) * self.window * token
 
     def scores(self, q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor) -> Tensor:
-        """Scores [B, G, N], float32, of which those of keys 0..length - window - 1 are read.
+        """Return scores [B, G, N], float32; only keys 0..length - window - 1 are read.
 
         q_BAHd: the last queries, in any order; k_BGNd: keys, of which a row has `lengths_B`.
         """
         return importance(q_BAHd, k_BGNd, lengths_B, self.kernel)
 
     def paged_scores(self, ring_LSAHd: Tensor, cache: KVCache, rows: DecodeRows) -> Tensor:
-        """The same of all layers, [L, B, G, N], by kernels. ring_LSAHd: queries by slot."""
+        """Return the scores of all layers, [L, B, G, N], by kernels. ring_LSAHd: queries by
+        slot."""
         keys, table_BP = cache.key_pages(rows.table_BP)
         lengths_B = rows.lengths_B
         important_LBGN = score.importance(ring_LSAHd, keys, rows.slots_B, table_BP, lengths_B)
@@ -69,8 +71,8 @@ class SnapKV(Bounded):
 
 
 class Attended(Selector):
-    """ring_LSAHd: the queries of the last A tokens of a slot, by position modulo A. They are of one
-    sample alone when they are read: a cache that is compacted has more than A tokens."""
+    """A ring of recent queries. ring_LSAHd: those of a slot's last A tokens, by position modulo A.
+    When read they belong to one sample: a compacted cache has more than A tokens."""
 
     watches = True
 
@@ -118,7 +120,7 @@ class Attended(Selector):
 
 
 def _portions(rows: DecodeRows, each: int) -> Iterator[DecodeRows]:
-    """Rows of which MOST_SCORED numbers exist at once; each: numbers of a page."""
+    """Split rows so that MOST_SCORED numbers exist at once; each: numbers of a page."""
     together = max(1, MOST_SCORED // (rows.table_BP.shape[1] * each))
     for first in range(0, len(rows.slots_B), together):
         some = slice(first, first + together)
@@ -128,10 +130,10 @@ def _portions(rows: DecodeRows, each: int) -> Iterator[DecodeRows]:
 
 
 def importance(q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor, kernel: int) -> Tensor:
-    """Return how much the last A queries attend to each key before theirs, spread over `kernel`
-    keys: float32 [B, G, N]. Meaningless from key length - A on.
+    """Return how much the last A queries, in any order, attend to each earlier key, spread over
+    `kernel` keys: float32 [B, G, N]. Meaningless from key length - A on.
 
-    The order of the queries does not matter. Source: R-KV's code, `SnapKV` and `R1KV`.
+    Source: R-KV's code, `SnapKV` and `R1KV`.
     """
     logits_BGAN = grouped_logits(q_BAHd, k_BGNd).amax(2)
     n_N = torch.arange(k_BGNd.shape[2], device=k_BGNd.device)

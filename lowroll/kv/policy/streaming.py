@@ -1,5 +1,5 @@
-"""StreamingLLM (arXiv 2309.17453): the first keys of the sequence, which attention leans on, and the
-last ones. No scores, no state; all layers and heads keep the same keys."""
+"""StreamingLLM (arXiv 2309.17453): the first keys, which attention leans on, and the last ones, the
+same in all layers and heads. Stateless."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowroll.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Streaming(Bounded):
-    """sinks: first keys of the sequence, which always stay."""
+    """The StreamingLLM policy. sinks: first keys of the sequence, which always stay."""
 
     name = "streaming"
     sinks: int = SINKS.default
@@ -36,7 +36,7 @@ class FirstAndLast(Selector):
 
 
 def first_and_last(lengths_B: Tensor, kept: int, sinks: int) -> Tensor:
-    """Indices int64 [B, kept] of the first `sinks` keys and the last others, ascending."""
+    """Return indices int64 [B, kept] of the first `sinks` keys and the last others, ascending."""
     k_K = torch.arange(kept, device=lengths_B.device)
     dropped_B1 = (lengths_B.long() - kept)[:, None]
     return torch.where(k_K < sinks, k_K, k_K + dropped_B1)

@@ -1,8 +1,7 @@
-"""The table of cache policies: a row each, readable without torch.
+"""The table of cache policies, importable without torch.
 
-A policy is one file of this folder and one row here. The row has its options, with their defaults
-and bounds: the configuration checks a file by it before anything is loaded, and `make` an engine's
-argument.
+A policy is one file of this folder and one row, which has its options with their defaults and
+bounds. The configuration and `make` check against it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ T = TypeVar("T", bool, int, float)
 
 @dataclass(frozen=True)
 class Option(Generic[T]):
-    """An option of a policy: a switch, a whole number or a number, as its default is.
+    """A boolean, integer or float option of a policy, typed as its default.
 
     stays: it counts keys of the budget that stay whatever their scores.
     """
@@ -32,7 +31,7 @@ class Option(Generic[T]):
     stays: bool = False
 
     def problem(self, value: object) -> str:
-        """Return what is wrong with a value; "" when nothing is."""
+        """Return what is wrong with a value, or ""."""
         if isinstance(self.default, bool):
             return "" if isinstance(value, bool) else f"expects true or false, got {value!r}"
         if isinstance(self.default, float):
@@ -58,7 +57,7 @@ class Option(Generic[T]):
 
 @dataclass(frozen=True)
 class CachePolicyRow:
-    """A policy as it is known before torch is loaded."""
+    """A policy's facts before torch is loaded."""
 
     home: str  # module:class
     options: Mapping[str, Option[Any]] = field(default_factory=dict)
@@ -80,7 +79,7 @@ POLICIES: dict[str, CachePolicyRow] = {
     "streaming": CachePolicyRow(
         "lowroll.kv.policy.streaming:Streaming", {**BOUNDED, "sinks": SINKS}
     ),
-    # half of its budget is for the last keys, half for the best
+    # half of its budget is for the last keys, half for the best scores
     "h2o": CachePolicyRow("lowroll.kv.policy.h2o:H2O", {**BOUNDED, "budget": Option(512, least=2)}),
     "snapkv": CachePolicyRow("lowroll.kv.policy.snapkv:SnapKV", SCORED),
     "rkv": CachePolicyRow(
@@ -90,10 +89,8 @@ POLICIES: dict[str, CachePolicyRow] = {
 
 
 def make(name: str, **options: Any) -> CachePolicy:
-    """The policy of this name; what is not given has its default.
-
-    ValueError names the option that is wrong.
-    """
+    """Return a policy by name, with defaults for missing options. ValueError names the wrong
+    option."""
     check(name, options)
     module, _, kind = POLICIES[name].home.partition(":")
     policy: CachePolicy = getattr(importlib.import_module(module), kind)(**filled(name, options))
@@ -101,18 +98,18 @@ def make(name: str, **options: Any) -> CachePolicy:
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
-    """ValueError names the first option that is wrong."""
+    """Raise ValueError for the first wrong option."""
     for option, problem in problems(name, options):
         raise ValueError(f"kv.{option}: {problem}")
 
 
 def filled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of a policy, those that are not given at their defaults."""
+    """Return all options of a policy, defaults included."""
     return {key: option.default for key, option in POLICIES[name].options.items()} | dict(options)
 
 
 def problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The options of a policy that are wrong, `policy` for its name, and what is wrong."""
+    """Yield each wrong option of a policy, or `policy` for its name, and the reason."""
     if name not in POLICIES:
         yield "policy", f"unknown policy {name!r}; known: {', '.join(POLICIES)}"
         return
@@ -132,7 +129,7 @@ def _unknown(name: str) -> str:
 
 
 def _budget_problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A budget must have room for a key beside those that stay whatever their scores."""
+    """Yield a problem unless the budget exceeds the keys that always stay."""
     staying = {key: options[key] for key, one in POLICIES[name].options.items() if one.stays}
     least = sum(staying.values()) + 1
     if options["budget"] < least:

@@ -1,9 +1,8 @@
-"""Trackers: what shows a run's records elsewhere, beside `metrics.jsonl`.
+"""Experiment trackers beside `metrics.jsonl`.
 
-A tracker is a file here with `begin(run) -> Tracker`, and a name in `NAMES`. Each lives in a thread
-of its own, to which records go through a queue: one that is slow is left behind, one that fails is
-reported once and left out, and neither holds the run up. A run that goes on continues its tracker's
-run.
+A tracker is a file here with `begin(run) -> Tracker`, and a name in `NAMES`. Each has a thread and
+a queue: a slow one lags, a failing one is reported once and dropped, and neither blocks the run. A
+resumed run continues its tracker's run.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from lowroll.checkpoint.files import write_file
 
 log = logging.getLogger(__name__)
 
-# of files here, of packages, and of the extras that install them
+# names of files here, packages, and extras
 NAMES = ("wandb", "tensorboard", "trackio", "mlflow")
 TRACKED_FILE = "tracked.json"
-MOST_WAITING = 1000  # records that a slow tracker is kept for
-CLOSE_LIMIT = 30.0  # seconds that they may take at the end of a run
+MOST_WAITING = 1000  # records queued for a slow tracker
+CLOSE_LIMIT = 30.0  # seconds for them at the end of a run
 Metrics = Mapping[str, float]
 
 
 class Tracker(Protocol):
-    """One run in one tracker."""
+    """A run in a tracker."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
 
@@ -42,8 +41,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Tracked:
-    """The facts of a run that a tracker receives. `id` stays the same when the run goes on; `step`
-    is the last one that it has made."""
+    """A run's facts for a tracker. `id` survives a resume; `step` is the last one made."""
 
     folder: Path
     project: str
@@ -53,13 +51,12 @@ class Tracked:
 
     @property
     def name(self) -> str:
-        """The run's name, for people."""
+        """The run's display name."""
         return f"{self.folder.resolve().name}-{self.id}"
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise ValueError, with the line that installs it, for a tracker whose package is not
-    there."""
+    """Raise ValueError, with the install command, for a tracker whose package is missing."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -69,7 +66,7 @@ def check(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of a run. Closed in the end, whatever became of it."""
+    """The trackers of a run, closed at its end in any case."""
 
     def __init__(self, names: Sequence[str], run: Tracked) -> None:
         if names:
@@ -77,7 +74,7 @@ class Trackers:
         self._threads = [_Thread(name, run) for name in names]
 
     def log(self, step: int, record: Mapping[str, float | None]) -> None:
-        """Hand on the record of a step; numbers that are not finite (None) are left out."""
+        """Queue a step's record without its non-finite numbers (None)."""
         metrics = {
             name: value for name, value in record.items() if name != "step" and value is not None
         }
@@ -85,7 +82,7 @@ class Trackers:
             thread.put((step, metrics))
 
     def close(self) -> None:
-        """Wait for what is not sent yet; bounded. May be called twice."""
+        """Wait for unsent records; bounded, and safe to call twice."""
         for thread in self._threads:
             thread.put(None)
         for thread in self._threads:
@@ -94,7 +91,7 @@ class Trackers:
 
 
 def _id(path: Path, step: int) -> str:
-    """Return the stored id of a run that has made steps; else a new one."""
+    """Return a resumed run's stored id, else a new one."""
     if step > 0 and path.is_file():
         try:
             found = json.loads(path.read_text(encoding="utf-8"))["id"]
@@ -111,7 +108,7 @@ def _id(path: Path, step: int) -> str:
 
 
 class _Thread:
-    """One tracker, and what it has not received yet."""
+    """A tracker and its unsent records."""
 
     def __init__(self, name: str, run: Tracked) -> None:
         self.name = name
@@ -123,7 +120,7 @@ class _Thread:
         self.thread.start()
 
     def put(self, item: tuple[int, Metrics] | None) -> None:
-        """Hand on a record, or None at the end; never waits."""
+        """Queue a record, or None at the end; never waits."""
         if self.over:
             return
         try:
@@ -137,7 +134,7 @@ class _Thread:
                 log.warning("track: %s is too slow: records are left out there", self.name)
 
     def end(self) -> None:
-        """Wait for it, for a while."""
+        """Wait for it, bounded."""
         self.thread.join(CLOSE_LIMIT)
         if self.thread.is_alive():
             log.warning(

@@ -8,14 +8,14 @@ import time
 
 from lowroll.metrics.trackers import Metrics, Tracked
 
-NOT_NAMED = re.compile(r"[^\w\-. :/]")  # what a metric there may not be named
+NOT_NAMED = re.compile(r"[^\w\-. :/]")  # characters that MLflow forbids in metric names
 TAG = "lowroll.id"
 MOST_AT_ONCE = 1000
 MAX_VALUE = 500  # characters of a setting
 
 
 class Mlflow:
-    """A run there that carries the id of the run here."""
+    """An MLflow run tagged with this run's id."""
 
     def __init__(self, run: Tracked) -> None:
         self.client = importlib.import_module("mlflow").MlflowClient()
@@ -35,7 +35,6 @@ class Mlflow:
             self.client.log_param(self.id, key, str(value)[:MAX_VALUE])
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log one batch, or a few."""
         now = time.time_ns() // 1_000_000
         rows = [
             self.metric(NOT_NAMED.sub("_", name), value, now, step)
@@ -45,7 +44,6 @@ class Mlflow:
             self.client.log_batch(self.id, metrics=rows[first : first + MOST_AT_ONCE])
 
     def close(self) -> None:
-        """Say that it has ended."""
         self.client.set_terminated(self.id)
 
 

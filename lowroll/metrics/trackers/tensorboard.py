@@ -9,8 +9,7 @@ from lowroll.metrics.trackers import Metrics, Tracked
 
 
 class Tensorboard:
-    """Scalars by the step. A run that goes on hides what it had logged of the steps that it makes
-    again."""
+    """Scalars by step. A resumed run hides the old values of repeated steps."""
 
     def __init__(self, run: Tracked) -> None:
         files = "tensorboard.summary.writer.event_file_writer"
@@ -24,12 +23,10 @@ class Tensorboard:
             self._write(run.step + 1, session_log=session)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log one event."""
         values = [self.summary.Value(tag=name, simple_value=metrics[name]) for name in metrics]
         self._write(step, summary=self.summary(value=values))
 
     def close(self) -> None:
-        """Write what is left."""
         self.writer.close()
 
     def _write(self, step: int, **what: object) -> None:

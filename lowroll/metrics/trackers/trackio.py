@@ -8,7 +8,7 @@ from lowroll.metrics.trackers import Metrics, Tracked
 
 
 class Trackio:
-    """A run there, named after the run here and its id."""
+    """A Trackio run, named after this run and its id."""
 
     def __init__(self, run: Tracked) -> None:
         self.run = importlib.import_module("trackio").init(
@@ -16,11 +16,9 @@ class Trackio:
         )
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log one row."""
         self.run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Write what is left."""
         self.run.finish()
 
 

@@ -8,7 +8,7 @@ from lowroll.metrics.trackers import Metrics, Tracked
 
 
 class Wandb:
-    """A run there, with the id of the run here."""
+    """A Weights & Biases run with this run's id."""
 
     def __init__(self, run: Tracked) -> None:
         self.run = importlib.import_module("wandb").init(
@@ -21,11 +21,9 @@ class Wandb:
         )
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log one row."""
         self.run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Send what is left."""
         self.run.finish()
 
 
