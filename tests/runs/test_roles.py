@@ -488,7 +488,7 @@ def test_a_child_that_starts_or_has_said_its_end_may_take_a_while(
 def test_an_orchestrator_that_is_refused_leaves_what_another_was_given(
     model: Path, tmp_path: Path
 ) -> None:
-    cfg = from_mapping(settings(model, tmp_path / "run")).with_given("mine")
+    cfg = from_mapping(settings(model, tmp_path / "run")).with_origin(given="mine")
     with RunLock(RunPaths(tmp_path / "run").roles / "orchestrator"), pytest.raises(RunLockedError):
         orchestrate(cfg)
     assert not (tmp_path / "run" / GIVEN).exists()
