@@ -16,45 +16,26 @@ Notes on the paper:
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from lowroll.objectives.reduce import Denominators, aggregate, masked_mean
+from lowroll.objectives.reduce import masked_mean
 from lowroll.objectives.surrogate import (
-    as_floats,
+    ObjectiveInput,
+    TokenValues,
     clip,
     policy_statistics,
-    prepare,
     truncate,
     weight_statistics,
 )
 
 
 def acr(
+    tokens: ObjectiveInput,
     *,
-    learner: Tensor,
-    proximal: Tensor,
-    behavior: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    segments: Tensor | None = None,
-    counts: Denominators | None = None,
     cap: float,
     eps_low: float,
     eps_high: float,
     dual_clip: float | None,
-    reduce: str,
-    max_length: float | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Return J to maximise and its statistics. Shapes as in `clipped`; `cap` is C, infinity gives
-    `decoupled`."""
-    tokens = prepare(
-        learner=learner,
-        proximal=proximal,
-        behavior=behavior,
-        advantages=advantages,
-        mask=mask,
-        segments=segments,
-    )
+) -> TokenValues:
+    """Return each token's value and the statistics; `cap` is C, infinity gives `decoupled`."""
     weight_N = truncate(tokens.weight_N, cap)
     stretch_N = (tokens.weight_N / cap).clamp(min=1)
     clipped = clip(
@@ -65,17 +46,10 @@ def acr(
         dual_clip=dual_clip,
         stretch_N=stretch_N,
     )
-    J = aggregate(
-        weight_N * clipped.value_N,
-        tokens.sequences,
-        mode=reduce,
-        counts=counts,
-        max_length=max_length,
-    )
     # active, although TIS would clip them
     extended_N = (tokens.advantages_N > 0) & (tokens.ratio_N > 1 + eps_high) & ~clipped.above_N
     statistics = policy_statistics(tokens, clipped) | weight_statistics(tokens, weight_N, cap)
     statistics["correction/acr_extended_fraction"] = masked_mean(
         extended_N, tokens.sequences.mask_N
     )
-    return J, as_floats(statistics)
+    return weight_N * clipped.value_N, statistics

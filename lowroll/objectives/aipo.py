@@ -31,9 +31,7 @@ from torch import Tensor
 
 from lowroll.objectives.correction import rejection_statistics
 from lowroll.objectives.reduce import (
-    Denominators,
     Sequences,
-    aggregate,
     masked_mean,
     sequence_any,
     sequence_mean,
@@ -42,11 +40,9 @@ from lowroll.objectives.reduce import (
 )
 from lowroll.objectives.surrogate import (
     ObjectiveInput,
-    as_floats,
+    TokenValues,
     exp_ratio,
-    flatten,
     masked_max,
-    prepare,
 )
 
 RATIO_TYPES = ("token", "sequence")
@@ -54,14 +50,8 @@ MODES = ("mask", "truncate")
 
 
 def aipo(
+    tokens: ObjectiveInput,
     *,
-    learner: Tensor,
-    behavior: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    teacher: Tensor | None = None,
-    segments: Tensor | None = None,
-    counts: Denominators | None = None,
     ratio_type: str = "token",
     mode: str = "mask",
     adv_tau: float = 1.0,
@@ -74,11 +64,8 @@ def aipo(
     sequence_mask_low: float = 0.0,
     sequence_mask_high: float = 100.0,
     sequence_clip_high: float = 10.0,
-    reduce: str,
-    max_length: float | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Return J to maximise and its statistics. Shapes as in `clipped`; `teacher` log-probs go with
-    teacher_tau.
+) -> TokenValues:
+    """Return each token's value and the statistics; the teacher's log-probs go with teacher_tau.
 
     ValueError for an unknown ratio_type or mode, bounds in the wrong order, or teacher_tau without
     a teacher.
@@ -97,17 +84,12 @@ def aipo(
             )
     if not sequence_clip_high > 0:
         raise ValueError(f"sequence_clip_high: {sequence_clip_high} must be positive")
-    tokens = prepare(
-        learner=learner, behavior=behavior, advantages=advantages, mask=mask, segments=segments
-    )
-    sequences, ratio_N = tokens.sequences, tokens.ratio_N.detach()
-    learner_N = torch.where(sequences.mask_N, flatten("learner", learner, mask), 0)
+    sequences, ratio_N, learner_N = tokens.sequences, tokens.ratio_N.detach(), tokens.learner_N
     advantages_N = adv_tau * tokens.advantages_N - kl_tau * tokens.log_ratio_N.detach()
     if teacher_tau:
-        if teacher is None:
+        if tokens.teacher_N is None:
             raise ValueError(f"teacher: teacher_tau {teacher_tau} needs the teacher's log-probs")
-        teacher_N = torch.where(sequences.mask_N, flatten("teacher", teacher.detach(), mask), 0)
-        advantages_N = advantages_N + teacher_tau * (teacher_N - learner_N.detach())
+        advantages_N = advantages_N + teacher_tau * (tokens.teacher_N - learner_N.detach())
     scale_N = ratio_N.clamp(max=token_mask_high) if mode == "truncate" else ratio_N
     if ratio_type == "sequence":
         scale_N = _sequence_scale(tokens, sequence_clip_high)
@@ -118,7 +100,6 @@ def aipo(
     masked_N = masked_N | (ratio_N < token_mask_low)
     kept_N = ~masked_N if mode == "truncate" else ~(masked_N | above_N)
     value_N = torch.where(kept_N, scale_N * advantages_N * learner_N, 0)
-    J = aggregate(value_N, sequences, mode=reduce, counts=counts, max_length=max_length)
     truncated_N = above_N & kept_N & (ratio_type == "token")
     statistics = {
         "policy/ratio_mean": masked_mean(ratio_N, sequences.mask_N),
@@ -126,7 +107,7 @@ def aipo(
         "correction/truncated_fraction": masked_mean(truncated_N, sequences.mask_N),
         "correction/dropped_tokens": tokens.num_dropped,
     }
-    return J, as_floats(statistics | rejection_statistics(kept_N, sequences))
+    return value_N, statistics | rejection_statistics(kept_N, sequences)
 
 
 def _sequence_scale(tokens: ObjectiveInput, clip_high: float) -> Tensor:

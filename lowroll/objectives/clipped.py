@@ -34,84 +34,37 @@ Notes:
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from lowroll.objectives.reduce import Denominators, aggregate
 from lowroll.objectives.surrogate import (
-    as_floats,
+    ObjectiveInput,
+    TokenValues,
     clip,
     policy_statistics,
-    prepare,
     truncate,
     weight_statistics,
 )
 
 
 def clipped(
-    *,
-    learner: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    proximal: Tensor | None = None,
-    behavior: Tensor | None = None,
-    segments: Tensor | None = None,
-    counts: Denominators | None = None,
-    eps_low: float,
-    eps_high: float,
-    dual_clip: float | None,
-    reduce: str,
-    max_length: float | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Return J to maximise and its statistics, for [B, T] tensors or packed [N] with `segments`
-    (see `surrogate`). The ratio's anchor is proximal or behavior, whichever is given."""
-    tokens = prepare(
-        learner=learner,
-        proximal=proximal,
-        behavior=behavior,
-        advantages=advantages,
-        mask=mask,
-        segments=segments,
-    )
+    tokens: ObjectiveInput, *, eps_low: float, eps_high: float, dual_clip: float | None
+) -> TokenValues:
+    """Return each token's value and the statistics. The ratio's anchor is the proximal policy, or
+    the sampler where that is the only one given."""
     kept = clip(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )
-    J = aggregate(kept.value_N, tokens.sequences, mode=reduce, counts=counts, max_length=max_length)
     statistics = policy_statistics(tokens, kept)
-    if behavior is not None:
+    if tokens.has_behavior:
         statistics["correction/dropped_tokens"] = tokens.num_dropped
-    return J, as_floats(statistics)
+    return kept.value_N, statistics
 
 
 def weighted(
-    *,
-    learner: Tensor,
-    proximal: Tensor,
-    behavior: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    segments: Tensor | None = None,
-    counts: Denominators | None = None,
-    cap: float,
-    eps_low: float,
-    eps_high: float,
-    dual_clip: float | None,
-    reduce: str,
-    max_length: float | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Return J to maximise and its statistics. Shapes as in `clipped`; `cap` is C."""
-    tokens = prepare(
-        learner=learner,
-        proximal=proximal,
-        behavior=behavior,
-        advantages=advantages,
-        mask=mask,
-        segments=segments,
-    )
+    tokens: ObjectiveInput, *, cap: float, eps_low: float, eps_high: float, dual_clip: float | None
+) -> TokenValues:
+    """Return each token's value and the statistics; `cap` is C."""
     weight_N = truncate(tokens.weight_N, cap)
     kept = clip(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )
-    J = aggregate(
-        weight_N * kept.value_N, tokens.sequences, mode=reduce, counts=counts, max_length=max_length
-    )
-    return J, as_floats(policy_statistics(tokens, kept) | weight_statistics(tokens, weight_N, cap))
+    statistics = policy_statistics(tokens, kept) | weight_statistics(tokens, weight_N, cap)
+    return weight_N * kept.value_N, statistics

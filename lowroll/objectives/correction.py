@@ -41,7 +41,6 @@ from lowroll.objectives.kl import ESTIMATORS
 from lowroll.objectives.reduce import (
     Denominators,
     Sequences,
-    aggregate,
     masked_mean,
     sequence_any,
     sequence_from,
@@ -50,11 +49,10 @@ from lowroll.objectives.reduce import (
 )
 from lowroll.objectives.surrogate import (
     ObjectiveInput,
-    as_floats,
+    TokenValues,
     clip,
     exp_ratio,
     policy_statistics,
-    prepare,
     truncate,
     weight_statistics,
 )
@@ -85,13 +83,8 @@ class CorrectionWeights:
 
 
 def reweight(
+    tokens: ObjectiveInput,
     *,
-    learner: Tensor,
-    behavior: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    proximal: Tensor | None = None,
-    segments: Tensor | None = None,
     counts: Denominators | None = None,
     weight: str = "token",
     cap: float,
@@ -103,25 +96,13 @@ def reweight(
     eps_low: float,
     eps_high: float,
     dual_clip: float | None,
-    reduce: str,
-    max_length: float | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Return J to maximise and its statistics. Shapes as in `clipped`; `proximal` is needed without
-    `bypass`.
+) -> TokenValues:
+    """Return each token's value and the statistics; with `bypass` the ratio's anchor is the
+    sampler.
 
     With `normalize`, `counts` must have the batch's weight sum (`Objective.count`). ValueError for
     an unknown weight or rule, or bounds that leave nothing.
     """
-    if proximal is None and not bypass:
-        raise ValueError("proximal: reweight needs these log-probs unless bypass is on")
-    tokens = prepare(
-        learner=learner,
-        proximal=None if bypass else proximal,
-        behavior=behavior,
-        advantages=advantages,
-        mask=mask,
-        segments=segments,
-    )
     verdict = judge(
         tokens, weight=weight, cap=cap, icepop=icepop, reject=reject, veto=veto, bypass=bypass
     )
@@ -133,8 +114,6 @@ def reweight(
         eps_low=eps_low,
         eps_high=eps_high,
         dual_clip=dual_clip,
-        reduce=reduce,
-        max_length=max_length,
     )
 
 
@@ -201,11 +180,9 @@ def correct(
     eps_low: float,
     eps_high: float,
     dual_clip: float | None,
-    reduce: str,
-    max_length: float | None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Return J and its statistics: the clipped surrogate under these weights, without the rejected
-    tokens."""
+) -> TokenValues:
+    """Return each token's value and the statistics: the clipped surrogate under these weights,
+    without the rejected tokens."""
     sequences, weight_N = tokens.sequences, verdict.weight_N
     if normalize:
         total = counts or Denominators(
@@ -223,19 +200,13 @@ def correct(
     clipped = clip(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )
-    J = aggregate(
-        torch.where(verdict.kept_N, weight_N * clipped.value_N, 0),
-        sequences,
-        mode=reduce,
-        counts=counts,
-        max_length=max_length,
-    )
+    value_N = torch.where(verdict.kept_N, weight_N * clipped.value_N, 0)
     statistics = policy_statistics(tokens, clipped) | weight_statistics(tokens, weight_N, math.inf)
     statistics["correction/truncated_fraction"] = masked_mean(verdict.cut_N, sequences.mask_N)
     statistics |= rejection_statistics(verdict.kept_N, sequences)
     if verdict.repaired_N is not None:
         statistics |= repair_statistics(verdict.repaired_N, sequences)
-    return J, as_floats(statistics)
+    return value_N, statistics
 
 
 def rejection_statistics(kept_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:

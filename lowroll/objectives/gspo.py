@@ -13,15 +13,13 @@ baseline of QaRL.
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from lowroll.objectives.reduce import Denominators, aggregate, sequence_mean
+from lowroll.objectives.reduce import sequence_mean
 from lowroll.objectives.surrogate import (
-    as_floats,
+    ObjectiveInput,
+    TokenValues,
     clip,
     exp_ratio,
     policy_statistics,
-    prepare,
     truncate,
     weight_statistics,
 )
@@ -29,45 +27,18 @@ from lowroll.objectives.table import CAP
 
 
 def gspo(
-    *,
-    learner: Tensor,
-    proximal: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    behavior: Tensor | None = None,
-    segments: Tensor | None = None,
-    counts: Denominators | None = None,
-    cap: float = CAP,
-    eps_low: float,
-    eps_high: float,
-    reduce: str,
-    max_length: float | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Return J to maximise and its statistics. Shapes as in `clipped`; `cap` applies to the
-    optional `behavior`."""
-    tokens = prepare(
-        learner=learner,
-        proximal=proximal,
-        behavior=behavior,
-        advantages=advantages,
-        mask=mask,
-        segments=segments,
-    )
+    tokens: ObjectiveInput, *, cap: float = CAP, eps_low: float, eps_high: float
+) -> TokenValues:
+    """Return each token's value and the statistics; `cap` applies where the sampler's log-probs are
+    given."""
     log_ratio_N = tokens.log_ratio_N
     sequence_ratio_S = exp_ratio(sequence_mean(log_ratio_N, tokens.sequences)).to(log_ratio_N.dtype)
     ratio_N = (
         sequence_ratio_S[tokens.sequences.segments_N] * (log_ratio_N - log_ratio_N.detach()).exp()
     )
-    weight_N = tokens.weight_N if behavior is None else truncate(tokens.weight_N, cap)
+    weight_N = truncate(tokens.weight_N, cap) if tokens.has_behavior else tokens.weight_N
     clipped = clip(ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high)
-    J = aggregate(
-        weight_N * clipped.value_N,
-        tokens.sequences,
-        mode=reduce,
-        counts=counts,
-        max_length=max_length,
-    )
     statistics = policy_statistics(tokens, clipped, ratio_N)
-    if behavior is not None:
+    if tokens.has_behavior:
         statistics |= weight_statistics(tokens, weight_N, cap)
-    return J, as_floats(statistics)
+    return weight_N * clipped.value_N, statistics

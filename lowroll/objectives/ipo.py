@@ -21,39 +21,32 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from lowroll.objectives.correction import rejection_statistics
-from lowroll.objectives.reduce import Denominators, aggregate, masked_mean
-from lowroll.objectives.surrogate import as_floats, flatten, masked_max, prepare
+from lowroll.objectives.reduce import masked_mean
+from lowroll.objectives.surrogate import (
+    ObjectiveInput,
+    TokenValues,
+    masked_max,
+)
 
 
 def ipo(
+    tokens: ObjectiveInput,
     *,
-    learner: Tensor,
-    behavior: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    segments: Tensor | None = None,
-    counts: Denominators | None = None,
     signed: bool = False,
     width: float = 0.2,
     ratio_cap: float = math.exp(2),
     kl_tau: float = 1e-3,
-    reduce: str,
-    max_length: float | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Return J to maximise and its statistics. Shapes as in `clipped`. ValueError for a width below
-    0 or a cap not above 0."""
+) -> TokenValues:
+    """Return each token's value and the statistics. ValueError for a width below 0 or a cap not
+    above 0."""
     if not width >= 0:
         raise ValueError(f"width: {width} must be 0 or more")
     if not ratio_cap > 0:
         raise ValueError(f"ratio_cap: {ratio_cap} must be positive")
-    tokens = prepare(
-        learner=learner, behavior=behavior, advantages=advantages, mask=mask, segments=segments
-    )
     sequences, ratio_N, A_N = tokens.sequences, tokens.ratio_N.detach(), tokens.advantages_N
-    learner_N = torch.where(sequences.mask_N, flatten("learner", learner, mask), 0)
+    learner_N = tokens.learner_N
     behavior_N = learner_N.detach() - tokens.log_ratio_N.detach()
     moved_N = learner_N.detach().exp() - behavior_N.exp()
     if signed:
@@ -64,7 +57,6 @@ def ipo(
     value_N = (
         torch.where(far_N, 0, A_N * scale_N * learner_N) - kl_tau * tokens.log_ratio_N.square()
     )
-    J = aggregate(value_N, sequences, mode=reduce, counts=counts, max_length=max_length)
     statistics = {
         "policy/ratio_mean": masked_mean(ratio_N, sequences.mask_N),
         "policy/ratio_max": masked_max(ratio_N, sequences.mask_N),
@@ -73,4 +65,4 @@ def ipo(
         ),
         "correction/dropped_tokens": tokens.num_dropped,
     }
-    return J, as_floats(statistics | rejection_statistics(~far_N, sequences))
+    return value_N, statistics | rejection_statistics(~far_N, sequences)

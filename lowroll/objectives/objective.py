@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from lowroll.objectives.correction import CorrectionWeights
-from lowroll.objectives.reduce import Denominators, count
-from lowroll.objectives.surrogate import prepare
+from lowroll.objectives.reduce import Denominators, aggregate, count
+from lowroll.objectives.surrogate import TokenValues, as_floats, prepare
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, ObjectiveRow, pair
 
-INPUTS = ("learner", "proximal", "behavior", "teacher", "advantages", "mask", "segments", "counts")
+GIVEN = ("tokens", "counts")  # parameters of a function that are not options
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Objective:
     row: ObjectiveRow
 
     @property
-    def function(self) -> Callable[..., tuple[Tensor, dict[str, float]]]:
-        """The function from log-probs, advantages and options to J and its statistics."""
+    def function(self) -> Callable[..., TokenValues]:
+        """The function from `prepare`'s tokens and options to their values and statistics."""
         return _at(self.row.home)
 
     @property
@@ -50,8 +50,8 @@ class Objective:
     def options(self) -> dict[str, Any]:
         """All options (eps_low, cap, reduce, ...) with their defaults."""
         parameters = inspect.signature(self.function).parameters
-        own = {name: p.default for name, p in parameters.items() if name not in INPUTS}
-        given = own | dict(self.row.options)
+        own = {name: p.default for name, p in parameters.items() if name not in GIVEN}
+        given = own | dict(self.row.options) | {"max_length": None}
         return {name: value for name, value in given.items() if name not in self.row.fixed}
 
     def __call__(
@@ -67,28 +67,30 @@ class Objective:
         counts: Denominators | None = None,
         **options: Any,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Call the function with the log-probs that it needs; others are ignored.
+        """Return J to maximise and its statistics, for [B, T] tensors or packed [N] with `segments`.
 
-        ValueError for missing log-probs or an unknown option.
+        counts: of the whole batch, where these tokens are a part of it. Log-probs that the row does
+        not name are ignored. ValueError for missing log-probs or an unknown option.
         """
-        options = self._complete(options)
-        needed = {"proximal": proximal} if self.needs_proximal else {}
+        options = {**self._complete(options), **self.row.fixed}
+        mode, max_length = options.pop("reduce"), options.pop("max_length")
+        # with `bypass` the learner is compared with the sampler itself
+        anchored = self.needs_proximal and not options.get("bypass")
+        needed = {"proximal": proximal} if anchored else {}
         needed |= {"behavior": behavior} if self.needs_behavior else {}
         for name, log_probs in needed.items():
             if log_probs is None:
                 raise ValueError(f"{name}: objective {self.name} needs these log-probs")
-        if "teacher" in inspect.signature(self.function).parameters:
+        if options.get("teacher_tau"):
             needed["teacher"] = teacher
-        return self.function(
-            learner=learner,
-            advantages=advantages,
-            mask=mask,
-            segments=segments,
-            counts=counts,
-            **needed,
-            **self.row.fixed,
-            **options,
+        tokens = prepare(
+            learner=learner, advantages=advantages, mask=mask, segments=segments, **needed
         )
+        if "counts" in inspect.signature(self.function).parameters:
+            options["counts"] = counts
+        value_N, statistics = self.function(tokens, **options)
+        J = aggregate(value_N, tokens.sequences, mode=mode, counts=counts, max_length=max_length)
+        return J, as_floats(statistics)
 
     def normalizes(self, **options: Any) -> bool:
         """Return whether the weights are divided by their mean over the batch, whose sum `counts`

@@ -23,21 +23,14 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
 from lowroll.objectives.correction import Bounds, CorrectionWeights, checked_bounds, correct, judge
 from lowroll.objectives.reduce import Denominators
-from lowroll.objectives.surrogate import ObjectiveInput, prepare
+from lowroll.objectives.surrogate import ObjectiveInput, TokenValues
 
 
 def sparse(
+    tokens: ObjectiveInput,
     *,
-    learner: Tensor,
-    proximal: Tensor,
-    behavior: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    segments: Tensor | None = None,
     counts: Denominators | None = None,
     xi_cap: float | None = None,
     token_rs: Bounds | None = None,
@@ -47,22 +40,12 @@ def sparse(
     eps_low: float,
     eps_high: float,
     dual_clip: float | None,
-    reduce: str,
-    max_length: float | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Return J to maximise and its statistics. Shapes as in `clipped`; `token_rs` are bounds (low,
-    high) on xi; `repair` is None or "mask".
+) -> TokenValues:
+    """Return each token's value and the statistics; `token_rs` are bounds (low, high) on xi;
+    `repair` is None or "mask".
 
     With `normalize_xi`, `counts` must have the batch's sum of xi (`Objective.count`).
     """
-    tokens = prepare(
-        learner=learner,
-        proximal=proximal,
-        behavior=behavior,
-        advantages=advantages,
-        mask=mask,
-        segments=segments,
-    )
     verdict = judge_sparse(tokens, xi_cap=xi_cap, token_rs=token_rs, veto=veto, repair=repair)
     return correct(
         tokens,
@@ -72,8 +55,6 @@ def sparse(
         eps_low=eps_low,
         eps_high=eps_high,
         dual_clip=dual_clip,
-        reduce=reduce,
-        max_length=max_length,
     )
 
 

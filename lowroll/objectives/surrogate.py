@@ -39,19 +39,23 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True)
 class ObjectiveInput:
-    """The checked and cleaned input of an objective. Only log_ratio_N and ratio_N carry gradient.
-
-    log_ratio_N learner - proximal, or learner - behavior without proximal ratio_N its exponential
-    log_weight_N proximal - behavior, or 0 without both weight_N w, its exponential
-    """
+    """The checked and cleaned tokens of an objective. Only learner_N, log_ratio_N and ratio_N carry
+    gradient."""
 
     sequences: Sequences
-    log_ratio_N: Tensor
-    ratio_N: Tensor
-    log_weight_N: Tensor
-    weight_N: Tensor
+    learner_N: Tensor  # log-probs
+    log_ratio_N: Tensor  # learner - proximal, or learner - behavior without proximal
+    ratio_N: Tensor  # its exponential
+    log_weight_N: Tensor  # proximal - behavior, or 0 without both
+    weight_N: Tensor  # w, its exponential
     advantages_N: Tensor
+    teacher_N: Tensor | None  # log-probs
+    has_behavior: bool
     num_dropped: Tensor
+
+
+# what an objective returns: each token's value [N], and the statistics
+TokenValues = tuple[Tensor, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def prepare(
     segments: Tensor | None,
     proximal: Tensor | None = None,
     behavior: Tensor | None = None,
+    teacher: Tensor | None = None,
 ) -> ObjectiveInput:
     """Check shapes, flatten, clean masked entries, drop unusable tokens, and take the ratios.
 
@@ -89,6 +94,7 @@ def prepare(
         "advantages": advantages,
         "proximal": proximal,
         "behavior": behavior,
+        "teacher": teacher,
     }
     flat = {
         name: flatten(name, x if name == "learner" else x.detach(), mask)
@@ -108,11 +114,14 @@ def prepare(
         log_weight_N = clean["proximal"] - clean["behavior"]
     return ObjectiveInput(
         sequences,
+        clean["learner"],
         log_ratio_N,
         exp_ratio(log_ratio_N),
         log_weight_N,
         exp_ratio(log_weight_N),
         clean["advantages"],
+        clean.get("teacher"),
+        "behavior" in clean,
         num_dropped,
     )
 

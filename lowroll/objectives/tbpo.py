@@ -22,55 +22,36 @@ Shape legend: N tokens of the call, laid end to end; S sequences.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from lowroll.objectives.reduce import (
-    Denominators,
-    aggregate,
     masked_mean,
     sequence_any,
     sequence_mean,
 )
 from lowroll.objectives.surrogate import (
-    as_floats,
+    ObjectiveInput,
+    TokenValues,
     clip,
     exp_ratio,
     policy_statistics,
-    prepare,
     weight_statistics,
 )
 
 
 def tbpo(
+    tokens: ObjectiveInput,
     *,
-    learner: Tensor,
-    proximal: Tensor,
-    behavior: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    segments: Tensor | None = None,
-    counts: Denominators | None = None,
     cap: float,
     eps_low: float,
     eps_high: float,
     eps_negative: float = 7e-4,
-    reduce: str,
-    max_length: float | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Return J to maximise and its statistics. Shapes as in `clipped`; `cap` is C >= 1,
-    `eps_negative` bounds A < 0 above."""
+) -> TokenValues:
+    """Return each token's value and the statistics; `cap` is C >= 1, `eps_negative` bounds A < 0
+    above."""
     if not cap >= 1:
         raise ValueError(f"cap: {cap} must be 1 or more; weights are kept in [1/cap, cap]")
     if not eps_negative > 0:
         raise ValueError(f"eps_negative: {eps_negative} must be positive")
-    tokens = prepare(
-        learner=learner,
-        proximal=proximal,
-        behavior=behavior,
-        advantages=advantages,
-        mask=mask,
-        segments=segments,
-    )
     sequences, dtype = tokens.sequences, tokens.log_ratio_N.dtype
     ratio_S = exp_ratio(sequence_mean(tokens.log_ratio_N, sequences)).to(dtype)
     mismatch_S = exp_ratio(sequence_mean(tokens.log_weight_N, sequences)).to(dtype)
@@ -82,9 +63,6 @@ def tbpo(
     clipped = clip(
         ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=1 + eps_negative
     )
-    J = aggregate(
-        weight_N * clipped.value_N, sequences, mode=reduce, counts=counts, max_length=max_length
-    )
     cut_N = ((mismatch_S > cap) | (mismatch_S < 1 / cap))[sequences.segments_N]
     outside_S = sequence_any(clipped.above_N | clipped.below_N | clipped.dual_N, sequences)
     statistics = policy_statistics(tokens, clipped, ratio_N) | weight_statistics(
@@ -94,4 +72,4 @@ def tbpo(
     statistics["policy/band_masked_fraction"] = masked_mean(
         outside_S, sequence_any(torch.ones_like(cut_N), sequences)
     )
-    return J, as_floats(statistics)
+    return weight_N * clipped.value_N, statistics

@@ -15,12 +15,12 @@ from lowroll.objectives.acr import acr as acr_function
 from lowroll.objectives.clipped import clipped
 from lowroll.objectives.objective import named, select
 from lowroll.objectives.reduce import Denominators, aggregate, count, sequences_of
-from tests.fixtures.objectives import call, f64, of_row, random_batch, single
+from tests.fixtures.objectives import call, f64, random_batch, single
 
 torch.set_num_threads(1)
 
-acr, dapo, decoupled, dr_grpo = map(of_row, ("acr", "dapo", "decoupled", "dr_grpo"))
-grpo, gspo, naive_is, rloo, tis = map(of_row, ("grpo", "gspo", "is", "rloo", "tis"))
+acr, dapo, decoupled, dr_grpo = map(named, ("acr", "dapo", "decoupled", "dr_grpo"))
+grpo, gspo, naive_is, rloo, tis = map(named, ("grpo", "gspo", "is", "rloo", "tis"))
 
 
 # Aggregation

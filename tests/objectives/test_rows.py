@@ -14,11 +14,11 @@ import torch
 from lowroll.objectives.objective import Objective, named, select
 from lowroll.objectives.reduce import Denominators, count
 from lowroll.objectives.table import ALGORITHMS, RULES, forms
-from tests.fixtures.objectives import f64, of_row, random_batch, single
+from tests.fixtures.objectives import f64, random_batch, single
 
-aipo, decoupled, gspo, ipo = map(of_row, ("aipo", "decoupled", "gspo", "ipo"))
-naive_is, reweight, sparse = map(of_row, ("is", "reweight", "sparse"))
-tbpo, tis = of_row("tbpo"), of_row("tis")
+aipo, decoupled, gspo, ipo = map(named, ("aipo", "decoupled", "gspo", "ipo"))
+naive_is, reweight, sparse = map(named, ("is", "reweight", "sparse"))
+tbpo, tis = named("tbpo"), named("tis")
 
 
 def ragged(*rows):
@@ -633,7 +633,7 @@ def test_tbpo_and_gspo_with_tis_weigh_by_different_means():
         "advantages": torch.ones(1, 2),
         "mask": torch.ones(1, 2),
     }
-    assert run(gspo, lpo, **inputs)[1][0] == pytest.approx([1, 0.125])
+    assert run(select("gspo", "tis"), lpo, **inputs)[1][0] == pytest.approx([1, 0.125])
     assert run(tbpo, lpo, **inputs)[1][0] == pytest.approx([0.5, 0.5])
     assert run(decoupled, lpo, **inputs)[1][0] == pytest.approx([2, 0.125])
 
