@@ -20,7 +20,7 @@ from lowroll.kv.cache import DecodeRows, KVCache
 from lowroll.model import hf
 from lowroll.quant.formats import get_format
 from lowroll.runs import demo
-from lowroll.runs.assembly import engines
+from lowroll.runs.assembly import native
 from lowroll.runs.diagnose import CAUSES, Diagnosis, attribute, diagnose
 from tests.fixtures.runs import ALWAYS, TINY, settings, train
 
@@ -244,7 +244,7 @@ def test_what_a_cache_forgets_and_rounds_is_named(
     kv = ({} if budget is None else bounded) | {"dtype": "fp8" if rounds else "auto"}
     if rounds:
         monkeypatch.setattr(runner, "KVCache", Rounding)
-    monkeypatch.setattr(engines, "NativeEngine", RoundingEngine if rounds else lowroll.Engine)
+    monkeypatch.setattr(native, "NativeEngine", RoundingEngine if rounds else lowroll.Engine)
     found = of(model, weights, n, kv=kv)
     is_exact = not rounds and budget != 12
     assert part(found, "kv").logp_diff_max == 0 if is_exact else found.share("kv") > 0.05
