@@ -133,9 +133,11 @@ def _lengths(files: Files) -> Iterator[Setting]:
         response = max(1, longest // 2)
         note = f"sampling.max_tokens is not set: {response}, half of the sequence length"
     yield Setting("rollout.max_tokens", response, orch.mark("sampling.max_tokens"), note)
-    steps = [value for value in (orch["max_steps"], train["max_steps"]) if value not in (None, -1)]
-    note = "" if steps else "warning: no max_steps in either file: the run stops after 100 steps"
-    yield Setting("train.max_steps", steps[0] if steps else 100, orch.mark("max_steps"), note)
+    limits = [file for file in (orch, train) if file["max_steps"] not in (None, -1)]
+    note = "" if limits else "warning: no max_steps in either file: the run stops after 100 steps"
+    source = limits[0] if limits else orch
+    steps = source["max_steps"] if limits else 100
+    yield Setting("train.max_steps", steps, source.mark("max_steps"), note)
 
 
 def _switches(files: Files) -> Iterator[Setting]:
