@@ -1,9 +1,8 @@
-"""The interface of a rollout engine, in this process or on a server.
+"""The interface of a rollout engine, in this process (`engine.native`) or on a server
+(`engine.remote`).
 
-Runs, evaluation and diagnosis know `Engine` and nothing behind it: what it can do is said by
-`capabilities`, what it holds and has done by `stats()`, and which policy it draws from by
-`behavior`. Implementations: `engine.native`, `engine.remote`. The orchestrator, which may not
-import this package, needs less (`orchestrator.client.EngineClient`), and every `Engine` is one.
+Runs, evaluation and diagnosis know `Engine` and nothing behind it. The orchestrator, which may not
+import this package, uses the smaller `orchestrator.client.EngineClient`, and every `Engine` is one.
 """
 
 from __future__ import annotations
@@ -24,46 +23,45 @@ if TYPE_CHECKING:
     from lowroll.weights.sync.update import WeightUpdate
 
 
-# What becomes of the samples in flight when the weights change, or the cache goes. "keep": they go
-# on, their older tokens and keys stay, and their spans say who drew what. "replay": they begin again
-# with the same noise and what they have drawn as a guess (`engine.drafts`); what comes out is what
-# the newest weights would have drawn from the start
+# The fate of samples in flight when the weights change or the cache goes. "keep": they go on with
+# their older tokens and keys, and their spans say which policy drew which token. "replay": they
+# begin again with the same noise and their tokens as drafts (`engine.drafts`), so that the result
+# is what the newest weights would have drawn from the start
 InFlight = Literal["keep", "replay"]
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The features that an engine supports, known before the first request."""
+    """The features that an engine supports."""
 
-    context_length: int  # tokens of a prompt and its response
+    context_length: int  # longest prompt with its response, in tokens
     updates: frozenset[Kind]  # kinds of weight update that it takes as a stream
-    updates_in_flight: bool  # new weights while requests run; their spans say which token is whose
+    updates_in_flight: bool  # takes new weights while requests run
     noise: bool  # an update may put noise on the norms
-    scores: bool  # `score`: log-probs of given tokens under its own weights and kernels
-    exact_logprobs: bool  # of the distribution that was drawn from, after top-k, top-p, penalties
+    scores: bool  # `score` is supported
+    exact_logprobs: bool  # log-probs are of the distribution after top-k, top-p, penalties
     sampler: frozenset[str]  # fields of `Request` that it respects
-    kv: CachePolicy = DENSE  # which keys a sample's cache keeps, by arithmetic
-    kv_dtype: str | None = None  # of the stored keys and values; None is the model's own
-    records_evictions: bool = False  # its rollouts say what a bounded cache dropped
-    replays: bool = False  # it can begin what is in flight again under new weights (`InFlight`)
-    vocab_size: int | None = None  # logits of a token; None where it is not told
-    lora_rank: int | None = None  # of adapters at most; 0: it takes none; None: it is not told
+    kv: CachePolicy = DENSE  # the keys that a sample's cache keeps
+    kv_dtype: str | None = None  # of stored keys and values; None: the model's own
+    records_evictions: bool = False  # rollouts say what a bounded cache dropped
+    replays: bool = False  # supports "replay" (`InFlight`)
+    vocab_size: int | None = None  # number of logits; None: unknown
+    lora_rank: int | None = None  # largest rank of an adapter; 0: takes none; None: unknown
 
     @property
     def kv_policy(self) -> str:
-        """The name of its cache policy."""
         return self.kv.name
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """The figures that a report shows of an engine."""
+    """The figures of an engine for a report."""
 
     weights: str  # format of the linear weights
-    weight_bits: float  # bits of one of them, with the scales of its group
-    cache_tokens: int  # that the KV cache holds
+    weight_bits: float  # bits of one weight, with the scales of its group
+    cache_tokens: int  # capacity of the KV cache
     cache_bytes: int = 0
-    policy_bytes: int = 0  # beside the cache: of its policy's state, and of what records evictions
+    policy_bytes: int = 0  # beside the cache: the state of its policy and the record of evictions
     virtual_memory_bytes: int = 0  # of the cache, in device memory that torch does not count
     pages_peak: int = 0  # most pages of the cache ever held at once
     prefix_hits: int = 0  # pages that a request found in the cache
@@ -71,29 +69,27 @@ class EngineStats:
     waiting: int = 0  # samples that wait for pages
     tokens: int = 0  # drawn since the engine was made
     cache_used: int = 0  # tokens of the cache in pages that requests hold
-    replays: int = 0  # samples that were replayed to the end of what they had drawn, or to a change
-    replayed_tokens: int = 0  # that they had drawn
-    kept_tokens: int = (
-        0  # of those: the ones that the newer weights draw too, up to the first change
-    )
+    replays: int = 0  # samples replayed to the end of their drafts, or to the first change
+    replayed_tokens: int = 0  # tokens of those drafts
+    kept_tokens: int = 0  # of those, the ones up to the first change
 
 
 @dataclass(frozen=True)
 class PartialSample:
-    """The tokens that one sample of a request has drawn so far. The lists are the engine's own and
+    """The tokens that one sample of a request has drawn so far. The lists belong to the engine and
     grow: read them before the next `step`."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    finish_reason: FinishReason | None  # None while it goes on
-    top_logprobs: Sequence[list[tuple[int, float]]] | None = None  # where the request has them
+    finish_reason: FinishReason | None  # None while it runs
+    top_logprobs: Sequence[list[tuple[int, float]]] | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """Log-probs of a response of T tokens, and the K likeliest tokens at each of its places, likeliest
-    first and the lower id before an equal one. On the CPU, in float32 and int64."""
+    """The log-probs of a response of T tokens, and the K likeliest tokens at each position,
+    likeliest first and the lower id first among equals. On the CPU, in float32 and int64."""
 
     logprobs_T: Tensor
     top_ids_TK: Tensor
@@ -101,7 +97,8 @@ class Ranked:
 
 
 class Engine(Protocol):
-    """Requests in, rollouts with their own log-probs out. One thread calls everything."""
+    """An engine that takes requests and returns rollouts with their own log-probs. Used by one
+    thread."""
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -114,12 +111,12 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns its handle. ValueError names the wrong field."""
+        """Queue a request and return its handle. ValueError names the wrong field."""
         ...
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
-        """One step for everything in flight. Returns the requests that ended, by handle. meanwhile:
-        what this thread may do while it would wait, called at most once."""
+        """Run one step for everything in flight and return the requests that ended, by handle.
+        meanwhile: called at most once, while this thread would wait."""
         ...
 
     def so_far(self, handle: int) -> list[PartialSample]:
@@ -129,14 +126,14 @@ class Engine(Protocol):
         ...
 
     def abort(self, handle: int) -> bool:
-        """End a request now; its group comes back with finish reason "abort". False if it had
-        ended."""
+        """End a request now; its group comes back with finish reason "abort". Return False if it
+        had ended."""
         ...
 
     def generate(
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
-        """The groups of all requests, in their order. on_progress(done, total) counts them; what it
+        """Return the groups of all requests, in their order. on_progress(done, total): what it
         raises ends the call. ValueError names the request and the field."""
         ...
 
@@ -146,9 +143,9 @@ class Engine(Protocol):
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Log-probs of each sequence's response under a cache that forgets and rounds nothing,
-        whatever the engine's own: weights and kernels are the engine's. In nats, [response tokens]
-        in float32 on the CPU. ValueError names a sequence that does not fit."""
+        """Return the log-probs of each sequence's response with the engine's weights and kernels,
+        under a cache that drops and rounds nothing. In nats, [response tokens] in float32 on the
+        CPU. ValueError names a sequence that does not fit."""
         ...
 
     def score_top(
@@ -158,40 +155,39 @@ class Engine(Protocol):
         top: int,
         temperature: float = 1.0,
     ) -> list[Ranked]:
-        """Return the results of `score` with the `top` likeliest tokens at each position.
-        ValueError names a sequence that does not fit, or `top`."""
+        """Return the results of `score` with the `top` likeliest tokens at each position."""
         ...
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
-        """Take new weights between two steps; what is in flight goes on under them, or is replayed.
-        Returns the new `behavior`. ValueError, before anything is written, names what does not
-        fit."""
+        """Take new weights between two steps and return the new `behavior`. ValueError, before
+        anything is written, names what does not fit."""
         ...
 
     def linear_weights(self) -> Mapping[str, QTensor]:
-        """The linear weights that it multiplies with, by name, to be read: their storages are
-        refilled by every update. Empty when they lie in another process."""
+        """Return the linear weights by name, for reading only: every update refills their storages.
+        Empty when they are in another process."""
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Forget the pages of shared prompts: what comes next has the bits of a fresh engine."""
+        """Forget the pages of shared prompts, so that later requests have the bits of a fresh
+        engine."""
         ...
 
     def release(self, in_flight: InFlight = "keep") -> None:
-        """Give the memory of the KV cache away until the next step. Requests in flight are replayed
-        from there on, or, as they cannot be kept, a RuntimeError."""
+        """Free the memory of the KV cache until the next step. Requests in flight are replayed from
+        there on; RuntimeError with "keep" when there are any."""
         ...
 
     def close(self) -> None:
-        """Give back what it holds outside of this object: processes, connections, files. Nothing
-        else may be called then. Idempotent."""
+        """Free processes, connections and files. No other method may be called afterwards.
+        Idempotent."""
         ...
 
 
 def replayed(before: EngineStats, after: EngineStats) -> dict[str, float]:
-    """The metrics of the replays between two looks at one engine; {} when there were none."""
+    """Return the metrics of the replays between two `stats` of one engine; {} when there were none."""
     samples = after.replays - before.replays
-    if samples <= 0:  # fewer than before: an engine that was started again counts anew
+    if samples <= 0:  # an engine that was restarted counts from zero
         return {}
     tokens = after.replayed_tokens - before.replayed_tokens
     kept = after.kept_tokens - before.kept_tokens

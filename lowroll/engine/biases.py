@@ -1,6 +1,5 @@
-"""The changes that the host makes to logits before each token: it adds a request's own bias and its
-presence and frequency penalties, which go by the tokens of the response so far, and constrains it
-to its grammar. Arithmetic alone, for the scheduler too: no torch."""
+"""The changes that the host makes to logits before each token: the request's own bias, its presence
+and frequency penalties, and its grammar. No torch, since the scheduler uses it too."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from lowroll.engine.sequence import DrawnPosition, Sequence
 
 
 def needs_host(s: Sequence | DrawnPosition) -> bool:
-    """Return whether the host changes the logits before each token: by a grammar, or as
-    `is_biased`."""
+    """Return whether the host changes the logits before each token."""
     return s.group.grammar is not None or is_biased(s)
 
 
@@ -22,7 +20,6 @@ def is_biased(s: Sequence | DrawnPosition) -> bool:
 
 
 def biases_of(s: Sequence | DrawnPosition) -> dict[int, float]:
-    """Return the bias that is added to each logit, by token id."""
     r, found = s.request, dict(s.request.logit_bias or ())
     if r.presence_penalty or r.frequency_penalty:
         for token, count in Counter(s.token_ids).items():

@@ -1,31 +1,29 @@
-"""The rows that decode, resident on the device: several steps run without the host looking at any.
+"""The rows that decode, resident on the device: several steps run without the host.
 
 A sample has a slot from its admission to its end; the rows of a batch are the samples that decode
-now, in any slots. A row's state is its last token, where that token stands, the position at which
-it must have stopped, its noise key, temperature, page table, and the number of keys in its cache,
-which a policy may bound (`kv.policy.base`). One step reads the state and leaves the next one in its
-place:
+now, in any slots. A row's state is its last token and position, the position at which it must stop,
+its noise key, temperature, page table, and the number of keys in its cache, which a policy may
+bound (`kv.policy.base`). One step replaces the state by the next one:
 
     hidden = model(last token, position)      K/V go to the row's page, attention reads the pages
     token, log-prob = draw(logits)            written behind those of the steps before
 
 so the host uploads what changed, starts `steps` steps, and reads all tokens and log-probs at once.
-On CUDA a step is one graph, captured once for each size of batch in BUCKETS; the rows that a batch
-lacks are dead: they write nothing, and nobody reads them. A row that reaches its end, or whose
-cache is full, between two looks is dead from there on. A row that stops for another reason (a stop
-id) runs on to the next look; what it draws behind its stop is dropped by the scheduler.
+On CUDA a step is one graph, captured once for each size of batch in BUCKETS. The rows that a batch
+lacks are dead: they write nothing. A row that reaches its end, or whose cache is full, is dead from
+there on. A row that stops for another reason (a stop id) runs to the last of the steps, and the
+scheduler drops what it draws behind its stop.
 
-With a second model in another format (`large_batch_model`), batches of LARGE_BATCH_FROM rows and
-more run on that one: 4-bit weights are the fewest bytes while few rows wait for them, 8-bit ones
-the cheaper product for many (docs/benchmarks.md).
+Batches of LARGE_BATCH_FROM rows and more run on `large_batch_model` where there is one: 4-bit
+weights are the fewest bytes to read for few rows, 8-bit ones the cheaper product for many
+(docs/benchmarks.md).
 
 Every tensor that a graph reads is allocated once: new weights are written in place, and the graphs
 stay valid.
 
-Filters, penalties and bans are part of the step (`engine.sampling_state`): graphs are captured with and
-without them, and a row's bits are the same in each. Rows that ask for the likeliest tokens, or for a bias of
-logits, need their logits: there the graph ends, and the step goes on outside it, for them and the rows beside
-them.
+Filters, penalties and bans are part of the step (`engine.sampling_state`): graphs are captured with
+and without them, and a row's bits are the same in each. If a row requests the likeliest tokens or a
+bias of logits, the graph ends at the logits, and the step of all rows goes on outside it.
 
 Legend: B rows, P pages of a row, S steps, V vocabulary.
 """
@@ -58,8 +56,8 @@ LARGE_BATCH_FROM = 9  # rows
 
 
 def bucket(num_rows: int) -> int:
-    """Rows of the batch that `num_rows` run in: a row's numbers depend on it, and on nothing else
-    about the batch."""
+    """Return the batch size that `num_rows` are padded to; a row's numbers depend on it, and on
+    nothing else about the batch."""
     return next((size for size in BUCKETS if size >= num_rows), -(-num_rows // 128) * 128)
 
 
@@ -73,8 +71,8 @@ class PendingSteps:
 
 
 class Decoder:
-    """See the top of the file. max_batch: most rows; max_pages: most pages of a row; selector: the
-    cache policy's device side, if it has one; cuda_graphs: False starts kernels one by one."""
+    """The device side of decoding. selector: the device side of the cache policy, if it has one.
+    cuda_graphs: False starts kernels one by one."""
 
     def __init__(
         self,
@@ -98,9 +96,9 @@ class Decoder:
         self._last: list[int] = []  # the token that the device drew last for each row
         self._until: list[int] = []  # the position at which the device stops each row
         self._paged: list[Sequence] = []  # the rows of the device's page tables
-        # by slot: whose pages the table on the host has, after how many compactions, and how many
+        # the page table on the host, by slot: the sequence, its compactions, its pages
         self._known: list[tuple[Sequence | None, int, int]] = [(None, 0, 0)] * max_batch
-        self._widest = 0  # pages of the row that has most
+        self._widest = 0  # most pages of any row
         self._sampling = SamplingState(most, max_batch, model.spec.vocab_size, self.device)
         # on the host, what will be uploaded: one row of `state` a quantity
         pinned = self.device.type == "cuda"
@@ -116,7 +114,7 @@ class Decoder:
         self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.tokens_SB = torch.zeros(MOST_STEPS, most, dtype=torch.int64, device=self.device)
         self.logprobs_SB = torch.zeros(MOST_STEPS, most, dtype=torch.float32, device=self.device)
-        # where the steps of all sizes leave their logits, for rows that are drawn outside the graph
+        # the logits of steps of all sizes, for rows that are drawn outside the graph
         self.logits: Tensor | None = None
         self._graphs: dict[tuple[int, DrawMode | None], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -124,10 +122,8 @@ class Decoder:
         self.replays = 0  # steps that ran as a graph
 
     def start(self, sequences: list[Sequence], steps: int) -> PendingSteps:
-        """Have `steps` tokens of each sequence drawn; what comes of it is to be read by `read`, before
-        the next start.
-
-        The pages of all steps are in place.
+        """Start `steps` tokens of each sequence, whose pages are allocated. The result must be read
+        (`read`) before the next start.
         """
         size = self.size(len(sequences))
         self._upload(sequences, size)
@@ -155,9 +151,8 @@ class Decoder:
     def read(
         self, begun: PendingSteps
     ) -> tuple[list[list[int]], list[list[float]], list[list[list[tuple[int, float]]] | None]]:
-        """Wait for what was started: (ids, log-probs), both [B, S], and what each row is told of the
-        likeliest tokens (`sampler.TopLogprobs`). ValueError when the model gives a row no
-        distribution."""
+        """Wait for what was started. Return (ids, log-probs), both [B, S], and each row's likeliest
+        tokens (`sampler.TopLogprobs`). ValueError when the model gives a row no distribution."""
         tokens_SB = self.tokens_SB[: begun.steps, : begun.rows].cpu()
         logprobs_SB = self.logprobs_SB[: begun.steps, : begun.rows].cpu()
         if not all_finite(logprobs_SB):
@@ -168,15 +163,14 @@ class Decoder:
         return tokens_BS, logprobs_BS, begun.ranks.told(tokens_BS, logprobs_BS)
 
     def place(self, sequences: list[Sequence]) -> tuple[Tensor, DecodeRows]:
-        """Last tokens [B] and rows of these sequences, and dead ones as a step of so many has them,
-        for a pass of somebody else's: what it draws is not seen here."""
+        """Return the last tokens [B] and the rows of these sequences, padded with dead rows to a
+        batch size, for a pass outside the decoder, which does not see what that pass draws."""
         size = self.size(len(sequences))
         self._upload(sequences, size)
         self._rows = []
         return self.state[0, :size], self._live(size)
 
     def _live(self, size: int) -> DecodeRows:
-        """The first `size` rows as they are now."""
         lengths_B = self.lengths_B[:size]
         slots_B = self.state[6, :size]
         if self.watcher is not None:
@@ -185,16 +179,15 @@ class Decoder:
         return DecodeRows(slots_B, self.table_BP[:size, :pages], lengths_B, self.state[1, :size])
 
     def size(self, num_rows: int) -> int:
-        """Rows, dead ones included, that a step of so many rows runs."""
+        """Return the rows, dead ones included, that a step of `num_rows` runs."""
         return bucket(num_rows) if self.device.type == "cuda" else num_rows
 
     def runs_large_batch(self, num_rows: int) -> bool:
-        """Return whether a batch of so many rows runs on the second model."""
         return self.large_batch_model is not None and num_rows >= LARGE_BATCH_FROM
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture the graph of every size of batch now, instead of when it first comes up."""
+        """Capture the graphs of all batch sizes now."""
         if not self._captures:
             return
         most = self.state.shape[1]
@@ -203,7 +196,7 @@ class Decoder:
                 self._capture(size, DrawMode.PLAIN)
 
     def forget(self) -> None:
-        """Drop the captured graphs: the storages behind them are about to move."""
+        """Drop the captured graphs before the storages behind them move."""
         self._graphs.clear()
         self.logits = None
         self._rows = []
@@ -212,8 +205,8 @@ class Decoder:
         self._known = [(None, 0, 0)] * len(self._known)
 
     def _upload(self, sequences: list[Sequence], size: int) -> None:
-        """Bring state and page tables on the device up to date. It has moved the rows that are the
-        same on itself."""
+        """Bring state and page tables on the device up to date. The device has already advanced the
+        rows that stayed."""
         self.step_1.zero_()
         last = [s.last_token for s in sequences]
         until = [s.until for s in sequences]
@@ -243,10 +236,9 @@ class Decoder:
         self._upload_pages(sequences, size)
 
     def _upload_pages(self, sequences: list[Sequence], size: int) -> None:
-        """The table on the host goes by slot. A sequence gains pages and keeps those that it has
-        until it is compacted: only the new ones are read. The rows are gathered when they or their
-        pages have changed."""
-        slots, columns, pages = list[int](), list[int](), list[int]()  # of new pages
+        """Upload the page tables that changed. The host's table goes by slot, and a sequence keeps
+        its pages until it is compacted, so only new ones are read."""
+        slots, columns, pages = list[int](), list[int](), list[int]()
         for sequence in sequences:
             owner, compactions, known = self._known[sequence.slot]
             if owner is not sequence or compactions != sequence.num_compactions:
@@ -269,7 +261,7 @@ class Decoder:
         self.table_BP[:size].copy_(self._table[:size], non_blocking=True)  # whole rows lie together
 
     def _step(self, size: int, drawing: DrawMode | None) -> None:
-        """One step; without a draw, it leaves its logits."""
+        """Run one step; without a draw, it leaves its logits."""
         if not self._captures:
             self._advance(size, drawing)
             return
@@ -279,8 +271,8 @@ class Decoder:
         self.replays += 1
 
     def _capture(self, size: int, drawing: DrawMode | None) -> None:
-        """Capture one step. The steps before it, which compile and warm up, must leave no trace:
-        the rows are dead."""
+        """Capture one step. The rows are dead, since the steps before it, which compile and warm
+        up, must leave no trace."""
         state = self.state[:, :size].clone()
         lengths_B = self.lengths_B[:size].clone()
         self.state[:, :size] = 0
@@ -302,7 +294,6 @@ class Decoder:
         self.step_1.zero_()
 
     def _advance(self, size: int, drawing: DrawMode | None) -> None:
-        """One step of the first `size` rows, on the device alone."""
         ids_B, rows = self.state[0, :size], self._live(size)
         attend = PagedDecode(self.cache, rows, self.watcher)
         if self.large_batch_model is not None and self.runs_large_batch(size):
@@ -319,13 +310,13 @@ class Decoder:
             self._draw(size, self._shaped(size, logits_BV, drawing), drawing)
 
     def _shaped(self, rows: int, logits_BV: Tensor, drawing: DrawMode) -> Tensor:
-        """Logits after penalties and bans."""
+        """Return the logits after penalties and bans."""
         if drawing is not DrawMode.MARKED:
             return logits_BV
         return shape(logits_BV, self._sampling.marked(self.state[6, :rows]), self.state[2, :rows])
 
     def _draw(self, rows: int, logits_BV: Tensor, drawing: DrawMode) -> None:
-        """The end of a step of the first `rows` rows: draw, and move them on."""
+        """Draw for the first `rows` rows and advance them."""
         ids_B, pos_B, next_B, end_B, keys_B, _, slots_B, _ = self.state[:, :rows].unbind()
         tokens_B, logprobs_B = draw(
             logits_BV,

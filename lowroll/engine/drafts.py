@@ -1,16 +1,14 @@
-"""Replay: what a sample had drawn under earlier weights is a guess of what it draws now.
+"""Replay: the tokens that a sample drew under earlier weights are drafts of what it draws now.
 
-Noise depends on the seed, the request, the sample and the position alone, and weights that have
-changed a little draw the same tokens for a while. So a request that is replayed begins again, with
-its former tokens as *drafts*: its prompt runs, and then a draft runs in pieces, as a prompt would.
-Behind each of its tokens the new weights draw with the noise of that place. As long as that is the
-draft's next token, it stands; the first one that differs takes the place of the draft's, and the
-rest of the draft is forgotten.
+Noise depends on the seed, the request, the sample and the position alone, so slightly changed
+weights draw the same tokens for a while. A replayed request begins again: its prompt runs, then its
+draft in pieces, as a prompt would. Behind each token the new weights draw with the noise of that
+position. The draft's tokens stand up to the first one that differs, which replaces it, and the rest
+of the draft is dropped.
 
-Every token that stands was drawn from the new weights, behind tokens that were. The draft decides
-what has to be computed one by one and what together, and nothing else. A piece is computed by the
-products of a prompt, whose last bits are not those of a decoded token: where a draw lies within
-rounding of the next token's, it can fall on the other side, as it can in another batch.
+Every token that stands was thus drawn from the new weights, behind tokens that were. A piece is
+computed by the products of a prompt, whose last bits are not those of a decoded token: a draw
+within rounding of another token's can fall on the other side, as it can in another batch.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 from lowroll.engine.request import noise_key
 from lowroll.engine.sequence import Check, LiveGroup, Sequence
 
-# tokens of a draft's first piece. Later ones are as long as what has been kept, so that at most as
+# tokens of a draft's first piece; later ones are as long as what has been kept, so that at most as
 # much is computed in vain
 FIRST = 256
 
@@ -33,11 +31,11 @@ class Replays:
     end, is not counted."""
 
     samples: int = 0
-    tokens: int = 0  # that they had drawn
+    tokens: int = 0
     kept: int = 0  # of those, the ones in front of the first that differed
 
     def follow(self, sequence: Sequence) -> None:
-        """A sample with a draft has drawn: forget the draft where the two part, and at its end."""
+        """Drop a sample's draft at its end, or where the sample has drawn another token."""
         count, draft = len(sequence.token_ids), sequence.draft
         if count > len(draft) or sequence.token_ids[-1] == draft[count - 1]:
             if count < len(draft):
@@ -63,13 +61,13 @@ def begin(group: LiveGroup, drafts: Many[list[int]]) -> None:
 
 
 def drawn(sequence: Sequence) -> list[int]:
-    """Return what a sample is taken to have drawn: its tokens, and what is left of its draft."""
+    """Return a sample's tokens with what is left of its draft."""
     return sequence.token_ids + sequence.draft[len(sequence.token_ids) :]
 
 
 def agreed(sequence: Sequence, token_ids: Many[int]) -> int:
     """Return how many of the tokens drawn behind a draft's are valid: those that the draft has too,
-    and the one behind them."""
+    and the next one."""
     guessed = sequence.draft[len(sequence.token_ids) :]
     for i, (token, guess) in enumerate(zip(token_ids, guessed, strict=False)):
         if token != guess:
@@ -80,8 +78,8 @@ def agreed(sequence: Sequence, token_ids: Many[int]) -> int:
 def plan_checks(
     samples: Iterable[Sequence], budget: int, chunk: int | None
 ) -> tuple[list[Check], int]:
-    """The pieces of samples' drafts that run in a step, and their tokens: `budget` or a single piece,
-    none longer than `chunk`."""
+    """Return the pieces of drafts that run in a step, and their tokens: at most `budget` or a
+    single piece, none longer than `chunk`."""
     checks: list[Check] = []
     tokens = 0
     for sequence in samples:

@@ -1,11 +1,8 @@
-"""Responses held to a grammar: before each token of such a sample, the ids that its grammar has no place
-for are banned, and what is left is drawn from as ever. Log-probs are of that distribution.
+"""Responses constrained by a grammar: before each token the ids that the grammar excludes are
+banned, and log-probs are of what is left.
 
-A grammar is a text in llguidance's language (`llguidance`, extra `grammar`): Lark, or the JSON that its
-`grammar_from_...` functions make of a JSON schema, a regular expression or a choice.
-
-An engine has `Grammars`; a request that is held has a `Grammar`, which keeps for each of its samples
-how far it has come.
+A grammar is a text in llguidance's language (`llguidance`, extra `grammar`): Lark, or the JSON that
+its `grammar_from_...` functions make of a JSON schema, a regular expression or a choice.
 """
 
 from __future__ import annotations
@@ -27,12 +24,12 @@ log = logging.getLogger(__name__)
 
 MOST_KEPT = 32  # grammars that stay compiled
 MOST_TEXT = 1 << 18  # characters of one
-# by the library's own word a mask ends after some 15 ms at most
+# by the library's documentation a mask ends after about 15 ms at most with these
 STEP_ITEMS, STEP_FUEL, LEXER_STATES = 50_000, 200_000, 50_000
 
 
 class Grammar:
-    """A compiled grammar with the samples of one request that follow it."""
+    """A compiled grammar with the state of each sample of one request."""
 
     def __init__(self, compiled: Any, eos_ids: Collection[int]) -> None:
         self._compiled = compiled
@@ -41,10 +38,10 @@ class Grammar:
         self._states: dict[int, tuple[Any, list[int]]] = {}
 
     def allowed(self, sample: int, token_ids: Many[int], width: int) -> bytes:
-        """The ids that may follow, a bit each, the lowest first, in `width` bytes.
+        """Return the ids that may follow, one bit each, the lowest first, in `width` bytes.
 
-        Only what differs from the last call is read, so that another draft of a sample can be tried.
-        A text that cannot go on, because the vocabulary or the limits end there, may end.
+        Only the difference from the last call is read, so that another draft of a sample can be
+        tried. A text that cannot go on, because the vocabulary or the limits end there, may end.
         """
         if sample not in self._states:
             self._states[sample] = self._compiled.deep_copy(), []
@@ -67,9 +64,9 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles grammars for the tokenizer of a model; for several threads.
+    """A compiler of grammars for a model's tokenizer. Thread-safe.
 
-    eos_ids: what ends a response. ValueError says what is missing.
+    eos_ids end a response. ValueError says what is missing.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> None:
@@ -119,9 +116,9 @@ class Grammars:
 
 
 def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]]) -> Tensor:
-    """Logits, float32, in which the ids that a row's grammar has no place for are -inf. rows: the row,
-    its grammar, its sample and the tokens of the response. What comes in is left unchanged, and comes
-    out where there are none."""
+    """Return float32 logits in which the ids that a row's grammar excludes are -inf. rows: the row,
+    its grammar, its sample and the tokens of the response. The input is left unchanged, and
+    returned when there are no rows."""
     vocab_size = logits_BV.shape[1]
     width = -(-vocab_size // 8)
     masks, numbers = bytearray(), list[int]()
@@ -140,7 +137,6 @@ def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]])
 
 
 def _common(seen: Many[int], now: Many[int]) -> int:
-    """Return the number of tokens with which both begin."""
     most = min(len(seen), len(now))
     if seen[:most] == now[:most]:
         return most
@@ -155,6 +151,6 @@ def _bits(ids: Iterable[int], width: int) -> bytes:
 
 
 def _reason(error: str) -> str:
-    """The first line of a reason, without the compiler's own words."""
+    """Return the first line of a reason, without the compiler's own words."""
     line = next((one.strip() for one in error.splitlines() if one.strip()), "not a grammar")
     return line.removeprefix("Error: ")[:300]

@@ -1,5 +1,4 @@
-"""The rollout engine of this process (`lowroll.Engine`): requests in, rollouts with their own
-log-probs out.
+"""The rollout engine of this process (`lowroll.Engine`).
 
     engine = Engine("path/to/model", weights="int8")
     groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
@@ -7,7 +6,7 @@ log-probs out.
     print(engine.text(groups[0].rollouts[0]))
 
 `add`, `step` and `abort` are the continuous-batching interface under `generate`; `update_weights`
-takes new weights in place. One thread calls everything.
+takes new weights in place. Used by one thread.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ log = logging.getLogger(__name__)
 
 
 def _device_of(model: Transformer | str | Path, device: str | torch.device) -> torch.device:
-    """Return the device of an engine: by default that of a loaded model."""
     if isinstance(model, Transformer) and str(device) == "auto":
         device = model.device
     return pick_device(device)
@@ -68,7 +66,7 @@ def _device_of(model: Transformer | str | Path, device: str | torch.device) -> t
 
 @cache
 def _warn_if_slow(device: torch.device, weights: str) -> None:
-    """Say once that a format is slower than float32 on this device, and why."""
+    """Warn once that a format is slower than float32 on this device, and why."""
     if why := get_format(weights).slower_than_float32(device):
         log.warning("weights: %s is slower than float32 on this machine: %s", weights, why)
 
@@ -83,29 +81,27 @@ class NativeEngine:
     on CPU, bfloat16 on CUDA, and what a dense format says. kv_dtype: "fp8" stores the KV cache in 8
     bits (`kv.fp8`); None in `dtype`. cache_tokens: size of the KV cache; default what `workloads`,
     the requests that will be in it together, can use, and no more than a quarter of the free
-    memory. Without any: `max_batch` samples of 4,096 tokens, one whole context at least and 16 GiB
-    at most (`kv.capacity`). max_batch: samples decoded at once. max_prefill_tokens: prompt tokens a
-    pass. prefill_chunk: longest piece of a prompt in one pass, None for whole prompts. noisy:
-    `update_weights` may put noise on the norms. large_batch_weights: a second format, kept beside
-    the first and used while many rows decode and for prompts (`engine.decoder`); each token's
-    policy span has the digest of the weights that drew it.
-    keep_dense: hold the dequantized matrices of a 4-bit format beside its codes (2 bytes a weight
-    in bfloat16) for prompts and many rows; the weights are the same, and only time is saved (CUDA).
-    record_evictions: rollouts say which keys a bounded cache dropped (`types.Evictions`).
-    lookahead: decode steps between two looks of the host, at which tokens are seen and requests get
-    in, for requests that come one by one: prompts also run together, once in `gather` steps
-    (default: one fewer). None is the device's best for requests that are there from the beginning:
-    16 on CUDA, and as many passes over prompts. one_pass: rows that decode beside prompts take their
-    step in the pass over those (dense cache, no large_batch_weights). Tokens depend on none of these.
+    memory; without workloads, `max_batch` samples of 4,096 tokens, one whole context at least and
+    16 GiB at most (`kv.capacity`). max_batch: samples decoded at once. max_prefill_tokens: prompt
+    tokens a pass. prefill_chunk: longest piece of a prompt in one pass, None for whole prompts.
+    noisy: `update_weights` may put noise on the norms. large_batch_weights: a second format, kept
+    beside the first and used for prompts and while many rows decode (`engine.decoder`); each
+    token's policy span has the digest of the weights that drew it. keep_dense: hold the dequantized
+    matrices of a 4-bit format beside its codes (2 bytes a weight in bfloat16), which saves time for
+    prompts and many rows (CUDA). record_evictions: rollouts say which keys a bounded cache dropped
+    (`types.Evictions`). lookahead: decode steps between two times that the host sees tokens and
+    admits requests, for requests that come one by one; prompts also run together, once in `gather`
+    steps (default: one fewer). None is for requests that are there from the beginning: 16 on CUDA,
+    and as many passes over prompts. one_pass: rows that decode beside prompts take their step in
+    the pass over those (dense cache, no large_batch_weights). Tokens depend on none of these.
     max_model_len: tokens of the longest prompt with its response, where the model could take longer
-    ones. memory_share: of the device's memory, which weights and a KV cache of no given size may fill.
-    prefix_caching: a prompt finds the pages of an earlier one with the same beginning.
+    ones. memory_share: of the device's memory, which weights and a KV cache of no given size may
+    fill. prefix_caching: a prompt finds the pages of an earlier one with the same beginning.
     turn_caching: the next turn of a conversation also finds the pages of what was drawn in the turn
-    before. Keys that a decode step made differ in their last bits from those of a prompt that runs,
-    and so do the log-probs behind them. It needs the dense cache, unrounded, and one format.
-    cuda_graphs: False starts the kernels of a decode step or a short pass over prompts one by one,
-    to look for a fault.
-    exact: a request has the same bits whatever runs beside it. None: as a loaded model computes.
+    before. Keys of a decode step differ in their last bits from those of a prompt, and so do the
+    log-probs behind them. It needs the dense cache, unrounded, and one format. cuda_graphs: False
+    starts the kernels of a decode step or a short pass over prompts one by one, for debugging.
+    exact: a request has the same bits whatever runs beside it; None: as a loaded model computes.
     ValueError names the argument that is wrong.
     """
 
@@ -187,7 +183,7 @@ class NativeEngine:
             kv_dtype=kv_dtype,
         )
         self._tokenizer = tokenizer
-        self._tokens = 0  # drawn so far, and drawn again
+        self._tokens = 0  # drawn, including tokens that a replay drew again
         self.scheduler = self._schedule(
             max_batch, max_prefill_tokens, prefill_chunk, lookahead, gather
         )
@@ -201,7 +197,6 @@ class NativeEngine:
         dtype: torch.dtype,
         noisy: bool,
     ) -> tuple[Transformer, Transformer | None]:
-        """Return the model that decodes, and the one that decodes large batches, or None."""
         if large_batch_weights is None and self.folder is not None:
             return rollout_load(self.folder, weights, device, dtype, noisy), None
         master = model if isinstance(model, Transformer) else hf.load(model, device, dtype)
@@ -211,7 +206,7 @@ class NativeEngine:
         return made, beside(master, made, get_format(large_batch_weights).name)
 
     def _be_exact(self) -> None:
-        """ValueError for what cannot be."""
+        """Set up exact mode. ValueError for options that exclude it."""
         unlike = self.storage is not KVCache or self.kv.budget is not None
         if unlike or self.large_batch_model is not None:
             raise ValueError("exact: needs the dense cache, unrounded, and one format")
@@ -227,15 +222,17 @@ class NativeEngine:
         chat: bool = True,
         **sampling: Any,
     ) -> list[Group]:
-        """The groups of all requests, in their order. Checks every request before it starts any.
+        """Return the groups of all requests, in their order. Checks every request before it starts
+        any.
 
-        A text is a request too: what the user says, in the model's chat template, or with
-        chat=False the beginning of a text to go on with; `sampling` are its fields of `Request` (n,
-        max_tokens, temperature, seed, ...).
+        A text is a request too: a user's message in the model's chat template, or with chat=False
+        the beginning of a text to continue. `sampling` are its fields of `Request` (n, max_tokens,
+        temperature, seed, ...).
 
-        Requests that `add` queued go on meanwhile; their groups wait for `step`. on_progress(done,
-        total) counts the finished ones of this call, after every turn; what it raises ends the
-        call. ValueError names the request and the field, or says that there is no tokenizer.
+        Requests that `add` queued go on meanwhile, and their groups wait for `step`.
+        on_progress(done, total) counts the finished ones of this call after every step; what it
+        raises ends the call. ValueError names the request and the field, or says that there is no
+        tokenizer.
         """
         requests = self._as_requests(requests, chat, sampling)
         for i, request in enumerate(requests):
@@ -303,14 +300,10 @@ class NativeEngine:
         return [int(token) for token in self.tokenizer.encode(text)]
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns its handle. ValueError names the wrong field, and the others in
-        flight go on."""
         self._validate(request, "")
         return self.scheduler.add(request)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
-        """One step for everything in flight: plan, run, commit. Returns the requests that ended, by
-        handle. meanwhile: called while the device works."""
         self._advance(meanwhile)
         return self.scheduler.finished()
 
@@ -333,12 +326,9 @@ class NativeEngine:
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Log-probs of each sequence's response under the engine's weights and kernels, of the shape
-        of `lowroll.score`'s. With `large_batch_weights` the weights are those of few rows.
-
-        Each runs in one piece and attends to its own keys and values as they are made: no policy
-        drops them, no cache rounds them. Rollouts in flight are not disturbed. ValueError names a
-        sequence that does not fit.
+        """Return the log-probs of each sequence's response, as `Engine.score`, in the shape of
+        `lowroll.score`'s. With `large_batch_weights` the weights are those of few rows. Rollouts in
+        flight are not disturbed.
         """
         return [one.logprobs_T for one in self.score_top(sequences, prompt_lens, 0, temperature)]
 
@@ -350,7 +340,7 @@ class NativeEngine:
         temperature: float = 1.0,
     ) -> list[Ranked]:
         """Return the results of `score` with the `top` likeliest tokens at each position, at most
-        20. ValueError names a sequence that does not fit, or `top`."""
+        20."""
         if type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS:
             raise ValueError(f"top: expected an integer in 0..{MAX_TOP_LOGPROBS}, got {top!r}")
         scores = []
@@ -380,26 +370,21 @@ class NativeEngine:
                 linear.weight.keep_dense(self.model.dtype)
 
     def warm_up(self) -> None:
-        """Compile and capture now what a decode step of any size of batch and short passes over
-        prompts need (seconds, on CUDA), not on the way."""
+        """Compile and capture now what decode steps of all batch sizes and short passes over
+        prompts need (seconds, on CUDA)."""
         self.runner.cache.restore()
         self.runner.decoder.warm_up()
         if self.runner.short is not None:
             self.runner.short.warm_up()
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return what each sample of a request has drawn so far, in sample order; [] once `step`
-        has returned its group. ValueError for a handle that `add` never returned."""
         return self.scheduler.so_far(handle)
 
     def abort(self, handle: int) -> bool:
-        """End a request now; its group comes back with finish reason "abort". False if it had
-        ended."""
         return self.scheduler.abort(handle)
 
     @property
     def capabilities(self) -> Capabilities:
-        """The features that this engine supports."""
         return Capabilities(
             context_length=self.context,
             updates=self.receiver.kinds,
@@ -417,7 +402,6 @@ class NativeEngine:
         )
 
     def stats(self) -> EngineStats:
-        """Return the engine's figures for a report."""
         cache_tokens = self.pool.num_pages * self.pool.page_size
         replays = self.scheduler.replays
         return EngineStats(
@@ -444,14 +428,13 @@ class NativeEngine:
         return self.scheduler.has_work or self.scheduler.has_finished
 
     def release(self, in_flight: InFlight = "keep") -> None:
-        """Give the memory of the KV cache away, for a learner that runs before the next rollouts.
+        """Free the memory of the KV cache, for a learner that runs before the next rollouts.
 
         It comes back with the next step, at its old address where the device can do that
         (`kv.virtual_memory`); elsewhere the graphs of decoding are captured again. The pages of
-        shared prompts are forgotten. Requests in flight need no cache where they are replayed: they
-        begin again with the next step, under the weights of then, which may have been updated more
-        than once. Else RuntimeError: without their keys they cannot be kept. ValueError when this
-        engine replays nothing.
+        shared prompts are forgotten. With "replay", requests in flight begin again with the next
+        step, under the weights of that time. With "keep", RuntimeError when there are any.
+        ValueError when this engine cannot replay.
         """
         if in_flight == "replay":
             self._check_replays()
@@ -465,7 +448,7 @@ class NativeEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget the pages of shared prompts. A prompt behind such pages runs in other pieces,
-        which round otherwise: what comes next has the same bits as in a fresh engine."""
+        which round differently; without them it has the bits of a fresh engine."""
         self.pool.clear_prefixes()
 
     def close(self) -> None:
@@ -474,19 +457,18 @@ class NativeEngine:
     # -- weights -----------------------------------------------------------------------------------
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
-        """Take new weights as policy `update.version`, in place. Rollouts in flight go on under the
-        new weights.
+        """Take new weights as policy `update.version`, in place.
 
-        in_flight: "keep" leaves them the tokens and keys of the old weights, and their spans say so.
-        "replay" begins them again, with all samples of their groups, and what they had drawn as a
-        guess (`engine.drafts`): they have one span, and are what a fresh engine with these weights
-        draws, but for rounding. Groups that were complete stay as they are.
+        in_flight: "keep" leaves rollouts in flight the tokens and keys of the old weights, and
+        their spans say so. "replay" begins them again, with all samples of their groups and with
+        their tokens as drafts (`engine.drafts`): they have one span, and are what a fresh engine
+        with these weights draws, but for rounding. Groups that were complete stay as they are.
 
-        A local update is quantized from the learner's model into the engine's storages, a stream
-        is gathered and checked first (`weights.sync.update`). Returns the tag with the new version, the
-        noise, and the digest of what the engine now samples from. Pages of the prefix cache that
-        were made under other weights are never served again. ValueError, before anything is
-        written, names what does not fit, or that this engine replays nothing.
+        A local update is quantized from the learner's model into the engine's storages, a stream is
+        gathered and checked first (`weights.sync.update`). Returns the tag with the new version,
+        the noise, and the digest of the new weights. Pages of the prefix cache that were made under
+        other weights are never served again. ValueError, before anything is written, names what
+        does not fit, or that this engine cannot replay.
         """
         if in_flight == "replay":
             self._check_replays()
@@ -515,8 +497,7 @@ class NativeEngine:
             )
 
     def linear_weights(self) -> Mapping[str, QTensor]:
-        """The linear weights that it multiplies with (of few rows), by name, to be read: every
-        update refills their storages."""
+        """Return the linear weights (those for few rows) by name, for reading only."""
         return {
             name: linear.weight
             for name, linear in self.model.linears()
@@ -524,7 +505,7 @@ class NativeEngine:
         }
 
     def _policy(self, version: int) -> tuple[PolicySpan, ...]:
-        """A span for the weights of few rows, and one for those of many when there are such."""
+        """Return a span for the weights of few rows, and one for those of many when there are such."""
         models = [self.model]
         if self.large_batch_model is not None:
             models.append(self.large_batch_model)
@@ -553,8 +534,8 @@ class NativeEngine:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The grammars that constrain responses, for several threads. ValueError where they cannot
-        be had."""
+        """Return the compiler of grammars, for several threads. ValueError where it is not
+        available."""
         return Grammars(self.tokenizer, self.spec.vocab_size, self.scheduler.eos_ids)
 
     def _own_format(
@@ -566,7 +547,7 @@ class NativeEngine:
         return exact_format(self.folder, dtype or dtype_on(device)) or DEFAULT
 
     def _give_up(self) -> None:
-        """After a step that failed: nothing in flight can go on, and no K/V may be trusted."""
+        """Drop everything in flight after a failed step: no K/V may be trusted."""
         self.scheduler.abort_all()
         self.pool.clear_prefixes()
         self.runner.cache.clear()
@@ -602,7 +583,6 @@ class NativeEngine:
     def _pick_dtype(
         self, weights: str, dtype: torch.dtype | None, device: torch.device
     ) -> torch.dtype:
-        """Return the dtype that a format computes in, and warn of a format that is slow here."""
         _warn_if_slow(device, weights)
         fixed = get_format(weights).dtype
         if fixed is not None and dtype not in (None, fixed):
@@ -675,7 +655,7 @@ class NativeEngine:
         return cache_tokens
 
     def _budget(self, free: int | None, beside: int) -> int | None:
-        """Bytes that memory_share leaves for the cache; None without one."""
+        """Return the bytes that memory_share leaves for the cache; None without one."""
         device = self.model.device
         total = total_memory(device)
         if self._share is None or total is None:
@@ -695,8 +675,8 @@ def _policy_or_dense(
     kv_dtype: str | None,
     large_batch_weights: str | None,
 ) -> CachePolicy:
-    """The dense policy for None. ValueError for what is no policy, and for what would make the pages
-    of drawn tokens others than those of a prompt."""
+    """Return the policy, the dense one for None. ValueError for what is no policy, and for options
+    under which the pages of drawn tokens would differ from those of a prompt."""
     if kv is not None and not isinstance(kv, CachePolicy):
         raise ValueError(
             "kv: expected a CachePolicy, as lowroll.kv.policy.table.make gives, or None, the dense "

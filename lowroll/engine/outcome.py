@@ -1,5 +1,4 @@
-"""The results of a request and the behavior that its keys were made under: the types that leave the
-scheduler."""
+"""The results of a request, and the behavior that its keys were made under."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from lowroll.types import BehaviorTag, PolicySpan, Rollout
 
 
 def rollouts_of(group: LiveGroup, behavior: BehaviorTag, policy: PolicySpan) -> list[Rollout]:
-    """Return the rollouts of a group whose samples have all ended. behavior, policy: those of a
-    sample that has drawn nothing."""
+    """Return the rollouts of a group whose samples have all ended. behavior, policy: for a sample
+    that has drawn nothing."""
     sampler = sampler_settings(group.request)
     rollouts = []
     for s in group.sequences:
@@ -44,7 +43,6 @@ def rollouts_of(group: LiveGroup, behavior: BehaviorTag, policy: PolicySpan) -> 
 
 
 def drawn_by(samples: Iterable[Sequence] | Iterable[Rollout]) -> list[PartialSample]:
-    """Return what samples have drawn, in their order."""
     return [
         PartialSample(s.token_ids, s.logprobs, s.finish_reason, s.top_logprobs, s.stop_reason)
         for s in samples
@@ -52,8 +50,8 @@ def drawn_by(samples: Iterable[Sequence] | Iterable[Rollout]) -> list[PartialSam
 
 
 def behavior_salt(behavior: BehaviorTag) -> bytes:
-    """Names everything that K/V depend on: two behaviours share prefix pages only if all of it is
-    equal."""
+    """Return a salt of everything that K/V depend on: two behaviors share prefix pages only if all
+    of it is equal."""
     policy = behavior.policy[-1]
     return repr(
         (
@@ -70,10 +68,9 @@ def behavior_salt(behavior: BehaviorTag) -> bytes:
 
 
 def give_up(pool: PagePool, sequence: Sequence, salt: bytes) -> None:
-    """Free the pages of a sample that ends. Where the pool keeps turns, the full ones are offered, so
-    that a request which goes on from there finds its prompt: not while a later sample may still
-    write behind the prompt's end into the same page, and not when some key is of other weights. For
-    the dense cache."""
+    """Free the pages of a sample that ends. Where the pool keeps turns, full pages are offered to
+    later turns, unless another sample may still write into the page at the prompt's end, or some
+    key is of other weights. For the dense cache."""
     group = sequence.group
     if (
         pool.turn_caching

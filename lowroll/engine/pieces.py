@@ -10,10 +10,11 @@ from lowroll.engine.sequence import LiveGroup, PrefillChunk
 def plan_passes(
     prompts: deque[LiveGroup], most: int, budget: int, longest: int | None, taken: int
 ) -> list[list[PrefillChunk]]:
-    """Up to `most` passes over these prompts, in their order; what is planned of one is taken off.
+    """Return up to `most` passes over these prompts, in their order, and remove what was planned
+    from `prompts`.
 
     budget: tokens of a pass, though a single piece may exceed it. longest: of a piece; None: whole
-    prompts. taken: tokens of drafts, which run in the first pass, beside its pieces or alone.
+    prompts. taken: tokens of drafts, which run in the first pass.
     """
     passes: list[list[PrefillChunk]] = []
     while len(passes) < most and (taken or prompts):

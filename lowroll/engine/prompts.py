@@ -1,17 +1,14 @@
-"""Short passes over prompts: as a graph, where starting kernels is what costs.
+"""Short passes over prompts as CUDA graphs.
 
-A pass over a few hundred tokens takes a GPU less time than the host needs to start its kernels one by
-one. So a pass over a few prompts (MOST_PROMPTS at most, none with pages before it) with no more tokens
-than the last of SIZES is padded to the next size, and reads all that changes from buffers on the
-device. Every pass of a size starts the same kernels: those of the first one by one, which compiles
-what is missing; the second time they are captured, and from then on replayed.
+A pass over a few hundred tokens takes a GPU less time than the host needs to start its kernels. So
+a pass over at most MOST_PROMPTS prompts (none with pages before it) with no more tokens than the
+last of SIZES is padded to the next size, and reads all that changes from buffers on the device. The
+first pass of a size starts its kernels one by one, which compiles them; the second is captured,
+later ones replay it.
 
-What is padded is a sequence of its own behind the prompts, whose keys are written to no page. Tokens
-of other sequences see nothing of each other, so a prompt's numbers depend on the size that it runs in,
-and on nothing else beside it.
-
-As for a step of decoding (`engine.decoder`), new weights are written in place, and the graphs stay
-valid.
+The padding is a sequence of its own behind the prompts, whose keys are written to no page. A
+prompt's numbers depend on the size that it runs in, and on nothing else beside it. New weights are
+written in place, so the graphs stay valid.
 
 Legend: T tokens, D hidden size, P prompts.
 """
@@ -37,8 +34,7 @@ NO_SLOT = -1
 
 
 class ShortPasses:
-    """See the top of the file. model: what prompts run on. captures: False starts every pass's
-    kernels one by one."""
+    """The graphs of short passes. captures: False starts every pass's kernels one by one."""
 
     def __init__(self, model: Transformer, cache: KVCache, captures: bool = True) -> None:
         self.model, self.cache, self._captures = model, cache, captures
@@ -50,14 +46,14 @@ class ShortPasses:
         self._hidden_PD = torch.empty(
             MOST_PROMPTS, model.spec.hidden_size, dtype=model.dtype, device=device
         )
-        self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}  # None: it has run uncaptured
+        self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}  # None: it ran once, uncaptured
         self._pool: Any = None
         self.replays = 0  # passes that ran as a graph
 
     @staticmethod
     def supports(model: Transformer, cache: KVCache) -> bool:
-        """Can a pass run without the host? It needs CUDA, flash attention, and a cache that leaves
-        out tokens without a slot."""
+        """Return whether a pass can run without the host: on CUDA, with flash attention, and a
+        cache that skips tokens without a slot."""
         return (
             model.device.type == "cuda"
             and flashes(model.dtype, model.spec.head_dim)
@@ -65,7 +61,7 @@ class ShortPasses:
         )
 
     def takes(self, chunks: Sequence[PromptChunk]) -> bool:
-        """Are these few tokens, of few prompts from their first on?"""
+        """Return whether these are few tokens, of few prompts from their first on."""
         return (
             0 < len(chunks) <= MOST_PROMPTS
             and all(chunk.start == 0 for chunk in chunks)
@@ -73,8 +69,8 @@ class ShortPasses:
         )
 
     def run(self, ids: list[int], chunks: Sequence[PromptChunk]) -> Tensor:
-        """Final hidden states [P, D] of the chunks' last tokens; `ids` are those of all. The next
-        pass overwrites them."""
+        """Return the final hidden states [P, D] of the chunks' last tokens; `ids` are those of all.
+        The next pass overwrites them."""
         size = next(size for size in SIZES if size >= len(ids))
         tokens_3T = torch.zeros(3, size, dtype=torch.int64)
         tokens_3T[0, : len(ids)] = torch.tensor(ids)
@@ -94,7 +90,7 @@ class ShortPasses:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture all sizes now, instead of when each comes up a second time."""
+        """Capture all sizes now."""
         self._last_P.zero_()
         self._tokens_3T[:2] = 0
         self._tokens_3T[2] = NO_SLOT
@@ -105,7 +101,7 @@ class ShortPasses:
                 self._start(size)
 
     def forget(self) -> None:
-        """Drop the graphs: the storages behind them are about to move."""
+        """Drop the graphs before the storages behind them move."""
         self._graphs.clear()
         self._pool = None
 

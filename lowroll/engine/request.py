@@ -1,11 +1,9 @@
-"""Checks of a request at the engine: what is refused, and which noise it owns.
-
-`validate` refuses with one ValueError that names the field, before the engine has changed anything.
+"""Checks of a request, and its noise key.
 
 `noise_key` is the reproducibility contract: key = blake2b-64(seed, id, sample), where an empty id
 stands for the prompt itself. The sampler draws the token at position t of that sample from
-Philox(key, t). Nothing else enters, so the noise is the same alone, in any batch, after a restart,
-and when a half-done rollout (with its id set) is continued from prompt + tokens.
+Philox(key, t). So the noise is the same alone, in any batch, after a restart, and when a partial
+rollout (with its id set) is continued from prompt + tokens.
 """
 
 from __future__ import annotations
@@ -44,10 +42,9 @@ def validate(
 ) -> None:
     """Raise ValueError naming the first wrong field.
 
-    `context_length` is the model's limit in tokens; `cache_tokens` the KV cache's size (num_pages *
-    page_size); `has_tokenizer` says whether the engine can decode, which stop strings need; `kv`
-    is the cache policy, which may bound what a sample takes of the cache; `eos_ids` are the model's
-    own stops.
+    `context_length`: the model's limit in tokens. `cache_tokens`: the KV cache's size (num_pages *
+    page_size). `has_tokenizer`: the engine can decode, which stop strings need. `kv`: the cache
+    policy, which may bound what a sample takes of the cache. `eos_ids`: the model's own stops.
     """
     _check_ids("prompt_ids", request.prompt_ids, vocab_size)
     if not request.prompt_ids:
@@ -87,7 +84,7 @@ def validate(
 
 
 def noise_key(request: Request, sample: int) -> int:
-    """The 64-bit Philox key of one sample of a request."""
+    """Return the 64-bit Philox key of one sample."""
     digest = blake2b(digest_size=8)
     digest.update(request.seed.to_bytes(8, "little") + sample.to_bytes(4, "little"))
     if request.id:
@@ -118,7 +115,7 @@ def _check_length(request: Request, context_length: int) -> None:
 
 
 def _check_room(request: Request, cache_tokens: int, kv: CachePolicy, page_size: int) -> None:
-    """One sample must fit into an empty cache."""
+    """Raise ValueError when one sample does not fit into an empty cache."""
     total = len(request.prompt_ids) + request.max_tokens
     need = footprint(kv, len(request.prompt_ids), request.max_tokens, page_size)
     if not (need.evicts or need.compacted):
@@ -153,8 +150,7 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
 
 
 def _check_choice(request: Request, vocab_size: int, eos_ids: Collection[int]) -> None:
-    """Raise ValueError when no token can be drawn: such a row fails the whole step, with all others
-    in it."""
+    """Raise ValueError when no token can be drawn: such a row would fail the whole step."""
     most = len(request.stop_ids) + len(eos_ids)
     if request.min_tokens and most >= vocab_size <= len({*request.stop_ids, *eos_ids}):
         raise ValueError(
@@ -174,7 +170,7 @@ def _check_bias(bias: Any, vocab_size: int) -> None:
 
 
 def _check_grammar(request: Request, has_tokenizer: bool) -> None:
-    """Raise ValueError for settings that a grammar excludes: at its end nothing but the end can be
+    """Raise ValueError for settings that exclude a grammar: at its end only an end token can be
     drawn."""
     if request.grammar is None:
         return
@@ -206,7 +202,7 @@ def _check_int(name: str, value: Any, low: int, high: int | None) -> None:
 
 
 def _check_float(name: str, value: Any) -> float:
-    if type(value) not in (int, float):  # a bool is no number; the range that follows refuses NaN
+    if type(value) not in (int, float):  # a bool is no number; the range check refuses NaN
         raise ValueError(f"{name}: expected a number, got {_show(value)}")
     return value
 

@@ -1,10 +1,8 @@
-"""Runs a plan on the model: compactions and copies, the rows that decode, and the prompts of the
-step in one packed pass.
+"""The execution of a step's plan on the model: compactions and copies, the rows that decode, and
+the prompts in one packed pass.
 
-`score` runs a sequence for its log-probs alone, without the cache.
-
-What a turn uploads lies in pinned memory: a copy from any other waits for all that the device was
-given before, and with it the thread that has news to send.
+A step uploads from pinned memory: a copy from any other waits for all work of the device, and
+blocks this thread.
 
 Legend: T tokens of the step, D hidden size, V vocabulary, P prompts that are through, B rows that
 draw a token, C rows of a piece, G key-value heads, K keys that stay or likeliest tokens.
@@ -55,7 +53,7 @@ MOST_COMPACTED = 64  # samples whose keys are scored and moved at a time
 @dataclass(frozen=True)
 class StepResult:
     """The tokens that a step drew for one sequence, in order, whether the second model drew them,
-    and the likeliest tokens at each position where the request has them."""
+    and the likeliest tokens at each position where requested."""
 
     sequence: Sequence
     token_ids: list[int]
@@ -66,8 +64,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class First:
-    """The tokens that a pass over prompts has drawn, one of each sequence, on the device until they
-    are read."""
+    """The tokens of a pass over prompts, one of each sequence, on the device until they are read."""
 
     sequences: list[Sequence]
     tokens_B: Tensor
@@ -93,11 +90,11 @@ class First:
 
 
 class Runner:
-    """Owns the KV cache and the device side of a step. large_batch_model: the model for many rows
-    at once (`engine.decoder`). kv: the cache policy. storage: how keys and values are stored.
-    record_evictions: keep track of what the policy drops. cuda_graphs: as `Decoder`'s. one_pass: rows
-    that decode beside prompts take their step in the pass over those, where a dense cache and a
-    single model allow it, and no draft is checked: the weights are read once for both."""
+    """The KV cache and the device side of a step. large_batch_model: the model for many rows
+    (`engine.decoder`). storage: how keys and values are stored. record_evictions: keep track of
+    what the policy drops. one_pass: rows that decode beside prompts take their step in the pass
+    over those, where a dense cache and a single model allow it, and no draft is checked: the
+    weights are read once for both."""
 
     def __init__(
         self,
@@ -136,12 +133,11 @@ class Runner:
 
     @property
     def lookahead(self) -> int:
-        """Steps that decoding rows may take without the host, and passes over prompts: more than
-        one where starting them is what costs."""
+        """Return the steps that decoding rows may take without the host, and passes over prompts:
+        more than one where launches dominate."""
         return MOST_STEPS if self.model.device.type == "cuda" else 1
 
     def release(self) -> None:
-        """Give the cache's memory away until the next step."""
         if self.cache.virtual_memory is None:
             self.decoder.forget()
             if self.short is not None:
@@ -150,12 +146,12 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, meanwhile: Callable[[], None] = lambda: None) -> list[StepResult]:
-        """The tokens of every decode row, then of every sample of a prompt that is through, then
-        those behind each token of a check.
+        """Return the tokens of every decode row, then of every sample of a prompt that is through,
+        then those behind each token of a check.
 
         meanwhile: called once the device has all of its work and this thread would wait for it; on
-        a CPU, which is the device, before the work. ValueError when the model gives a row no
-        distribution (NaN or infinite logits).
+        a CPU, before the work. ValueError when the model gives a row no distribution (NaN or
+        infinite logits).
         """
         if self.model.device.type != "cuda":
             meanwhile()
@@ -180,7 +176,7 @@ class Runner:
                 firsts.append(first)
             if checks:
                 checked_TD = hidden_TD
-            checks, beside = [], []  # they run once
+            checks, beside = [], []
         if self.model.device.type == "cuda":
             meanwhile()
         drawn = [] if steps is None else self._read(plan, steps)
@@ -203,7 +199,7 @@ class Runner:
         ]
 
     def _compact(self, compactions: list[Compaction]) -> None:
-        """Move the keys that the policy keeps: those that keep equally many together."""
+        """Move the keys that the policy keeps, together for sequences that keep equally many."""
         by_kept: dict[int, list[Compaction]] = {}
         for compaction in compactions:
             by_kept.setdefault(compaction.kept, []).append(compaction)
@@ -233,9 +229,9 @@ class Runner:
     def _prefill(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> tuple[First | None, Tensor | None]:
-        """Run chunks of prompts and of drafts, and a step of the rows `beside` them in the same pass:
-        a token of each of those, then of each sample whose prompt is through; and the hidden states
-        along the drafts."""
+        """Run chunks of prompts and of drafts, and a step of the rows `beside` them, in one pass.
+        Return a token of each of those and then of each sample whose prompt is through, and the
+        hidden states along the drafts."""
         hidden_TD = self._forward(prefills, checks, beside)
         drawing: list[tuple[Sequence, ...]] = [(sequence,) for sequence in beside]
         drawing += [chunk.samples for chunk in prefills if chunk.samples]
@@ -243,7 +239,7 @@ class Runner:
         return first, hidden_TD[len(drawing) :] if checks else None
 
     def _begin(self, hidden_PD: Tensor, drawing: list[tuple[Sequence, ...]]) -> First:
-        """A token of each of these samples; those of one tuple draw from one row."""
+        """Draw a token of each of these samples; those of one tuple draw from one row."""
         sequences = [sequence for samples in drawing for sequence in samples]
         device = hidden_PD.device
         logits_BV = self.model.logits(hidden_PD)
@@ -297,9 +293,9 @@ class Runner:
     def score(
         self, ids: list[int], prompt_len: int, temperature: float, top: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Score a sequence in one piece, whose tokens attend to keys and values that were never in
-        a cache. Return the log-probs [T], float32, of its response, and the ids and log-probs [T,
-        K] of the `top` likeliest tokens at each of its positions."""
+        """Score a sequence in one piece, without the cache. Return the log-probs [T], float32, of
+        its response, and the ids and log-probs [T, K] of the `top` likeliest tokens at each of its
+        positions."""
         attend = self.model.causal([len(ids)])
         ids_T = torch.tensor(ids, device=self.model.device)
         hidden_TD = self.model(ids_T, torch.arange(len(ids), device=self.model.device), attend)
@@ -322,8 +318,8 @@ class Runner:
     def _forward(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> Tensor:
-        """Hidden states of the last tokens of `beside`, and of the chunks that end their prompts,
-        then of all tokens of the checks."""
+        """Return the hidden states of the last tokens of `beside`, and of the chunks that end their
+        prompts, then of all tokens of the checks."""
         pieces = [(c.sequence, c.start, c.sequence.prompt_ids[c.start : c.stop]) for c in prefills]
         pieces += [(c.sequence, c.sequence.position, c.ids) for c in checks]
         chunks = [PromptChunk(at, at + len(some), s.pages, s.slot) for s, at, some in pieces]
@@ -365,7 +361,6 @@ class Runner:
 
 
 def _table(pages: list[list[int]]) -> Tensor:
-    """Return page tables as one int32 tensor; what a row lacks is page 0, which is not read
-    there."""
+    """Return page tables as one int32 tensor, padded with page 0, which is not read there."""
     widest = max(len(row) for row in pages)
     return torch.tensor([row + [0] * (widest - len(row)) for row in pages], dtype=torch.int32)

@@ -1,5 +1,4 @@
-"""Logits to tokens, with the log-prob of each token under the very distribution that it was drawn
-from.
+"""Logits to tokens, with the log-prob of each token under the distribution that it was drawn from.
 
 Per row, in fp32 and in this order (the order of Hugging Face's processors):
  1. repetition penalty (CTRL, Keskar et al. 2019, arXiv:1909.05858, eq. 5, with the sign rule that
@@ -15,24 +14,22 @@ Per row, in fp32 and in this order (the order of Hugging Face's processors):
     probabilities whose mass is >= p; equal logits go lower id first in both;
  6. min-p (Nguyen et al. 2024, arXiv:2407.01082): drop what is below min_p * (largest probability).
 Top-k and top-p go by the order of the logits after 2, min-p by their distance to the largest
-(`kernels.sampling.filters`). The rest is normalised; the token is drawn by Gumbel-max
+(`kernels.sampling.filters`). The token is drawn from the normalised rest by Gumbel-max
 (`kernels.sampling.draw`).
 
 Greedy (temperature 0) takes the argmax after 1 and 2, lower id first, and records the log-prob at
 temperature 1 after 1 and 2: the draw itself has log-prob 0, which says nothing.
 
-Noise is that of `kernels.sampling.noise`: a number of key, position and token id, key =
-`request.noise_key`, which does not depend on the batch, the device or the past.
+Noise is a function of `request.noise_key`, position and token id alone (`kernels.sampling.noise`).
 
 Nothing here but `TopLogprobs.told` waits for the device. A row without a distribution (NaN or +inf
-logits, or nothing but -inf) gets token 0 and log-prob NaN; `require_finite` turns that into an error
-once the numbers are on the host.
+logits, or nothing but -inf) gets token 0 and log-prob NaN; `require_finite` turns that into an
+error once the numbers are on the host.
 
-What decodes does this in its step (`engine.decoder`); here are the draws of first tokens and of
-drafts.
+This file draws first tokens and drafts; decode steps draw in `engine.decoder`.
 
-Shapes: B rows, V vocabulary, N pairs of row and id, A rows that ask, K likeliest tokens, C rows of a
-piece.
+Shapes: B rows, V vocabulary, N pairs of row and id, A rows with top log-probs, K likeliest tokens,
+C rows of a piece.
 """
 
 from __future__ import annotations
@@ -54,13 +51,13 @@ from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters
 from lowroll.model.attention import upload
 
-RANKED_ROWS = 64  # rows whose tokens are put in order at a time
+RANKED_ROWS = 64  # rows whose tokens are ranked at a time
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The sampling settings of B rows, on the device. They stay right for as long as the rows are
-    the same sequences in the same order."""
+    """The sampling settings of B rows, on the device, valid while the rows are the same sequences
+    in the same order."""
 
     keys_B: Tensor  # int64, the bits of the 64-bit noise keys
     temperature_B: Tensor  # float32, 1 for greedy rows
@@ -74,7 +71,6 @@ class SamplingBatch:
         vocab_size: int,
         device: torch.device | str = "cpu",
     ) -> SamplingBatch:
-        """Collect the settings of each sequence."""
         wanted = [s.request.temperature or 1 for s in sequences]
         temperature = torch.tensor(wanted, dtype=torch.float32)
         filters = None
@@ -94,16 +90,15 @@ class SamplingBatch:
 
 
 def signed(key: int) -> int:
-    """The int64 with the bits of a 64-bit noise key."""
+    """Return the int64 with the bits of a noise key."""
     return key - 2**64 if key >= 2**63 else key
 
 
 def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token a row, from logits after penalties and bans.
 
-    logits_BV: any float dtype, left unchanged (an expanded view will do). positions_B: int64, the
-    position at which each token will stand (`Sequence.length`), the noise counter. Returns ids
-    int64 [B] and log-probs float32 [B].
+    logits_BV: any float dtype, left unchanged. positions_B: int64, the position of each drawn token
+    (`Sequence.length`), the noise counter. Returns ids int64 [B] and log-probs float32 [B].
     """
     return draw(
         logits_BV,
@@ -116,21 +111,19 @@ def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tup
 
 
 def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
-    """The log-probs, float32 [B, V], that `sample` draws from (of a greedy row: those that it
-    records)."""
+    """Return the log-probs, float32 [B, V], that `sample` draws from (of a greedy row: those that
+    it records)."""
     return log_probs_of(logits_BV, params.temperature_B, params.greedy_B, params.filters)
 
 
 def shaped(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    """Return the logits after the penalties, the bans, the bias and the grammar of the next token
-    of each sequence, float32. The input is left unchanged, and is returned where no row needs a
-    change."""
+    """Return float32 logits after penalties, bans, bias and grammar, or the unchanged input where
+    no row needs a change."""
     return by_host(_banned(_penalised(logits_BV, sequences), sequences), sequences)
 
 
 def by_host(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    """Return the logits after what the host alone does: steps 2b and 2c. The input is left
-    unchanged, and is returned where no row needs a change."""
+    """Return the logits after steps 2b and 2c, or the unchanged input where no row needs a change."""
     rows = [
         (row, s.group.grammar, s.sample, s.token_ids)
         for row, s in enumerate(sequences)
@@ -140,9 +133,7 @@ def by_host(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Ten
 
 
 def _biased(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    """Return the logits with the bias of each request, and less its presence and frequency
-    penalties of the tokens of the response, float32. The input is left unchanged, and is returned
-    where no row needs a change."""
+    """Return float32 logits after step 2b, or the unchanged input where no row needs a change."""
     added = [(row, biases_of(s)) for row, s in enumerate(sequences) if is_biased(s)]
     rows_N, ids_N = _pairs_of([(row, list(of)) for row, of in added if of], logits_BV.device)
     if rows_N is None or ids_N is None:
@@ -163,8 +154,8 @@ def _banned(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Ten
 
 
 def likeliest(logp_BV: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Ids and log-probs of the `most` likeliest tokens, [B, K], likeliest first; equal ones by id,
-    the lower first, on every device and in any batch."""
+    """Return ids and log-probs of the `most` likeliest tokens, [B, K], likeliest first, the lower
+    id first among equals, on every device and in any batch."""
     most = min(most, logp_BV.shape[-1])
     if most == 0:
         nothing_B0 = logp_BV[:, :0]
@@ -174,8 +165,8 @@ def likeliest(logp_BV: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 def _order(logp_CV: Tensor, most: int) -> Tensor:
-    """Ids by the bits of the log-prob, which as an integer are in its order, and then by id: no two
-    are equal, so the order is one."""
+    """Return the ids ordered by the bits of the log-prob, which as an integer have its order, and
+    then by id: a strict order."""
     bits_CV = (logp_CV + 0.0).view(torch.int32)  # -0.0 is 0.0
     rising_CV = torch.where(bits_CV < 0, bits_CV ^ 0x7FFFFFFF, bits_CV)
     last_V = torch.arange(logp_CV.shape[-1], device=logp_CV.device).flip(0)
@@ -183,11 +174,11 @@ def _order(logp_CV: Tensor, most: int) -> Tensor:
 
 
 class TopLogprobs:
-    """The likeliest tokens at the next places of the rows that ask (`Request.top_logprobs`): of the
-    distribution that each draws from, and without what a filter or a ban forbids.
+    """The likeliest tokens at the next positions of the rows with `Request.top_logprobs`, after
+    filters and bans.
 
-    `see` is called with the logits of each step, after penalties and bans, and waits for nothing;
-    `told` waits for the device.
+    `see` is called with the logits of each step, after penalties and bans, and does not wait for
+    the device; `told` does.
     """
 
     def __init__(self, sequences: Many[Sequence | DrawnPosition]) -> None:
@@ -197,7 +188,6 @@ class TopLogprobs:
         self._steps: list[tuple[Tensor, Tensor]] = []  # ids and log-probs [A, K]
 
     def see(self, logits_BV: Tensor) -> None:
-        """Rank the tokens of one step."""
         if not self.asking:
             return
         if self._batch is None:
@@ -213,11 +203,10 @@ class TopLogprobs:
     def told(
         self, tokens_BS: list[list[int]], logprobs_BS: list[list[float]]
     ) -> list[list[list[tuple[int, float]]] | None]:
-        """Return for each row its pairs of id and log-prob at each step, None for a row that
-        wants none.
+        """Return each row's pairs of id and log-prob at each step, None for a row without top
+        log-probs.
 
-        Of the token that was drawn there it is the log-prob that was recorded, which on a GPU another
-        kernel has summed: they are one number.
+        The drawn token gets the recorded log-prob, which on a GPU another kernel has summed.
         """
         found: list[list[list[tuple[int, float]]] | None] = [None] * len(tokens_BS)
         if not self.asking:
@@ -273,7 +262,6 @@ def _penalised(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> 
 def _pairs_of(
     found: Many[tuple[int, Many[int]]], device: torch.device
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Row and id of each, int64 [N]."""
     if not found:
         return None, None
     rows_N = torch.cat([torch.full((len(ids),), row) for row, ids in found])

@@ -1,11 +1,10 @@
 """The sampling parameters of rows beside their temperature, resident on the device: filters, a
 repetition penalty, and no end before `min_tokens`.
 
-The last two depend on the tokens before. These are marked on the device by the sample's slot
-(`kernels.sampling.marks`): the prompt when the sample first decodes, what a step draws by the step
-itself, and what was drawn elsewhere (the first token, a draft's, one beside a prompt) before the next
-step. A slot whose sample is another one is marked anew, so nothing has to be told when a sample
-ends, is aborted or begins again.
+The last two depend on earlier tokens, which are marked by the sample's slot
+(`kernels.sampling.marks`): the prompt when the sample first decodes, drawn tokens by the step
+itself, and tokens drawn elsewhere (the first, a draft's, one beside a prompt) before the next step.
+A slot with another sample is marked anew.
 
 Legend: B rows, S slots, V vocabulary.
 """
@@ -28,8 +27,7 @@ from lowroll.model.attention import upload
 
 
 class DrawMode(IntEnum):
-    """The work that the draw of a batch needs; each mode does what those before it do, to the
-    bit."""
+    """The work of a batch's draw; each mode includes those before it, with the same bits."""
 
     PLAIN = 0
     FILTERED = 1
@@ -37,7 +35,6 @@ class DrawMode(IntEnum):
 
 
 def draw_of(sequences: Collection[Sequence | DrawnPosition]) -> DrawMode:
-    """Return what these need for their next token."""
     return max((_draw_of(s) for s in sequences), default=DrawMode.PLAIN)
 
 
@@ -48,14 +45,13 @@ def _draw_of(s: Sequence | DrawnPosition) -> DrawMode:
 
 
 def is_filtered(s: Sequence | DrawnPosition) -> bool:
-    """Tell whether filters decide what can be drawn. The likeliest token, which a greedy row takes, passes
-    all of them."""
+    """Return whether filters matter; the likeliest token, which a greedy row takes, passes all of
+    them."""
     r = s.request
     return r.temperature != 0 and (r.top_k > 0 or r.top_p < 1 or r.min_p > 0)
 
 
 def filters_of(sequences: Collection[Sequence | DrawnPosition], vocab_size: int) -> Filters:
-    """Return their filters, on the host."""
     requests = [s.request for s in sequences]
     top_k = [min(r.top_k or vocab_size, vocab_size) for r in requests]
     log_min_p = [math.log(r.min_p) if r.min_p else -math.inf for r in requests]
@@ -67,8 +63,8 @@ def filters_of(sequences: Collection[Sequence | DrawnPosition], vocab_size: int)
 
 
 class SamplingState:
-    """The filters, penalties and bans of a batch's rows, and the marks of the samples in `slots`
-    slots. most: rows."""
+    """The filters, penalties and bans of `most` rows, and the marks of the samples in `slots`
+    slots."""
 
     def __init__(self, most: int, slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -77,22 +73,21 @@ class SamplingState:
         self._device = torch.zeros(5, most, dtype=torch.int64, device=device)
         self._rows: list[Sequence] = []
         self._marks_SV: Tensor | None = None
-        # by slot: the sequence that the marks belong to, and how many tokens of the response they have
+        # by slot: the sequence of the marks, and its number of marked response tokens
         self._marked: list[tuple[Sequence | None, int]] = [(None, 0)] * slots
 
     def filters(self, rows: int) -> Filters:
-        """Return the filters of the first rows."""
         top_k_B, top_p_B, min_p_B, _, _ = self._device[:, :rows].unbind()
         return Filters(top_k_B, top_p_B.view(torch.float64), min_p_B.view(torch.float64))
 
     def marked(self, slots_B: Tensor) -> Marked:
-        """Return the marks of the first rows, which have these slots."""
+        """Return the marks of the rows with these slots."""
         penalty_B, banned_until_B = self._device[3:, : len(slots_B)].unbind()
         return Marked(self._marks(), slots_B, penalty_B.view(torch.float64), banned_until_B)
 
     def upload(self, sequences: list[Sequence], size: int, draw: DrawMode) -> None:
-        """Bring the settings of these rows to the device, and settings without effect for the other rows
-        up to `size`."""
+        """Upload the settings of these rows, and settings without effect for the padding up to
+        `size`."""
         if sequences != self._rows:
             self._upload(sequences, size)
             self._rows = list(sequences)
@@ -100,7 +95,7 @@ class SamplingState:
             self._mark(sequences)
 
     def drew(self, sequences: list[Sequence], steps: int) -> None:
-        """The device has marked what so many steps of these rows draw."""
+        """Note that the device has marked the tokens of so many steps."""
         for s in sequences:
             if s.request.repetition_penalty != 1:
                 self._marked[s.slot] = s, len(s.token_ids) + min(steps, s.until - s.position)
@@ -128,7 +123,7 @@ class SamplingState:
         return self._marks_SV
 
     def _mark(self, sequences: list[Sequence]) -> None:
-        """Mark what the device does not know of these samples."""
+        """Mark the tokens that the device has not marked."""
         fresh, seen, stops = (
             list[int](),
             list[tuple[int, list[int]]](),

@@ -1,4 +1,4 @@
-"""Continuous batching over a paged KV cache: what to run in this step, and what came of it.
+"""Continuous batching over a paged KV cache.
 
 The engine's step is
 
@@ -9,32 +9,30 @@ The engine's step is
 A request is a *group* of n samples. Its prompt runs once; the final hidden state of the last chunk
 gives the distribution of the first token of all n samples, whether or not they are admitted yet.
 Full prompt pages are shared by reference count. The partial last page (the tail) has one writer at
-a time, which appends behind the prompt; every other sample gets a copy of it when it forks. What a
-writer appends lies behind the prompt, so the tail can be copied, or handed to a next writer, for as
-long as the group holds it: until its last sample has forked.
+a time, which appends behind the prompt; every other sample copies it when it forks. The tail can be
+copied, or given to a next writer, until the group's last sample has forked.
 
-A cache policy (`kv.policy.base`) may bound a sample's cache. When the cache has grown to the
-policy's limit, the sample waits until the next plan, which begins with compactions: the keys that
-stay move to pages of the sample's own, and the other pages are given up at once. Pages that came
-with the prompt are never edited: others read them, and the prefix cache may serve them again. A
-prompt over the limit is compacted once for its group, in the plan after its last chunk: its samples
-fork from what is left. The dense policy keeps every key, and none of this happens.
+A cache policy (`kv.policy.base`) may bound a sample's cache. At the policy's limit the sample waits
+until the next plan, which begins with compactions: the keys that stay move to pages of the sample's
+own, and the other pages are freed. Pages of the prompt are never edited: they are shared, and the
+prefix cache may serve them again. A prompt over the limit is compacted once for its group, in the
+plan after its last chunk, and its samples fork from what is left.
 
 Admission is first in, first out, sample by sample, and by worst case (no preemption, hence no
-recomputation): a sample enters when a slot is free and when the pages it could ever need beyond
-those that it shares (`kv.policy.base.footprint`) are free and reserved for nobody else. They are
-given out as it grows and come back to the reserve when a compaction frees them; what is left of the
-reserve lapses when the sample ends. Only the oldest group can have samples that wait; it holds
-nothing but its prompt, which they need anyway. So when all others have ended, one more sample
-always fits: no deadlock. A group larger than the cache or than `max_batch` simply enters in waves.
+recomputation): a sample is admitted when a slot is free and when the pages it could ever need
+beyond those that it shares (`kv.policy.base.footprint`) are free and not reserved. They are
+allocated as it grows and return to the reserve when a compaction frees them; the reserve ends with
+the sample. Only the oldest group can have both admitted and waiting samples; it holds nothing but
+its prompt, which they need anyway. So when all others have ended, one more sample always fits: no
+deadlock. A group larger than the cache or than `max_batch` is admitted in waves.
 
-Rows that decode wait while a prompt runs, and one short prompt takes as long as several. Where
-requests come one by one (`gather`), prompts run together, once in so many steps of the rows; one
-that has begun goes on, and as many as fill a step are not held.
+Rows that decode wait while a prompt runs, and one short prompt takes as long as several. With
+`gather`, prompts run together, once in so many steps of the rows, or when they fill a step; a
+prompt that has begun goes on.
 
-Concurrency: one thread calls everything. `abort` may come when the plan has run and before its
-commits; those that follow for an ended sequence are ignored. Before the run it may not: it takes
-the pages that the plan's sequences list.
+Concurrency: used by one thread. `abort` may come after the plan has run and before its commits,
+which are then ignored. Before the run it may not: it frees the pages that the plan's sequences
+list.
 """
 
 from __future__ import annotations
@@ -62,18 +60,17 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """See the top of the file.
+    """Admission, planning and commits.
 
-    kv: the cache policy. max_batch: slots, i.e. samples admitted at once. max_prefill_tokens:
-    prompt tokens of one pass (a single chunk may exceed it, so that every prompt can run). passes:
-    most passes over prompts between two plans, in which rows that decode take one step.
-    prefill_chunk: longest chunk of a prompt in one pass, None for whole prompts. lookahead: most
-    steps that decode rows take between two plans, when no prompt waits for its turn. gather: steps
-    that decode rows take before other prompts run, 0 for none. behavior: how
-    tokens are drawn now; its last policy span names the weights. decode: token ids to text, needed
-    for stop strings only. evictions: what the cache of the sample in a slot has dropped (of slot
-    None: nothing yet), for its rollout; None where that is not recorded.
-    compile_grammar: the grammar of a text, needed for requests that have one.
+    max_batch: slots, i.e. samples admitted at once. max_prefill_tokens: prompt tokens of one pass
+    (a single chunk may exceed it, so that every prompt can run). passes: most passes over prompts
+    between two plans, in which rows that decode take one step. prefill_chunk: longest chunk of a
+    prompt in one pass, None for whole prompts. lookahead: most steps that decode rows take between
+    two plans, when no prompt waits. gather: steps that decode rows take before other prompts run, 0
+    for none. behavior: how tokens are drawn now; its last policy span names the weights. decode:
+    token ids to text, needed for stop strings only. evictions: what the cache of the sample in a
+    slot has dropped (of slot None: nothing yet); None where that is not recorded. compile_grammar:
+    needed for requests with a grammar.
     """
 
     def __init__(
@@ -116,11 +113,11 @@ class Scheduler:
         self.compile_grammar = compile_grammar
         self.reserved_pages = 0  # over all sequences; never over pool.num_free
         self._groups: dict[int, LiveGroup] = {}  # by handle, in order of arrival
-        self._waiting: deque[LiveGroup] = deque()  # groups with samples that wait, oldest first
+        self._waiting: deque[LiveGroup] = deque()  # groups with waiting samples, oldest first
         self._prefilling: deque[LiveGroup] = deque()
         self._running: dict[Sequence, None] = {}  # admitted samples, in order of admission
         self._free_slots = list(reversed(range(max_batch)))
-        self._begun: list[int] = []  # slots of the leaders that were admitted since the last plan
+        self._begun: list[int] = []  # slots of the leaders admitted since the last plan
         self._steps = 0  # of decode rows, since prompts ran
         self._through: list[LiveGroup] = []  # groups whose prompt has ended since the last plan
         self._finished: dict[int, Group] = {}  # by handle, in order of completion
@@ -134,12 +131,11 @@ class Scheduler:
 
     @property
     def has_finished(self) -> bool:
-        """Return whether `finished` has something to return."""
         return bool(self._finished)
 
     @property
     def in_flight(self) -> Mapping[int, LiveGroup]:
-        """Return the groups that have not ended, by handle, in order of arrival."""
+        """Return the open groups by handle, in order of arrival."""
         return self._groups
 
     @property
@@ -148,11 +144,10 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Samples that are not admitted yet."""
         return sum(len(group.waiting) for group in self._waiting)
 
     def set_behavior(self, behavior: BehaviorTag) -> None:
-        """Draw tokens as `behavior` says from now on. Pages of another behaviour are never served
+        """Draw tokens as `behavior` says from now on. Pages of another behavior are never served
         again. ValueError when `behavior.policy` is empty."""
         if not behavior.policy:
             raise ValueError(
@@ -164,11 +159,10 @@ class Scheduler:
         self.salt = behavior_salt(behavior)
         for group in self._groups.values():
             if group.salt != self.salt:
-                group.salt = b""  # a prompt of two behaviours, also if the first returns
+                group.salt = b""  # a prompt of two behaviors, also if the first returns
 
     def add(self, request: Request) -> int:
-        """Queue a request that `validate` accepted. Returns the handle that `finished` and `abort`
-        use."""
+        """Queue a request that `validate` accepted, and return its handle."""
         need = footprint(self.kv, len(request.prompt_ids), request.max_tokens, self.pool.page_size)
         assert need.alone <= self.pool.num_pages, (
             "request larger than the cache: it was not validated"
@@ -187,15 +181,14 @@ class Scheduler:
         return group.handle
 
     def _enqueue(self, group: LiveGroup, drafts: list[list[int]]) -> None:
-        """Put a group behind the others, with these drafts of its samples."""
         begin(group, drafts)
         self._groups[group.handle] = group
         self._waiting.append(group)
 
     def rewind(self) -> None:
-        """Begin everything in flight again, in the order of arrival, with what it has drawn as
-        drafts (`engine.drafts`): no page is held, and the samples of an open group that had ended
-        are open again. For the dense policy, whose pieces of a draft attend as its tokens would."""
+        """Begin everything in flight again, in the order of arrival, with its tokens as drafts
+        (`engine.drafts`): no page is held, and the ended samples of an open group are open again.
+        For the dense policy, whose pieces of a draft attend as its tokens would."""
         assert self.kv.budget is None, f"{self.kv.name}: a draft's pieces would see other keys"
         groups = list(self._groups.values())
         for group in groups:
@@ -213,8 +206,7 @@ class Scheduler:
             self._enqueue(again, [drawn(sequence) for sequence in old.sequences])
 
     def abort(self, handle: int) -> bool:
-        """End a request's open samples with "abort"; its group is finished. False if it had ended
-        already."""
+        """End a request's open samples with "abort". Return False if it had ended already."""
         group = self._groups.get(handle)
         if group is None:
             return False
@@ -223,13 +215,10 @@ class Scheduler:
         return True
 
     def abort_all(self) -> None:
-        """End everything in flight with "abort"."""
         for handle in list(self._groups):
             self.abort(handle)
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return what the samples of a request have drawn, in their order; [] once `finished` has
-        returned it. ValueError for a handle that `add` never returned."""
         if not 0 <= handle < self._next_handle:
             raise ValueError(f"handle: {handle} is of no request")
         samples: list[Sequence] | list[Rollout] = []
@@ -240,17 +229,17 @@ class Scheduler:
         return drawn_by(samples)
 
     def finished(self, handles: Container[int] | None = None) -> list[tuple[int, Group]]:
-        """(handle, group) of the completed requests not returned yet, in order of completion; only
-        those of `handles` when given."""
+        """Return (handle, group) of completed requests, of `handles` if given, once each and in
+        order of completion."""
         taken = [handle for handle in self._finished if handles is None or handle in handles]
         return [(handle, self._finished.pop(handle)) for handle in taken]
 
     def plan(self) -> StepPlan:
-        """Compact what is full, admit what fits, then give every decode row the pages that its
-        tokens' K/V go to."""
+        """Compact full caches, admit what fits, then allocate pages for the tokens of every decode
+        row."""
         compactions = self._compact_all()
         self._admit()
-        # of the others the prompt is running
+        # the prompts of the others are running
         begun = [sequence for sequence in self._running if sequence.token_ids]
         forks, copies = self._fork_all(begun)
         rows = [sequence for sequence in begun if not sequence.draft]
@@ -259,15 +248,15 @@ class Scheduler:
         due = checks or not rows or self._prompts_are_due()
         count = self.passes if due else 0
         passes = plan_passes(self._prefilling, count, budget, longest, tokens)
-        # half as many while others wait for rows that end
+        # half as many while others wait for rows to end
         most = max(1, self.lookahead // 2) if self._waiting else self.lookahead
         ahead = [s.until - s.position for s in rows]
-        host = passes or any(map(needs_host, rows))  # it has a say before each token
+        host = passes or any(map(needs_host, rows))  # it changes the logits before each token
         steps = 1 if host else min(most, max(ahead, default=1))
         limits = [min(steps, tokens) for tokens in ahead]
         growing = [*zip(rows, limits, strict=True), *((c.sequence, len(c.ids)) for c in checks)]
         for sequence, tokens in growing:
-            last = sequence.cached_len + tokens - 1  # where this plan's last key lies in its cache
+            last = sequence.cached_len + tokens - 1  # position in the cache of this plan's last key
             missing = last // self.pool.page_size + 1 - len(sequence.pages)
             if missing > 0:
                 sequence.pages += self.pool.allocate(missing)
@@ -283,8 +272,8 @@ class Scheduler:
         logprob: float,
         top: list[tuple[int, float]] | None = None,
     ) -> None:
-        """Append a sampled token; end the sample if it stops here. top: the likeliest tokens of its
-        place, for a request that asks for them. Raises ValueError for a non-finite log-prob."""
+        """Append a sampled token, and end the sample if it stops here. top: the likeliest tokens,
+        if requested. ValueError for a non-finite log-prob."""
         if sequence.finish_reason is not None:
             return
         if not math.isfinite(logprob):
@@ -306,7 +295,7 @@ class Scheduler:
         if len(sequence.token_ids) == 1:
             self._start(sequence)
         else:
-            sequence.cached_len += 1  # the key of the token before, from which this one was drawn
+            sequence.cached_len += 1  # the key of the previous token, from which this one was drawn
         if sequence.draft:
             self.replays.follow(sequence)
         stop = stop_reason(sequence, self.decode)
@@ -322,8 +311,8 @@ class Scheduler:
         logprobs: list[float],
         tops: list[list[tuple[int, float]]] | None = None,
     ) -> None:
-        """`commit` of several tokens; those behind the end of the sample are dropped, and behind the
-        first one that its draft has not."""
+        """Commit several tokens, up to the end of the sample, or to the first one that differs from
+        its draft."""
         group = sequence.group
         if sequence.draft:
             token_ids = token_ids[: agreed(sequence, token_ids)]
@@ -349,7 +338,7 @@ class Scheduler:
             self.replays.follow(sequence)
 
     def _start(self, sequence: Sequence) -> None:
-        """A sample's prompt is through: from here on its cache grows by a key a token."""
+        """Start to decode: the cache grows by a key a token from here on."""
         group = sequence.group
         if sequence is group.leader:
             self._publish_prompt(group)
@@ -358,7 +347,7 @@ class Scheduler:
         self._look_ahead(sequence)
 
     def _look_ahead(self, sequence: Sequence) -> None:
-        """Say when a sample ends or must be compacted next."""
+        """Compute when a sample ends or must be compacted next."""
         room = self.kv.room(sequence.cached_len)
         assert room > 0, f"{self.kv.name}: a cache of {sequence.cached_len} keys takes no other"
         sequence.until = sequence.position + min(sequence.num_left, room)
@@ -384,8 +373,8 @@ class Scheduler:
             self._running[sequence] = None
 
     def _admit_leader(self, group: LiveGroup) -> bool:
-        """Take the prompt's pages (from the prefix cache where it can) and reserve the leader's
-        others."""
+        """Allocate the prompt's pages (from the prefix cache where possible) and reserve the
+        leader's others."""
         prompt_ids, page_size = group.request.prompt_ids, self.pool.page_size
         need = group.footprint
         # tokens at the end always run, the last for its logits: their pages are never taken from
@@ -430,7 +419,7 @@ class Scheduler:
     def _fork_all(
         self, rows: list[Sequence]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Give admitted samples their page tables. Returns the copies that they need, of slots and
+        """Give admitted samples their page tables. Return the copies that they need, of slots and
         of pages."""
         forks, copies = [], []
         for sequence in rows:
@@ -447,10 +436,10 @@ class Scheduler:
         return forks, copies
 
     def _fork(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Give an admitted sample its page table. Returns the page copy that it needs, if any."""
+        """Give an admitted sample its page table. Return the page copy that it needs, if any."""
         group = sequence.group
         if group.tail_writer is None:
-            group.tail_writer = sequence  # the former one has ended
+            group.tail_writer = sequence
         writes_tail = group.tail_writer is sequence
         full = group.footprint.base // self.pool.page_size
         sequence.num_shared = len(group.prompt_pages) if writes_tail else full
@@ -484,9 +473,9 @@ class Scheduler:
     # -- compaction --------------------------------------------------------------------------------
 
     def _compact_all(self) -> list[Compaction]:
-        """Compact prompts that are through and samples that are full.
+        """Compact finished prompts and full samples.
 
-        Pages are given up after all targets have been taken: no target is another one's source.
+        Pages are freed after all targets have been allocated, so no target is another one's source.
         """
         if self.kv.budget is None:
             return []
@@ -502,8 +491,8 @@ class Scheduler:
         return compactions
 
     def _compact_prompt(self, group: LiveGroup, given_up: list[int]) -> Compaction:
-        """Replace a group's prompt by what is left of it, before any sample has forked, and return
-        the compaction. given_up: receives the pages that become free."""
+        """Compact a group's prompt before any sample has forked. given_up: receives the pages that
+        become free."""
         length = len(group.request.prompt_ids)
         compaction = Compaction(
             group.state_slot,
@@ -519,8 +508,7 @@ class Scheduler:
         return compaction
 
     def _compact(self, sequence: Sequence, given_up: list[int]) -> Compaction:
-        """The keys that stay move to the first of the sample's own pages, and to new ones where it
-        has too few."""
+        """Compact a sample into the first of its own pages, and new ones if these are too few."""
         cached = sequence.cached_len
         pages = sequence.pages
         kept = self.kv.kept(cached)
@@ -552,7 +540,7 @@ class Scheduler:
         return tokens >= self.max_prefill_tokens
 
     def _publish_prompt(self, group: LiveGroup) -> None:
-        """Offer the full prompt pages to later requests, unless the behaviour changed while the
+        """Offer the full prompt pages to later requests, unless the behavior changed while the
         prompt ran."""
         if group.salt == self.salt and group.page_keys is not None:
             self.pool.publish(group.leader.pages[: len(group.page_keys)], group.page_keys)
@@ -568,11 +556,13 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.stop_reason = stop
         if self.evictions is not None:
-            decoded = len(sequence.token_ids) > 1  # before that its slot may show an earlier sample
+            decoded = (
+                len(sequence.token_ids) > 1
+            )  # before that its slot may hold an earlier sample's
             sequence.evictions = self.evictions(sequence.slot if decoded else None)
         give_up(self.pool, sequence, self.salt)
         if not sequence.forked:
-            self._forked(sequence)  # it never will: one sample fewer needs the prompt's pages
+            self._forked(sequence)  # it will not fork: one sample fewer needs the prompt's pages
         self._reserve(sequence, 0)
         if sequence in self._running:
             del self._running[sequence]

@@ -1,5 +1,4 @@
-"""The data of a step: samples and their groups while they are in the engine, and the plan of what
-to run."""
+"""Samples and their groups in the engine, and the plan of a step."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
 class Sequence:
     """One sample while it is generated. Position t counts from the first prompt token.
 
-    Its place on the device is its slot, from admission to its end. Its cache holds `cached_len`
-    keys, which is not its position: a policy may have dropped some.
+    Its slot on the device lasts from admission to its end. A policy may have dropped keys, so
+    `cached_len` is not the position.
     """
 
     group: LiveGroup = field(repr=False)
@@ -27,23 +26,23 @@ class Sequence:
     noise_key: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] | None = None  # where the request has them
+    top_logprobs: list[list[tuple[int, float]]] | None = None  # if requested
     spans: list[PolicySpan] = field(default_factory=list)
-    # of a replay: what it had drawn from the prompt on under earlier weights. Empty once its own
-    # tokens have left the draft or have come to its end (`engine.drafts`)
+    # of a replay: the tokens drawn under earlier weights. Empty once its own tokens differ from the
+    # draft or reach its end (`engine.drafts`)
     draft: list[int] = field(default_factory=list)
     slot: int = -1
-    pages: list[int] = field(default_factory=list)  # its page table: of its cached keys, in order
+    pages: list[int] = field(default_factory=list)  # its page table, in order of keys
     num_shared: int = 0  # pages at the table's front that came with the prompt: never edited
-    forked: bool = False  # whether it has what it needs of the group's prompt
-    cached_len: int = 0  # keys that its cache holds
-    num_compactions: int = 0  # of its page table, which is another one after each
+    forked: bool = False  # has its page table
+    cached_len: int = 0
+    num_compactions: int = 0  # each one replaces its page table
     until: int = 0  # the position at which it has ended or must be compacted
-    reserved_pages: int = 0  # pages reserved for it and not yet given out
+    reserved_pages: int = 0  # reserved for it and not yet allocated
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     behavior: BehaviorTag | None = None  # how its last token was drawn
-    evictions: Evictions | None = None  # what its cache dropped, once it has ended
+    evictions: Evictions | None = None  # set at its end
 
     @property
     def request(self) -> Request:
@@ -55,8 +54,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Prompt and sampled tokens: the position at which the next token will stand (the noise
-        counter)."""
+        """Prompt and sampled tokens: the position of the next token (the noise counter)."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
@@ -70,36 +68,33 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens that it may still draw."""
         return self.request.max_tokens - len(self.token_ids)
 
     def banned_ids(self) -> tuple[int, ...]:
-        """Ids that must not be drawn next: those that would end the sample before `min_tokens`
+        """Ids that must not be drawn next, because they would end the sample before `min_tokens`
         tokens."""
         return banned_ids(self.group, len(self.token_ids))
 
 
 @dataclass(eq=False)
 class LiveGroup:
-    """A request in the engine."""
-
     handle: int
     request: Request
     stop_ids: tuple[int, ...]
     footprint: Footprint
-    grammar: Grammar | None = None  # that the response is held to
+    grammar: Grammar | None = None
     sequences: list[Sequence] = field(default_factory=list)
     waiting: deque[Sequence] = field(default_factory=deque)  # samples not admitted yet, in order
     # held from admission until the last sample has forked
     prompt_pages: list[int] = field(default_factory=list)
-    # where the keys of a prompt that is compacted will lie; they become its prompt_pages
+    # targets of the prompt's compaction, which become its prompt_pages
     compacted_pages: list[int] = field(default_factory=list)
-    state_slot: int = -1  # where the policy's state after the prompt lies
+    state_slot: int = -1  # of the policy's state after the prompt
     num_unforked: int = 0  # samples that have no page table yet and have not ended
     # prompt positions given to a prefill chunk (or served by the prefix cache)
     num_prefilled: int = 0
     num_open: int = 0  # samples that have not ended
-    tail_writer: Sequence | None = None  # who may append to the partial last prompt page
+    tail_writer: Sequence | None = None  # may append to the partial last prompt page
     salt: bytes = b""  # the prefix cache's salt when the prompt was admitted
     page_keys: list[bytes] | None = None  # of its full prompt pages under that salt
 
@@ -109,16 +104,13 @@ class LiveGroup:
 
 
 def banned_ids(group: LiveGroup, drawn: int) -> tuple[int, ...]:
-    """Ids that must not be drawn behind `drawn` tokens of a response."""
     return group.stop_ids if drawn < group.request.min_tokens else ()
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Run prompt tokens [start, stop) and store their K/V in the leader's pages.
-
-    If `is_last`, the last hidden state gives the first token's logits: sample and commit all of
-    `samples`.
+    """Prompt tokens [start, stop) to run, with K/V in the leader's pages. If `is_last`, all of
+    `samples` draw from the last hidden state.
     """
 
     sequence: Sequence  # the group's leader
@@ -130,8 +122,8 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class Check:
-    """Run the last token of a sample and the next ones of its draft, `ids` together, store their
-    K/V in its pages, and draw behind each of them."""
+    """The last token of a sample and the next ones of its draft, `ids` together, to run with K/V in
+    its pages, with a draw behind each."""
 
     sequence: Sequence
     ids: list[int]
@@ -139,8 +131,7 @@ class Check:
 
 @dataclass(frozen=True)
 class DrawnPosition:
-    """The position where one token of a check is drawn: the sample, as it is once it has drawn the
-    first `count` of `tokens`."""
+    """The sample of a check once it has drawn the first `count` of `tokens`."""
 
     sequence: Sequence
     tokens: list[int]
@@ -191,12 +182,11 @@ def places_of(check: Check) -> list[DrawnPosition]:
 
 @dataclass(frozen=True)
 class Compaction:
-    """A compaction: of the `cached` keys in `pages` the policy keeps `kept`, which move to
-    `targets`.
+    """The policy keeps `kept` of the `cached` keys in `pages`, which move to `targets`.
 
-    No target is shared or can be served again. Those that are among `pages`, and then of no other
-    compaction's, come first, and stand in `pages` one behind the other: what stays can move in
-    place (`kernels.compact.move`).
+    No target is shared or can be served again. Targets that are among `pages`, and then of no other
+    compaction, come first and are consecutive in `pages`, so that keys can move in place
+    (`kernels.compact.move`).
     """
 
     slot: int  # of the sample or prompt, in the policy's state
@@ -209,12 +199,12 @@ class Compaction:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step's work, in the order in which it is done.
+    """One step's work, in order.
 
     No page is both a source and a target of `copies`. The decode rows take up to `steps` steps
-    before the next plan, each at most its number in `limits`: it has the pages for that, and what
-    is drawn for it behind that means nothing. The passes over prompts run one after the other;
-    checks run in the first, beside its prompts or alone.
+    before the next plan, each at most its number in `limits`: it has the pages for that, and its
+    later draws are ignored. The passes over prompts run one after the other; checks run in the
+    first.
     """
 
     compactions: list[Compaction]
@@ -229,5 +219,4 @@ class StepPlan:
 
     @property
     def prefills(self) -> list[PrefillChunk]:
-        """The chunks of all passes, in their order."""
         return [chunk for chunks in self.passes for chunk in chunks]

@@ -1,4 +1,4 @@
-"""The ends of a sample by its own tokens: at a stop id, or at a stop string in its text."""
+"""The end of a sample at a stop id or at a stop string in its text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from lowroll.engine.sequence import Sequence
 
 
 def stop_reason(sequence: Sequence, decode: Callable[[list[int]], str] | None) -> int | str | None:
-    """The stop id or stop string that the last token completed, if it may stop here. decode: token
-    ids to text, needed for stop strings only.
+    """Return the stop id or stop string that the last token completed, if any. decode: token ids to
+    text, needed for stop strings only.
 
     No stop lies within the first `min_tokens` tokens: ids are banned there, and text is matched
     behind them.
@@ -30,8 +30,8 @@ def stop_reason(sequence: Sequence, decode: Callable[[list[int]], str] | None) -
 def _decode_tail(
     decode: Callable[[list[int]], str], token_ids: list[int], start: int, num_chars: int
 ) -> str:
-    """The end of the text of token_ids[start:], its last `num_chars` characters as if all of it had
-    been decoded.
+    """Return the end of the text of token_ids[start:], its last `num_chars` characters as if all of
+    it had been decoded.
 
     Decoding from the middle can spoil the first characters (a split UTF-8 sequence, a stripped
     space): hence the 4.

@@ -1,13 +1,12 @@
 """Fused kernels of a decode step and a training step.
 
-Every public function works on every device: for CUDA tensors it launches one or two kernels, in
-Triton or CUDA C++; elsewhere it is plain torch, which is the definition that tests compare with. A
-launch depends on shapes alone, allocates only its outputs and never waits for the device, so CUDA
-graphs can capture it; no float is added atomically, so results repeat bit for bit.
+Every public function works on every device: in Triton or CUDA C++ for CUDA tensors, elsewhere in
+plain torch, which is the definition that tests compare with. A launch depends on shapes alone,
+allocates only its outputs and never waits for the device, so CUDA graphs can capture it. No float
+is added atomically, so results repeat bit for bit.
 
 `supports` functions say whether a kernel can run (`support`); `dispatch` lists kernels by product.
-A file holds its entry function first, plain torch next, and Triton kernels last; CUDA sources lie
-beside the file that launches them.
+A file holds its entry function first, plain torch next, and Triton kernels last.
 
 Terms:
 

@@ -1,9 +1,9 @@
 """Sources of this package that are compiled on first use and called through ctypes.
 
-A library lies in `$XDG_CACHE_HOME/lowroll/kernels` (or `~/.cache/lowroll/kernels`, mode 0700) under
-the digest of its source, headers, compiler and options. It is built beside its name and moved
+A library is stored in `$XDG_CACHE_HOME/lowroll/kernels` (or `~/.cache/lowroll/kernels`, mode 0700)
+under the digest of its source, headers, compiler and options. It is built elsewhere and moved
 there, so concurrent builds are safe. Without torch headers, a build takes seconds and fits every
-version of torch.
+torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def library(
 
 
 def cache_folder() -> Path:
-    """Return the user's folder of libraries. PermissionError when another user owns it."""
+    """Return the folder of libraries. PermissionError when another user owns it."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folder = Path(root) / "lowroll" / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -4,9 +4,8 @@
                mix(w) = v ^ (v >> 29),  v = (w ^ (w >> 32)) * -7046029254386353131       (2^64 / golden ratio, odd)
     amax       max_i |x_i|, NaN where there is one: the largest bits without the sign, as whole numbers
 
-Shifts are arithmetic. A launch for each tensor would take longer than reading it, so a program
-reads one block of one tensor, found through a table of addresses. Sums and maxima are of integers:
-their order does not matter, and CPU and GPU agree bit for bit.
+Shifts are arithmetic. A program reads one block of one tensor, found through a table of addresses.
+Sums and maxima are of integers, so CPU and GPU agree bit for bit.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ _CPU_WORDS = 1 << 20  # words of one step in plain torch
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return one int64 of every tensor's bytes in row-major order, the same on every device. Waits
-    for each device once."""
+    """Return one int64 of every tensor's bytes in row-major order. Waits for each device once."""
     found: dict[int, int] = {}
     for mine in _together(tensors, lambda t: t.device):
         found.update(
@@ -83,7 +81,7 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def _extent(tensor: Tensor) -> Tensor:
-    """Return the largest |value| by the two extremes, which propagate NaN: one pass, no copy."""
+    """Return the largest |value| from the two extremes, which propagate NaN: one pass, no copy."""
     if tensor.numel() == 0:
         return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
     low, high = tensor.aminmax()
@@ -133,7 +131,6 @@ def _sweep(kernel: Any, tensors: list[Tensor], out: Tensor) -> None:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor in row-major order at an address aligned to 16 bytes."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -143,8 +140,7 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 @jit
 def _block(table, owner, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the program's tensor, the address of its integers, their number, and the first of the
-    block."""
+    """Return the program's tensor, its address, its number of integers, and the first of the block."""
     tensor = tl.load(owner + tl.program_id(0))
     integer: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
     values = tl.multiple_of(tl.load(table + 3 * tensor).to(tl.pointer_type(integer)), 16)

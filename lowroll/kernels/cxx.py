@@ -19,7 +19,7 @@ from lowroll.kernels.support import YES, Support, no
 log = logging.getLogger(__name__)
 
 HEADERS = Path(__file__).parent
-# Sums are computed as the source says, without fused operations of the compiler's.
+# No fused operations: sums are computed as the source says.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-mavx2", "-mfma", "-mf16c", "-shared", "-fPIC"]
 DEADLINE_S = 120  # of a build
 NO_COMPILER = no("no C++ compiler in $CXX or on the PATH (c++, g++, clang++)")
@@ -34,8 +34,8 @@ def compiler() -> Path | None:
 
 
 def library(source: Path) -> ctypes.CDLL:
-    """Return the shared library of a source. RuntimeError when there is no compiler, and the errors
-    of `build.library`."""
+    """Return the shared library of a source. RuntimeError when there is no compiler; errors of
+    `build.library`."""
     path = compiler()
     if path is None:
         raise RuntimeError(f"{source.name}: {NO_COMPILER.why_not}")
@@ -43,7 +43,7 @@ def library(source: Path) -> ctypes.CDLL:
 
 
 def run(source: Path, name: str, problem: ctypes.Structure) -> None:
-    """Call a function of a source's library with its problem, on torch's threads. Errors as of
+    """Call a function of a source's library with its arguments, on torch's threads. Errors as of
     `library`."""
     _function(source, name)(ctypes.byref(problem), team())
 
@@ -57,8 +57,8 @@ def _function(source: Path, name: str) -> Callable[..., None]:
 
 @cache
 def supports(source: Path, otherwise: str) -> Support:
-    """Return whether this CPU runs the source and a compiler can build it. Where that fails, a
-    warning says what happens `otherwise`."""
+    """Return whether this CPU runs the source and a compiler can build it. A failure warns of what
+    happens `otherwise`."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return no("needs a CPU with AVX2")
     if team() is None:

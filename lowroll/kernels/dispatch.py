@@ -1,7 +1,7 @@
 """The kernels of every product, the fastest first, and which of them run on a device.
 
-Product functions ask their kernels in this order whether they support the operands (`support`);
-this table states the order for `lowroll doctor`, and tests/kernels hold the two together.
+Product functions try their kernels in this order (`support`). The table is for `lowroll doctor`;
+tests/kernels compare the two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowroll.kernels.support import YES, Support, cuda_supports, no
 
 class Kernel(NamedTuple):
     """A kernel, named by its file or torch's function, and the calls that it takes; "" is every
-    call left by the kernels before it."""
+    remaining call."""
 
     name: str
     language: str  # CUDA C++, C++, Triton, oneDNN or torch
@@ -33,8 +33,6 @@ class Kernel(NamedTuple):
 
 
 class DeviceSupport(NamedTuple):
-    """A kernel and whether a device supports it."""
-
     kernel: Kernel
     support: Support
 

@@ -1,4 +1,4 @@
-"""The import of Triton, the guard for machines without it, and early launches.
+"""The import of Triton where it exists, and early launches.
 
 Programmatic dependent launch (CUDA, capability 9.0 and later): within `overlapping` a kernel may
 start once every block of its predecessor runs or has ended, which hides launch latency, prologues
@@ -50,7 +50,7 @@ INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def triton_supports(x: Tensor) -> Support:
-    """Return whether Triton's kernels run on this tensor, rather than plain torch."""
+    """Return whether Triton's kernels, rather than plain torch, run on this tensor."""
     if triton is None:
         return NO_TRITON
     return YES if x.is_cuda or INTERPRETED else NO_CUDA
@@ -67,19 +67,18 @@ def early_start_supports(device: torch.device) -> Support:
 
 
 def block(size: int) -> int:
-    """Return the power of two that covers `size` elements."""
+    """Return the power of two that covers `size`."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def warps(elements: int, each: int = 512) -> int:
-    """Return the warps of a program of so many elements, about `each` a warp: a power of two up to
-    32."""
+    """Return the warps for so many elements, about `each` a warp: a power of two up to 32."""
     return min(32, block(max(1, elements // each)))
 
 
 @contextmanager
 def overlapping(device: torch.device) -> Iterator[None]:
-    """Let kernels launched within start before their predecessor ends, where the device can.
+    """Launch the kernels of the block early, where the device can.
 
     Meant for a decode step: a chain of short kernels on one stream, without gradients, that begins
     with a plain launch.
@@ -95,9 +94,9 @@ def captured(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGrap
     """Return a graph of what `run` launches, in the memory of `pool` (another graph's; None: its
     own).
 
-    Meanwhile other threads may allocate, copy and wait for a stream, but a wait for the whole
-    device makes CUDA abort the capture. The cache of an engine that is freed waits so
-    (`kv.virtual_memory`): no garbage is collected until the capture ends.
+    Other threads may allocate, copy and wait for a stream, but a wait for the whole device aborts
+    the capture. Freeing an engine's cache waits so (`kv.virtual_memory`), hence garbage collection
+    is off until the capture ends.
     """
     graph = torch.cuda.CUDAGraph()
     collects = gc.isenabled()
@@ -112,7 +111,6 @@ def captured(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGrap
 
 
 def early() -> bool:
-    """Return whether a kernel that is launched now starts early."""
     return _OVERLAPPING.get()
 
 
@@ -132,7 +130,7 @@ def let_others_start(EARLY: tl.constexpr):
 
 @jit
 def after_others(EARLY: tl.constexpr):
-    """Let the next kernel start, and wait for the end of the one before."""
+    """Let the next kernel start, and wait for the end of the previous one."""
     let_others_start(EARLY)
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -140,7 +138,7 @@ def after_others(EARLY: tl.constexpr):
 
 @jit
 def prefetch(at, EARLY: tl.constexpr):
-    """Fetch these addresses into the L2 cache for a load after the wait. A line is 128 bytes."""
+    """Fetch these addresses into the L2 cache. A line is 128 bytes."""
     if EARLY:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; // $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1

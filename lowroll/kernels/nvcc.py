@@ -1,4 +1,4 @@
-"""nvcc: the compiler of this package's CUDA sources (`build`)."""
+"""The CUDA compiler of this package's sources (`build`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADERS = Path(__file__).parent
 SHARED = ["--shared", "-Xcompiler", "-fPIC"]
 
 DEADLINE_S = 300  # of a build
-TRIAL_S = 30  # of a question
+TRIAL_S = 30  # of a trial
 NO_NVCC = no("no nvcc in $CUDA_HOME, on the PATH or in /usr/local/cuda")
 
 
@@ -64,8 +64,8 @@ def options(capability: tuple[int, int], macros: Mapping[str, str]) -> list[str]
 
 
 def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]) -> ctypes.CDLL:
-    """Return the shared library of a source for devices of that capability. RuntimeError when there
-    is no nvcc, and the errors of `build.library`."""
+    """Return the shared library of a source. RuntimeError when there is no nvcc; errors of
+    `build.library`."""
     nvcc = compiler()
     if nvcc is None:
         raise RuntimeError(f"{source.name}: {NO_NVCC.why_not}")
@@ -74,8 +74,8 @@ def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]
 
 
 def supports(make: Callable[[], object], otherwise: str) -> Support:
-    """Return whether there is an nvcc that makes the library. Where it fails, a warning says what
-    happens `otherwise`."""
+    """Return whether nvcc exists and makes the library. A failure warns of what happens
+    `otherwise`."""
     if compiler() is None:
         return NO_NVCC
     try:
@@ -88,8 +88,7 @@ def supports(make: Callable[[], object], otherwise: str) -> Support:
 
 @cache
 def supports_device(device: torch.device) -> Support:
-    """Return whether nvcc compiles for this device, by a trial of a second or two on a source
-    without kernels."""
+    """Return whether nvcc compiles for this device, by a trial of a second or two."""
     if not (found := cuda_supports(device)):
         return found
     nvcc = compiler()

@@ -1,9 +1,8 @@
 """The answer of `supports` functions: yes, or no with the reason.
 
-A kernel's `supports` asks about the operands of one call (device, dtype, shape); `supports_device`
-asks, once, about capability and compiler.
-
-Answers are made once, so asking before every launch costs only the comparisons.
+A kernel's `supports` is about the operands of one call (device, dtype, shape); `supports_device` is
+about capability and compiler. Answers are objects made once, so a check before every launch is
+cheap.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ NO_GRADIENT = no("has no gradient")
 def cuda_supports(
     device: torch.device, least: tuple[int, int] = (0, 0), only: bool = False
 ) -> Support:
-    """Return whether the device is CUDA of compute capability `least` or later, or `only` that one."""
+    """Return whether the device is CUDA of compute capability `least` or later, or exactly `least`
+    with `only`."""
     if device.type != "cuda":
         return NO_CUDA
     found = torch.cuda.get_device_capability(device)

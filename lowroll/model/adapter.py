@@ -2,11 +2,10 @@
 
     y_p = W_p x + b_p + (alpha / r) B_p A_p x          for each part p of a fused matrix that has one
 
-All parts share one product with A = [A_p; ...] and one with the block-diagonal B = diag((alpha / r)
+All parts share one product with A = [A_p;...] and one with the block-diagonal B = diag((alpha / r)
 B_p), which accumulates onto the base product. A reader that tiles y (`kernels.training.low_rank`)
-may take the update's factors instead. A and B are float32; products use copies in the dtype of x,
-cached until an update. After a write to A or B, call `changed`, or `renew` if a CUDA graph reads
-the copies.
+may take the update's factors instead. A and B are float32; products use cached copies in the dtype
+of x. After a write to A or B, call `changed`, or `renew` if a CUDA graph reads the copies.
 
 Backward, with l = A x and W the layer's matrix (dequantized where it is codes):
 
@@ -60,8 +59,7 @@ class Adapter(nn.Module):
         return self.alpha / self.held_rank
 
     def hold(self, rank: int, alpha: float, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Copy (A [rank, K], B [N_part, rank]) of parts in place, zero-padded. rank is at most its
-        own."""
+        """Copy (A [rank, K], B [N_part, rank]) of parts in place, zero-padded to this rank."""
         self.held_rank, self.alpha, self.held = rank, alpha, frozenset(pairs)
         for part, a_RK in self.a.items():
             b_NR = self.b[part]
@@ -72,7 +70,6 @@ class Adapter(nn.Module):
                 b_NR[:, :rank].copy_(pairs[part][1])
 
     def holding(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (part, A, B) of what is held."""
         for part, a_RK in self.a.items():
             if self.held is None or part in self.held:
                 yield part, a_RK[: self.held_rank], self.b[part][:, : self.held_rank]
@@ -91,8 +88,8 @@ class Adapter(nn.Module):
     def matrices(self, parts: Mapping[str, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A [L, K] and the scaled block-diagonal B [N, L] in a dtype, cached until a change.
 
-        The storages are reused if they fit, so a CUDA graph may read them. In-place torch
-        operations on a parameter are noticed by autograd's version counter, without `changed`.
+        The storages are reused if they fit, so a CUDA graph may read them. Autograd's version
+        counter reveals in-place torch operations on a parameter without `changed`.
         """
         masters = [*self.a.values(), *self.b.values()]
         made_of = (
@@ -126,11 +123,11 @@ class Adapter(nn.Module):
         return super()._apply(fn, recurse)
 
     def changed(self) -> None:
-        """Invalidate the copies: the next product makes them again."""
+        """Invalidate the copies."""
         self.version += 1
 
     def renew(self) -> None:
-        """Recompute the copies now, in place, for a graph that reads them."""
+        """Recompute the copies in place, for a graph that reads them."""
         self.changed()
         if self._made is not None:
             self.matrices(self._parts, self._made[0].dtype)
@@ -152,11 +149,10 @@ def product(
 
     weight: the base. codes: the QTensor for a forward in the format's own arithmetic; None
     multiplies with the dequantized base. transposed: the codes for the gradient, if any
-    (`quant.fp8.gradient`). The gradient passes the quantizer straight through. whole: include l B';
-    without it, the reader adds it, and returns the gradient of the sum. update: x is a gate-up
-    product [T, 2K] without this update, and its silu(gate) * up is multiplied. exact: a row's sums
-    do not depend on its batch (`kernels.invariant`); for a dense weight or codes in their own
-    arithmetic.
+    (`quant.fp8.gradient`). The gradient is straight-through. whole: include l B'; without it, the
+    reader adds it, and returns the gradient of the sum. update: x is a gate-up product [T, 2K]
+    without this update, and its silu(gate) * up is multiplied. exact: a row's sums do not depend on
+    its batch (`kernels.invariant`); for a dense weight or codes in their own arithmetic.
     """
     adapted = [part for part, _, _ in adapter.blocks(parts)]
     masters = [*(adapter.a[part] for part in adapted), *(adapter.b[part] for part in adapted)]
@@ -191,7 +187,7 @@ def _base(
     low_TL: Tensor | None,
     b_NL: Tensor,
 ) -> Tensor:
-    """Return x W' + b, plus l B' if l is given. W is dense, or what the codes stand for."""
+    """Return x W' + b, plus l B' if l is given."""
     if low_TL is None and codes is not None:
         return frozen.multiply(x_TK, codes, bias_N)
     if low_TL is not None and codes is not None:

@@ -1,7 +1,7 @@
 """The `attend` interface and the learner's attention.
 
-A model calls `attend(layer, q_THd, k_TGd, v_TGd) -> o_THd`. The learner passes `varlen`: causal
-attention within each packed sequence. The engine passes paged attention (`lowroll.kv.attention`).
+A model calls `attend(layer, q_THd, k_TGd, v_TGd) -> o_THd`. The learner passes `varlen`, the engine
+paged attention (`lowroll.kv.attention`).
 
 Legend: T packed tokens, H query heads, G key-value heads, d head size, S sequences, L tokens of a
 sequence.
@@ -28,7 +28,7 @@ from lowroll.kernels.invariant.gradient import with_gradient_of
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 MOST_SCORES = 1 << 24  # scores of a head at once, for stacked sequences
-MOST_STACKS = 4  # lengths of a micro-batch with a call each on CUDA
+MOST_STACKS = 4  # lengths of a micro-batch that get a call each on CUDA
 # tokens of a sequence from which cuDNN repays its 30 ms of planning a new shape
 LONG = 1024
 FASTEST_FIRST = [
@@ -43,9 +43,8 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
     """Return causal attention over packed sequences of these lengths, without padding.
 
     Sequences of equal length share one call: cuDNN's in half precision on CUDA, twice as fast as
-    flash attention. On CUDA in half precision, short sequences, and more than MOST_STACKS lengths,
-    use torch's variable-length flash attention if it supports the head size. ValueError for a
-    length below 1.
+    flash attention. There, short sequences, and more than MOST_STACKS lengths, use torch's
+    variable-length flash attention if it supports the head size. ValueError for a length below 1.
     """
     if any(length < 1 for length in lengths):
         raise ValueError(
@@ -87,7 +86,7 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
 
 
 def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
-    """Return `varlen` in which a query's bits depend on it and its keys alone, as in a decoded row
+    """Return `varlen` in which a query's bits depend on it and its keys alone
     (`kernels.invariant.attention`)."""
     plain = varlen(lengths, device)
     lengths_S = upload(torch.tensor(lengths, dtype=torch.int32), device)
@@ -102,8 +101,8 @@ def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
 
 
 def packed(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, bounds: Tensor, longest: int) -> Tensor:
-    """Compute causal attention over packed sequences whose bounds, int32 [S + 1], are on the
-    device; equal bounds are no sequence. With flash attention nothing waits for the host."""
+    """Compute causal attention over packed sequences with int32 bounds [S + 1] on the device; equal
+    bounds are no sequence. Flash attention does not wait for the host."""
     if _flashes(q_THd):
         return _flash(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest)
     lengths = [length for length in bounds.diff().tolist() if length]
@@ -119,7 +118,7 @@ def suffixes(
     """Return causal attention of the last `lengths` tokens of each sequence over all its `totals`
     tokens.
 
-    attend(layer, q [sum lengths, H, d], k, v [sum totals, G, d]). It is one call of torch's
+    attend(layer, q [sum lengths, H, d], k, v [sum totals, G, d]). One call of torch's
     variable-length flash attention in half precision on CUDA, where head sizes allow; else a call a
     sequence, or with `stacked` a call for all of one length and total, MOST_SCORES at a time; last
     bits may then depend on the other sequences.
@@ -136,7 +135,6 @@ def suffixes(
 
     @cache
     def stacks() -> tuple[list[_Stack], Tensor]:
-        """Return the sequences by shape, and the inverse order of their queries."""
         found = list(_stacks(lengths, totals, device))
         order_C = torch.cat([stack.queries_C for stack in found])
         back_C = torch.empty_like(order_C)
@@ -245,7 +243,6 @@ def _flashes(q_THd: Tensor) -> bool:
 
 
 def flashes(dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether torch's CUDA flash attention supports such heads."""
     return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
 
 
@@ -258,7 +255,7 @@ def _flash(
     k_bounds: Tensor,
     k_longest: int,
 ) -> Tensor:
-    """Compute causal attention, the last query aligned with its sequence's last key."""
+    """Compute causal attention, the last query aligned with the last key."""
     from torch.nn.attention.varlen import varlen_attn
 
     o_THd = varlen_attn(

@@ -1,14 +1,14 @@
 """The base that an adapter was trained on, recorded in its folder.
 
-An adapter is trained on the rollouts' weights: quantized, and scaled before if the run asked for it
+An adapter is trained on the rollouts' weights: quantized, and perhaps scaled before
 (`model.scaling`). `adapter_base.json` describes them:
 
     weights      the format of the linear weights, or each layer's (`quant.mixed`); null: the model's own
     dtype        of the model before it was quantized, and of what was not quantized
     uaq_scale    the scale s before it was quantized; null: none
 
-adapter_config.json names the model. PEFT and vLLM ignore this file and put the adapter on that
-model as it is, which is another policy. A folder without the file is an adapter on that model.
+PEFT and vLLM ignore this file and put the adapter on the model of adapter_config.json as it is,
+which is another policy. A folder without the file is an adapter on that model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Base:
 
     @property
     def rounds(self) -> bool:
-        """Whether the linear weights were rounded."""
+        """True if the linear weights were rounded."""
         return self.low_bit or self.weights not in (None, dense.of(getattr(torch, self.dtype)))
 
 

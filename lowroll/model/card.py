@@ -1,5 +1,4 @@
-"""The README.md of an adapter folder, in the hub's form: its base, and its effect on other
-bases."""
+"""The README.md of an adapter folder, in the hub's form."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def _front(named: str) -> str:
 
 
 def _beside(base: Base) -> list[str]:
-    """Return the code with which PEFT loads the folder `base`, run in the adapter's folder."""
+    """Return PEFT code that loads the folder `base`, run in the adapter's folder."""
     form = get_format(base.weights) if base.low_bit and base.weights else None
     if isinstance(form, Mixed):
         return [

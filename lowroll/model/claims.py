@@ -1,7 +1,5 @@
-"""Checks of a config.json's sizes against the weight files and the memory.
-
-A config of a hundred bytes can ask for a billion layers, so the check precedes any expansion or
-allocation.
+"""Checks of a config.json's sizes against the weight files and the memory, before any allocation: a
+hundred bytes can claim a billion layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The device that a model is computed on: which one is meant, the dtype there, and its memory."""
+"""The device of a model, its dtype, and its memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from lowroll import machine
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
-    """`auto` is CUDA when there is one; a CUDA device always has its index, as a tensor's has, and
-    becomes the current one, on which kernels are launched: before a model is loaded or quantized
-    there.
+    """Return the device; `auto` is CUDA when there is one. A CUDA device gets an index, and becomes
+    the current one, on which kernels are launched: call this before loading or quantizing.
 
-    ValueError when CUDA is asked for and missing.
+    ValueError when CUDA is missing.
     """
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,7 +26,7 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """Return the default dtype that an engine computes in."""
+    """Return the default dtype of an engine."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -35,15 +34,15 @@ def free_memory(device: torch.device) -> int | None:
     """Return the bytes that the device (the machine, for a CPU) could give now; None where the
     system does not say."""
     if device.type == "cuda":
-        # what torch holds and nobody uses
+        # cached by torch and unused
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     return machine.free_memory()
 
 
 def total_memory(device: torch.device | str) -> int | None:
-    """Return the bytes of memory that the device has (that this process may use, for a CPU); None
-    where the system does not say."""
+    """Return the device's total memory (that this process may use, for a CPU) in bytes, or None
+    where unknown."""
     place = torch.device(device)
     if place.type == "cuda":
         return int(torch.cuda.mem_get_info(place)[1])

@@ -1,5 +1,4 @@
-"""The engine's linear layer: a QTensor, multiplied in its format's own arithmetic, without
-gradients.
+"""The engine's linear layer.
 
 Where the format's kernel takes quantized rows, the input's producer quantizes it (`row_kind`), and
 the product's reader may apply the scales (`Product`).
@@ -17,7 +16,8 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 class EngineLinear(Linear):
-    """A linear layer of the engine. Call `set_weight` before it multiplies."""
+    """A QTensor multiplied in its format's own arithmetic, without gradients. Call `set_weight`
+    before it multiplies."""
 
     @property
     def codes(self) -> QTensor:
@@ -46,7 +46,6 @@ class EngineLinear(Linear):
 
 
 def refuse_gradient(x: Tensor) -> None:
-    """Raise ValueError for activations that require a gradient."""
     if x.requires_grad:
         raise ValueError(
             "the engine's arithmetic has no gradient; a learner multiplies with the dequantized "

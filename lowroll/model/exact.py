@@ -1,7 +1,7 @@
 """The conditions for an exact model (`Transformer.be_exact`).
 
-Its rows have the same bits in any batch if every operation is in `kernels.invariant`, or a product
-of codes with exact integer sums (INT8; on a CPU 4 bits, too).
+Rows have the same bits in any batch if every operation is in `kernels.invariant`, or a product of
+codes with exact integer sums (INT8; on a CPU also 4 bits).
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def refuse(
 
 
 def why_not(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason why a model cannot be exact, with the alternatives, or None."""
     if device.type == "cpu" and not INTERPRETED:
         return _why_not_on_cpu(spec, device, dtype)
     found = tiled.supports_device(device) and tiled.supports_heads(

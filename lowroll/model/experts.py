@@ -5,12 +5,11 @@
     y = sum_s g_s W_down[e_s] (silu(W_gate[e_s] x) * W_up[e_s] x)
 
 (Shazeer et al. 2017, arXiv 1701.06538, with the softmax before the choice as in Qwen3-MoE.) Router
-logits are unrounded float32 sums, so that rollout and learner, whose sums differ in order, choose
-alike but for near-ties.
+logits are float32 sums (`kernels.moe.route`).
 
-All experts are stacked in one `Linear` with the parts "experts.7.gate_proj" and so on: formats,
-publications, digests and checkpoints see one matrix [E N, K]. It is multiplied with rows sorted by
-expert (`kernels.moe.grouped`).
+All experts are stacked in one `Linear` with the parts "experts.7.gate_proj" and so on: formats and
+checkpoints see one matrix [E N, K]. It is multiplied with rows sorted by expert
+(`kernels.moe.grouped`).
 
 Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size, N out, K in features.
 """
@@ -44,7 +43,7 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 class Router(nn.Module):
-    """The router: a token's experts and their weights."""
+    """The choice of a token's experts and their weights."""
 
     def __init__(self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -79,19 +78,17 @@ class StackedLinear(Linear):
         self.num_experts = num_experts
 
     def set_weight(self, weight: QTensor | nn.Parameter) -> None:
-        """Set the weight as `Linear` does. ValueError when a block of the format spans two
-        experts."""
+        """Set the weight as `Linear` does. ValueError when a block of the format spans two experts."""
         if isinstance(weight, QTensor):
             _experts(weight, self.num_experts)
         super().set_weight(weight)
 
     def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
-        """Multiply sorted rows with their experts' matrices."""
         raise NotImplementedError
 
 
 class LearnerStack(StackedLinear):
-    """A learner's stack: the numbers are the same with and without gradients."""
+    """A learner's stack, whose numbers are the same with and without gradients."""
 
     @property
     def codes(self) -> QTensor | None:
@@ -117,7 +114,7 @@ class EngineStack(StackedLinear):
         return self.weight
 
     def stack(self, x: Tensor) -> Stack:
-        """Return the matrices as kernels multiply them with activations like x."""
+        """Return the matrices for products with activations like x."""
         refuse_gradient(x)
         return _stack(self.codes, self.num_experts, x.dtype)
 
@@ -154,8 +151,8 @@ class Experts(nn.Module):
         return combine(y_PD, weights_TS, x_TD.dtype, groups)
 
     def _exactly(self, x_TD: Tensor) -> Tensor:
-        """Compute independently of the batch: logits are invariant, and experts are added from the
-        first choice on."""
+        """Compute independently of the batch: logits are invariant, and experts are added in the
+        order of choices."""
         logits_TE = product.linear(x_TD, self.router.weight)
         weights_TS, experts_TS = choose_by(logits_TE, self.router.choices, self.router.renormalize)
         groups = sort_slots(experts_TS, self.gate_up.num_experts)
@@ -173,8 +170,6 @@ class LearnerExperts(Experts):
 
 
 class EngineExperts(Experts):
-    """An engine's experts, a few kernels on a device."""
-
     stacked = EngineStack
     gate_up: EngineStack
     down: EngineStack
@@ -194,9 +189,7 @@ class EngineExperts(Experts):
 
 class _GroupedProduct(torch.autograd.Function):
     """Products by expert: forward with `weight`, in its format's own arithmetic if `aligned`;
-    backward with what its codes stand for.
-
-    The master's gradient passes the quantizer straight through, as in `model.learner_linear`.
+    backward with the dequantized weight, straight-through to the master.
     """
 
     @staticmethod
@@ -242,7 +235,7 @@ def _dense(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Te
 
 
 def _stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
-    """Return the weight as stored if the kernels know its format, else dequantized."""
+    """Return the weight as stored if the kernels support its format, else dequantized."""
     format = get_format(weight.format)
     if format.stacked:
         kind, *names = format.stacked
@@ -268,7 +261,6 @@ def _low_bit(
 def _low_bit_product(
     x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool
 ) -> Tensor:
-    """Compute the format's own product, an expert at a time."""
     experts = weight.derive("experts", lambda q: tuple(_experts(q, num_experts)))
     return torch.cat(
         [

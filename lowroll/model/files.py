@@ -1,8 +1,7 @@
-"""Bounded reads of a model folder: regular files of a bounded size, JSON of a bounded depth, honest
-headers.
+"""Bounded reads of an untrusted model folder.
 
-A folder is untrusted. Its claims are checked against file sizes and memory before they are
-followed; every refusal is a one-line ValueError that names the file.
+Claims are checked against file sizes and memory before they are used; every refusal is a one-line
+ValueError that names the file.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def read_json(path: Path, most: int = MOST_JSON) -> Any:
 
 
 def tensor_headers(path: Path) -> Headers:
-    """Read shapes and dtypes from a safetensors header. ValueError names a damaged file."""
+    """Return shapes and dtypes from a safetensors header. ValueError names a damaged file."""
     size = regular(path, 1 << 62)
     try:
         with open(path, "rb") as file:
@@ -75,7 +74,6 @@ def tensor_headers(path: Path) -> Headers:
 
 
 def some(names: Iterable[str]) -> str:
-    """Return the first five names, and the number of the others."""
     names = list(names)
     shown = ", ".join(printable(name, 200) for name in names[:5])
     if len(names) <= 5:

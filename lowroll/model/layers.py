@@ -1,4 +1,4 @@
-"""The two kinds of layers, learner's and engine's, behind the same calls."""
+"""The layers of learner and engine, behind the same calls."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ from lowroll.quant.formats import QTensor, float_product, get_format, multiplica
 
 
 class LearnerLinear(Linear):
-    """A linear layer of the learner, which multiplies with an adapter, codes beside the weight, or
-    the weight."""
+    """Multiplication with an adapter, codes beside the weight, or the weight."""
 
     @property
     def codes(self) -> QTensor | None:
@@ -89,7 +88,6 @@ def _multiply(
     codes: QTensor | None,
     exact: bool = False,
 ) -> Tensor:
-    """Multiply with the codes, if any, else with the weight."""
     if codes is None:
         return float_product(x_TK, weight_NK, bias_N, exact)
     return codes.linear(x_TK.detach(), bias_N, exact)
@@ -98,8 +96,7 @@ def _multiply(
 def _input_gradient(
     grad_TN: Tensor, weight: Tensor | QTensor | None, transposed: QTensor | None
 ) -> Tensor:
-    """Return dX [T, K] of dY [T, N]. weight: what the forward stands for; unused if the transpose
-    has codes."""
+    """Return dX [T, K] of dY [T, N]. weight: the forward's; unused if the transpose has codes."""
     if transposed is not None:
         return fp8.gradient(grad_TN, transposed)
     assert weight is not None
@@ -143,8 +140,8 @@ class _LearningProduct(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """A trained weight's product of silu(gate) * up. Backward, one pass over gate_up makes its
-    gradient and recomputes silu(gate) * up for the weight's."""
+    """A trained weight's product of silu(gate) * up. One pass over gate_up makes its gradient and
+    recomputes silu(gate) * up for the weight's."""
 
     @staticmethod
     def forward(
@@ -178,8 +175,8 @@ class _GatedProduct(torch.autograd.Function):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """The product of a frozen low-bit weight: in its format's own arithmetic with an aligned
-    forward's codes, else x times the dequantized matrix, recomputed in the backward pass."""
+    """The product of a frozen low-bit weight: with codes in an aligned forward, else with the
+    dequantized matrix, which the backward pass makes again."""
 
     @staticmethod
     def forward(

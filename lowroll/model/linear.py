@@ -4,8 +4,7 @@ Fused matrices (qkv, gate-up) know the parts that checkpoints and adapters name.
 
     y = W x + b,   and with an adapter on a part p:   y_p += (alpha / r) B_p A_p x   (`lowroll.model.adapter`)
 
-Subclasses multiply: `model.learner_linear` with gradients, `model.engine_linear` with QTensors in
-their formats' own arithmetic.
+Subclasses multiply: `model.learner_linear`, `model.engine_linear`.
 
 Legend: T tokens, K in features, N out features.
 """
@@ -55,7 +54,6 @@ class Linear(nn.Module):
         self.exact = False  # see `Transformer.be_exact`
 
     def rows(self, part: str) -> slice:
-        """Return a part's rows in the fused matrix."""
         start = 0
         for name, size in self.parts.items():
             if name == part:
@@ -89,20 +87,18 @@ class Linear(nn.Module):
 
     @property
     def row_kind(self) -> str | None:
-        """The kind of quantized rows that the layer accepts from its input's producer; None: plain
-        activations."""
+        """The kind of quantized rows that the layer accepts; None: plain activations."""
         return None
 
     def read(self, x_TK: Tensor) -> Tensor | QuantizedRows:
-        """Return the input in the form that the layer wants."""
+        """Return the input in the form of `row_kind`."""
         return x_TK if self.row_kind is None else quantize_rows(x_TK, self.row_kind)
 
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor | Product:
-        """Multiply silu(gate) * up."""
         raise NotImplementedError
 
     def gate(self, gate_up_TN: Tensor | Product) -> Tensor | QuantizedRows:
-        """Return silu(gate) * up in the form that the layer wants."""
+        """Return silu(gate) * up in the form of `row_kind`."""
         return (invariant.silu_mul if self.exact else silu_mul)(gate_up_TN, self.row_kind)
 
     def base_and_update(
@@ -127,7 +123,6 @@ class Linear(nn.Module):
         return y_TN, Update(low_TL, b_NL, adapter.rank)
 
     def after_update(self, gate_up_TN: Tensor, update: Update) -> Tensor | Product:
-        """Compute `after_swiglu` of a product that lacks its update."""
         h_TF = silu_mul_adapted(gate_up_TN, update.low_TL, update.b_NL, update.rank)
         remake(h_TF, silu_mul_adapted, gate_up_TN, update.low_TL, update.b_NL, update.rank)
         return self(self.read(h_TF))
@@ -135,7 +130,6 @@ class Linear(nn.Module):
     def adapted(
         self, adapter: Adapter, x_TK: Tensor, whole: bool = True, update: Update | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the adapted product, l and (alpha / r) B, as `adapter.product`."""
         return adapters.product(
             x_TK,
             self.weight,

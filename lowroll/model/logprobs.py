@@ -6,10 +6,10 @@ never exist, forward or backward:
     z = h W' / temperature,   logp = z[y] - lse(z),   entropy = lse(z) - sum_v softmax(z)_v z_v
     G = (onehot(y) - softmax(z)) / temperature,       d logp / d h = G W,       d logp / d W = G' h
 
-With a frozen W (LoRA) the forward pass computes d logp / d h from its logits, one row [D] a token,
-and backward needs no logits. A trained W needs G: the forward pass keeps it for the first chunks,
-in the dtype of W, and the incoming gradient g scales the other factor, d W = G' (g h); for the
-others the backward pass recomputes the logits.
+With a frozen W (LoRA) the forward pass computes d logp / d h, one row [D] a token. A trained W
+needs G: the forward pass keeps it for the first chunks, in the dtype of W, and the incoming
+gradient g scales the other factor, d W = G' (g h); for the others the backward pass recomputes the
+logits.
 
 On CUDA products of half-precision matrices give unrounded float32 logits. G is kept only there, at
 half of the logits' size.
@@ -176,8 +176,8 @@ def _chunks(hidden_TD: Tensor, chunk: int) -> list[slice]:
 
 
 def _room(hidden_TD: Tensor, weight_VD: Tensor, chunk: int) -> Tensor:
-    """Return the buffer for a chunk's logit gradient, in the weight's dtype and the layout that its
-    products want."""
+    """Return the buffer for a chunk's logit gradient, in the weight's dtype and the layout of its
+    products."""
     return weight_VD.new_empty(min(chunk, hidden_TD.shape[0]), weight_VD.shape[0])
 
 
@@ -191,7 +191,7 @@ def _wide(x: Tensor) -> bool:
 
 
 def float32_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b, in float32 if the device gives unrounded sums, else in the dtype of a."""
+    """Return a @ b, in float32 if `_wide`, else in the dtype of a."""
     if _wide(a):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a @ b

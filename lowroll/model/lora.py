@@ -1,6 +1,6 @@
-"""Low-rank adapters (Hu et al. 2021): y += (alpha / r) B A x, trained in float32 on a frozen base.
+"""LoRA (Hu et al. 2021): y += (alpha / r) B A x, trained in float32 on a frozen base.
 
-On disk an adapter is what PEFT writes and reads: `adapter_model.safetensors` with
+On disk an adapter has PEFT's format: `adapter_model.safetensors` with
 `base_model.model.<module>.lora_A.weight` [r, in] and `lora_B.weight` [out, r], and
 `adapter_config.json`. In memory, each part of a fused matrix (q, k, v; gate, up) has its own pair.
 The folder also records the base (`lowroll.model.base`) and has a card.
@@ -33,7 +33,7 @@ from lowroll.quant.formats import QTensor, all_finite
 from lowroll.types import printable
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# PEFT config keys that are read or do not change the computation. Others must be neutral.
+# PEFT config keys that are read or have no effect; others must be neutral
 _READ = {
     "peft_type",
     "task_type",
@@ -62,11 +62,11 @@ _HOMES = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
 def attach(
     model: Transformer, rank: int, alpha: float, targets: Sequence[str] = TARGETS, seed: int = 0
 ) -> Transformer:
-    """Freeze the model and add a fresh adapter to every target part: A uniform (Kaiming, a = sqrt
-    5), B zero.
+    """Freeze the model and add a fresh adapter, exactly the identity, to every target part: A
+    uniform (Kaiming, a = sqrt 5), B zero.
 
-    A fresh adapter is exactly the identity. ValueError names an unknown target, a rank below 1, or
-    targets that are experts' matrices, which are unsupported.
+    ValueError names an unknown target, a rank below 1, or targets that are experts' matrices, which
+    are unsupported.
     """
     check(model.spec, rank, alpha, targets)
     needed = 4 * sum(math.prod(shape) for shape in _shapes(model, rank, targets).values())
@@ -117,7 +117,7 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
 
 @contextmanager
 def disabled(model: Transformer) -> Iterator[Transformer]:
-    """Switch the adapters off inside the block: the base policy."""
+    """Switch the adapters off inside the block."""
     adapters = [linear.adapter for _, linear in model.linears() if linear.adapter is not None]
     before = [adapter.enabled for adapter in adapters]
     for adapter in adapters:
@@ -165,7 +165,7 @@ def unscaled(tensors: Mapping[str, Tensor], input_scale: float) -> dict[str, Ten
 
 
 def wanted(model: Transformer, rank: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of an adapter of this rank, for all parts that have one here."""
+    """Return the tensor shapes of an adapter of this rank, for all parts that have one here."""
     return {
         name: (rank, p.shape[1]) if name.endswith(".lora_A.weight") else (p.shape[0], rank)
         for name, p in _named(model)
@@ -181,7 +181,6 @@ def are_whole_targets(lacking: Set[str], every: Set[str]) -> bool:
 def pairs(
     linear: str, adapter: Adapter, tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (A, B) of a linear layer's parts in an adapter's tensors."""
     names = {part: _names(linear, part) for part in adapter.a}
     return {part: (tensors[a], tensors[b]) for part, (a, b) in names.items() if a in tensors}
 
@@ -250,8 +249,8 @@ def write(
     input_scale: float = 1.0,
     revision: str | None = None,
 ) -> None:
-    """Write the adapter and its base's record into an existing folder; `model.card` writes the
-    card. revision: the commit of a base on the hub."""
+    """Write the adapter and its base's record into an existing folder. revision: the commit of a
+    base on the hub."""
     alpha = next(linear.adapter.alpha for _, linear in model.linears() if linear.adapter)
     write_tensors(state(model, input_scale), target, alpha, _absolute(base), revision)
     bases.write(bases.of(model, input_scale), target)
@@ -302,7 +301,7 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
 
     `hf.load` of the folder makes the right base. input_scale: the s that the model carries, for an
     adapter saved for the unscaled base (`state`). ValueError names the file, and the key or the
-    tensors that are damaged, missing, misshapen or of an unsupported variant of LoRA.
+    tensors that are damaged, missing, misshapen or unsupported.
     """
     folder = Path(folder)
     config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"

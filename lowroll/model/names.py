@@ -10,8 +10,7 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def hf_names(spec: ModelSpec) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:
-    """Yield (internal name, HF names of the stacked parts, shape of the whole) of every
-    parameter."""
+    """Yield (internal name, HF names of the stacked parts, shape of the whole) of every parameter."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     hidden, wide = spec.hidden_size, spec.intermediate_size
     yield "embedding", ["model.embed_tokens.weight"], (spec.vocab_size, hidden)

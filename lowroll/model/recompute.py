@@ -4,16 +4,15 @@
         h = norm(x)
         remake(h, norm, x)              # autograd saves (norm, x) in place of h
 
-Autograd passes every saved tensor to a hook, which replaces those announced by `remake` with a
-recipe: the function and its inputs, possibly recipes themselves. A recipe's result is kept until
-its last reader, so a function runs once in the backward pass.
+A saved-tensor hook replaces the tensors announced by `remake` with a recipe: the function and its
+inputs, possibly recipes themselves. A recipe's result is kept until its last reader, so a function
+runs once in the backward pass.
 
 The functions must be deterministic and free of side effects; the gradient is then bitwise the same.
-A tensor is announced after it was made, so what its own maker saved of it stays.
+A tensor is announced after it was made, so its producer's own saved copy stays.
 
-Outside of `remaking`, `remake` does nothing: a block announces, and the trainer decides
-(`trainer.recompute`). Use it only where gradients are recorded: announced tensors are held until
-the block ends.
+Outside of `remaking`, `remake` does nothing: the trainer decides (`trainer.recompute`). Use it only
+where gradients are recorded: announced tensors are held until the block ends.
 """
 
 from __future__ import annotations
@@ -82,14 +81,15 @@ class _Book:
         self.outputs.append(output)
 
     def close(self) -> None:
-        """Release the outputs: autograd keeps the hook, and so this book, as long as the graph."""
+        """Release the outputs: autograd keeps the hook, and so this object, as long as the graph."""
         self.recipes.clear()
         self.outputs.clear()
 
 
 @contextmanager
 def remaking(products: bool = False) -> Iterator[None]:
-    """Save tensors announced by `remake` as recipes inside. products: also matrix products."""
+    """Save tensors announced by `remake` as recipes inside the block. products: also matrix
+    products."""
     before = getattr(_active, "book", None)
     _active.book = book = _Book(products)
     try:
@@ -101,8 +101,8 @@ def remaking(products: bool = False) -> Iterator[None]:
 
 
 def remake(output: Any, function: Callable[..., Any], *inputs: Any, product: bool = False) -> Any:
-    """Announce that function(*inputs) recomputes `output`; returns it. Inputs are detached in the
-    backward pass. product: it is a matrix product."""
+    """Announce that function(*inputs) recomputes `output`, and return it. Inputs are detached in
+    the backward pass. product: it is a matrix product."""
     book = getattr(_active, "book", None)
     if book is not None and (book.products or not product):
         book.add(output, function, inputs)

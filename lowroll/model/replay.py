@@ -1,10 +1,10 @@
 """Attention of the learner over what the sampler's cache held.
 
 Query q of a head sees key j iff j <= q and no compaction had dropped it when q ran
-(`types.Evictions`). So the queries between two compactions see the keys that the first one left,
-and causally their own: attention of a sequence's last tokens over a sequence that differs by layer,
-KV head and stretch. Its keys are gathered, without a mask; a query sees at most budget + buffer
-keys. Up to the first compaction attention is dense.
+(`types.Evictions`). So the queries of a stretch, between two compactions, see the keys that the
+first one left, and causally their own. These keys, which differ by layer, KV head and stretch, are
+gathered, without a mask; a query sees at most budget + buffer keys. Up to the first compaction
+attention is dense.
 
 Cost: keys and values of a stretch are copied, (budget + buffer) / buffer times the packed tokens'
 (5 at 512 + 128), for each layer. The backward pass recomputes them, MOST_MARKED marks at a time.
@@ -33,7 +33,7 @@ IN_A_BYTE = 255  # compactions
 
 
 def pack_evictions(numbers_LGT: Tensor, after: Sequence[int]) -> Evictions:
-    """Return the data of compactions after these positions, ascending.
+    """Return the record of compactions after these ascending positions.
 
     numbers_LGT: on the CPU, the compaction that dropped each key up to the last position; 0: none.
     """
@@ -103,12 +103,12 @@ def replayed(
     evictions: Sequence[Evictions | None],
     device: torch.device | str = "cpu",
 ) -> Attend:
-    """Return causal attention over packed sequences of these lengths, each over the keys that its
-    sampler's cache held. None, or no compaction before a query: over all, bitwise as `varlen`."""
+    """Return causal attention over packed sequences, each over the keys that its sampler's cache
+    held; over all, bitwise as `varlen`, for None or before the first compaction."""
     starts = [0, *accumulate(lengths)]
     stretches: list[_Stretch] = []
     numbers: list[Tensor] = []
-    first_lengths: list[int] = []  # each sequence's tokens up to its first compaction
+    first_lengths: list[int] = []
     for start, length, dropped in zip(starts, lengths, evictions, strict=False):
         bounds = [] if dropped is None else [p + 1 for p in dropped.after if p + 1 < length]
         first_lengths.append(bounds[0] if bounds else length)

@@ -3,18 +3,16 @@ readers divided by s.
 
     (W / s) (s x) = W x        for q, k, v behind the input norm; gate, up, a router behind the post-attention norm
 
-The function stays, the gradient of W / s is s times larger, and W / s is s times smaller: an SGD
-update is relatively s^2 times larger. Adam's and Muon's updates ignore the size of a gradient, so
-their relative update grows by s. If a format's scales follow the largest weight, W / s has W's
-codes but for ties, and its relative error stays; an update flips a larger share of codes
-(`weights.watch`). In int8 the share grows by s in the scaled matrices once an update flips a few
-codes in a hundred; fewer flips grow less, because the largest weight of a row is on a tie for every
-s, and so do fp8's, whose steps follow each weight. As o and down are unscaled, s = 1.5 flips 1.2 to
-1.3 times as many of all codes.
+The function stays, and an SGD update is relatively s^2 times larger; those of Adam and Muon, which
+ignore the size of a gradient, grow by s. If a format's scales follow the largest weight, W / s has
+W's codes but for ties, and an update flips a larger share of codes (`weights.watch`). In int8 the
+share grows by s in the scaled matrices once an update flips a few codes in a hundred; fewer flips
+grow less, because the largest weight of a row is on a tie for every s, and so do fp8's, whose steps
+follow each weight. As o and down are unscaled, s = 1.5 flips 1.2 to 1.3 times as many of all codes.
 
 Biases, o and down stay. An s that is no power of two rounds a bfloat16 weight once more. The config
-records s, so that a saved model is not scaled again: it is an ordinary model with the same logits.
-Noise on its norms (`weights.noise`) grows by s.
+records s, so that a saved model, an ordinary one with the same logits, is not scaled again. Noise
+on its norms (`weights.noise`) grows by s.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ KEY = "lowroll_uaq_scale"  # config.json key of a scaled model
 
 
 def applied(model: Transformer) -> float | None:
-    """Return the s that the model's weights carry, or None."""
+    """Return the s of the model's weights, or None."""
     return model.spec.config.get(KEY)
 
 

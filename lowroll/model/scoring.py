@@ -27,12 +27,11 @@ def score(
     tokens_per_batch: int = 8192,
     evictions: Sequence[Evictions | None] | None = None,
 ) -> list[Tensor]:
-    """Return the log-probs of each response's tokens under the learner, a float32 tensor a
-    sequence.
+    """Return the log-probs of each response's tokens, a float32 tensor a sequence.
 
     `sequences[i]` is prompt and response as token ids, `prompt_lens[i]` (at least 1) the prompt's
-    length. The log-probs are of softmax(logits / temperature). evictions: what each sampler's cache
-    dropped (`Rollout.evictions`), to score with the rest. ValueError names the faulty sequence.
+    length. evictions: what each sampler's cache dropped (`Rollout.evictions`), to score with the
+    rest. ValueError names the faulty sequence.
     """
     model = model if isinstance(model, Transformer) else hf.load(model)
     if len(sequences) != len(prompt_lens):

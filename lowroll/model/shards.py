@@ -1,9 +1,9 @@
 """Streaming of safetensors files to a device, and writing them.
 
 A file is the length of a header (8 bytes, little-endian), the JSON header with every tensor's
-dtype, shape and place, and the bytes. `stream` brings batches of tensors to the device, each in one
-buffer, where the parts of a fused matrix are contiguous. Threads read ahead: for a GPU into pinned
-memory, so that reading and copying overlap, and the page cache is read by several threads.
+dtype, shape and offsets, and the bytes. `stream` brings batches of tensors to the device, each in
+one buffer, where the parts of a fused matrix are contiguous. Threads read ahead, for a GPU into
+pinned memory, so that reading and copying overlap.
 
 Headers must have been checked (`model.headers`).
 
@@ -66,8 +66,8 @@ def stream(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield each batch's tensors by name, on the device and in the files' dtype.
 
-    files: where each tensor is. A batch's tensors of one dtype are contiguous, and usable on the
-    current stream. ValueError names a truncated file.
+    A batch's tensors of one dtype are contiguous, and usable on the current stream. ValueError
+    names a truncated file.
     """
     places, reader = (
         _places(files, {name for batch in batches for name in batch}),
@@ -138,7 +138,7 @@ class _Reader:
         pool: ThreadPoolExecutor,
         batch: dict[str, TensorLocation],
     ) -> tuple[dict[str, Tensor], list[Future[None | torch.cuda.Event]], int]:
-        """Allocate the batch and submit its pieces: (tensors to be filled, pieces, bytes)."""
+        """Allocate the batch and submit its pieces. Return (tensors to be filled, pieces, bytes)."""
         ends, size = {}, 0
         for name, place in batch.items():
             size = -(-size // place.dtype.itemsize) * place.dtype.itemsize + place.nbytes
@@ -195,7 +195,6 @@ class _Reader:
         return copied
 
     def fill(self, path: Path, start: int, host_B: Tensor) -> None:
-        """Read bytes of a file into memory."""
         if not hasattr(self.own, "files"):
             self.own.files = dict[Path, FileIO]()
         if path not in self.own.files:
@@ -225,7 +224,6 @@ def write(tensors: dict[str, Tensor], target: Path) -> None:
 
 
 def _shards(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Split the tensors into files, in order, by file name."""
     parts: list[dict[str, Tensor]] = [{}]
     room = SHARD_BYTES
     for name, tensor in tensors.items():

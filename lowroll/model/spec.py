@@ -1,9 +1,8 @@
 """The decoder's part of a checkpoint's config.json.
 
-Supported: Qwen2/2.5, Qwen3, Llama 3.x and Mistral, dense, and Qwen3-MoE. They differ by flags
-(biases, QK-norm, head size, RoPE scaling, tied embeddings, experts), not by code. transformers'
-configuration class of the `model_type` reads the file and fills in defaults. A key that would
-change the computation and is not implemented is refused.
+Supported: Qwen2/2.5, Qwen3, Llama 3.x and Mistral, dense, and Qwen3-MoE. They differ by flags, not
+by code. transformers' configuration class of the `model_type` reads the file and fills in defaults.
+A key that would change the computation and is not implemented is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from lowroll.model.files import read_json
 from lowroll.types import RunFailed, printable
 
 MOST = 2**31 - 1  # of any integer in a config
-LARGE = 1e30  # of any other number: float32 has to hold it
+LARGE = 1e30  # of any other number: must fit float32
 MOST_LAYERS = 1024
 APART_SECONDS = 300  # of `read_spec_apart`, on a busy machine
 # model_type: the checkpoint's architecture, and transformers' config class
@@ -136,7 +135,7 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def read_spec_apart(folder: Path) -> ModelSpec:
-    """Run `read_spec` in a process of its own: transformers' configurations import torch, which an
+    """Run `read_spec` in a subprocess: transformers' configurations import torch, which an
     orchestrator must not load. The errors are the same; RunFailed on a timeout."""
     command = [sys.executable, "-c", _APART, str(folder)]
     try:

@@ -1,9 +1,9 @@
 """Chat templates, rendered in a child process with bounds of time and memory
 (`model.template_child`).
 
-A template is an untrusted program. jinja's sandbox protects the machine, but not against loops or
-filled memory, at any conversation. So a template has one child, started at first use, that renders
-every conversation and is replaced when it ended.
+A template is an untrusted program, and jinja's sandbox does not prevent endless loops or memory
+use. So a template has one child, started at first use, that renders every conversation and is
+replaced when it has ended.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ class Ended(ValueError):
 
 
 class Template:
-    """A chat template that renders conversations, one at a time.
-
-    variables: further variables of the template (special tokens).
+    """A chat template that renders conversations, one at a time. variables: further variables of
+    the template (special tokens).
     """
 
     def __init__(self, source: str, variables: dict[str, str]) -> None:
@@ -64,9 +63,8 @@ class Template:
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text of a conversation. open_turn: with the header of the assistant's turn;
-        tools: JSON schemas to show; template_kwargs: further variables, as JSON
-        (`enable_thinking`).
+        """Render a conversation. open_turn: with the header of the assistant's turn; tools: JSON
+        schemas to show; template_kwargs: further variables, as JSON (`enable_thinking`).
 
         ValueError in one line for the template's errors, a timeout or memory limit, and for a
         reserved variable.

@@ -5,11 +5,11 @@ One JSON object a line. In: first {"template", "variables", "memory_mb", "second
 {"messages", "add_generation_prompt", "tools"}. Out: {"ready": true} or {"error": why}, then
 {"text"} or {"error"} a request.
 
-The parent ends a slow child. After the parent's death it reads the end of its input, or in a loop
+The parent kills a slow child. After the parent's death it reads the end of its input, or in a loop
 its own alarm ends it, `seconds` after the request.
 
-It imports jinja2 and nothing of lowroll, to start in a tenth of a second. The environment is
-transformers' own for chat templates; tests compare the two.
+It imports jinja2 and nothing of lowroll, to start in a tenth of a second. The environment equals
+transformers' for chat templates, by a test.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ def tojson(
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Build the sandboxed environment of chat templates."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )

@@ -1,11 +1,10 @@
 """The tokenizer and chat template of a model folder, through transformers, whose import takes
 seconds.
 
-A conversation of several turns is never re-encoded: drawn tokens stay, and
-`ChatTokenizer.encode_turn` adds what follows. It renders a short conversation with a mark as the
-assistant's text, and takes what the template puts after the mark. So a template may change earlier
-turns (strip thoughts, say), but what it puts after a turn may not depend on them; `check_turns`
-checks that before a run.
+Turns are never re-encoded: drawn tokens stay, and `ChatTokenizer.encode_turn` adds what follows. It
+renders a short conversation with a mark as the assistant's text, and takes what the template puts
+after the mark. So a template may change earlier turns (strip thoughts, say), but what it puts after
+a turn may not depend on them (`check_turns`).
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def tokenizer_home(folder: str | Path) -> Path:
-    """Return the folder of the tokenizer: PEFT saves adapters without one, so the base's may be
-    meant."""
+    """Return the folder of the tokenizer: PEFT saves adapters without one, so it may be the base's."""
     folder = Path(folder)
     if not has_tokenizer(folder) and (folder / "adapter_config.json").is_file():
         from lowroll.model.base import base_of
@@ -106,8 +104,8 @@ def _check_files(folder: Path) -> None:
 def eos_id(folder: str | Path) -> int | None:
     """Return the eos id of the folder's tokenizer, or None. ValueError as for `load_tokenizer`.
 
-    It is read from the files if possible: an engine needs nothing else, and importing transformers
-    can take longer than loading the weights.
+    Read from the files if possible, since importing transformers can take longer than loading the
+    weights.
     """
     folder = tokenizer_home(folder)
     try:
@@ -125,7 +123,7 @@ def eos_id(folder: str | Path) -> int | None:
 
 
 class ChatTokenizer:
-    """A tokenizer for the orchestrator and SFT: chats to ids, and ids to text.
+    """A tokenizer for the orchestrator and SFT.
 
     ValueError for a tokenizer without a chat template. tool_format: how the model writes tool calls
     (`tool_calls`); None: as the template shows it. template_kwargs: template variables for every
@@ -160,9 +158,9 @@ class ChatTokenizer:
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return a conversation's ids. open_turn: with the header of the assistant's turn; tools:
-        JSON schemas of the callable tools; template_kwargs: template variables, over those of this
-        tokenizer. ValueError for the template's errors, and when it cannot show tools."""
+        """Return a conversation's ids. Arguments as `Template.render`; template_kwargs precede
+        those of this tokenizer. ValueError for the template's errors, and when it cannot show
+        tools."""
         return self._encode(self.render(messages, open_turn, tools, template_kwargs))
 
     def encode_turn(
@@ -200,7 +198,6 @@ class ChatTokenizer:
             )
 
     def check_tools(self) -> None:
-        """Raise ValueError unless the template shows tools."""
         if "tools" not in self.source:
             raise ValueError(
                 "chat template: it says nothing of `tools`, so this model cannot be shown any; take "
@@ -236,8 +233,7 @@ class ChatTokenizer:
         return bool(self.tokenizer.decode([token])) and not self.decode([token])
 
     def _behind(self, messages: list[Message], open_turn: bool) -> str:
-        """Return the text that the template puts after the mark. ValueError when it drops the
-        mark."""
+        """Return the text that the template puts after the mark. ValueError when it drops the mark."""
         _, mark, behind = self.render(messages, open_turn).partition(_MARK)
         if not mark:
             raise ValueError(
@@ -253,7 +249,6 @@ class ChatTokenizer:
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text of a conversation, as for `encode_chat`."""
         if tools:
             self.check_tools()
         variables = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}

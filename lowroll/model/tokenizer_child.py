@@ -1,9 +1,9 @@
 """The child process that tries a tokenizer.json: `python tokenizer_child.py FILE MEMORY_MB
 SECONDS`.
 
-`model.tokenizer_trial` starts it. It loads the file and encodes and decodes a few texts, under
-limits of address space and processor time, and prints nothing, or one line with the error. It
-imports the tokenizers library and nothing of lowroll, to finish in a tenth of a second.
+`model.tokenizer_trial` starts it. It encodes and decodes a few texts under limits of address space
+and processor time, and prints nothing, or one line with the error. It imports nothing of lowroll,
+to finish in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ PROBES = (
 
 
 def protect(memory_mb: int, seconds: int) -> None:
-    """Limit the address space and the processor time, and forbid writing files."""
     for kind, limit in (
         (resource.RLIMIT_AS, memory_mb << 20),
         (resource.RLIMIT_CPU, seconds),

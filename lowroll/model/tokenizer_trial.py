@@ -1,7 +1,7 @@
 """A trial of an untrusted tokenizer.json in a bounded child process (`model.tokenizer_child`).
 
 Its patterns and normalizers may loop, fill the memory, or panic in the library, which `except
-Exception` misses. Accepted bytes are not tried again.
+Exception` misses.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ SECONDS = 60  # of processor time
 WALL_SECONDS = 300.0  # on a busy machine
 MEMORY_MB = 2048
 _CHILD = Path(__file__).with_name("tokenizer_child.py")
-_good: set[bytes] = set()  # digests
+_good: set[bytes] = set()  # digests of accepted files
 
 
 def attempt(path: Path) -> None:
-    """Load the file in a child, and encode texts with it. ValueError names the file and the error
-    or limit."""
+    """Encode texts with the file in a child. ValueError names the file and the error or limit."""
     regular(path, MOST_TOKENIZER)
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").digest()

@@ -4,8 +4,8 @@
     logits_TV = model.logits(hidden_TD)
 
 Attention is an argument (`lowroll.model.attention`), a weight is a Tensor or a QTensor
-(`lowroll.model.linear`). The model knows no cache, optimizer or phase. q/k/v and gate/up are one
-matrix each; `lowroll.model.hf` maps them to Hugging Face names.
+(`lowroll.model.linear`). q/k/v and gate/up are one matrix each; `lowroll.model.hf` maps them to
+Hugging Face names.
 
 Legend: T tokens, D hidden size, H query heads, G key-value heads, d head size, V vocabulary.
 """
@@ -40,8 +40,8 @@ Stream = Tensor | Product  # the reader applies a low-bit product's scales
 
 
 class RMSNorm(nn.Module):
-    """RMS norm: x / rms(x) * weight, with float32 statistics. `noise` (`weights.noise`) is added to
-    the weight, in float32."""
+    """x / rms(x) * weight, with float32 statistics. `noise` (`weights.noise`) is added to the
+    weight, in float32."""
 
     def __init__(
         self, size: int, eps: float, device: torch.device | str, dtype: torch.dtype
@@ -66,14 +66,13 @@ class RMSNorm(nn.Module):
 
     @property
     def gain(self) -> Tensor:
-        """The weight with its noise."""
         if self.noise is None:
             return self.weight
         return self.weight.float() + self.noise
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU (or experts of SwiGLU), each with a residual."""
+    """Pre-norm attention and SwiGLU (or experts), each with a residual."""
 
     def __init__(
         self,
@@ -203,8 +202,8 @@ class Transformer(nn.Module):
     """The decoder. Parameters are uninitialized: `lowroll.model.hf.load` or `initialize` fills
     them.
 
-    layers: the kind of its layers, by default a learner's. A trainer may replace `run_block`, which
-    runs a block, and `read_blocks`, which reads weights (`trainer.recompute`, `parallel.sharding`).
+    layers: their kind, by default a learner's. A trainer may replace `run_block`, which runs a
+    block, and `read_blocks`, which reads weights (`trainer.recompute`, `parallel.sharding`).
     """
 
     def __init__(
@@ -259,15 +258,14 @@ class Transformer(nn.Module):
         return normed_TD if wanted_P is None or early_P is not None else normed_TD[wanted_P]
 
     def be_exact(self) -> Transformer:
-        """Make every row's bits independent of its batch (`kernels.invariant`): decoded tokens, a
-        prompt in any chunks, and packed sequences. `model.exact.refuse` has the conditions."""
+        """Make every row's bits independent of its batch (`kernels.invariant`).
+        `model.exact.refuse` has the conditions."""
         for module in self.modules():
             if isinstance(module, Transformer | Block | RMSNorm | Linear | Experts):
                 module.exact = True
         return self
 
     def causal(self, lengths: Sequence[int]) -> Attend:
-        """Return causal attention over packed sequences of these lengths."""
         return (exact_varlen if self.exact else varlen)(lengths, self.device)
 
     @property
@@ -302,7 +300,6 @@ class Transformer(nn.Module):
         return self
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters: all, or the adapter's under LoRA."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     @property

@@ -1,5 +1,4 @@
 """An engine behind HTTP: the OpenAI-compatible server of `lowroll serve`.
 
-One thread owns the engine (`loop`); everything else runs in one asyncio event loop and talks to it
-through tickets and calls.
+One thread owns the engine (`engine_loop`); everything else runs in one asyncio event loop.
 """

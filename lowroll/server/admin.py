@@ -1,4 +1,4 @@
-"""The control routes, for the admin: pausing, aborting, and new weights by the id of a version."""
+"""The control routes, for the admin."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ UPDATING: web.AppKey[asyncio.Lock] = web.AppKey("updating", asyncio.Lock)
 
 
 async def pause(request: web.Request) -> web.Response:
-    """`POST /pause?mode=keep`: stop drawing (`EngineThread.pause`). 409 beside another pause
-    that waits, or when a resume or another pause comes first."""
+    """`POST /pause?mode=keep`: stop drawing (`EngineThread.pause`). 409 while another pause waits,
+    or when a resume or another pause comes first."""
     mode = parse_request(dict(request.query), PauseQuery).mode
     try:
         await request.app[STATE].engine.pause(mode)
@@ -33,13 +33,11 @@ async def pause(request: web.Request) -> web.Response:
 
 
 async def resume(request: web.Request) -> web.Response:
-    """`POST /resume`: go on."""
     await request.app[STATE].engine.resume()
     return web.json_response({"status": "resumed"})
 
 
 async def is_paused(request: web.Request) -> web.Response:
-    """`GET /is_paused`: return the state of pausing."""
     return web.json_response({"is_paused": request.app[STATE].engine.paused})
 
 
@@ -49,14 +47,13 @@ async def abort(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """`POST /reset_prefix_cache`: forget the pages of prompts."""
     thread = request.app[STATE].engine
     await thread.call(lambda engine: engine.reset_prefix_cache(), "reset_prefix_cache")
     return web.json_response({"success": True})
 
 
 async def weights(request: web.Request) -> web.Response:
-    """`GET /weights`: return the weights that are drawn from, and the versions that there are."""
+    """`GET /weights`: return the current weights, and the available versions."""
     state, store = request.app[STATE], request.app[WEIGHTS]
     found = await state.engine.health()
     available = await asyncio.to_thread(store.versions)
@@ -65,13 +62,13 @@ async def weights(request: web.Request) -> web.Response:
 
 
 async def update_weights(request: web.Request) -> web.Response:
-    """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on. Requests
-    in flight go on under them, and their spans say so; with `"in_flight": "replay"` they are
-    replayed (`engine.base.InFlight`). A broadcast that the engine holds is answered at once.
+    """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on.
+    Requests in flight go on under them, and their spans say so; with `"in_flight": "replay"` they
+    are replayed (`engine.base.InFlight`). A broadcast that the engine holds is answered at once.
 
-    Refused before anything has changed: with 404 a version that is not there; with 409 one that does
-    not fit or while another one is taken, a replay by an engine that has none, and a replay while a
-    request in flight is a stream, whose tokens cannot be taken back."""
+    Refused before anything has changed: with 404 an unknown version; with 409 one that does not fit
+    or while another one is taken, a replay by an engine without it, and a replay while a request in
+    flight is a stream, whose tokens cannot be taken back."""
     body = await read_body(request, WeightsRequest)
     version, in_flight = body.version, body.in_flight
     if in_flight == "replay" and not request.app[STATE].capabilities.replays:
@@ -99,7 +96,7 @@ async def _update(app: web.Application, version: str, in_flight: InFlight) -> di
 async def _take(
     app: web.Application, version: str, in_flight: InFlight, gap: bool = False
 ) -> tuple[WeightVersion, BehaviorTag]:
-    """Read a version and have the engine take it. Raises ValueError as `Engine.update_weights` does."""
+    """Read a version and have the engine take it. ValueError as of `Engine.update_weights`."""
     state, store = app[STATE], app[WEIGHTS]
     behavior = (await state.engine.health()).behavior
     limit = state.limits.update_s
@@ -124,7 +121,7 @@ async def _take(
             raise wrong_field("in_flight", reason, 409)
         for one, update in updates:
             engine.update_weights(update, in_flight=in_flight)
-            store.current = one  # also when nobody waits for the answer any more
+            store.current = one  # also when the client has gone
             faultpoint(f"serve.took/{one.name}")
         return engine.behavior
 
@@ -134,8 +131,8 @@ async def _take(
 
 
 def _held(version: WeightVersion | None) -> dict[str, Any]:
-    """Return the version that the engine was given last, and the digest of its manifest; the digests of
-    what the engine then holds are others."""
+    """Return the engine's last version, and its manifest's digest, which differs from those of what
+    the engine then holds."""
     if version is None:
         return {"version": None, "manifest_digest": None}
     broadcast = version.broadcast

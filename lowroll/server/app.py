@@ -1,9 +1,9 @@
-"""The application: its routes and who may ask for them, its sockets, its signals and its end.
+"""The application: routes, access, sockets, signals and shutdown.
 
     app = make_app(state, Credentials(), None)
 
-Each route needs no token (`open`), the token where there is one (`token`), or always the admin's
-(`admin`); `limits.guard` refuses every other request. The server ends in order:
+Each route needs no token (`open`), the token where there is one (`token`), or the admin's
+(`admin`). Shutdown:
 
 first signal     no new connections and no new requests; those in flight have `grace_s`, then they
                  end with what they have drawn
@@ -47,13 +47,13 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_S = 1.0
-LAST_S = 5.0  # for the answers of what was aborted
+LAST_S = 5.0  # for the answers of aborted requests
 BACKLOG = 512  # connections that wait to be accepted
 THREADS = 4  # that encode texts and read weights
 
 
 async def health(request: web.Request) -> web.Response:
-    """`GET /health`: 200 where the engine's thread answers in time and its last steps did not fail,
+    """`GET /health`: 200 if the engine's thread answers in time and its last steps did not fail,
     else 503 and the reason."""
     state = request.app[STATE]
     try:
@@ -67,7 +67,6 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """`GET /metrics`: the metrics in Prometheus' format."""
     state = request.app[STATE]
     found: EngineHealth | None = None
     try:
@@ -79,7 +78,6 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def version(request: web.Request) -> web.Response:
-    """`GET /version`: the version of lowroll."""
     return web.json_response({"version": request.app[STATE].version, "server": "lowroll"})
 
 
@@ -115,11 +113,11 @@ def make_app(
     *,
     loopback: bool = True,
 ) -> web.Application:
-    """Return the server's application. It has control routes where the admin has a token, and
-    `/weights` where there is a weight store too.
+    """Return the server's application. It has control routes if the admin has a token, and
+    `/weights` if there is also a weight store.
 
-    loopback: clients must call the server by a name of this machine. Raises ValueError where they need
-    not, and there is no token.
+    loopback: clients must call the server by a name of this machine. ValueError without loopback
+    and token.
     """
     if not loopback and not credentials.token:
         raise ValueError("token: an address that others can reach needs one")
@@ -145,8 +143,8 @@ async def _end_workers(app: web.Application) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket of an address. It does not listen yet, so that clients are refused, and do not
-    wait, until the model is there. Raises ValueError with the reason where it cannot be had."""
+    """Return a socket bound to an address. It does not listen yet, so that clients are refused, and
+    do not wait, until the model is loaded. ValueError with the reason."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -177,9 +175,9 @@ async def run(
     ready: Callable[[], None],
     grace_s: float = 20.0,
 ) -> int:
-    """Serve until a signal comes, and return its number. ready: called when requests are taken."""
+    """Serve until a signal comes, and return its number. ready: called when requests are accepted."""
     engine = app[STATE].engine
-    # every thread keeps memory of the largest text that it has encoded
+    # every thread keeps the memory of the largest text that it has encoded
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "texts"))
     runner = make_runner(app)
     await runner.setup()
@@ -201,17 +199,17 @@ async def run(
 
 
 def make_runner(app: web.Application) -> web.AppRunner:
-    """Return aiohttp's server of the application, with settings for untrusted clients."""
+    """Return aiohttp's server with settings for untrusted clients."""
     quiet = logging.getLogger(f"{__name__}.http")
-    quiet.setLevel(logging.CRITICAL)  # else clients that send no HTTP fill the log with tracebacks
+    quiet.setLevel(logging.CRITICAL)  # clients that send no HTTP would fill the log with tracebacks
     return web.AppRunner(
         app,
         access_log=None,
         logger=quiet,
         handler_cancellation=True,  # a dropped connection ends its request
-        auto_decompress=False,  # nothing grows when it is unpacked
+        auto_decompress=False,  # no decompression bombs
         keepalive_timeout=75.0,
-        lingering_time=1.0,  # for the rest of a body that nobody reads
+        lingering_time=1.0,  # for the rest of a body that is not read
         shutdown_timeout=LAST_S,
     )
 
@@ -219,14 +217,14 @@ def make_runner(app: web.Application) -> web.AppRunner:
 async def listen(
     app: web.Application, runner: web.AppRunner, listening: socket.socket
 ) -> asyncio.Server:
-    """Take connections up to the limit, and to half of the files that the process may open. Drop one
-    that requests nothing in `head_s`."""
+    """Accept connections up to the limit, and to half of the process's file limit. Drop one that
+    sends no request in `head_s`."""
     limits, silent, server = app[STATE].limits, app[SILENT], runner.server
     assert server is not None
     events = asyncio.get_running_loop()
     files = raise_file_limit()
     most = max(1, min(limits.connections, files // 2))
-    # so many are accepted at once, before the first of them is counted
+    # so many are accepted before the first is counted
     backlog = max(1, min(BACKLOG, files // 8))
     events.set_exception_handler(_FileShortageHandler())
 
@@ -244,13 +242,13 @@ async def listen(
 
     try:
         return await events.create_server(connection, sock=listening, backlog=backlog)
-    except OSError as error:  # a socket that does not listen yet keeps nobody away
+    except OSError as error:  # a socket that does not listen yet blocks no client
         raise _address_error(listening.getsockname(), error) from None
 
 
 class _Connection(web.RequestHandler):
-    """A connection that is dropped when its client takes nothing of its answers for `patience_s`. It
-    answers what is no HTTP as other errors are answered."""
+    """A connection that is dropped when its client reads nothing for `patience_s`. Invalid HTTP
+    gets the same errors as others."""
 
     __slots__ = ("patience_s", "silent", "unread")
 
@@ -309,7 +307,7 @@ class _Connection(web.RequestHandler):
 
 
 class _RefusedConnection(asyncio.Protocol):
-    """One connection too many."""
+    """One connection above the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -317,8 +315,8 @@ class _RefusedConnection(asyncio.Protocol):
 
 
 class _FileShortageHandler:
-    """A handler of the event loop's exceptions that logs a shortage of files once: asyncio hands it a
-    traceback for every connection that it cannot accept."""
+    """A handler of event loop exceptions that logs a shortage of files once, not with a traceback
+    for every connection."""
 
     def __init__(self) -> None:
         self.told = False
@@ -334,8 +332,8 @@ class _FileShortageHandler:
 
 @contextmanager
 def _signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
-    """Yield the numbers of the first and the second signal, as they come. An ignored signal (nohup)
-    stays ignored."""
+    """Yield futures of the first and the second signal's numbers. An ignored signal (nohup) stays
+    ignored."""
     events = asyncio.get_running_loop()
     first, second = events.create_future(), events.create_future()
     asked_at = 0.0

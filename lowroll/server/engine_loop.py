@@ -1,9 +1,10 @@
-"""The iterations of the engine's thread, the only one that calls the engine, and the requests in flight.
+"""The iterations of the engine's thread, the only one that calls the engine, and the requests in
+flight.
 
-Each iteration first runs the jobs that were posted since the last one (`EngineThread.call`, `submit`,
-aborts), then one step of the engine. First tokens go to their event loop at once. Other news waits until
-the device works on the next step, because the event loop would take Python's lock from the thread before.
-The thread waits for no reader: news for a slow one is merged and never exceeds the response.
+Each iteration runs the posted jobs (`EngineThread.call`, `submit`, aborts), then one step of the
+engine. First tokens are sent to their event loop at once. Other updates wait until the device works
+on the next step, because the event loop would take Python's lock from the thread before. The thread
+waits for no reader: updates for a slow one are merged and never exceed the response.
 
 A step that raises answers its requests with `EngineFailed`; the engine goes on with the next ones.
 """
@@ -29,16 +30,16 @@ from lowroll.types import FinishReason, Group, Request, Rollout
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-NEWS_SENT_AT_ONCE = 8  # requests: their event loop is done before it is in the thread's way
+NEWS_SENT_AT_ONCE = 8  # requests: so few delay the thread little
 JOBS_S = 0.02  # seconds for posted jobs in an iteration, before requests in flight go on
 
 
 class ServerBusy(RuntimeError):
-    """A refusal because too many requests are open, or because the server is ending."""
+    """Too many requests are open, or the server is shutting down."""
 
 
 class EngineStalled(RuntimeError):
-    """A missing answer of the engine's thread; the message says what the thread is busy with."""
+    """The engine's thread does not answer; the message says what it is busy with."""
 
 
 class EngineFailed(RuntimeError):
@@ -52,7 +53,7 @@ class Delta:
     sample: int
     token_ids: list[int]
     logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]] | None  # None where the request does not ask
+    top_logprobs: list[list[tuple[int, float]]] | None  # None unless requested
     finish_reason: FinishReason | None  # None while the sample goes on
     stop_reason: int | str | None  # the stop id or stop string that ended it
 
@@ -70,7 +71,6 @@ class Delta:
         )
 
     def then(self, later: Delta) -> Delta:
-        """Return both as one delta."""
         top = self.top_logprobs
         if top is not None and later.top_logprobs is not None:
             top = top + later.top_logprobs
@@ -87,9 +87,9 @@ class Delta:
 class InFlightRequest:
     """A request from its submission to its end.
 
-    The event loop that submitted it reads it. check_alive: raises EngineStalled for what waits for a thread
-    that hangs. forget: called at the end. Leaving its `async with` block aborts what is left. Its
-    waits end, because `EngineThread` watches the thread for all of them.
+    The event loop that submitted it reads it. check_alive: raises EngineStalled when the thread
+    hangs. forget: called at the end. Leaving its `async with` block aborts it. `EngineThread`
+    watches the thread for all waits.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class InFlightRequest:
         self._check_alive = check_alive
         self._forget = forget
         # used by the event loop alone
-        self.pending: dict[int, Delta] = {}  # by sample; the first to move comes first
+        self.pending: dict[int, Delta] = {}  # by sample, in the order of the first update
         self._news = asyncio.Event()
         self._over = asyncio.Event()
         self._end: Group | Exception | None = None
@@ -133,7 +133,7 @@ class InFlightRequest:
         self.abort()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Yield one delta for each sample that has moved, until all have ended. Without `stream`
+        """Yield one delta for each sample with new tokens, until all have ended. Without `stream`
         everything comes at the end. Raises EngineFailed, EngineStalled."""
         while True:
             while self.pending:
@@ -147,7 +147,7 @@ class InFlightRequest:
                 self._check_alive("a request")
 
     async def group(self) -> Group:
-        """Return the finished group. Raises EngineFailed, EngineStalled; ValueError for a wrong
+        """Return the finished group. Raises EngineFailed, EngineStalled; ValueError for an invalid
         request that was held back."""
         while self._end is None:
             self._over.clear()
@@ -157,13 +157,13 @@ class InFlightRequest:
         return self._result()
 
     def abort(self) -> None:
-        """End the request now, if it has not ended: its group gets the finish reason "abort"."""
+        """End the request now; its group gets the finish reason "abort"."""
         if self._end is None and not self._abort_asked:
             self._abort_asked = True
             self._loop.post(lambda: self._loop.abort(self))
 
     def receive(self, deltas: list[Delta], end: Group | Exception | None) -> None:
-        """Take news of the engine's thread."""
+        """Take updates from the engine's thread."""
         for delta in deltas:
             before = self.pending.get(delta.sample)
             self.pending[delta.sample] = delta if before is None else before.then(delta)
@@ -187,7 +187,6 @@ class InFlightRequest:
     # -- on the engine's thread --------------------------------------------------------------------
 
     def new_deltas(self, samples: Sequence[PartialSample]) -> list[Delta]:
-        """Return what is new of a request that goes on."""
         deltas = []
         for sample, drawn in enumerate(samples):
             over = drawn.finish_reason is not None and sample not in self._ended
@@ -196,7 +195,6 @@ class InFlightRequest:
         return deltas
 
     def last_deltas(self, group: Group) -> list[Delta]:
-        """Return what is new of a request that has ended."""
         return [
             self._delta(sample, rollout)
             for sample, rollout in enumerate(group.rollouts)
@@ -215,21 +213,20 @@ News = tuple[InFlightRequest, list[Delta], Group | Exception | None]
 
 
 class Watchdog:
-    """What the engine's thread is busy with, and since when. deadline_s: the longest iteration."""
+    """The current task of the engine's thread, and its start. deadline_s: of one iteration."""
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
         self.start("its start")
 
     def start(self, busy_with: str, allowed_s: float | None = None) -> None:
-        """Note that the thread begins with something, which may take `allowed_s` (default: an
-        iteration)."""
+        """Note the start of a task with its deadline (default: an iteration's)."""
         self.busy_with = busy_with
         self.allowed_s = self.deadline_s if allowed_s is None else allowed_s
         self._since = time.monotonic()
 
     def check(self, what: str) -> None:
-        """Raise EngineStalled for `what` waits for the thread when that is late."""
+        """Raise EngineStalled for the waiting `what` when the thread is late."""
         if time.monotonic() - self._since > self.allowed_s:
             raise EngineStalled(f"{what}: {self}")
 
@@ -239,25 +236,24 @@ class Watchdog:
 
 
 class Outbox:
-    """The news of requests on its way from the engine's thread to their event loops."""
+    """The updates of requests on their way from the engine's thread to the event loops."""
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._news: list[News] = []  # not sent yet
+        self._news: list[News] = []
         self._without_token: deque[InFlightRequest] = deque()  # as far as is known
 
     def expect_first_token(self, request: InFlightRequest) -> None:
-        """Look for the first token of a request that is no stream."""
+        """Watch for the first token of a request that is no stream."""
         self._without_token.append(request)
 
     def add(self, request: InFlightRequest, deltas: list[Delta], end: Group | Exception) -> None:
-        """Add the end of a request."""
         self._news.append((request, deltas, end))
 
     def collect(self, in_flight: dict[int, InFlightRequest]) -> None:
-        """Add what a step has drawn for the requests that go on. First tokens are sent at once, since
-        somebody waits for them, and so is the rest where it is little."""
+        """Add what a step has drawn for the requests that go on. First tokens are sent at once, and
+        so is the rest if it is little."""
         moved: list[News] = []
         for handle, request in in_flight.items():
             if request.stream:
@@ -279,7 +275,7 @@ class Outbox:
             self.send()
 
     def send(self) -> None:
-        """Hand the news to their event loops, with one wake-up for each loop."""
+        """Send the updates, with one wake-up for each event loop."""
         news, self._news = self._news, []
         by_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
         for one in news:
@@ -289,7 +285,7 @@ class Outbox:
                 events.call_soon_threadsafe(_receive, some)
 
     def _observe_first_tokens(self, in_flight: dict[int, InFlightRequest]) -> None:
-        """Record first tokens of whole answers. They begin in the order in which they came."""
+        """Record first tokens of whole answers, which begin in the order of arrival."""
         while self._without_token:
             request = self._without_token[0]
             assert request.handle is not None
@@ -301,14 +297,14 @@ class Outbox:
 
 
 class PauseControl:
-    """The state of drawing, and the pause that waits for the requests in flight."""
+    """The state of pausing, and the pause that waits for the requests in flight."""
 
     def __init__(self) -> None:
         self.state: ThreadState = "running"
         self.drained: Future[None] | None = None  # of the pause that waits
 
     def drain(self, drained: Future[None]) -> None:
-        """Begin a pause that waits for the requests in flight. ValueError beside another one."""
+        """Begin a pause that waits for the requests in flight. ValueError if another one waits."""
         if self.drained is not None and not self.drained.cancelled():
             raise ValueError("mode: another pause waits already")
         self.state = "draining"
@@ -326,19 +322,17 @@ class PauseControl:
             self.resume()
 
     def pause(self, done: Future[None]) -> None:
-        """Pause at once."""
         self.state = "paused"
         self._answer(ValueError("mode: another pause came, which does not wait"))
         if done.set_running_or_notify_cancel():
             done.set_result(None)
 
     def resume(self) -> None:
-        """Go on drawing."""
         self.state = "running"
         self._answer(ValueError("mode: resumed before all requests had ended"))
 
     def stop(self) -> None:
-        """Refuse the pause that waits, as the server is ending."""
+        """Refuse the waiting pause at shutdown."""
         self._answer(EngineStalled("pause: the server is ending"))
 
     def _answer(self, error: Exception | None) -> None:
@@ -352,9 +346,9 @@ class PauseControl:
 
 
 class EngineLoop:
-    """The iterations of the engine's thread: all that it does, and all that it alone may touch, but for
-    `post`, which any thread calls. watchdog: is kept up to date. idle_s: the longest iteration without
-    work, which shows that the thread is alive."""
+    """The iterations of the engine's thread, and all state that it alone may touch; any thread may
+    call `post`. watchdog: is kept up to date. idle_s: the longest iteration without work, which
+    shows that the thread is alive."""
 
     def __init__(self, engine: Engine, metrics: Metrics, watchdog: Watchdog, idle_s: float) -> None:
         self.engine = engine
@@ -367,10 +361,10 @@ class EngineLoop:
         self.pausing = PauseControl()
         self.in_flight: dict[int, InFlightRequest] = {}  # by handle
         self.held: deque[InFlightRequest] = deque()  # came while a pause waited for others
-        self.failures = 0  # of steps, since the last one that did not fail
+        self.failures = 0  # consecutive failed steps
 
     def post(self, job: Callable[[], None]) -> None:
-        """Have a job run between two steps."""
+        """Run a job between two steps."""
         self.jobs.put(job)
 
     def run(self) -> None:
@@ -389,13 +383,13 @@ class EngineLoop:
     def perform(
         self, job: Future[T], fn: Callable[[Engine], T], what: str, allowed_s: float | None
     ) -> None:
-        """Run fn(engine) for a job that somebody still waits for."""
+        """Run fn(engine) unless its job was cancelled."""
         if not job.set_running_or_notify_cancel():
             return
         self.watchdog.start(what, allowed_s)
         try:
             job.set_result(fn(self.engine))
-        except Exception as error:  # raised where it was called
+        except Exception as error:  # raised at the caller
             job.set_exception(error)
 
     def submit(self, request: InFlightRequest) -> None:
@@ -417,14 +411,14 @@ class EngineLoop:
             self.engine.abort(request.handle)
 
     def abort_all(self) -> int:
-        """End every request, and return how many there were."""
+        """End every request, and return their number."""
         requests = [*self.in_flight.values(), *self.held]
         for request in requests:
             self.abort(request)
         return len(requests)
 
     def pause(self, mode: PauseMode, done: Future[None]) -> None:
-        """Stop drawing (`EngineThread.pause`). done: of the pause."""
+        """Stop drawing (`EngineThread.pause`)."""
         if mode == "wait" and self.in_flight:
             self.pausing.drain(done)
             return
@@ -433,7 +427,7 @@ class EngineLoop:
         self.pausing.pause(done)
 
     def num_streams(self) -> int:
-        """Return how many requests in the engine tell their tokens while they are drawn."""
+        """Return the number of streams in the engine."""
         return sum(request.stream for request in self.in_flight.values())
 
     # -- iterations --------------------------------------------------------------------------------
@@ -457,7 +451,7 @@ class EngineLoop:
             self._give_up()
 
     def _run_jobs(self) -> None:
-        """Run posted jobs: for a moment where there is something to step, else after a wait."""
+        """Run posted jobs: for a moment if there is a step to do, else after a wait."""
         self.watchdog.start("waiting for requests")
         while self.held and not self._holds_back():
             self._admit(self.held.popleft())
@@ -477,11 +471,10 @@ class EngineLoop:
             return
 
     def _can_step(self) -> bool:
-        """Return True where the engine has something to draw, or aborted requests to return."""
         return bool(self.in_flight) and (self.pausing.state != "paused" or self._all_aborted())
 
     def _holds_back(self) -> bool:
-        """Return True where new requests are held back: while a pause waits for others, and until a
+        """Return True if new requests are held back: while a pause waits for others, and until a
         step, which draws nothing then, has returned the aborted ones."""
         return self.pausing.state == "draining" or self._all_aborted()
 
@@ -495,7 +488,7 @@ class EngineLoop:
             self.outbox.expect_first_token(request)
 
     def _admit(self, request: InFlightRequest) -> None:
-        """Add a request that was held back; its reader learns what is wrong with it."""
+        """Add a held request; its reader receives errors."""
         try:
             self._add(request)
         except ValueError as error:
@@ -505,7 +498,6 @@ class EngineLoop:
     # -- ends --------------------------------------------------------------------------------------
 
     def _end(self, ended: list[tuple[int, Group]]) -> None:
-        """Take the requests that a step has ended."""
         for handle, group in ended:
             request = self.in_flight.pop(handle, None)
             if request is not None:
@@ -514,7 +506,7 @@ class EngineLoop:
                 self.outbox.add(request, deltas, group)
 
     def _give_up(self) -> None:
-        """Fail all requests in flight, and drop the pages of prompts, which cannot be trusted."""
+        """Fail all requests in flight, and drop the prefix cache, which cannot be trusted."""
         handles = list(self.in_flight)
         self._fail(EngineFailed("the engine failed while it worked on this request"), [])
         try:
@@ -525,7 +517,6 @@ class EngineLoop:
             log.exception("the engine could not give up what was in flight")
 
     def _fail(self, error: Exception, held: Iterable[InFlightRequest]) -> None:
-        """Answer the requests in flight and those held back with an error."""
         requests = [*self.in_flight.values(), *held]
         self.in_flight.clear()
         for request in requests:

@@ -1,14 +1,11 @@
-"""The engine's thread, and the way to it from event loops.
+"""The engine's thread (`engine_loop`), called from event loops with deadlines.
 
-    thread = EngineThread(engine)
-    thread.start()
-    async with await thread.submit(request, stream=True) as in_flight:  # leaving it aborts
-        async for delta in in_flight:
-            ...
-        group = await in_flight.group()
-
-What the thread does is in `engine_loop`. The event loop waits for it with a deadline, and reports what it
-is busy with when that passes.
+thread = EngineThread(engine)
+thread.start()
+async with await thread.submit(request, stream=True) as in_flight:  # leaving it aborts
+    async for delta in in_flight:
+        ...
+    group = await in_flight.group()
 """
 
 from __future__ import annotations
@@ -39,11 +36,11 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """The thread that owns an engine, and the way to it from event loops.
+    """The thread that owns an engine.
 
-    deadline_s: the longest iteration; a caller that waits for a longer one gets EngineStalled.
-    drain_s: how long `pause("wait")` waits for the requests in flight. max_samples: the samples of
-    open requests, running and waiting, beyond which a request is refused with ServerBusy.
+    deadline_s: the longest iteration, after which callers get EngineStalled. drain_s: how long
+    `pause("wait")` waits for the requests in flight. max_samples: open samples, running and
+    waiting, beyond which a request is refused with ServerBusy.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class EngineThread:
         self.metrics = metrics or Metrics()
         self.watchdog = Watchdog(deadline_s)
         self.loop = EngineLoop(engine, self.metrics, self.watchdog, deadline_s / 8)
-        self.closing = False  # no new requests
+        self.closing = False
         self.open: set[InFlightRequest] = set()
         self._open_samples = 0
         self._thread = threading.Thread(target=self.loop.run, name="engine", daemon=True)
@@ -69,11 +66,10 @@ class EngineThread:
         self._probe: asyncio.Task[EngineHealth | EngineStalled] | None = None
 
     def start(self) -> None:
-        """Begin to iterate."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Abort the requests in flight and end the thread; one that hangs is left behind."""
+        """Abort the requests in flight and end the thread; one that hangs is abandoned."""
         self.closing = True
         self.loop.stopping = True
         self.loop.post(lambda: None)
@@ -85,7 +81,7 @@ class EngineThread:
     async def submit(self, request: Request, *, stream: bool = False) -> InFlightRequest:
         """Queue a request. stream: its tokens are reported while they are drawn.
 
-        Raises ValueError that names the wrong field as the engine does; ServerBusy, EngineStalled."""
+        ValueError that names the wrong field as the engine does; ServerBusy, EngineStalled."""
         if self.closing:
             raise ServerBusy("the server is ending")
         if self._open_samples >= self.max_samples:
@@ -108,8 +104,8 @@ class EngineThread:
     async def call(self, fn: Callable[[Engine], T], what: str, allowed_s: float | None = None) -> T:
         """Run fn(engine) on the thread between two steps; return or raise what it does.
 
-        Raises EngineStalled when the thread does not get there, or when fn takes longer than allowed
-        (default: an iteration). What has not begun by then never will."""
+        Raises EngineStalled when the thread does not get there, or when fn takes longer than
+        allowed (default: an iteration). A call that has not begun by then is cancelled."""
         job: Future[T] = Future()
         answer = asyncio.wrap_future(job)
         self.check_alive(what)
@@ -118,11 +114,11 @@ class EngineThread:
             await self._wait_while_alive(lambda: asyncio.wait([answer]), what)
             return await answer
         finally:
-            answer.cancel()  # nobody waits any more
+            answer.cancel()  # cancelled by the caller
 
     def compile_grammar(self, text: str) -> None:
-        """Compile the grammar of a later request in the caller's thread, so that the engine's finds it
-        done. Raises ValueError. An engine elsewhere compiles it there."""
+        """Compile the grammar of a later request in the caller's thread, so that the engine finds
+        it cached. ValueError. Does nothing for a remote engine."""
         grammars = getattr(self.engine, "grammars", None)
         if grammars is not None:
             grammars.compile(text)
@@ -130,10 +126,10 @@ class EngineThread:
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop drawing.
 
-        keep: requests in flight stay as they are and go on after `resume`. wait: they run to their end
-        first, and new ones are held back; EngineStalled when that takes more than `drain_s`, and then
-        nothing is paused. abort: they end now, with what they have drawn. Raises ValueError for a
-        waiting pause when a resume or another pause comes first.
+        keep: requests in flight stay as they are and go on after `resume`. wait: they finish first,
+        and new ones are held back; EngineStalled when that takes more than `drain_s`, and then
+        nothing is paused. abort: they end now, with what they have drawn. ValueError for a waiting
+        pause when a resume or another pause comes first.
         """
         drained: Future[None] = Future()
         answer = asyncio.wrap_future(drained)
@@ -150,24 +146,23 @@ class EngineThread:
                 ) from None
             await answer
         finally:
-            answer.cancel()  # nobody waits any more
+            answer.cancel()  # cancelled by the caller
 
     async def resume(self) -> None:
-        """Go on drawing."""
         await self.call(lambda engine: self.loop.pausing.resume(), "resume")
 
     @property
     def paused(self) -> bool:
-        """True while nothing is drawn until `resume`."""
+        """True until `resume`."""
         return self.loop.pausing.state == "paused"
 
     async def abort_all(self) -> int:
-        """End every request now, with what it has drawn. Return how many there were."""
+        """End every request now, with what it has drawn. Return their number."""
         return await self.call(lambda engine: self.loop.abort_all(), "abort")
 
     async def health(self, deadline_s: float | None = None) -> EngineHealth:
-        """Ask the thread for its health; concurrent callers share one answer. Raises EngineStalled
-        when there is none in time (default: an iteration's)."""
+        """Return the thread's health; concurrent callers share one answer. EngineStalled when there
+        is none in time (default: an iteration's)."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self._ask_health())
         allowed = self.watchdog.deadline_s if deadline_s is None else deadline_s
@@ -189,13 +184,12 @@ class EngineThread:
         return len(self.open)
 
     def forget(self, request: InFlightRequest) -> None:
-        """Count a request as open no longer."""
         if request in self.open:
             self.open.remove(request)
             self._open_samples -= request.request.n
 
     def check_alive(self, what: str) -> None:
-        """Raise EngineStalled when waiting for the thread is of no use."""
+        """Raise EngineStalled when the thread hangs."""
         if not self._thread.is_alive():
             raise EngineStalled(f"{what}: the engine's thread does not run")
         self.watchdog.check(what)
@@ -229,5 +223,5 @@ class EngineThread:
 
         try:
             return await self.call(health, "health")
-        except EngineStalled as error:  # nobody may wait for the answer any more
+        except EngineStalled as error:  # the answer may have been cancelled
             return error

@@ -17,7 +17,6 @@ from lowroll.types import Group, Rollout
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    """Return n continuations of one prompt."""
     state = request.app[STATE]
     body = await read_body(request, GenerateRequest)
     params, prompt_ids = body.sampling_params, body.token_ids
@@ -44,8 +43,6 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 
 class GenerateAnswer(Answer):
-    """The answer of /inference/v1/generate."""
-
     body: GenerateRequest
 
     def __init__(
@@ -91,7 +88,7 @@ class GenerateAnswer(Answer):
 
 
 def weight_versions(rollout: Rollout) -> list[dict[str, Any]]:
-    """Return which weights drew which tokens, as vLLM has it."""
+    """Return which weights drew which tokens, in vLLM's format."""
     spans = rollout.behavior.policy
     ends = [span.start for span in spans[1:]] + [len(rollout.token_ids)]
     return [

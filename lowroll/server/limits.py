@@ -1,5 +1,4 @@
-"""Parts that every handler shares: the state of the server, its limits, and the middleware before
-each route.
+"""The state of the server, its limits, and the middleware before each route.
 
 401  no token, or a wrong one; compared in constant time
 403  a name of the server, or a page in a browser, that is not of this machine (DNS rebinding)
@@ -58,7 +57,7 @@ Routes = Mapping[tuple[str, str], tuple[Access, Handler]]  # by method and path
 
 WORKERS = 2  # threads that encode texts and write long answers
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
-LARGE_BODY = 1 << 16  # bytes; from there on a body is parsed in a worker, and counted
+LARGE_BODY = 1 << 16  # bytes from which a body is parsed in a worker, and counted
 _SHOWN_PATH = 100  # characters of a path that an error repeats
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
@@ -68,20 +67,20 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """The limits of one client, or of all together. Sizes are in bytes, times in seconds."""
+    """The limits of one client, or of all together, in bytes and seconds."""
 
     body: int = 8 << 20
     bodies: int = 512 << 20  # of all open requests together
     text: int = 1 << 20  # characters of a text that is only encoded
     told: int = 1 << 18  # log-probs of prompts in one answer
-    told_streamed: int = 1 << 13  # where it is a stream
+    told_streamed: int = 1 << 13  # in a stream
     headers: int = 16 << 10
     depth: int = 32  # of nested lists and objects in a body
     n: int = 64  # samples of one prompt
     prompts: int = 256  # of one request
     requests: int = 1024  # open at a time
     connections: int = 4096
-    head_s: float = 10.0  # until a new connection has asked for something
+    head_s: float = 10.0  # until a new connection has sent a request
     body_s: float = 30.0  # until its body has come
     health_s: float = 10.0  # until the engine's thread must have answered
     write_s: float = 60.0  # until a client has read a part of its answers
@@ -92,8 +91,8 @@ class ServerLimits:
 class ServerState:
     """The engine's thread and the model, for all handlers (`request.app[STATE]`).
 
-    chat: the model's tokenizer with its chat template, vocabulary: without; None where the model has
-    none. Without either only token ids go in and out. name: what clients call the model.
+    chat: the model's tokenizer with its chat template, vocabulary: without; None where the model
+    has none. Without either only token ids go in and out. name: the served name of the model.
     """
 
     engine: EngineThread
@@ -103,7 +102,7 @@ class ServerState:
     vocabulary: Vocabulary | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
     version: str = ""  # of lowroll
-    created: int = field(default_factory=lambda: time.time_ns() // 10**9)  # since 1970
+    created: int = field(default_factory=lambda: time.time_ns() // 10**9)  # seconds since 1970
     workers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(WORKERS, thread_name_prefix="clients")
     )
@@ -115,13 +114,12 @@ class ServerState:
         return await asyncio.get_running_loop().run_in_executor(self.workers, call)
 
     def check_model(self, model: str | None) -> None:
-        """Refuse another model than the one that is served."""
+        """Refuse a model that is not served."""
         if model is not None and model != self.name:
             reason = f"{model!r} is not served here, {self.name!r} is"
             raise wrong_field("model", reason, 404, "model_not_found")
 
     def check_n(self, n: int) -> None:
-        """Refuse too many samples of one prompt."""
         if n > self.limits.n:
             raise wrong_field("n", f"{n} answers; {self.limits.n} at most")
 
@@ -132,16 +130,16 @@ class ServerState:
         return self.vocabulary
 
     def tokens_left(self, prompt_ids: list[int]) -> int:
-        """Return how many tokens the context leaves for an answer; at least 1, which the engine then
-        refuses."""
+        """Return how many tokens the context leaves for an answer, but at least 1, which the engine
+        then refuses."""
         return max(1, self.capabilities.context_length - len(prompt_ids))
 
 
 STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
-# connections that have not asked for anything yet, and the timers that drop them
+# connections without a request yet, and the timers that drop them
 SILENT: web.AppKey[dict[web.RequestHandler, asyncio.TimerHandle]] = web.AppKey("silent", dict)
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
-_BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)  # its response has
+_BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)  # its response has begun
 
 
 @dataclass(frozen=True)
@@ -153,8 +151,8 @@ class Credentials:
 
 
 def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None) -> Middleware:
-    """Return the middleware that admits requests and answers errors. hosts: the names by which clients
-    may call the server; None allows any."""
+    """Return the middleware that admits requests and answers errors. hosts: the names by which
+    clients may call the server; None allows any."""
     open_requests = held = 0  # held: bytes of large bodies
 
     @web.middleware
@@ -165,7 +163,7 @@ def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None
         _stop_silence_timer(request)
         resource = request.match_info.route.resource
         path = "" if resource is None else resource.canonical
-        # what has no route is hidden behind the token too
+        # paths without a route are hidden behind the token too
         access = routes[request.method, path][0] if (request.method, path) in routes else "token"
         counted = access == "token" and request.method == "POST"
         open_requests += counted
@@ -182,7 +180,7 @@ def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None
             if size and held > state.limits.bodies:
                 raise ServerBusy(f"{held - size:,} bytes of bodies are held, as many as may be")
             response = await handler(request)
-        except Exception as error:  # whatever it is, the client gets an answer and the log the rest
+        except Exception as error:  # the client gets an answer and the log the error
             response = _error_response(request, error)
         finally:
             open_requests -= counted
@@ -202,7 +200,7 @@ def _held_bytes(request: web.Request, limits: ServerLimits) -> int:
 
 
 async def mark(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Add the headers of every response, before it begins. A signal of the application."""
+    """Add the headers of every response, before it begins (an application signal)."""
     response.headers["Server"] = "lowroll"
     response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     response.headers["X-Content-Type-Options"] = "nosniff"
@@ -210,7 +208,7 @@ async def mark(request: web.BaseRequest, response: web.StreamResponse) -> None:
 
 
 async def read_body(request: web.Request, kind: type[B]) -> B:
-    """Return the body of a request for this model, which is of this kind. Raises Refused."""
+    """Return the validated body of a request for this model. Raises Refused."""
 
     def parse(data: bytes) -> B:
         return parse_request(parse_json(data, state.limits.depth), kind, state.check_model)
@@ -240,8 +238,8 @@ async def _read(request: web.Request) -> bytes:
 
 
 def parse_json(body: bytes, depth: int) -> dict[str, Any]:
-    """Return the object that a body holds. Refuse another value, one that is too deep, numbers that
-    are none, and halves of surrogate pairs."""
+    """Parse a JSON object. Refuse another value, too deep nesting, invalid numbers, and lone
+    surrogates."""
     try:
         text = body.decode()
         if _too_deep(body, depth):
@@ -265,12 +263,12 @@ def parse_json(body: bytes, depth: int) -> dict[str, Any]:
 
 
 def _too_deep(body: bytes, depth: int) -> bool:
-    """Return True where lists and objects are nested deeper than that. For what is no JSON either
-    answer is right: the parser then has few of them to go into."""
+    """Return True if lists and objects are nested deeper. For invalid JSON either answer is right:
+    the parser then has few levels to enter."""
     if body.count(b"[") + body.count(b"{") <= depth:
         return False
     left = _STRING.sub(b"", body).translate(_ALIKE, _NO_BRACKETS)
-    for _ in range(depth):  # each round takes the innermost ones
+    for _ in range(depth):  # each round removes the innermost ones
         left = left.replace(b"[]", b"")
     return b"[]" in left or len(left) > depth
 
@@ -299,7 +297,7 @@ def _request_id(request: web.Request) -> str:
 
 
 def _check_version(request: web.Request) -> None:
-    """Refuse 0.9 and 2.0, which aiohttp takes, and whose version its answer would repeat."""
+    """Refuse 0.9 and 2.0, which aiohttp accepts, and whose version its answer would repeat."""
     if request.version not in (HttpVersion10, HttpVersion11):
         major, minor = request.version
         request._cache["version"] = HttpVersion11
@@ -325,7 +323,6 @@ def _check_host(request: web.Request, hosts: frozenset[str] | None) -> None:
 
 
 def _host_name(host: str) -> str:
-    """Return the name in a Host header, without the port."""
     return (host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0]).lower()
 
 
@@ -349,14 +346,14 @@ def _check_token(request: web.Request, access: Access, credentials: Credentials)
 
 
 def _same(given: str, token: str | None) -> bool:
-    """Compare in a time that says nothing about the token."""
+    """Compare in constant time."""
     expected = (token or "").encode()
     same = hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected)
     return same and token is not None
 
 
 def _error_response(request: web.Request, error: Exception) -> web.StreamResponse:
-    """Return the answer to an error. Raises ConnectionResetError when a response has begun already,
+    """Return the answer to an error. ConnectionResetError when a response has begun already,
     because its end would look like that of a whole one."""
     if isinstance(error, ConnectionResetError):
         raise error
@@ -383,7 +380,7 @@ def _error_response(request: web.Request, error: Exception) -> web.StreamRespons
 
 
 def _no_route(request: web.Request) -> str:
-    """Name the nearest route for a path without one: most clients leave /v1 out, or say it twice."""
+    """Name the nearest route for an unknown path: most clients omit /v1, or repeat it."""
     path = request.path[:_SHOWN_PATH]
     known = [route.resource.canonical for route in request.app.router.routes() if route.resource]
     near = get_close_matches(path, known, n=1)

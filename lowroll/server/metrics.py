@@ -1,4 +1,4 @@
-"""The health of the engine, and the metrics that Prometheus reads at `/metrics`."""
+"""The health of the engine, and the Prometheus metrics of `/metrics`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from lowroll.engine.base import EngineStats
 
 ThreadState = Literal["running", "draining", "paused"]
-FAILURES_BEFORE_UNHEALTHY = 3  # steps that fail one after the other
+FAILURES_BEFORE_UNHEALTHY = 3  # consecutive failed steps
 # buckets of the histograms
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
-# counters of the engine: the name in its stats, the name here and its description
+# engine counters: the name in its stats, the name here and its description
 TOTALS = {
     "prefix_hits": ("prefix_hit_pages", "pages of prompts found in the cache"),
     "tokens": ("drawn_tokens", "tokens drawn"),
@@ -34,17 +34,14 @@ TOTALS = {
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """The state of the engine and its thread between two steps."""
-
     behavior: BehaviorTag
     stats: EngineStats
     open: int  # requests
     state: ThreadState
-    failures: int  # steps that have failed since the last one that did not
+    failures: int  # consecutive failed steps
 
     @property
     def healthy(self) -> bool:
-        """True where requests are answered."""
         return self.failures < FAILURES_BEFORE_UNHEALTHY
 
 
@@ -70,8 +67,8 @@ class _EngineTotals(Collector):
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own. Events are counted where they happen; the
-    engine's own state is read from its health."""
+    """The metrics of one server, in a registry of its own. Events are counted where they happen;
+    the engine's own state is read from its health."""
 
     def __init__(self) -> None:
         own = self.registry = CollectorRegistry()
@@ -105,13 +102,12 @@ class Metrics:
     # -- from the engine's thread -------------------------------------------------------------------
 
     def first_token(self, times: RequestTimes) -> None:
-        """Record the first token of a request."""
         times.first_at = times.moved_at = time.monotonic()
         self._first.observe(times.first_at - times.began_at)
 
     def moved(self, streams: Sequence[tuple[RequestTimes, int]]) -> None:
-        """Record new tokens of streams, and how many of each. All moved by as many steps, so the gap
-        between two tokens is taken from one of them, and many streams cost no more."""
+        """Record new tokens of streams, and how many of each. All moved by as many steps, so the
+        gap between two tokens is measured on one of them."""
         now = time.monotonic()
         counted = False
         for times, tokens in streams:
@@ -124,7 +120,6 @@ class Metrics:
             times.moved_at = now
 
     def ended(self, times: RequestTimes, group: Group) -> None:
-        """Record the end of a request."""
         if times.first_at is None and any(rollout.token_ids for rollout in group.rollouts):
             self.first_token(times)
         self._whole.observe(time.monotonic() - times.began_at)
@@ -135,13 +130,11 @@ class Metrics:
         self._response.inc(sum(len(rollout.token_ids) for rollout in group.rollouts))
 
     def failed(self) -> None:
-        """Record a request that the engine could not finish."""
         self._requests.labels("failed").inc()
 
     # -- from the event loop ------------------------------------------------------------------------
 
     def answered(self, route: str, status: int) -> None:
-        """Record the beginning of a response."""
         self._answers.labels(route, str(status)).inc()
 
     def render(self, health: EngineHealth | None) -> bytes:

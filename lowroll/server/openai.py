@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API: /v1/models, /v1/completions and /v1/chat/completions."""
+"""The routes of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -47,12 +47,10 @@ from lowroll.types import Group, Rollout
 
 
 async def list_models(request: web.Request) -> web.StreamResponse:
-    """`GET /v1/models`: return a list of one."""
     return json_response({"object": "list", "data": [await _model(request.app[STATE])]})
 
 
 async def one_model(request: web.Request) -> web.StreamResponse:
-    """`GET /v1/models/{name}`: return the model that the path names."""
     state = request.app[STATE]
     state.check_model(request.match_info["name"])
     return json_response(await _model(state))
@@ -101,7 +99,7 @@ def _capabilities(can: Capabilities) -> Tree:
 
 
 class ChoiceText:
-    """The text of one choice, and the places where its tokens begin."""
+    """The text of one choice, and the character offsets of its tokens."""
 
     def __init__(
         self,
@@ -118,7 +116,7 @@ class ChoiceText:
         self.begun = False
 
     def take(self, delta: Delta, offsets: list[int] | None = None) -> str:
-        """Return the new text, and append the places of its tokens to `offsets`."""
+        """Return the new text, and append its tokens' places to `offsets`."""
         self.begun = True
         if self.text is None:
             return ""
@@ -138,8 +136,8 @@ class ChoiceText:
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """`POST /v1/completions`: continue prompts, and return the log-probs of given texts. The samples of
-    the first prompt come first."""
+    """`POST /v1/completions`: continue prompts, and return the log-probs of given texts. The
+    samples of the first prompt come first."""
     state = request.app[STATE]
     body = await read_body(request, CompletionRequest)
     state.check_n(body.n)
@@ -171,7 +169,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def _scores(
     state: ServerState, body: CompletionRequest, prompts: Sequence[EncodedPrompt]
 ) -> Sequence[PromptScores | None]:
-    """Return the scores of each prompt, where the request has a field for log-probs of prompts."""
+    """Return the scores of each prompt, if the request has a field for log-probs of prompts."""
     echoed = body.echo and body.logprobs is not None
     if body.prompt_logprobs is None and not echoed:
         return [None] * len(prompts)
@@ -187,8 +185,6 @@ async def _scores(
 
 
 class CompletionAnswer(Answer):
-    """The answer of /v1/completions."""
-
     body: CompletionRequest
 
     def __init__(
@@ -231,7 +227,7 @@ class CompletionAnswer(Answer):
         return self.event(choice)
 
     def _echo(self, prompt: EncodedPrompt) -> str:
-        """Return the prompt's text where it is repeated."""
+        """Return the prompt's text if it is repeated."""
         if not self.body.echo:
             return ""
         if prompt.text is not None:
@@ -240,7 +236,6 @@ class CompletionAnswer(Answer):
         return "" if vocabulary is None else vocabulary.decode(prompt.token_ids)
 
     def _choice(self, i: int, delta: Delta) -> Tree:
-        """Return the next part of a sample of prompt i."""
         body, scores = self.body, self.scores[i]
         index = i * body.n + delta.sample
         choice: Tree = {"index": index, "text": ""}
@@ -269,7 +264,7 @@ class CompletionAnswer(Answer):
 
 
 class _LogprobLists:
-    """Log-probs as /v1/completions has them: one list for each fact about a token."""
+    """Log-probs in the format of /v1/completions: one list for each fact about a token."""
 
     def __init__(self, names: TokenNames) -> None:
         self.names = names
@@ -279,7 +274,7 @@ class _LogprobLists:
         self.top_logprobs: list[dict[str, float] | None] = []
 
     def add(self, ids: list[int], logprobs: list[float], tops: list[TopTokens] | None) -> None:
-        """Add tokens, but for their places in the text."""
+        """Add tokens, without their text offsets."""
         name = self.names.name
         tokens = [name(token) for token in ids]
         values = [finite_logprob(logprob) for logprob in logprobs]
@@ -291,12 +286,13 @@ class _LogprobLists:
         for token, value, top in zip(tokens, values, tops, strict=True):
             likeliest: dict[str, float] = {}
             for other, logprob in top:
-                likeliest.setdefault(name(other), finite_logprob(logprob))  # two may look the same
+                likeliest.setdefault(
+                    name(other), finite_logprob(logprob)
+                )  # two may have the same text
             likeliest.setdefault(token, value)
             self.top_logprobs.append(likeliest)
 
     def add_prompt(self, ids: list[int], scores: PromptScores) -> None:
-        """Add the tokens of an echoed prompt."""
         self.tokens.append(self.names.name(ids[0]))
         self.token_logprobs.append(None)
         self.top_logprobs.append(None)
@@ -317,7 +313,6 @@ class _LogprobLists:
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """`POST /v1/chat/completions`: return n answers to one conversation."""
     state = request.app[STATE]
     body = await read_body(request, ChatRequest)
     state.check_n(body.n)
@@ -350,8 +345,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 class ChatAnswer(Answer):
-    """The answer of /v1/chat/completions."""
-
     body: ChatRequest
 
     def __init__(
@@ -408,7 +401,7 @@ class ChatAnswer(Answer):
         return self.event(self._choice(delta, bool(calls)) | {"delta": said})
 
     def _said(self, delta: Delta) -> tuple[str, list[Tree]]:
-        """Return the new text, and at the end the calls of tools."""
+        """Return the new text, and at the end the tool calls."""
         content = self.texts[delta.sample].take(delta)
         if self.speeches is None:
             return content, []
@@ -431,13 +424,13 @@ class ChatAnswer(Answer):
         ]
 
     def _call_id(self, sample: int, number: int) -> str:
-        """Return an id of nine characters, as some templates want it. It differs in each turn of a
+        """Return an id of nine characters, as some templates require. It differs in each turn of a
         conversation, and is the same for the same request."""
         seen = repr((self.prompts[0], sample, number))
         return hashlib.sha256(seen.encode()).hexdigest()[:9]
 
     def _choice(self, delta: Delta, calls: bool) -> Tree:
-        """Return what a choice says beside its text."""
+        """Return the fields of a choice beside its text."""
         reason: str | None = delta.finish_reason
         if calls and reason == "stop":
             reason = "tool_calls"
@@ -456,7 +449,7 @@ class ChatAnswer(Answer):
         return choice
 
     def _prompt(self) -> Tree:
-        """Return what the answer tells of the prompt."""
+        """Return the fields about the prompt."""
         told: Tree = {}
         if self.body.return_token_ids:
             told["prompt_token_ids"] = self.prompts[0]
@@ -466,8 +459,8 @@ class ChatAnswer(Answer):
 
 
 def _arguments(call: ToolInvocation, offered: OfferedTools) -> str:
-    """Return the arguments of a call as JSON. Where the format writes them as text, they get the types
-    of the tool's schema."""
+    """Return the arguments of a call as JSON. If the format has them as text, they are converted to
+    the types of the tool's schema."""
     arguments = call.arguments
     if offered.format in UNTYPED:
         schemas = [t.function.parameters for t in offered.tools if t.function.name == call.name]

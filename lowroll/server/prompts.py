@@ -1,5 +1,4 @@
-"""Prompts: texts and conversations as token ids, the routes /tokenize and /detokenize, and the
-log-probs of a prompt's own tokens."""
+"""Prompts as token ids, /tokenize and /detokenize, and the log-probs of a prompt's own tokens."""
 
 from __future__ import annotations
 
@@ -27,21 +26,19 @@ from lowroll.server.protocol import (
 from lowroll.server.streaming import json_response_in_worker
 from lowroll.server.text import TokenNames, Vocabulary, finite_logprob
 
-TopTokens = list[tuple[int, float]]  # the likeliest tokens of a place and their log-probs
+TopTokens = list[tuple[int, float]]  # the likeliest tokens of a position and their log-probs
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as the client gave it, and its token ids."""
-
     token_ids: list[int]
-    text: str | None = None  # None where ids were given
+    text: str | None = None  # None if ids were given
 
 
 @dataclass(frozen=True)
 class PromptScores:
-    """The log-prob in nats of each token of a prompt but the first, and the likeliest tokens of its
-    place, likeliest first."""
+    """The log-prob in nats of each token of a prompt but the first, and the likeliest tokens at its
+    position, likeliest first."""
 
     logprobs: list[float]
     tops: list[TopTokens]
@@ -57,7 +54,7 @@ class PromptScores:
 async def encode_prompts(
     state: ServerState, given: str | list[int] | list[str] | list[list[int]], special: bool
 ) -> list[EncodedPrompt]:
-    """Return the prompts of a completion. special: texts begin as the tokenizer lets one begin."""
+    """Return the prompts of a completion. special: add the tokenizer's special tokens."""
     prompts: Sequence[Any] = given
     if isinstance(given, str) or not given or isinstance(given[0], int):
         prompts = [given]  # one; an empty list is a prompt without tokens
@@ -83,7 +80,7 @@ async def encode_conversation(
     body: ConversationFields,
     tools: Sequence[Tool],
 ) -> EncodedPrompt:
-    """Return a conversation in the model's chat template, which shows it the tools."""
+    """Return a conversation in the model's chat template, with the tools."""
     vocabulary = state.require_vocabulary("messages")
     chat, kwargs = state.chat, body.chat_template_kwargs
     if chat is None:
@@ -131,7 +128,7 @@ def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
         for i, call in enumerate(message.tool_calls or ())
     ]
     if calls and content is None:
-        content = ""  # some templates read it whatever else there is
+        content = ""  # some templates always read it
     return {
         "role": message.role,
         "content": content,
@@ -183,7 +180,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
 
 
 async def detokenize(request: web.Request) -> web.StreamResponse:
-    """`POST /detokenize`: return the text of ids, special tokens among them."""
+    """`POST /detokenize`: return the text of ids, with special tokens."""
     state = request.app[STATE]
     body = await read_body(request, DetokenizeRequest)
     decode = state.require_vocabulary("tokens").decode
@@ -204,9 +201,9 @@ async def score_prompts(
     prompt_field: str,
     asked_by: str = "prompt_logprobs",
 ) -> list[PromptScores]:
-    """Return the scores of prompts, with the `top` likeliest tokens of each place. They are scored one
-    after the other, so that the engine draws in between. asked_by: the field for them. Raises
-    Refused for prompts that cannot be scored, or that are more than one answer may hold."""
+    """Return the scores of prompts, with the `top` likeliest tokens. They are scored one by one, so
+    that the engine draws in between. asked_by: the field for them. Raises Refused for prompts that
+    cannot be scored, or that are more than one answer may hold."""
     most = state.limits.told_streamed if stream else state.limits.told
     count = sum(len(prompt.token_ids) for prompt in prompts) * (top + 1)
     if count > most:
@@ -250,8 +247,8 @@ async def _score(
 def prompt_logprobs(
     names: TokenNames, token_ids: list[int], scores: PromptScores
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return scores as vLLM has them: by token id, None for the first token. The rank of a token that
-    is not among the likeliest is not known."""
+    """Return scores in vLLM's format: by token id, None for the first token. The rank of a token
+    that is not among the likeliest is unknown."""
 
     def ranked(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
         name = names.name(token_id)

@@ -1,9 +1,8 @@
-"""The bodies of requests as pydantic models, and every error that a client receives about them.
+"""The bodies of requests as pydantic models, and their errors.
 
-A body has three kinds of fields. Those of the models below do what they say. Those of
-`NEUTRAL_VALUES` are known, and are refused unless they ask for what happens anyway. Those of
-`IGNORED_FIELDS` change no answer of this server and are accepted. Any other field is refused, with the
-nearest known name. Ranges of sampling fields are checked by the engine.
+Fields of the models below do what they say. Fields of `NEUTRAL_VALUES` are refused unless they
+request what happens anyway. Fields of `IGNORED_FIELDS` change no answer and are accepted. Any other
+field is refused, with the nearest known name. The engine checks the ranges of sampling fields.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ MAX_STOPS = 64
 MAX_TOOLS = 2048
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
 PauseMode = Literal["keep", "wait", "abort"]
-SEED_BITS = 53  # every reader of JSON keeps so many
+SEED_BITS = 53  # every JSON reader keeps so many
 
 Text = Annotated[str, StringConstraints(max_length=1 << 24)]
 Name = Annotated[str, StringConstraints(max_length=256)]
-TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one of many wrong ids is told
+TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one of many wrong ids is reported
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 ScoreTemperature = Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])]
 
@@ -45,7 +44,7 @@ IGNORED_FIELDS = frozenset(
     "cache_salt priority routed_experts_prompt_start".split()
 )
 _OFF: tuple[Any, ...] = (None, False, [], {}, "")
-# by field: the values that ask for what happens anyway
+# by field: the values that request what happens anyway
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         "tools functions tool_calls tool_call_id annotations refusal suffix audio documents echo "
@@ -68,7 +67,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(ValueError):
-    """A request that is not done, and the reason, which the client receives.
+    """A refused request, with the reason for the client.
 
     param: the wrong field, as a path into the body ("stop[1]", "messages[0].content").
     """
@@ -82,7 +81,6 @@ class Refused(ValueError):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """Return the answer's JSON."""
         return error_body(str(self), self.status, self.param, self.code)
 
 
@@ -92,14 +90,14 @@ def wrong_field(field: str, reason: str, status: int = 400, code: str | None = N
 
 
 def too_long(field: str, reason: str) -> Refused:
-    """Return the error of a text or prompt that the model's context cannot hold."""
+    """Return the error of a text or prompt that exceeds the model's context."""
     return wrong_field(field, reason, code="context_length_exceeded")
 
 
 def error_body(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return an error as OpenAI's API has it."""
+    """Return an error in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -112,27 +110,25 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_null(cls, tree: Any) -> Any:
-        """Treat null as a field that is not given."""
+        """Treat null as a missing field."""
         if not isinstance(tree, dict):
             return tree
         return {k: v for k, v in tree.items() if v is not None or k not in cls.model_fields}
 
     def check(self) -> None:
-        """Refuse values that pydantic cannot check: fields that do not go with each other."""
+        """Refuse combinations of fields that pydantic cannot check."""
 
 
 class JsonSchema(RequestBody):
-    """The schema of a `response_format`; its other fields are for people."""
+    """The schema of a `response_format`; its other fields are documentation."""
 
     form: dict[str, Any] = Field(alias="schema")
     name: Name = ""
     description: Text | None = None
-    strict: bool = True  # an answer is held to its schema whatever this says
+    strict: bool = True  # an answer always follows its schema
 
 
 class ResponseFormat(RequestBody):
-    """OpenAI's `response_format`."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -148,7 +144,7 @@ class StructuredOutputs(RequestBody):
 
 
 class StructuredOutputFields(RequestBody):
-    """The fields that say what an answer must be (`structured_outputs.py`)."""
+    """The fields of `structured_outputs.py`."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -159,8 +155,6 @@ class StructuredOutputFields(RequestBody):
 
 
 class SamplingFields(RequestBody):
-    """The fields that say how tokens are drawn."""
-
     n: int = 1
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -182,7 +176,7 @@ class SamplingFields(RequestBody):
         self.check_sampling()
 
     def check_sampling(self, where: str = "") -> None:
-        """Refuse token ids that are none and too many stops. where: before the name of a field."""
+        """Refuse invalid token ids and too many stops. where: prefix of the field's name."""
         for name in self.logit_bias:
             if not re.fullmatch(r"0|[1-9][0-9]{0,9}", name):
                 raise wrong_field(f"{where}logit_bias", f"{name!r} is no token id")
@@ -228,14 +222,12 @@ class SamplingFields(RequestBody):
 
 
 class StreamOptions(RequestBody):
-    """OpenAI's `stream_options`."""
-
     include_usage: bool = False
     include_obfuscation: bool = False  # padding that hides lengths from listeners: none is sent
 
 
 class GenerationFields(RequestBody):
-    """The fields beside prompt and sampling of any request that draws text."""
+    """The fields beside prompt and sampling of any generation request."""
 
     model: Name | None = None
     stream: bool = False
@@ -246,7 +238,7 @@ class GenerationFields(RequestBody):
 
     @property
     def wants_usage(self) -> bool:
-        """True where the stream ends with the number of tokens."""
+        """True if the stream ends with the number of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def check(self) -> None:
@@ -284,7 +276,7 @@ class CompletionRequest(SamplingFields, GenerationFields, StructuredOutputFields
                 raise wrong_field("packed", "it goes with return_token_ids: true")
             for field in ("echo", "logprobs", "prompt_logprobs"):
                 value = getattr(self, field)
-                if value is not None and value is not False:  # 0 log-probs are asked for too
+                if value is not None and value is not False:  # 0 also requests log-probs
                     raise wrong_field("packed", f"it does not go with {field}")
         if self.max_tokens == 0:
             if not self.echo and self.prompt_logprobs is None:
@@ -300,22 +292,16 @@ class CompletionRequest(SamplingFields, GenerationFields, StructuredOutputFields
 
 
 class ContentPart(RequestBody):
-    """A part of a message's content."""
-
     type: Literal["text"]
     text: Text
 
 
 class CalledFunction(RequestBody):
-    """A function that an assistant called, and its arguments."""
-
     name: Name
     arguments: Text  # a JSON object
 
 
 class ToolCall(RequestBody):
-    """A call in an assistant's earlier turn."""
-
     id: Name | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -323,7 +309,7 @@ class ToolCall(RequestBody):
 
 
 class ChatMessage(RequestBody):
-    """A turn of a conversation. Its extra fields go to the chat template."""
+    """A message of a conversation. Its extra fields go to the chat template."""
 
     role: Name
     tool_calls: list[ToolCall] | None = None
@@ -342,29 +328,25 @@ class ChatMessage(RequestBody):
 
 
 class ToolFunction(RequestBody):
-    """A function that the model may call."""
-
     name: Name
     description: Text | None = None
     parameters: dict[str, Any] | None = None  # their JSON schema
-    strict: bool = False  # calls are drawn as everything is, whatever this says
+    strict: bool = False  # has no effect
 
 
 class Tool(RequestBody):
-    """A tool that the model may call: a function."""
-
     type: Literal["function"]
     function: ToolFunction
 
     @property
     def schema_shown(self) -> dict[str, Any]:
-        """The part of it that chat templates show."""
+        """The part that chat templates show."""
         shown = self.function.model_dump(exclude_unset=True, exclude={"strict"})
         return {"type": "function", "function": shown}
 
 
 class ConversationFields(RequestBody):
-    """The fields beside its messages that a conversation is rendered with."""
+    """The fields beside its messages with which a conversation is rendered."""
 
     add_generation_prompt: bool = True
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
@@ -447,13 +429,11 @@ class ControlBody(RequestBody):
 
 
 class PauseQuery(ControlBody):
-    """The query of POST /pause."""
-
     mode: PauseMode = "keep"
 
 
 class WeightsRequest(ControlBody):
-    """The body of POST /weights. version: the id of one."""
+    """version: its id."""
 
     version: str
     in_flight: InFlight = "keep"
@@ -486,9 +466,9 @@ def parse_request(
     kind: type[B],
     check_model: Callable[[str | None], None] = lambda name: None,
 ) -> B:
-    """Return a body of this kind from its JSON. Raises Refused, which names the field.
+    """Return the validated body. Raises Refused, which names the field.
 
-    check_model: refuses the name of a model, before fields are held against each other."""
+    check_model: refuses the name of a model, before fields are compared with each other."""
     try:
         body = kind.model_validate(tree)
     except ValidationError as error:
@@ -504,7 +484,7 @@ def parse_request(
 def refuse_engine_error(error: ValueError, names: Mapping[str, str]) -> NoReturn:
     """Raise the engine's own refusal, "field: reason", under the client's name of the field.
 
-    names: the client's names of fields that it calls otherwise than the engine does."""
+    names: the client's names of fields, where they differ from the engine's."""
     text = str(error)
     match = re.match(r"(\w+)((?:\[\d+\])*): ", text)
     if match is None:
@@ -524,7 +504,7 @@ def _check_ids(ids: Iterable[int | Text | TokenIds], where: str) -> None:
 
 
 def _check_extra(body: RequestBody, where: str) -> None:
-    """Refuse extra fields that ask for what the client does not get, in nested objects too."""
+    """Refuse extra fields with an effect that is not supported, in nested objects too."""
     extra = body.model_extra or {}
     _check_names(type(body), extra, where)
     for name, value in extra.items():
@@ -541,7 +521,7 @@ def _check_extra(body: RequestBody, where: str) -> None:
 
 
 def _check_names(kind: type[RequestBody], names: Iterable[str], where: str) -> None:
-    """Refuse the first name that no field has; hint at the route that has it, or the nearest name."""
+    """Refuse the first unknown name; hint at the route that has it, or the nearest name."""
     known = (*kind.model_fields, *NEUTRAL_VALUES, *IGNORED_FIELDS)
     for name in names:
         if name in known:
@@ -558,8 +538,7 @@ def _check_names(kind: type[RequestBody], names: Iterable[str], where: str) -> N
 
 
 def _refusal(error: ValidationError) -> Refused:
-    """Return one of pydantic's errors: where a field may be of several types, that of the type that
-    came furthest."""
+    """Return one of pydantic's errors: for a union, that of the type that came furthest."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     mine = [
         (_path(one["loc"]), _reason(one["type"], one["msg"]))
@@ -572,7 +551,7 @@ def _refusal(error: ValidationError) -> Refused:
 
 
 def _reason(kind: str, message: str) -> str:
-    """Return why a field is wrong, without words of pydantic's own."""
+    """Return why a field is wrong, without pydantic's own words."""
     if kind == "model_type":
         return "an object is expected"
     if kind == "extra_forbidden":
@@ -581,7 +560,7 @@ def _reason(kind: str, message: str) -> str:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """Return a place in the body, without the names of types that pydantic puts in between."""
+    """Return a path into the body, without the type names that pydantic inserts."""
     path = str(loc[0])
     for part in loc[1:]:
         if isinstance(part, int):
@@ -592,7 +571,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return True where a value of a known field means what happens anyway."""
+    """Return True if a value of a known field requests what happens anyway."""
     if type(value) is float and value.is_integer():
         value = int(value)
     return any(

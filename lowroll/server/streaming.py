@@ -102,8 +102,8 @@ async def respond(
 ) -> web.StreamResponse:
     """Answer a generation request with what the engine draws for `requests`, one for each prompt.
 
-    When one of them fails, or the client goes, all end. names: the client's names of the engine's
-    fields. Raises Refused, which names what the engine refuses."""
+    When one of them fails, or the client disconnects, all end. names: the client's names of the
+    engine's fields. Raises Refused, which names what the engine refuses."""
     if answer.body.stream:
         return await _stream(request, answer, requests, names)
     state, by_prompt = request.app[STATE], _names_by_prompt(names, len(requests))
@@ -120,8 +120,8 @@ async def _stream(
 ) -> web.StreamResponse:
     """Send the events of an answer.
 
-    The engine does not wait for the client: what it draws meanwhile comes in one event. Raises Refused
-    as long as nothing was sent; later an event says what went wrong."""
+    The engine does not wait for the client: what it draws meanwhile comes in one event. Raises
+    Refused before the first event; later an event reports the error."""
     state, by_prompt = request.app[STATE], _names_by_prompt(names, len(requests))
     async with _submitted(state, requests, by_prompt, stream=True) as in_flight:
         events = _EventStream(request, state.limits.write_s)
@@ -146,7 +146,7 @@ async def _stream(
             message = f"the engine could not finish request {request[REQUEST_ID]}"
             await events.send(error_body(message, 500))
         except ConnectionResetError:
-            return events.response  # nobody is there: leaving the block ends what is left
+            return events.response  # the client has gone: leaving the block aborts what is left
         await events.end()
         return events.response
 
@@ -171,7 +171,7 @@ async def _submitted(
 
 
 def _names_by_prompt(names: Mapping[str, str], count: int) -> list[Mapping[str, str]]:
-    """Return the client's names for each of so many requests: each of several prompts has its place."""
+    """Return the client's names for each request: each of several prompts has its index."""
     if count == 1:
         return [names]
     return [{**names, "prompt_ids": f"{names['prompt_ids']}[{i}]"} for i in range(count)]
@@ -190,8 +190,8 @@ async def _group(in_flight: InFlightRequest, names: Mapping[str, str]) -> Group:
 
 @contextmanager
 def _engine_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Raise the engine's refusals in the client's words; those of requests that were held back while
-    the engine was paused come late."""
+    """Raise the engine's refusals in the client's words; those of requests that were held back by a
+    pause come late."""
     try:
         yield
     except ValueError as error:
@@ -199,7 +199,8 @@ def _engine_errors(names: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _gather(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all jobs in order. When one fails, end the others and raise its error."""
+    """Return the results of all jobs in order. When one fails, cancel the others and raise its
+    error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(job) for job in jobs]
@@ -209,7 +210,7 @@ async def _gather(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class _EventStream:
-    """A response of server-sent events. A client that takes nothing for `patience_s` is dropped."""
+    """A response of server-sent events. A client that reads nothing for `patience_s` is dropped."""
 
     def __init__(self, request: web.Request, patience_s: float) -> None:
         self.request = request
@@ -253,14 +254,14 @@ class _EventStream:
 
 
 def json_response(tree: Tree) -> web.Response:
-    """Return a whole answer. Its floats read back as they are."""
+    """Return a whole answer. Its floats round-trip."""
     return web.Response(text=compact_json(tree), content_type="application/json")
 
 
 async def json_response_in_worker(
     state: ServerState, make: Callable[[], Tree], tokens: int
 ) -> web.Response:
-    """Return the answer that `make` returns; one of many tokens is made and written in a thread."""
+    """Return the answer of `make`, in a worker if it has many tokens."""
     if tokens <= SHORT_ANSWER:
         return json_response(make())
     body = await state.in_worker(lambda: compact_json(make()).encode())
@@ -268,7 +269,7 @@ async def json_response_in_worker(
 
 
 def openai_head(request: web.Request, prefix: str, object: str) -> Tree:
-    """Return what an answer of OpenAI's API begins with."""
+    """Return the first fields of an answer of OpenAI's API."""
     return {
         "id": f"{prefix}-{request[REQUEST_ID]}",
         "object": object,
@@ -278,8 +279,9 @@ def openai_head(request: web.Request, prefix: str, object: str) -> Tree:
 
 
 def origin(rollout: Rollout, packed: bool = False) -> Tree:
-    """Return what a learner must know of a rollout beside its tokens: their log-probs as plain numbers
-    (unless they are packed with the tokens), who drew it, how it ended, and what its cache dropped."""
+    """Return what a learner needs of a rollout beside its tokens: their log-probs as plain numbers
+    (unless they are packed with the tokens), who drew it, how it ended, and what its cache dropped.
+    """
     behavior, dropped = rollout.behavior, rollout.evictions
     plain = {} if packed else {"logprobs": [finite_logprob(one) for one in rollout.logprobs]}
     return plain | {
@@ -293,7 +295,7 @@ def origin(rollout: Rollout, packed: bool = False) -> Tree:
 
 
 def logprob_objects(names: TokenNames, delta: Delta, top: int) -> list[Tree]:
-    """Return log-probs as /v1/chat/completions has them: one object for each token."""
+    """Return log-probs in the format of /v1/chat/completions: one object for each token."""
 
     def one(token_id: int, logprob: float) -> Tree:
         return {
@@ -310,5 +312,4 @@ def logprob_objects(names: TokenNames, delta: Delta, top: int) -> list[Tree]:
 
 
 def num_drawn(groups: Sequence[Group]) -> int:
-    """Return the number of tokens of all samples."""
     return sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)

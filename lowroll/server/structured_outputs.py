@@ -1,8 +1,8 @@
-"""Answers of a form: from `response_format`, `structured_outputs`, `guided_...`, or a `tool_choice` that
-requires a call, to the grammar that the engine draws by (`engine.grammar`).
+"""Structured outputs: the grammar (`engine.grammar`) of `response_format`, `structured_outputs`,
+`guided_...`, or a `tool_choice` that requires a call.
 
-JSON is written as Python writes it, `{"a": 1, "b": [2, 3]}`: no other white space can be drawn, so
-none goes on for ever.
+JSON is written as Python writes it, `{"a": 1, "b": [2, 3]}`: other white space, which could go on
+forever, cannot be drawn.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MISTRAL = "[TOOL_CALLS]"
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """The syntax of calls in a format: `first` and `last` around all, `between` two, `open` and `close`
-    around the JSON of each, whose key of the arguments is `arguments`."""
+    """The syntax of calls in a format: `first` and `last` around all, `between` two, `open` and
+    `close` around the JSON of each; `arguments` is the key of the arguments."""
 
     between: str
     first: str = ""
@@ -51,7 +51,8 @@ _SYNTAX = {
 
 @dataclass(frozen=True)
 class OfferedTools:
-    """The tools that a model may call, and the format in which it writes calls (`lowroll.tool_calls`).
+    """The tools that a model may call, and the format in which it writes calls
+    (`lowroll.tool_calls`).
 
     several: it may call more than once in a turn. required: the tools of which the answer must call
     one, and then says nothing else; none where the model decides.
@@ -65,7 +66,7 @@ class OfferedTools:
 
 def offered_tools(state: ServerState, body: ChatRequest) -> OfferedTools | None:
     """Return the tools that the model may call; None with tool_choice "none", which shows it none.
-    Refuse tools that cannot be shown, calls that cannot be read, and a choice that is not there."""
+    Refuse tools that cannot be shown, calls that cannot be read, and an unknown choice."""
     required = _required_tools(body)
     offered = None
     if body.tools and body.tool_choice != "none" and state.chat is not None:
@@ -80,7 +81,7 @@ def offered_tools(state: ServerState, body: ChatRequest) -> OfferedTools | None:
 
 
 def _required_tools(body: ChatRequest) -> Sequence[Tool]:
-    """Return the tools of which tool_choice wants one called."""
+    """Return the tools of which tool_choice requires one."""
     choice = body.tool_choice
     if choice in ("auto", "none"):
         return ()
@@ -101,7 +102,6 @@ def _required_tools(body: ChatRequest) -> Sequence[Tool]:
 
 
 def check_tool_names(tools: Sequence[Tool]) -> None:
-    """Refuse two tools of one name."""
     known = set[str]()
     for i, tool in enumerate(tools):
         name = tool.function.name
@@ -114,7 +114,7 @@ async def grammar_of(
     state: ServerState, body: StructuredOutputFields, offered: OfferedTools | None = None
 ) -> tuple[str | None, dict[str, str]]:
     """Return the grammar of an answer, None where anything is allowed, and the client's name of it.
-    Refuse the field for what cannot be."""
+    Refuse the field for an impossible one."""
     found = _forms(body)
     if offered is not None and offered.required:
         found["tool_choice"] = lambda: _of_calls(state, offered)
@@ -139,7 +139,7 @@ async def grammar_of(
 
 
 def _forms(body: StructuredOutputFields) -> dict[str, Callable[[], str]]:
-    """Return the fields that say what the answer must be, with functions that write its grammar."""
+    """Return the fields that constrain the answer, with functions that write its grammar."""
     found: dict[str, Callable[[], str]] = {}
     asked = body.response_format
     if asked is not None and asked.type == "json_object":
@@ -179,7 +179,7 @@ def _of_json(schema: dict[str, Any]) -> str:
 
 
 def _of_regex(regex: str) -> str:
-    """Return the grammar of what a regular expression, in Rust's syntax, matches whole."""
+    """Return the grammar of a full match of a regular expression in Rust's syntax."""
     return str(_matcher().grammar_from_regex(regex))
 
 
@@ -229,7 +229,7 @@ def _of_calls(state: ServerState, offered: OfferedTools) -> str:
     tokens = {text: f"<[{token}]>" for token, text in state.vocabulary.marks.items()}
 
     def literal(text: str) -> str:
-        """Write a mark that is a special token by its id, any other text as it stands."""
+        """Write a special token by its id, any other text literally."""
         return tokens.get(text, json.dumps(text)) if text else ""
 
     more = f"({literal(syntax.between)} call){{0,{MOST_CALLS - 1}}}" if offered.several else ""

@@ -1,9 +1,9 @@
-"""Text from token ids: piece by piece, and the same in one piece.
+"""Text from token ids, whole or streamed.
 
 A character may be spread over several tokens, and a stop string over several tokens and several
 parts of a stream. What could still change is held back: an unfinished character, and the longest
-end that may become a stop string. What was given out is never taken back, so that a stream says
-what the whole response says, whatever its parts.
+end that may become a stop string. Emitted text is never taken back, so a stream equals the whole
+response.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WINDOW = 32  # tokens that are decoded again with the next one, at least
 
 
 class TokenDecoder(Protocol):
-    """A decoder of tokens that come one after the other. Its text never depends on how many come
+    """A decoder of tokens that come one after the other. Its text does not depend on how many come
     together."""
 
     def feed(self, token_ids: Iterable[int]) -> str: ...
@@ -37,8 +37,7 @@ class TokenDecoder(Protocol):
 
 
 class Vocabulary:
-    """The texts of token ids and the token ids of texts, by a transformers tokenizer. Several threads may
-    use it."""
+    """Encoding and decoding by a transformers tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -53,7 +52,7 @@ class Vocabulary:
         self._lock = Lock()  # of encoding: a tokenizer changes its own settings on the way
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Raises ValueError for half of a surrogate pair."""
+        """Return the token ids of a text. ValueError for a lone surrogate."""
         if not is_unicode(text):
             raise ValueError("not a text in Unicode: it has half of a surrogate pair")
         with self._lock:
@@ -61,31 +60,29 @@ class Vocabulary:
         return [int(token) for token in ids]
 
     def fewest_tokens(self, text: str) -> int:
-        """Return how many tokens the text has at least, without encoding it; 0 where nothing is
-        certain."""
+        """Return a lower bound of the text's tokens, without encoding it; 0 if there is none."""
         if self.longest == 0:
             return 0
         return -(-len(text.encode() if self._bytes else text) // self.longest)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids in one piece."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def piece(self, token_id: int) -> bytes:
-        """Return what one token adds to a text, in UTF-8 or a part of it: the name of a special token,
-        nothing for an unknown id."""
+        """Return what one token adds to a text, in UTF-8 or a part of it: the name of a special
+        token, nothing for an unknown id."""
         return self.pieces[token_id]
 
     def name(self, token_id: int) -> str:
-        """Return one token's text for people, with replacement characters for what is none."""
+        """Return one token's text, with replacement characters for invalid bytes."""
         known = self._names.get(token_id)
         if known is None:
             known = self._names[token_id] = self.piece(token_id).decode("utf-8", "replace")
         return known
 
     def decoder(self, prompt_ids: Sequence[int] = (), marks: bool = False) -> TokenDecoder:
-        """Return a decoder of one response to a prompt. It drops special tokens; marks: but those of tool
-        calls."""
+        """Return a decoder of one response to a prompt. It drops special tokens; marks: except
+        those of tool calls."""
         if marks and self.marks:
             return _MarkedDecoder(self, prompt_ids)
         return _ByteDecoder(self) if self._bytes else _WindowDecoder(self, prompt_ids)
@@ -98,7 +95,7 @@ class Vocabulary:
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return a conversation in the model's template. Raises ValueError with its objection."""
+        """Return a conversation in the model's template. ValueError with the template's error."""
         with self._lock:
             return chat.render(messages, open_turn, tools, template_kwargs)
 
@@ -110,13 +107,13 @@ class Vocabulary:
             return self.decode([token_id], skip_special_tokens=False).encode()
         try:
             return bytes(_BYTES[char] for char in token)
-        except KeyError:  # an added token: its text as it stands
+        except KeyError:  # an added token: its text is literal
             return str(token).encode()
 
 
 def _longest_token(backend: Any, in_bytes: bool) -> int:
-    """Return the most bytes (of a tokenizer of bytes) or characters that one token can stand for; 0 where
-    that is not certain, because something shortens or drops text on the way."""
+    """Return the most bytes (of a tokenizer of bytes) or characters that one token can stand for; 0
+    where that is unknown, because something shortens or drops text."""
     whole = in_bytes or getattr(backend.model, "byte_fallback", False)
     dropping = ("Removed", "Whitespace", "Bert", "Punctuation")
     if not whole or any(word in repr(backend.pre_tokenizer) for word in dropping):
@@ -132,7 +129,7 @@ def _longest_token(backend: Any, in_bytes: bool) -> int:
 
 
 def _keeps_length(normalizer: Any) -> bool:
-    """Return True for normalizers that put a mark where a space is and drop nothing."""
+    """Return True for normalizers that replace spaces and drop nothing."""
     shown = repr(normalizer)
     inner = shown.removeprefix("Sequence(normalizers=[").removesuffix("])").split("), ")
     return all(
@@ -145,7 +142,7 @@ class TokenNames:
     """The names of tokens in log-probs."""
 
     vocabulary: Vocabulary | None
-    as_ids: bool  # "token_id:5": two tokens may look the same
+    as_ids: bool  # "token_id:5": two tokens may have the same text
 
     def name(self, token_id: int) -> str:
         if self.as_ids or self.vocabulary is None:
@@ -157,12 +154,12 @@ class TokenNames:
 
 
 def finite_logprob(logprob: float) -> float:
-    """Return a log-prob as JSON, which has no infinity, can hold it."""
+    """Return a log-prob as JSON, which has no infinity."""
     return max(logprob, _LEAST_LOGPROB)
 
 
 class _Pieces(dict[int, bytes]):
-    """The pieces of tokens by id, found at first use: no Python runs for a known one."""
+    """The pieces of tokens by id, computed at first use: no Python runs for a known one."""
 
     def __init__(self, find: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -174,7 +171,7 @@ class _Pieces(dict[int, bytes]):
 
 
 def is_unicode(text: str) -> bool:
-    """Return True where the text can be written: JSON lets half of a surrogate pair through."""
+    """Return True if the text can be encoded: JSON allows lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -183,8 +180,8 @@ def is_unicode(text: str) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the characters that stand for bytes in the tokens of GPT-2 and its many heirs: printable
-    Latin-1 for itself, the others from 256 on (openai/gpt-2, encoder.py)."""
+    """Return the characters that stand for bytes in the tokens of GPT-2 and its successors:
+    printable Latin-1 for itself, the others from 256 on (openai/gpt-2, encoder.py)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(shown)]
     return {chr(byte): byte for byte in shown} | {
@@ -196,7 +193,7 @@ _BYTES = _byte_alphabet()
 
 
 class _ByteDecoder:
-    """A decoder of tokens that are bytes, whatever is beside them."""
+    """A decoder of tokens that are bytes independent of their neighbours."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -212,14 +209,14 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """A decoder of tokens whose text depends on what is before them (a space that the first one loses,
-    bytes that make a character together): it decodes the last ones again with each new one."""
+    """A decoder of tokens whose text depends on those before (a leading space, bytes of one
+    character): it decodes the last ones again with each new one."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
         self.decode = vocabulary.decode
         self.window = list(prompt_ids[-_BEFORE:])
         self.text = self.decode(self.window)
-        self.shown = len(self.text)  # characters of it that are not given out any more
+        self.shown = len(self.text)  # characters of it that were emitted
 
     def feed(self, token_ids: Iterable[int]) -> str:
         return "".join(self._next(token_id) for token_id in token_ids)
@@ -244,7 +241,7 @@ class _WindowDecoder:
         return new
 
     def _slide(self) -> None:
-        """Forget the first half, up to where a character begins."""
+        """Drop the first half, up to the beginning of a character."""
         for length in range(_WINDOW, _WINDOW - 4, -1):
             text = self.decode(self.window[-length:])
             if self.text.endswith(text):
@@ -252,7 +249,7 @@ class _WindowDecoder:
                 return
 
     def _give_up(self) -> str:
-        """Show endless bytes that are no characters, because they will not become any."""
+        """Emit invalid bytes that will not become characters."""
         new = self._show(len(self.text))
         self.window, self.text, self.shown = [], "", 0
         return new
@@ -289,24 +286,24 @@ class ResponseText:
     def __init__(self, decoder: TokenDecoder, stop: Sequence[str] = ()) -> None:
         self.decoder = decoder
         self.stop = tuple(stop)
-        self.decoded = 0  # characters so far, those that are held back among them
+        self.decoded = 0  # characters so far, with those that are held back
         self._held = ""  # perhaps the beginning of a stop string
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Return the text that the next tokens settle."""
+        """Return the text that the next tokens make final."""
         if not self.stop:
             return self._decode(token_ids)
         return "".join(self._release(self._decode([token])) for token in token_ids)
 
     def end(self, token_ids: Sequence[int], stop_reason: int | str | None) -> str:
-        """Return the rest, with the last tokens. stop_reason: as the engine gives it."""
+        """Return the rest, with the last tokens. stop_reason: the engine's."""
         if stop_reason is None:
             return self.feed(token_ids) + self._rest()
         begun = self.feed(token_ids[:-1])
         if isinstance(stop_reason, int):  # the last token is the stop
             return begun + self._rest()
         left = self._held + self._decode(token_ids[-1:]) + self.decoder.end()
-        cut = left.find(stop_reason)  # not there when special tokens are a part of it
+        cut = left.find(stop_reason)  # missing when special tokens are a part of it
         return begun + (left if cut < 0 else left[:cut])
 
     def _decode(self, token_ids: Sequence[int]) -> str:

@@ -1,12 +1,12 @@
-"""Weights by the id of a version: a folder below the one that `--weights-dir` names.
+"""Weights by the id of a version, a folder in `--weights-dir`.
 
     weights-dir/step_000007/    as `checkpoint.publish` leaves it, with its MANIFEST.json: a dense
                                 model folder of the served model's sizes, or a PEFT adapter folder;
                                 with a STABLE a trainer's broadcast (`weights.sync.folder`)
 
-A client sends an id and never a path. No id leads elsewhere; neither the folder nor its files may be
-links; and every byte has the digest that it was published with. A broadcast is read only as its marker
-says, and its noise goes to the engine with it.
+A client sends an id and never a path. No id leads elsewhere; neither the folder nor its files may
+be links; and every byte has its published digest. A broadcast is read only as its marker says, with
+its noise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _READS = 3  # of a broadcast that is written again while it is read
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """A published version of the weights. broadcast: None for a folder that no trainer has marked."""
+    """A published version of the weights. broadcast: None for a folder without a trainer's marker."""
 
     name: str
     folder: Path
@@ -53,14 +53,15 @@ class WeightVersion:
 
     @property
     def kind(self) -> str:
-        """The kind of its weights, as `weights.sync.update` names it. DamagedError without a manifest."""
+        """The kind of its weights, as `weights.sync.update` names it. DamagedError without a
+        manifest."""
         if self.broadcast is not None:
             return self.broadcast.kind
         return "adapter" if "adapter_config.json" in published_files(self.folder) else "full"
 
     def number(self, newest: int) -> int:
-        """Return the number of its policy: a broadcast's own, else the one at the end of its name, or
-        the one after the newest."""
+        """Return the number of its policy: a broadcast's own, else the one in its name, or the one
+        after the newest."""
         if self.broadcast is not None:
             return self.broadcast.version
         found = _NUMBER.search(self.name)
@@ -69,7 +70,7 @@ class WeightVersion:
 
 class WeightStore:
     """The versions in a folder, for an engine that was made from the folder `model`. client: of the
-    trainer's direct route, where there is one. Raises ValueError when there is no such folder."""
+    trainer's direct route, where there is one. ValueError when there is no such folder."""
 
     def __init__(self, folder: str | Path, model: Path, client: WeightClient | None = None) -> None:
         self.folder = Path(folder).resolve()
@@ -80,7 +81,6 @@ class WeightStore:
             raise ValueError(f"--weights-dir: {folder} is no folder")
 
     def versions(self) -> list[str]:
-        """Return the ids of the published versions."""
         return sorted(
             path.name
             for path in self.folder.iterdir()
@@ -89,15 +89,14 @@ class WeightStore:
 
     @property
     def held(self) -> Broadcast | None:
-        """The broadcast whose bytes the engine has."""
         return None if self.current is None else self.current.broadcast
 
     def load(
         self, id: str, newest: int, able: Capabilities, weights: str, gap: bool = False
     ) -> tuple[WeightVersion, list[tuple[WeightVersion, WeightUpdate]]]:
-        """Return the version of an id and the updates to it; none where the engine holds it. newest: the
-        number of the engine's policy. A version that is written again meanwhile is read again. Refuse
-        what `find` and `read` refuse."""
+        """Return the version of an id and the updates to it; none if the engine holds it. newest:
+        the number of the engine's policy. A version that is written again meanwhile is read again.
+        Refuse what `find` and `read` refuse."""
         for _ in range(_READS):
             version = self.find(id)
             if version.broadcast is not None and version.broadcast == self.held:
@@ -114,13 +113,12 @@ class WeightStore:
         weights: str,
         gap: bool = False,
     ) -> list[tuple[WeightVersion, WeightUpdate]]:
-        """Return the updates to a version, in this machine's memory, to be taken one after the other.
-        Where a version is of changes, they begin where the engine is, or with `gap` at a version that
-        stands for itself. newest: the number of the engine's policy. able, weights: what the engine can,
-        and in which format it multiplies. This takes as long as reading the files twice.
+        """Return the updates to a version, in memory, in order. A version of changes begins where
+        the engine is, or with `gap` at a complete version. newest: the number of the engine's
+        policy. able, weights: the engine's capabilities and format. This takes as long as reading
+        the files twice.
 
-        Refuse with 404 a version that is not there, with 409 one that is damaged or not for this
-        engine."""
+        Refuse with 404 an unknown version, with 409 one that is damaged or not for this engine."""
         updates = []
         try:
             for one in self._chain(version, gap):
@@ -160,8 +158,8 @@ class WeightStore:
         return replace(update, noise=_noise(broadcast, able))
 
     def find(self, version: str) -> WeightVersion:
-        """Return the version of an id; `step_7` and `step_000007` are one. Refuse with 400 what is no id,
-        with 404 a version that is not there, with 409 one whose marker is of other files."""
+        """Return the version of an id; `step_7` and `step_000007` are one. Refuse with 400 an
+        invalid id, with 404 an unknown version, with 409 one whose marker is of other files."""
         if not _VERSION.fullmatch(version):
             raise wrong_field(
                 "version",
@@ -193,7 +191,6 @@ def _is_published(folder: Path) -> bool:
 
 
 def _noise(broadcast: Broadcast | None, able: Capabilities) -> Noise | None:
-    """Return the noise that a broadcast has for the engine's norms."""
     from lowroll.weights.noise import Noise
 
     if broadcast is None or broadcast.noise is None:

@@ -1,4 +1,4 @@
-"""Engines at the end of a wire: lowroll's own server, or a vLLM. Importable without torch."""
+"""Engines on servers: lowroll's own, or a vLLM. Importable without torch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ def connect(
     request_s: float = 1200.0,
     stream: bool = False,
 ) -> EnginePool:
-    """Connect to the engine at an address, a server of lowroll's or a vLLM, for rollouts and scores; it
-    takes no weights.
+    """Connect to a server of lowroll's or a vLLM for rollouts and scores; it takes no weights.
 
     model: a name that it serves; default its first. token: its bearer token. folder: of a vLLM's
-    model, where it is not readable under the name that the server tells. request_s: until the answer of
-    one request that was sent. concurrency, stream: as of `PoolOptions`. ValueError names what does not
-    fit; ServerError when nothing that is known answers.
+    model, where it is not readable under the name that the server states. request_s: timeout of one
+    request. concurrency, stream: as of `PoolOptions`. ValueError names what does not fit;
+    ServerError when no known server answers.
     """
     options = PoolOptions(
         model=model,

@@ -1,7 +1,7 @@
-"""The discovery of engines by a name in DNS, which is resolved again and again.
+"""Discovery of engines by a DNS name, which is resolved again and again.
 
-An address that appears is a new engine; one that is not told any more gets no new requests. A
-question that fails changes nothing: health says who is there.
+A new address is a new engine; one that is not listed any more gets no new requests. A failed query
+changes nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from lowroll.types import printable
 log = logging.getLogger(__name__)
 
 Resolver = Callable[[str, int], Sequence[str]]  # (host, port) -> addresses
-ANSWER_S = 10.0  # until the resolver must have answered
+ANSWER_S = 10.0  # deadline of one query
 JOIN_S = 1.0
 
 
 @dataclass(frozen=True)
 class Elastic:
-    """hostname: that leads to all engines. sync_interval: seconds between two questions."""
+    """hostname: resolves to all engines. sync_interval: seconds between two queries."""
 
     hostname: str
     port: int = 8000
@@ -48,9 +48,8 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 class Discovery:
-    """A thread that tells `found` the base URLs whenever they are others than before. The system's
-    resolver may hang: it is asked on a thread of its own, and a question that is late is left
-    behind."""
+    """A thread that passes the base URLs to `found` whenever they change. The system's resolver may
+    hang, so each query has its own thread, and a late one is abandoned."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class Discovery:
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more. Idempotent."""
+        """Stop. Idempotent."""
         self._end.set()
         self._thread.join(timeout=JOIN_S)
 
@@ -83,13 +82,13 @@ class Discovery:
     def _ask(self) -> None:
         name = self.elastic.hostname
         if self._asking is not None and self._asking.is_alive():
-            return  # the last question still hangs
+            return  # the last query still hangs
         answer: list[Sequence[str] | Exception] = []
 
         def ask() -> None:
             try:
                 answer.append(self._resolver(name, self.elastic.port))
-            except (OSError, ValueError) as error:  # UnicodeError: a label that no name can have
+            except (OSError, ValueError) as error:  # UnicodeError: an invalid label
                 answer.append(error)
 
         self._asking = threading.Thread(target=ask, name="resolver", daemon=True)

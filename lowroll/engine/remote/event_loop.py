@@ -1,10 +1,9 @@
 """A thread with an event loop whose clock does not count the loop's own lateness.
 
-An engine is silent when it did not answer for so long, and a call late when its deadline passed. A
-process that is starved, stopped or busy with thousands of answers comes to its sockets seconds late,
-in turn after turn, though what it waits for has long come. So a turn of this loop, however long it
-takes, counts for `turn_s` at most, and a wait for no more than was asked and that; all timeouts and
-times of the loop go by it. What truly does not answer is late after as many turns.
+A process that is starved, stopped or busy with thousands of answers reads its sockets seconds late,
+though the data has long come, and would take healthy engines for silent. So one iteration of this
+loop counts for `turn_s` at most, however long it takes, and a wait for its timeout plus that. All
+timeouts and times of the loop use this clock.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 Clock = Callable[[], float]
 LOOK = 0.25  # seconds between two calls of a waiting thread's `alive`
-MARGIN = 10.0  # seconds that a waiting thread grants the loop beyond what it was asked for
+MARGIN = 10.0  # seconds that a waiting thread grants the loop beyond its deadline
 
 
 class LoopStalled(Exception):
@@ -27,7 +26,7 @@ class LoopStalled(Exception):
 
 
 class CappedClock(selectors.DefaultSelector):
-    """The waits of a loop, and its time."""
+    """The selector of a loop, and its clock."""
 
     def __init__(self, turn_s: float, clock: Clock = time.monotonic) -> None:
         super().__init__()
@@ -42,11 +41,10 @@ class CappedClock(selectors.DefaultSelector):
         return found
 
     def wait(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait until something has come, or the time has passed."""
         return super().select(timeout)
 
     def time(self) -> float:
-        """Return the time in seconds, which never goes back."""
+        """Return the time in seconds, which is monotonic."""
         return self._counted + min(self._clock() - self._since, self._turn_s)
 
     def _count(self, most: float) -> None:
@@ -75,7 +73,7 @@ class LoopThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Cancel what runs and end the thread. Idempotent."""
+        """Cancel everything and end the thread. Idempotent."""
         if not self._thread.is_alive():
             return
         try:
@@ -85,7 +83,7 @@ class LoopThread:
             self._thread.join(timeout=MARGIN)
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Have the loop call a function soon."""
+        """Schedule a function on the loop."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
@@ -98,8 +96,9 @@ class LoopThread:
         deadline_s: float,
         alive: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run a coroutine and return its result. LoopStalled when it has none after the deadline, which
-        the coroutine should keep itself. alive: called meanwhile; what it raises ends the wait."""
+        """Run a coroutine and return its result. LoopStalled when it has none after the deadline,
+        which the coroutine should keep itself. alive: called meanwhile; what it raises ends the
+        wait."""
         future = self.begin(work)
         end = time.monotonic() + deadline_s + MARGIN
         try:
@@ -108,7 +107,7 @@ class LoopThread:
                     return future.result(0)
                 alive()
         finally:
-            future.cancel()  # does nothing to one that is done
+            future.cancel()  # does nothing if it is done
         raise LoopStalled
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""HTTP to one server: every wait has a deadline and says what it waits for.
+"""HTTP to one server, with a deadline for every wait.
 
 An address is `http://`, `https://`, or `unix:/path/of/a/socket`.
 """
@@ -16,15 +16,15 @@ import aiohttp
 
 from lowroll.types import RunFailed, printable
 
-MOST_JSON = 16 << 20  # bytes of an answer whose size nothing else bounds
+MOST_JSON = 16 << 20  # bytes of an answer that has no other limit
 AGAIN = (429, 502, 503)  # the server has not begun: busy, or not there yet
 TRIES = 3
 PAUSE = 0.2  # seconds before the second try; twice as long before the third
-DYING = 30  # tenths of a second in which a server that failed may end
+DYING = 30  # tenths of a second in which a failed server may exit
 
 
 class ServerError(RunFailed):
-    """A server's answer that is no answer: a status, a lie, or nothing within the deadline."""
+    """A bad answer of a server: an error status, an inconsistency, or none within the deadline."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class ServerError(RunFailed):
 
 
 class EngineLost(ServerError):
-    """The engine at the other end has ended, or is not to be reached."""
+    """The engine has ended, or is not reachable."""
 
 
 class DeadlineExceeded(ServerError):
@@ -41,26 +41,26 @@ class DeadlineExceeded(ServerError):
 
 @dataclass(frozen=True)
 class HttpCall:
-    """One request and what it may cost. again: it may be sent a second time, because nothing of
-    the first answer has been used."""
+    """One request and its limits. again: it may be sent a second time, because nothing of the first
+    answer has been used."""
 
     method: str
     path: str
-    what: str  # for people: "what: no answer within 30 s"
+    what: str  # for errors: "what: no answer within 30 s"
     body: Any = None
     deadline_s: float = 30.0
     most_bytes: int = MOST_JSON
     again: bool = False
     text: bool = False  # the answer is no JSON
-    token: str | None = field(default=None, repr=False)  # in place of the wire's own
+    token: str | None = field(default=None, repr=False)  # in place of the client's own
 
 
 class HttpClient:
     """An address and its token. Everything is called on one event loop.
 
-    token: sent as a bearer token. concurrency: requests open at once; more wait for a turn, which
-    does not count for their deadlines. lost: says why the server has ended, where one can know;
-    asked when it does not answer as it should.
+    token: sent as a bearer token. concurrency: requests open at once; waiting for one of them does
+    not count for a deadline. lost: returns why the server has ended, where that is known; called
+    when it does not answer properly.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Connect when something is asked for, not before."""
+        """Create the session; the connection is made with the first request."""
         self._turns = asyncio.Semaphore(self._concurrency)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.token is not None:
@@ -95,16 +95,15 @@ class HttpClient:
         )
 
     async def close(self) -> None:
-        """Close the connections. Idempotent."""
         if self._session is not None:
             await self._session.close()
 
     async def get(self, path: str, what: str, deadline_s: float = 30.0) -> Any:
-        """Return the JSON of a GET, which may be asked again. ServerError says what was waited for."""
+        """Return the JSON of a GET, which may be retried. ServerError says what was waited for."""
         return await self.answer(HttpCall("GET", path, what, deadline_s=deadline_s, again=True))
 
     async def answer(self, call: HttpCall) -> Any:
-        """Return the JSON of an answer, or the text of one that is none. ServerError."""
+        """Return the JSON of an answer, or the text of one without JSON. ServerError."""
         return _parsed(call, await self.body(call))
 
     async def answers(self, calls: Sequence[HttpCall]) -> list[Any]:
@@ -117,7 +116,8 @@ class HttpClient:
                 task.cancel()
 
     async def body(self, call: HttpCall, on_line: Callable[[bytes], None] | None = None) -> bytes:
-        """Return the bytes of an answer; with `on_line` each line as it comes, and b"" at the end."""
+        """Return the bytes of an answer; with `on_line` pass it each line as it comes, and return
+        b""."""
         async with self._turns:
             try:
                 async with asyncio.timeout(call.deadline_s):
@@ -158,8 +158,8 @@ class HttpClient:
             return await _read(response, call.most_bytes, call.what, on_line)
 
     async def _explained(self, error: ServerError) -> ServerError:
-        """The same error with the reason why the server has ended, where it has: a process that
-        reports its own death takes a moment to die."""
+        """Return the error with the reason why the server has ended, if it has: a process that
+        reports its own death takes a moment to exit."""
         if self._lost is None or (error.status is not None and error.status < 500):
             return error
         for _ in range(DYING):
@@ -169,21 +169,20 @@ class HttpClient:
         return error
 
     def _late(self, call: HttpCall) -> ServerError:
-        """Return the error of a call that was not answered in time."""
         why = None if self._lost is None else self._lost()
         late = f"{call.what}: no answer from {self.url} within {call.deadline_s:g} s"
         return DeadlineExceeded(late) if why is None else EngineLost(f"{late}; {why}")
 
 
 def _address(url: str) -> tuple[str | None, str]:
-    """(path of a Unix socket, or None; what comes before the path of a request). ValueError."""
+    """Return (path of a Unix socket or None, prefix of request paths). ValueError."""
     parts = urlsplit(url)
     if parts.scheme == "unix" and parts.path and not parts.netloc:
         return parts.path, "http://localhost"
     if parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment):
         if parts.username is not None or parts.password is not None:
             raise ValueError("url: a token belongs into its environment variable, not the address")
-        return None, url.removesuffix("/v1")  # as OpenAI's clients write it, and servers say it
+        return None, url.removesuffix("/v1")  # as OpenAI's clients write it
     raise ValueError(
         f"url: expected http://host:port, https://host:port or unix:/path, got "
         f"{printable(repr(url), 200)}"
@@ -197,7 +196,7 @@ async def _read(
     on_line: Callable[[bytes], None] | None,
     whole: bool = True,
 ) -> bytes:
-    """The body, of `most` bytes; a longer one is an error, or is cut when `whole` is not asked."""
+    """Read the body, of at most `most` bytes; a longer one is an error, or is cut unless `whole`."""
     kept = bytearray()
     seen = 0
     async for chunk in response.content.iter_any():
@@ -207,7 +206,7 @@ async def _read(
             if whole:
                 raise ServerError(f"{what}: the answer is longer than {most:,} bytes")
             return bytes(kept[:most])
-        if on_line is not None and b"\n" in chunk:  # else a long line goes on: it is not read again
+        if on_line is not None and b"\n" in chunk:  # a long line goes on: do not read it again
             *lines, rest = bytes(kept).split(b"\n")
             kept = bytearray(rest)
             for line in lines:
@@ -219,7 +218,7 @@ async def _read(
 
 
 def parse_json(text: bytes, what: str) -> Any:
-    """JSON of a server. ServerError when it is none, or nested too deeply."""
+    """Parse a server's JSON. ServerError when it is invalid, or nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -228,7 +227,7 @@ def parse_json(text: bytes, what: str) -> Any:
 
 
 def _parsed(call: HttpCall, text: bytes) -> Any:
-    """Control routes answer with JSON, a line of text, or nothing."""
+    """Parse the answer of a control route: JSON, a line of text, or nothing."""
     if call.text or (call.method == "POST" and text[:1] not in (b"{", b"[")):
         return text.decode(errors="replace")
     return parse_json(text, call.what)
@@ -246,7 +245,6 @@ def _reason(text: bytes) -> str:
 
 
 async def happens_within(event: asyncio.Event, seconds: float) -> bool:
-    """Return whether an event is set within so many seconds."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -1,5 +1,5 @@
-"""A client of lowroll's own server. The server supports what the engine behind it supports, draws
-the same noise for the same id and seed, and says of each sample which policy it was drawn from."""
+"""A client of lowroll's own server, which draws the same noise for the same id and seed, and states
+for each sample which policy drew it."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make
 from lowroll.types import BehaviorTag, Evictions, PolicySpan, Request, printable
 
-ANY_ID = 2**31  # where a server does not tell: it refuses what lies outside
+ANY_ID = 2**31  # where a server does not state it: it refuses what lies outside
 WHAT = "the list of models"
 _GAUGE = re.compile(r"^lowroll_(\w+?)(?:_total)? (\S+)$", re.MULTILINE)
 
 
 class LowrollServer(EngineServer):
-    """A server of lowroll's. answer: its list of models. model: the one of them that is asked for, None
-    for the first. admin_token: its admin's; without one it takes no weights and is never paused.
-    update_mode: what becomes of requests in flight at an update. ServerError when it is none of
-    lowroll's servers; ValueError for a model that it does not serve."""
+    """A server of lowroll's. answer: its list of models. model: the one to use, None for the first.
+    admin_token: without one it takes no weights and is never paused. update_mode: the fate of
+    requests in flight at an update. ServerError when it is no lowroll server; ValueError for a
+    model that it does not serve."""
 
     def __init__(
         self,
@@ -59,7 +59,6 @@ class LowrollServer(EngineServer):
             raise ValueError(f"model: {http.url} serves {', '.join(served)}, and not {self.model}")
 
     def _read(self, stated: dict[str, Any]) -> None:
-        """Read the capabilities and the policy that the server states."""
         self.capabilities = _capabilities(stated["capabilities"])
         self.behavior = _tag(stated["behavior"])
         self.held = HeldPolicy.of(self.behavior)
@@ -75,7 +74,6 @@ class LowrollServer(EngineServer):
         """Do nothing: the server itself checks."""
 
     def body(self, request: Request) -> dict[str, Any]:
-        """Return the request, field by field."""
         body = body_of(request, self.model, seed=request.seed, stop_ids=list(request.stop_ids))
         body |= {
             "ignore_eos": request.ignore_eos,
@@ -89,7 +87,6 @@ class LowrollServer(EngineServer):
         return body
 
     def scoring(self, ids: Sequence[int], top: int, temperature: float) -> dict[str, Any]:
-        """Return the request body for the log-probs of a prompt."""
         return {
             "model": self.model,
             "prompt": list(ids),
@@ -101,8 +98,8 @@ class LowrollServer(EngineServer):
     def tag(
         self, request: Request, behavior: BehaviorTag, index: int, one: ArrivingSample
     ) -> BehaviorTag:
-        """Return the tag that the server states; of a request that was given up before it came, what
-        the server said of itself at the start."""
+        """Return the tag that the server states; for a request that was aborted before it came, the
+        server's tag from the start."""
         if one.stated is None and one.given_up:
             return super().tag(request, behavior, index, one)
         try:
@@ -115,7 +112,6 @@ class LowrollServer(EngineServer):
         return tag
 
     def evictions(self, one: ArrivingSample) -> Evictions | None:
-        """Return the keys that a bounded cache dropped, where the server's engine records them."""
         stated = one.stated.get("evictions") if isinstance(one.stated, dict) else None
         if stated is None:
             return None
@@ -130,7 +126,6 @@ class LowrollServer(EngineServer):
             raise ServerError(f"evictions: {printable(repr(stated), 200)}") from None
 
     def stats(self, metrics: str) -> EngineStats:
-        """Parse a page of its /metrics."""
         found = _metrics(metrics)
         return EngineStats(
             weights=self.behavior.weights,
@@ -178,7 +173,7 @@ class LowrollServer(EngineServer):
 
 
 def _capabilities(stated: dict[str, Any]) -> Capabilities:
-    """Updates travel by the server's own version ids, not from here."""
+    """Return the capabilities. Updates go by the server's own version ids, not from here."""
     kv = stated["kv"]
     policy: CachePolicy = DENSE
     if kv["policy"] != DENSE.name:
@@ -206,7 +201,7 @@ def _size(stated: Any) -> int | None:
 
 
 def _tag(stated: dict[str, Any]) -> BehaviorTag:
-    """A tag as JSON. KeyError, TypeError, AttributeError or ValueError for anything else."""
+    """Parse a tag. KeyError, TypeError, AttributeError or ValueError for anything else."""
     known = {field.name for field in fields(BehaviorTag)}
     if set(stated) - known:
         raise TypeError(f"unknown fields: {set(stated) - known}")
@@ -232,5 +227,4 @@ def acknowledged(answer: Any, what: str) -> HeldPolicy:
 
 
 def _metrics(text: str) -> dict[str, float]:
-    """Return the values of lowroll's own series in a page of metrics, by name."""
     return {name: float(value) for name, value in _GAUGE.findall(text)}

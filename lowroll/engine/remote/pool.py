@@ -1,14 +1,13 @@
-"""`engine.base.Engine` for engines at the end of wires, one or several, without torch.
+"""`engine.base.Engine` over one or several servers, without torch.
 
     engine = connect("http://127.0.0.1:8000")          # a pool of one
     pool = EnginePool(["http://a:8000", "http://b:8000/v1"], PoolOptions(admin_token=...))
     pool.update(broadcast)                             # all draw from it, or are evicted
     groups = pool.generate(requests)
 
-A `replica` is one engine and its health, and a `replica_set` all of them. The `router` sends requests to
-replicas, the `weight_broadcaster` weights, and `versions` remembers which weights all replicas acknowledged;
-`discovery` finds engines by DNS. All of it runs on one event loop in a thread of its own. Callers are plain
-threads, one at a time.
+The `router` sends requests to replicas, the `weight_broadcaster` weights, `versions` remembers
+which weights all replicas acknowledged, and `discovery` finds engines by DNS. All of it runs on one
+event loop in a thread of its own. Callers are plain threads, one at a time.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ if TYPE_CHECKING:
     from lowroll.quant.formats import QTensor
     from lowroll.weights.sync.update import WeightUpdate
 
-TURNS = 10  # of its loop that an engine has at least to answer a heartbeat
-TURN = 0.25  # seconds that a step waits for an answer before it returns without one
+TURNS = 10  # iterations of its loop that an engine has at least to answer a heartbeat
+TURN = 0.25  # seconds that a step waits for an answer
 
 
 class OpenRequests:
-    """The requests that a pool's caller waits for, and the outcomes that have come."""
+    """The requests that a pool's caller waits for, and their outcomes."""
 
     def __init__(self) -> None:
         self.ended: dict[int, Group] = {}
@@ -54,18 +53,15 @@ class OpenRequests:
         self._next = 0
 
     def __bool__(self) -> bool:
-        """Return whether an outcome is waited for."""
         return bool(self._open)
 
     def add(self, request: Request) -> QueuedRequest:
-        """Open a request under a new handle."""
         entry = QueuedRequest(self._next, request)
         self._next += 1
         self._open[entry.handle] = entry
         return entry
 
     def get(self, handle: int) -> QueuedRequest | None:
-        """Return an open request."""
         return self._open.get(handle)
 
     def put(self, handle: int, outcome: Group | Exception) -> None:
@@ -73,7 +69,6 @@ class OpenRequests:
         self._outcomes.put((handle, outcome))
 
     def has_outcome(self) -> bool:
-        """Return whether an outcome has come."""
         return not self._outcomes.empty()
 
     def wait(self, seconds: float) -> None:
@@ -93,7 +88,6 @@ class OpenRequests:
             self.ended.pop(handle, None)
 
     def clear(self) -> None:
-        """Forget all open requests."""
         self._open.clear()
 
     def _land(self, handle: int, outcome: Group | Exception) -> None:
@@ -104,13 +98,13 @@ class OpenRequests:
 
 
 class EnginePool:
-    """Requests in, rollouts with their own log-probs out, over HTTP.
+    """An `Engine` over HTTP.
 
-    urls: with or without /v1. elastic: engines by a name in DNS, beside `urls`. alive: called while the
-    first engine is waited for, or an update; what it raises ends the wait.
+    urls: with or without /v1. elastic: engines by a DNS name, beside `urls`. alive: called while
+    the first engine, or an update, is waited for; what it raises ends the wait.
 
-    ValueError for engines that do not fit together, ServerError when none answers; either names the
-    address and what it said last.
+    ValueError for engines that do not fit together, ServerError when none answers; both name the
+    address and its last answer.
     """
 
     def __init__(
@@ -154,7 +148,7 @@ class EnginePool:
         self.close()
 
     def close(self) -> None:
-        """Give up what is in flight and close the connections. The engines go on. Idempotent."""
+        """Abort what is in flight and close the connections. The engines go on. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -172,7 +166,6 @@ class EnginePool:
 
     @property
     def behavior(self) -> BehaviorTag:
-        """Return the policy that the next request is drawn from."""
         versions, told = self._replicas.versions, self.server.behavior
         if versions.newest is None:
             return told
@@ -182,12 +175,11 @@ class EnginePool:
 
     @property
     def server(self) -> EngineServer:
-        """Return the server of the first engine that was met."""
+        """Return the server that was connected first."""
         return self._replicas.router.server
 
     @property
     def models_in_use(self) -> set[str]:
-        """Return the names of models that requests in flight were sent to."""
         return {name for replica in self._replicas.replicas for name in replica.models}
 
     # -- requests ----------------------------------------------------------------------------------
@@ -198,14 +190,13 @@ class EnginePool:
         return bool(self._requests or self._requests.ended)
 
     def add(self, request: Request) -> int:
-        """Send a request; returns its handle. ValueError names the wrong field."""
         self.server.check(request)
         entry = self._requests.add(request)
         self._thread.call(self._replicas.router.add, [entry])
         return entry.handle
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
-        """Wait a moment for answers. Returns the requests that have ended, by handle; [] at once
+        """Wait a moment for answers. Return the requests that have ended, by handle; [] at once
         when nothing is in flight."""
         meanwhile()
         ended = self._requests.ended
@@ -216,8 +207,8 @@ class EnginePool:
         return found
 
     def abort(self, handle: int) -> bool:
-        """Give a request up: its connection is closed, upon which the engine ends it, and its group
-        comes back with finish reason "abort". False if it had ended."""
+        """Abort a request by closing its connection. Its group comes back with finish reason
+        "abort". Return False if it had ended."""
         entry = self._requests.get(handle)
         if entry is None or entry.ended or entry.aborted:
             return False
@@ -226,15 +217,14 @@ class EnginePool:
         return True
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return what each sample of a request has drawn, as far as it was read: nothing before the
-        end without `stream`. [] after its group was returned."""
+        """Return what was read of each sample: nothing before the end without `stream`. [] after
+        its group was returned."""
         entry = self._requests.get(handle)
         return [] if entry is None else self._replicas.router.so_far(entry)
 
     def generate(
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
-        """Return the groups of all requests, in their order. Checks every request before it sends any."""
         for i, request in enumerate(requests):
             self.server.check(request, f"requests[{i}].")
         entries = [self._requests.add(request) for request in requests]
@@ -264,7 +254,6 @@ class EnginePool:
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Return the log-probs of each sequence's response, as an engine computes them for a prompt."""
         return [one.logprobs_T for one in self.score_top(sequences, prompt_lens, 0, temperature)]
 
     def score_top(
@@ -274,8 +263,8 @@ class EnginePool:
         top: int,
         temperature: float = 1.0,
     ) -> list[Ranked]:
-        """Return the same, with the `top` likeliest tokens at each place. ValueError for a temperature
-        that the server does not score at, and for a sequence that does not fit."""
+        """Return the same with the `top` likeliest tokens. ValueError also for a temperature that
+        the server does not score at."""
         server, seconds = self._replicas.ready(), self.options.timeout_s
         length = server.capabilities.context_length
         check_sequences(sequences, prompt_lens, length, server.vocab_size)
@@ -297,12 +286,12 @@ class EnginePool:
     ) -> BehaviorTag:
         """Have every engine draw from a broadcast; what is in flight goes on, and its spans say so.
 
-        All are told at once. Returns when they have acknowledged the same version and digest, or when
-        one has and the others have had as long again: those draw nothing new before they have it,
-        too, and are evicted when they are silent. A version that is not newer than the last one
-        takes its place: what is in flight is then drawn again. superseded: whether another version
-        is to be told instead by now; asked when an engine does not find this one, and while none has
-        taken it. `versions.Superseded` when it is. ServerError when no engine takes it, or when they
+        All receive it in parallel. Returns when they have acknowledged the same version and digest,
+        or when one has and the others have had as long again: those receive no new requests before
+        they have it, and are evicted when they are silent. A version that is not newer than the
+        last one replaces it, and what is in flight is drawn again. superseded: returns whether a
+        newer version exists; called when an engine does not find this one, and while none has taken
+        it. Raises `versions.Superseded` then, and ServerError when no engine takes it, or when they
         hold different weights afterwards.
         """
         options = self.options
@@ -311,42 +300,37 @@ class EnginePool:
         return self.behavior
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
-        """Raise ValueError: an engine at the end of a wire takes a broadcast (`update`), and no stream."""
+        """Raise ValueError: a server takes a broadcast (`update`), and no stream."""
         raise ValueError(f"update: {self._replicas.ready().http.url} takes no weights from here")
 
     def stats(self) -> EngineStats:
-        """Add up the statistics that the engines state in their metrics."""
         found: EngineStats = self.run(self._replicas.stats(), self.options.silent_s)
         return found
 
     def report(self) -> PoolReport:
-        """Report every engine that is there or expected."""
+        """Report every engine, connected or expected."""
         found: PoolReport = self.run(self._replicas.report(), MARGIN)
         return found
 
     def linear_weights(self) -> Mapping[str, QTensor]:
-        """Return none: they lie in other processes."""
         return {}
 
     def reset_prefix_cache(self) -> None:
-        """Have the engines forget the pages of shared prompts."""
         what, token = "reset_prefix_cache", self.options.admin_token
         call = HttpCall("POST", f"/{what}", what, {}, 3 * CONTROL_S, token=token)
         self.run(self._replicas.ask_all(call), call.deadline_s)
 
     def release(self, in_flight: InFlight = "keep") -> None:
-        """Do nothing: the memory of a cache is its server's, which keeps it. RuntimeError while
-        requests are in flight."""
+        """Do nothing: the server keeps its cache. RuntimeError while requests are in flight."""
         if self._requests:
             raise RuntimeError("release: requests are in flight; finish or abort them first")
 
     def give_up(self) -> None:
-        """Forget all requests, and close their connections."""
         self._requests.clear()
         self._thread.call(self._replicas.router.drop_all)
 
     def begin(self, call: HttpCall) -> Future[Any]:
-        """Start a call to the server of an engine that works."""
+        """Start a call to the server of a ready engine."""
         return self._thread.begin(self._replicas.ready().http.answer(call))
 
     def run(
@@ -355,7 +339,6 @@ class EnginePool:
         deadline_s: float,
         alive: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run a coroutine on the pool's loop and return its result."""
         try:
             return self._thread.run(work, deadline_s, alive)
         except LoopStalled:
@@ -363,7 +346,7 @@ class EnginePool:
             raise ServerError(f"the pool's loop did not answer; {told}") from None
 
     def _turn(self) -> None:
-        """Wait for an answer, and take those that have come. An error gives up all in flight."""
+        """Wait for an answer and take all that have come. An error aborts everything in flight."""
         try:
             self._requests.wait(TURN)
             since, seconds = self._replicas.none_since, self.options.start_s

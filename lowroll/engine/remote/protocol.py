@@ -1,10 +1,9 @@
-"""A request as a body of /v1/completions, and the answer as rollouts: token ids in, token ids and
-log-probs out, nothing by text.
+"""A request as a body of /v1/completions, and the answer as rollouts, by token ids alone.
 
-What a server says is checked before any of it is used: how many choices, which tokens were the
-prompt, a finite log-prob for every token, a reason for every end. `top_logprobs` are read by token
-id (`return_tokens_as_token_ids`), since by text two ids may collide. lowroll's own server packs the
-tokens and log-probs of a sample as two strings: as lists of numbers they cost both sides ten times as much.
+Answers are checked before use: number of choices, the prompt's tokens, a finite log-prob for every
+token, a finish reason. `top_logprobs` are read by token id (`return_tokens_as_token_ids`), since
+two ids may have one text. lowroll's own server packs the tokens and log-probs of a sample as two
+strings: lists of numbers cost both sides ten times as much.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ TOP_BYTES = 128  # of one of its likeliest tokens
 SCORE_BYTES = 256  # of a token's log-prob in an answer, and of each of its likeliest
 UNRANKED = 2**31
 ABOVE_ZERO = 1e-4  # a log-prob may round to this
-NEVER = -9999.0  # a server's number for minus infinity, which JSON has not
-ALL = 0.999  # of a distribution, as far as rounding tells
+NEVER = -9999.0  # a server's number for minus infinity, which JSON lacks
+ALL = 0.999  # mass of a whole distribution, up to rounding
 
 
 def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> dict[str, Any]:
-    """Return the request body for a request's rollouts. Every setting of the sampler is stated: a
-    server fills what is left out from a file of the model's.
+    """Return the request body. Every sampler setting is stated, since a server fills others from a
+    file of the model.
 
     stop_ids: all that end a response, the model's own among them, unless the request ignores them.
     """
@@ -61,7 +60,6 @@ def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> 
 
 
 def _biases(request: Request) -> dict[str, Any]:
-    """Return the fields for logit biases, of a request that has any."""
     told: dict[str, Any] = {
         "presence_penalty": request.presence_penalty,
         "frequency_penalty": request.frequency_penalty,
@@ -71,7 +69,7 @@ def _biases(request: Request) -> dict[str, Any]:
 
 
 def tagged(behavior: BehaviorTag, request: Request, index: int) -> BehaviorTag:
-    """Return the behavior tag of sample `index` of a request under this policy."""
+    """Return the behavior tag of sample `index` under this policy."""
     return replace(
         behavior,
         sampler=sampler_settings(request),
@@ -82,7 +80,7 @@ def tagged(behavior: BehaviorTag, request: Request, index: int) -> BehaviorTag:
 
 
 def most_bytes(request: Request) -> int:
-    """Return the longest that an honest answer can be: the prompt comes back with each choice."""
+    """Return the length limit of a valid answer, in which the prompt comes back with each choice."""
     each = TOKEN_BYTES + TOP_BYTES * (request.top_logprobs + 1)
     tokens = request.n * (len(request.prompt_ids) + request.max_tokens)
     return BYTES + each * tokens
@@ -90,30 +88,28 @@ def most_bytes(request: Request) -> int:
 
 @dataclass
 class ArrivingSample:
-    """The tokens of one sample that have arrived so far."""
-
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    stated: Any = None  # what our own server says of it beside the tokens
-    given_up: bool = False  # before the server had said everything
+    stated: Any = None  # what lowroll's server says beside the tokens
+    given_up: bool = False  # aborted before the answer was complete
 
     def read(self) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
-        """Copies of ids, log-probs and likeliest tokens, equally many: another thread may append,
-        and log-probs come last."""
+        """Return copies of ids, log-probs and likeliest tokens, equally many: another thread may
+        append, and log-probs come last."""
         logprobs = list(self.logprobs)
         return self.token_ids[: len(logprobs)], logprobs, self.top_logprobs[: len(logprobs)]
 
 
-# of sample i: which policy drew it, and what its cache dropped
+# sample index, sample -> the policy that drew it, and what its cache dropped
 Origin = Callable[[int, ArrivingSample], tuple[BehaviorTag, Evictions | None]]
 
 
 class ResponseAssembler:
-    """The choices of one request as they come, whole or in pieces. ServerError for what cannot be
-    true."""
+    """The choices of one request as they come, whole or in pieces. ServerError for an invalid
+    answer."""
 
     def __init__(
         self,
@@ -131,7 +127,7 @@ class ResponseAssembler:
         self.samples = [ArrivingSample() for _ in range(request.n)]
 
     def take(self, answer: Any) -> None:
-        """An answer, or an event of a stream."""
+        """Take an answer, or an event of a stream."""
         if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
             raise self._lie(f"no list of choices: {_show(answer)}")
         model = answer.get("model")
@@ -141,7 +137,7 @@ class ResponseAssembler:
             self._take_choice(choice)
 
     def on_line(self, line: bytes) -> None:
-        """A line of a stream of server-sent events."""
+        """Take a line of a stream of server-sent events."""
         kind, _, data = line.strip().partition(b":")
         if kind != b"data" or data.strip() == b"[DONE]":
             return
@@ -163,14 +159,13 @@ class ResponseAssembler:
         return self._group(origin)
 
     def aborted(self, origin: Origin) -> Group:
-        """Return what has arrived of a request that was given up."""
+        """Return what has arrived of an aborted request."""
         for sample in self.samples:
             sample.finish_reason = sample.finish_reason or "abort"
             sample.given_up = True
         return self._group(origin)
 
     def so_far(self) -> list[PartialSample]:
-        """Return what has arrived of each sample."""
         drawn = []
         for one in self.samples:
             ids, logprobs, top = one.read()
@@ -242,8 +237,8 @@ class ResponseAssembler:
             raise self._lie(f"choice {index}: {_show(packed)} are no packed tokens") from None
 
     def _top(self, index: int, rows: Any, count: int) -> list[list[tuple[int, float]]]:
-        """The likeliest tokens of each place, largest first: fewer where no more can be drawn. A
-        server adds the drawn one where it is none of them."""
+        """Return the likeliest tokens of each position, largest first: fewer where no more can be
+        drawn. A server adds the drawn token where it is none of them."""
         most = self.request.top_logprobs
         try:
             tops = [
@@ -268,7 +263,7 @@ class ResponseAssembler:
         raise self._lie(f"choice {index}: stop_reason {_show(reason)}")
 
     def _check_end(self, index: int, sample: ArrivingSample) -> None:
-        """Does the end that is stated fit the tokens?"""
+        """Check that the stated finish reason fits the tokens."""
         count = len(sample.token_ids)
         if sample.finish_reason is None:
             raise self._lie(f"choice {index} of {self.request.n} has not come, or not ended")
@@ -286,9 +281,9 @@ class ResponseAssembler:
 
 
 def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tuple[float, int]]]:
-    """Parse the `prompt_logprobs` of a /v1/completions answer: for each of ids[1:] the
-    (log-prob, rank) of tokens by id, itself among them; its rank is `UNRANKED` where the server
-    does not say it. ServerError for what cannot be true."""
+    """Parse the `prompt_logprobs` of a /v1/completions answer: for each of ids[1:] the (log-prob,
+    rank) of tokens by id, itself among them; its rank is `UNRANKED` where the server does not state
+    it. ServerError for an invalid answer."""
     try:
         rows = answer["choices"][0]["prompt_logprobs"]
         found = [
@@ -321,14 +316,12 @@ def check_sequences(
 
 
 def scoring_call(i: int, body: dict[str, Any], top: int, deadline_s: float) -> HttpCall:
-    """Return the call that scores sequence `i`."""
     most = BYTES + SCORE_BYTES * (top + 1) * len(body["prompt"])
     return HttpCall("POST", PATH, f"score of sequences[{i}]", body, deadline_s, most, True)
 
 
 def ranked(answer: Any, call: HttpCall, prompt_len: int, top: int) -> Ranked:
-    """Parse the answer to a scoring call: the log-probs of what follows the prompt, and the `top`
-    likeliest tokens at each place."""
+    """Parse the answer to a scoring call."""
     import torch
 
     ids = call.body["prompt"]
@@ -349,7 +342,7 @@ def ranked(answer: Any, call: HttpCall, prompt_len: int, top: int) -> Ranked:
 
 
 def pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, str]:
-    """Encode tokens and as many log-probs bit for bit: base64 of int32 and of float64, both
+    """Encode tokens and as many log-probs bit for bit: base64 of int32 and of float64,
     little-endian."""
     count = len(token_ids)
     ids = struct.pack(f"<{count}i", *token_ids)
@@ -361,7 +354,7 @@ def pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, str]:
 
 
 def unpack(packed: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Decode what `pack` made. KeyError, TypeError or ValueError for anything else."""
+    """Decode `pack`. KeyError, TypeError or ValueError for anything else."""
     ids = base64.b64decode(packed["token_ids"], validate=True)
     values = base64.b64decode(packed["logprobs"], validate=True)
     if len(ids) % 4 or len(values) != 2 * len(ids):
@@ -371,14 +364,13 @@ def unpack(packed: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def _are_ids(values: list[Any], vocab_size: int) -> bool:
-    """Return whether all are token ids."""
     if not values:
         return True
     return set(map(type, values)) == {int} and 0 <= min(values) and max(values) < vocab_size
 
 
 def _are_logprobs(values: list[Any]) -> bool:
-    """Return whether all are numbers that a log-prob can be; a sum is not finite where one of them is not."""
+    """Return whether all can be log-probs; the sum is not finite where one of them is not."""
     if not values:
         return True
     plain = set(map(type, values)) <= {int, float}

@@ -1,13 +1,13 @@
 """One engine of a pool and its health.
 
-A replica connects, loads the newest weights, proves that it computes what the others do (`verify`), and
-works. It is evicted when it is silent, dead or stuck, or when its answers contradict themselves: its
-requests go to other replicas. Then it connects again, after a pause that doubles with each eviction while
-another replica works.
+A replica connects, loads the newest weights, proves that it computes what the others do (`verify`),
+and works. It is evicted when it is silent, dead or stuck, or when its answers contradict
+themselves, and its requests go to other replicas. It connects again after a pause that doubles with
+each eviction while another replica works.
 
-The heartbeat queries the engine's own loop (/health) six times in `silent_s`. While the engine has requests
-of ours, its counter of drawn tokens must also move, and it must know of all of them. Four heartbeats
-without an answer evict it, so that nobody waits for it longer than `silent_s`.
+The heartbeat queries the engine's own loop (/health) six times in `silent_s`. While the engine has
+requests of ours, its counter of drawn tokens must also move, and it must know all of them. Four
+heartbeats without an answer evict it, so that no request waits longer than `silent_s`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from lowroll.types import Request
 log = logging.getLogger(__name__)
 
 State = Literal["new", "ready", "evicted", "gone"]
-HEARTBEATS = 6  # in the longest silence
+HEARTBEATS = 6  # in `silent_s`
 HEARTBEATS_BEFORE_EVICTION = 4  # without an answer
-ONCE_MORE_S = 0.2  # until an engine that is not to be reached is asked again
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds between two meetings
+ONCE_MORE_S = 0.2  # pause before an unreachable engine is probed again
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds between two attempts to connect
 FLAPS_S = 600.0  # in which evictions count: the pause doubles with each
-LONGEST_AWAY = 60.0  # of one that is evicted again and again
+LONGEST_AWAY = 60.0  # pause of one that is evicted again and again
 OURS = 16  # connections beside those of requests
 REFUSED = (401, 403, 404)  # statuses that waiting does not change
 
@@ -61,8 +61,8 @@ class PoolOptions:
     """The settings that all engines of a pool share. Times are in seconds.
 
     token, admin_token: of clients, and of control routes, for weights. connect: to the server of an
-    engine; None finds out which kind answers. lost: says why the process of the engine has ended, where
-    one can know.
+    engine; None detects which kind answers. lost: returns why the process of the engine has ended,
+    where that is known.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -72,18 +72,18 @@ class PoolOptions:
     folder: Path | None = None  # of the model, where a vLLM's own name of it does not lead there
     concurrency: int = 256  # requests open at one engine
     timeout_s: float = 1200.0  # of one request at one engine
-    silent_s: float = 30.0  # that a silent engine holds its requests at most
-    # until the first engine has taken new weights; the others have `silent_s` more before they are
+    silent_s: float = 30.0  # longest time that a silent engine keeps its requests
+    # until the first engine has new weights; the others have `silent_s` more before they are
     # evicted
     update_s: float = 600.0
     start_s: float = 600.0  # until one engine answers, at the start and when none is left
-    # what becomes of requests at an update; to be replayed they need engines of lowroll's own
+    # "replay" needs lowroll's own engines
     in_flight: InFlight = "keep"
-    # tokens are read as they are drawn, so that `so_far` and aborted requests have them; it costs the
-    # server and this process an event a token
+    # read tokens as they are drawn, for `so_far` and aborted requests; costs the server and this
+    # process an event a token
     stream: bool = False
-    # of an engine that others watch over and may give weights: the first error is raised and gives up
-    # all that is in flight, and nothing is sent elsewhere, watched, or held against the versions of
+    # for an engine that is supervised and gets its weights elsewhere: the first error is raised and
+    # aborts all that is in flight; nothing is retried, watched, or checked against the versions of
     # the pool
     fail_fast: bool = False
     connect: Connect | None = None
@@ -91,7 +91,6 @@ class PoolOptions:
 
     @property
     def heartbeat_s(self) -> float:
-        """Return the time between two heartbeats."""
         return self.silent_s / HEARTBEATS
 
 
@@ -103,8 +102,8 @@ class ReplicaCounts:
     tokens: int = 0  # of those answers
     retries: int = 0  # that it lost, or was too busy for
     handed_over: int = 0  # taken from it when it was evicted
-    refused: int = 0  # answers that were not believed
-    late: int = 0  # answers that nobody waited for any more
+    refused: int = 0  # answers that were inconsistent
+    late: int = 0  # answers that came after another attempt's
     evicted: int = 0
 
 
@@ -117,9 +116,9 @@ class QueuedRequest:
     attempt: int = 0
     failures: int = 0
     losses: int = 0
-    busy_since: float = 0.0  # its engines have been
-    avoid: set[str] = field(default_factory=set)  # engines that did not do it right
-    aborted: bool = False  # the caller has given it up
+    busy_since: float = 0.0  # its engines have been busy
+    avoid: set[str] = field(default_factory=set)  # engines that failed it
+    aborted: bool = False  # by the caller
     ended: bool = False
 
 
@@ -144,7 +143,7 @@ class ReplicaOwner(Protocol):
     replicas: list[Replica]
 
     def agree(self, replica: Replica) -> None:
-        """ValueError when it is not as the others are."""
+        """Raise ValueError when it is not as the others are."""
         ...
 
     def admitted(self, replica: Replica) -> None: ...
@@ -152,12 +151,13 @@ class ReplicaOwner(Protocol):
     def heard(self, replica: Replica) -> None: ...
 
     def misfit(self, replica: Replica, error: Exception) -> None:
-        """It will not fit however long one waits."""
+        """Report a replica that will never fit."""
         ...
 
 
 async def connect_server(http: HttpClient, options: PoolOptions) -> EngineServer:
-    """Return the client of whatever server answers. ServerError; ValueError names what does not fit."""
+    """Return a client for the kind of server that answers. ServerError; ValueError names what does
+    not fit."""
     call = HttpCall("GET", "/v1/models", WHAT, None, options.heartbeat_s)
     answer = await http.answer(call)
     wanted = options.model if options.check_model else None
@@ -189,17 +189,17 @@ class Replica:
         self.version = 0  # that it has acknowledged
         self.last_error = "it was not asked yet"
         self.leaving = False  # takes no new requests
-        self.suspect = False  # a connection was lost: no new requests before it is heard again
+        self.suspect = False  # a connection was lost: no new requests before its next heartbeat
         self.busy_until = self.busy_s = 0.0
         self.flights: set[InFlightRequest] = set()
         self.outstanding = 0  # tokens that it may still draw for us
         self.counts = ReplicaCounts()
-        self.tried = asyncio.Event()  # it has been met, or could not be
+        self.tried = asyncio.Event()  # set after the first attempt to connect
         self._taking = asyncio.Lock()
         self._wake = asyncio.Event()
-        self._why: str | None = None  # it is to be evicted
+        self._why: str | None = None  # why it is to be evicted
         self._met = False
-        self._evictions: deque[float] = deque()  # when it was evicted
+        self._evictions: deque[float] = deque()  # times of evictions
 
     async def live(self) -> None:
         """Connect, work, be evicted and connect again, until cancelled."""
@@ -222,28 +222,24 @@ class Replica:
             await self.http.close()
 
     def mark_unhealthy(self, why: str) -> None:
-        """Have it evicted."""
         self._why = self._why or why
         self._wake.set()
 
     def mark_suspect(self, why: str) -> None:
-        """Send it nothing new before it has answered a heartbeat, since a connection was lost."""
+        """Send it nothing new before its next heartbeat, since a connection was lost."""
         self.suspect = True
         self.last_error = why
         self._wake.set()
 
     @property
     def models(self) -> set[str]:
-        """Return the names of models that requests in flight were sent to."""
         return {flight.arrivals.model for flight in self.flights}
 
     @property
     def taking(self) -> bool:
-        """Return whether it is loading weights."""
         return self._taking.locked()
 
     def takes_work(self, now: float) -> bool:
-        """Return whether a request may be sent to it."""
         unhealthy = self._why is not None
         if self.state != "ready" or unhealthy or self.suspect or self.leaving:
             return False
@@ -255,8 +251,7 @@ class Replica:
         return self.server.in_flight and not self.owner.versions.settled.is_set()
 
     async def take(self, broadcast: Published) -> HeldPolicy:
-        """Have the engine take weights. ServerError when it does not, or says that it took
-        others."""
+        """Have the engine take weights. ServerError when it does not, or reports others."""
         assert self.server is not None
         async with self._taking:
             late = asyncio.get_running_loop().call_later(self.options.silent_s, self._tell_late)
@@ -281,7 +276,7 @@ class Replica:
         self.server = await (options.connect or connect_server)(self.http, options)
         status = await self.server.health(options.heartbeat_s)
         if status == "paused" and options.admin_token is not None:
-            await self.server.resume()  # left by one that has ended
+            await self.server.resume()  # paused by a client that has ended
         self.owner.agree(self)
         self.held = self.server.held
         known, proven = self.owner.versions, None
@@ -296,7 +291,7 @@ class Replica:
         self.owner.admitted(self)
 
     async def _catch_up(self) -> None:
-        """Take the newest weights, if it has not got them."""
+        """Take the newest weights, if it lacks them."""
         known = self.owner.versions
         while (newest := known.newest) is not None:
             if known.settled.is_set():
@@ -327,8 +322,8 @@ class Replica:
         self.version = known.held.version
 
     async def _check_logprobs(self) -> None:
-        """Raise ServerError when the engine has other log-probs than one that works. Without one
-        that can score there is nothing to compare."""
+        """Raise ServerError when the engine's log-probs differ from those of one that works. Does
+        nothing without another that can score."""
         witness = self._witness()
         assert self.server is not None
         if witness is None or witness.server is None or not self.server.scores:
@@ -346,14 +341,12 @@ class Replica:
         check_canary(mine, theirs, witness.url)
 
     def _witness(self) -> Replica | None:
-        """Return another replica that works with the same weights."""
         if not self.owner.versions.settled.is_set():
             return None
         working = (m for m in self.owner.replicas if m.state == "ready" and not m.taking)
         return next((m for m in working if m is not self and m.version == self.version), None)
 
     def _others_work(self) -> bool:
-        """Return whether another replica is ready."""
         return any(m.state == "ready" and m is not self for m in self.owner.replicas)
 
     async def _watch(self) -> str:
@@ -404,7 +397,8 @@ class Replica:
         )
 
     async def _heartbeat(self, heartbeat_s: float) -> tuple[str, ServerProgress]:
-        """(status, its counters while it has requests of ours). EngineLost when it is not to be reached twice."""
+        """Return (status, its counters while it has requests of ours). EngineLost when it is
+        unreachable twice."""
         assert self.server is not None
         try:
             status = await self.server.health(heartbeat_s)
@@ -416,7 +410,8 @@ class Replica:
         return status, await self.server.progress(heartbeat_s)
 
     def _evict(self, why: str) -> float:
-        """Take its work away. Returns how many seconds it is to be left alone: 0 unless this happens often."""
+        """Take its requests away. Return the seconds before it may connect again: 0 unless this
+        happens often."""
         away = 0.0
         if self.state == "ready":
             self.counts.evicted += 1
@@ -444,7 +439,7 @@ class Replica:
         return min(FIRST_PAUSE * 2.0**again, LONGEST_AWAY) if again else 0.0
 
     async def _away(self, seconds: float) -> None:
-        """Leave it alone for so long, or until no other engine works."""
+        """Wait for so long, or until no other engine works."""
         clock = asyncio.get_running_loop().time
         until = clock() + seconds
         while clock() < until and self._others_work():

@@ -1,4 +1,4 @@
-"""The replicas of a pool: which engines there are, whether they fit together, and which of them work."""
+"""The replicas of a pool, and whether they fit together."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lowroll.types import Group, printable
 
 log = logging.getLogger(__name__)
 
-TOGETHER_S = 5.0  # after the first engine answered, for the others to do so at the start
-COUNTED = (  # of `EngineStats`, what several engines add up
+TOGETHER_S = 5.0  # grace at the start for the others after the first engine has answered
+COUNTED = (  # fields of `EngineStats` that are summed over engines
     "cache_tokens",
     "prefix_hits",
     "running",
@@ -31,13 +31,11 @@ COUNTED = (  # of `EngineStats`, what several engines add up
     "replayed_tokens",
     "kept_tokens",
 )
-METRIC = {"evicted": "fenced"}  # the name of a count in the metrics, where it has another
+METRIC = {"evicted": "fenced"}  # metric names that differ from the field's
 
 
 @dataclass
 class EngineReport(ReplicaCounts):
-    """One engine, since the pool was made."""
-
     url: str = ""
     state: str = "new"
     version: int = 0
@@ -64,8 +62,8 @@ class PoolReport:
 
 
 class ReplicaSet:
-    """The engines of a pool, on the pool's loop alone. answer: receives the outcome of each request by
-    its handle, and what ends the run with -1."""
+    """The engines of a pool, on the pool's loop alone. answer: receives the outcome of each request
+    by its handle; an error with handle -1 ends the run."""
 
     def __init__(
         self, options: PoolOptions, answer: Callable[[int, Group | Exception], None]
@@ -87,8 +85,8 @@ class ReplicaSet:
     # -- for the pool ------------------------------------------------------------------------------
 
     async def begin(self, urls: Sequence[str]) -> None:
-        """Connect to the engines that the configuration names. ValueError for one that it names twice;
-        of an engine that fails fast, whatever is wrong with it."""
+        """Connect to the engines of the configuration. ValueError for one that it names twice; any
+        error of an engine that fails fast."""
         for url in urls:
             replica = Replica(url.rstrip("/").removesuffix("/v1"), self, self.options)
             if any(replica.url == other.url for other in self.replicas):
@@ -102,8 +100,8 @@ class ReplicaSet:
                 self._begin_life(replica)
 
     async def until_ready(self, is_over: Callable[[], bool]) -> None:
-        """Wait until one engine works, and a moment for the others. is_over: whether an engine does not
-        fit, so that the wait is over."""
+        """Wait until one engine works, and a moment for the others. is_over: returns whether an
+        engine does not fit, which ends the wait."""
         loop, start_s = asyncio.get_running_loop(), self.options.start_s
         late = loop.call_later(self.options.silent_s, self._tell_late)
         try:
@@ -122,7 +120,7 @@ class ReplicaSet:
         await asyncio.gather(*(happens_within(replica.tried, seconds) for replica in self.replicas))
 
     def meet(self, urls: Sequence[str]) -> None:
-        """Connect to new engines that discovery found; those that it does not list any more get no new
+        """Connect to newly discovered engines; those that are not listed any more get no new
         requests."""
         for replica in self.replicas:
             if not replica.named:
@@ -137,7 +135,6 @@ class ReplicaSet:
         self.router.dispatch()
 
     async def end(self) -> None:
-        """Give up what is in flight and close the connections."""
         self.router.drop_all()
         lives = list(self._lives.values())
         for life in lives:
@@ -146,7 +143,6 @@ class ReplicaSet:
         await asyncio.gather(*(replica.http.close() for replica in self.replicas))
 
     async def update(self, broadcast: Published, superseded: Callable[[], bool]) -> None:
-        """Have every engine draw from a broadcast (`EnginePool.update`)."""
         if await self._broadcaster.update(broadcast, superseded):
             for replica in self.replicas:
                 self.router.hand_over(replica)
@@ -159,13 +155,11 @@ class ReplicaSet:
         raise ServerError(f"no engine works: {self.describe()}")
 
     async def ask_all(self, call: HttpCall) -> list[Any]:
-        """Return what each engine that works answers to a call."""
         ready = [replica for replica in self.replicas if replica.state == "ready"]
         return await asyncio.gather(*(replica.http.answer(call) for replica in ready))
 
     async def stats(self) -> EngineStats:
-        """Add up what the engines state in their metrics; one that does not answer counts nothing, unless
-        it fails fast."""
+        """Sum the engines' metrics; one that does not answer counts nothing, unless it fails fast."""
         servers = [m.server for m in self.replicas if m.server is not None]
         texts = await asyncio.gather(
             *(server.metrics(self.options.heartbeat_s) for server in servers),
@@ -177,11 +171,9 @@ class ReplicaSet:
         return replace(self.router.server.stats(""), **sums)
 
     async def report(self) -> PoolReport:
-        """Report every engine that is there or expected."""
         return PoolReport(tuple(_report(one) for one in self.replicas), replace(self._left))
 
     def describe(self) -> str:
-        """Describe each engine's state and last error in a line."""
         told = [f"{m.url}: {m.state}: {m.last_error}" for m in self.replicas]
         if why := self.discovery_error():
             told.append(why)
@@ -190,7 +182,7 @@ class ReplicaSet:
     # -- for the replicas --------------------------------------------------------------------------
 
     def agree(self, replica: Replica) -> None:
-        """Hold an engine against the first one. ValueError names what is odd."""
+        """Check an engine against the first one. ValueError names what differs."""
         assert replica.server is not None
         found = dict(replica.server.facts())
         if self.options.check_model and not self.options.model:
@@ -214,7 +206,7 @@ class ReplicaSet:
         self.router.dispatch()
 
     def heard(self, replica: Replica) -> None:
-        """Go on with an engine that has answered its heartbeat."""
+        """Resume an engine that has answered its heartbeat."""
         if replica.leaving:
             self._say_goodbye()
         self.router.dispatch()
@@ -227,7 +219,7 @@ class ReplicaSet:
             self._say_goodbye()
 
     def misfit(self, replica: Replica, error: Exception) -> None:
-        """End the run for an engine that will not fit however long one waits."""
+        """End the run for an engine that will never fit."""
         said = error if isinstance(error, ValueError) else ValueError(f"{replica.url}: {error}")
         self._answer(-1, said)
 
@@ -245,7 +237,7 @@ class ReplicaSet:
         life.add_done_callback(over)
 
     def _say_goodbye(self) -> None:
-        """Forget those that were to leave and have nothing in flight."""
+        """Remove leaving replicas that have nothing in flight."""
         for replica in [m for m in self.replicas if m.leaving and not m.flights]:
             self._lives.pop(replica).cancel()
             self.replicas.remove(replica)

@@ -1,10 +1,11 @@
 """Routing of a pool's requests to its replicas: least loaded, with affinity, and with retries.
 
-A request, which is all samples of a group, goes to the replica with the fewest outstanding tokens. A later
-turn of a conversation goes to the replica that drew the turn before, whose cache may hold its pages, unless
-that one has clearly more to do. A replica whose cache is full receives no more than it can begin soon; the
-rest waits here. A request that a replica loses is sent to another one with the same id and seed, so that
-under the same weights it draws with the same noise. The answer of an earlier attempt is ignored.
+A request, which is all samples of a group, goes to the replica with the fewest outstanding tokens.
+A later turn of a conversation goes to the replica that drew the turn before, whose cache may hold
+its pages, unless that one has clearly more to do. A replica whose cache is full receives no more
+than it can begin soon. A request that a replica loses is sent to another one with the same id and
+seed, so that under the same weights it draws with the same noise; a late answer of the first is
+ignored.
 """
 
 from __future__ import annotations
@@ -33,28 +34,26 @@ from lowroll.types import Group, Request
 log = logging.getLogger(__name__)
 
 FAILURES = 4  # of one request before it ends the run: at an engine that goes on
-LOSSES = 32  # engines that one request may see die
-BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # without requests for an engine that said that it is busy
-# caches full of tokens that an engine is sent: a group counts until its last sample has ended, and
-# with less an engine lacks work meanwhile (docs/log/engine.md)
+LOSSES = 32  # evictions that one request may see
+BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # pauses of an engine that answered "busy"
+# caches full of tokens that an engine is sent; a group counts until its last sample has ended, and
+# with less an engine runs out of work meanwhile (docs/log/engine.md)
 AHEAD = 3.0
-BEHIND = 1.25  # times the work of the engine with least that the one with a turn's pages may have
-LEARNED = 1 / 64  # weight of an answer in the mean of how much of their tokens requests draw
-MOST_HOMES = 1 << 16  # requests of which it is known who drew them
+BEHIND = 1.25  # times the least load that the engine with a turn's pages may have
+LEARNED = 1 / 64  # weight of an answer in the running mean of used token budgets
+MOST_HOMES = 1 << 16  # requests whose engine is remembered
 
 Answer = Callable[[int, "Group | Exception"], None]
 
 
 class LoadBalancer:
-    """The choice of the replica that draws a request."""
-
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency
         self._share = 1.0  # of the tokens that requests may draw, those that they do
-        self._homes: dict[str, str] = {}  # by id of a request: the engine that drew it
+        self._homes: dict[str, str] = {}  # request id -> url of the engine that drew it
 
     def choose(self, able: Sequence[Replica], entry: QueuedRequest) -> Replica | None:
-        """Choose the engine that is to draw a request; None when all are full."""
+        """Return the engine for a request; None when all are full."""
         free = [replica for replica in able if self._is_free(replica, entry)]
         if not free:
             return None
@@ -104,15 +103,15 @@ class RequestRouter:
         self.versions = versions
         self.options = options
         self._answer = answer
-        self.known: EngineServer | None = None  # of the engine that was met last
+        self.known: EngineServer | None = None  # of the engine that connected last
         self._waiting: deque[QueuedRequest] = deque()
         self._flights: dict[int, InFlightRequest] = {}  # by handle
         self._tasks: set[asyncio.Task[None]] = set()
         self._balancer = LoadBalancer(options.concurrency)
-        self._dispatch_due = False  # requests came, and are sent in this iteration of the loop
+        self._dispatch_due = False  # a dispatch is scheduled in this iteration of the loop
 
     def add(self, entries: Sequence[QueuedRequest]) -> None:
-        """Queue requests. All that come in one iteration of the loop are dispatched together."""
+        """Queue requests; all of one iteration of the loop are dispatched together."""
         self._waiting.extend(entries)
         if not self._dispatch_due:
             self._dispatch_due = True
@@ -120,13 +119,13 @@ class RequestRouter:
 
     @property
     def server(self) -> EngineServer:
-        """Return the server of the first engine that was met; when all have left, of the last one."""
+        """Return the server of the first engine; when all have left, of the last one."""
         found = next((m.server for m in [*self.replicas] if m.server is not None), self.known)
         assert found is not None, "no engine was met"
         return found
 
     def abort(self, entry: QueuedRequest) -> None:
-        """End a request; its group comes back with what was read of a stream, and else without
+        """Abort a request; its group comes back with what was read of a stream, and else without
         tokens."""
         if entry.ended:
             return
@@ -145,22 +144,19 @@ class RequestRouter:
         self.dispatch()
 
     def so_far(self, entry: QueuedRequest) -> list[PartialSample]:
-        """Return what was read of each sample of a stream, and else samples without tokens. Called on
-        any thread."""
+        """Return what was read of each sample of a stream, and else empty samples. Thread-safe."""
         flight = self._flights.get(entry.handle)
         if flight is None or not self.options.stream:
             return [PartialSample([], [], None) for _ in range(entry.request.n)]
         return flight.arrivals.so_far()
 
     def drop_all(self) -> None:
-        """Forget all requests."""
         self._waiting.clear()
         for flight in list(self._flights.values()):
             flight.entry.ended = True
             self._drop(flight)
 
     def hand_over(self, replica: Replica) -> None:
-        """Send the requests of an engine to others."""
         lost = sorted(replica.flights, key=lambda flight: flight.entry.handle)
         for flight in lost:
             self._drop(flight)
@@ -169,10 +165,9 @@ class RequestRouter:
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Send what can be sent."""
         self._dispatch_due = False
         if not self._waiting:
-            return  # after most answers and heartbeats nothing waits
+            return  # the common case after answers and heartbeats
         now = asyncio.get_running_loop().time()
         able = [replica for replica in self.replicas if replica.takes_work(now)]
         while self._waiting:
@@ -190,7 +185,7 @@ class RequestRouter:
         arrivals = self._arrivals(entry, server)
         stream = self.options.stream
         body = server.body(request) | ({"stream": True} if stream else {})
-        # without another engine the same one is asked again, unless a stream may have been read
+        # the only engine is retried, unless a stream may have been read
         again = self.options.fail_fast and not stream
         most, seconds = most_bytes(request), self.options.timeout_s
         call = HttpCall("POST", PATH, arrivals.what, body, seconds, most, again)
@@ -235,7 +230,7 @@ class RequestRouter:
             raise ServerError(f"{flight.arrivals.what}: {flight.replica.url}: {spoken}")
 
     def _over(self, flight: InFlightRequest) -> bool:
-        """Remove a request in flight; return False when nothing waits for it any more."""
+        """Remove a request in flight; return False when it is not waited for any more."""
         if self._flights.get(flight.entry.handle) is not flight:
             flight.replica.counts.late += 1
             return False
@@ -245,7 +240,7 @@ class RequestRouter:
         return True
 
     def _failed(self, flight: InFlightRequest, error: ServerError) -> None:
-        """Send a request again, somewhere else or later, or end it with its error."""
+        """Send a request again, elsewhere or later, or end it with its error."""
         entry, replica = flight.entry, flight.replica
         if not self._over(flight):
             return
@@ -265,14 +260,14 @@ class RequestRouter:
         self.dispatch()
 
     def _weigh(self, flight: InFlightRequest, error: ServerError) -> bool:
-        """Judge engine and request by an error. Returns whether the request is wrong."""
+        """Judge engine and request by an error. Return whether the request is at fault."""
         entry, replica = flight.entry, flight.replica
         if isinstance(error, EngineLost):
             entry.losses += 1
             replica.mark_suspect(str(error))
         elif error.status in AGAIN:
             return self._wait_for(flight, error)
-        elif error.status in (401, 403, 404):  # another server than the one that was met
+        elif error.status in (401, 403, 404):  # another server than the one at the start
             entry.failures += 1
             replica.mark_unhealthy(str(error))
         elif error.status is None and not isinstance(error, DeadlineExceeded):
@@ -289,7 +284,7 @@ class RequestRouter:
         return False
 
     def _wait_for(self, flight: InFlightRequest, error: ServerError) -> bool:
-        """A busy engine: after a while that doubles. Returns whether that was long enough."""
+        """Pause a busy engine for a time that doubles. Return whether that was long enough."""
         loop, replica, entry = asyncio.get_running_loop(), flight.replica, flight.entry
         now = loop.time()
         replica.last_error = str(error)
@@ -301,7 +296,6 @@ class RequestRouter:
         return now - entry.busy_since > self.options.start_s
 
     def _drop(self, flight: InFlightRequest) -> None:
-        """Close its connection, upon which the engine ends it."""
         if self._flights.get(flight.entry.handle) is flight:
             del self._flights[flight.entry.handle]
         if flight in flight.replica.flights:

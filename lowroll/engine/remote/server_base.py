@@ -1,7 +1,4 @@
-"""The client of one engine's server, for a pool: its health and progress, what it can do, the policy that
-it draws from, taking another, and its request and answer formats. `lowroll_server` and `vllm_server`
-implement it.
-"""
+"""The client of one engine's server, for a pool. `lowroll_server` and `vllm_server` implement it."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from lowroll.engine.remote.protocol import ArrivingSample, tagged
 from lowroll.engine.request import validate
 from lowroll.types import BehaviorTag, Evictions, Request
 
-CONTROL_S = 10.0  # until a control route that does little has answered
+CONTROL_S = 10.0  # timeout of a short control route
 
 
 class Published(Protocol):
@@ -36,8 +33,8 @@ class Published(Protocol):
 
 @dataclass(frozen=True)
 class HeldPolicy:
-    """The policy that an engine says it draws from. digests: of its weights, in its format; those
-    for few and for many rows may differ."""
+    """The policy that an engine states. digests: of its weights, in its format; those for few and
+    for many rows may differ."""
 
     version: int
     digests: frozenset[str]
@@ -52,7 +49,7 @@ class HeldPolicy:
 class ServerProgress:
     """Counters of an engine."""
 
-    open: int  # requests that it has taken and not answered
+    open: int  # requests taken and not answered
     tokens: int  # drawn since it began
 
 
@@ -62,13 +59,13 @@ class EngineServer(ABC):
     capabilities: Capabilities
     behavior: BehaviorTag  # of the next request
     model: str  # the name that the next request is sent to
-    root: str  # the folder or hub id that the server says its model is, else the model's name
+    root: str  # the stated folder or hub id of the model, else the model's name
     vocab_size: int
     weight_bits: float  # of a linear weight
     cache_tokens: int = 0  # that the KV cache holds, where the server states it here
     in_flight: bool = True  # requests go on while it takes weights
-    scores: bool = True  # it says log-probs of a prompt
-    held: HeldPolicy | None = None  # the policy that it stated when it was met, if it stated one
+    scores: bool = True  # supports log-probs of a prompt
+    held: HeldPolicy | None = None  # the policy that it stated at the start, if any
 
     def __init__(self, http: HttpClient) -> None:
         self.http = http
@@ -95,8 +92,8 @@ class EngineServer(ABC):
         """Raise ValueError that names a field that this kind of server does not support."""
 
     def stop_ids(self, request: Request) -> list[int] | None:
-        """Return the tokens that end a response of the request, the model's own among them; None
-        where the server alone knows."""
+        """Return the tokens that end a response, the model's own among them; None where only the
+        server knows."""
         return None
 
     @abstractmethod
@@ -111,12 +108,11 @@ class EngineServer(ABC):
     def tag(
         self, request: Request, behavior: BehaviorTag, index: int, one: ArrivingSample
     ) -> BehaviorTag:
-        """Return the policy that a sample was drawn from: that of when its request was sent, where
-        the server does not state it."""
+        """Return the policy that drew a sample: the one at the time of the request, where the
+        server does not state it."""
         return tagged(behavior, request, index)
 
     def evictions(self, one: ArrivingSample) -> Evictions | None:
-        """Return the keys that the cache behind a sample dropped, where that is recorded."""
         return None
 
     @abstractmethod
@@ -134,14 +130,13 @@ class EngineServer(ABC):
         """Return its counters."""
 
     async def metrics(self, deadline_s: float) -> str:
-        """Return a page of its /metrics, for `stats`."""
         call = HttpCall("GET", "/metrics", "its metrics", deadline_s=deadline_s, text=True)
         return str(await self.http.answer(call))
 
     @abstractmethod
     async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
-        """Have it draw from a broadcast; return what it acknowledges. in_use: names of models that
-        requests in flight were sent to."""
+        """Have it draw from a broadcast; return what it acknowledges. in_use: models that requests
+        in flight were sent to."""
 
     @abstractmethod
     async def resume(self) -> None:

@@ -1,12 +1,12 @@
-"""Checks by a few log-probs that an engine computes with the weights that it should.
+"""Checks of an engine's weights by a few log-probs.
 
-An engine that joins a pool has to agree with one that works (`check_canary`), before it receives requests.
-The version and the digest that it states are checked anyway; this finds what it does not know: memory gone
-bad, a model that was read wrongly, a vLLM that kept its old weights. Both run the same tokens alone, so
-that what is allowed is what other kernels or another GPU round.
+An engine that joins a pool has to agree with one that works (`check_canary`). Beside the stated
+version and digest, this finds what the engine does not know: bad memory, a model that was read
+wrongly, a vLLM that kept its old weights. Both run the same tokens alone, so only the rounding of
+other kernels or another GPU is allowed.
 
-After an update of a run's vLLM its log-probs are held against the learner's (`Verifier`), with two
-questions, since each alone is blind:
+After an update of a run's vLLM its log-probs are compared with the learner's (`Verifier`) by two
+tests, since neither alone is enough:
 
  1. distance    is the engine near the learner? A wrong folder, a torn transfer or another model is
                 far away. What formats and dtypes round is allowed for by the bound.
@@ -27,10 +27,10 @@ from lowroll.engine.remote.http_client import HttpCall, ServerError
 from lowroll.engine.remote.protocol import PATH, prompt_logprobs
 from lowroll.engine.remote.server_base import EngineServer
 
-CLEAR = 5.0  # times the distance that a movement must be, to be judged
+CLEAR = 5.0  # how many times the distance a movement must be, to be judged
 LEAST = 1e-4  # nats: below this, no movement is judged
 SHARE = 0.5
-TOKENS = 24  # of the text that is scored, and less in a short context
+TOKENS = 24  # of the text that is scored; fewer in a short context
 CANARY_BOUND = 0.1  # nats a token, root mean square
 CANARY_BYTES = 1 << 20  # of its answer
 
@@ -52,8 +52,7 @@ class _Pair:
 
 
 class Verifier:
-    """bound: the largest root mean square distance to the learner that is right, in nats a
-    token."""
+    """bound: the largest accepted root mean square distance to the learner, in nats a token."""
 
     def __init__(self, vocab_size: int, context_length: int, bound: float) -> None:
         self.ids = text(vocab_size, context_length)
@@ -61,9 +60,9 @@ class Verifier:
         self._reference: _Pair | None = None
 
     def check(self, learner: Sequence[float], engine: Sequence[float], version: int) -> float:
-        """The distance to the learner in nats. NotArrived names the version."""
+        """Return the distance to the learner in nats. NotArrived names the version."""
         now = _Pair([float(x) for x in learner], [float(x) for x in engine])
-        if not now.apart <= self.bound:  # a NaN is far away
+        if not now.apart <= self.bound:  # also true for NaN
             raise NotArrived(
                 f"update to version {version}: vLLM's log-probs are {now.apart:.3g} nats from the "
                 f"learner's, and {self.bound:g} are allowed; it does not hold these weights"
@@ -107,13 +106,13 @@ def check_canary(mine: list[float], theirs: list[float], witness: str) -> None:
 
 
 def text(vocab_size: int, context_length: int) -> list[int]:
-    """Return meaningless token ids whose log-probs can be requested."""
+    """Return meaningless token ids to be scored."""
     count = min(TOKENS, context_length - 1)
     return [(7919 * (i + 1) + i * i * 104729) % vocab_size for i in range(count)]
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """Root mean square of the differences, in nats a token."""
+    """Return the root mean square of the differences, in nats a token."""
     return _size([x - y for x, y in zip(a, b, strict=True)])
 
 
@@ -122,5 +121,4 @@ def _moved(change: list[float]) -> bool:
 
 
 def _size(values: list[float]) -> float:
-    """Root mean square."""
     return math.sqrt(sum(x * x for x in values) / len(values))

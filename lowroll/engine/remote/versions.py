@@ -1,5 +1,5 @@
-"""The versions sent to the engines of a pool, and the digests with which they all acknowledged
-them: the policy that an answer states is checked against those."""
+"""The versions sent to the engines of a pool, and the digests that all acknowledged, against which
+the stated policy of an answer is checked."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ MOST = 256  # versions that are remembered; a request in flight spans fewer
 
 
 class Disagreement(Exception):
-    """Engines acknowledge one version with different weights, and no majority says which is right."""
+    """Engines acknowledge one version with different weights, without a majority."""
 
 
 class Superseded(Exception):
-    """A version that engines cannot take any more, since there is a newer one; its name."""
+    """A version that engines cannot take any more because of the named newer one."""
 
 
 class PolicyVersions:
-    """The versions of the policy in a pool; used on the pool's loop alone.
+    """The versions of the policy in a pool, on the pool's loop alone.
 
-    newest: what every engine takes before it works; None while all draw from what they began with.
-    settled: set while no version is being agreed on. broadcasting: engines that work are being sent one.
+    newest: what every engine takes before it works; None before the first broadcast. settled: set
+    while no version is being agreed on. broadcasting: a broadcast is under way.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class PolicyVersions:
         self._agreed: dict[int, frozenset[str]] = {}
 
     def begin(self, broadcast: Published) -> bool:
-        """Begin a broadcast, which engines are sent from now on. Returns whether it takes the place
-        of something that is newer or called the same."""
+        """Begin a broadcast. Return whether it replaces a version that is newer or has the same
+        name."""
         back = self.held is not None and broadcast.version <= self.held.version
         for version in [v for v in self._agreed if v >= broadcast.version]:
             del self._agreed[version]
@@ -47,7 +47,7 @@ class PolicyVersions:
         return back
 
     def settle(self, held: HeldPolicy) -> None:
-        """Settle a version that all engines have acknowledged, but for evicted ones."""
+        """Settle a version that all engines but evicted ones have acknowledged."""
         self.held = held
         self._agreed[held.version] = held.digests
         while len(self._agreed) > MOST:
@@ -55,11 +55,10 @@ class PolicyVersions:
         self.settled.set()
 
     def agrees(self, held: HeldPolicy) -> bool:
-        """Return whether an engine holds the policy that all agreed on last."""
         return held == self.held
 
     def problem(self, group: Group, sent: int) -> str | None:
-        """Describe what is wrong with the versions that a group was drawn from. sent: that its
+        """Return what is wrong with the versions that drew a group, or None. sent: the version its
         engine had acknowledged when it was sent."""
         for i, rollout in enumerate(group.rollouts):
             last = sent

@@ -1,10 +1,10 @@
-"""A pool of one vLLM that takes weights as a stream: started here, or attached to.
+"""One vLLM that takes weights as a stream, started here or attached to.
 
     with VllmEngine.start("path/to/model", lora_rank=16) as engine:
         groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
         engine.update_weights(WeightUpdate.local(learner, version=1))
 
-Weights reach it in one of three ways, by what the update is and how vLLM was started:
+Three ways of weights, by the kind of update and how vLLM was started:
 
     adapter     a new folder and a new name, `pol-v{version}`, for each version. Requests in flight
                 keep the adapter that they began with; the old one is unloaded after their end
@@ -13,7 +13,7 @@ Weights reach it in one of three ways, by what the update is and how vLLM was st
                 ended, and the cache of prompts is forgotten
     nccl        the whole dense model by vLLM's own transfer, between GPUs (`vllm_nccl`)
 
-After each, log-probs of a short text are held against the learner's (`verify`).
+After each, log-probs of a short text are compared with the learner's (`verify`).
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ _log = logging.getLogger(__name__).info
 
 Way = Literal["folder", "nccl"]
 BASE = "policy"  # the name of the model that vLLM is started with
-SILENT_S = 180.0  # the time of a heartbeat, which bounds the first calls, six times
+SILENT_S = 180.0  # six times the interval of heartbeats; also bounds the first calls
 BOUND = 0.5  # nats a token that a format may be away from the learner
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ADAPTERS_TOGETHER = 2  # of two versions, while the older one's requests end
+ADAPTERS_TOGETHER = 2  # two versions, while the older one's requests end
 
 
 class VllmEngine(EnginePool):
-    """A pool of one vLLM that takes weights as a stream. Made by `start` or `attach`.
+    """A pool of one vLLM. Made by `start` or `attach`.
 
     verify: log-probs of ids[1:] under the learner, for the check after an update; by default those
     of the update's own model, where it is in this process (`WeightUpdate.master`), else nothing is
-    compared. bound: how far vLLM may be from them (`verify.Verifier`), in nats.
+    compared. bound: their largest accepted distance (`verify.Verifier`), in nats.
     """
 
     def __init__(
@@ -148,16 +148,16 @@ class VllmEngine(EnginePool):
         tell: Callable[[str], object] = _log,
         **options: Any,
     ) -> VllmEngine:
-        """Start a vLLM of our own for a model folder; it ends with this engine, or with this process.
+        """Start a vLLM for a model folder; it ends with this engine, or with this process.
 
         log: what vLLM writes; default a temporary file, whose name errors tell. python, site,
         devices: as `VllmProcess`'s. dtype: that vLLM computes in; default the folder's. gpu_memory:
-        share of each GPU that it takes. lora_rank: the policy is an adapter of at most this rank. way:
-        of full updates; None for an engine that takes none. arguments: more options of `vllm serve`.
-        socket: the folder of its socket (`vllm_process.lasting_folder`); default a temporary one. tell:
-        takes a line now and then about how the start goes. options: as of the class; exchange, where
-        weights are laid, is by default the temporary folder of the machine. EngineLost, with the last
-        error of its log, when it is not ready within start_s.
+        share of each GPU that it takes. lora_rank: the policy is an adapter of at most this rank.
+        way: of full updates; None for an engine that takes none. arguments: more options of `vllm
+        serve`. socket: the folder of its socket (`vllm_process.lasting_folder`); default a
+        temporary one. tell: receives lines about the progress of the start. options: as of the
+        class; exchange, where weights are laid, is by default the temporary folder of the machine.
+        EngineLost, with the last error of its log, when it is not ready within start_s.
         """
         from lowroll.engine.remote.vllm_folders import served
 
@@ -203,19 +203,19 @@ class VllmEngine(EnginePool):
         way: Way | None = "folder",
         **options: Any,
     ) -> VllmEngine:
-        """Attach to a vLLM that runs already, at a URL or a Unix socket (`unix:/path`), and goes on when
+        """Attach to a running vLLM, at a URL or a Unix socket (`unix:/path`), which goes on when
         this engine is closed.
 
-        folder: of the model that it serves, readable here; default what it says of itself. token:
-        its bearer token. options: as of the class; exchange, where weights are laid, lies under the
-        same path on its machine, and vLLM must have been started with the options of docs/vllm.md.
-        ValueError names what it lacks.
+        folder: of the model that it serves, readable here; default what it states. token: its
+        bearer token. options: as of the class; exchange, where weights are laid, has the same path
+        on its machine, and vLLM must have been started with the options of docs/vllm.md. ValueError
+        names what it lacks.
         """
         return cls(url, folder, token=token, lora_rank=lora_rank, way=way, **options)
 
     def close(self) -> None:
-        """Give up what is in flight; unload what was loaded into a server that goes on, end one
-        that was started here. Idempotent."""
+        """Abort what is in flight; unload what was loaded into a server that goes on, end one that
+        was started here. Idempotent."""
         if self.closed:
             return
         if self._transfer is not None:
@@ -231,7 +231,6 @@ class VllmEngine(EnginePool):
 
     @property
     def found(self) -> ProbedVllm:
-        """Return what the vLLM said of itself at the start."""
         return self._server.found
 
     # -- pause -------------------------------------------------------------------------------------
@@ -243,19 +242,18 @@ class VllmEngine(EnginePool):
         self.run(self._server.pause(mode, self.request_s), self.request_s)
 
     def resume(self) -> None:
-        """Go on after `pause`."""
         self.run(self._server.resume(self.request_s), self.request_s)
 
     # -- weights -----------------------------------------------------------------------------------
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
-        """Take new weights as policy `update.version`, and hold vLLM's log-probs against the
+        """Take new weights as policy `update.version`, and compare vLLM's log-probs with the
         learner's.
 
         Requests in flight keep the adapter that they were sent with; a full update waits for their
         end. Returns the tag of the next request. ValueError, before anything is sent, names what
-        does not fit. NotArrived when vLLM does not draw from these weights. After a
-        failed update no request may follow; one of all weights leaves vLLM paused.
+        does not fit. NotArrived when vLLM does not draw from these weights. After a failed update
+        no request may follow; a failed full one leaves vLLM paused.
         """
         if in_flight == "replay":
             raise ValueError("in_flight: a vLLM replays nothing")
@@ -297,8 +295,6 @@ class VllmEngine(EnginePool):
         self._unload(keep=name)
 
     def _unload(self, keep: str | None) -> None:
-        """Unload the adapters that no request in flight was sent to."""
-
         async def unload() -> None:
             held = self.models_in_use | {keep}
             for name in [name for name in self._loaded if name not in held]:
@@ -341,7 +337,7 @@ class VllmEngine(EnginePool):
             held = self.score([ids], [1])[0].tolist()
         except EngineLost:
             raise
-        except ServerError as error:  # of log-probs that are no numbers, for one
+        except ServerError as error:  # for example, of log-probs that are no numbers
             raise NotArrived(f"update to version {update.version}: {error}") from None
         self._verifier.check(learner, held, update.version)
 
@@ -356,8 +352,8 @@ def _options(
     lora_rank: int | None,
     way: Way | None,
 ) -> list[str]:
-    """Arguments of `vllm serve`. The linear layers are named, because a wrapped head ends vLLM at
-    the first score on a CPU."""
+    """Return the arguments of `vllm serve`. The linear layers are named, because a wrapped head
+    ends vLLM at the first score on a CPU."""
     options = ["--model", str(folder), "--served-model-name", BASE, "--dtype", dtype]
     options += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     options += ["--skip-tokenizer-init", "--max-num-seqs", str(max_batch)]
@@ -388,8 +384,8 @@ def _rank(wanted: int) -> int:
 def _kind(
     found: ProbedVllm, model: ServedModel, lora_rank: int | None, way: Way | None
 ) -> Kind | None:
-    """Return the kind of update that this engine will be given. ValueError names what one would need and this
-    vLLM lacks."""
+    """Return the kind of update for this engine. ValueError names what one would need and this vLLM
+    lacks."""
     if lora_rank is not None:
         found.needs("updates of an adapter", *ADAPTERS)
         if not found.lora:

@@ -1,8 +1,8 @@
-"""The folders of a vLLM: the facts about the model that it serves, and weight updates as folders that it
-loads, an adapter in PEFT's layout or the whole model in the format of the folder that it was started with.
+"""The folders of a vLLM: the facts about its model, and weight updates as folders that it loads, an
+adapter in PEFT's layout or the whole model in the format of the first folder.
 
-A folder of an update appears whole, in a new place for each version, before the server hears of it: of a
-missing or half-written one vLLM's engine dies.
+A folder of an update appears whole, in a new place for each version, before the server hears of it:
+a missing or half-written one kills vLLM's engine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lowroll.weights.sync.update import WeightUpdate, arrivals, check_content, d
 
 
 def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
-    """Read the facts about the model that a vLLM serves from its folder. dtype_name: that the server
-    computes in; default the folder's. ValueError as the readers of folders raise it."""
+    """Read the facts about a vLLM's model from its folder. dtype_name: that the server computes in;
+    default the folder's. ValueError as the readers of folders raise it."""
     config = read_config(folder)
     spec = read_spec(folder)
     name = dtype_name or str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -47,8 +47,8 @@ def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
 
 
 def write_adapter(update: WeightUpdate, folder: Path, base: Path) -> Path:
-    """Write the adapter of an update as a new folder. ValueError for a value that is not finite, another
-    digest than was stated, or names that are no adapter's."""
+    """Write the adapter of an update as a new folder. ValueError for a value that is not finite,
+    another digest than was stated, or names that are no adapter's."""
     if update.lora_alpha is None:
         raise ValueError("update: lora_alpha: an adapter's update states it")
     tensors = dict(update.tensors())
@@ -62,8 +62,8 @@ def write_adapter(update: WeightUpdate, folder: Path, base: Path) -> Path:
 
 
 def write_model(update: WeightUpdate, folder: Path, base: Path, dtype_name: str) -> Path:
-    """Write the model of a full update as a new folder in the format of `base`, whose dense parts
-    are in a dtype. ValueError as `weights.sync.update` raises it."""
+    """Write the model of a full update as a new folder in the format of `base`, dense parts in the
+    named dtype. ValueError as `weights.sync.update` raises it."""
     dtype = getattr(torch, dtype_name)
     spec = spec_from_config(read_config(base))
     format = low_bit_format(base)

@@ -1,19 +1,18 @@
-"""A whole model by vLLM's own weight transfer, from the learner's GPU to vLLM's over NCCL.
+"""Full updates by vLLM's own weight transfer, from the learner's GPU to vLLM's over NCCL.
 
     /init_weight_transfer_engine   once: learner and workers meet in one communicator
     /start_weight_update           each time, with what was drawing ended and paused
     /update_weights                names, dtypes and shapes; meanwhile each tensor is broadcast
     /finish_weight_update          vLLM makes its own layout of them
 
-Learner and vLLM need a GPU each: NCCL refuses two ranks on one. Where they share one, weights go by
-`folder`, best in /dev/shm. vLLM's other way for that, CUDA IPC, is left out: over HTTP its handles
-are a pickle that vLLM reads only under VLLM_ALLOW_INSECURE_SERIALIZATION=1, and then from any
-client of its routes.
+Learner and vLLM need a GPU each: NCCL refuses two ranks on one. Where they share one, use `folder`,
+best in /dev/shm. vLLM's CUDA IPC is not supported: over HTTP its handles are a pickle that vLLM
+reads only under VLLM_ALLOW_INSECURE_SERIALIZATION=1, and then from any client.
 
 From version 0.32 on the communicator's id travels in the request. Older ones fetch it from a
-TCPStore, as a pickle of one object, which is written here byte by byte and read by vLLM; nothing is
-ever unpickled on this side. Because any client of that store could put another pickle there, it
-listens on loopback alone, and an older vLLM on another machine is refused.
+TCPStore as a pickle, which is written here byte by byte; nothing is unpickled on this side. Any
+client of that store could put another pickle there, so it listens on loopback alone, and an older
+vLLM on another machine is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from lowroll.engine.remote.http_client import HttpCall, ServerError
 from lowroll.engine.remote.vllm_probe import TRANSFER, ProbedVllm
 from lowroll.weights.sync.update import WeightUpdate, check_content
 
-ID_IN_REQUEST = (0, 32)  # the first version that is known to take it
+ID_IN_REQUEST = (0, 32)  # first known version
 STORED_ID = "broadcast_from/0/0"  # where vLLM's StatelessProcessGroup looks for it
 TURN = 0.05
 INIT, START, UPDATE, FINISH = TRANSFER
@@ -66,8 +65,8 @@ class NcclTransfer:
         self._store: TCPStore | None = None
 
     def check(self, update: WeightUpdate) -> dict[str, Tensor]:
-        """The dense tensors of a full update. ValueError for values that are not finite, another
-        digest than was stated, or tensors on a CPU."""
+        """Return the dense tensors of a full update. ValueError for values that are not finite,
+        another digest than was stated, or tensors on a CPU."""
         tensors = dict(update.tensors())
         if len({t.device for t in tensors.values()}) != 1 or not all(
             tensor.is_cuda for tensor in tensors.values()
@@ -120,8 +119,8 @@ class NcclTransfer:
         return made
 
     def _beside(self, answer: Future[Any], work: Callable[[], None], what: str) -> None:
-        """Do `work` while the server answers, which does its part of it. When either fails, or takes
-        too long, the other is given up."""
+        """Do `work` while the server does its part and answers. When either fails, or takes too
+        long, the other is given up."""
         failed: list[BaseException] = []
 
         def run() -> None:
@@ -155,7 +154,8 @@ class NcclTransfer:
 
 
 def stored_id(unique_id: bytes) -> tuple[TCPStore, int]:
-    """A store on loopback that holds a communicator's id as vLLM's workers expect it; its port."""
+    """Return a store on loopback that holds a communicator's id as vLLM's workers expect it, and
+    its port."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     store = TCPStore(
@@ -172,7 +172,7 @@ def stored_id(unique_id: bytes) -> tuple[TCPStore, int]:
 
 
 def as_vllm_reads_it(unique_id: bytes) -> bytes:
-    """The pickle (protocol 3) of vLLM's `ncclUniqueId` with these bytes: the call
+    """Return the pickle (protocol 3) of vLLM's `ncclUniqueId` with these bytes: the call
     `_ctypes._unpickle(ncclUniqueId, ({}, bytes))`."""
     assert len(unique_id) == ID_BYTES
     return (
@@ -188,13 +188,11 @@ _SUM = 0  # ncclRedOp_t
 
 
 class UniqueId(ctypes.Structure):
-    """ncclUniqueId"""
-
     _fields_ = [("internal", ctypes.c_byte * ID_BYTES)]
 
 
 class Communicator:
-    """Rank 0 of `world` ranks. `join` waits for the others, and `broadcast` for all to have it."""
+    """Rank 0 of `world` ranks. `join` and `broadcast` wait for the others."""
 
     def __init__(self, world: int, device: torch.device) -> None:
         self.world = world
@@ -207,7 +205,6 @@ class Communicator:
 
     @property
     def unique_id(self) -> bytes:
-        """Return the id that the other ranks need to join."""
         return bytes(self._id)
 
     def join(self) -> None:
@@ -220,7 +217,7 @@ class Communicator:
             self._stream.synchronize()
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send a contiguous tensor of this device. Queued on the device's current stream."""
+        """Send a contiguous tensor of this device, on its current stream."""
         here = ctypes.c_void_p(tensor.data_ptr())
         count = ctypes.c_size_t(tensor.numel())
         with torch.cuda.device(self.device):
@@ -228,11 +225,10 @@ class Communicator:
             self._call("ncclBroadcast", here, here, count, kind, 0, *self._tail)
 
     def finish(self) -> None:
-        """Wait until all that was queued is sent."""
         self._stream.synchronize()
 
     def abort(self) -> None:
-        """Give up what is under way, from any thread; the communicator is gone."""
+        """Abort, from any thread; the communicator is gone."""
         if self._comm:
             self._nccl.ncclCommAbort(self._comm)
             self._comm = ctypes.c_void_p()

@@ -1,7 +1,7 @@
-"""A probe of the vLLM at an address, what it is and can do, before the first request.
+"""A probe of the vLLM at an address, before the first request.
 
-Versions 0.20 and newer are known; what one of them can do is read from its own description
-(/openapi.json) and from what it answers, not from its number. `ProbedVllm.needs` names what it lacks.
+Versions 0.20 and newer are known; features are read from its own description (/openapi.json) and
+its answers, not from its number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lowroll.engine.remote.protocol import PATH
 from lowroll.types import printable
 
 OLDEST = (0, 20)
-FIELDS = (  # of a body of /v1/completions that rollouts need
+FIELDS = (  # fields of a /v1/completions body that rollouts need
     "prompt",
     "seed",
     "logprobs",
@@ -30,7 +30,7 @@ FIELDS = (  # of a body of /v1/completions that rollouts need
     "repetition_penalty",
     "prompt_logprobs",
 )
-HOTTEST = 2.0  # temperature that vLLM takes
+HOTTEST = 2.0  # highest temperature that vLLM takes
 RELOAD = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache")
 TRANSFER = (
     "/init_weight_transfer_engine",
@@ -43,15 +43,13 @@ ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 @dataclass(frozen=True)
 class ProbedVllm:
-    """A probed server."""
-
     version: tuple[int, ...]
-    model: str  # the name under which it serves the model that it was started with
-    root: str  # the folder of that model, as it was told
+    model: str  # the name of the model that it was started with
+    root: str  # the folder of that model, as stated
     context_length: int
     paths: frozenset[str]
-    processed: bool  # its log-probs are of the distribution that it draws from
-    cpu: bool | None  # it computes on a CPU; None where it does not say
+    processed: bool  # log-probs are of the distribution that it draws from
+    cpu: bool | None  # it computes on a CPU; None: unknown
     lora: bool  # it was started with LoRA, and adapters may be loaded while it runs
 
     @property
@@ -59,7 +57,7 @@ class ProbedVllm:
         return "vLLM " + ".".join(map(str, self.version))
 
     def needs(self, what: str, *paths: str) -> None:
-        """Raise ValueError that names what it cannot do without `paths`."""
+        """Raise ValueError that says what it cannot do without `paths`."""
         if missing := [path for path in paths if path not in self.paths]:
             raise ValueError(
                 f"{what}: {self.shown} does not serve {', '.join(missing)}; it must be started "
@@ -69,7 +67,7 @@ class ProbedVllm:
 
 
 async def probe(http: HttpClient) -> ProbedVllm:
-    """Ask a vLLM what it is. ValueError names what rollouts cannot do without; ServerError as any request."""
+    """Probe a vLLM. ValueError names what rollouts cannot do without; ServerError as any request."""
     version = _version(await http.get("/version", "the version of vLLM"))
     described = await http.get("/openapi.json", "vLLM's description of its routes")
     paths = _keys(described, "paths")
@@ -111,7 +109,7 @@ def _keys(described: Any, *names: str) -> set[str]:
 
 
 def _served(answer: Any) -> tuple[str, str, int]:
-    """(name, folder, context length) of the model beneath the adapters."""
+    """Return (name, folder, context length) of the base model."""
     try:
         base = next(one for one in answer["data"] if one.get("parent") is None)
         model, root, length = base["id"], base["root"], base["max_model_len"]
@@ -123,7 +121,7 @@ def _served(answer: Any) -> tuple[str, str, int]:
 
 
 async def _is_processed(http: HttpClient, model: str) -> bool:
-    """Return whether the log-probs are those after temperature and top-k. Then two tokens that are
+    """Return whether log-probs are those after temperature and top-k: then the two tokens that are
     left have all the mass, and are half as far apart at temperature 2 as at 1."""
     plain = await _two_likeliest(http, model, 1.0, 0)
     hot = await _two_likeliest(http, model, HOTTEST, 2)
@@ -164,8 +162,8 @@ async def _on_cpu(http: HttpClient) -> bool | None:
 
 
 async def _takes_adapters(http: HttpClient) -> bool:
-    """Return whether a server was started with LoRA. One without refuses any adapter for that; one
-    with LoRA for its missing folder."""
+    """Return whether a server was started with LoRA. Without, it refuses any adapter for that
+    reason; with LoRA, for its missing folder."""
     body = {"lora_name": "lowroll-probe", "lora_path": "/nonexistent/lowroll-probe"}
     try:
         await http.answer(HttpCall("POST", ADAPTERS[0], "the probe of adapters", body))

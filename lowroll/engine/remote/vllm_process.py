@@ -1,8 +1,8 @@
-"""A vLLM server as a child: started in a process group of its own, spoken to over a Unix socket in
-a private folder, and gone when this process is.
+"""A vLLM server as a child: in a process group of its own, with a Unix socket in a private folder,
+and gone when this process is.
 
-A socket that the user alone can reach, and no port: vLLM's control routes (`VLLM_SERVER_DEV_MODE`)
-ask nobody for a token, and on loopback every user of the machine could call them.
+No port, because vLLM's control routes (`VLLM_SERVER_DEV_MODE`) need no token, and on loopback every
+user of the machine could call them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from lowroll.engine.remote.http_client import EngineLost
 from lowroll.types import printable
 
 REAPER = Path(__file__).with_name("vllm_reaper.py")
-ENDING = 15.0  # seconds: the grace that the reaper grants, and some
-TELLING = 15.0  # seconds between two words about a start, which takes a minute or more
+ENDING = 15.0  # seconds: the reaper's grace, and some
+TELLING = 15.0  # seconds between two lines about a start, which takes a minute or more
 PASSED = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "HF_HOME", "XDG_CACHE_HOME", "OMP_NUM_THREADS")
 PREFIXES = ("VLLM_", "NCCL_", "TRITON_", "TORCH")
-ALWAYS = {  # the routes that updates and pauses need, and no word to the outside
+ALWAYS = {  # the routes that updates and pauses need, and no telemetry
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
     "HF_HUB_OFFLINE": "1",
 }
-UNLESS_SET = {  # read on a CPU alone, but for the last: it cannot say processed log-probs
+UNLESS_SET = {  # for the CPU, but for the last: it cannot return processed log-probs
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -48,8 +48,8 @@ class VllmProcess:
     """python: of vLLM's environment; default LOWROLL_VLLM_PYTHON, or this one. site: the folder
     that vLLM is unpacked in, where it is not installed; default LOWROLL_VLLM_PATH. arguments: of
     `vllm serve`, without an address. devices: its CUDA_VISIBLE_DEVICES. log: appended to; it
-    outlives the process. folder: that its socket lies in, made and removed with it; by default a
-    temporary one."""
+    outlives the process. folder: of its socket, made and removed with it; by default a temporary
+    one."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class VllmProcess:
             ) from None
 
     def wait_ready(self, deadline_s: float, tell: Callable[[str], object]) -> None:
-        """Wait until it accepts connections; tell: called with the state of the wait, now and then.
+        """Wait until it accepts connections. tell: called now and then with the state of the wait.
         EngineLost with the last error of its log."""
         began = told = time.monotonic()
         end = began + deadline_s
@@ -122,7 +122,7 @@ class VllmProcess:
         return f"vLLM has ended; the last error of {self.log}: {last_error(self.log, self._began)}"
 
     def close(self) -> None:
-        """End it and all of its processes, and wait until they have ended. Idempotent."""
+        """End all of its processes and wait for them. Idempotent."""
         assert self.child.stdin is not None
         self.child.stdin.close()
         try:
@@ -134,7 +134,6 @@ class VllmProcess:
 
     @property
     def pid(self) -> int:
-        """Return the id of its process group."""
         return self.child.pid
 
 
@@ -148,14 +147,14 @@ def _environment(site: str | None, devices: str | None) -> Mapping[str, str]:
 
 
 def lasting_folder(of: str) -> Path:
-    """Return a folder for the socket of the process named `of`, the same one every time."""
+    """Return the folder for the socket of the process named `of`, the same one every time."""
     name = hashlib.sha256(f"{os.getuid()} {of}".encode()).hexdigest()[:16]
     return Path(_short_temporary() or tempfile.gettempdir()) / f"lowroll-vllm-{name}"
 
 
 def _make_private(folder: Path) -> None:
-    """Make it for this user alone, without the socket of one that was killed. ValueError when it is
-    somebody else's."""
+    """Create the folder for this user alone, without the socket of a killed process. ValueError
+    when it is somebody else's."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()

@@ -1,11 +1,11 @@
-"""Run by vLLM's own Python, beside vLLM and in its process group: nothing of it outlives lowroll.
+"""Run by vLLM's own Python, in vLLM's process group, so that nothing of it outlives lowroll.
 
     python vllm_reaper.py ARGUMENTS OF vllm serve
 
 Standard input is a pipe whose other end lowroll holds and never writes to. When it closes, because
-the engine was closed or its process has died in whatever way, vLLM is asked to end, and what is
-left of the group after `GRACE` seconds is killed. When vLLM's first process ends, so do the others.
-Standard library only: vLLM's environment does not have lowroll.
+the engine was closed or its process has died, vLLM is terminated, and what is left of the group
+after `GRACE` seconds is killed. When vLLM's first process ends, so do the others. Standard library
+only: vLLM's environment does not have lowroll.
 """
 
 import os
@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 GRACE = 10.0
-LOOK = 0.1  # seconds between two looks at vLLM
+LOOK = 0.1  # seconds between two polls of vLLM
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""A client of a vLLM server, and the policy that its answers imply.
+"""A client of a vLLM server.
 
-What vLLM does otherwise than lowroll's engine is settled here, or refused by name:
+Where vLLM differs from lowroll's engine, the client adapts, or refuses by name:
 
     seed           vLLM's noise depends on the seed and the sample, not on the request's id: it gets
                    the digest of both (`request.noise_key`). The tokens repeat; they are not those
@@ -61,7 +61,7 @@ HEEDED = frozenset(
     }
 )
 COLDEST = 0.01  # of temperatures that are not 0
-NAME = "pol-v"  # adapters of ours begin with it
+NAME = "pol-v"  # prefix of our adapters
 MOST_CONFIG = 64 << 20  # bytes of a model's small files
 DENSE = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 BITS = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0}
@@ -72,7 +72,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The facts about a model that a vLLM does not say of it. dtype: of its dense weights. weights,
+    """The facts about a model that a vLLM does not state. dtype: of its dense weights. weights,
     weight_bits: format of the linear ones, and bits of one."""
 
     vocab_size: int
@@ -84,8 +84,8 @@ class ServedModel:
 
 
 class VllmServer(EngineServer):
-    """A vLLM. kind: of the updates that it takes as a stream. updates_in_flight: requests go on while it
-    takes weights."""
+    """A vLLM. kind: of the updates that it takes as a stream. updates_in_flight: requests go on
+    while it takes weights."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class VllmServer(EngineServer):
 
     @classmethod
     async def meet(cls, http: HttpClient, model: str | None, folder: Path | None) -> VllmServer:
-        """Probe a vLLM of a pool. ValueError names what it lacks, or what of its model cannot be read
-        here."""
+        """Probe a vLLM of a pool. ValueError names what it lacks, or what of its model cannot be
+        read here."""
         found = await probe(http)
         if model not in (None, found.model):
             raise ValueError(f"model: {http.url} serves {found.model}, and not {model}")
@@ -145,18 +145,15 @@ class VllmServer(EngineServer):
             raise ValueError("min_p: vLLM cuts by it before top_p, and lowroll after; use one")
 
     def stop_ids(self, request: Request) -> list[int]:
-        """Return the request's own, and the model's unless it ignores them."""
         own = set() if request.ignore_eos else self.served.eos_ids
         return sorted({*request.stop_ids, *own})
 
     def body(self, request: Request) -> dict[str, Any]:
-        """Return the body of a request for rollouts."""
         seed = noise_key(request, 0) % SEEDS
         return body_of(request, self.model, seed=seed, stop_ids=self.stop_ids(request))
 
     def scoring(self, ids: Sequence[int], top: int, temperature: float) -> dict[str, Any]:
-        """Return the request body for a prompt's log-probs, which vLLM computes at temperature
-        1."""
+        """Return the request body for a prompt's log-probs, which vLLM computes at temperature 1."""
         if temperature != 1:
             raise ValueError(f"temperature: vLLM scores at 1 alone, not at {temperature:g}")
         if len(ids) >= self.capabilities.context_length:
@@ -217,12 +214,11 @@ class VllmServer(EngineServer):
         return held
 
     async def pause(self, mode: str, deadline_s: float) -> None:
-        """Stop drawing. mode: "keep" freezes what is in flight, "wait" waits for its end, and "abort"
-        ends it."""
+        """Stop drawing. mode: "keep" freezes what is in flight, "wait" waits for its end, and
+        "abort" ends it."""
         await self.ask("POST", f"/pause?mode={mode}", f"pause ({mode})", deadline_s)
 
     async def resume(self, deadline_s: float = CONTROL_S) -> None:
-        """Go on after a pause."""
         await self.ask("POST", "/resume", "resume", deadline_s)
 
     async def load_adapter(self, name: str, folder: Path, deadline_s: float) -> None:
@@ -232,13 +228,13 @@ class VllmServer(EngineServer):
         self.model = name
 
     async def unload_adapter(self, name: str, deadline_s: float) -> None:
-        """Unload an adapter that no request in flight was sent to."""
+        """Unload an adapter that no request in flight uses."""
         body = {"lora_name": name}
         await self.ask("POST", ADAPTERS[1], f"unloading adapter {name}", deadline_s, body)
 
     async def reload(self, folder: Path, what: str, deadline_s: float) -> None:
-        """Read all weights from a folder, after what is in flight has ended, and forget the cache of
-        prompts. After a failure it stays paused."""
+        """Load all weights from a folder, after what is in flight has ended, and forget the prefix
+        cache. After a failure it stays paused."""
         await self.pause("wait", deadline_s)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self.ask("POST", "/collective_rpc", what, deadline_s, body)
@@ -270,7 +266,6 @@ class VllmServer(EngineServer):
                 await self.unload_adapter(old, deadline_s)
 
     async def _loaded(self) -> set[str]:
-        """Return the adapters of ours that it holds."""
         call = HttpCall("GET", "/v1/models", "the list of models", deadline_s=CONTROL_S)
         answer = await self.http.answer(call)
         try:
@@ -316,8 +311,8 @@ def model_folder(url: str, named: str | Path) -> Path:
 
 
 def read_served(place: Path, url: str) -> ServedModel:
-    """Read the facts about a served model from its folder, without torch. ValueError names what cannot
-    be read."""
+    """Read the facts about a served model from its folder, without torch. ValueError names what
+    cannot be read."""
     config = _json(place / "config.json", url)
     vocab_size = config.get("vocab_size")
     if type(vocab_size) is not int:
@@ -347,8 +342,8 @@ def _weights(config: dict[str, Any]) -> str:
 
 
 def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
-    """Return the end-of-sequence ids of the config, of generation_config.json (vLLM reads it too), and
-    of the tokenizer where its files state one."""
+    """Return the end-of-sequence ids of the config, of generation_config.json (vLLM reads it too),
+    and of the tokenizer where its files state one."""
     ids: set[int] = set()
     for said in (config, _json_or_nothing(place / "generation_config.json")):
         stated = said.get("eos_token_id")
@@ -361,12 +356,13 @@ def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
         added = _json(place / "tokenizer.json", "")["added_tokens"]
         ids |= {one["id"] for one in added if one["content"] == token and type(one["id"]) is int}
     except (ValueError, KeyError, TypeError):
-        pass  # a folder without a tokenizer, or one whose end is not told there
+        pass  # no tokenizer, or one without an end token
     return frozenset(ids)
 
 
 def _json_or_nothing(path: Path) -> dict[str, Any]:
-    """Read a JSON file, {} when it is missing or broken: the server has read it, and tells the rest."""
+    """Read a JSON file, {} when it is missing or broken: the server has read it, and reports
+    errors."""
     try:
         return _json(path, "")
     except ValueError:

@@ -1,5 +1,5 @@
-"""Broadcast a weight version to all replicas in parallel. A replica that is much slower than the others
-finishes in the background, and receives no new requests until it has.
+"""Broadcast of a weight version to all replicas in parallel. A replica that is much slower than the
+others finishes in the background, and receives no new requests until it has.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from lowroll.engine.remote.versions import Disagreement, PolicyVersions, Superse
 
 log = logging.getLogger(__name__)
 
-ABREAST_S = 1.0  # after the first engine took weights, for the others, at least
-LOOK_S = 0.25  # between two looks for a newer version while no engine has taken this one
-GONE = 409  # the status of an engine that finds no such version any more
+ABREAST_S = 1.0  # least grace of the others after the first engine has the weights
+LOOK_S = 0.25  # between two checks for a newer version while no engine has taken this one
+GONE = 409  # the status of an engine that does not find the version any more
 
 
 class WeightBroadcaster:
-    """A broadcaster of weights to the engines of a pool, on the pool's loop alone. dispatch: called
-    when an engine can draw again. told: says what is wrong with each engine."""
+    """A broadcaster of weights, on the pool's loop alone. dispatch: called when an engine can draw
+    again. told: returns what is wrong with each engine."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class WeightBroadcaster:
         self.options = options
         self._dispatch = dispatch
         self._told = told
-        self._late: set[asyncio.Future[None]] = set()  # engines that still take weights
+        self._late: set[asyncio.Future[None]] = set()  # tasks of engines that still take weights
 
     async def update(self, broadcast: Published, superseded: Callable[[], bool]) -> bool:
-        """Have engines draw from it. Returns whether it takes the place of something that is newer or
-        called the same. superseded: whether another version is to be told instead by now. Superseded
-        when one is, and an engine could not take this one or none has. ServerError when no engine
-        takes it, or they hold different weights."""
+        """Have engines draw from a broadcast. Return whether it replaces a version that is newer or
+        has the same name. superseded: returns whether a newer version exists. Superseded when one
+        does, and an engine could not take this one or none has. ServerError when no engine takes
+        it, or they hold different weights."""
         known = self.versions
         if broadcast == known.newest and known.settled.is_set():
             return False
@@ -70,7 +70,6 @@ class WeightBroadcaster:
         return back
 
     async def _until_taken(self, broadcast: Published, superseded: Callable[[], bool]) -> None:
-        """Wait until an engine of the pool has taken the version."""
         known, options = self.versions, self.options
         name, clock = broadcast.path.name, asyncio.get_running_loop().time
         end, remind = clock() + options.start_s, clock() + options.silent_s
@@ -94,9 +93,9 @@ class WeightBroadcaster:
     async def _tell(
         self, ready: list[Replica], broadcast: Published, superseded: Callable[[], bool]
     ) -> tuple[dict[str, HeldPolicy], bool]:
-        """Return what each acknowledges, and whether one did not find the version any more. Others that
-        cannot take it are evicted; those that need longer than twice the time of the first go on with
-        it beside the others (`_await_late`)."""
+        """Return what each acknowledges, and whether one did not find the version any more. Others
+        that cannot take it are evicted; those that need longer than twice the time of the first
+        finish in the background (`_await_late`)."""
         loop = asyncio.get_running_loop()
         asked = {asyncio.ensure_future(replica.take(broadcast)): replica for replica in ready}
         taken: dict[str, HeldPolicy] = {}
@@ -138,7 +137,7 @@ class WeightBroadcaster:
         broadcast: Published,
         seconds: float,
     ) -> None:
-        """One that takes weights longer than the others, which work meanwhile."""
+        """Wait for a slow engine while the others work."""
         try:
             async with asyncio.timeout(seconds):
                 held = await task
@@ -157,6 +156,7 @@ class WeightBroadcaster:
         self._dispatch()
 
     def _grace(self, replicas: list[Replica]) -> float:
-        """Seconds for the others when the first has taken weights: some end what they draw first."""
+        """Return the seconds for the others after the first has the weights: some finish their
+        requests first."""
         drains = any(m.server is not None and not m.server.in_flight for m in replicas)
         return max(self.options.silent_s, self.options.timeout_s if drains else 0.0)

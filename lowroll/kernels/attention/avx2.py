@@ -1,8 +1,7 @@
 """Attention on a CPU: `avx2.cpp` for torch, float32, over the cache in place.
 
-Each key and value is read once, for four query heads at a time. A query's bits depend on the query
-and its keys alone, so decoding, a chunked prompt and a learner agree (`attend`). Small inputs are
-left to torch, whose bits small models keep.
+A query's bits depend on the query and its keys alone, so decoding, a chunked prompt and a learner
+agree (`attend`). Small inputs are left to torch, whose bits small models keep.
 
 Legend: B rows, T queries, S sequences, H query heads, G key-value heads, d head size, p pages of
 the cache, P tokens of a page, N pages of a table row.
@@ -68,7 +67,7 @@ def decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute `decode.paged_decode`. Heads of k and v lie contiguous within a row; rows may be
+    """Compute `decode.paged_decode`. Heads of k and v are contiguous within a row; rows may be
     strided."""
     return _run(q_BHd, (k_BGd, v_BGd), (keys_pPGd, values_pPGd), table_BN, None, lengths_B, scale)
 
@@ -83,7 +82,7 @@ def attend(
     scale: float,
 ) -> Tensor:
     """Return attention [T, H, d] of each query over the first `lengths` cached keys of its
-    sequence, bit for bit as `decode` of a row of that length. table, sequences and lengths: int32.
+    sequence, bit for bit as `decode`. table, sequences and lengths: int32.
     """
     return _run(q_THd, None, (keys_pPGd, values_pPGd), table_SN, sequences_T, lengths_T, scale)
 

@@ -64,7 +64,6 @@ def _scale(x_TGd: Tensor) -> Tensor:
 def decode_keys(
     keys_TGd: Tensor, fine_TGF: Tensor, scales_TG2: Tensor, channels_GF: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the keys [T, G, d] of the codes, rounded to `dtype`."""
     k_TGd = keys_TGd.view(E4M3).float()
     left_TGF = fine_TGF.view(E4M3).float() / FINER
     k_TGd.scatter_add_(2, channels_GF.expand(fine_TGF.shape), left_TGF)
@@ -72,7 +71,6 @@ def decode_keys(
 
 
 def decode_values(values_TGd: Tensor, scales_TG2: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values [T, G, d] of the codes, rounded to `dtype`."""
     return (values_TGd.view(E4M3).float() * _unit(scales_TG2[..., 1:])).to(dtype)
 
 

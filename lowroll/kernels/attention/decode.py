@@ -7,10 +7,9 @@ arXiv:1805.02867):
 
     o = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max).
 
-The new token does not pass through the cache: the first split starts its softmax with it and writes
-it to its slot; all splits read only older slots. The number of splits depends on rows and key-value
-heads alone: a captured graph is right for every length, and a batch size always gives the same
-bits.
+The first split starts its softmax with the new token and writes it to its slot; all splits read
+only older slots. The number of splits depends on rows and key-value heads alone, so a captured
+graph is right for every length, and a batch size always gives the same bits.
 
 Many 16-bit rows on Hopper go to `kernels.attention.paged`, float32 on CPU to
 `kernels.attention.avx2`, the rest to torch.
@@ -121,7 +120,6 @@ def split_outputs(out_BHd: Tensor, splits: int) -> tuple[Tensor, Tensor]:
 def combine(
     part_SBHd: Tensor, lse_SBH: Tensor, lengths_B: Tensor, length: int, out_BHd: Tensor
 ) -> None:
-    """Join the splits of each row, made of blocks of `length` tokens, into its output."""
     splits, rows, heads, d = part_SBHd.shape
     width = min(max(16, block(d)), 64)
     _combine_kernel[(rows * heads, -(-d // width))](
@@ -292,8 +290,6 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Attend for one key-value head of one row over one share of its tokens; G fastest, then rows,
-    then splits."""
     let_others_start(EARLY)
     pid = tl.program_id(0)
     head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
@@ -402,8 +398,6 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Join the splits of one head of one row, D of its d numbers: o = sum_s 2^(lse_s - max) o_s /
-    sum_s 2^(lse_s - max)."""
     after_others(EARLY)
     pid = tl.program_id(0)
     row, head = pid // H, pid % H

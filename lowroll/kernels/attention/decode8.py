@@ -58,11 +58,7 @@ def paged_decode8(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Write the codes of each row's new key and value to its slot, and attend over the row. Return
-    o [B, H, d] in q's dtype.
-
-    cache_pP: codes [p, P, G, ...]; channels_GF: int64; the rest as `decode.paged_decode`.
-    """
+    """Compute `decode.paged_decode` with codes. cache_pP: codes [p, P, G, ...]; channels_GF: int64."""
     if not triton_supports(q_BHd):
         return _plain(q_BHd, k_BGd, v_BGd, cache_pP, channels_GF, table_BN, lengths_B, scale)
     rows, heads, d = q_BHd.shape
@@ -230,7 +226,7 @@ def _fine_query(q_r1, channel_ptr, in_f, in_rf, NUMBER: tl.constexpr):
 
 @jit
 def _first_sums(q_rd, fine_rf, code_d, left_f, value_d, k_byte, v_byte, scale):
-    """Return softmax and sums of one token: m [R], l [R] and acc [R, D]."""
+    """Return softmax maximum m [R], mass l [R] and sum acc [R, D] of one token."""
     s_r = tl.sum(q_rd.to(tl.float32) * code_d[None, :], 1)
     s_r = (s_r + tl.sum(fine_rf.to(tl.float32) * left_f[None, :], 1)) * scale
     s_r, e = s_r * _power(k_byte), (v_byte - 127).to(tl.float32)
@@ -298,7 +294,6 @@ def _decode8_kernel(
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Attend as `decode._decode_kernel`."""
     let_others_start(EARLY)
     pid = tl.program_id(0)
     head, row, split = pid % G, ((pid // G) % rows).to(tl.int64), pid // (G * rows)

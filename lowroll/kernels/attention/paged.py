@@ -58,8 +58,8 @@ class PagedAttentionArguments(ctypes.Structure):
 
 
 def supports(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor) -> Support:
-    """Return whether this kernel takes these rows and this cache: Hopper, 16-bit numbers, heads of
-    64 or 128, pages of whole tiles. q is read in pieces of 4 bytes, k and v in pieces of 16."""
+    """Return whether the kernel supports these rows and this cache: Hopper, 16-bit numbers, heads
+    of 64 or 128, pages of whole tiles. q is read in pieces of 4 bytes, k and v in pieces of 16."""
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
     if not q_BHd.is_cuda:
@@ -166,7 +166,7 @@ def _decode(
 
 @cache
 def _clusters(d: int, dtype: torch.dtype, codes: bool, device: torch.device, splits: int) -> int:
-    """Return how many clusters of that many blocks the device runs at once; 0 if it has no such
+    """Return how many clusters of `splits` blocks the device runs at once; 0 if it has no such
     clusters."""
     library, active = _library(d, dtype, codes), ctypes.c_int()
     problem = PagedAttentionArguments(rows=ROWS, kv_heads=1)

@@ -5,14 +5,13 @@ keys.
     shares are joined in order, from the first on:   m' = max(m, m_s)
                                                      l' = l 2^(m - m') + l_s 2^(m_s - m'),  o' likewise
 
-Shares begin at multiples of SHARE, whatever the batch: decoding, a chunked prompt and a learner's
-packed sequence use the same tiles, products and order. Tiles that a query cannot see add zeros to
-it. The sum of the weights is a product with ones, so that the tensor cores sum it whatever rows are
-beside it.
+Shares begin at multiples of SHARE, whatever the batch, so decoding, a chunked prompt and a
+learner's packed sequence use the same tiles, products and order. Tiles that a query cannot see add
+zeros. Weights are summed by a product with ones, so that the tensor cores use one order whatever
+rows are beside.
 
-A tile is `queries` neighbours of one sequence with all query heads of a key-value head. Few decoded
-rows take a program for each share and a second launch that joins them; otherwise a program goes
-through its shares in order.
+A tile is `queries` neighbours of one sequence with all query heads of a key-value head. For few
+decoded rows, each share has its own program, and a second launch joins them.
 
 Legend: T query tokens, I tiles of queries, S sequences, H query heads, G key-value heads, d head
 size, p pages, P tokens of a page, N pages of a table row, L joined shares, B decoded rows.
@@ -38,7 +37,7 @@ from lowroll.kernels.launch import (
 )
 from lowroll.kernels.support import YES, Support, cuda_supports, no
 
-# products of 16 and of 128 rows take other instructions, which were compared on this chip alone
+# products of 16 and of 128 rows use different instructions, which were compared on this chip alone
 CAPABILITY = (9, 0)
 SHARE = 256  # keys
 WIDEST = 256  # numbers of a head
@@ -71,8 +70,7 @@ def supports_heads(head_dim: int, heads: int, kv_heads: int) -> Support:
 
 
 class Shape(NamedTuple):
-    """Rows of a product (queries times heads of a key-value head), keys of a tile, loads in flight
-    and warps."""
+    """Rows of a product (queries times heads), keys of a tile, loads in flight and warps."""
 
     rows: int
     keys: int
@@ -81,11 +79,11 @@ class Shape(NamedTuple):
 
 
 def choose(d: int, size: int, decoded: bool) -> Shape:
-    """Return the shape for heads of d numbers of `size` bytes, as measured on an H200. Bits depend
-    on the keys of a tile, so those depend on nothing else."""
+    """Return the shape for heads of d numbers of `size` bytes, as measured on an H200. The keys of
+    a tile determine bits, so they depend on nothing else."""
     width = max(16, block(d)) * size
     keys = min(128, max(32, 2**15 // width))
-    if INTERPRETED:  # numpy's order goes by the shape of a product
+    if INTERPRETED:  # numpy's order depends on the shape of a product
         return Shape(64, keys, 1, 4)
     if decoded:
         return Shape(16, keys, 3 if width <= 256 else 2, 4)
@@ -99,8 +97,7 @@ def queries_of(heads: int, kv_heads: int, d: int, size: int) -> int:
 def tile(
     lengths_S: Tensor, before_S: Tensor, origin_S: Tensor, queries: int, most: int
 ) -> QueryTiles:
-    """Return at most `most` tiles of sequences whose queries lie packed. All int32, on one device,
-    without a wait.
+    """Return at most `most` tiles of packed sequences, without a wait. All int32.
 
     lengths_S: queries. before_S: keys before each one's first query. origin_S: as in `QueryTiles`.
     """
@@ -310,7 +307,6 @@ def _share(
 
 @jit
 def _joined(m_r, l_r, o_rd, m_s, l_s, o_s):
-    """Return maximum, mass and sum of values with the next share joined."""
     new_r = tl.maximum(m_r, m_s)
     shift_r = tl.where(new_r == float("-inf"), 0.0, new_r)
     old_r, share_r = tl.exp2(m_r - shift_r), tl.exp2(m_s - shift_r)
@@ -423,8 +419,8 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Attend for one key-value head of one row over some shares of its keys; G fastest, then rows.
-    The program of the last share writes the new key and value to their slot and reads them there.
+    """Attend for one key-value head of one row over some shares; G fastest, then rows. The program
+    of the last share writes the new key and value to their slot and reads them there.
     """
     after_others(EARLY)
     pid = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""The choice of the keys that stay: the last of a row, and the best scores before them.
+"""The choice of the keys that stay.
 
 The K-th best score is built from its highest bit down, as the largest integer that at least K
 order-preserving keys reach. Ties go to the older keys, as in a stable sort.

@@ -1,12 +1,12 @@
 """The move of the keys that stay: in place within the pages, for all layers at once.
 
-A program moves one KV head of one row in one buffer, some keys at a time, which are all read before
-the first is written. No key is overwritten unread: let s be the position, in keys, of the first
-target page in the row's own table. Key k moves from i_k to s + k (or to a new page). Indices
-ascend, so i_k - k never falls: there is a k' before which keys move up, i_k < s + k, and from which
-they move down or stay. Those before k' go last to first: unread keys lie below i_k < s + k. Those
-from k' on go first to last: unread keys lie above i_k >= s + k. The two ranges do not meet, as the
-first reads and writes below s + k', the second not.
+A program moves one KV head of one row in one buffer, some keys at a time, all read before the first
+is written. No key is overwritten unread. Let s be the position, in keys, of the first target page
+in the row's own table. Key k moves from i_k to s + k (or to a new page). Indices ascend, so i_k - k
+never falls: there is a k' before which keys move up, i_k < s + k, and from which they move down or
+stay. Those before k' go last to first: unread keys lie below i_k < s + k. Those from k' on go first
+to last: unread keys lie above i_k >= s + k. The two ranges do not meet, as the first reads and
+writes below s + k', the second not.
 
 Legend: L layers, B rows, P pages of a row, G key-value heads, K keys that stay.
 """
@@ -25,8 +25,7 @@ Buffers = Sequence[Tensor]  # one a layer, [pages, page, G, ...], whatever a key
 
 
 def move(kinds: Sequence[Buffers], table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor) -> None:
-    """Move what lies at the kept indices of each row and head, in all layers' buffers, to new
-    slots.
+    """Move the kept keys of each row and head, in all layers' buffers, to new slots.
 
     kept_LBGK: int64, ascending along K, into the keys of a row with the pages `table_BP` (int32).
     slots_BK: int64, new slots, page * page_size + offset, in order; whole pages but the last. A
@@ -85,7 +84,6 @@ def _plain(buffers: Buffers, table_BP: Tensor, kept_BGK: Tensor, slots_BK: Tenso
 
 @jit
 def _first_place(table_ptr, page, pages, BLOCK: tl.constexpr):
-    """Return a page's index in a row's table, or `pages`."""
     found = pages
     for start in range(0, pages, BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -112,7 +110,7 @@ def _move_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Move one KV head of one row in one buffer: W numbers of SIZE bytes a key."""
+    """Move W numbers of SIZE bytes a key."""
     pid = tl.program_id(0)
     head, row, buffer = pid % G, (pid // G) % rows, pid // (G * rows)
     integer: tl.constexpr = tl.int32 if SIZE == 4 else tl.int16 if SIZE == 2 else tl.int8

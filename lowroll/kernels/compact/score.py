@@ -1,5 +1,4 @@
-"""The scores of a bounded cache's policy for each key, for all layers at once, straight from the
-pages.
+"""The scores of a cache policy for each key, for all layers at once, from the pages.
 
 Definitions and plain torch: `kv.policy.snapkv` (importance I), `kv.policy.rkv` (redundancy R). No n
 x n matrix is stored: the cosines C exist in tiles, made by tensor cores from exact products of
@@ -34,7 +33,6 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def supports(ring_LSAHd: Tensor, num_heads: int) -> Support:
-    """Return whether these kernels score the keys of `num_heads` KV heads with such queries."""
     _, _, window, num_queries, d = ring_LSAHd.shape
     if ring_LSAHd.dtype not in TYPES:
         return no("takes queries and keys in bfloat16, float16 or float32")
@@ -50,7 +48,7 @@ def importance(
     table_BP: Tensor,
     lengths_B: Tensor,
 ) -> Tensor:
-    """Return how much a row's last A queries attend to each earlier key, before spreading: float32
+    """Return the attention of a row's last A queries to each earlier key, before spreading: float32
     [L, B, G, N], undefined from key length - A on.
 
     ring_LSAHd: the queries of each slot, in the keys' dtype; keys: a buffer [p, page, G, d] a
@@ -93,8 +91,7 @@ def importance(
 def redundancy(
     keys: Sequence[Tensor], table_BP: Tensor, lengths_B: Tensor, zero_first: bool
 ) -> Tensor:
-    """Return how much a row's other keys resemble each, before the softmax: S / n, float32 [L, B,
-    G, N], undefined beyond the row's end."""
+    """Return S / n, before the softmax: float32 [L, B, G, N], undefined beyond the row's end."""
     page, kv_heads, d = keys[0].shape[1:]
     sum_LBGN, value_LBGN, mean_LBGN = (_scores(keys, table_BP) for _ in range(3))
     newest_LBGN = torch.empty_like(sum_LBGN, dtype=torch.int32)
@@ -174,7 +171,6 @@ def join(
 
 
 def addresses(buffers: Sequence[Tensor]) -> Tensor:
-    """Return the addresses of the layers' buffers, int64 on their device."""
     return torch.tensor([buffer.data_ptr() for buffer in buffers]).to(buffers[0].device)
 
 
@@ -211,7 +207,6 @@ def load_keys(
     PAGE: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Load a row's keys n [N, D] of one head, zeros beyond its end."""
     offs_d = tl.arange(0, D)
     in_N = n_N < length
     page_N = tl.load(table_ptr + n_N // PAGE, mask=in_N, other=0).to(tl.int64)
@@ -374,7 +369,7 @@ def _mean_kernel(
     G: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute BLOCK columns j: (sum_j - sum over i with newest_i = j of C_ij) / n."""
+    """Compute BLOCK columns j of S / n."""
     pid, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK
     length = tl.load(lengths_ptr + (pid // G) % rows)
     if first >= length:

@@ -1,5 +1,5 @@
-"""A policy's view of each decode step, within its graph: the queries of the last tokens and the
-attention that each key receives.
+"""The data that a cache policy records in each decode step, within its graph: the last queries and
+the attention that each key receives.
 
 Attention's own kernel does not expose its probabilities; they are recomputed from the pages and
 added to the scores of a row's slot.
@@ -19,7 +19,7 @@ from lowroll.kernels.support import Support, no
 
 
 def remember(ring_SAHd: Tensor, slots_B: Tensor, positions_B: Tensor, q_BHd: Tensor) -> None:
-    """Write each row's query to its slot, at its position modulo A. Slots and positions: int64."""
+    """Write each row's query to its slot, at its position modulo A. slots, positions: int64."""
     window = ring_SAHd.shape[1]
     if not triton_supports(q_BHd):
         ring_SAHd[slots_B, positions_B % window] = q_BHd.to(ring_SAHd.dtype)
@@ -58,10 +58,10 @@ def add_attended(
     table_BP: Tensor,
     lengths_B: Tensor,
 ) -> None:
-    """Add to the float32 scores of each row's slot the attention its query gives to each of its
-    `lengths_B` (at most N) keys, summed over a group's heads.
+    """Add each row's attention to its `lengths_B` (at most N) keys, summed over a group's heads, to
+    the float32 scores of its slot.
 
-    A slot is of one row, or of rows without keys.
+    No two rows with keys share a slot.
     """
     rows, num_heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]

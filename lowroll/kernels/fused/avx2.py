@@ -1,9 +1,9 @@
 """The heads of an engine on a CPU, normed and rotated: `avx2.cpp` for torch, in float32.
 
-One call replaces some thirty of torch, which matters in steps of few rows. Norms sum in another
-order than torch's, so a learner uses it only for heads without norms (`Rotation`), with and without
-gradients, to keep a ratio of exactly 1 over the same weights. Inference mode means an engine. Small
-inputs are left to torch, whose bits small models keep.
+One call replaces some thirty of torch. Norms sum in another order than torch's, so a learner
+(outside inference mode) uses it only for heads without norms (`Rotation`), with and without
+gradients, to keep a ratio of exactly 1 over the same weights. Small inputs are left to torch, whose
+bits small models keep.
 
 Legend: T tokens, H query heads, G key-value heads, d head size, N = (H + 2G) d.
 """
@@ -27,8 +27,6 @@ LEAST = 512  # numbers of a row's queries
 
 
 class CpuFusedArguments(ctypes.Structure):
-    """The struct of `avx2.cpp`."""
-
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *(
             (name, ctypes.c_void_p)
@@ -115,8 +113,6 @@ def heads_of(
 
 
 class Rotation(torch.autograd.Function):
-    """Rotation of heads; its gradient is rotated back."""
-
     @staticmethod
     def forward(
         ctx: Any, qkv_TN: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, d: int

@@ -87,7 +87,6 @@ def add_rms_norm(
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Return the norm over the last dimension in plain torch."""
     if x.dtype == weight_D.dtype == torch.float32:
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     return (F.rms_norm(x.float(), weight_D.shape, None, eps) * weight_D.float()).to(x.dtype)

@@ -68,7 +68,6 @@ def plain_heads(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `rotate_heads` of a tensor in plain torch."""
     split = (heads, kv_heads, kv_heads)
     q_THd, k_TGd, v_TGd = qkv.view(qkv.shape[0], sum(split), head_dim).split(split, dim=1)
     if q_norm_d is not None and k_norm_d is not None:
@@ -253,13 +252,11 @@ def _rotate_heads_kernel(
 
 @jit
 def _row(start, i, size):
-    """Load start[i] in float32 as a row to broadcast over heads."""
     return tl.load(start + i, mask=i < size, other=0.0).to(tl.float32)[None, :]
 
 
 @jit
 def _heads(q, k, v, at_q, at_k, at_v, is_q, is_k, is_v):
-    """Load a tile of heads from three tensors."""
     x = tl.load(q + at_q, mask=is_q, other=0.0).to(tl.float32)
     x += tl.load(k + at_k, mask=is_k, other=0.0).to(tl.float32)
     return x + tl.load(v + at_v, mask=is_v, other=0.0).to(tl.float32)

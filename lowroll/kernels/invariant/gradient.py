@@ -12,11 +12,9 @@ Function = Callable[..., Any]
 
 
 def with_gradient_of(plain: Function, fast: Function, *inputs: Any) -> Any:
-    """Return fast(*inputs), tensors with the gradient of plain(*inputs), which is the same up to
-    rounding.
+    """Return fast(*inputs) with the gradient of plain(*inputs), which is the same up to rounding.
 
-    Input tensors are kept for the backward pass, which runs `plain`; nothing is kept where no
-    gradient is recorded.
+    Inputs are kept for the backward pass, which runs `plain`, if a gradient is recorded.
     """
     wanted = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
     if not (wanted and torch.is_grad_enabled()):

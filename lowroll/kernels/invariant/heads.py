@@ -1,5 +1,5 @@
-"""Heads normed and rotated with the same bits in any batch, with gradients: `kernels.fused.avx2` on
-a CPU (float32, multiples of `avx2.MULTIPLE`), else Triton."""
+"""Norm and rotation of heads with the same bits in any batch, with gradients: `kernels.fused.avx2`
+on a CPU (float32, multiples of `avx2.MULTIPLE`), else Triton."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from lowroll.kernels.quantize.rows import Product
 
 
 def rotate_heads(qkv: Tensor | Product, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (q [T, H, d], k [T, G, d], v [T, G, d]); arguments as `kernels.fused.rope.rotate_heads`."""
     if isinstance(qkv, Product) or triton_supports(qkv):
         return rope.rotate_heads(qkv, *how)
     made = with_gradient_of(rope.plain_heads, avx2.heads_of, qkv, *how)

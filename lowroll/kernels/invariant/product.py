@@ -19,7 +19,6 @@ def linear(
     bias_N: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return x W' + b [T, N], rounded once to `dtype` (that of x unless given)."""
     made = _Product.apply(x_TK, weight_NK, bias_N, dtype)
     assert isinstance(made, Tensor)
     return made

@@ -25,8 +25,6 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 class RowsArguments(ctypes.Structure):
-    """The struct of `rows.cpp`."""
-
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *((name, ctypes.c_void_p) for name in ("x", "update", "weight", "sum", "out")),
         *((name, ctypes.c_int64) for name in ("x_stride", "update_stride")),
@@ -48,8 +46,7 @@ def add_rms_norm(
     eps: float,
     rows: str | None = None,
 ) -> tuple[Tensor, Tensor | QuantizedRows]:
-    """Return (x + update, its norm) as `kernels.fused.norm.add_rms_norm`; on a CPU float32, and no
-    rows."""
+    """Compute `kernels.fused.norm.add_rms_norm`; on a CPU float32 and no rows."""
     if triton_supports(x_TD):
         # a kernel that also rounds may sum squares in another order, depending on what it stores
         sum_TD, normed = norm.add_rms_norm(x_TD, update_TD, weight_D, eps)
@@ -63,8 +60,7 @@ def add_rms_norm(
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | QuantizedRows:
-    """Return silu(gate) * up [T, F] of gate_up [T, 2F] as `kernels.fused.swiglu.silu_mul`; on a CPU
-    float32, and no rows."""
+    """Compute `kernels.fused.swiglu.silu_mul`; on a CPU float32 and no rows."""
     if isinstance(gate_up, Product) or triton_supports(gate_up):
         return swiglu.silu_mul(gate_up, rows)
     assert rows is None
@@ -90,7 +86,6 @@ def _gate(gate_up: Tensor) -> Tensor:
 def _run(
     function: str, x: Tensor, update_TD: Tensor | None, weight_D: Tensor | None, eps: float
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the sum, where there is an update, and the function's result."""
     width = x.shape[-1] // 2 if weight_D is None else x.shape[-1]
     x = _in_rows(x)
     update_TD = None if update_TD is None else _in_rows(update_TD)

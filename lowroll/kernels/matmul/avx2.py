@@ -3,10 +3,9 @@
     x_b^ = s_b round(x_b / s_b),  s_b = amax(|x_b|) / 32767      b: 256 numbers of a row
     y[m, n] = sum_b s_b[m] sum_g scale[n, g] sum_k x^[m, k] code[n, k]
 
-The inner sums are exact integers, the outer ones float32. Activations thus have 16 bits; on normal
-numbers the error of y is 3e-5 of its spread, a fortieth of bfloat16's. A row gives the same bits
-alone and in any batch. A row with a non-finite number gives NaN. Small matrices are left to torch:
-they stay in the cache as floats.
+The inner sums are exact integers, the outer ones float32. On normal numbers the error of y is 3e-5
+of its spread, a fortieth of bfloat16's. A row gives the same bits in any batch, and NaN with a
+non-finite number. Small matrices are left to torch: they stay in the cache as floats.
 
 Legend: M rows of activations, N out features, K in features.
 """
@@ -78,7 +77,7 @@ def linear(
     bias_N: Tensor | None = None,
     integers: bool = False,
 ) -> Tensor:
-    """Multiply activations with a weight in the format `kind`: y_MN in the dtype of x.
+    """Return y_MN in the dtype of x.
 
     tensors: the format's own names and layouts. integers: x holds integers up to 32767, multiplied
     unrounded.

@@ -2,10 +2,9 @@
 
     y[m, n] = (sum_k x[m, k] w[n, k]) * row[m] * column[n] + bias[n]
 
-Reading the weights bounds a small decode step, so a program reads whole rows of weights, 16 bytes a
-thread at a time, and multiplies on CUDA cores: int8 four at a time (`dp4a`), e4m3 and bfloat16 as
-float32. Scales (none for bfloat16) and bias are applied before y is written. A row's sums do not
-depend on its neighbours.
+The weights' bandwidth bounds a small decode step, so a program reads whole rows of weights, 16
+bytes a thread at a time, and multiplies on CUDA cores: int8 four at a time (`dp4a`), e4m3 and
+bfloat16 as float32. bfloat16 has no scales. A row's sums do not depend on its neighbours.
 
 Legend: M rows (tokens), N out features (channels), K in features.
 """
@@ -103,7 +102,7 @@ def schedule(num_rows: int, num_out: int, dtype: torch.dtype) -> tuple[int, int,
 
 @jit
 def _dot4(w, x, sums, DP4A: tl.constexpr):
-    """Add four products of the signed bytes of two words to the sums."""
+    """Add four products of signed bytes to the sums."""
     if DP4A:
         sums = tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;",
@@ -174,8 +173,8 @@ def _gemv_kernel(
     DP4A: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Multiply for one program; x and w are int32 words of four codes, K a row, or e4m3 or
-    bfloat16, EACH in 16 bytes. The first weights are read before the wait."""
+    """x and w are int32 words of four codes, K a row, or e4m3 or bfloat16, EACH in 16 bytes. The
+    first weights are read before the wait."""
     n, at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     w_at = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + at[None, :]
     codes = _codes(w_at, at, K, EVEN)

@@ -2,12 +2,11 @@
 
     y[m, n] = (sum_k x[m, k] w[n, k]) * column[n] * row[m] + bias[n]
 
-Integer sums are exact in every order, so tiles, splits along K and batch-mates do not show in the
-result. Weights are the left operand: Hopper's matrix instruction takes at least 64 rows of the left
-and as few as 8 of the right. Tiles run in rounds of as many as the device holds; those of an
-incomplete last round are split along K, and the last program to finish such a tile adds the parts.
-Hopper's copy engine fetches tiles where addresses and rows are multiples of 16 bytes, else the
-threads do.
+Integer sums are exact in every order, so results do not depend on tiles, splits or the batch.
+Weights are the left operand: Hopper's matrix instruction takes at least 64 rows of the left and as
+few as 8 of the right. Tiles run in rounds of as many as the device holds; those of an incomplete
+last round are split along K, and the last program to finish such a tile adds the parts. Hopper's
+copy engine fetches tiles where addresses and rows are multiples of 16 bytes, else the threads do.
 
 Legend: M rows (tokens), N out features, K in features.
 """
@@ -82,7 +81,7 @@ def multiply(
 
 
 def _boxes(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
-    """Return both matrices' descriptors for the copy engine; (None, None) where it cannot fetch."""
+    """Return both matrices' descriptors for the copy engine, or (None, None) where it cannot fetch."""
     aligned = x_MK.shape[1] % 16 == x_MK.data_ptr() % 16 == w_NK.data_ptr() % 16 == 0
     if not tile.engine or not aligned or not copy_engine_supports(x_MK.device):
         return None, None
@@ -103,7 +102,7 @@ _TURNS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _turns(device: torch.device) -> Tensor:
-    """Return zeroed counters of blocks that have finished a tile; the last block resets its own.
+    """Return zeroed counters of finished blocks of a tile, which the last block resets.
 
     Each stream has its own; captured graphs share one set, which cannot be made while capturing.
     """
@@ -123,8 +122,8 @@ def _turns(device: torch.device) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """Launch settings: a tile of the result, a step along K, loads in flight, warps, programs on a
-    multiprocessor at once, and whether the copy engine fetches."""
+    """The result's tile, a step along K, loads in flight, warps, programs on a multiprocessor at
+    once, and whether the copy engine fetches."""
 
     rows: int
     columns: int
@@ -221,8 +220,8 @@ def _integers_kernel(
     m_first = (first + tile % (8 * tiles_n) % high) * ROWS
     n_first = tile % (8 * tiles_n) // high * COLUMNS
     m, n, depth = m_first + tl.arange(0, ROWS), n_first + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    # Rows and channels beyond the last are read from the first ones, not all from one place, where
-    # loads would wait for each other; they are never written.
+    # Rows and channels beyond the last are read from the first ones (loads from one place would
+    # wait for each other) and never written.
     x_at = x + (m % M).to(tl.int64)[:, None] * K + depth[None, :]
     w_at = w + (n % N).to(tl.int64)[:, None] * K + depth[None, :]
     steps = tl.cdiv(K, DEPTH)

@@ -5,8 +5,7 @@ half the time with AMX.
     y[m, n] = step[m] (2^16 (a . w) + 2^8 (b . w) + c . w)[m, n]
 
 The inner sums are exact integers; the loss is 2^-23 of a row's largest number, about that of
-float32 sums. A row gives the same bits alone and in any batch. A row with a non-finite number gives
-NaN.
+float32 sums. A row gives the same bits in any batch, and NaN with a non-finite number.
 
 `limbs.cpp` splits rows and joins sums; the products are oneDNN's. Small matrices are left to torch,
 whose bits small models keep.

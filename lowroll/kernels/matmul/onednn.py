@@ -21,7 +21,6 @@ Packed = tuple[Tensor, Tensor, Tensor]  # the weight in oneDNN's layout, its sca
 
 
 def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
-    """Return the packed matrix that `multiply` reads."""
     return (
         torch.ops.onednn.qlinear_prepack(codes_NK, None),
         scale_N.flatten(),
@@ -35,8 +34,8 @@ def multiply(codes_MK: Tensor, packed: Packed) -> Tensor:
 
 
 def multiply_digits(digits: Sequence[Tensor], packed: Packed) -> Tensor:
-    """Return the sums [M, N] in float32 of numbers given by base-256 digits, highest first: signed
-    bytes, each with 128 added."""
+    """Return float32 sums [M, N] of numbers in base-256 digits, highest first: signed bytes, each
+    with 128 added."""
     first_MK, *others = digits
     weight, scale_N, zero_N = packed
     sums_MN = _multiply(first_MK, packed, float(256 ** len(others)))

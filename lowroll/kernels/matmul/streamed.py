@@ -4,7 +4,7 @@ One library a weight format has kernels for up to 8, 16, 32, 64, 96 and 128 rows
 several passes. The choice depends on shapes alone, so neighbours in a bucket do not change a
 product.
 
-Within `launch.overlapping`, weights arrive while the previous kernel ends; x is read after its end.
+Within `launch.overlapping`, weights are read before the previous kernel ends, x after it.
 
 A device's workspace (34 MiB on an H200), made by the first product, holds what two blocks share: a
 device's products belong on one stream at a time, and the first must not be in a CUDA graph's
@@ -37,7 +37,7 @@ TILES = 1 << 16  # counters of the workspace
 
 
 class StreamedArguments(ctypes.Structure):
-    """The struct of `decode.cuh`. `tuning` 0 lets the kernel choose tiles."""
+    """`tuning` 0 lets the kernel choose tiles."""
 
     _fields_ = [
         (name, ctypes.c_void_p)
@@ -78,8 +78,7 @@ def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
 
 
 def broad_supports(kind: str, shape: tuple[int, int], device: torch.device) -> Support:
-    """Return whether a matrix of that shape fits the tiles of `broad.cuh`, up to 128 rows of
-    activations each."""
+    """Return whether a matrix fits the tiles of `broad.cuh`, up to 128 rows of activations each."""
     if kind == "bf16":
         return no("takes 4-bit weights")
     if shape[0] % 8 or shape[1] % (256 if kind == "nvfp4" else 512):
@@ -104,8 +103,7 @@ def linear(
     bias_N: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Multiply bf16 activations with a weight in the format `kind`, with fp32 sums: y_MN in bf16 or
-    float32.
+    """Return y_MN in bf16 or float32, with fp32 sums.
 
     tensors: the format's own names and layouts (bf16: `weight`). RuntimeError when the kernel
     cannot be built or launched, or for a device's first product within a CUDA graph's capture.

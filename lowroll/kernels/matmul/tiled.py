@@ -4,10 +4,9 @@
     a part's sum: 16 features after 16, from its first on, in float32
     y[m, n] = the parts, from the first on, + bias[n] + added[m, n]
 
-A vendor's library chooses tiles, instructions and parts of K by the number of rows. Here parts
-belong to the matrix, and the tensor cores add 16 products at once whatever the tile: the same order
-for one row and for thousands (checked on an H200; docs/LOG.md). If tiles are few, parts take their
-own programs and a second launch joins them. Weights are the left operand, as in
+Parts depend on the matrix alone, and the tensor cores add 16 products at once whatever the tile, so
+the order is the same for any number of rows (checked on an H200; docs/LOG.md). If tiles are few,
+parts have their own programs and a second launch joins them. Weights are the left operand, as in
 `kernels.matmul.integers`. 32-bit numbers are multiplied without tensor cores.
 
 Legend: M rows, N out features, K in features, P parts.
@@ -186,7 +185,6 @@ def _part(
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Return sums over the features [first, stop)."""
     sums = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     for k in range(first, stop, DEPTH):
         if EVEN:

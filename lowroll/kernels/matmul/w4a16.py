@@ -1,9 +1,9 @@
 """4-bit weights times bf16 activations: streamed past few rows, dequantized for many.
 
-Up to `stream_rows` the weights are decoded in registers as they arrive (`streamed.cu`). Beyond,
-arithmetic bounds the product: one pass dequantizes to bf16, and cuBLAS multiplies. `dequantize`
-also serves a learner with a frozen 4-bit base. Its numbers are those of the formats' torch code,
-bit for bit: value times multiplier in float32, rounded once.
+Up to `stream_rows` the weights are decoded in registers (`streamed.cu`). Beyond, one pass
+dequantizes to bf16, and cuBLAS multiplies. `dequantize` also serves a learner with a frozen 4-bit
+base. It equals the formats' torch code bit for bit: value times multiplier in float32, rounded
+once.
 
     nvfp4      e2m1 (scale / global scale)      blocks of 16
     mxfp4      e2m1 2^(E - 127)                 blocks of 32
@@ -32,7 +32,7 @@ STREAM_ROWS = 128  # without
 
 
 def stream_rows(kind: str, shape: tuple[int, int], device: torch.device) -> int:
-    """Return the rows of activations up to which such a matrix is streamed."""
+    """Return the most rows of activations that are streamed."""
     return BROAD_ROWS if streamed.broad_supports(kind, shape, device) else STREAM_ROWS
 
 
@@ -52,8 +52,7 @@ def linear(
     shape: tuple[int, int],
     bias_N: Tensor | None = None,
 ) -> Tensor:
-    """Multiply bf16 activations with a 4-bit matrix [N, K]: y_MN in bf16, fp32 sums. Errors as
-    `streamed.linear`."""
+    """Return y_MN in bf16 of a 4-bit matrix [N, K], with fp32 sums. Errors as `streamed.linear`."""
     if x_MK.shape[0] <= stream_rows(kind, shape, x_MK.device):
         return streamed.linear(kind, tensors, x_MK, shape[0], bias_N)
     if bias_N is not None:
@@ -64,7 +63,7 @@ def linear(
 def supports_dequantize(
     kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
 ) -> Support:
-    """Return whether `dequantize` makes this matrix. It needs Triton and whole blocks; the
+    """Return whether `dequantize` supports this matrix. It needs Triton and whole blocks; the
     interpreter rounds bf16 otherwise."""
     packed = tensors["weight_packed"]
     if not (found := triton_supports(packed)):

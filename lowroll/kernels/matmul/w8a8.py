@@ -4,8 +4,8 @@
 
 On CUDA few rows go to `kernels.matmul.gemv`, more int8 rows to `kernels.matmul.integers`.
 
-e4m3 is `torch._scaled_mm`. Up to `WIDE` rows its scales are 1, as its own scaling is up to twice
-slower for few rows (docs/LOG.md): the next kernel applies them, and sums are rounded to the
+e4m3 is `torch._scaled_mm`. Up to `WIDE` rows the next kernel applies the scales, as `_scaled_mm`'s
+own scaling is up to twice slower for few rows (docs/LOG.md); sums are then rounded to the
 activations' dtype once more. Beyond, the tensor cores keep sums of up to `SHORT` features
 (`use_fast_accum`), a tenth faster at a loss below bfloat16's rounding, in the engine and in the
 learner's forward alike; gradients always use them.
@@ -40,7 +40,7 @@ def multiply(
     fast: bool = False,
 ) -> Product:
     """Multiply rows with the transposed codes, both int8 or both float8_e4m3fn. scale_N: float32,
-    [N] or [N, 1]. fast: e4m3 sums of fewer bits, whatever the number of features.
+    [N] or [N, 1]. fast: e4m3 sums of fewer bits for any K.
 
     Kind, device and number of rows decide which scales the Product still has to apply. Captured
     graphs of one device must not run these products at the same time.
@@ -78,7 +78,7 @@ def multiply(
 
 
 def e4m3_sums(codes_MK: Tensor, codes_NK: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """Return sum_k x w by the device's e4m3 product, which wants N and K in multiples of 16."""
+    """Return sum_k x w by the device's e4m3 product, which needs N and K in multiples of 16."""
     num_out, num_in = codes_NK.shape
     pad_k, pad_n = -num_in % 16, -num_out % 16
     if pad_k or pad_n:

@@ -3,8 +3,7 @@
     y[place] = w[e] x[place]           for the places of expert e (`route.Groups`)
 
 `product` and `outer` serve the learner in plain floating point. `multiply` serves the engine:
-matrices stay in their stored format, tokens are gathered and outputs scattered on the way, and
-SwiGLU is part of the first product. `experts` chains it all.
+matrices stay in their stored format, and gather, scatter and SwiGLU are part of the products.
 
     dense     the weights' own floating point, sums in float32
     w8a8      int8 or e4m3 codes on both sides, (sum_k q_x q_w) s_x s_w
@@ -16,7 +15,7 @@ A format without a kernel is dequantized, and its activations are rounded first 
 rounds them (`Stack.rounded`).
 
 For few rows an expert, 4-bit codes are streamed by a CUDA kernel where it can be built (`routed`);
-Triton takes the rest. A launch has as many programs as the tiles can be in the worst case.
+Triton takes the rest. A launch has the programs of the worst case.
 
 Legend: T tokens, S choices a token, P = T S slots, E experts, N out features, K in features, F
 width of an expert.
@@ -109,7 +108,6 @@ class GroupedTiling:
 
 
 def tiles(stack: Stack, slots: int) -> GroupedTiling:
-    """Choose the tiling by twice the average slots of an expert."""
     places = min(128, max(16, block(2 * slots // stack.num_experts)))
     if stack.packed:
         features = 16 * stack.block  # the fewest that the tensor cores take
@@ -195,8 +193,8 @@ def product(x_PK: Tensor, w_EKN: Tensor, groups: Groups) -> Tensor:
 
 
 def outer(y_PN: Tensor, x_PK: Tensor, groups: Groups) -> Tensor:
-    """Return the sum of y x^T over the rows of each expert (0 without rows): [E, N, K], the
-    matrices' gradient."""
+    """Return the matrices' gradient [E, N, K]: the sum of y x^T over the rows of each expert (0
+    without rows)."""
     if grouped_mm_supports(x_PK, y_PN):
         return F.grouped_mm(y_PN.t(), x_PK, offs=groups.ends_E)
     w_ENK = x_PK.new_zeros(len(groups.ends_E), y_PN.shape[1], x_PK.shape[1])
@@ -248,9 +246,8 @@ def grouped_mm_supports_device(device: torch.device) -> Support:
 
 # -- Triton ----------------------------------------------------------------------------------------
 #
-# A program takes some places of one expert and some of its channels. Weights are the left operand,
-# tokens the right: few tokens then fill the narrow side. A program finds its expert in `ends`; one
-# without leaves at once.
+# A program takes some places of one expert and some of its channels. Weights are the left operand:
+# few tokens then fill the narrow side. A program finds its expert in `ends`; one without exits.
 #
 # 4-bit codes stay eight a 32-bit word.
 #
@@ -388,8 +385,8 @@ def _packed_sum(
     KIND: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Add the product of sixteen codes of a row (w_ptr: int64) to the sums. A block is one such
-    word, or two with MXFP4; INT4 has a scale for eight blocks."""
+    """Add the product of sixteen codes of a row (w_ptr: int64). A block is one such word, or two
+    with MXFP4; INT4 has a scale for eight blocks."""
     span: tl.constexpr = 2 if KIND == "mxfp4" else 1
     group: tl.constexpr = 8 if KIND == "int4" else 1
     blocks = features // (16 * span)

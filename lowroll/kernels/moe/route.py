@@ -1,13 +1,14 @@
-"""Routing in a mixture of experts: choice of experts, sorting of slots, and the sum over them.
+"""Routing in a mixture of experts.
 
     p = softmax(R x)        float32, over the E experts
     chosen: the S largest logits, of equal ones the lower expert;    g = p of the chosen, over their sum if asked for
 
-Slot = token * S + choice. Sorted by expert, the earlier slot first, slots have places; an expert's
-places are contiguous. Their number is known on the device alone, and nothing waits for it.
+Slot = token * S + choice. A place is a slot's index once slots are sorted by expert, then by slot;
+an expert's places are contiguous. Their number is known on the device alone, and nothing waits for
+it.
 
-Logits are float32 sums of the model's unrounded numbers, so that products with another order of
-sums choose alike but for near-ties.
+Logits are float32 sums of unrounded numbers, so that other orders of sums choose alike but for
+near-ties.
 
 Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size.
 """
@@ -29,8 +30,7 @@ MOST_SLOTS = 1 << 14  # that the sorting kernel takes: each expert's program rea
 
 @dataclass(frozen=True)
 class Groups:
-    """Slots sorted by expert: the slot at each place, the place of each slot, and where experts
-    end."""
+    """The slot at each place, the place of each slot, and where experts end."""
 
     slot_P: Tensor
     place_P: Tensor
@@ -53,7 +53,6 @@ def choose(
 
 
 def choose_by(logits_TE: Tensor, choices: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Compute `choose` in plain torch from the router's float32 logits."""
     experts_TS = logits_TE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :choices]
     return _weights(logits_TE, experts_TS, renormalize), experts_TS
 
@@ -78,7 +77,7 @@ def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
 def choose_and_sort(
     x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool
 ) -> tuple[Tensor, Groups]:
-    """Compute `choose` and `sort_slots` for an engine: (weights [T, S], sorted slots).
+    """Compute `choose` and `sort_slots` for an engine.
 
     Where `launch.triton_supports(x_TD)`; not differentiable.
     """
@@ -90,8 +89,8 @@ def choose_and_sort(
 
 
 def gather(x_TD: Tensor, groups: Groups, choices: int) -> Tensor:
-    """Gather the rows of tokens to the places of their slots: [P, D]. Differentiable, in a fixed
-    order of sums."""
+    """Gather tokens' rows to the places of their slots: [P, D]. Differentiable, in a fixed order of
+    sums."""
     return _Gather.apply(x_TD, groups, choices)
 
 
@@ -109,8 +108,6 @@ def combine(
 
 
 class _Choose(torch.autograd.Function):
-    """The kernel's choice, with the formula's gradient of the weights."""
-
     @staticmethod
     def forward(
         ctx: Any, x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool
@@ -336,8 +333,7 @@ def _choose_kernel(
     BLOCK_S: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Choose the experts and weights of one token; with `slot_ptr` it is the only one, and its
-    slots are sorted too."""
+    """Choose for one token; with `slot_ptr` it is the only one, and its slots are sorted too."""
     after_others(EARLY)
     token = tl.program_id(0).to(tl.int64)
     offs_e, offs_s = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_S)
@@ -409,8 +405,7 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sum one token's slots in the order of its choices. y lies by place, or by slot without
-    places."""
+    """Sum one token's slots in order. y lies by place, or by slot without places."""
     after_others(EARLY)
     token, offs_d = (
         tl.program_id(0).to(tl.int64),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("routed.cu")
 MOST = {"int4": 16}  # average slots of an expert; beyond, Triton is faster. Others: 32
 CAPABILITY = (9, 0)  # or later
-MEMORY = 226 * 1024  # bytes of a block's shared memory beside its book of places
+MEMORY = 226 * 1024  # bytes of a block's shared memory beside its places
 
 
 class RoutedTiling(NamedTuple):
@@ -41,7 +41,6 @@ class RoutedTiling(NamedTuple):
 
 
 def tiles(slots: int, stack: Stack) -> RoutedTiling:
-    """Choose the tiling by the average slots of an expert (measurements: docs/LOG.md)."""
     count = stack.num_experts
     if slots <= count:
         split = 1
@@ -117,8 +116,8 @@ def multiply(
     swiglu: bool = False,
     to_slots: bool = False,
 ) -> Tensor:
-    """Return [P, N] in bfloat16. x lies at the place's token, its slot / choices, or at the place
-    itself if choices is 0.
+    """Return [P, N] in bfloat16. x lies at the token slot / choices, or at the place if choices is
+    0.
 
     swiglu: a matrix has N gates, then as many ups, and y = silu(gate) * up. to_slots: y lies at the
     slot, not the place. RuntimeError when the kernel cannot be launched.

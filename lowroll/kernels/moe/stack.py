@@ -1,5 +1,3 @@
-"""The matrices of a layer's experts, as the kernels of a mixture of experts take them."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -23,7 +21,6 @@ class Stack:
 
     @property
     def channels(self) -> int:
-        """Return the output channels of one expert."""
         return self.codes_NK.shape[0] // self.num_experts
 
     @property
@@ -32,13 +29,12 @@ class Stack:
 
     @property
     def block(self) -> int:
-        """Return the features that stand together in the order of packed codes (notes on Triton in
-        `grouped`)."""
+        """Return the features that are adjacent in the order of packed codes (see `grouped`'s
+        Triton part)."""
         if not self.packed:
             return 0
         return 32 if self.kind == "mxfp4" else 16
 
     @property
     def packed(self) -> bool:
-        """Return whether a byte holds two codes."""
         return self.kind in ("nvfp4", "mxfp4", "int4")

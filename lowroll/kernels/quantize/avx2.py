@@ -1,7 +1,7 @@
 """Rows rotated and rounded on a CPU: `avx2.cpp` for torch, in float32.
 
-One call replaces six passes (rounding) and eighteen calls (rotation) of torch, with the same bits,
-so engine and aligned learner may take either.
+The bits are torch's, so engine and aligned learner may take either. One call replaces six passes
+(rounding) and eighteen calls (rotation).
 
 Legend: M rows of activations, K features.
 """
@@ -24,8 +24,6 @@ LEAST = 512  # features of a row; shorter ones are quicker in torch
 
 
 class CpuQuantizeArguments(ctypes.Structure):
-    """The struct of `avx2.cpp`."""
-
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *((name, ctypes.c_void_p) for name in ("x", "rotated", "codes", "scale")),
         *((name, ctypes.c_int) for name in ("M", "K", "width", "threads")),
@@ -53,8 +51,7 @@ def rotate(x: Tensor, width: int) -> Tensor:
 
 
 def quantize(x_MK: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the int8 codes [M, K] and scales [M, 1] of rows, rotated before that unless `width`
-    is 1."""
+    """Return int8 codes [M, K] and scales [M, 1] of rows, rotated first unless `width` is 1."""
     x_MK = x_MK.contiguous()
     codes_MK = torch.empty(x_MK.shape, dtype=torch.int8)
     scale_M1 = torch.empty(x_MK.shape[0], 1)

@@ -1,9 +1,8 @@
 """Quantizing a matrix to 4 bits in one launch: NVFP4, MXFP4, INT4 symmetric and asymmetric.
 
 Bytes equal those of `lowroll.quant` (nvfp4, mxfp4, int4): divisions round to nearest, nothing is
-contracted, ties go the same way. A program reads some groups once, finds their scales, and writes
-codes, two a byte, and scales to existing storages. The last group of a row is zero-padded; the
-padding is not stored, and stored codes beyond the row are 0.
+contracted, ties go the same way. The last group of a row is zero-padded; the padding is not stored,
+and stored codes beyond the row are 0.
 
 Legend: N rows, K columns, G groups of a row, S weights of a group, U stored words or bytes of a
 row.
@@ -66,7 +65,7 @@ def quantize4(
 
 @jit
 def _round(x):
-    """Round to the nearest whole number, ties to even, for |x| < 2^22."""
+    """Round half to even, for |x| < 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 

@@ -1,9 +1,8 @@
 """Quantizing a matrix or its transpose to 8 bits, one scale a row: INT8, rotated or not, and e4m3.
 
 Bytes equal those of `quant.int8`, `quant.int8_rotated` and `quant.fp8`: divisions round to nearest,
-nothing is contracted, ties go to even. A program takes one row, finds the scale, and writes codes
-and scale to existing storages. A transpose takes two launches over tiles: the columns' largest
-magnitudes, then transposed codes.
+nothing is contracted, ties go to even. A transpose takes two launches over tiles: the columns'
+largest magnitudes, then transposed codes.
 
 Legend: N rows, K columns.
 """
@@ -137,8 +136,8 @@ def _quantize8_kernel(
 def _column_amax_kernel(
     w, amaxes, N, K, MANY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Find the largest magnitudes of some columns over some rows, as bits, which are ordered as the
-    numbers."""
+    """Find the largest magnitudes of some columns over some rows, as bits, which have the numbers'
+    order."""
     k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(1).to(tl.int64) * MANY
     top = tl.zeros((ROWS, COLUMNS), tl.int32)

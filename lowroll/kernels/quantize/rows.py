@@ -3,9 +3,8 @@
     Rows       x[m, k] = codes[m, k] * scale[m]                    before a low-bit product, one scale a token
     Product    y[m, n] = sums[m, n] * row[m] * column[n] + bias[n]      after it, scales and bias not yet applied
 
-A product with unit scales is faster (`torch._scaled_mm` on Hopper, docs/LOG.md), and the next
-kernel reads the sums anyway, so that one applies the scales. y is rounded once to `dtype`, that of
-the activations.
+The next kernel applies the scales, since a product with unit scales is faster (`torch._scaled_mm`
+on Hopper, docs/LOG.md). y is rounded once to `dtype`, that of the activations.
 
 Codes equal those of `quant.int8` and `quant.fp8`, bit for bit:
 
@@ -48,7 +47,7 @@ LONG, MANY, PIECE = (
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Activations quantized a token. Pass `dtype` on to the Product made of them."""
+    """Activations quantized by token. Pass `dtype` on to the Product made of them."""
 
     codes_MK: Tensor  # int8 or float8_e4m3fn
     scale_M1: Tensor  # float32
@@ -66,7 +65,6 @@ class Product:
     dtype: torch.dtype = torch.bfloat16  # of y
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return y [M, N] in `dtype` (default: its own)."""
         dtype = dtype or self.dtype
         if self.row_M1 is self.column_N is self.bias_N is None:
             return self.sums_MN.to(dtype)
@@ -81,7 +79,7 @@ class Product:
 
 
 def quantize_rows(x_MK: Tensor, kind: str) -> QuantizedRows:
-    """Return dynamic codes of activations, one scale a row. ValueError for a `kind` not in `KINDS`."""
+    """Quantize activations, one scale a row. ValueError for a `kind` not in `KINDS`."""
     require(kind)
     if not triton_supports(x_MK) or x_MK.numel() == 0:
         return _plain(x_MK, kind)
@@ -129,7 +127,6 @@ def encoding(kind: str | None, size: int) -> dict[str, Any]:
 
 
 def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> QuantizedRows:
-    """Return empty rows for a kernel to fill, with the device and dtype of `like`."""
     require(kind)
     codes_MK = torch.empty(shape, dtype=KINDS[kind], device=like.device)
     scale_M1 = torch.empty(shape[0], 1, dtype=torch.float32, device=like.device)

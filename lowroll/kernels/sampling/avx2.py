@@ -39,7 +39,7 @@ def supports_device(device: torch.device) -> Support:
 def winners(
     scaled_BV: Tensor, keys_B: Tensor, positions_B: Tensor, greedy_B: Tensor | None, stream: int
 ) -> Tensor:
-    """Return the winning id of each row, int64 [B], of logits over temperature in float32."""
+    """Return the winning id of each row, int64 [B], of float32 logits over temperature."""
     if scaled_BV.stride(1) != 1:
         scaled_BV = scaled_BV.contiguous()
     given = [keys_B.contiguous(), positions_B.contiguous()]

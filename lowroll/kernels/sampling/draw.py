@@ -9,11 +9,10 @@ with a probability of at most 2 d / (1 + d), d their total variation; replays an
 that.
 
 On CUDA one kernel reads each tile of the vocabulary once for its maximum, mass and winner
-(`tiles`); filters, if any, find what stays and its masses (`filters`); the last compares winners
-and weighs tiles for the log-prob, with float64 sums. Where filters drop a tile's winner, its score
-bounds what stays: the tile is read again only if the bound reaches the best remaining winner. Tiles
-are the same for every batch, and so are a row's bits. Logarithms of devices differ in last bits, so
-a token may where two scores are within 1e-5.
+(`tiles`), another finds what filters keep (`filters`), and the last compares winners and sums
+masses in float64. Where filters drop a tile's winner, its score bounds what stays: the tile is read
+again only if the bound reaches the best remaining winner. A row's bits are the same in every batch.
+Devices' logarithms differ in last bits, so tokens may differ where two scores are within 1e-5.
 
 Greedy rows take the argmax, lower id first, and the log-prob at temperature 1.
 
@@ -53,8 +52,7 @@ def draw(
     greedy_B: Tensor | None = None,
     filters: Filters | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row: ids int64 [B] and log-probs float32 [B], of softmax(logits /
-    temperature) over what the filters leave.
+    """Draw one token a row: ids int64 [B] and log-probs float32 [B].
 
     logits_BV: any float dtype, rows contiguous or expanded (stride 0), left unchanged. keys_B,
     positions_B: int64, the noise. temperature_B: float32 (None is 1). greedy_B: bool (None is all
@@ -186,8 +184,6 @@ def _pick_kernel(
     TILES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Pick token and log-prob of one row from its tiles' winners, or their replacements after
-    filtering."""
     after_others(EARLY)
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * stride

@@ -8,14 +8,14 @@ A row's logits x are ordered by size, equal ones by lower id. Of them, in turn,
     min-p  x >= max + T log(min_p)
 
 so a threshold describes what stays: x > floor, and of those equal to it ids up to `last`. The order
-is that before the temperature, whose rounding could make unequal logits equal.
+is before the temperature, whose rounding could make unequal logits equal.
 
 On CUDA one program a row searches the threshold and reads only blocks that can hold it, by the
 maxima and masses of `tiles.tiles_of`. The k-th largest block maximum is at most the k-th largest
 logit; all below max + T log((1 - p) mass / ids) is less than 1 - p of the mass, a bound that the
 blocks' masses raise. Passes over blocks above the bound cut the interval in four until it has at
-most NEAR numbers, which are searched in registers, a bit at a time (`search`). Sums have one order:
-a row has the same threshold in every batch. Finally the tiles' masses become those of what stays.
+most NEAR numbers, which are searched in registers, a bit at a time (`search`). Sums have one order,
+so a row's threshold is the same in every batch.
 
 Shapes: B rows, V vocabulary, L blocks of a row, R rows with filters.
 """
@@ -92,8 +92,8 @@ def keep(
     """Filter each row; a greedy row, or one without a distribution, keeps all.
 
     logits_BV: any float dtype, rows contiguous or expanded. temperature_B: float32, None is 1.
-    greedy_B: bool. tiles: existing tiles of these logits, with blocks; their masses become those of
-    what stays (CUDA).
+    greedy_B: bool. tiles: of these logits, with blocks; their masses become those of what stays
+    (CUDA).
     """
     if not triton_supports(logits_BV):
         return _plain(logits_BV, filters, temperature_B, greedy_B)
@@ -144,7 +144,7 @@ def _plain(
     ranks_B = (filters.top_k_B < tokens) | (filters.top_p_B < 1)
     if greedy_B is not None:
         ranks_B = ranks_B & ~greedy_B
-    # on a GPU, asking which rows have filters would wait
+    # on a GPU, finding the rows with filters would wait
     rows_R = (
         torch.arange(rows, device=ranks_B.device) if ranks_B.is_cuda else ranks_B.nonzero()[:, 0]
     )
@@ -277,7 +277,7 @@ def _floor(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return floor and last id of what stays of a row."""
+    """Return floor and last id of what a row keeps."""
     floor = peak * 0.0 + float("-inf")
     last = tokens
     ids = tokens

@@ -6,8 +6,7 @@ the vocabulary.
     STOPS  the token would end the sample: while the next token stands before `banned_until`, its
            logit is -inf
 
-A step marks the tokens it draws (`advance`), so the host is not needed. Rows that use neither read
-no marks.
+A step marks the tokens it draws (`advance`). Rows that use neither read no marks.
 
 Legend: B rows, S slots, V vocabulary.
 """
@@ -38,7 +37,7 @@ class Marked(NamedTuple):
 
 
 def blank(slots: int, tokens: int, device: torch.device) -> Tensor:
-    """Return empty marks; rows begin at multiples of 16 bytes."""
+    """Return empty marks; rows are aligned to 16 bytes."""
     wide = -(-tokens // 16) * 16
     return torch.zeros((slots, wide), dtype=torch.uint8, device=device)[:, :tokens]
 
@@ -55,7 +54,7 @@ def add(marks_SV: Tensor, mark: int, slots_N: Tensor, tokens_N: Tensor) -> None:
 
 
 def flat(marks_SV: Tensor) -> Tensor:
-    """Return the marks in one row; those of slot s begin at s * stride(0)."""
+    """Return the marks in one row; slot s begins at s * stride(0)."""
     return marks_SV.as_strided((len(marks_SV) * marks_SV.stride(0),), (1,))
 
 

@@ -7,9 +7,8 @@ in blocks of 1024: id 1024 b + 256 j + l has word j of counter c = 256 b + l. Wi
     v = (w + 0.5) / 2^32        in float32, and at most 1 - 2^-24
     noise = -log(-log1p(-v))    between -2.9 and 22.9
 
-Large noise comes from a small v, which has all its digits there. The noise depends on key, position
-and id alone. v is the same everywhere; the logarithms of torch, `avx2.cpp` and Triton differ by
-less than 1e-5.
+Large noise comes from a small v, which has all its digits there. v is the same everywhere; the
+logarithms of torch, `avx2.cpp` and Triton differ by less than 1e-5.
 
 Legend: B rows, V vocabulary, C counters of a row.
 """
@@ -26,7 +25,6 @@ IDS = 1024  # of a block
 COUNTERS = 256  # of a block
 MOST_V = 1 - 2.0**-24
 _WORD = 0xFFFFFFFF
-# for Triton's kernels
 _STREAM, _MOST_V = constexpr(STREAM), constexpr(MOST_V)
 _NATIVE = constexpr(not INTERPRETED)
 

@@ -2,7 +2,7 @@
 
 A list of blocks is read GROUP at a time. Numbers that stay so far (x > floor, and of those equal to
 it ids up to `last`) weigh 1, or their mass exp2(x * factor - shift); the threshold is the largest
-number that has, with those above it, the target's weight. A row is one program's, with its own
+number that has, with those above it, the target's weight. A row has one program, with its own
 workspaces.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from lowroll.kernels.launch import constexpr, jit, tl
 
 LOWEST = constexpr(-3.4028234663852886e38)
-_BY_VALUE = constexpr(16)  # turns before bits are split
+_BY_VALUE = constexpr(16)  # iterations before bits are split
 
 
 @jit
@@ -27,7 +27,7 @@ def value_of(key):
 
 @jit
 def reaching(key_n, weight_n, live_n, target):
-    """Return the largest living key that has, with those above it, the target's weight, or the
+    """Return the largest live key that has, with those above it, the target's weight, or the
     smallest."""
     low = tl.min(tl.where(live_n, key_n, 2147483647), 0)
     high = tl.max(tl.where(live_n, key_n, -2147483648), 0)
@@ -264,8 +264,8 @@ def search(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return floor and last id of the fewest remaining numbers whose weight (1 each, or their mass)
-    reaches the target. low: a lower bound of the floor."""
+    """Return floor and last id of the fewest remaining numbers whose weight reaches the target.
+    low: a lower bound of the floor."""
     high = value_of(key_of(peak) + 1)
     above = target.to(tl.float32) * 0.0
     found = count * 0

@@ -4,7 +4,7 @@ each block.
     mass = sum exp((x - maximum of the tile) / T)
     winner = argmax x / T + noise       `noise`; of a greedy row argmax x
 
-Tiles are the same for every batch, and so are a row's bits. A greedy row's temperature is 1.
+A row's bits are the same in every batch. A greedy row's temperature is 1.
 
 Shapes: B rows, V vocabulary, C = ceil(V / TILE) tiles, L = C * TILE / BLOCK blocks.
 """
@@ -44,8 +44,8 @@ def tiles_of(
     blocks: bool,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> TileScores:
-    """Run the pass. logits_BV: any float dtype, contiguous or expanded rows. noise: int64 keys and
-    positions of the rows, for winners."""
+    """Run the pass. Rows of logits are contiguous or expanded, of any float dtype. noise: int64
+    keys and positions of the rows, for winners."""
     rows, tokens = logits_BV.shape
     aligned = tokens % 16 == 0
     if aligned and (logits_BV.stride(0) % 16 or logits_BV.data_ptr() % 16):
@@ -122,8 +122,8 @@ def is_distribution(largest, total):
     )
 
 
-# The compiler picks a row's layout, and so the order of sums, by the stride: it must know the
-# vocabulary alone, as the stride of an expanded row is 0.
+# The compiler picks a row's layout, and so the order of sums, by the stride, so the stride must
+# depend on the vocabulary alone: that of an expanded row is 0.
 @jit(do_not_specialize=["stride"])
 def _masses_kernel(
     logits_ptr,

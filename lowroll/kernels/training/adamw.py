@@ -4,11 +4,11 @@
     s = lr m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps)        p <- p - lr * wd * p - s        low <- round(p)
 
 (Loshchilov & Hutter 2019, algorithm 2.) `clip` stays on the device; `low` is the model's
-half-precision copy of a float32 master; sum s^2 is returned: 30 bytes a parameter move instead of
-90.
+half-precision copy of a float32 master; sum s^2 is returned. One pass moves 30 bytes a parameter
+instead of 90.
 
-The table of addresses is made anew for every update, as storages may move. Blocks are fixed by the
-tensors' sizes and none adds to another's result, so a step repeats bit for bit.
+The table of addresses is made anew for every update, as storages may move. A step repeats bit for
+bit.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Tensors:
         lows: Sequence[Tensor | None],
         decays: Sequence[float],
     ) -> None:
-        """Check the tensors: ValueError for one that is not float32 and contiguous, or copies of
-        two dtypes or other sizes."""
+        """Raise ValueError for a tensor that is not float32 and contiguous, or copies of two dtypes
+        or other sizes."""
         for x in (*masters, *firsts, *seconds):
             _check(x, torch.float32)
         for master, low in zip(masters, lows, strict=True):
@@ -75,8 +75,7 @@ class Tensors:
         self.start = (torch.arange(sum(blocks), device=self.device) - firsts_of) * BLOCK
 
     def addresses(self, gradients: Sequence[Tensor]) -> Addresses:
-        """Return the launch's table of every tensor and its gradient, without waiting for the
-        device.
+        """Return the launch's table, without a wait.
 
         gradients: one a tensor, in order, all float32 or all of the copies' dtype, else ValueError.
         """
@@ -135,7 +134,7 @@ class Tensors:
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    """Return the gradient as the kernel reads it; a misaligned or strided slice is copied."""
+    """Return the gradient, copied if it is misaligned or strided."""
     plain = gradient.is_contiguous() and gradient.data_ptr() % ALIGNMENT == 0
     gradient = gradient if plain else gradient.clone(memory_format=torch.contiguous_format)
     return gradient

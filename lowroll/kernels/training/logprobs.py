@@ -6,9 +6,8 @@ With z = logits / temperature and y the target of a row,
     d logp / d logits = (onehot(y) - softmax(z)) / temperature
 
 On CUDA one pass makes the first two (a running maximum, Milakov & Gimelshein 2018), and a second
-one the gradient, where wanted, rounded once to its product's dtype. Where the log-prob is known,
-lse(z) = z_y - logp, and only the gradient remains. onehot - softmax is taken before the rounding:
-at p = 0.999 the gradient is 0.001, not 0.
+one the gradient, rounded once to its product's dtype. For a known log-prob, lse(z) = z_y - logp.
+onehot - softmax is taken before the rounding: at p = 0.999 the gradient is 0.001, not 0.
 
 Shapes: C rows, V vocabulary.
 """
@@ -69,7 +68,7 @@ def logit_gradient(
     temperature: float,
     gradient_CV: Tensor,
 ) -> None:
-    """Fill gradient_CV with scale * d logp / d logits, for known log-probs."""
+    """Compute only the gradient of `token_log_probs`, for known log-probs."""
     if not triton_supports(logits_CV):
         _reference(logits_CV, targets_C, temperature, gradient_CV, scale_C)
     elif len(logits_CV):
@@ -151,8 +150,6 @@ def _token_log_probs_kernel(
     inverse_temperature,
     BLOCK: tl.constexpr,
 ):
-    """Process one row: statistics in one pass with a running maximum a lane; a second pass only for
-    the gradient."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     offs_n = tl.arange(0, BLOCK)

@@ -2,9 +2,8 @@
 
     g = g0 + l B_g',   u = u0 + l B_u'        y = silu(g) u          d u = d y silu(g),   d g = d y u s (1 + g (1 - s))
 
-Adding a rank-r update to [T, 2F] reads and writes a layer's largest tensor once more; here it is
-made tile by tile, where the tile is read anyway. A tile holds whole rows of l and B, which bounds
-the rank (`supports`).
+Adding a rank-r update to [T, 2F] would read and write a layer's largest tensor once more; here it
+is made in each tile. A tile holds whole rows of l and B, which bounds the rank (`supports`).
 
 Legend: T tokens, F intermediate size, r rank, L columns of the stacked update: r where one of gate
 and up has an adapter, 2r where both have (B is block-diagonal then, and the other block is not
@@ -44,7 +43,6 @@ class Update:
     rank: int
 
     def gate(self, gate_up_TN: Tensor) -> Tensor:
-        """Return silu(gate) * up of gate_up with the update, on a device."""
         return _forward(gate_up_TN, self.low_TL, self.b_NL, self.rank)
 
     def gate_backward(self, gate_up_TN: Tensor, y_grad_TF: Tensor) -> tuple[Tensor, Tensor]:
