@@ -1,9 +1,9 @@
 """The two ends of a channel of rollouts, and the errors they raise.
 
-The orchestrator sends a Batch a step, in order, and the trainer receives each once. Nothing is lost: a
-full channel makes the orchestrator wait. Rollouts are pulled: the trainer says what it has received and
-what is in a checkpoint of its own (`Cursor`); one that comes back after a crash says less than
-before, and gets the same batches again. In one process both ends are one object.
+The orchestrator sends one Batch a step, in order, and the trainer receives each once. A full
+channel blocks the orchestrator, so nothing is lost. The trainer reports what it has received and
+committed to a checkpoint (`Cursor`); after a crash it reports less and receives the same batches
+again. In one process both ends are one object.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lowroll.types import Batch, RunFailed
 
 log = logging.getLogger(__name__)
 
-REMIND_S = 300.0  # between two lines that say what is waited for
+REMIND_S = 300.0  # seconds between two log lines of a wait
 
 
 class TransportError(RunFailed):
-    """Something went wrong between two rooms."""
+    """An error between two processes."""
 
 
 class DeadlineExceeded(TransportError):
-    """A wait ran out of time; the message names what it waited for and how long."""
+    """A wait that ran out of time; the message names what it waited for and how long."""
 
     def __init__(self, waited_for: str, deadline_s: float) -> None:
         super().__init__(f"waited {deadline_s:g} s for {waited_for}")
@@ -35,30 +35,29 @@ class DeadlineExceeded(TransportError):
 
 
 class PeerSilent(DeadlineExceeded):
-    """The other side was there and says nothing any more; the message names it."""
+    """The other side was there and is silent now; the message names it."""
 
 
 class ChannelClosed(TransportError):
-    """The other side closed the channel and nothing is left in it."""
+    """The other side closed the channel and the channel is empty."""
 
 
 class DamagedFrame(TransportError):
-    """A batch on its way is not what was sent, also after it was asked for again."""
+    """A batch that is still damaged after retries."""
 
 
 class FrameGone(TransportError):
-    """The trainer needs a batch that the orchestrator does not have any more."""
+    """The trainer needs a batch that the orchestrator no longer has."""
 
 
 class Fenced(TransportError):
-    """A later attempt of the same role has taken over; this one may say nothing any more."""
+    """A later attempt of the same role has taken over."""
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """The progress that a trainer has reported: the last step that it has received, the last one
-    that is in a checkpoint, and its attempt. Within an attempt both only grow; reports of an
-    earlier attempt no longer count."""
+    """The progress that a trainer reports: the last step received, the last step in a checkpoint,
+    and its attempt. Within an attempt both only grow; reports of earlier attempts are ignored."""
 
     received: int
     committed: int
@@ -69,7 +68,7 @@ class Cursor:
             raise ValueError(f"expected 0 <= committed <= received and attempt >= 0, got {self}")
 
     def follows(self, other: Cursor | None) -> bool:
-        """Return whether this cursor may replace `other`, which was reported before."""
+        """Return whether this cursor may replace the earlier report `other`."""
         if other is None or self.attempt > other.attempt:
             return True
         return (
@@ -79,12 +78,11 @@ class Cursor:
         )
 
     def receive(self) -> Cursor:
-        """Return the cursor one step further."""
         return replace(self, received=self.received + 1)
 
     def commit(self, step: int) -> Cursor:
-        """Return the cursor with everything up to `step` in a checkpoint. ValueError when that
-        cannot be."""
+        """Return the cursor with all steps up to `step` in a checkpoint. ValueError for an
+        impossible step."""
         if not self.committed <= step <= self.received:
             raise ValueError(
                 f"commit: step {step} is not between the committed step {self.committed} and the "
@@ -94,37 +92,36 @@ class Cursor:
 
 
 class RolloutSender(Protocol):
-    """The orchestrator's end: batches in the order of their steps."""
+    """The orchestrator's end, which sends batches in the order of their steps."""
 
     def send(self, batch: Batch) -> None:
-        """Hand `batch` over. DeadlineExceeded when the receiver is too far behind, ChannelClosed
-        after `close`."""
+        """Send `batch`. DeadlineExceeded when the receiver is too far behind, ChannelClosed after
+        `close`."""
 
     def cursor(self) -> Cursor | None:
-        """Return the progress that the trainer has reported; None before its first report."""
+        """Return the trainer's last report; None before the first."""
 
     def close(self) -> None:
         """Stop sending from this process; batches in the channel can still be received."""
 
 
 class RolloutReceiver(Protocol):
-    """The trainer's end: each batch once, in order."""
+    """The trainer's end, which receives each batch once, in order."""
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch, within `deadline_s` seconds. DeadlineExceeded, or ChannelClosed
+        """Return the next batch within `deadline_s` seconds. DeadlineExceeded, or ChannelClosed
         when none can come."""
 
     def commit(self, step: int) -> None:
-        """Record that everything up to `step` is in a checkpoint: those batches will not be asked
-        for again. ValueError for a step that was not received, or that is before an earlier one."""
+        """Record that all steps up to `step` are in a checkpoint and will not be requested again.
+        ValueError for a step that was not received or goes back."""
 
     def close(self) -> None:
         """Stop receiving."""
 
 
 def check_deadline(deadline_s: float) -> float:
-    """Return the deadline as a float. ValueError unless it is a finite number of seconds, 0 or
-    more."""
+    """Return the deadline as a float. ValueError unless it is finite and not negative."""
     if (
         isinstance(deadline_s, bool)
         or not isinstance(deadline_s, (int, float))
@@ -140,7 +137,7 @@ LONGEST_PAUSE_S = 0.02
 
 
 class Reminder:
-    """Says in the log what is waited for, every REMIND_S seconds of a wait that has just begun."""
+    """A log line every REMIND_S seconds of a wait, naming what is waited for."""
 
     def __init__(self, waited_for: Callable[[], str], deadline_s: float) -> None:
         self.waited_for = waited_for
@@ -167,11 +164,10 @@ def wait_until(
     alive: Callable[[], None] | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Ask `ready` until it says yes, at first after milliseconds, then fifty times a second.
+    """Poll `ready` until it is true, first after milliseconds, then fifty times a second.
 
-    alive: called between two questions; it raises when the other side cannot answer any more.
-    The log says every REMIND_S seconds what is waited for. DeadlineExceeded after `deadline_s`
-    seconds.
+    alive: called between polls; raises when the other side cannot answer any more. DeadlineExceeded
+    after `deadline_s` seconds.
     """
     until = time.monotonic() + check_deadline(deadline_s)
     reminder = Reminder(lambda: waited_for, deadline_s)

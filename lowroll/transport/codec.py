@@ -1,22 +1,21 @@
 """The types of `lowroll.types` as JSON lines, strictly and without loss.
 
-A batch is one header line (`kind`, `format`, `num_samples` and the batch's own fields) followed by
-one line a sample, UTF-8, each ended by a newline. msgspec writes the lines, and parses and checks
-them against a schema that is read off the dataclasses' type hints, so a new field needs no code
-here.
+A batch is a header line (`kind`, `format`, `num_samples` and the batch's own fields) and one line a
+sample, in UTF-8. msgspec writes, parses and checks the lines against a schema derived from the
+dataclasses' type hints, so a new field needs no code here.
 
-1. Floats travel as their shortest decimal, which parses back to the same double (Steele & White
-   1990). JSON has no infinities: a float field holds the string "inf", "-inf" or "nan" for those,
-   and no other string.
+1. Floats are written as their shortest decimal, which parses back to the same double (Steele &
+   White 1990). Infinities and NaN are the strings "inf", "-inf" and "nan"; a float field holds no
+   other string.
 2. A union of dataclasses carries the class name under `type`.
-3. Bytes travel as base64, a tuple of fixed length as a list of that length.
-4. A field that says so (`types.OMITTED`) is left out where it is None, and never null.
+3. Bytes are base64; a tuple of fixed length is a list of that length.
+4. A field marked `types.OMITTED` is left out where it is None, and never null.
 5. Both directions are strict: an unknown, missing or ill-typed field, a wrong count, a torn line or
    an oversized message is a CodecError that names the line and the field.
 
-The encoder writes none of the following, so the decoder does not look for it: of a doubled field
-the last value counts, an integer above 2^53 in a float field is rounded, and base64 may have bits
-behind its last byte. The checksums around the lines find damage (`rollout_log`, `frame`).
+The decoder does not detect what the encoder never writes: of a repeated field the last value
+counts, an integer above 2^53 in a float field is rounded, and base64 may have bits behind its last
+byte. Checksums around the lines detect damage (`rollout_log`, `frame`).
 """
 
 from __future__ import annotations
@@ -41,17 +40,16 @@ MAX_BYTES = 1 << 30
 _TAG = "type"
 _EXACT = 1 << 53  # integers up to here are doubles
 _NON_FINITE = ("inf", "-inf", "nan")
-_FLOAT: Any = float | Literal["inf", "-inf", "nan"]  # as it travels
+_FLOAT: Any = float | Literal["inf", "-inf", "nan"]  # in JSON
 
 
 class CodecError(ValueError):
-    """A message that is not what the codec writes, or an object that it cannot write without
-    loss."""
+    """A message that the codec did not write, or an object that it cannot write without loss."""
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """Return a header line and one line a sample. CodecError naming the field that JSON cannot
-    carry exactly."""
+    """Return a header line and one line a sample. CodecError names a field that JSON cannot carry
+    exactly."""
     return encode_header(batch) + b"".join(map(encode_sample, batch.samples))
 
 
@@ -77,7 +75,7 @@ def encode_header(batch: Batch) -> bytes:
 
 
 def decode_header(line: bytes, num_samples: int) -> Batch:
-    """Return the batch whose header is `line`, without its samples, of which so many follow."""
+    """Return the batch whose header is `line`, without its `num_samples` samples."""
     header = strictly("line 1", lambda: msgspec.json.decode(line))
     if type(header) is not dict or header.pop("kind", None) != "batch":
         raise CodecError("line 1: not the header of a batch")
@@ -93,20 +91,18 @@ def decode_header(line: bytes, num_samples: int) -> Batch:
 
 
 def encode_sample(sample: Sample) -> bytes:
-    """Return a sample as one line, newline included."""
     return _line(_to_plain(sample, Sample, "sample"), "sample")
 
 
 def decode_sample(line: bytes, where: str = "sample") -> Sample:
-    """Return the sample that `encode_sample` wrote as `line` (with or without its newline)."""
+    """Return the sample in `line`, with or without its newline."""
     found = strictly(where, lambda: msgspec.json.decode(line, type=_schema(Sample)))
     sample: Sample = _to_record(found, Sample, _has_words(line))
     return sample
 
 
 def strictly(where: str, call: Callable[[], Found]) -> Found:
-    """Return what a call of msgspec returns. Its errors become a CodecError that begins with the
-    field."""
+    """Call msgspec; its errors become a CodecError that begins with the field."""
     try:
         return call()
     except UnicodeEncodeError as error:
@@ -122,7 +118,6 @@ def _line(value: Any, where: str) -> bytes:
 
 @cache
 def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Return the type hint of each field of a dataclass, and whether None is left out."""
     hints = typing.get_type_hints(kind)
     return {
         field.name: (hints[field.name], bool(field.metadata.get("omitted")))
@@ -132,20 +127,17 @@ def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
 
 @cache
 def _options(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union; () for any other type."""
     is_union = typing.get_origin(hint) in (Union, types.UnionType)
     return typing.get_args(hint) if is_union else ()
 
 
 @cache
 def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the origin and the arguments of a type hint, of `list[int]` (list, (int,))."""
     return typing.get_origin(hint), typing.get_args(hint)
 
 
 @cache
 def _is_plain(hint: Any) -> bool:
-    """Return whether parsed values of a type are values of the type as they are."""
     origin, args = _parts(hint)
     if origin is Literal or hint in (Any, str, int, bool, bytes, type(None)):
         return True
@@ -164,8 +156,7 @@ def _is_numeric(hint: Any) -> bool:
 
 @cache
 def _schema(hint: Any, tagged: bool = False) -> Any:
-    """Return the type that msgspec is to check in the place of a type hint. tagged: a dataclass has
-    its name with it."""
+    """Return the type that msgspec checks for a type hint. tagged: a dataclass carries its name."""
     if hint is float:
         return _FLOAT
     if dataclasses.is_dataclass(hint):
@@ -198,8 +189,7 @@ def _struct(kind: type, tagged: bool) -> type[msgspec.Struct]:
 
 
 def _to_plain(value: Any, hint: Any, where: str) -> Any:
-    """Return a value of a type as data that msgspec writes. CodecError for a value of another
-    type."""
+    """Return a value as data that msgspec writes. CodecError for a value of another type."""
     if hint is Any:
         return _check_json(value, where)
     if options := _options(hint):
@@ -259,8 +249,8 @@ def _expect(value: Any, kind: type, where: str) -> None:
 
 
 def _numbers(values: Any, hint: Any) -> msgspec.Raw | None:
-    """Return lists of numbers as JSON, checked and written all at once, because a batch has
-    millions of them. None where one of them needs a closer look."""
+    """Return lists of numbers as JSON, checked and written at once, because a batch has millions of
+    them. None where one needs a closer look."""
     try:
         found = msgspec.convert(values, hint)
         text = msgspec.json.encode(found)
@@ -286,12 +276,11 @@ def _check_json(value: Any, where: str) -> Any:
 
 
 def _has_words(line: bytes) -> bool:
-    """Return whether a float of a line may be a word."""
     return any(f'"{word}"'.encode() in line for word in _NON_FINITE)
 
 
 def _to_record(value: Any, hint: Any, has_words: bool) -> Any:
-    """Return what was checked by the schema of a type as a value of the type."""
+    """Convert a value that passed the schema to its type."""
     if _is_plain(hint) or _is_numeric(hint) and not has_words:
         return value
     if options := _options(hint):

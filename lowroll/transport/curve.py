@@ -1,8 +1,7 @@
-"""Authentication and encryption of the socket that rollouts travel through: ZeroMQ's CURVE.
+"""Authentication and encryption of the rollout socket with ZeroMQ's CURVE.
 
-Both ends know the run's token, and derive the keys of both from it. The handshake proves them, so a
-peer without the token is cut off before a message of it is read or kept. Source: RFC 26 (CurveZMQ)
-and RFC 27 (ZAP) of rfc.zeromq.org.
+Both ends derive both key pairs from the run's token. The handshake rejects a peer without the token
+before any of its messages is read. Source: RFC 26 (CurveZMQ) and RFC 27 (ZAP) of rfc.zeromq.org.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-HANDSHAKE_MS = 5_000  # a connection that has not proved its key by then is closed
+HANDSHAKE_MS = 5_000  # unauthenticated connections are closed after this
 _DOMAIN = "rollouts"
 
 
@@ -24,14 +23,14 @@ def keypair(token: str, owner: str) -> tuple[bytes, bytes]:
 
 
 def set_client_keys(socket: zmq.Socket[bytes], token: str) -> None:
-    """Have a trainer's socket speak only to an orchestrator of the same token."""
+    """Restrict a trainer's socket to an orchestrator of the same token."""
     socket.curve_publickey, socket.curve_secretkey = keypair(token, "trainer")
     socket.curve_serverkey, _ = keypair(token, "orchestrator")
 
 
 def set_server_keys(socket: zmq.Socket[bytes], token: str) -> None:
-    """Have an orchestrator's socket accept only clients that the authenticator of its context
-    admits, and nobody where there is none."""
+    """Let an orchestrator's socket accept only clients that its context's authenticator admits, and
+    none without an authenticator."""
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = keypair(token, "orchestrator")
     socket.zap_domain = _DOMAIN.encode()
@@ -40,7 +39,7 @@ def set_server_keys(socket: zmq.Socket[bytes], token: str) -> None:
 
 
 def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], token: str) -> ThreadAuthenticator:
-    """Start the thread that admits clients with the trainer's key, and no others."""
+    """Start the thread that admits only clients with the trainer's key."""
     authenticator = ThreadAuthenticator(context)
     authenticator.configure_curve_callback(_DOMAIN, TrainerKey(token))
     authenticator.start()
@@ -48,11 +47,11 @@ def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], token: str) -> 
 
 
 class TrainerKey:
-    """The public key of the trainer, as the authenticator asks for it."""
+    """The authenticator's check of the trainer's public key."""
 
     def __init__(self, token: str) -> None:
         self.public, _ = keypair(token, "trainer")
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether a client with the public key `key`, in Z85, may enter."""
+        """Return whether the client's public key `key`, in Z85, is the trainer's."""
         return key == self.public

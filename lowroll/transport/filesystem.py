@@ -1,10 +1,9 @@
-"""Rollouts through a folder that both sides see: the spool, and one file with the trainer's cursor.
+"""Rollouts through a shared folder: the spool, and one file with the trainer's cursor.
 
     orchestrator   step_000012.frame      whole or absent, never changed
     trainer        cursor.json            what it has received and committed, replaced whole
 
-Nothing else passes between them. Each side learns of the other by looking again, fifty times a second
-at most; who is not there any more is found out by `alive`, which the caller gives.
+Each side polls the folder at most fifty times a second; the caller's `alive` detects a dead peer.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from lowroll.transport.base import (
 from lowroll.transport.spool import Spool
 from lowroll.types import Batch
 
-TRIES = 3  # to read what is damaged
-_PAUSE_S = 0.2  # between them
+TRIES = 3  # reads of a damaged frame
+_PAUSE_S = 0.2  # between reads
 
 
 class Sender:
-    """The orchestrator's end of a channel between processes: batches that were sent and not yet
-    committed. hwm: how many the trainer may not have received yet; `send` waits at most `deadline_s`
-    seconds for room. alive: raises when the trainer cannot answer any more."""
+    """The orchestrator's end of a channel between processes. hwm: how many batches the trainer may
+    not have received yet; `send` waits at most `deadline_s` seconds for it to catch up. alive:
+    raises when the trainer cannot answer any more."""
 
     def __init__(
         self,
@@ -55,23 +54,21 @@ class Sender:
         self.spool.repair()
 
     def cursor(self) -> Cursor | None:
-        """Return the progress that the trainer has reported by now."""
         cursor = self.spool.progress.cursor()
         if cursor is not None and cursor.follows(self._cursor):
             self._cursor = cursor
         return self._cursor
 
     def notify(self) -> None:
-        """Do nothing: who looks into a folder needs no notice of what is new there."""
+        """Do nothing: the trainer polls the folder."""
 
     def send(self, batch: Batch) -> None:
-        """Keep a batch in the spool, from which the trainer gets it. DeadlineExceeded when that is
-        too far behind, FrameGone when it needs a batch that is not there any more; then nothing is
-        sent."""
+        """Put a batch into the spool. DeadlineExceeded when the trainer is too far behind,
+        FrameGone when it needs a batch that is gone; then nothing is sent."""
         if self.closed:
             raise ChannelClosed(f"batch of step {batch.step} was sent on a closed rollout channel")
         steps = self.spool.steps()
-        if batch.step not in steps:  # one that is there was sent, and is only compared
+        if batch.step not in steps:  # a present step is only compared
             wait_until(
                 lambda: self._has_room(batch.step, self.cursor()),
                 f"the trainer to receive a batch: step {batch.step} would be one more than the "
@@ -99,7 +96,7 @@ class Sender:
         return step - 1 - cursor.received < self.hwm
 
     def check(self) -> None:
-        """Raise FrameGone when the trainer has fallen back behind the oldest batch that is here."""
+        """Raise FrameGone when the trainer needs a batch older than the oldest one here."""
         if (cursor := self.cursor()) is not None:
             self._refuse_gap(cursor, self.spool.steps())
 
@@ -112,8 +109,8 @@ class Sender:
             )
 
     def go_back(self, cursor: Cursor) -> None:
-        """Forget all that was sent: what follows the trainer's checkpoint is made again. One that has
-        received more than that is fenced, and the next word is of one that goes on from there."""
+        """Drop all batches after the trainer's checkpoint, which will be made again. A trainer that
+        has received more is fenced; the next attempt starts from the checkpoint."""
         if cursor.received > cursor.committed:
             self.spool.progress.dismiss(cursor)
         self.spool.drop_after(-1)
@@ -121,20 +118,20 @@ class Sender:
         self.closed, self._ended, self._cursor = False, None, None
 
     def end(self, reason: str) -> None:
-        """Declare that no batch follows, ever: the trainer gets ChannelClosed with the reason
-        behind the last."""
+        """Declare that no batch follows: the trainer gets ChannelClosed with the reason after the
+        last."""
         self.closed, self._ended = True, reason
         self.spool.end(reason)
         self.notify()
 
     def drain(self, deadline_s: float) -> None:
-        """Wait until the trainer has committed everything that was sent: no other process can
-        answer it."""
+        """Wait until the trainer has committed everything that was sent, because no other process
+        can answer it."""
         last = max(self.spool.steps(), default=0)
 
         def done() -> bool:
             if self._ended is not None and self.spool.ended() is None:
-                self.spool.end(self._ended)  # a trainer that was started again has taken it back
+                self.spool.end(self._ended)  # a restarted trainer may have reopened it
             self.check()
             cursor = self.cursor()
             return last == 0 or (cursor is not None and cursor.committed >= last)
@@ -142,13 +139,13 @@ class Sender:
         wait_until(done, f"the trainer to commit step {last}", deadline_s, self.alive)
 
     def close(self) -> None:
-        """Send nothing more; what was sent stays. Idempotent."""
+        """Stop sending; sent batches stay. Idempotent."""
         self.closed = True
 
 
 class Receiver:
-    """The trainer's end. committed: the step of the checkpoint that it goes on from, 0 at the
-    beginning. `attempt` grows with every start of the trainer; an earlier one is fenced."""
+    """The trainer's end. committed: the step of the checkpoint that it resumes from, 0 at the
+    beginning. `attempt` grows with every start; earlier attempts are fenced."""
 
     def __init__(
         self,
@@ -167,8 +164,8 @@ class Receiver:
         self._say(self._cursor)
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch. FrameGone when the orchestrator has only later ones, DamagedFrame
-        when the file is not what was sent, Fenced when a later attempt has taken over."""
+        """Return the next batch. FrameGone when only later ones are there, DamagedFrame when the
+        file is not what was sent, Fenced when a later attempt has taken over."""
         step = self._cursor.received + 1
         wait_until(
             lambda: self._is_decided(step),
@@ -194,7 +191,7 @@ class Receiver:
         """Do nothing: no resource is held."""
 
     def _is_decided(self, step: int) -> bool:
-        """Return whether the batch is there, or will never be. FrameGone when only later ones are
+        """Return whether the batch is there or will never be. FrameGone when only later ones are
         there."""
         self.spool.progress.check(self._cursor.attempt)
         if self.spool.path(step).exists() or self.spool.ended() is not None:

@@ -1,13 +1,12 @@
-"""A batch as the bytes that travel and lie on disk, the same on every transport.
+"""A batch as bytes, the same on every transport and on disk.
 
     {"kind":"frame","format":3,"run":"...","step":12,"size":48123,"sha256":"...", "crc": "9cf16ae5"}
     {"kind":"batch","format":1,"num_samples":256,"step":12,...}
     the samples, a MessagePack array
 
-The first line is sealed (`checkpoint.seal`); `sha256` is of the bytes behind it. `run` names the run
-that the batch belongs to: one of another run is refused, wherever it lies. The second line is that
-of the log. A sample is its line of the log without its long lists of numbers, which stand beside it
-as bytes: numbers as text, which people read in the log, are most of what a batch costs on its way.
+The first line is sealed (`checkpoint.seal`); `sha256` is of the bytes after it. A batch of another
+`run` is refused. The second line is the log's header. A sample is its line of the log without the
+long lists of numbers, which follow as bytes: written as text they are most of the cost of a batch.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ FORMAT = 3
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first line of a frame. size: bytes behind it."""
+    """The first line of a frame. size: bytes after it."""
 
     run: str
     step: int
@@ -48,18 +47,18 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PackedSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A sample, and beside it the lists that it lacks: little-endian numbers, one behind the other."""
+    """A sample without its long lists, and those lists as little-endian numbers."""
 
-    sample: bytes  # its line
+    sample: bytes  # its line of the log
     prompt_ids: bytes  # int32
     token_ids: bytes  # int32
-    logprobs: bytes  # float64: no engine's are rounded
-    loss_mask: bytes  # a byte each
+    logprobs: bytes  # float64, as engines' values are not rounded
+    loss_mask: bytes  # one byte each
 
 
 def encode_frame(batch: Batch, run: str) -> bytes:
-    """Return the frame of a batch. CodecError for a batch that the codec cannot carry, or one that
-    no reader would take."""
+    """Return the frame of a batch. CodecError for a batch that the codec cannot carry, or that a
+    reader would reject."""
     payload = pack_batch(batch)
     if len(payload) > MAX_BYTES:
         raise CodecError(
@@ -85,7 +84,7 @@ def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
 
 
 def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
-    """Return the bytes behind the header, which have its size and digest. DamagedFrame otherwise;
+    """Return the bytes after the header, checked for size and digest. DamagedFrame otherwise;
     TransportError for a frame of another format."""
     begins = data.find(b"\n", 0, MAX_LINE_BYTES) + 1
     try:
@@ -112,13 +111,12 @@ def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
 
 
 def pack_batch(batch: Batch) -> bytes:
-    """Return a batch as a frame has it behind its first line. CodecError names the field that cannot
-    be carried exactly."""
+    """Return the part of a frame after its first line. CodecError names a field that cannot be
+    carried exactly."""
     return encode_header(batch) + msgspec.msgpack.encode([pack_sample(s) for s in batch.samples])
 
 
 def unpack_batch(data: bytes) -> Batch:
-    """Return the batch that `pack_batch` wrote as `data`."""
     header, _, samples = data.partition(b"\n")
     packed = strictly("samples", lambda: msgspec.msgpack.decode(samples, type=list[PackedSample]))
     batch = decode_header(header, len(packed))
@@ -142,7 +140,6 @@ def pack_sample(sample: Sample) -> PackedSample:
 
 
 def unpack_sample(packed: PackedSample, where: str = "sample") -> Sample:
-    """Return the sample that `pack_sample` packed."""
     sample = decode_sample(packed.sample, where)
     rollout = sample.rollout
     if sample.prompt_ids or sample.loss_mask or rollout.token_ids or rollout.logprobs:

@@ -1,4 +1,4 @@
-"""A channel inside one process: objects are passed, not copied. Safe between threads."""
+"""A channel inside one process. Objects are passed, not copied. Thread-safe."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from lowroll.types import Batch
 
 
 class MemoryRolloutChannel:
-    """A queue of at most `capacity` batches; `send` waits at most `send_deadline_s` seconds for
-    room."""
+    """A queue of at most `capacity` batches; `send` waits at most `send_deadline_s` seconds."""
 
     def __init__(self, capacity: int = 2, send_deadline_s: float = 60.0) -> None:
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:

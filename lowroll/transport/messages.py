@@ -1,8 +1,7 @@
-"""The messages that the two ends of a rollout channel exchange beside the frames: one sealed line
-each.
+"""The messages of a rollout channel beside the frames: one sealed line each.
 
 trainer        CursorReport    a file: what it has received and committed
-trainer        PieceRequest    zmq: the same, and the piece of a frame that it wants
+trainer        PieceRequest    zmq: the same, and the piece of a frame that it requests
 orchestrator   PieceReply      zmq: the piece, or why there is none
 orchestrator   SenderAddress   a file: where it listens
 orchestrator   EndOfBatches    a file: why no batch follows
@@ -24,7 +23,7 @@ Message = TypeVar("Message", bound="CursorReport | PieceRequest | PieceReply | S
 
 
 class CursorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trainer's cursor (`transport.base.Cursor`), and the run that it is of."""
+    """A trainer's cursor (`transport.base.Cursor`) and its run."""
 
     run: str
     attempt: int
@@ -38,7 +37,7 @@ class CursorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PieceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The trainer wants the frame of step `want` from byte `offset` on; None: it only says."""
+    """A request for the frame of step `want` from byte `offset`; None only reports the cursor."""
 
     run: str
     attempt: int
@@ -57,14 +56,14 @@ ReplyKind = Literal["piece", "wait", "heard", "ended", "gone", "fenced", "refuse
 
 
 class PieceReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The answer of the orchestrator's attempt `attempt` to the trainer's attempt `to`.
+    """The reply of the orchestrator's attempt `attempt` to the trainer's attempt `to`.
 
     piece     bytes of the frame of `step` from `offset` on, of `size` in all; they follow the line
     wait      the frame is not there yet; it is sent as soon as it is
-    heard     an ask that wanted nothing
+    heard     acknowledges a request without `want`
     ended     no frame follows; `text` says why
     gone      only later frames are there
-    fenced    a later attempt of the trainer has taken over, or is to; `text` says it
+    fenced    a later attempt of the trainer has taken over, or will; `text` says it
     refused   another run, or another format
     """
 
@@ -72,7 +71,7 @@ class PieceReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run: str
     attempt: int
     to: int
-    committed: int = 0  # as the orchestrator has heard it
+    committed: int = 0  # the orchestrator's record
     step: int = 0
     offset: int = 0
     size: int = 0
@@ -90,14 +89,13 @@ class SenderAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EndOfBatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The reason why no batch follows the newest."""
+    """Why no batch follows the newest."""
 
     run: str
     reason: str
 
 
 def encode_line(message: msgspec.Struct) -> bytes:
-    """Return a sealed line, its newline included."""
     return seal(msgspec.json.encode(message)) + b"\n"
 
 
@@ -118,24 +116,22 @@ def decode_line(kind: type[Line], data: bytes) -> Line:
 
 
 def decode_message(kind: type[Message], data: bytes) -> Message:
-    """Return the message that `encode_line` wrote. ValueError for anything else, also for another
-    format and for a cursor that cannot be."""
+    """Return the message that `encode_line` wrote. ValueError for anything else, another format, or
+    an impossible cursor."""
     message = decode_line(kind, data)
     if message.format != FORMAT:
         raise ValueError(f"format {message.format}, this program speaks {FORMAT}")
     if isinstance(message, CursorReport | PieceRequest):
-        _ = message.cursor  # refuses what cannot be
+        _ = message.cursor  # raises for an impossible cursor
     return message
 
 
 def encode_cursor(cursor: Cursor, run: str) -> bytes:
-    """Return the line of a `CursorReport`."""
     return encode_line(CursorReport(run, cursor.attempt, cursor.received, cursor.committed))
 
 
 def decode_cursor(data: bytes, run: str) -> Cursor:
-    """Return the cursor in the bytes of a `CursorReport`. ValueError when they are of another run, or
-    damaged."""
+    """Return the cursor of a `CursorReport`. ValueError when it is of another run or damaged."""
     report = decode_message(CursorReport, data)
     if report.run != run:
         raise ValueError(f"of run {report.run!r}, this is run {run!r}")

@@ -1,10 +1,9 @@
 """Every rollout of a run on disk: `rollouts/step_000012.jsonl`, one file a step, in the codec's
 format.
 
-A file appears whole or not at all (temporary file, fsync, rename), and each line ends with its
-checksum (`checkpoint.seal`, begun with the line's number). A resumed run writes its redone steps
-over the old ones; in synchronous mode with the same bytes. Training never reads a file again, so a
-damaged one costs its readers only.
+A file is written atomically (temporary file, fsync, rename), and each line ends with its checksum
+(`checkpoint.seal`, seeded with the line's number). A resumed run overwrites the steps that it
+repeats; in synchronous mode with the same bytes. Training never reads these files.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _BEGINS = b'{"kind":"batch",'
 
 def write_rollouts(folder: Path, batch: Batch) -> Path:
     """Write `batch` to `folder/step_<step>.jsonl` atomically; return the path. CodecError before
-    writing anything."""
+    anything is written."""
     lines = encode_batch(batch).removesuffix(b"\n").split(b"\n")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,12 +33,11 @@ def write_rollouts(folder: Path, batch: Batch) -> Path:
 
 
 def rollouts_path(folder: Path, step: int) -> Path:
-    """Return the path of the file of a step."""
     return folder / f"step_{step:06d}.jsonl"
 
 
 def without_evictions(batch: Batch) -> Batch:
-    """Return the batch without what bounded caches dropped (`types.Evictions`)."""
+    """Return the batch without the tokens that bounded caches dropped (`types.Evictions`)."""
     if all(sample.rollout.evictions is None for sample in batch.samples):
         return batch
     samples = [
@@ -49,11 +47,10 @@ def without_evictions(batch: Batch) -> Batch:
 
 
 def read_rollouts(path: Path) -> Batch:
-    """Return the batch in `path`. CodecError naming file, line and field when it is not what
-    `write_rollouts` wrote there."""
+    """Return the batch in `path`. CodecError names file, line and field when the file is damaged."""
     try:
         batch = decode_batch(unseal_lines(read_file(path)))
-    except ValueError as error:  # CodecError is one too
+    except ValueError as error:  # CodecError is a ValueError
         raise CodecError(f"{path}: {error}") from error
     named = _FILE.fullmatch(Path(path).name)
     if named and int(named[1]) != batch.step:
@@ -62,13 +59,12 @@ def read_rollouts(path: Path) -> Batch:
 
 
 def rollout_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) of every rollout file in `folder`, ascending by step."""
     found = ((_FILE.fullmatch(path.name), path) for path in Path(folder).glob("step_*.jsonl"))
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def is_rollouts(path: Path) -> bool:
-    """Return whether `write_rollouts` wrote a file, by the beginning of its first line."""
+    """Return whether a file's first line is one of `write_rollouts`."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -76,8 +72,8 @@ def is_rollouts(path: Path) -> bool:
 
 
 def truncate_rollouts(folder: Path, step: int) -> None:
-    """Remove the files of steps after `step`: they belong to a future that a resumed run will not
-    have. A file that only has such a name stays."""
+    """Remove the files of steps after `step`, which a resumed run makes again. Other files with
+    such a name stay."""
     for later, path in rollout_files(folder):
         if later > step and is_rollouts(path):
             path.unlink()

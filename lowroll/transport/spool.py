@@ -1,9 +1,9 @@
-"""The batches that were sent and may be asked for again: `step_000012.frame`, one file each.
+"""The sent batches that may be requested again: `step_000012.frame`, one file each.
 
-A file appears whole (`checkpoint.files`) and is never changed. What lies here has been sent: an
-orchestrator that starts again goes on from the newest, a trainer that starts again asks for what it
-had not committed. The steps have no gaps; the newest stays whatever was committed, because it holds
-the state that the orchestrator goes on from.
+A file is written atomically (`checkpoint.files`) and never changed. A restarted orchestrator
+resumes from the newest frame; a restarted trainer requests what it had not committed. The steps
+have no gaps. The newest frame always stays, because it holds the state that the orchestrator
+resumes from.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 _FILE = re.compile(r"step_([0-9]{6,15})\.frame")
 END = "end.json"
 CURSOR = "cursor.json"
-DISMISSED = "dismissed.json"  # the last word of a trainer that is to go back to its checkpoint
+DISMISSED = "dismissed.json"  # cursor of the last dismissed trainer
 _LONGEST_REASON = 500  # characters
-DAMAGED = ".damaged"  # behind the name of a frame that was set aside
+DAMAGED = ".damaged"  # suffix of a frame that was set aside
 
 
 class Spool:
-    """The frames of one run in one folder, and the trainer's progress beside them. One process writes
-    frames, one writes the progress; any may read."""
+    """The frames of one run in one folder, and the trainer's progress. One process writes frames,
+    one writes progress, and any may read."""
 
     def __init__(self, folder: Path, run: str = "") -> None:
         self.folder = Path(folder)
@@ -46,11 +46,9 @@ class Spool:
         self.progress = Progress(self.folder, run)
 
     def path(self, step: int) -> Path:
-        """Return where the frame of a step lies, once it is there."""
         return self.folder / f"step_{step:06d}.frame"
 
     def steps(self) -> list[int]:
-        """Return the steps whose frames are there, ascending."""
         try:
             names = os.listdir(self.folder)
         except FileNotFoundError:
@@ -59,10 +57,10 @@ class Spool:
         return sorted(step for step in steps if self.path(step).is_file())
 
     def put(self, batch: Batch) -> None:
-        """Keep a batch; it is on the disk when this returns. The same batch again changes nothing.
+        """Store a batch durably. The same batch again changes nothing.
 
-        TransportError for another one of a step that is there, or one that leaves a gap.
-        CodecError for a batch that cannot travel. Nothing is written then.
+        TransportError for a different batch of a present step, or one that leaves a gap. CodecError
+        for a batch that cannot be encoded. Nothing is written then.
         """
         data = encode_frame(batch, self.run)
         steps = self.steps()
@@ -79,14 +77,14 @@ class Spool:
         write_file(self.path(batch.step), data)
 
     def get(self, step: int) -> bytes:
-        """Return the frame of a step. FrameGone when it is not there, DamagedFrame when it is not
-        what was put."""
+        """Return the frame of a step. FrameGone when it is not there, DamagedFrame when it has
+        changed."""
         data = self._bytes(step)
         check_frame(data, self.run, step, str(self.path(step)))
         return data
 
     def read(self, step: int) -> Batch:
-        """Return the batch of a step; errors as of `get`."""
+        """Return the batch of a step; errors as `get`."""
         return decode_frame(self._bytes(step), self.run, step, str(self.path(step)))
 
     def _bytes(self, step: int) -> bytes:
@@ -97,9 +95,8 @@ class Spool:
             raise FrameGone(f"{path}: the batch of step {step} is not there") from None
 
     def piece(self, step: int, offset: int, most: int) -> tuple[bytes, int]:
-        """Return at most `most` bytes of a frame from `offset` on, and the size of the whole, as
-        they lie there: the reader that joins the pieces checks them. FrameGone when it is not
-        there."""
+        """Return at most `most` bytes of a frame from `offset`, unchecked, and the frame's size.
+        FrameGone when it is not there."""
         path = self.path(step)
         with naming(path):
             try:
@@ -113,13 +110,11 @@ class Spool:
                 os.close(descriptor)
 
     def newest(self) -> Batch | None:
-        """Return the last batch that was put; None when there is none."""
         steps = self.steps()
         return self.read(steps[-1]) if steps else None
 
     def reaches(self, step: int) -> bool:
-        """Return whether a trainer that has received the batches up to `step` finds all that were
-        sent after it."""
+        """Return whether all batches sent after `step` are still there."""
         steps = self.steps()
         return bool(steps) and steps[0] <= step + 1 and step <= steps[-1]
 
@@ -128,20 +123,20 @@ class Spool:
         self._unlink([self.path(one) for one in self.steps()[:-1] if one <= step])
 
     def drop_after(self, step: int) -> list[int]:
-        """Delete the frames after `step`, the newest first, and say which: the run goes back to
-        it, and they belong to a future that it will not have."""
+        """Delete the frames after `step`, the newest first, and return which: the run goes back to
+        `step`."""
         later = [one for one in reversed(self.steps()) if one > step]
         for one in later:
             self._unlink([self.path(one)])
         return later[::-1]
 
     def repair(self) -> None:
-        """Set the first damaged frame aside, and those after it: an orchestrator that goes on from
-        the newest makes them again. Frames before a gap are of no use to anybody and go too."""
+        """Set aside the first damaged frame and those after it, which a resuming orchestrator makes
+        again. Frames before a gap are useless and are set aside too."""
         steps = self.steps()
         for index, step in enumerate(steps):
             try:
-                self.get(step)  # its digest: to decode all of them would take seconds
+                self.get(step)  # its digest: to decode all frames would take seconds
             except (DamagedFrame, FrameGone) as error:
                 log.error("%s; it is set aside with those after it, to be made again", error)
                 self._set_aside(steps[index:])
@@ -161,12 +156,12 @@ class Spool:
         sync_folder(self.folder)
 
     def end(self, reason: str) -> None:
-        """Say that no batch follows the newest, and why. A batch that is put takes it back."""
+        """Record why no batch follows the newest. A later `put` revokes it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_file(self.folder / END, encode_line(EndOfBatches(self.run, reason[:_LONGEST_REASON])))
 
     def ended(self) -> str | None:
-        """Return the reason why no batch follows; None while some may."""
+        """Return why no batch follows; None while some may."""
         path = self.folder / END
         try:
             end = decode_line(EndOfBatches, read_file(path))
@@ -179,7 +174,7 @@ class Spool:
         return end.reason
 
     def reopen(self) -> None:
-        """Take `end` back."""
+        """Revoke `end`."""
         self._unlink([self.folder / END])
 
     def _unlink(self, paths: list[Path]) -> None:
@@ -193,18 +188,17 @@ class Spool:
 
 
 class Progress:
-    """The progress of the trainer, in files beside the frames: its cursor, and that of the last
-    attempt that was dismissed. The trainer's end writes them, any process may read."""
+    """The trainer's cursor and that of the last dismissed attempt, in files beside the frames. The
+    trainer's end writes them; any process may read."""
 
     def __init__(self, folder: Path, run: str) -> None:
         self.folder = folder
         self.run = run
-        self._refused = b""  # a damaged cursor that was logged
+        self._refused = b""  # a damaged cursor that is already logged
 
     def cursor(self) -> Cursor | None:
-        """Return the progress that the trainer has reported; None before its first report, for
-        reports of a dismissed attempt, and for those that are damaged or of another run, which are
-        logged once."""
+        """Return the trainer's progress. None before its first report, for a dismissed attempt, and
+        for a report that is damaged or of another run, which is logged once."""
         path = self.folder / CURSOR
         try:
             data = read_file(path)
@@ -220,7 +214,7 @@ class Progress:
             return None
 
     def say(self, cursor: Cursor) -> None:
-        """Keep what a trainer says. Fenced when a later attempt has spoken."""
+        """Store a trainer's cursor. Fenced when a later attempt has reported."""
         path, there = self.folder / CURSOR, self.cursor()
         if there is not None and there.attempt > cursor.attempt:
             raise Fenced(
@@ -232,26 +226,24 @@ class Progress:
         write_file(path, encode_cursor(cursor, self.run))
 
     def dismiss(self, cursor: Cursor) -> None:
-        """Dismiss this attempt of the trainer: what it has received beyond its checkpoint does not
-        stand, it is Fenced, and the next attempt begins at the checkpoint."""
+        """Dismiss this attempt of the trainer: it is Fenced, and the next attempt starts from the
+        checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_file(self.folder / DISMISSED, encode_cursor(cursor, self.run))
 
     def dismissed(self) -> int:
-        """Return the attempt of the trainer that was dismissed last; -1 where none was."""
+        """Return the last dismissed attempt of the trainer; -1 for none."""
         try:
             return decode_cursor(read_file(self.folder / DISMISSED), self.run).attempt
         except (FileNotFoundError, ValueError):
             return -1
 
     def check(self, attempt: int) -> None:
-        """Raise Fenced for an attempt of the trainer that was dismissed."""
         if attempt <= self.dismissed():
             raise Fenced(dismissal(attempt))
 
 
 def dismissal(attempt: int) -> str:
-    """Return why an attempt of the trainer is fenced although no other has taken over."""
     return (
         f"batches that attempt {attempt} of the trainer has received since its checkpoint are lost or "
         "damaged, and are drawn again: it ends, and the next one goes on from the checkpoint (lowroll "

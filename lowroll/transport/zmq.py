@@ -1,17 +1,16 @@
-"""Rollouts over TCP: the trainer asks, the orchestrator answers from its spool.
+"""Rollouts over TCP: the trainer requests, the orchestrator answers from its spool.
 
     trainer (DEALER)        PieceRequest   frame 12 from byte 0 on; received 11, committed 10
-    orchestrator (ROUTER)   wait           not there yet; this is answered at once, which shows that it lives
+    orchestrator (ROUTER)   wait           not there yet; sent at once, which shows that it lives
                             piece          bytes 0 .. 4 MiB of 9 MiB, as soon as the frame is in the spool
     trainer                 PieceRequest   frame 12 from byte 4 MiB on
     ...
 
-An ask is repeated until it is answered, so that nothing depends on a message that arrives: the
-number of the step is the sequence number, the next ask is the acknowledgement. Pieces bound every
-message, and go on where they were when either side is started again. The joined frame is checked as
-a file would be. Every message is two parts: a sealed line (`transport.messages`), and the bytes of the
-piece. The connection is authenticated and encrypted with keys made of the token that both sides
-know (`transport.curve`).
+A request is repeated until it is answered, so no message needs to arrive: the step is the sequence
+number, and the next request is the acknowledgement. Transfers in pieces bound the size of a message
+and resume after a restart of either side. The joined frame is checked like a file. A message has
+two parts: a sealed line (`transport.messages`) and the bytes of the piece. The connection is
+authenticated and encrypted (`transport.curve`).
 """
 
 from __future__ import annotations
@@ -61,22 +60,22 @@ from lowroll.types import Batch, printable
 log = logging.getLogger(__name__)
 
 PIECE = 4 << 20  # bytes of a frame in one message
-TRIES = 3  # for what arrives damaged
+TRIES = 3  # for a damaged frame
 RETRY_S = 1.0
 SILENCE_S = 30.0
 _LINGER_MS = 1000
-_LOOK_S = 0.1  # until somebody is there
+_LOOK_S = 0.1  # between looks for a peer
 _CLOSE_S = 2.0
 _MOST_WAITING = 16
 
 
 def pack(word: PieceRequest | PieceReply, piece: bytes) -> list[bytes]:
-    """Return the two parts of a message."""
     return [encode_line(word), piece]
 
 
 def unpack(kind: type[Message], parts: Sequence[bytes]) -> tuple[Message, bytes]:
-    """Return the word and the piece of a message. ValueError for anything but what `pack` made."""
+    """Return the header and the piece of a message. ValueError for anything that `pack` did not
+    make."""
     if len(parts) != 2:
         raise ValueError(f"{len(parts)} parts, a message has 2")
     line, piece = parts
@@ -86,7 +85,6 @@ def unpack(kind: type[Message], parts: Sequence[bytes]) -> tuple[Message, bytes]
 
 
 def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int) -> zmq.Socket[bytes]:
-    """Return a socket that bounds what it takes, what it keeps and how long it lingers."""
     made = context.socket(kind)
     for option, value in (
         (zmq.LINGER, _LINGER_MS),
@@ -103,13 +101,13 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int) -> zmq.
 
 
 class Sender(FolderSender):
-    """The orchestrator's end. Listens on `host` and `port` (0: a free one that the system chooses),
-    and says where in the file `publish`; `folder` is its spool.
+    """The orchestrator's end. Listens on `host` and `port` (0: a free one), and writes the address
+    to the file `publish`; `folder` is its spool.
 
     hwm: batches that the trainer may not have received yet; `send` waits at most `deadline_s`
-    seconds for room. attempt: grows with every start of the orchestrator. token: what both ends
-    know; no other client is accepted. ValueError without one, TransportError for an address that is
-    taken.
+    seconds for it to catch up. attempt: grows with every start of the orchestrator. token: the
+    shared secret; other clients are rejected. ValueError without one, TransportError for an address
+    in use.
     """
 
     def __init__(
@@ -154,15 +152,15 @@ class Sender(FolderSender):
 
 
 class SpoolServer:
-    """The thread that answers. It alone touches the socket."""
+    """The thread that answers requests, and the only user of the socket."""
 
     def __init__(self, spool: Spool, attempt: int, token: str) -> None:
         self.spool = spool
         self.attempt = attempt
         self.cursor = spool.progress.cursor()
         self.dismissed = spool.progress.dismissed()  # attempt of the trainer
-        self.turns = 0  # of the thread; for tests
-        self._waiting: dict[bytes, PieceRequest] = {}  # by peer: what is not there yet
+        self.turns = 0  # iterations of the thread; for tests
+        self._waiting: dict[bytes, PieceRequest] = {}  # by peer: requests for later frames
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.authenticator = start_authenticator(self._context, token)
         self._socket = _open(self._context, zmq.ROUTER, 2 * MAX_LINE_BYTES)
@@ -191,12 +189,12 @@ class SpoolServer:
         self._thread.start()
 
     def wake(self) -> None:
-        """Wake the thread: there may be an answer to those who wait."""
-        with suppress(BlockingIOError):  # it rings already
+        """Wake the thread, because waiting peers may have an answer."""
+        with suppress(BlockingIOError):  # already woken
             os.write(self._bell, b"!")
 
     def forget(self) -> None:
-        """Read the trainer's progress from the spool again, where the trainer is to go back."""
+        """Reread the trainer's progress from the spool after a dismissal."""
         self.dismissed = self.spool.progress.dismissed()
         self.cursor = self.spool.progress.cursor()
         self.wake()
@@ -209,7 +207,7 @@ class SpoolServer:
             ) from self._failed
 
     def close(self) -> None:
-        """Stop the thread. Answers that were given are still sent, within a second."""
+        """Stop the thread. Queued answers are still sent, within a second."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -248,8 +246,8 @@ class SpoolServer:
             self._answer(peer, ask, again=False)
 
     def _heard(self) -> dict[bytes, PieceRequest]:
-        """Return the last word of everyone who has spoken: of a peer that has asked thirty times
-        while this process stood still, one ask is answered."""
+        """Return the last request of each peer: repeats that piled up while this process was
+        suspended get one answer."""
         found: dict[bytes, PieceRequest] = {}
         while True:
             try:
@@ -287,7 +285,7 @@ class SpoolServer:
         faultpoint(f"serve.heard/{cursor.received}")
         try:
             self.spool.progress.say(cursor)
-        except (OSError, Fenced) as error:  # it is kept with the trainer's next step
+        except (OSError, Fenced) as error:  # it is stored with the trainer's next step
             log.warning("what the trainer has said could not be kept: %s", error)
         self.cursor = cursor
 
@@ -299,7 +297,7 @@ class SpoolServer:
         if step in steps:
             try:
                 piece, size = self.spool.piece(step, ask.offset, PIECE)
-            except FrameGone:  # dropped since: who asks for it has not said its last word
+            except FrameGone:  # dropped since; the peer will ask for another
                 self._tell(peer, ask, "gone", step=steps[-1])
                 return
             except OSError as error:
@@ -313,7 +311,7 @@ class SpoolServer:
             self._tell(peer, ask, "ended", text=reason)
         else:
             self._waiting[peer] = ask
-            if len(self._waiting) > _MOST_WAITING:  # those who are gone do not say so
+            if len(self._waiting) > _MOST_WAITING:  # peers that are gone do not say so
                 del self._waiting[next(iter(self._waiting))]
             if not again:
                 self._tell(peer, ask, "wait")
@@ -323,12 +321,11 @@ class SpoolServer:
     ) -> None:
         committed = 0 if self.cursor is None else self.cursor.committed
         answer = PieceReply(kind, self.spool.run, self.attempt, ask.attempt, committed, **rest)  # type: ignore[arg-type]
-        with suppress(zmq.Again):  # it does not read: it will ask again
+        with suppress(zmq.Again):  # it does not read, and will ask again
             self._socket.send_multipart([peer, *pack(answer, piece)], zmq.NOBLOCK)
 
 
 def _interface(host: str) -> str:
-    """Return the address to listen on."""
     try:
         return socket.gethostbyname(host)
     except OSError as error:
@@ -336,10 +333,10 @@ def _interface(host: str) -> str:
 
 
 class Receiver:
-    """The trainer's end. address: tcp://HOST:PORT, or the file in which the orchestrator says where
-    it listens, which may change. committed: the step of the checkpoint that the trainer goes on
-    from, 0 at the beginning. `attempt` grows with every start of the trainer; an earlier one is
-    fenced. token: the orchestrator's."""
+    """The trainer's end. address: tcp://HOST:PORT, or the file that holds the orchestrator's
+    address, which may change. committed: the step of the checkpoint that the trainer resumes from,
+    0 at the beginning. `attempt` grows with every start; earlier attempts are fenced. token: the
+    orchestrator's."""
 
     def __init__(
         self,
@@ -360,18 +357,18 @@ class Receiver:
         self.max_bytes = max_bytes
         self._cursor = Cursor(committed, committed, attempt)
         self._orchestrator = -1  # its attempt
-        self._heard = committed  # what it is known to know of ours
-        self._warned = False  # that nobody has ever answered
+        self._heard = committed  # the commit that it has acknowledged
+        self._warned = False  # that no orchestrator has ever answered
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch. PeerSilent when an orchestrator that was there leaves every ask of
-        `silence_s` seconds unanswered; FrameGone when it has only later batches; DamagedFrame when
-        what it sends is no frame, three times; Fenced when a later attempt of the trainer has taken
-        over; ChannelClosed when it has ended."""
+        """Return the next batch. PeerSilent when an orchestrator that was there answers nothing for
+        `silence_s` seconds; FrameGone when only later batches are there; DamagedFrame after three
+        damaged transfers; Fenced when a later attempt of the trainer has taken over; ChannelClosed
+        when the orchestrator has ended."""
         step = self._cursor.received + 1
         until = time.monotonic() + check_deadline(deadline_s)
         coming = FrameAssembler(step, self.run, self.max_bytes)
-        silent_s = 0.0  # listened for; not by the clock: this process may have stood still
+        silent_s = 0.0  # time spent listening, not wall clock: this process may have been suspended
         while coming.batch is None:
             told = self.line.tell(self._word(step, coming.offset))
             seconds = min(RETRY_S if told else _LOOK_S, max(0.0, until - time.monotonic()))
@@ -395,7 +392,7 @@ class Receiver:
         self.line.tell(self._word())
 
     def close(self) -> None:
-        """Say what is committed until it is heard, two seconds at most."""
+        """Report the last commit until it is acknowledged, two seconds at most."""
         until = time.monotonic() + _CLOSE_S
         while self._heard < self._cursor.committed and time.monotonic() < until:
             self.line.tell(self._word())
@@ -404,8 +401,7 @@ class Receiver:
         self.line.close()
 
     def _complain(self) -> None:
-        """Raise PeerSilent for an orchestrator that was there; for one that never was, log a
-        warning, once."""
+        """Raise PeerSilent for an orchestrator that was there; else log a warning once."""
         if self._orchestrator >= 0:
             raise PeerSilent(f"the orchestrator at {self.line.where} to answer", self.silence_s)
         if self.line.is_placed and not self._warned:
@@ -424,8 +420,8 @@ class Receiver:
         )
 
     def _listen(self, coming: FrameAssembler, seconds: float) -> bool:
-        """Take what comes within the time of one try; return whether the orchestrator has said
-        anything. Returns at once when there is something else to ask for."""
+        """Process answers for one try; return whether the orchestrator answered. Returns early when
+        there is something else to request."""
         until, answered = time.monotonic() + seconds, False
         while (left := until - time.monotonic()) > 0:
             try:
@@ -443,8 +439,8 @@ class Receiver:
         return answered
 
     def _next(self, seconds: float) -> tuple[PieceReply, bytes] | None:
-        """Return the next answer for this attempt within so many seconds, and note what the
-        orchestrator has heard. ValueError for a message that is none."""
+        """Return the next answer for this attempt within `seconds`, and record the acknowledged
+        commit. ValueError for an invalid message."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             found = self.line.listen(left)
@@ -456,8 +452,7 @@ class Receiver:
         return None
 
     def _is_for_me(self, answer: PieceReply) -> bool:
-        """Return whether an answer is for this attempt, and not of an orchestrator that was
-        replaced."""
+        """Return whether an answer is for this attempt, and from the current orchestrator."""
         if answer.to != self._cursor.attempt or answer.attempt < self._orchestrator:
             return False
         if answer.run != self.run and answer.kind != "refused":
@@ -481,7 +476,7 @@ class Receiver:
 
 
 class FrameAssembler:
-    """A frame of which pieces have arrived; `batch` once it is whole."""
+    """A frame that arrives in pieces; `batch` once it is whole."""
 
     def __init__(self, step: int, run: str, max_bytes: int) -> None:
         self.step = step
@@ -494,12 +489,12 @@ class FrameAssembler:
 
     @property
     def offset(self) -> int:
-        """The first byte that is missing."""
+        """The first missing byte."""
         return len(self._data)
 
     def take(self, answer: PieceReply, piece: bytes, where: str) -> bool:
-        """Append a piece; False for one that is not the next. DamagedFrame at the third frame that
-        is none."""
+        """Append a piece; return False unless it is the next. DamagedFrame at the third damaged
+        frame."""
         if answer.step != self.step or answer.offset != self.offset:
             return False
         if problem := self._problem(answer, piece):
@@ -526,7 +521,7 @@ class FrameAssembler:
         return ""
 
     def refuse(self, problem: str) -> None:
-        """Begin again. DamagedFrame when that was done often enough."""
+        """Start the frame again. DamagedFrame after too many tries."""
         self._data.clear()
         self._size = 0
         self._tries += 1
@@ -536,15 +531,15 @@ class FrameAssembler:
 
 
 class Connection:
-    """The trainer's socket, connected to where the orchestrator listens now."""
+    """The trainer's socket, which follows the orchestrator's address."""
 
     def __init__(self, address: str | Path, run: str, token: str) -> None:
         self.place = address if isinstance(address, Path) else None
         self.where = str(address)
         self.run = run
         self.token = token
-        self.polls = 0  # waits for a message; for tests
-        self._attempt = -1  # of the orchestrator whose place was read
+        self.polls = 0  # for tests
+        self._attempt = -1  # of the orchestrator whose address was read
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         if self.place is None:
@@ -552,11 +547,10 @@ class Connection:
 
     @property
     def is_placed(self) -> bool:
-        """Return whether there is an address to ask at."""
         return self._socket is not None
 
     def tell(self, word: PieceRequest) -> bool:
-        """Send it; return False when no peer is there."""
+        """Send a request; return False when no peer is connected."""
         self._look()
         if self._socket is None:
             return False
@@ -567,7 +561,7 @@ class Connection:
             return False
 
     def listen(self, seconds: float) -> tuple[PieceReply, bytes] | None:
-        """Return the next answer within so many seconds. ValueError for what is none."""
+        """Return the next answer within `seconds`. ValueError for an invalid message."""
         self.polls += 1
         if self._socket is None:
             time.sleep(seconds)
@@ -582,7 +576,7 @@ class Connection:
         self._context.term()
 
     def _look(self) -> None:
-        """Follow the orchestrator to the place that its file names."""
+        """Reconnect when the orchestrator's file names another address."""
         if self.place is None:
             return
         try:
@@ -601,7 +595,7 @@ class Connection:
             self._socket.close()
         self._socket = _open(self._context, zmq.DEALER, PIECE + 2 * MAX_LINE_BYTES)
         set_client_keys(self._socket, self.token)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no asks are kept for one who is not there
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue requests for an absent peer
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
