@@ -1,8 +1,8 @@
-"""Signs that a run goes on and learns nothing, though no error was raised.
+"""Signs that a run continues without learning, though no error was raised.
 
-A verifier that rejects everything, a changed chat template or a missing stop token show in one step's
-statistics. Canaries are two responses of each environment whose scores are known, the gold and the
-perturbed answer: a scorer that broke in the middle of a run fails on them at once.
+A verifier that rejects everything, a changed chat template or a missing stop token show in one
+step's statistics. Canaries score each environment's gold and perturbed answers, so a scorer that
+breaks during a run is detected at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowroll.types import Batch, Prompt, ScoreError
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
 
-LIMITS = (  # (metric, value from which it is an alarm, what it may mean)
+LIMITS = (  # (metric, alarm threshold, possible meaning)
     (
         "reward/zero_std_fraction",
         0.8,
@@ -35,7 +35,7 @@ LIMITS = (  # (metric, value from which it is an alarm, what it may mean)
 
 
 def alarms(stats: Mapping[str, float]) -> list[str]:
-    """Return one line for each limit that the statistics exceed."""
+    """Return one line for each exceeded limit."""
     return [
         f"{name} is {stats[name]:.3g} (alarm above {limit:g}): {meaning}"
         for name, limit, meaning in LIMITS
@@ -44,7 +44,7 @@ def alarms(stats: Mapping[str, float]) -> list[str]:
 
 
 def check_masks(batch: Batch) -> list[str]:
-    """Return one line where the loss masks of a batch leave nothing to learn."""
+    """Return one line when a batch's loss masks leave nothing to learn."""
     if any(any(sample.loss_mask) for sample in batch.samples):
         return []
     if all(applies_nowhere(sample.score) for sample in batch.samples):
@@ -58,8 +58,8 @@ def check_masks(batch: Batch) -> list[str]:
 def canaries(
     envs: Mapping[str, Environment], scorer: Scorer, positions: Mapping[str, int]
 ) -> list[str]:
-    """Return one line for each canary that scored wrongly. `positions`: the training task to use of
-    each environment; one without stored answers is left out."""
+    """Return one line for each canary with a wrong score. `positions`: the training task of each
+    environment; one without stored answers is skipped."""
     items: list[tuple[Prompt, str]] = []
     for name, env in envs.items():
         prompt = prompt_at(env, positions[name], "train")

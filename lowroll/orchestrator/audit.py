@@ -1,13 +1,13 @@
-"""The invariants of a run's ledger, checked from its file: no rollout was used twice or lost.
+"""Invariants of a run's ledger, checked from its file: no rollout was used twice or lost.
 
-1. A group is consumed once in the whole run, whatever was restarted.
+1. A group is consumed once in the whole run, across restarts.
 2. planned = consumed + dropped + open: a group goes from planned to dispatched, done and into one
-   batch, or it is dropped with a reason; it is dispatched again only while it is open.
+   batch, or it is dropped with a reason; it is dispatched again only while open.
 3. A batch has no token that is older than the run allows, or newer than its learner.
-4. After a rollback to batch N the groups of later batches are open again, or were never planned, and
+4. After a rollback to batch N the groups of later batches are open again or were never planned, and
    none is used without having been drawn again.
 
-`learned` is a second witness: the request ids that the learner has really learnt from, by step.
+`learned` is independent evidence: the request ids that the learner learned from, by step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from lowroll.orchestrator.journal import Event, read
 
-# event: (states that a group may be in before it, the state after it)
+# event: (allowed states of a group before it, state after it)
 MOVES: dict[str, tuple[tuple[str | None, ...], str]] = {
     "planned": ((None,), "planned"),
     "dispatched": (("planned", "dispatched", "done"), "dispatched"),
@@ -33,8 +33,7 @@ OPEN = ("planned", "dispatched", "done")
 def check(
     ledger: Path | Sequence[Event], learned: Mapping[int, Sequence[str]] | None = None
 ) -> list[str]:
-    """Return what is wrong with a ledger, one line for each finding. Raises ValueError for a damaged
-    file."""
+    """Return one line for each violation in a ledger. ValueError for a damaged file."""
     events = read(ledger)[0] if isinstance(ledger, Path) else ledger
     audit = Audit()
     for number, event in enumerate(events, 1):
@@ -45,12 +44,12 @@ def check(
 
 
 class Audit:
-    """The states of all groups, as far as the events were taken."""
+    """The states of all groups after the events so far."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
         self.states: dict[str, str] = {}
-        self.batches: dict[int, list[str]] = {}  # those that stand
+        self.batches: dict[int, list[str]] = {}  # without those rolled back
         self.consumed = 0  # batches up to this step are in a checkpoint
         self._undo: list[tuple[str, str | None] | int] = []  # (id, state before), or a batch's step
 
@@ -60,7 +59,7 @@ class Audit:
         return Counter("open" if state in OPEN else state for state in self.states.values())
 
     def take(self, number: int, event: Event) -> None:
-        """Process one more event."""
+        """Process one event."""
         kind = event["event"]
         if kind == "begun":
             self._begin(event)
@@ -74,7 +73,7 @@ class Audit:
             self._batch(number, event)
 
     def compare(self, learned: Mapping[int, Sequence[str]]) -> None:
-        """Compare the batches that stand with what the learner learnt from."""
+        """Compare the batches with what the learner learned from."""
         for step, ids in sorted(learned.items()):
             if step not in self.batches:
                 self.found.append(f"step {step}: learnt from, and no batch of it stands")

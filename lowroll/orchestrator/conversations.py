@@ -4,17 +4,17 @@
     turn i      for each sample a request of its own, "<id>/<sample>/<i>": the prompt, all tokens so
                 far and those of the environment's new messages
 
-`Conversations` wraps an engine and is one: a `Dialogue` comes back as one group, whose rollouts hold
-all their turns, and any other request passes through. Tokens of earlier turns are never encoded again,
-so the prompt of a turn begins with that of the one before. The noise of a turn depends on the request's
-seed and id, the sample and the turn alone.
+`Conversations` wraps an engine with the same interface: a `Dialogue` returns as one group, whose
+rollouts hold all their turns; other requests pass through. Earlier turns are never re-encoded, so
+each turn's prompt extends the one before. The noise of a turn depends only on the request's seed
+and id, the sample and the turn.
 
 A conversation ends as "done" (the environment says so), "turns" (it has had its turns), "length" (a
-turn was cut at max_tokens), "tokens" (the sequence has no space for another turn, or cuts one short),
-"error" (the environment failed, which becomes the sample's ScoreError) or "abort".
+turn was cut at max_tokens), "tokens" (the sequence has no space for another turn, or cuts one
+short), "error" (the environment failed, which becomes the sample's ScoreError) or "abort".
 
-`generate` makes all conversations together, turn by turn, and sends the same requests in the same
-order every time. With `add` and `step` each goes on as soon as its group's first turns are back.
+`generate` makes all conversations together, turn by turn, with the same requests in the same order
+every time. With `add` and `step` each continues as soon as its group's first turns are back.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from lowroll.types import (
 
 @dataclass(frozen=True)
 class Dialogue(Request):
-    """A request for n conversations about a prompt. max_tokens bounds a turn, max_sequence_tokens the
-    sequence with its prompt."""
+    """A request for n conversations. max_tokens bounds a turn, max_sequence_tokens the sequence
+    with its prompt."""
 
     prompt: Prompt | None = None
     max_turns: int = 1
     max_sequence_tokens: int | None = None
-    tools: bool = False  # whether the model may call some
+    tools: bool = False  # whether the model may call tools
 
     @property
     def first(self) -> Request:
@@ -57,24 +57,24 @@ class Dialogue(Request):
         return self.sized(plain)
 
     def sized(self, request: Request) -> Request:
-        """Limit a request to the tokens that the sequence has left."""
+        """Limit a request to the tokens left in the sequence."""
         return replace(request, max_tokens=min(self.max_tokens, self.room(len(request.prompt_ids))))
 
     def room(self, length: int) -> int:
-        """Return the number of tokens that a turn may have behind `length` tokens."""
+        """Return the token limit of a turn after `length` tokens."""
         if self.max_sequence_tokens is None:
             return self.max_tokens
         return self.max_sequence_tokens - length
 
     @property
     def fits(self) -> bool:
-        """True if the sequence has space for a first turn."""
+        """Whether the sequence has space for a first turn."""
         return self.room(len(self.prompt_ids)) >= max(1, self.min_tokens)
 
 
 @dataclass
 class Talk:
-    """One conversation and its tokens and messages so far."""
+    """One conversation so far."""
 
     dialogue: Dialogue
     sample: int
@@ -90,23 +90,23 @@ class Talk:
 
     @property
     def length(self) -> int:
-        """The number of tokens of the whole sequence."""
+        """Tokens of the whole sequence."""
         return len(self.dialogue.prompt_ids) + len(self.token_ids)
 
     @property
     def said(self) -> list[Message]:
-        """All messages, the prompt's first."""
+        """All messages, including the prompt's."""
         assert self.dialogue.prompt is not None
         return [*self.dialogue.prompt.messages, *self.messages]
 
     @property
     def named(self) -> str:
-        """The environment and prompt of the conversation, for error messages."""
+        """Environment and prompt, for error messages."""
         assert self.dialogue.prompt is not None
         return f"env {self.dialogue.prompt.env!r}, {self.dialogue.prompt.id}"
 
     def take(self, rollout: Rollout, message: Message) -> None:
-        """Append a turn that was drawn, and end the conversation when it was the last."""
+        """Append a drawn turn, and end the conversation after the last."""
         start, request = len(self.token_ids), self.dialogue
         room = request.room(self.length)
         self.token_ids += rollout.token_ids
@@ -127,7 +127,7 @@ class Talk:
             self.ended = "turns"
 
     def hear(self, reply: list[Message] | None | ScoreError, tokenizer: Tokenizer) -> None:
-        """Append the environment's reply to the last turn, or end the conversation."""
+        """Append the environment's reply, or end the conversation."""
         if isinstance(reply, ScoreError):
             self.ended, self.error = "error", reply
             return
@@ -137,7 +137,7 @@ class Talk:
         request = self.dialogue
         try:
             new = tokenizer.encode_turn(reply, self.turns[-1], self.messages[-1])
-        except ValueError as error:  # the template's word on these messages
+        except ValueError as error:  # from the chat template
             self.ended, self.error = "error", ScoreError("invalid", f"{self.named}: {error}")
             return
         if request.room(self.length + len(new)) < max(1, request.min_tokens):
@@ -151,7 +151,6 @@ class Talk:
 
     @property
     def request(self) -> Request:
-        """The request for the next turn."""
         asked = self.dialogue
         ids = [*asked.prompt_ids, *self.token_ids]
         turn, stem = len(self.turns), f"{asked.id}/{self.sample}"
@@ -161,7 +160,6 @@ class Talk:
 
     @property
     def rollout(self) -> Rollout:
-        """All turns as one rollout."""
         assert self.tag is not None and self.ended is not None
         last = self.turns[-1]
         finish: FinishReason = "stop"
@@ -181,7 +179,7 @@ class Talk:
 
     @property
     def conversation(self) -> Conversation:
-        """The messages after the prompt, and how the conversation ended."""
+        """The messages after the prompt, and the reason of the end."""
         assert self.ended is not None
         return Conversation(self.messages, self.ended, self.error)
 
@@ -218,18 +216,18 @@ class _SoFar:
 
 
 class Conversations:
-    """An engine that also runs conversations. All calls must come from one thread."""
+    """An engine that also runs conversations. Not thread-safe."""
 
     def __init__(self, engine: EngineClient, responder: Responder, tokenizer: Tokenizer) -> None:
         self.engine = engine
         self.responder = responder
         self.tokenizer = tokenizer
-        self._open: dict[int, _Exchange] = {}  # by the handle that `add` returned
-        self._whose: dict[int, int] = {}  # handle of the engine -> handle that `add` returned
-        self._given_up: set[int] = set()  # handles of the engine whose groups may still come back
+        self._open: dict[int, _Exchange] = {}  # by the handle from `add`
+        self._whose: dict[int, int] = {}  # engine's handle -> handle from `add`
+        self._given_up: set[int] = set()  # engine's handles whose groups may still return
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
-        """Return the groups of all requests, in their order. Progress is of one turn."""
+        """Return all groups in order. Progress counts one turn's requests."""
         if not any(isinstance(one, Dialogue) for one in requests):
             return self.engine.generate(requests, on_progress=on_progress)
         plain = [one.first if isinstance(one, Dialogue) else one for one in requests]
@@ -248,7 +246,7 @@ class Conversations:
         return [exchanges[i].group if i in exchanges else group for i, group in enumerate(groups)]
 
     def add(self, request: Request) -> int:
-        """Send a request or the first turn of a dialogue and return its handle."""
+        """Send a request or a dialogue's first turn; return its handle."""
         if not isinstance(request, Dialogue):
             return self._add(request)
         handle = self._add(request.first)
@@ -257,8 +255,8 @@ class Conversations:
         return handle
 
     def step(self) -> list[tuple[int, Group]]:
-        """Wait a moment for answers and return the groups that ended, by handle. Conversations
-        whose turns came back get the environments' replies and go on."""
+        """Wait a moment; return finished groups by handle. Conversations whose turns returned
+        continue after the environments' replies."""
         ended: list[tuple[int, Group]] = []
         touched: dict[int, list[Talk]] = {}
         for handle, group in self.engine.step():
@@ -287,7 +285,7 @@ class Conversations:
         return ended + [(owner, self._open.pop(owner).group) for owner in over]
 
     def abort(self, handle: int) -> bool:
-        """Abort a request or a dialogue. Returns False if it had ended."""
+        """Abort a request or a dialogue. Return False if it had ended."""
         exchange = self._open.pop(handle, None)
         if exchange is None:
             return self.engine.abort(handle)
@@ -298,7 +296,7 @@ class Conversations:
         return True
 
     def so_far(self, handle: int) -> Sequence[HasTokens]:
-        """Return the tokens that each sample of a request has drawn so far, in all its turns."""
+        """Return the tokens drawn so far for each sample, over all turns."""
         exchange = self._open.get(handle)
         if exchange is None or not exchange.talks:
             return self.engine.so_far(handle)
@@ -313,11 +311,11 @@ class Conversations:
 
     def _add(self, request: Request) -> int:
         handle = self.engine.add(request)
-        self._given_up.discard(handle)  # an engine that took the place of another counts anew
+        self._given_up.discard(handle)  # a replacement engine restarts its handles
         return handle
 
     def _begin(self, exchange: _Exchange, group: Group) -> None:
-        """Start the conversations of a dialogue with the first turns of all samples."""
+        """Start a dialogue's conversations from all samples' first turns."""
         exchange.talks = [Talk(exchange.dialogue, i) for i in range(len(group.rollouts))]
         for talk, rollout in zip(exchange.talks, group.rollouts, strict=True):
             self._take(talk, [rollout])
@@ -330,7 +328,7 @@ class Conversations:
         talk.take(rollouts[0], self.tokenizer.turn(rollouts[0].token_ids, talk.dialogue.tools))
 
     def _answer(self, talks: Sequence[Talk]) -> list[Talk]:
-        """Send conversations to the environments, and return those that go on."""
+        """Get the environments' replies; return the conversations that continue."""
         waiting = [talk for talk in talks if talk.ended is None]
         if not waiting:
             return []
@@ -342,8 +340,7 @@ class Conversations:
 
     @staticmethod
     def _by_id(requests: Sequence[Request], groups: Sequence[Group]) -> list[Group]:
-        """Return the groups in the order of the requests. Raises InvalidRollout for one that is
-        missing."""
+        """Return the groups in the order of the requests. InvalidRollout for a missing one."""
         found = {group.request.id: group for group in groups}
         for request in requests:
             if request.id not in found:

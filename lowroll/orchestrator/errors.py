@@ -1,8 +1,7 @@
-"""The errors of the orchestrator, and the rule that tells a broken scorer from a hard task.
+"""The orchestrator's errors, and the rule that distinguishes a broken scorer from a hard task.
 
-A score that could not be computed is an error and never a reward of 0. The sample of a single error
-leaves its group's statistics. Above a rate of errors what is left would be a biased sample, so the run
-stops.
+A score that could not be computed is an error and never a reward of 0. A single failed sample is
+left out of its group's statistics. Above an error rate the rest would be biased, so the run stops.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from lowroll.types import RunFailed, Score, ScoreError, printable
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_LIMIT = 500  # characters of a scorer's message that may enter a log
+MESSAGE_LIMIT = 500  # logged characters of a scorer's message
 
 
 class InvalidRollout(ValueError):
-    """An answer of the engine that must not be learned from; names the request and the sample."""
+    """An engine's answer that must not be learned from; names the request and the sample."""
 
 
 class ScoringFailed(RunFailed):
-    """An error of a run whose scorer is broken; the message counts the errors by kind."""
+    """The scorer is broken; the message counts the errors by kind."""
 
 
 class NoSignal(RunFailed):
-    """An error of a step without a group with differing rewards: nothing is left to learn from."""
+    """No group of a step has differing rewards, so there is nothing to learn."""
 
 
 class ErrorWindow:
-    """The outcomes of the last scores, and the rule on their error rate."""
+    """The outcomes of recent scores, and their allowed error rate."""
 
     def __init__(self, max_error_rate: float, min_scores: int, size: int) -> None:
         self.max_error_rate = max_error_rate
@@ -39,8 +38,8 @@ class ErrorWindow:
         self._outcomes: deque[bool] = deque(maxlen=max(size, min_scores))
 
     def check(self, scores: Iterable[Score | ScoreError]) -> None:
-        """Add new scores, but for those that do not apply. Raises ScoringFailed when too many of
-        enough scores are errors."""
+        """Add new scores, except those that do not apply. ScoringFailed when too many of enough
+        scores are errors."""
         errors = []
         for score in scores:
             if isinstance(score, Score):
@@ -56,7 +55,7 @@ class ErrorWindow:
             )
 
     def unjudged(self) -> str:
-        """Return a message about errors among too few scores to judge; "" without any."""
+        """Describe errors among too few scores to judge; "" without any."""
         total, failures = len(self._outcomes), sum(self._outcomes)
         if not failures or total >= self.min_scores:
             return ""
@@ -67,17 +66,16 @@ class ErrorWindow:
         )
 
     def copy(self) -> ErrorWindow:
-        """Return an independent window with the same outcomes."""
         twin = ErrorWindow(self.max_error_rate, self.min_scores, self._outcomes.maxlen or 0)
         twin._outcomes.extend(self._outcomes)
         return twin
 
     def state(self) -> str:
-        """Return one character for each score, oldest first: 1 is an error."""
+        """Return one character a score, oldest first: 1 is an error."""
         return "".join("1" if failed else "0" for failed in self._outcomes)
 
     def restore(self, state: str) -> None:
-        """Take over the outcomes of `state()`. Raises ValueError when it is not made of 0 and 1."""
+        """Restore `state()`. ValueError unless it consists of 0 and 1."""
         if not isinstance(state, str) or set(state) - {"0", "1"}:
             raise ValueError("error window: expected a string of 0 and 1")
         self._outcomes.clear()
@@ -85,7 +83,7 @@ class ErrorWindow:
 
 
 def check_any(scores: Sequence[Score | ScoreError], what: str) -> None:
-    """Raise ScoringFailed where all scores of `what` are errors; log a warning where none applies."""
+    """Raise ScoringFailed when all scores of `what` are errors; log a warning when none applies."""
     errors = [score for score in scores if isinstance(score, ScoreError)]
     failed = [error for error in errors if error.failed]
     if len(errors) < len(scores):
@@ -103,7 +101,7 @@ def applies_nowhere(score: Score | ScoreError) -> bool:
 
 
 def describe(errors: list[ScoreError]) -> str:
-    """Return the kinds with their counts, most frequent first, and the first message, clipped."""
+    """Return the kinds with counts, most frequent first, and the first message, clipped."""
     kinds = Counter(error.kind for error in errors)
     listed = ", ".join(
         f"{count} {kind}"

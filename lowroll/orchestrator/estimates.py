@@ -1,12 +1,12 @@
-"""Numbers of an evaluation: what solved responses say of a policy, and how sure that is.
+"""Metrics of an evaluation and their confidence intervals.
 
     pass@k = 1 - C(n - c, k) / C(n, k)   of n responses c are solved: the chance that one of k is, unbiased
                                          (Chen et al. 2021, "Evaluating LLMs Trained on Code", eq. 1)
     avg@k  = the mean share of k responses that are solved
     maj@k  = the share of examples whose most frequent answer is right (Wang et al. 2022, "Self-Consistency")
 
-Intervals are percentiles of a bootstrap over examples: the responses to one example are not
-independent of each other, and sets of thirty examples are small. Standard library only.
+Intervals are percentiles of a bootstrap over examples, because the responses to one example are not
+independent and sets of thirty examples are small. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LEVEL = 0.95
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the chance that at least one of k responses, taken from n of which c are solved, is
-    solved. Needs 1 <= k <= n."""
+    """Return the chance that one of k responses, taken from n with c solved, is solved. Needs 1 <=
+    k <= n."""
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(
             f"pass_at_k: expected 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}"
@@ -32,8 +32,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(classes: Sequence[int | None]) -> int | None:
-    """Return the most frequent class; among equals the one that was seen first. None is no vote,
-    and the result is None where all are."""
+    """Return the most frequent class; ties take the first seen. None is no vote; all None gives
+    None."""
     counts = Counter(found for found in classes if found is not None)
     return max(counts, key=counts.__getitem__) if counts else None
 
@@ -44,9 +44,8 @@ def interval(
     level: float = LEVEL,
     resamples: int = RESAMPLES,
 ) -> tuple[float, float]:
-    """Return the bounds of the mean of the sets' means, each over its examples' values, which are
-    drawn again with replacement within their set. The same seed gives the same bounds. Raises
-    ValueError for an empty set."""
+    """Return the bounds of the mean of the sets' means; each set's values are resampled within it.
+    The same seed gives the same bounds. ValueError for an empty set."""
     if not sets or not all(sets):
         raise ValueError("interval: expected values, got an empty set")
     rng = Random(seed)
@@ -58,7 +57,7 @@ def interval(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the `share` quantile (0..1) of a non-empty sequence, linear between neighbours."""
+    """Return the `share` quantile (0..1), linear between neighbours, of a non-empty sequence."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     below = floor(place)

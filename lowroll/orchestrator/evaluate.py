@@ -1,6 +1,7 @@
-"""Evaluation of the policy on tasks that it is not trained on: pass@1, pass@k and avg@k
-(`orchestrator.estimates`) over the scored rollouts of each example, averaged over examples. With k
-= n, avg@k is pass@1; they differ when more rollouts were made than k."""
+"""Evaluation of the policy on held-out tasks: pass@1, pass@k and avg@k (`orchestrator.estimates`)
+over each example's scored rollouts, averaged over examples. With k = n, avg@k is pass@1; they
+differ for more than k rollouts.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +50,9 @@ def evaluate(
 
     `num_examples` is cut to the split's size; examples with more than `max_prompt_tokens` are left
     out. `max_sequence_tokens` bounds a conversation, which needs an engine for them
-    (`conversations`). `k` defaults to rollouts_per_example. The same seed gives the same noise
-    whatever the weights are. Examples with fewer than k scored rollouts are left out of pass@k.
-    Raises ScoringFailed by the rule of the training loop, ValueError for impossible numbers.
+    (`conversations`). `k` defaults to rollouts_per_example. The same seed gives the same noise for
+    any weights. Examples with fewer than k scored rollouts are left out of pass@k. ScoringFailed by
+    the training loop's rule, ValueError for impossible numbers.
     """
     k = rollouts_per_example if k is None else k
     if num_examples < 1 or not 1 <= k <= rollouts_per_example:
@@ -103,7 +104,7 @@ def plan(
     split: str = "test",
 ) -> list[Draw]:
     """Return the draws of the first examples of a split, without those of more than
-    `max_prompt_tokens`. Raises ValueError when none is left."""
+    `max_prompt_tokens`. ValueError when none is left."""
     size = env.size(split)
     positions = range(num_examples if size is None else min(num_examples, size))
     draws = [
@@ -129,8 +130,8 @@ def plan(
 
 
 def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -> dict[str, float]:
-    """Return the metrics of scored examples, each a list of the samples of one prompt. Unscored
-    samples are left out."""
+    """Return the metrics of examples, each a list of one prompt's samples. Unscored samples are
+    left out."""
     rewards = [
         [sample.score.reward for sample in example if isinstance(sample.score, Score)]
         for example in examples
@@ -138,7 +139,7 @@ def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -
     solved = [[reward >= threshold for reward in example] for example in rewards if example]
     lengths = [sample.rollout.num_drawn for example in examples for sample in example]
     metrics = {"length_mean": fmean(lengths)}
-    if not solved:  # no reward function says anything of any of them
+    if not solved:  # no reward function applies to any
         return metrics
     metrics |= {
         "reward": fmean(fmean(example) for example in rewards if example),
@@ -154,7 +155,7 @@ def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -
 
 
 def check_errors(scores: Sequence[Score | ScoreError], max_error_rate: float = 0.05) -> None:
-    """Raise ScoringFailed by the rule of the training loop, and when all scores are errors."""
+    """Raise ScoringFailed by the training loop's rule, and when all scores are errors."""
     check_any(scores, "evaluation")
     window = ErrorWindow(max_error_rate, min_scores=50, size=len(scores))
     window.check(scores)

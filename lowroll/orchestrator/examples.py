@@ -1,7 +1,7 @@
-"""Held-out examples with their responses: drawn as they end, scored, and grouped by their answers.
+"""Held-out examples: responses are drawn, scored, and grouped by answer.
 
-`keep` receives examples as soon as they are drawn or scored, so that nothing is lost when the process
-ends. The noise of a response depends on its request alone (`source.draw_at`).
+`keep` receives examples as soon as they are drawn or scored, so nothing is lost when the process
+ends. The noise of a response depends only on its request (`source.draw_at`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from lowroll.types import FinishReason, Message, Prompt, Sample, Score, ScoreErr
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
 
-TOGETHER = 1024  # responses that go to the scorer in one call
+TOGETHER = 1024  # responses a scorer call
 
 
 @dataclass
 class ExampleResponse:
-    """One response of a policy, or its side of a conversation; `score` is None until it is scored.
+    """One response, or its side of a conversation; `score` is None until it is scored.
 
-    `text`: of the last turn. `tokens`: the number drawn in all. `messages`: of a conversation, after
-    the prompt. `failed`: the error of its environment. `token_ids`: where a scorer takes them.
+    `text`: of the last turn. `tokens`: all drawn. `messages`: of a conversation, after the prompt.
+    `failed`: its environment's error. `token_ids`: where a scorer takes them.
     """
 
     text: str
@@ -43,13 +43,13 @@ class ExampleResponse:
 
     @property
     def solved(self) -> bool:
-        """True if the response was scored and is right."""
+        """Whether the response was scored as right."""
         return isinstance(self.score, Score) and self.score.reward >= SOLVED
 
 
 @dataclass
 class Example:
-    """One task and the responses to it, in sample order. `id` is of its request."""
+    """One task and its responses, in sample order. `id` is the request's."""
 
     id: str
     prompt: Prompt
@@ -57,12 +57,12 @@ class Example:
 
     @property
     def rewards(self) -> list[float]:
-        """The rewards of the responses that were scored."""
+        """The rewards of scored responses."""
         return [one.score.reward for one in self.responses if isinstance(one.score, Score)]
 
     @property
     def solved(self) -> list[bool]:
-        """For each response that was scored, True if it is right."""
+        """Whether each scored response is right."""
         return [one.solved for one in self.responses if isinstance(one.score, Score)]
 
 
@@ -76,8 +76,7 @@ def draw(
     keep: Keep,
     on_progress: Progress | None = None,
 ) -> None:
-    """Have the engine answer every request; examples go to `keep` as they end. Raises
-    InvalidRollout."""
+    """Generate all requests; examples go to `keep` as they end. Raises InvalidRollout."""
     flights = {engine.add(one.request): one for one in draws}
     try:
         while flights:
@@ -118,7 +117,7 @@ def score(
     keep: Keep,
     on_progress: Progress | None = None,
 ) -> None:
-    """Score every response but those that were aborted or whose environment failed; examples go to
+    """Score every response, except aborted ones and those with a failed environment; examples go to
     `keep` as they are done."""
     done = 0
     for part in _parts(examples):
@@ -142,7 +141,7 @@ def score(
 
 
 def _unscored(response: ExampleResponse) -> ScoreError | None:
-    """Return the error of a response that must not be scored; None if it is to be scored."""
+    """Return the error of a response that must not be scored, or None."""
     if response.failed is not None:
         return ScoreError("exception", response.failed)
     if response.finish_reason == "abort":
@@ -156,9 +155,9 @@ def votes(
     scorer: Scorer,
     on_progress: Progress | None = None,
 ) -> list[bool] | None:
-    """Return, for each example, whether its most frequent answer is right; None where the
-    environment does not compare answers (`Environment.matching`). Two answers are one when the scorer
-    takes the second for the first. An example without any answer is not solved."""
+    """Return whether each example's most frequent answer is right; None where the environment does
+    not compare answers (`Environment.matching`). Two answers are the same when the scorer accepts
+    the second for the first. An example without an answer is not solved."""
     if not examples or env.matching(examples[0].prompt, "") is None:
         return None
     found: list[bool] = []
@@ -173,7 +172,7 @@ def votes(
 
 
 def _parts(examples: Sequence[Example]) -> Iterator[list[Example]]:
-    """Yield lists of examples that go to the scorer together."""
+    """Yield lists of examples to score together."""
     most = max((len(one.responses) for one in examples), default=1)
     size = max(1, TOGETHER // max(1, most))
     for begin in range(0, len(examples), size):
@@ -183,8 +182,8 @@ def _parts(examples: Sequence[Example]) -> Iterator[list[Example]]:
 def _classes(
     examples: Sequence[Example], env: Environment, scorer: Scorer
 ) -> list[list[int | None]]:
-    """Return, for every response, the first one of its example with the same answer, or None where
-    it has no answer."""
+    """Return for every response the index of its example's first response with the same answer, or
+    None without an answer."""
     classes: list[list[int | None]] = [[None] * len(one.responses) for one in examples]
     left = [[i for i, r in enumerate(one.responses) if _answers(r)] for one in examples]
     while any(left):
@@ -203,13 +202,12 @@ def _classes(
 
 
 def _answers(response: ExampleResponse) -> bool:
-    """Return whether a response has an answer."""
     score = response.score
     return isinstance(score, Score) and score.metrics.get("has_answer", 1.0) > 0
 
 
 def _compared(env: Environment, example: Example, first: int, other: int) -> tuple[Prompt, str]:
-    """Return the scorer's input that compares the answers of two responses to an example."""
+    """Return the scorer's input that compares two responses' answers."""
     task = env.matching(example.prompt, example.responses[first].text)
     assert task is not None
     return task, example.responses[other].text

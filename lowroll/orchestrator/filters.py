@@ -1,13 +1,13 @@
-"""Flags for rollouts that went wrong in a way a reward may not see.
+"""Flags for degenerate rollouts that a reward may miss.
 
 Gibberish: a rare token drawn with almost no probability,
     exists t: token_id_t > 100000  and  logprob_t < -ln(V) - 2          (byte-pair ids grow with rarity)
-Repetition: the policy has become certain of what comes next for thousands of tokens,
+Repetition: the policy has been certain of thousands of consecutive tokens,
     3000 consecutive t with  logprob_t > ln 0.99
 
-(rules and constants of prime-rl's and Surogate's filters.) A flag is a number in the log. With
-`enforce` the flagged rollout is not learned from either: its loss mask becomes 0, while its reward
-stays in the group's baseline.
+(rules and constants of prime-rl's and Surogate's filters.) A flag is a metric. With `enforce` the
+flagged rollout is not learned from: its loss mask becomes 0, while its reward stays in the group's
+baseline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowroll.types import Rollout
 
 
 class Filter(Protocol):
-    """A rule over one rollout's ids and log-probs."""
+    """A rule over a rollout's ids and log-probs."""
 
     @property
     def name(self) -> str: ...
@@ -30,7 +30,7 @@ class Filter(Protocol):
     def enforce(self) -> bool: ...
 
     def matches(self, rollout: Rollout) -> bool:
-        """Return whether the rollout must be flagged."""
+        """Return whether to flag the rollout."""
         ...
 
 
@@ -51,7 +51,6 @@ class Gibberish:
         return -math.log(self.vocab_size) - self.logprob_offset
 
     def matches(self, rollout: Rollout) -> bool:
-        """Return whether any token is both rare and next to impossible."""
         return any(
             token > self.token_id_threshold and logprob < self.threshold
             for token, logprob in zip(rollout.token_ids, rollout.logprobs, strict=True)
@@ -60,7 +59,7 @@ class Gibberish:
 
 @dataclass(frozen=True)
 class Repetition:
-    """A long unbroken run of tokens that the policy was certain of."""
+    """A long unbroken run of certain tokens."""
 
     window: int = 3000
     prob_threshold: float = 0.99
@@ -68,7 +67,6 @@ class Repetition:
     name: ClassVar[str] = "repetition"
 
     def matches(self, rollout: Rollout) -> bool:
-        """Return whether `window` consecutive tokens were drawn with more than `prob_threshold`."""
         run = 0
         threshold = math.log(self.prob_threshold)
         for logprob in rollout.drawn_logprobs:

@@ -1,9 +1,8 @@
-"""From the engine's answer to samples with advantages: check, decode, score, shape, credit.
+"""From an engine's answer to samples with advantages: check, decode, score, shape, credit.
 
-Every request has exactly one answer with all its rollouts, and samples stay in planned order. A sample
-without a score, or one that was aborted, is left out of its group's mean and standard deviation and
-gets advantage 0 and a loss mask of zeros. All advantages are 0 in a group with fewer than two scored
-samples.
+Every request has exactly one answer with all rollouts, and samples stay in planned order. Unscored
+and aborted samples are left out of their group's mean and standard deviation, with advantage 0 and
+an all-zero loss mask. All advantages are 0 in a group with fewer than two scored samples.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from lowroll.types import (
     ScoreError,
 )
 
-LOGPROB_SLACK = 1e-4  # nats above 0 that rounding may leave on a certain token
+LOGPROB_SLACK = 1e-4  # nats above 0 from rounding of a certain token
 
 
 class Unverified:
-    """A scorer that looks at nothing: every reward is 0."""
+    """A scorer whose every reward is 0."""
 
     def score(
         self,
@@ -46,21 +45,21 @@ class Unverified:
 
 @dataclass
 class ScoredGroup:
-    """The samples of one draw, in sample order, and how many of them each filter flagged."""
+    """The samples of one draw in order, and the number that each filter flagged."""
 
     samples: list[Sample]
     flags: dict[str, int]
     id: str = ""  # of its request
-    temperature: float | None = None  # that it was drawn at
+    temperature: float | None = None  # of sampling
 
     @property
     def versions(self) -> tuple[int, int]:
-        """The oldest and the newest policy version that drew a token of it."""
+        """The oldest and newest policy version of its tokens."""
         seen = [span.version for one in self.samples for span in one.rollout.behavior.policy]
         return min(seen), max(seen)
 
     def scores(self) -> list[float]:
-        """Return the raw rewards of the samples that were scored."""
+        """Return the raw rewards of scored samples."""
         return [sample.score.reward for sample in self.samples if isinstance(sample.score, Score)]
 
     def has_signal(self) -> bool:
@@ -69,8 +68,8 @@ class ScoredGroup:
 
 
 def in_planned_order(draws: list[Draw], groups: list[Group]) -> list[Group]:
-    """Return the engine's groups in the order of the draws. Raises InvalidRollout unless they match
-    one to one and whole."""
+    """Return the groups in the order of the draws. InvalidRollout unless they match one to one and
+    are complete."""
     answers: dict[str, Group] = {}
     planned = {draw.request.id for draw in draws}
     for group in groups:
@@ -86,7 +85,7 @@ def in_planned_order(draws: list[Draw], groups: list[Group]) -> list[Group]:
 
 
 def check_group(draw: Draw, group: Group) -> None:
-    """Raise InvalidRollout unless the group is whole and every token has a usable log-prob."""
+    """Raise InvalidRollout unless the group is complete and every token has a usable log-prob."""
     request = draw.request
     if len(group.rollouts) != request.n:
         raise InvalidRollout(
@@ -114,7 +113,7 @@ def check_group(draw: Draw, group: Group) -> None:
 
 
 def _check_turns(rollout: Rollout, where: str) -> None:
-    """Raise InvalidRollout unless the turns follow each other from the first token to the last, and
+    """Raise InvalidRollout unless the turns are consecutive from the first token to the last, and
     tokens between them have no log-prob."""
     assert rollout.turns is not None
     end = 0
@@ -132,8 +131,8 @@ def _check_turns(rollout: Rollout, where: str) -> None:
 
 
 def check_versions(group: ScoredGroup, version: int, most: int) -> None:
-    """Raise InvalidRollout when a token's policy is newer than the learner's, or more than `most`
-    versions older."""
+    """Raise InvalidRollout for a token whose policy is newer than the learner's, or more than
+    `most` versions older."""
     for found in group.versions:
         if not version - most <= found <= version:
             raise InvalidRollout(
@@ -151,8 +150,8 @@ def score(
     step: int = 1,
     max_steps: int = 0,
 ) -> list[list[Sample]]:
-    """Decode and score every rollout: one list of samples a draw. Aborted rollouts and those whose
-    environment failed are not scored. `step`, `max_steps`: see `for_scorer`."""
+    """Decode and score every rollout: one list of samples a draw. Aborted rollouts and failed
+    environments are not scored. `step`, `max_steps`: see `for_scorer`."""
     samples = [
         samples_of(draw, group, tokenizer) for draw, group in zip(draws, groups, strict=True)
     ]
@@ -181,8 +180,8 @@ def score(
 
 
 def for_scorer(prompt: Prompt, token_ids: Sequence[list[int]], step: int, max_steps: int) -> Prompt:
-    """Return the prompt of a group for its scorer, with those of the responses' token ids and the
-    run's progress that its `info["takes"]` lists."""
+    """Return a group's prompt for its scorer, with the responses' token ids and the run's progress
+    where its `info["takes"]` lists them."""
     known = {
         "completion_ids": list(token_ids),
         "trainer_state": {"global_step": step - 1, "max_steps": max_steps},
@@ -194,8 +193,7 @@ def for_scorer(prompt: Prompt, token_ids: Sequence[list[int]], step: int, max_st
 def credit(
     samples: list[Sample], settings: Settings, request: Request | None = None
 ) -> ScoredGroup:
-    """Shape the rewards of the group of a request, flag its rollouts and set advantages and loss
-    masks in place."""
+    """Shape a group's rewards, flag its rollouts, and set advantages and loss masks in place."""
     flags: dict[str, int] = {}
     for sample in samples:
         scored = isinstance(sample.score, Score)
@@ -217,7 +215,7 @@ def credit(
 
 
 def samples_of(draw: Draw, group: Group, tokenizer: Tokenizer) -> list[Sample]:
-    """Return the samples of a group, unscored, or with the error of their environment."""
+    """Return a group's samples, unscored or with their environment's error."""
     said: Sequence[Conversation | None] = group.conversations or [None] * len(group.rollouts)
     return [
         _sample(draw, rollout, conversation, tokenizer)

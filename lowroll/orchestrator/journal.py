@@ -1,4 +1,4 @@
-"""The ledger as an append-only file: what happened to every group of a run, a line an event.
+"""The ledger as an append-only file: the history of every group of a run, one event a line.
 
     {"event": "planned", "step": 3, "ids": [...]}
     {"event": "dispatched", "version": 2, "ids": [...]}          sent to the engines
@@ -9,9 +9,9 @@
     {"event": "rolled_back", "step": 2}                          what came after batch 2 is undone
     {"event": "begun", "step": 0, "open": [...]}                 nothing before this counts
 
-Each line has a checksum with its number (`checkpoint.seal`). The file is flushed to the disk before a
-batch is sent. `orchestrator.audit` checks the invariants of a run on it. A last line that a crash cut
-off is removed when the file is opened again; other damage is refused.
+Each line has a checksum seeded with its number (`checkpoint.seal`). The file is synced before a
+batch is sent. `orchestrator.audit` checks a run's invariants on it. A torn last line is removed
+when the file is reopened; other damage is an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 def read(path: Path) -> tuple[list[Event], int]:
     """Return the events of a file, and its bytes without a torn last line. ValueError names the
-    first other line that is damaged or no event."""
+    first other invalid line."""
     data = read_file(path)
     events: list[Event] = []
     length = 0
@@ -74,7 +74,7 @@ def _event(line: bytes, number: int) -> Event:
 
 
 class Journal:
-    """The ledger file of a run, opened to go on with it. ValueError when it is damaged."""
+    """A run's ledger file, opened to append. ValueError when it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -82,9 +82,9 @@ class Journal:
         length = 0
         if self.path.exists():
             events, length = read(self.path)
-        self.step: int | None = None  # of the last batch that stands; None before there is a line
-        self.marks: list[int] = []  # batches that stand
-        self._dirty = False  # something came after it
+        self.step: int | None = None  # of the last batch not rolled back; None for an empty file
+        self.marks: list[int] = []  # batches not rolled back
+        self._dirty = False  # events follow the last batch
         self._lines = 0
         for event in events:
             self._note(event)
@@ -95,13 +95,13 @@ class Journal:
         sync_folder(self.path.parent)
 
     def close(self) -> None:
-        """Close the file; may be called twice."""
+        """Close the file. Idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append an event. TypeError for one that this file does not know."""
+        """Append an event. TypeError for an unknown one."""
         if set(fields) != set(FIELDS[event]):
             raise TypeError(f"{event}: expected {FIELDS[event]}, got {sorted(fields)}")
         entry = {"event": event, **fields}
@@ -112,14 +112,13 @@ class Journal:
         faultpoint(f"ledger.{event}")
 
     def sync(self) -> None:
-        """Flush the file to the disk."""
         with naming(self.path):
             os.fsync(self._file)
 
     def go_on(self, step: int, open_ids: Sequence[str], again: bool = False) -> None:
-        """Go on from the state after batch `step` (0: from the beginning), which has these open
-        groups, and undo what came after it. With `again` nothing of before counts. ValueError when
-        the file does not reach so far."""
+        """Resume after batch `step` (0: from the beginning) with these open groups, and undo what
+        came after. `again` discards all earlier events. ValueError when the file ends before that
+        batch."""
         if self.step is None or again:
             self.write("begun", step=step, open=list(open_ids))
         elif step not in self.marks:

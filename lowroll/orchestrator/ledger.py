@@ -1,11 +1,9 @@
-"""The groups that were drawn and what became of them: the part of a run's state that says which
-prompts come next.
+"""The ledger of drawn groups: the part of a run's state that decides which prompts come next.
 
     planned == consumed + dropped + open
 
-An open group has neither gone into a batch nor been dropped. Its rollouts are not saved: after a
-restart it is drawn again, under the same id and with the same noise. Pools by difficulty are of data
-sets of finite size.
+An open group is neither in a batch nor dropped. Its rollouts are not saved: after a restart it is
+drawn again, with the same id and noise. Difficulty pools apply to data sets of finite size.
 """
 
 from __future__ import annotations
@@ -28,16 +26,16 @@ STATE = ("format", "step", "plan", "ledger", "errors")  # of the orchestrator
 
 @dataclass(frozen=True)
 class Planned:
-    """An open group: the values from which it is drawn again."""
+    """An open group: the values to draw it again."""
 
     env: str
     position: int  # in its environment
-    step: int  # that it was planned for
+    step: int  # planned for
     temperature: float
 
     @classmethod
     def of(cls, state: Any, env_names: set[str]) -> Planned:
-        """Read a group from a state. Raises ValueError naming the field."""
+        """Parse a group. ValueError names the field."""
         if not isinstance(state, Mapping) or set(state) != set(cls.__dataclass_fields__):
             raise ValueError(f"ledger.open: expected {sorted(cls.__dataclass_fields__)}")
         if state["env"] not in env_names:
@@ -52,8 +50,7 @@ class Planned:
 
 
 class Pools:
-    """Prompts that are not drawn again, by difficulty and environment, in the order in which they were
-    found."""
+    """Prompts that are not drawn again, by difficulty and environment, in order of discovery."""
 
     def __init__(self, held: Mapping[str, Mapping[str, list[str]]] | None = None) -> None:
         self._held = {
@@ -62,15 +59,13 @@ class Pools:
         }
 
     def holds(self, env: str, prompt_id: str) -> bool:
-        """Return whether a prompt is in any pool."""
         return any(prompt_id in self._held[pool].get(env, {}) for pool in POOLS)
 
     def count(self, pool: str) -> int:
-        """Return the number of prompts in a pool."""
         return sum(len(ids) for ids in self._held[pool].values())
 
     def place(self, env: str, prompt_id: str, rewards: list[float], settings: Settings) -> None:
-        """Put a prompt into the pool for the mean reward of its group, if there is one."""
+        """Put a prompt into the pool for its group's mean reward, if any."""
         mean = fmean(rewards)
         if settings.easy_threshold is not None and mean >= settings.easy_threshold:
             self._held["easy"].setdefault(env, {})[prompt_id] = None
@@ -78,8 +73,8 @@ class Pools:
             self._held["hard"].setdefault(env, {})[prompt_id] = None
 
     def take_back(self, pool: str, share: float, order: Any) -> int:
-        """Let a share of a pool be drawn again, at least one prompt where the share is above 0: those
-        with the smallest `order(env, id)`. Returns their number."""
+        """Release a share of a pool, at least one prompt for a share above 0: those with the
+        smallest `order(env, id)`. Return their number."""
         held = [(env, one) for env, ids in self._held[pool].items() for one in ids]
         if not held or share <= 0:
             return 0
@@ -89,19 +84,18 @@ class Pools:
         return len(chosen)
 
     def state(self) -> dict[str, dict[str, list[str]]]:
-        """Return the JSON form: pool, environment, ids."""
+        """Return JSON: pool, environment, ids."""
         return {
             pool: {env: list(ids) for env, ids in sorted(envs.items()) if ids}
             for pool, envs in self._held.items()
         }
 
     def copy(self) -> Pools:
-        """Return independent pools with the same prompts."""
         return Pools(self.state())
 
     @classmethod
     def of(cls, state: Any) -> Pools:
-        """Read the pools from a state. Raises ValueError for an invalid one."""
+        """Parse the pools. ValueError for an invalid state."""
         whole = isinstance(state, Mapping) and set(state) == set(POOLS)
         if not whole or not all(map(_are_ids, state.values())):
             raise ValueError(f"ledger.pools: expected lists of prompt ids by {' and '.join(POOLS)}")
@@ -116,16 +110,16 @@ def _are_ids(envs: Any) -> bool:
 
 @dataclass
 class Ledger:
-    """The counts of drawn groups and what became of them. planned == consumed + dropped + open."""
+    """Counts of drawn groups by outcome. planned == consumed + dropped + open."""
 
-    draws: int = 0  # draws made, passed-over prompts included
+    draws: int = 0  # draws made, including passed-over prompts
     cursors: dict[str, int] = field(default_factory=dict)  # next position of each environment
     planned: int = 0
     consumed: int = 0  # in a batch
     dropped: int = 0  # with a reason
     passed_over: int = 0  # prompts over max_prompt_tokens: never planned, like the next two
-    duplicates: int = 0  # prompts that are another one's duplicate
-    pooled: int = 0  # prompts of the easy or the hard pool
+    duplicates: int = 0  # duplicate prompts
+    pooled: int = 0  # prompts in the easy or the hard pool
     open: list[Planned] = field(default_factory=list)  # in planned order
     pools: Pools = field(default_factory=Pools)
     levels: dict[str, LevelProgress] = field(
@@ -133,7 +127,6 @@ class Ledger:
     )  # of environments with a curriculum
 
     def copy(self) -> Ledger:
-        """Return an independent ledger to plan on."""
         return replace(
             self,
             cursors=dict(self.cursors),
@@ -143,7 +136,6 @@ class Ledger:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON form of the ledger."""
         done = self.consumed + self.dropped + len(self.open)
         assert self.planned == done, "ledger: planned != consumed + dropped + open"
         levels = {name: vars(one) for name, one in sorted(self.levels.items())}
@@ -157,8 +149,8 @@ class Ledger:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], env_names: set[str]) -> Ledger:
-        """Read the ledger from a state. Raises ValueError naming the field that does not fit."""
-        names = set(cls.__dataclass_fields__) - {"levels"}  # of runs with a curriculum alone
+        """Parse the ledger. ValueError names the invalid field."""
+        names = set(cls.__dataclass_fields__) - {"levels"}  # only in runs with a curriculum
         if set(state) - {"levels"} != names:
             raise ValueError(f"ledger: expected the fields {sorted(names)}, got {sorted(state)}")
         cursors, opened = state["cursors"], state["open"]
@@ -189,7 +181,7 @@ class Ledger:
 def state_of(
     step: int, plan: dict[str, Any], ledger: Ledger, errors: ErrorWindow
 ) -> dict[str, Any]:
-    """Return the orchestrator's state after a step, as JSON data."""
+    """Return the orchestrator's state after a step as JSON data."""
     return {
         "format": STATE_FORMAT,
         "step": step,
@@ -200,8 +192,8 @@ def state_of(
 
 
 def upgraded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state in format 2. Format 1 had no open groups, pools and duplicates. Raises ValueError
-    for an invalid state."""
+    """Return a state in format 2. Format 1 had no open groups, pools and duplicates. ValueError for
+    an invalid state."""
     names = set(STATE) - ({"step"} if state.get("format") == 1 else set())
     if set(state) != names or state["format"] not in (1, STATE_FORMAT):
         raise ValueError(

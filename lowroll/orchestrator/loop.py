@@ -1,21 +1,20 @@
 """One batch a step: draw prompts, generate, score, filter, credit, send.
 
-`Orchestrator.step` produces one Batch on the rollout channel, with the orchestrator's state after it.
-It waits for the engine, for the scorer, for weights that are new enough and for space in the channel,
-each with a deadline of its own.
+`Orchestrator.step` produces one Batch on the rollout channel, with the orchestrator's state after
+it. It waits for the engine, the scorer, recent enough weights and space in the channel, each with
+its own deadline.
 
-A learner of version n - 1 learns from batch n. At level 0 all requests of a round go out together, and
-the step waits for all answers. Otherwise groups are taken as they end (`orchestrator.rollout_buffer`):
-at level k, as soon as weights of version n - 1 - k are there.
+A learner of version n - 1 learns from batch n. At level 0 all requests of a round go out together,
+and the step waits for all answers. Otherwise groups are taken as they end
+(`orchestrator.rollout_buffer`): at level k, as soon as weights of version n - 1 - k are there.
 
-A step is a transaction. It works on a copy of the ledger, which replaces the ledger once the batch was
-sent. So a step that raises leaves nothing behind, and makes the same requests with the same noise when
-it is tried again.
+A step is a transaction on a copy of the ledger, which replaces the ledger once the batch was sent.
+A step that raises changes nothing, and its retry makes the same requests with the same noise.
 
-Dynamic sampling (DAPO, Section 3.2) drops groups whose scores are all equal, and draws as many new
-ones: a surplus would be off policy after the update at level 0. After `max_rounds` the step goes on
-with the groups that it has. If there is none it raises NoSignal or takes the first ones as they are
-(`no_signal`). `online_difficulty_filtering` drops groups for their mean reward by the same rule.
+Dynamic sampling (DAPO, Section 3.2) replaces groups whose scores are all equal, without a surplus,
+which would be off policy after the update at level 0. After `max_rounds` the step continues with
+the groups that it has. If there is none it raises NoSignal or takes the first ones as they are
+(`no_signal`). `online_difficulty_filtering` drops groups by mean reward in the same way.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class Orchestrator:
-    """The maker of a run's batches. It holds no weights, no tensors and no global random state."""
+    """The maker of a run's batches. It holds no weights, tensors or global random state."""
 
     def __init__(
         self,
@@ -72,9 +71,9 @@ class Orchestrator:
         weights: WeightsWatch | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """`rollout_log` receives every rollout of a step, once (`logged`): after the batch was sent
-        where no group that came back was dropped, else before. `describe` returns more metrics of a
-        batch. `weights`: where the learner is another process. `journal`: the ledger's file."""
+        """`rollout_log` receives every rollout of a step once (`logged`): after the batch was sent
+        if no returned group was dropped, else before. `describe` returns more metrics of a batch.
+        `weights`: of a learner in another process. `journal`: the ledger's file."""
         self.settings = settings
         self.source = PromptSource(settings, envs, tokenizer)
         self.engine = engine
@@ -92,10 +91,10 @@ class Orchestrator:
             settings.max_error_rate, settings.error_window, settings.batch_size
         )
         self.last = 0  # the step of the last batch
-        self._settled = False  # the journal goes on from `last`
-        self._anew = False  # and counts nothing of before
+        self._settled = False  # the journal is at `last`
+        self._anew = False  # and discards earlier events
         self._waits = {"time/wait_weights": 0.0, "time/wait_trainer": 0.0}
-        self._made = time.monotonic()  # when the last batch was
+        self._made = time.monotonic()  # time of the last batch
         if settings.skip_verification:
             logger.warning(
                 "skip_verification: NOTHING IS SCORED, every reward is 0, and no group has a signal"
@@ -103,11 +102,11 @@ class Orchestrator:
             self.scorer = grouping.Unverified()
 
     def step(self, step: int, version: int | None = None) -> Batch:
-        """Make the batch of a step and send it. `version`: the learner's, against which every
-        rollout is checked; where weights are watched it is step - 1.
+        """Make the batch of a step and send it. `version`: the learner's, which bounds every
+        rollout's versions; with watched weights it is step - 1.
 
-        Raises ScoringFailed, NoSignal, InvalidRollout or what the engine, scorer, channel or the
-        wait for weights raise; then the ledger has not moved.
+        Raises ScoringFailed, NoSignal, InvalidRollout or the errors of the engine, scorer, channel
+        or weights; the ledger is unchanged then.
         """
         if version is None and self.weights is not None:
             version = step - 1
@@ -135,7 +134,7 @@ class Orchestrator:
         return batch
 
     def _make(self, pending: PendingBatch) -> Batch:
-        """Collect the groups of a batch and return it with its statistics, without sending it."""
+        """Collect the groups of a batch; return it with its statistics."""
         stale = self._load_weights(pending)
         if self.settings.streams:
             self._drop(pending, stale, "stale")
@@ -168,7 +167,7 @@ class Orchestrator:
     # -- groups ------------------------------------------------------------------------------------
 
     def _collect_in_rounds(self, pending: PendingBatch) -> None:
-        """Draw the missing groups, send them and wait for all, in rounds, until there are enough."""
+        """Draw missing groups and wait for all, in rounds, until there are enough."""
         settings = self.settings
         most = settings.max_rounds if settings.filters_groups else 1
         while pending.rounds < most and len(pending.kept) < settings.num_groups:
@@ -209,7 +208,7 @@ class Orchestrator:
                 if missing > 0 and not spent:
                     rollout_buffer.plan(ledger, missing, pending.step, pending.temperature)
                     pending.rounds += 1
-                rollout_buffer.send(ledger)  # the engines go on while a full batch is made
+                rollout_buffer.send(ledger)  # engines continue while a full batch is made
             if full or spent:
                 break
             answers = rollout_buffer.collect(ledger)
@@ -232,7 +231,6 @@ class Orchestrator:
     def _score(
         self, pending: PendingBatch, draws: list[Draw], groups: list[Group]
     ) -> list[ScoredGroup]:
-        """Score groups and set their advantages."""
         began = time.monotonic()
         samples = grouping.score(
             draws,
@@ -252,7 +250,7 @@ class Orchestrator:
         return scored
 
     def _drop_unusable(self, pending: PendingBatch) -> None:
-        """Drop groups that are back and too old, or have no signal."""
+        """Drop returned groups that are too old or have no signal."""
         version, most = pending.version, self.settings.max_off_policy_steps
         for one in self.rollout_buffer.ready(pending.ledger):
             group = one.scored
@@ -270,12 +268,11 @@ class Orchestrator:
                 self._drop(pending, [one], reason)
 
     def _drop(self, pending: PendingBatch, groups: Sequence[Open], reason: str) -> None:
-        """Drop open groups with a reason."""
         pending.dropped += [Drop(one.id, reason, one.scored) for one in groups]
         self.rollout_buffer.close(pending.ledger, groups)
 
     def _check_signal(self, pending: PendingBatch) -> None:
-        """Check that there is something to learn from. Raises ScoringFailed or NoSignal."""
+        """Raise ScoringFailed or NoSignal when there is nothing to learn from."""
         settings, wanted = self.settings, self.settings.num_groups
         check_any([sample.score for one in pending.groups for sample in one.samples], "step")
         rule = "dynamic sampling" if settings.dynamic_sampling else "online difficulty filtering"
@@ -303,7 +300,7 @@ class Orchestrator:
     # -- weights -----------------------------------------------------------------------------------
 
     def _load_weights(self, pending: PendingBatch) -> list[Open]:
-        """Wait until the engines have the step's weights. Returns the groups in flight that are too
+        """Wait until the engines have the step's weights. Return the groups in flight that are too
         old for them."""
         if self.weights is None:
             version = pending.version
@@ -318,8 +315,7 @@ class Orchestrator:
         return self.rollout_buffer.swap(loaded)
 
     def _load_newer_weights(self, step: int) -> list[Open]:
-        """Have the engines load weights that arrived in the meantime. Returns the groups in flight
-        that are too old for them."""
+        """Load newly arrived weights. Return the groups in flight that are too old for them."""
         settings = self.settings
         if self.weights is None or settings.strict_async_level or not settings.max_async_level:
             return []
@@ -329,20 +325,18 @@ class Orchestrator:
     # -- state -------------------------------------------------------------------------------------
 
     def enter(self, settings: Settings) -> None:
-        """Go on with other settings from the next step on. What was drawn so far stays drawn."""
+        """Use other settings from the next step on. Earlier draws stay."""
         self.settings = self.source.settings = self.rollout_buffer.settings = settings
 
     def state(self) -> dict[str, Any]:
-        """Return JSON data from which `restore` continues; at level 0, with the very same
-        batches."""
+        """Return JSON data for `restore`; at level 0 it gives the same batches."""
         return state_of(self.last, self.source.plan(), self.ledger, self.errors)
 
     def restore(
         self, state: Mapping[str, Any], *, skip_progress: bool = False, skip_buffer: bool = False
     ) -> None:
-        """Continue from `state()`. Raises ValueError naming the field that this run's plan
-        disagrees with. `skip_progress`: with prompts from the beginning. `skip_buffer`: with empty
-        pools."""
+        """Continue from `state()`. ValueError names the field that this run's plan contradicts.
+        `skip_progress`: restart the prompts. `skip_buffer`: empty the pools."""
         state = upgraded(state)
         saved, plan = state["plan"], self.source.plan()
         for name in sorted(saved.keys() | plan.keys()):
@@ -362,8 +356,8 @@ class Orchestrator:
         self.rollout_buffer.rewind(ledger, set())
 
     def promote(self) -> dict[str, int]:
-        """Let the configured shares of the easy and the hard pool be drawn again, when a run is
-        resumed. Returns the number of prompts of each."""
+        """Release the configured shares of the easy and the hard pool when a run resumes. Return
+        each number of prompts."""
         shares = (self.settings.easy_fraction, self.settings.hard_fraction)
         draws = self.ledger.draws
         return {
@@ -374,21 +368,21 @@ class Orchestrator:
         }
 
     def committed(self, step: int) -> None:
-        """Record that the learner's checkpoint holds everything up to this step."""
+        """Record that the learner's checkpoint covers all steps up to `step`."""
         if self.journal is not None:
-            self._settle()  # the process may have been restarted, or its last step may have failed
+            self._settle()  # after a restart, or a failed step
             self.journal.write("consumed", step=step)
             self.journal.sync()
 
     def _settle(self) -> None:
-        """Have the ledger's file go on from the last batch."""
+        """Align the ledger's file with the last batch."""
         if self.journal is not None and not self._settled:
             ids = [one.id for one in self.rollout_buffer.opened(self.ledger)]
             self.journal.go_on(self.last, ids, again=self._anew)
         self._settled, self._anew = True, False
 
     def _count(self, pending: PendingBatch) -> None:
-        """Count the groups that the step has finished with, in the ledger and in its file."""
+        """Count the step's finished groups in the ledger and its file."""
         pending.ledger.consumed += len(pending.kept)
         pending.ledger.dropped += len(pending.dropped)
         if self.journal is None:
@@ -409,8 +403,7 @@ class Orchestrator:
         self.journal.sync()
 
     def _idle_stats(self, pending: PendingBatch) -> dict[str, float]:
-        """Return how long the orchestrator has waited, and the fraction of its time in which it had
-        nothing to do."""
+        """Return the time waited, and the idle fraction of the orchestrator's time."""
         before, self._made = self._made, time.monotonic()
         idle = pending.seconds["time/generate"] + sum(self._waits.values())
         wall = max(self._made - before, 1e-9)
@@ -418,9 +411,9 @@ class Orchestrator:
 
 
 def logged(batch: Batch, dropped: Sequence[ScoredGroup] = ()) -> Batch:
-    """Return a batch as it is logged: the rollouts of dropped groups follow with group -1 and a loss
-    mask of zeros, and what would differ if it were made again is left out (times, and the
-    orchestrator's state)."""
+    """Return a batch for the log: rollouts of dropped groups follow with group -1 and an all-zero
+    loss mask, and what differs between repetitions (times, the orchestrator's state) is left out.
+    """
     unused = [
         replace(sample, group=-1, advantage=0.0, loss_mask=[0] * len(sample.loss_mask))
         for group in dropped

@@ -1,4 +1,4 @@
-"""The batch of a step before it is sent: its groups, those that were dropped, and the counts so far."""
+"""The batch of a step before it is sent: kept and dropped groups, and counts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lowroll.orchestrator.settings import Settings
 from lowroll.types import Rollout, Sample
 
 REASONS = ("no_signal", "too_easy", "too_hard", "stale", "oversampled")
-NO_SIGNAL = ("no_signal", "too_easy", "too_hard")  # what a step may still fall back to
+NO_SIGNAL = ("no_signal", "too_easy", "too_hard")  # reasons that a step may fall back on
 
 
 @dataclass(frozen=True)
 class Drop:
-    """A group that goes into no batch. `group` is None where it never came back."""
+    """A group that goes into no batch. `group` is None if it never returned."""
 
     id: str
     reason: str  # of REASONS
@@ -27,10 +27,10 @@ class Drop:
 
 @dataclass
 class PendingBatch:
-    """The batch of a step in the making, on copies of the ledger and of the error window."""
+    """The batch of a step in the making, on copies of the ledger and the error window."""
 
     step: int
-    version: int | None  # of the learner; None: rollouts are not checked against one
+    version: int | None  # the learner's; None: versions are not checked
     temperature: float
     ledger: Ledger
     errors: ErrorWindow
@@ -40,16 +40,16 @@ class PendingBatch:
     seconds: dict[str, float] = field(
         default_factory=lambda: {"time/generate": 0.0, "time/score": 0.0}
     )
-    stats: dict[str, float] = field(default_factory=dict)  # of groups that are taken as they end
+    stats: dict[str, float] = field(default_factory=dict)  # of groups taken as they end
 
     @property
     def lost(self) -> list[ScoredGroup]:
-        """The dropped groups that had come back."""
+        """Dropped groups that had returned."""
         return [drop.group for drop in self.dropped if drop.group is not None]
 
     @property
     def without_signal(self) -> list[ScoredGroup]:
-        """The groups that came back and were dropped for their rewards."""
+        """Returned groups dropped for their rewards."""
         return [
             drop.group
             for drop in self.dropped
@@ -58,7 +58,7 @@ class PendingBatch:
 
     @property
     def groups(self) -> list[ScoredGroup]:
-        """All groups that came back, kept or dropped."""
+        """All returned groups, kept or dropped."""
         return self.kept + self.lost
 
     def take(self, groups: Iterable[ScoredGroup], settings: Settings) -> None:
@@ -71,7 +71,7 @@ class PendingBatch:
                 self.dropped.append(Drop(group.id, reason, group))
 
     def fall_back(self, count: int) -> None:
-        """Keep the first `count` groups that were dropped for their rewards after all."""
+        """Keep the first `count` groups that were dropped for their rewards."""
         self.kept = self.without_signal[:count]
         taken = {id(group) for group in self.kept}
         self.dropped = [drop for drop in self.dropped if id(drop.group) not in taken]
@@ -85,12 +85,11 @@ class PendingBatch:
         return [sample for group in self.kept for sample in group.samples]
 
     def rollouts(self) -> list[Rollout]:
-        """Return the rollouts of the kept groups."""
         return [sample.rollout for group in self.kept for sample in group.samples]
 
 
 def reason_to_drop(group: ScoredGroup, settings: Settings) -> str | None:
-    """Return why nothing can be learnt from a group's rewards; None if something can."""
+    """Return why a group's rewards give nothing to learn, or None."""
     scores = group.scores()
     if settings.online_difficulty_filtering and scores:
         reason = {0.0: "too_hard", 1.0: "too_easy"}.get(fmean(scores))

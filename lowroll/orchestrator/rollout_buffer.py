@@ -1,18 +1,18 @@
-"""The open groups of a run: in flight, or back and waiting for a batch.
+"""The open groups of a run: in flight, or returned and waiting for a batch.
 
-`Settings.num_open` groups are kept open, oversampling_factor x those of a batch. A batch takes those
-that are back, in planned order, as soon as there are enough; a dropped group is replaced.
+`Settings.num_open` groups are kept open, oversampling_factor x those of a batch. A batch takes
+returned groups in planned order as soon as there are enough; a dropped group is replaced.
 
     level 0, partial none    the surplus is aborted and dropped ("oversampled") when the batch is full
-    level 0, keep or replay  it goes on after the update
-    level k >= 1             it goes on, and newer weights are loaded while it runs
+    level 0, keep or replay  it continues after the update
+    level k >= 1             it continues, and newer weights are loaded while it runs
 
-With a factor of 1 batch n has tokens of versions >= n - 1 - k only. Otherwise max_off_policy_steps
-bounds the staleness of a group in two ways (Surogate's rule and prime-rl's):
+With a factor of 1 batch n has only tokens of versions >= n - 1 - k. Otherwise max_off_policy_steps
+bounds a group's staleness in two ways (Surogate's rule and prime-rl's):
 
-1. At an update of weights, groups in flight are dropped that have lived through max_off_policy_steps
-   updates already; the others count one more. A replayed group has no old tokens and does not count.
-2. A group that is back is dropped when it has a token drawn more than max_off_policy_steps versions
+1. At a weight update, groups in flight that have lived through max_off_policy_steps updates are
+   dropped; the others count one more. A replayed group has no old tokens and does not count.
+2. A returned group is dropped when it has a token drawn more than max_off_policy_steps versions
    before the learner's.
 
 Taking what ends first prefers short responses: compare `rollout/length_*` with
@@ -38,27 +38,26 @@ from lowroll.types import Group, RunFailed
 
 
 class RolloutsStalled(RunFailed):
-    """An error: no group in flight ended for a long time."""
+    """No group in flight ended for a long time."""
 
 
 @dataclass
 class Open:
-    """A planned group that is in flight, or back and waiting for a batch."""
+    """A planned group in flight, or returned and waiting for a batch."""
 
     planned: Planned
     draw: Draw
-    handle: int | None = None  # of its request, while that is in flight
-    swaps: int = 0  # updates of weights that it has lived through in flight
-    scored: ScoredGroup | None = None  # once it is back
+    handle: int | None = None  # of its request, while in flight
+    swaps: int = 0  # weight updates while in flight
+    scored: ScoredGroup | None = None  # once returned
 
     @property
     def id(self) -> str:
-        """The id of the group's request."""
         return self.draw.request.id
 
 
 class RolloutBuffer:
-    """The open groups of a run, and their requests. All calls must come from one thread."""
+    """The open groups of a run and their requests. Not thread-safe."""
 
     def __init__(
         self,
@@ -71,22 +70,21 @@ class RolloutBuffer:
         self.source = source
         self.engine = engine
         self.journal = journal
-        self.version: int | None = None  # that the engines draw from
+        self.version: int | None = None  # of the engines' weights
         self._known: dict[Planned, Open] = {}
         self._flights: dict[int, Open] = {}  # by handle
-        self._aborted: set[int] = set()  # handles whose groups may still come back
+        self._aborted: set[int] = set()  # handles whose groups may still return
         self._landed = time.monotonic()
 
     def note(self, event: str, **fields: Any) -> None:
-        """Write an event into the ledger's file, if there is one."""
+        """Write an event into the ledger's file, if any."""
         if self.journal is not None:
             self.journal.write(event, **fields)
 
     # -- the groups --------------------------------------------------------------------------------
 
     def opened(self, ledger: Ledger) -> list[Open]:
-        """Return the open groups of a ledger, in planned order. Requests of other groups are
-        aborted."""
+        """Return a ledger's open groups in planned order, and abort other requests."""
         owed = set(ledger.open)
         for planned in [one for one in self._known if one not in owed]:
             self.abort(self._known.pop(planned))
@@ -96,7 +94,7 @@ class RolloutBuffer:
         return [self._known[planned] for planned in ledger.open]
 
     def ready(self, ledger: Ledger) -> list[Open]:
-        """Return the groups that are back, in planned order."""
+        """Return the returned groups in planned order."""
         return [one for one in self.opened(ledger) if one.scored is not None]
 
     def plan(self, ledger: Ledger, count: int, step: int, temperature: float) -> list[Open]:
@@ -112,7 +110,7 @@ class RolloutBuffer:
         return new
 
     def close(self, ledger: Ledger, groups: Sequence[Open]) -> None:
-        """Remove groups from the ledger's open ones, and abort their requests."""
+        """Remove groups from the ledger, and abort their requests."""
         leaving = {one.planned for one in groups}
         for one in groups:
             self.abort(one)
@@ -121,7 +119,7 @@ class RolloutBuffer:
     # -- requests ----------------------------------------------------------------------------------
 
     def send(self, ledger: Ledger) -> None:
-        """Send the request of every open group that is neither in flight nor back."""
+        """Send the requests of all open groups neither in flight nor returned."""
         sent = []
         for one in self.opened(ledger):
             if one.handle is None and one.scored is None:
@@ -132,13 +130,12 @@ class RolloutBuffer:
         if not sent:
             return
         if len(sent) == len(self._flights):
-            self._landed = time.monotonic()  # nothing was awaited before
+            self._landed = time.monotonic()  # nothing was in flight before
         self.note("dispatched", version=self.version, ids=sent)
 
     def collect(self, ledger: Ledger) -> list[tuple[Open, Group]]:
-        """Wait a moment and return the groups that came back, whole and checked, in planned order.
-        Raises InvalidRollout for an answer without a request, RolloutsStalled when none came for
-        `stall_s`."""
+        """Wait a moment; return checked groups in planned order. InvalidRollout for an answer
+        without a request, RolloutsStalled after `stall_s` without an answer."""
         landed = []
         for handle, group in self.engine.step():
             if handle in self._aborted:
@@ -166,7 +163,7 @@ class RolloutBuffer:
         return sorted(landed, key=lambda answer: position[answer[0].planned])
 
     def abort(self, one: Open) -> None:
-        """Abort a group's request; rollouts that still come back are discarded."""
+        """Abort a group's request and discard later answers."""
         handle, one.handle = one.handle, None
         if handle is None:
             return
@@ -175,9 +172,8 @@ class RolloutBuffer:
         self.engine.abort(handle)
 
     def recall(self, for_good: bool = False) -> int:
-        """Abort everything in flight and return the number of groups. They stay open, and `send`
-        sends them again. `for_good`: this engine returns nothing more, and another one counts
-        handles anew."""
+        """Abort everything in flight; return the number of groups. They stay open for `send`.
+        `for_good`: this engine returns nothing more, and its successor restarts its handles."""
         in_flight = list(self._flights.values())
         for one in in_flight:
             self.abort(one)
@@ -186,8 +182,8 @@ class RolloutBuffer:
         return len(in_flight)
 
     def retract(self, version: int) -> int:
-        """Draw again what is in flight or has tokens of a later version, from which the learner has
-        gone back. Returns the number of groups."""
+        """Redraw groups in flight or with tokens of later versions, after the learner went back to
+        `version`. Return their number."""
         count = self.recall()
         for one in self._known.values():
             if one.scored is not None and one.scored.versions[1] > version:
@@ -197,8 +193,8 @@ class RolloutBuffer:
         return count
 
     def rewind(self, ledger: Ledger, back: set[Planned]) -> None:
-        """Restore the groups after a step that failed: those of the ledger are open, and all but
-        those in `back` are drawn again."""
+        """Restore the groups after a failed step: the ledger's are open, and all but those in
+        `back` are drawn again."""
         self.recall()
         for one in self.opened(ledger):
             if one.planned not in back:
@@ -207,8 +203,7 @@ class RolloutBuffer:
     # -- weights -----------------------------------------------------------------------------------
 
     def swap(self, version: int) -> list[Open]:
-        """Record that the engines draw from this version now, and abort and return the groups in
-        flight that are too old to go on."""
+        """Record the engines' new version; abort and return the groups in flight that are too old."""
         before, self.version = self.version, version
         if before is None or before == version or self.settings.partial == "replay":
             return []
@@ -224,11 +219,11 @@ class RolloutBuffer:
 
     @property
     def in_flight(self) -> int:
-        """The number of requests at the engines."""
+        """The number of requests in flight."""
         return len(self._flights)
 
     def stats(self, step: int, chosen: Iterable[Open]) -> dict[str, float]:
-        """Return statistics of a batch and of the groups that are still in flight."""
+        """Return statistics of a batch and of the groups in flight."""
         found = {"rollout/in_flight_groups": float(self.in_flight)}
         so_far = [
             len(sample.token_ids)

@@ -17,8 +17,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class TemperatureSchedule:
-    """Temperature as a function of the step. Raises ValueError when an end of it is not a positive
-    number."""
+    """Temperature as a function of the step. ValueError for an end that is not positive."""
 
     start: float
     end: float

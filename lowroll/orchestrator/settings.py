@@ -1,4 +1,4 @@
-"""The settings of a step, checked once; `runs.assembly` makes them from the configuration."""
+"""The validated settings of a step; `runs.assembly` makes them from the configuration."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lowroll.advantages import TABLE, Estimator
 from lowroll.orchestrator.filters import Filter
 from lowroll.orchestrator.schedule import TemperatureSchedule
 
-SOLVED = 1.0 - 1e-6  # a reward from here on counts as a solved task
+SOLVED = 1.0 - 1e-6  # the least reward of a solved task
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """The sampling settings of a request; the fields are those of `lowroll.types.Request`."""
+    """The sampling fields of `lowroll.types.Request`."""
 
     max_tokens: int = 64
     min_tokens: int = 0
@@ -30,23 +30,23 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """The orchestrator's settings. Raises ValueError naming the field when a value cannot work."""
+    """The orchestrator's settings. ValueError names the invalid field."""
 
     batch_size: int  # rollouts a step
     rollouts_per_example: int  # n of every request: the group size G
     sampling: SamplingSettings = SamplingSettings()
-    # takes the place of sampling.temperature
+    # replaces sampling.temperature
     temperature_schedule: TemperatureSchedule | None = None
     seed: int = 0
-    # share of draws; an absent one counts 1
+    # share of draws, 1 if absent
     env_weights: Mapping[str, float] = field(default_factory=dict)
     advantage: str = "grpo"  # a name of lowroll.advantages.TABLE; gae: a critic's; or custom:
-    estimator: Estimator | None = None  # the run's own function of one group
-    max_prompt_tokens: int | None = None  # longer prompts are passed over and counted
-    max_sequence_tokens: int | None = None  # of a whole conversation, its prompt included
-    dynamic_sampling: bool = False  # DAPO: learn from groups with differing rewards only
-    max_rounds: int = 8  # rounds of generation that a step may spend on it
-    no_signal: str = "end"  # and without a group after them: NoSignal, or go_on as it is
+    estimator: Estimator | None = None  # the run's own, of one group
+    max_prompt_tokens: int | None = None  # longer prompts are skipped and counted
+    max_sequence_tokens: int | None = None  # of a conversation with its prompt
+    dynamic_sampling: bool = False  # DAPO: learn only from groups with differing rewards
+    max_rounds: int = 8  # rounds of generation for it
+    no_signal: str = "end"  # without a group after them: NoSignal, or go_on
     overlong_max: int | None = None  # DAPO's soft length limit L_max, tokens
     overlong_cache: int | None = None  # and the width L_c of its ramp, tokens
     filters: tuple[Filter, ...] = ()
@@ -56,21 +56,21 @@ class Settings:
     # asynchrony: see lowroll.orchestrator.rollout_buffer
     max_async_level: int = 0  # batches that may be drawn ahead of the learner
     strict_async_level: bool = False  # with weights of exactly that lag
-    max_off_policy_steps: int = 8  # versions of lag, and updates of weights while in flight
-    oversampling_factor: float = 1.0  # open groups, as a multiple of those of a batch
-    partial: str = "none"  # at level 0, what is unfinished: dropped, or carried on (keep, replay)
-    stall_s: float = 3600.0  # seconds in which at least one group in flight must end
+    max_off_policy_steps: int = 8  # versions of lag, and weight updates while in flight
+    oversampling_factor: float = 1.0  # open groups, as a multiple of a batch
+    partial: str = "none"  # at level 0, unfinished groups are dropped, or carried on (keep, replay)
+    stall_s: float = 3600.0  # seconds in which a group in flight must end
     # which prompts are drawn: see lowroll.orchestrator.source
     sampling_seed: int | None = None  # of what is drawn from the policy; None is `seed`
     buffer_seed: int | None = None  # of the mix of environments; None is `seed`
-    online_difficulty_filtering: bool = False  # groups of mean reward 0 or 1 are not learnt from
-    easy_threshold: float | None = None  # mean reward from which a prompt is not drawn again
-    hard_threshold: float | None = None  # and the one up to which
-    easy_fraction: float = 0.0  # of the easy prompts, drawn again after a resumption
+    online_difficulty_filtering: bool = False  # skip groups of mean reward 0 or 1
+    easy_threshold: float | None = None  # mean reward from which a prompt is not redrawn
+    hard_threshold: float | None = None  # and up to which
+    easy_fraction: float = 0.0  # of the easy prompts, redrawn after a resumption
     hard_fraction: float = 0.0
-    hash_keys: tuple[str, ...] = ()  # what makes two prompts the same one
-    max_steps: int = 0  # of the run, for scorers that take it; 0: not known
-    skip_verification: bool = False  # nothing is scored; every reward is 0
+    hash_keys: tuple[str, ...] = ()  # identity of a prompt
+    max_steps: int = 0  # of the run, for scorers; 0: unknown
+    skip_verification: bool = False  # every reward is 0
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_rounds", "error_window"):
@@ -143,22 +143,22 @@ class Settings:
 
     @property
     def streams(self) -> bool:
-        """True if groups are taken as they end, instead of all those of a round together."""
+        """Whether groups are taken as they end instead of in rounds."""
         return self.max_async_level > 0 or self.oversampling_factor > 1 or self.partial != "none"
 
     @property
     def carries(self) -> bool:
-        """True if unfinished groups go on into later batches."""
+        """Whether unfinished groups continue into later batches."""
         return self.max_async_level > 0 or self.partial != "none"
 
     @property
     def filters_groups(self) -> bool:
-        """True if scored groups may be dropped for their rewards."""
+        """Whether groups may be dropped for their rewards."""
         return self.dynamic_sampling or self.online_difficulty_filtering
 
     @property
     def num_open(self) -> int:
-        """The number of groups that are kept open: in flight, or back and waiting for a batch."""
+        """The number of groups in flight, or returned and waiting for a batch."""
         return math.ceil(self.oversampling_factor * self.num_groups)
 
     @property
@@ -167,8 +167,8 @@ class Settings:
         return self.batch_size // self.rollouts_per_example
 
     def temperature(self, step: int) -> float:
-        """Return the sampling temperature of a step, counted from 1: the first has the schedule's
-        start, the last its end."""
+        """Return the temperature of a step, counted from 1: the first has the schedule's start, the
+        last its end."""
         if self.temperature_schedule is None:
             return self.sampling.temperature
         return self.temperature_schedule(max(0, step - 1))

@@ -1,14 +1,13 @@
 """The choice of the next prompt and of the noise of its rollouts.
 
-Draw d goes to an environment by its weight, chosen by a hash of (seed, d); the environment's cursor
-gives the position of its next prompt; the request's seed is a hash of (seed, environment, prompt
-id, position). Nothing depends on the step, on retries or on the order of answers, so a resumed run
-draws the same tokens.
+A hash of (seed, d) chooses the environment of draw d by weight; the environment's cursor gives the
+prompt's position; the request's seed is a hash of (seed, environment, prompt id, position). Nothing
+depends on the step, retries or the order of answers, so a resumed run draws the same tokens.
 
-Of a data set of finite size, prompts are skipped that are too easy or too hard (the ledger's pools),
-and all but the first of those with the same `hash_keys`: a function of the data alone.
+In a finite data set, prompts in the ledger's difficulty pools are skipped, and all but the first of
+those with the same `hash_keys`, a function of the data alone.
 
-Where an environment has a curriculum, its position says the level, too (`envs.curriculum`).
+With a curriculum, the position also encodes the level (`envs.curriculum`).
 """
 
 from __future__ import annotations
@@ -34,35 +33,34 @@ from lowroll.types import Prompt, Request
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
 
-# prompts in a row that may be too long before the limit itself must be wrong
+# too long prompts in a row that make the limit itself implausible
 MAX_PASSED_OVER = 1000
-PASSES = 10  # over all data, before it counts as used up
+PASSES = 10  # over all data, before it counts as exhausted
 
 
 def seed_of(*parts: str | int) -> int:
-    """Return a 63-bit seed that is a pure function of its parts (blake2b over their JSON list)."""
+    """Return a 63-bit seed from its parts alone (blake2b over their JSON list)."""
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One prompt of a step's plan and the request that goes to the engine for it."""
+    """One planned prompt and its request to the engine."""
 
     prompt: Prompt
     request: Request
-    position: int = 0  # of the prompt in its environment
+    position: int = 0  # in its environment
 
     def is_longer(self, limit: int | None) -> bool:
-        """Return whether the prompt has more than `limit` tokens, or too many for a
-        conversation."""
+        """Return whether the prompt has more than `limit` tokens, or too many for a conversation."""
         if isinstance(self.request, Dialogue) and not self.request.fits:
             return True
         return limit is not None and len(self.request.prompt_ids) > limit
 
 
 class PromptSource:
-    """A source of prompts from a weighted mix of environments."""
+    """Prompts from a weighted mix of environments."""
 
     def __init__(
         self, settings: Settings, envs: Mapping[str, Environment], tokenizer: Tokenizer
@@ -75,14 +73,14 @@ class PromptSource:
         self.settings = settings
         self.envs = dict(envs)
         self.tokenizer = tokenizer
-        # the choice must not depend on the order of the configuration
+        # independent of the configuration's order
         self._names = sorted(self.envs)
         self._shares = list(accumulate(settings.env_weights.get(name, 1.0) for name in self._names))
         self._sizes = {name: env.size("train") for name, env in self.envs.items()}
         self._firsts = {name: Firsts() for name in self.envs}
 
     def draw(self, ledger: Ledger, count: int, temperature: float) -> list[Draw]:
-        """Return the next `count` draws and advance `ledger`. Raises ValueError for unusable prompts,
+        """Return the next `count` draws and advance `ledger`. ValueError for unusable prompts,
         NoSignal when the pools leave none."""
         drawn: list[Draw] = []
         too_long = unwanted = 0
@@ -112,11 +110,11 @@ class PromptSource:
         return drawn
 
     def again(self, planned: Planned) -> Draw:
-        """Return the draw of an open group, as it was."""
+        """Return the original draw of an open group."""
         return self._at(planned.env, planned.position, planned.temperature)
 
     def choose(self, draw: int) -> str:
-        """Return the environment of a draw: a pure function of (seed, draw index, weights)."""
+        """Return the environment of a draw, a function of (seed, draw index, weights)."""
         if len(self._names) == 1:
             return self._names[0]
         share = seed_of(self.seed, "environment", draw) / 2**63 * self._shares[-1]
@@ -124,13 +122,12 @@ class PromptSource:
 
     @property
     def seed(self) -> int:
-        """The seed for the choice of prompts."""
+        """The seed for choosing prompts."""
         chosen = self.settings.buffer_seed
         return self.settings.seed if chosen is None else chosen
 
     def plan(self) -> dict[str, Any]:
-        """Return the settings that decide which prompts are drawn with which noise; they must not
-        change within a run."""
+        """Return the settings that determine prompts and noise; they must not change within a run."""
         return {
             "seed": self.settings.seed,
             "buffer_seed": self.seed,
@@ -140,7 +137,7 @@ class PromptSource:
         }
 
     def learn(self, ledger: Ledger, groups: Sequence[tuple[Prompt, list[float]]]) -> None:
-        """Update the pools by difficulty and the levels of curricula by the rewards of a step."""
+        """Update difficulty pools and curriculum levels by a step's rewards."""
         for prompt, rewards in groups:
             if rewards and self._sizes[prompt.env] is not None:
                 ledger.pools.place(prompt.env, prompt.id, rewards, self.settings)
@@ -157,7 +154,6 @@ class PromptSource:
             ledger.levels[name] = now.after(rule, means)
 
     def _position(self, ledger: Ledger, name: str) -> int:
-        """Return the position of an environment's next prompt."""
         number, rule = ledger.cursors.get(name, 0), self.envs[name].curriculum
         if rule is None:
             return number
@@ -179,7 +175,7 @@ class PromptSource:
         )
 
     def _is_unwanted(self, ledger: Ledger, name: str, position: int) -> bool:
-        """Return whether the prompt at a position is a duplicate or in a pool, and count it."""
+        """Return whether the prompt is a duplicate or in a pool, and count it."""
         size = self._sizes[name]
         pooled = (
             self.settings.easy_threshold is not None or self.settings.hard_threshold is not None
@@ -201,7 +197,7 @@ class PromptSource:
         return False
 
     def _refuse_emptiness(self, ledger: Ledger, unwanted: int) -> None:
-        """Raise NoSignal after so many prompts in a row that are in a pool or a duplicate."""
+        """Raise NoSignal after too many unwanted prompts in a row."""
         if unwanted < MAX_PASSED_OVER + PASSES * sum(size or 0 for size in self._sizes.values()):
             return
         raise NoSignal(
@@ -212,25 +208,24 @@ class PromptSource:
 
 
 class Firsts:
-    """The first prompt, in one data set, of those with the same content."""
+    """The first prompt of each content in one data set."""
 
     def __init__(self) -> None:
-        self.read = 0  # positions that were taken in
+        self.read = 0  # positions read
         self._ids: dict[bytes, str] = {}
 
     def take(self, prompt: Prompt, keys: tuple[str, ...]) -> None:
-        """Record the prompt at the next position."""
         self._ids.setdefault(fingerprint(prompt, keys), prompt.id)
         self.read += 1
 
     def is_duplicate(self, prompt: Prompt, keys: tuple[str, ...]) -> bool:
-        """Return whether another prompt with the same content came before this one."""
+        """Return whether an earlier prompt has the same content."""
         return self._ids.get(fingerprint(prompt, keys), prompt.id) != prompt.id
 
 
 def fingerprint(prompt: Prompt, keys: tuple[str, ...]) -> bytes:
     """Return the SHA-256 of the values of a prompt's keys: `task` (its environment), `prompt` (its
-    messages) or a key of its info. Raises ValueError for a key that it lacks."""
+    messages) or a key of its info. ValueError for a missing key."""
     known: dict[str, Any] = {**prompt.info, "task": prompt.env, "prompt": prompt.messages}
     for key in keys:
         if key not in known:
@@ -253,9 +248,9 @@ def draw_at(
     run_seed: int,
     max_sequence_tokens: int | None = None,
 ) -> Draw:
-    """Return the prompt of an environment at a position and its request, whose id and seed are the
-    same whenever it is sent; of conversations where the environment answers. Raises ValueError when
-    the prompt says it belongs to another environment or has no tokens."""
+    """Return an environment's prompt at a position and its request, with constant id and seed; a
+    dialogue where the environment replies. ValueError for a prompt that names another environment
+    or has no tokens."""
     prompt = prompt_at(env, position, split)
     if prompt.env != name:
         raise ValueError(
@@ -285,8 +280,8 @@ def draw_at(
 
 
 def encode(env: Environment, prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a prompt in the chat template, with the environment's tools. ValueError names
-    an environment whose tools the template cannot show."""
+    """Return the ids of a prompt in the chat template, with the environment's tools. ValueError
+    names an environment whose tools the template cannot show."""
     if not env.tools:
         return list(tokenizer.encode_chat(prompt.messages))
     try:

@@ -1,8 +1,8 @@
 """Statistics of a step.
 
-Reward statistics are of raw scores over every scored sample of the step, dropped groups included: the
-curve says how the policy does, not how the batch was picked. Lengths, tokens, flags and the entropy
-estimate are over every generated rollout, too. `num_samples` and `num_groups` count the batch.
+Reward statistics are of raw scores over every scored sample, including dropped groups, so they
+measure the policy and not the selection of the batch. Lengths, tokens, flags and the entropy
+estimate also cover every rollout. `num_samples` and `num_groups` count the batch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def batch_stats(batch: PendingBatch, before: Ledger, settings: Settings) -> dict
 
 
 def stream_stats(batch: PendingBatch) -> dict[str, float]:
-    """Return the statistics of a step that takes groups as they end."""
+    """Return the statistics of groups taken as they end."""
     counts = Counter(drop.reason for drop in batch.dropped)
     stats = batch.stats | {f"rollout/dropped_{one}": float(counts[one]) for one in REASONS}
     if batch.version is not None:
@@ -58,8 +58,8 @@ def stream_stats(batch: PendingBatch) -> dict[str, float]:
 
 
 def reward_stats(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return raw-score statistics (population standard deviation). A group counts in the fractions
-    once two samples scored.
+    """Return raw-score statistics (population standard deviation). Fractions count groups with two
+    scored samples or more.
 
     `zero_std_fraction`: all scores of the group equal. `solved_all`, `solved_none`: every, no
     sample reaches SOLVED.
@@ -87,8 +87,7 @@ def reward_stats(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def env_stats(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the mean raw score and the mean of each of the scorer's own metrics, per
-    environment."""
+    """Return the mean raw score and the means of the scorer's metrics, per environment."""
     values: dict[str, list[float]] = {}
     for sample in samples:
         found = dict(sample.score.metrics or {})
@@ -100,7 +99,7 @@ def env_stats(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the lengths, finish reasons and sampled entropy of the rollouts."""
+    """Return lengths, finish reasons and sampled entropy."""
     lengths = [rollout.num_drawn for rollout in rollouts]
     logprobs = [logprob for rollout in rollouts for logprob in rollout.drawn_logprobs]
     endings = [rollout.finish_reason for rollout in rollouts]
@@ -117,8 +116,8 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def turn_stats(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return statistics of conversations: turns, why they ended, the environments' tokens, the raw
-    score by turns; {} if there are none."""
+    """Return statistics of conversations: turns, end reasons, the environments' tokens, the raw
+    score by turns; {} without any."""
     talks = [sample for sample in samples if sample.rollout.turns is not None]
     if not talks:
         return {}
@@ -139,8 +138,8 @@ def turn_stats(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def version_stats(rollouts: Sequence[Rollout], learner: int | None) -> dict[str, float]:
-    """Return the newest policy version of a batch's rollouts, and how far the oldest is behind the
-    learner's version `learner`; None stands for the newest seen."""
+    """Return the newest policy version of a batch, and the oldest one's lag behind the version
+    `learner` (None: the newest seen)."""
     versions = [span.version for rollout in rollouts for span in rollout.behavior.policy]
     newest = max(versions) if learner is None else learner
     return {
@@ -150,7 +149,7 @@ def version_stats(rollouts: Sequence[Rollout], learner: int | None) -> dict[str,
 
 
 def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, float]:
-    """Return by how many versions the tokens of a batch are older than the learner.
+    """Return the lag of a batch's tokens behind the learner in versions.
 
     `rollout/staleness_<n>`: the share of tokens drawn n versions before its own; `mixed_fraction`:
     rollouts with tokens of several versions; `kept_prefix_mean`: of those, tokens before the last
@@ -180,8 +179,8 @@ def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, floa
 
 
 def buffer_stats(before: Ledger, now: Ledger, settings: Settings) -> dict[str, float]:
-    """Return the numbers of prompts that a step skipped as duplicates or as members of a pool, and
-    the sizes of the pools, where these are in use."""
+    """Return the numbers of skipped duplicate or pooled prompts of a step, and the pool sizes,
+    where these are in use."""
     stats = {}
     if settings.hash_keys:
         stats["rollout/duplicate_prompts"] = float(now.duplicates - before.duplicates)

@@ -1,9 +1,8 @@
-"""The frame around one attempt at a run of any kind: the folder that the attempt owns, its log and
-its steps.
+"""One attempt at a run of any kind: its folder, log and steps.
 
-    with attempt(cfg, "grpo", resume) as folder:       lock and check output_dir, begin a log
-        with polite_stop() as stop:
-            drive(steps, first, last, every, show, stop)     step after step, to the last or a signal
+with attempt(cfg, "grpo", resume) as folder:       lock and check output_dir, begin a log
+    with polite_stop() as stop:
+        drive(steps, first, last, every, show, stop)     step after step, to the last or a signal
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from lowroll.runs.stop import StepDropped, Stop, leave_lost_outputs
 log = logging.getLogger(__name__)
 
 
-# numbers of the last step in the short form of a result, if recorded
+# last-step metrics in the short form of a result, if recorded
 _TOLD = ("reward/mean", "sft/loss", "mismatch/kl_k3", "rollout/length_mean", "optim/grad_norm")
 
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
     """A finished or interrupted run. `ended`: why it finished before its last step. `signal`: the
-    number of the signal that interrupted it, else 0."""
+    signal that interrupted it, else 0."""
 
     folder: Path
     records: list[Record]
@@ -51,12 +50,12 @@ class RunResult:
 
     @property
     def model(self) -> Path:
-        """Return the folder of the trained model or adapter, once the run has finished."""
+        """The folder of the trained model or adapter of a finished run."""
         return self.folder / FINAL
 
     @property
     def metrics(self) -> Record:
-        """Return the record of the last step; {} before the first."""
+        """The record of the last step; {} before the first."""
         return self.records[-1] if self.records else {}
 
     @property
@@ -83,7 +82,7 @@ class RunResult:
 
 
 class StepRunner(Protocol):
-    """The interface through which an attempt drives a run."""
+    """The interface through which `drive` runs steps."""
 
     def step(self, step: int) -> Record: ...
 
@@ -104,9 +103,9 @@ def attempt(
 ) -> Iterator[RunFolder]:
     """Own `output_dir` for one launch of a command, and log to its log file.
 
-    ValueError, before any change, when the folder cannot be used so; RunLockedError when another
-    process has it. `resume` continues a run there; `overwrite` replaces what it made once the new
-    one begins. alone: as `RunFolder`.
+    ValueError, before any change, when the folder is unusable; RunLockedError when another process
+    has it. `resume` continues a run there; `overwrite` replaces its files once the new one begins.
+    alone: as `RunFolder`.
     """
     if resume and overwrite:
         raise ValueError(
@@ -114,12 +113,12 @@ def attempt(
         )
     trackers.check(cfg.track)
     if cfg.push_to_hub is not None:
-        from lowroll.runs import hub  # only such a run loads it
+        from lowroll.runs import hub  # imported only for such a run
 
         hub.check(cfg.push_to_hub)
     folder = RunFolder(cfg, command, alone)
     if not (folder.path / LOCK).exists():
-        folder.check(resume, overwrite)  # an untouched folder is not even locked
+        folder.check(resume, overwrite)  # before the lock, which would create the folder
     with own(folder.path) as lock:
         folder.check(resume, overwrite)
         folder.settle()
@@ -136,12 +135,11 @@ def attempt(
 def drive(
     steps: StepRunner, first: int, last: int, every: int, show: Callable[[Record], str], stop: Stop
 ) -> int:
-    """Make the steps `first` to `last`, with a checkpoint `every` so many, and finish, or stop with
-    a checkpoint when asked to. `show` puts a record into words. Return the signal that ended it
+    """Make the steps `first` to `last`, with a checkpoint every `every` steps, and finish, or stop
+    with a checkpoint when requested. `show` formats a record. Return the signal that ended it
     early, else 0.
 
-    A step's record precedes its checkpoint: a process that dies between repeats the step, and none
-    is left out.
+    A step's record precedes its checkpoint, so a process that dies between them repeats the step.
     """
     for step in range(first, last + 1):
         try:
@@ -166,15 +164,15 @@ def drive(
 
 
 def tell(*lines: str) -> None:
-    """Write lines to the terminal and to the log."""
+    """Write lines to the terminal and the log."""
     for line in lines:
         log.info("%s", line)
         print(line, file=sys.stderr, flush=True)
 
 
 def own(folder: Path) -> RunLock:
-    """Return the lock of a folder. RunLockedError names its holder, ValueError why it cannot be
-    locked."""
+    """Return the lock of a folder. RunLockedError names its holder; ValueError says why it cannot
+    be locked."""
     try:
         return RunLock(folder)
     except OSError as error:
@@ -182,7 +180,8 @@ def own(folder: Path) -> RunLock:
 
 
 class LogFile(logging.FileHandler):
-    """A log whose write failures cost one warning and no run; withheld lines are written later."""
+    """A log whose write failures cost one warning and not the run; withheld lines are written
+    later."""
 
     _told = False
 
@@ -210,13 +209,13 @@ class LogFile(logging.FileHandler):
 
 @contextmanager
 def log_file(folder: Path, attempt: int, name: str = "attempt") -> Iterator[None]:
-    """Write all log messages to logs/<name>_N.log, and warnings to the terminal too."""
+    """Write all log messages to logs/<name>_N.log, and warnings also to the terminal."""
     (folder / LOGS).mkdir(exist_ok=True)
     file = LogFile(folder / LOGS / f"{name}_{attempt}.log", encoding="utf-8")
     terminal = logging.StreamHandler()
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal.setLevel(logging.WARNING)
-    terminal.addFilter(lambda record: not record.exc_info)  # whoever catches an error shows it
+    terminal.addFilter(lambda record: not record.exc_info)  # errors are shown where they are caught
     root = logging.getLogger("lowroll")
     before = root.level
     root.setLevel(logging.INFO)
@@ -233,7 +232,7 @@ def log_file(folder: Path, attempt: int, name: str = "attempt") -> Iterator[None
 
 @contextmanager
 def _told(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
-    """Log the beginning of an attempt and its end; an error with its traceback."""
+    """Log an attempt's begin and end; an error with its traceback."""
     began = time.monotonic()
     log.info(
         "lowroll %s (version %s), attempt %d in %s: process %d on %s, Python %s, torch %s",
@@ -246,7 +245,7 @@ def _told(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
         platform.python_version(),
         metadata.version("torch"),
     )
-    if command == "grpo":  # the notes are of rollouts and what pays for them
+    if command == "grpo":  # the notes are about rollouts and their correction
         for note in cfg.notes:
             log.info("%s", note)
     try:

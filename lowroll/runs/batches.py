@@ -1,6 +1,6 @@
 """The batch-making half of a run: prompts, rollouts, scores, evaluations.
 
-    batches.before(1, 0)      evaluation of the policy that the run begins with, if it asks for one
+    batches.before(1, 0)      evaluation of the initial policy, if configured
     batches.step(n, n - 1)    a batch on the channel, drawn from version n - 1
     batches.after(n, n)       evaluation after step n, when one is due
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class BatchEngine(EvaluationEngine, Protocol):
-    """The engine that batches are drawn from, local or remote."""
+    """A local or remote engine for batches."""
 
     @property
     def kv(self) -> CachePolicy: ...
@@ -55,9 +55,9 @@ class RunEnvironments:
 
 
 class BatchSource:
-    """The producer of a run's batches. cfg: with the cache's size filled in. Scoring workers end
-    with `stack`. rollout_log, weights, journal: as `Orchestrator`'s. alone: in one process with the
-    learner."""
+    """The producer of a run's batches. cfg: with the cache size filled in. `stack` closes the
+    scoring workers. rollout_log, weights, journal: as `Orchestrator`'s. alone: in one process with
+    the learner."""
 
     def __init__(
         self,
@@ -75,7 +75,8 @@ class BatchSource:
     ) -> None:
         self.alone = alone
         self._seen: EngineStats | None = None  # when the previous batch was full
-        self.more: Callable[[Batch], Mapping[str, float]] = lambda _: {}  # of whoever has this half
+        # extra metrics from the owner
+        self.more: Callable[[Batch], Mapping[str, float]] = lambda _: {}
         self.cfg = cfg
         self.spec = spec
         self.rollouts = rollouts
@@ -104,7 +105,7 @@ class BatchSource:
         )
 
     def watch(self, phase: PhaseProgress, note: Callable[[str], object]) -> None:
-        """Report progress within a step through callbacks."""
+        """Set callbacks for progress within a step."""
         self.orchestrator.on_phase = self.evaluations.on_phase = phase
         self.evaluations.on_note = note
 
@@ -119,33 +120,32 @@ class BatchSource:
         return self.orchestrator.step(step, version)
 
     def before(self, step: int, version: int) -> dict[str, float]:
-        """Run the evaluation before a step; return {} when there is none."""
+        """Evaluate before a step if due, else return {}."""
         self.enter(step)
         if self.evaluations.due_before(step):
             self._clear_engine()
         return self.evaluations.before(step, self.stages.now, version)
 
     def after(self, step: int, version: int) -> dict[str, float]:
-        """Run the evaluation after a step; return {} when none is due."""
+        """Evaluate after a step if due, else return {}."""
         if self.evaluations.due(step):
             self._clear_engine()
         return self.evaluations.after(step, self.stages.now, version)
 
     def state(self) -> dict[str, Any]:
-        """Return the state that `restore` continues from."""
         return self.orchestrator.state()
 
     def _clear_engine(self) -> None:
-        """Drop what is in flight where evaluations need the engine alone, as with noise, without
-        which they draw."""
+        """Drop what is in flight where evaluations need the engine alone, as with noise, which they
+        disable."""
         if self.cfg.eval.cancel_inflight_rollouts_on_eval or self.cfg.noise is not None:
             self.orchestrator.rollout_buffer.recall()
 
     def restore(self, step: int, state: Mapping[str, Any], resumed: bool = False) -> None:
-        """Continue after a step. resumed: the user asked for it, so the resumption settings of
-        `ckpt`, `buffer` and `eval` apply. ValueError names what is not of this run's plan, and a
+        """Continue after a step. resumed: the user requested it, so the resumption settings of
+        `ckpt`, `buffer` and `eval` apply. ValueError names what contradicts this run's plan, and a
         state of another step."""
-        stated = state.get("step", step)  # the oldest states lack it
+        stated = state.get("step", step)  # missing in the oldest states
         if stated != step:
             raise ValueError(f"orchestrator state: it is of step {stated}, and not of step {step}")
         self.enter(step)
@@ -160,7 +160,7 @@ class BatchSource:
             self.evaluations.resumed(step + 1)
 
     def described(self, batch: Batch) -> dict[str, float]:
-        """Describe how a batch was drawn and what a bounded cache saves."""
+        """Return metrics of how a batch was drawn and what a bounded cache saves."""
         stats, kv = self.rollouts.stats(), self.rollouts.kv
         drawn = {"rollout/weight_bits": stats.weight_bits}
         if self._seen is not None:
@@ -183,7 +183,7 @@ class BatchSource:
 
 
 def _turns(sample: Sample) -> list[tuple[int, int]]:
-    """Return (prompt tokens, response tokens) of a sample, or of each turn."""
+    """Return (prompt tokens, response tokens) of each turn."""
     asked, rollout = len(sample.prompt_ids), sample.rollout
     if rollout.turns is None:
         return [(asked, len(rollout.token_ids))]

@@ -1,7 +1,7 @@
 """`rollout.weights: {max_kl: ...}`: from a budget to a format for each layer, once a run.
 
-    rollout_weights.json    in the run folder: the budget, which layers have which format, what was
-                            measured, and what was chosen again in the course of the run (`again`)
+    rollout_weights.json    in the run folder: the budget, the format of each layer, the measurements,
+                            and what was chosen again during the run (`again`)
 
 The search (`weights.budget`) measures on the dense model's responses to the first prompts of the
 run's environments, else to PROMPTS. A resumed run reads its file; checkpoints hold later choices
@@ -50,11 +50,11 @@ from lowroll.weights.budget import Allocation, Calibration, allocate
 log = logging.getLogger(__name__)
 
 NUM_PROMPTS = 8
-RESPONSE_TOKENS = 48  # at most, of each
+RESPONSE_TOKENS = 48  # most tokens of each
 SAMPLES, LONG_TOKENS = 8, 128  # responses to each prompt and their tokens, for calibrated rounding
 TEXT_TOKENS = 128  # of each piece of a text
-PROMPT_TOKENS = 1024  # at most, of each prompt before a response
-NAMED = 8  # layers that a report names
+PROMPT_TOKENS = 1024  # most tokens of each prompt before a response
+NAMED = 8  # layers named in a report
 PROMPTS = (
     "Write a short story about a lighthouse.",
     "Natalia sold clips to 48 friends in April, and half as many in May. How many in all?",
@@ -83,7 +83,7 @@ def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool)
         return with_weights(cfg, named(cfg.rollout.weights, cfg, compute, chat))
     if not (resume and (path.is_file() or home.has_steps())):
         if path.exists():
-            _read(path)  # refuses to overwrite another kind of file
+            _read(path)  # refuses to overwrite other files
         found = search(cfg, compute, dense_model(cfg, compute), chat)
         text = _text(cfg.rollout.weights, found)
         home.space.write(path, lambda: write_file(path, text.encode()))
@@ -139,7 +139,7 @@ def of_model(
     dtype: torch.dtype | None = None,
     text: Path | None = None,
 ) -> str:
-    """Return the format of `weights` for a model without a run. text: what to measure on
+    """Return the format of `weights` for a model without a run. text: measured on
     (`calibration_sequences`); default: responses to PROMPTS."""
     if not is_budget(weights):
         return weights
@@ -161,9 +161,9 @@ def of_model(
 def again(
     home: RunFolder, budget: str, model: Transformer, samples: Sequence[Sample], step: int
 ) -> tuple[str, dict[str, dict[str, int]]] | None:
-    """Search again with the learner's weights after a step, on its responses, and note the result
+    """Search again with the learner's weights after a step, on its responses, and record the result
     in the run's file. Return the format's name and the layers of each format; None without samples,
-    or when nothing keeps the budget."""
+    or when nothing meets the budget."""
     seen = _calibration(samples)
     if not seen.sequences:
         log.warning("guard: step %d: no response to measure on; the formats stay", step)
@@ -190,7 +190,7 @@ def again(
 
 
 def cut(home: RunFolder, step: int) -> None:
-    """Forget choices made after the step from which the run continues."""
+    """Drop choices after the step from which the run continues."""
     path = home.path / FILE
     if not (is_budget(home.cfg.rollout.weights) and path.is_file()):
         return
@@ -214,7 +214,8 @@ def _write(home: RunFolder, kept: Mapping[str, object]) -> None:
 
 
 def _calibration(samples: Sequence[Sample]) -> Calibration:
-    """Return the beginnings of responses, of each group in turn, after the ends of their prompts."""
+    """Return the first tokens of responses after the last tokens of their prompts, alternating
+    between groups."""
     said = [sample for sample in samples if sample.group >= 0 and sample.rollout.token_ids]
     said.sort(key=lambda sample: sample.rollout.behavior.sample)
     pairs = [
@@ -249,7 +250,7 @@ def with_weights(cfg: RunConfig, weights: str) -> RunConfig:
 
 
 def refuse_model(cfg: RunConfig) -> None:
-    """Raise ValueError for a model whose layers take no chosen formats, without reading weights."""
+    """Raise ValueError for a model that takes no chosen formats, without reading weights."""
     models.refuse_adapter("model", cfg.model)
     folder = resolve(cfg.model, weights=False)
     if (spec := read_spec(folder)).num_experts:
@@ -318,7 +319,7 @@ def draw(
     n: int = 1,
     most: int = RESPONSE_TOKENS,
 ) -> Calibration:
-    """Return `n` responses of the dense model to each prompt: `texts`, or those of the run's
+    """Return `n` responses of the dense model to each prompt of `texts`, or of the run's
     environments. most: tokens of a response."""
     asked = first_requests(cfg, model.spec, chat, texts, NUM_PROMPTS, n)
     longest = max(len(one.prompt_ids) for one in asked)
@@ -349,7 +350,7 @@ def _room(request: Request, page_size: int) -> int:
 
 
 def report(budget: str, found: Allocation) -> list[str]:
-    """Return a search's result for people."""
+    """Return a search's result as text."""
     total = sum(found.sizes.values())
     shares: dict[str, int] = {}
     for layer, name in found.assignment.items():
@@ -385,7 +386,7 @@ def _found(found: Allocation) -> dict[str, object]:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Return a file's content; ValueError when it is not one of ours."""
+    """Return a file's content; ValueError for another kind of file."""
     if not path.is_file():
         raise ValueError(
             f"{path}: missing; the run cannot go on with the formats that it began with"

@@ -1,4 +1,4 @@
-"""Calibration text as token ids, for `weights.awq`, `weights.gptq` and `weights.budget`, and the
+"""Calibration text as token ids for `weights.awq`, `weights.gptq` and `weights.budget`, and the
 first requests of a run.
 
 A `.jsonl` file holds a document a line, `{"text": "..."}` or `{"messages": [...]}` (through the
@@ -33,7 +33,7 @@ def calibration_sequences(
 ) -> list[list[int]]:
     """Return at most `num_samples` sequences of at most `length` token ids, in the file's order.
 
-    tokenizer: a transformers tokenizer. ValueError names the file, and the line that has no text.
+    tokenizer: a transformers tokenizer. ValueError names the file, and a line without text.
     """
     path = Path(path)
     for name, value in (("calibration samples", num_samples), ("calibration length", length)):
@@ -69,7 +69,7 @@ def _from_lines(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
         for chat in chats:
             try:
                 yield ChatTokenizer(tokenizer).encode_chat(chat, open_turn=False)[:length]
-            # of the template; of messages that are no objects
+            # from the template; from messages that are not objects
             except (ValueError, AttributeError) as error:
                 raise ValueError(
                     f"calibration: {where}: messages: the chat template refuses them ({error})"
@@ -113,8 +113,8 @@ def first_requests(
     num_prompts: int,
     n: int,
 ) -> list[Request]:
-    """Return requests of the run's own sampling without truncation, for `texts` or the first
-    prompts of its environments."""
+    """Return untruncated requests with the run's sampling for `texts` or the first prompts of its
+    environments."""
     drawn = orchestrator.sampling(cfg)
     sampling = replace(drawn, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_tokens=0)
     if texts:

@@ -1,4 +1,4 @@
-"""The checkpoints that a run resumes from and that it writes."""
+"""The checkpoints that a run resumes from and writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 Tensors = dict[str, dict[str, Any]]
 State = dict[str, Any]
-META = ("command", "config", "base", "read", "step", "tensors")  # beside the state of a checkpoint
+META = ("command", "config", "base", "read", "step", "tensors")  # beside a checkpoint's state
 
 
 class Checkpointing:
@@ -44,7 +44,7 @@ class Checkpointing:
     def _find(self) -> Checkpoint | None:
         """Return the checkpoint to continue; None when the run begins again.
 
-        ValueError when the run, or its inputs, are not those of the configuration.
+        ValueError when the run or its inputs differ from the configuration.
         """
         home = self.home
         if home.command == "sft":
@@ -100,18 +100,17 @@ class Checkpointing:
         return identity.FOR_SIGNAL if ended else ()
 
     def identify(self, base: str, beside: Mapping[str, str] | None = None) -> None:
-        """Set the digest of the initial weights and of other inputs, which a resumed run must
-        share."""
+        """Set the digests of the initial weights and other inputs, which a resumed run must share."""
         self.base = base
         self.inputs = self._own_inputs | dict(beside or {})
 
     @property
     def cache_tokens(self) -> int | None:
-        """Return the KV cache size that the run began with, or None."""
+        """Return the run's original KV cache size, or None."""
         return None if self.found is None else self.found.meta["cache_tokens"]
 
     def take(self) -> Checkpoint | None:
-        """Return the checkpoint to continue, once; None when there was none."""
+        """Return the checkpoint to continue, once, or None."""
         saved, self.found = self.found, None
         if saved is None:
             log.warning("the run ended before its first checkpoint; it begins again with step 1")
@@ -131,8 +130,8 @@ class Checkpointing:
         ranks: Ranks = ALONE,
         **meta: object,
     ) -> None:
-        """Save the state of `capture()` after `step` in one atomic folder, unless it is saved
-        already. ranks: those that hold shares of it."""
+        """Save `capture()` after `step` in one atomic folder, unless it is saved already. ranks:
+        hold shares of it."""
         if self._newest == step:
             return
         began = time.monotonic()

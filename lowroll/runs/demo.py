@@ -1,13 +1,13 @@
-"""`lowroll demo`: a small language model gets better at a task by GRPO with INT8 rollouts, in
-minutes on two cores.
+"""`lowroll demo`: a small language model learns a task by GRPO with INT8 rollouts, in minutes on
+two cores.
 
 1. Build a Qwen3-shaped model of random weights and a byte-level tokenizer with a chat template, as
    a Hugging Face folder.
-2. Warm-start it by SFT on reverse-text demonstrations, briefly: it learns the form, and a part of
+2. Warm-start it briefly by SFT on reverse-text demonstrations: it learns the form, and a part of
    the task.
 3. Evaluate on 256 held-out strings, train by GRPO with INT8 rollouts and ACR, evaluate again:
    sampled as in training, and sharpened, at T = 0.5 and greedily. A policy that only became sharper
-   would gain in the first row alone.
+   would improve in the first row alone.
 4. Measure the INT8 and the dense engines on the same requests, in turns: on this model, and on
    layers of a size at which low precision pays.
 
@@ -49,7 +49,7 @@ from lowroll.runs.grpo import run
 from lowroll.runs.sft import warm_start
 from lowroll.types import Request
 
-MARK = ".lowroll-demo"  # marks a folder as the demo's, which may be replaced
+MARK = ".lowroll-demo"  # marks a demo folder, which may be replaced
 MIN_GAIN = 0.15
 MIN_GREEDY_GAIN = 0.03
 HELD_OUT = 256
@@ -133,7 +133,6 @@ SETTINGS: dict[str, Any] = {
 
 
 def build_tokenizer() -> Any:
-    """Build a byte-level tokenizer with a chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -167,7 +166,6 @@ def build_model(folder: Path, seed: int, config: Mapping[str, Any]) -> Path:
 
 
 def settings(folder: Path, seed: int, device: str) -> RunConfig:
-    """Return the settings of the demo's run."""
     return from_mapping(
         {
             **SETTINGS,
@@ -197,8 +195,8 @@ def held_out(
     temperature: float,
     count: int | None = None,
 ) -> float:
-    """Return the mean reward on `count` held-out prompts (None: as the settings say), as sampled
-    (1.0) or greedy (0.0)."""
+    """Return the mean reward on `count` held-out prompts (None: as the settings), sampled (1.0) or
+    greedy (0.0)."""
     (env,) = environments.make(cfg.env, cfg.seed).values()
     sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
     with environments.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
@@ -218,8 +216,7 @@ def held_out(
 def engine_speed(
     cfg: RunConfig, model: Path, formats: tuple[str, ...], rounds: int = 5
 ) -> dict[str, float]:
-    """Return the median tokens a second of each format on the run's own kind of batch, measured in
-    turns."""
+    """Return each format's median tokens a second on the run's kind of batch, measured in turns."""
     compute = Compute.of(cfg)
     chat = models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
@@ -266,7 +263,7 @@ def larger_speed(cfg: RunConfig, formats: tuple[str, ...]) -> tuple[float, dict[
 def _in_turns(
     engines: Mapping[str, Engine], requests: Callable[[int], list[Request]], rounds: int
 ) -> dict[str, float]:
-    """Return the median tokens a second of each engine."""
+    """Return each engine's median tokens a second."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(rounds + 1):
         asked = requests(turn)
@@ -333,7 +330,7 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
 
 
 def interrupted(console: Console, result: RunResult, command: str) -> int:
-    """Say how to go on; returns the exit code."""
+    """Print how to continue; return the exit code."""
     console.print(
         f"interrupted: nothing is measured; `{command}` begins anew, `lowroll grpo "
         f"{result.folder / 'config.yaml'} --resume` goes on with the run alone"
@@ -349,8 +346,8 @@ def verdict(
     greedy: float,
     began: float,
 ) -> int:
-    """Say how far the held-out reward rose; returns the exit code: 1 unless it rose by `gain` as
-    sampled and by `greedy` of the most likely responses. began: on the monotonic clock."""
+    """Print the gains of the held-out reward; return the exit code: 1 unless it rose by `gain` as
+    sampled and by `greedy` greedily. began: on the monotonic clock."""
     rose, learnt = (after[name] - before[name] for name in ("sampled", "greedy"))
     console.print(
         f"the held-out reward rose by {rose:.3f} as sampled and by {learnt:.3f} greedily (at least "
@@ -361,7 +358,7 @@ def verdict(
 
 
 def clear(folder: Path, cfg: RunConfig) -> None:
-    """Mark a folder as the demo's, and remove the models of an earlier one."""
+    """Mark a folder as the demo's, and remove an earlier one's models."""
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise ValueError(
             f"output_dir: {folder} is not empty and holds no earlier demo; remove it, or name "
@@ -401,7 +398,7 @@ def summary(
     before: Mapping[str, float],
     after: Mapping[str, float],
 ) -> None:
-    """Print the table of what was measured."""
+    """Print the table of measurements."""
     low = cfg.rollout.weights.upper()
     table = Table(title="What was measured in this run")
     for name in ("", "before", "after"):

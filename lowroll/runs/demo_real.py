@@ -1,13 +1,13 @@
-"""`lowroll demo --real`: a pretrained model learns to answer in plain JSON, by GRPO with INT8 rollouts
-and LoRA, in minutes on two cores.
+"""`lowroll demo --real`: a pretrained model learns to answer in plain JSON, by GRPO with INT8
+rollouts and LoRA, in minutes on two cores.
 
-1. SmolLM2-135M-Instruct, as `lowroll fetch smollm2` made it, evaluated on 48 held-out sentences of
-   the environment `records`. It knows what JSON is, and mostly writes something around it.
+1. Evaluate SmolLM2-135M-Instruct, from `lowroll fetch smollm2`, on 48 held-out sentences of the
+   environment `records`. It knows JSON, and mostly writes something around it.
 2. GRPO; evaluate again, as sampled in training and sharpened. Some answers are shown before and
    after.
 
-Every number that is printed is measured in the run. The exit code is 1 unless the held-out reward
-rose by `MIN_GAIN` as sampled and by `MIN_GREEDY_GAIN` of the most likely responses.
+Every printed number is measured in the run. The exit code is 1 unless the held-out reward rose by
+`MIN_GAIN` as sampled and by `MIN_GREEDY_GAIN` greedily.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ SETTINGS: dict[str, Any] = {
 
 
 def settings(folder: Path, seed: int, device: str) -> RunConfig:
-    """Return the settings of the demo's run."""
     return from_mapping(
         {
             **SETTINGS,

@@ -1,5 +1,5 @@
-"""`lowroll diagnose`: where the gap between the rollouts and the learner comes from, on one batch
-of tokens.
+"""`lowroll diagnose`: the causes of the gap between the rollouts and the learner, on one batch of
+tokens.
 
 Tokens are drawn once, and their log-probs taken at points from the engine to the learner:
 
@@ -13,23 +13,23 @@ Tokens are drawn once, and their log-probs taken at points from the engine to th
 
 Each step has one cause:
 
-    decode -> prefill      kv where the cache has thrown keys away or rounds them, else as the next
+    decode -> prefill      kv where the cache has dropped or rounded keys, else as the next
     prefill -> aligned     rounding where the format rounds activations, else kernels
     aligned -> quantized   rounding
     quantized -> dense     weights (where the format leaves activations alone, from aligned)
 
 Rounding amplifies: another order of sums differs by 1e-7, which flips activation codes, which flip
 more in later layers, until the rounding errors of both sides are independent. Only smaller rounding
-errors or the same bits on both sides mend it.
+errors or the same bits on both sides prevent it.
 
-`prefill` uses no cache, so a prompt attends to exact keys there; decoding's other order of sums
-counts as kv and is small. A policy that evicted nothing is not blamed.
+In `prefill` a prompt attends to exact keys; decoding's other order of sums counts as kv and is
+small. A policy that evicted nothing is not blamed.
 
 `staleness` is 0: engine and learner hold the newest checkpoint.
 
 In kl_k1, mean(from - to), the causes add up exactly, with signs; a cause's share is its mean |from
-- to| over the sum of all. The tokens are those of `decode`, so k3 estimates a KL divergence for the
-whole alone. Rollouts are drawn without truncation and from clean norms.
+- to| over the sum of all. The tokens are those of `decode`, so k3 estimates a KL divergence only
+for the whole. Rollouts are drawn without truncation and from clean norms.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class MismatchPart:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The parts, the whole, and their reading."""
+    """The parts, the whole, and their interpretation."""
 
     model: str
     format: str
@@ -152,7 +152,7 @@ def attribute(
     """Return the parts and the whole from the log-probs [N] at every point, in order.
 
     segments: each token's sequence. blames_kv: the cache dropped or rounds keys; otherwise its part
-    is 0. A point `quantized` says that the format rounds activations.
+    is 0. A point `quantized` implies a format that rounds activations.
     """
     arithmetic = "rounding" if "quantized" in log_probs else "kernels"
     first = "kv" if blames_kv else arithmetic
@@ -203,8 +203,8 @@ def diagnose(
     """Draw one batch and score it at every point.
 
     cfg: of the run, or of a model with rollout.weights. run: a run folder, whose newest checkpoint
-    is taken. prompts: what the user says; none takes `num_prompts` of the environments. n:
-    responses a prompt. ValueError when nothing was drawn or the run cannot be read.
+    is used. prompts: user messages; without any `num_prompts` of the environments. n: responses a
+    prompt. ValueError when nothing was drawn or the run cannot be read.
     """
     given = cfg.resolved()
     compute = Compute.of(given)
@@ -239,8 +239,8 @@ def diagnose(
 
 @dataclass(frozen=True)
 class DrawnSequences:
-    """Rollouts with their prompts, as sequences of ids, and the log-probs [N] of their tokens by the
-    engine that drew them."""
+    """Rollouts with their prompts as sequences of ids, and the engine's log-probs [N] of their
+    tokens."""
 
     sequences: list[list[int]]
     prompt_lens: list[int]
@@ -262,7 +262,7 @@ class DrawnSequences:
 
 
 def draw(engine: Engine, requests: list[Request], temperature: float) -> DrawnSequences:
-    """Draw the rollouts and have the engine score them. ValueError when there is no token."""
+    """Draw the rollouts and have the engine score them. ValueError for no tokens."""
     if not engine.capabilities.scores:
         raise ValueError("diagnose: this engine cannot score given tokens")
     rows = [
@@ -289,8 +289,8 @@ def learner_points(
     temperature: float,
     forward: str = "dense",
 ) -> dict[str, Tensor]:
-    """Return the learner's points for an engine in `format`, in order: log-probs [N]. The model is
-    aligned with the engine afterwards. forward: the learner's (`train.forward`)."""
+    """Return the learner's points for an engine in `format`, in order: log-probs [N]. The model
+    stays aligned with the engine. forward: the learner's (`train.forward`)."""
 
     def scored() -> Tensor:
         return torch.cat(score(model, drawn.sequences, drawn.prompt_lens, temperature)).cpu()
@@ -304,7 +304,7 @@ def learner_points(
         last = scored()
     codes = [linear.aligned for _, linear in model.linears() if linear.aligned is not None]
     if any(get_format(one.format).rounds_activations for one in codes):
-        if own == "dense" and model.weight_format is not None:  # the base of LoRA is shared
+        if own == "dense" and model.weight_format is not None:  # LoRA shares the base
             points["quantized"] = last
         else:
             with aligned.dequantized(model):
@@ -313,7 +313,7 @@ def learner_points(
 
 
 def _align(model: Transformer, format: str) -> None:
-    """Let the learner's forward run in the engine's arithmetic."""
+    """Run the learner's forward in the engine's arithmetic."""
     base = model.weight_format
     if base not in (None, format) and get_format(format).dense:
         # LoRA after a guard's fallback: the engine has the base's values
@@ -323,8 +323,7 @@ def _align(model: Transformer, format: str) -> None:
 
 
 def _settled(cfg: RunConfig, run: Path | None, compute: Compute, chat: ChatTokenizer) -> RunConfig:
-    """Return the settings with formats in the place of a budget: the run's, or those of a
-    search."""
+    """Return the settings with formats in place of a budget: the run's, or from a search."""
     if run is not None:
         return budget.settled(cfg, run, compute)
     return budget.with_weights(cfg, budget.named(cfg.rollout.weights, cfg, compute, chat))
@@ -337,8 +336,8 @@ def _checkpoint(run: Path | None) -> Checkpoint | None:
 
 
 def _weights(held: Checkpoint, cfg: RunConfig, weights: str) -> str:
-    """Return the format of the run's rollouts: what its guard fell back to, unless another than the
-    run's own is asked for. weights: what the settings stand for."""
+    """Return the rollouts' format: the guard's fallback, unless another than the run's own is
+    requested. weights: the settings' format."""
     own = yaml.safe_load(held.meta["config"])["rollout"]["weights"]
     return (fallen_to(held.state) or weights) if cfg.rollout.weights == own else weights
 

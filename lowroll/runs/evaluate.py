@@ -1,5 +1,6 @@
 """Evaluation on held-out prompts by `lowroll eval`, of a model in several formats and caches, or of
-a server."""
+a server.
+"""
 
 from __future__ import annotations
 
@@ -52,16 +53,16 @@ def evaluate(
     each: Mapping[str, int] | None = None,
     out: Path | None = None,
 ) -> Rows:
-    """Return one row an environment, format and cache (`results.rows_of`), and their average
-    over environments.
+    """Return one row an environment, format and cache (`results.rows_of`), and their average over
+    environments.
 
-    `weights` are formats or budgets; "dense" is the run's own dtype. Without any they are dense and
-    rollout.weights or, where that is not set, the low-bit format that the model holds. `kv` are
-    caches; without any they are dense and rollout.kv. All see the same prompts and seeds; the first
-    unbounded cache sets everyone's size. A staged run uses the lengths of its last stage. `each`
-    has responses to an example by environment, beside eval.rollouts_per_example. Results go to
-    `out`, from which a killed evaluation continues. lowroll's own engine answers, even for a run
-    with vLLM; `evaluate_server` asks another.
+    `weights` are formats or budgets; "dense" is the run's own dtype. The default is dense and
+    rollout.weights or, where that is not set, the model's own low-bit format. `kv` are caches; the
+    default is dense and rollout.kv. All use the same prompts and seeds; the first unbounded cache
+    sets everyone's size. A staged run uses the lengths of its last stage. `each` has responses to
+    an example by environment, beside eval.rollouts_per_example. Results go to `out`, from which a
+    killed evaluation continues. lowroll's own engine is used, even for a run with vLLM;
+    `evaluate_server` uses another.
     """
     weights = weights or list(dict.fromkeys(["dense", _rollouts(cfg)]))
     cfg = engines.with_engine(cfg.resolved().at(cfg.train.max_steps), "native")
@@ -88,7 +89,7 @@ def evaluate(
             cfg = engines.with_cache(cfg, engine.stats().cache_tokens)  # the same for all
             most = min(prompts.longest(_under(cfg, one), model.spec) for one in caches)
             for line in prompts.check(cfg, model.spec, chat, envs, "test"):
-                if line not in told:  # once for engines with equal room
+                if line not in told:  # once for engines of equal capacity
                     log.warning("%s", line)
                     told.add(line)
             about = {"weights": compute.format(name), "kv": cache.name}
@@ -106,8 +107,8 @@ def evaluate_server(
     each: Mapping[str, int] | None = None,
     out: Path | None = None,
 ) -> Rows:
-    """Return the rows of a served model, drawn as `evaluate` draws. ValueError when its context has
-    no room for a response."""
+    """Return the rows of a served model, drawn as in `evaluate`. ValueError when its context has no
+    space for a response."""
     cfg = cfg.resolved().at(cfg.train.max_steps)
     context = server.engine.capabilities.context_length
     most = context - cfg.rollout.max_tokens
@@ -142,7 +143,7 @@ def place(
 
 @dataclass(frozen=True)
 class _Asker:
-    """The questions of an evaluation for every engine, and the folder of answers."""
+    """An evaluation's requests for every engine, and its folder."""
 
     cfg: RunConfig
     chosen: tuple[EnvConfig, ...]
@@ -151,7 +152,7 @@ class _Asker:
     each: Mapping[str, int]
     out: Path | None
     on_phase: PhaseProgress
-    held: Mapping[str, Any] = field(default_factory=dict)  # what else tells engines apart
+    held: Mapping[str, Any] = field(default_factory=dict)  # what else distinguishes engines
 
     def ask(
         self,
@@ -239,7 +240,7 @@ def _under(cfg: RunConfig, kv: KvConfig) -> RunConfig:
 
 
 def _rollouts(cfg: RunConfig) -> str:
-    if cfg.rollout.weights == STORED:  # a dense model may stand in the place of the run's folder
+    if cfg.rollout.weights == STORED:  # a dense model may replace the run's folder
         return exact_format(resolve(cfg.model), Compute.of(cfg).dtype) or OWN
     if "weights" in cfg.rollout.model_fields_set:
         own = None

@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# what is kept of the second sampler, and of the model before the first update
+# metrics kept of the second sampler and of the initial model
 COMPARED = ("reward", "pass_at_1")
 
 
 class EvaluationEngine(EngineClient, Protocol):
-    """The engine of a run, as an evaluation asks it."""
+    """The engine interface for evaluations."""
 
     def without_noise(self, version: int) -> AbstractContextManager[None]:
-        """Draw from the weights of a version without noise in the block; what comes next has the
-        bits of a fresh engine, so that a resumed run has them too."""
+        """Draw from the weights of a version without noise in the block; afterwards the engine has
+        the bits of a fresh one, as in a resumed run."""
         ...
 
 
 class Evaluations:
-    """`eval/*` of a run's policy on the test splits, in the rollout precision, without noise: before
-    the first step, after every `eval.interval` steps and after the last. `now` are the settings of
-    the step, `version` the policy's."""
+    """`eval/*` of a run's policy on the test splits, in the rollout precision, without noise:
+    before the first step, after every `eval.interval` steps and after the last. `now` are the
+    settings of the step, `version` the policy's."""
 
     def __init__(
         self,
@@ -61,8 +61,7 @@ class Evaluations:
         self.on_phase: PhaseProgress | None = None
 
     def before(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
-        """Evaluate the policy that the run begins with, or is resumed with; return {} before other
-        steps."""
+        """Evaluate the initial or resumed policy; return {} before other steps."""
         if not self.due_before(step):
             return {}
         self.on_note(
@@ -77,23 +76,21 @@ class Evaluations:
         return self.measure(now, version, sampled=step == self.last, done=step)
 
     def due_before(self, step: int) -> bool:
-        """Return whether the policy before a step is evaluated."""
         first = step == 1 and self.cfg.eval_base_model
         return bool(self.interval) and (first or step == self._again)
 
     def resumed(self, step: int) -> None:
-        """Note that the run goes on with a step."""
+        """Record the next step of a resumed run."""
         self._again = None if self.cfg.skip_eval_on_resume else step
 
     def due(self, step: int) -> bool:
-        """Return whether the policy after a step is evaluated."""
         return self.interval is not None and (step == self.last or step % self.interval == 0)
 
     def measure(
         self, now: RunConfig, version: int, sampled: bool, done: int = 0
     ) -> dict[str, float]:
-        """Evaluate the current policy, after `done` steps; with `sampled`, drawn as the rollouts
-        too."""
+        """Evaluate the current policy after `done` steps; with `sampled`, also drawn like the
+        rollouts."""
         began = time.monotonic()
         with self.rollouts.without_noise(version):
             metrics = held_out(
@@ -126,8 +123,7 @@ def held_out(
 ) -> dict[str, float]:
     """Return `eval/*` of the engine's policy on the test splits, drawn as `cfg.eval` says.
 
-    With `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn as the rollouts of `cfg`
-    are.
+    With `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn like the rollouts of `cfg`.
     """
     chosen = orchestrator.eval_sampling(cfg)
     drawn = orchestrator.sampling(cfg)
@@ -162,8 +158,8 @@ def held_out(
 
 
 def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
-    """Return the evaluations of a step: `then`, after it, and `first`, before it, under names of
-    their own. Either may be empty."""
+    """Return a step's evaluations: `then`, after it, and `first`, before it, under separate names.
+    Either may be empty."""
     compared = tuple(f"{joint}{name}" for joint in "/_" for name in COMPARED)
     early = {f"{name}_before": value for name, value in first.items() if name.endswith(compared)}
     if first:

@@ -5,12 +5,12 @@
                                      adapter  the LoRA adapter, in PEFT's format
                                      rollout  what the engine samples from, bit for bit (rung P10)
 
-`rollout` holds the codes that the engine used after that step, without noise; of a LoRA run it is
-the adapter, with its quantized base in the folder `base`. `merged` adds the adapter to the
-dequantized base it was trained on; the original dense model gives another policy. `PolicyGap`
-(`runs.policy_gap`) is a policy's distance from the learner on the run's logged rollouts.
+`rollout` holds the engine's codes after that step, without noise; of a LoRA run it is the adapter,
+with its quantized base in the folder `base`. `merged` adds the adapter to the dequantized base it
+was trained on; the original dense model gives another policy. `PolicyGap` (`runs.policy_gap`) is a
+policy's distance from the learner on the run's logged rollouts.
 
-An adapter folder may take the place of the run: it states its base (`model.base`).
+An adapter folder, which states its base (`model.base`), may replace the run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Exported:
     step: int | None = None  # of the run
     # merged: of the written model; adapter: of the adapter on the model that it names
     gap: PolicyGap | None = None
-    note: str | None = None  # what another tool cannot do with the folder
+    note: str | None = None  # what other tools cannot do with the folder
 
 
 def quantize_folder(
@@ -96,8 +96,8 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
     KINDS.
 
     ValueError, before any writing, for a folder without a run, an unknown kind, an adapter of a run
-    that trains all weights, or another model than the run began with. FileNotFoundError when there
-    is no such checkpoint, FileExistsError for `out`.
+    that trains all weights, or another model than the run began with. FileNotFoundError for a
+    missing checkpoint, FileExistsError for `out`.
     """
     if kind not in KINDS:
         raise ValueError(f"--as: {kind!r} is not one of {', '.join(KINDS)}")
@@ -180,7 +180,7 @@ def _learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer,
 def _save_merged(
     model: Transformer, out: Path, source: Path, batch: Batch | None = None
 ) -> PolicyGap | None:
-    """Save the learner as one dense model; return its gap, due to rounded sums."""
+    """Save the learner as one dense model; return its gap from rounded sums."""
     if batch is None:
         hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
         return None
@@ -190,8 +190,8 @@ def _save_merged(
 
 
 def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
-    """Save the engine's model; an adapter's base goes to the folder `base` inside. Return what
-    another tool cannot do with it."""
+    """Save the engine's model; an adapter's base goes to its folder `base`. Return what other tools
+    cannot do with it."""
     adapters = {name: linear.adapter for name, linear in rollout.linears()}
     if all(adapter is None for adapter in adapters.values()):
         hf.save(rollout, out, tokenizer_from=source)
@@ -228,7 +228,7 @@ def _format_of(model: Transformer) -> str:
 
 
 def absent(out: str | Path) -> Path:
-    """Return the path of a folder to write; FileExistsError if it exists."""
+    """Return the path of a new folder; FileExistsError if it exists."""
     out = Path(out)
     if out.is_symlink() or out.exists():
         raise FileExistsError(f"{out}: exists already; name a new folder")

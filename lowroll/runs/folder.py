@@ -1,12 +1,12 @@
 """The folder of a run: its files, and how a run begins, continues and is saved.
 
-    config.yaml     the settings; its first line says which command's run the folder holds
+    config.yaml     the settings; its first line names the command of the run
     about.json, metrics.jsonl, rollouts/, offending/, checkpoints/, final/, logs/, environments/, .lock, report.html
     rollout_weights.json    of a run whose rollout.weights is a budget
 
-Only a run's own files are removed or overwritten: they are recognised by name in a folder whose
-config.yaml a run wrote, checkpoints and final/ by their manifests. Anything in the way is refused
-at the start.
+Only a run's own files are removed or overwritten: they are recognised by name in a folder with a
+run's config.yaml, checkpoints and final/ by their manifests. Anything in the way is refused at the
+start.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from lowroll.types import Batch
 log = logging.getLogger(__name__)
 
 CONFIG, FINAL, LOGS, ENVIRONMENTS = "config.yaml", "final", "logs", "environments"
-WEIGHTS = "rollout_weights.json"  # which layers have which format (`runs.budget`)
+WEIGHTS = "rollout_weights.json"  # formats by layer (`runs.budget`)
 BATCHES = ("rollouts", "offending")
 ROLES = ("roles", "orchestrator", "broadcasts")  # of a run with roles
 _MARK = re.compile(r"# lowroll (\w+): the settings of the run in this folder\n")
@@ -63,31 +63,31 @@ _STEP = re.compile(r"step_[0-9]{6,}")
 
 
 def goes_on(cfg: RunConfig) -> bool:
-    """Return whether `ckpt.resume_step` asks for a resumption and a run has begun."""
+    """Return whether `ckpt.resume_step` requests a resumption and a run has begun."""
     asked = cfg.ckpt.resume_step
     return asked is not None and (asked >= 0 or RunFolder(cfg, "grpo").made_by() is not None)
 
 
 class RunFolder:
     """`output_dir` of a configuration, for runs of a command, grpo or sft. alone: one process makes
-    the run; else the orchestrator has the rollouts (`runs.roles`)."""
+    the run; otherwise the orchestrator writes the rollouts (`runs.roles`)."""
 
     verified = False  # whether the requested checkpoint was just verified
 
     def __init__(self, cfg: RunConfig, command: str, alone: bool = True) -> None:
         self.alone = alone
-        self.attempt = 0  # the number of this launch, once it has the lock
+        self.attempt = 0  # the number of this launch, with the lock
         self.cfg = cfg
         self.command = command
         self.path = Path(cfg.output_dir)
         self.final = self.path / FINAL
         self.store = Store(self.path / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
         self.space = Space(cfg.ckpt.wait_for_space)
-        self.recorder: Recorder  # of a run that has begun or gone on
+        self.recorder: Recorder  # of a begun or resumed run
         self.published = False  # whether final/ is of this attempt
         self.trackers: Trackers | None = None  # of such a run, until the attempt ends
-        # the step of the checkpoint to go on from, None the newest; a role that is started again
-        # goes on where it was
+        # the checkpoint's step to resume from, None the newest; a restarted role resumes where it
+        # was
         asked = cfg.ckpt.resume_step
         self.asked_step = None if asked == -1 or not alone else asked
 
@@ -98,7 +98,7 @@ class RunFolder:
     # -- whose it is -------------------------------------------------------------------------------
 
     def made_by(self) -> str | None:
-        """Return the command whose run is here, or None."""
+        """Return the command of the run here, or None."""
         written = self.path / CONFIG
         if written.is_file():
             with written.open(encoding="utf-8", errors="replace") as file:
@@ -121,8 +121,7 @@ class RunFolder:
         )
 
     def check(self, resume: bool = False, overwrite: bool = False) -> None:
-        """Raise ValueError, naming what is in the way, when the folder cannot be used so; nothing
-        is changed."""
+        """Raise ValueError naming what makes the folder unusable; nothing is changed."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"output_dir: {self.path} is not a folder")
         there = next(
@@ -198,8 +197,8 @@ class RunFolder:
                 self.space.write(path, partial(write_file, path, text.encode()))
 
     def begin(self, about: Mapping[str, str], again: bool = False) -> None:
-        """Begin a run: remove an earlier one's files, then write what describes this one. again: of
-        a run with roles without a checkpoint, whose batches stay."""
+        """Begin a run: remove an earlier one's files, then describe this one. again: of a run with
+        roles without a checkpoint, whose batches stay."""
         if again and not self.alone:
             Recorder(self.path).truncate(0)
         else:
@@ -250,7 +249,7 @@ class RunFolder:
     def keep_batch(self, name: str, batch: Batch) -> Path:
         """Write a batch into the folder `name`, one of BATCHES; return its file.
 
-        `rollouts`, written at every step for people, leaves out what caches dropped.
+        `rollouts`, written at every step for people, leaves out the tokens that caches dropped.
         """
         folder = self.path / name
         if name == "rollouts":
@@ -266,7 +265,7 @@ class RunFolder:
         parts: int = 1,
         share: Callable[[Path], object] | None = None,
     ) -> None:
-        """Keep a checkpoint, with settings and command beside `meta`. parts, share: as
+        """Save a checkpoint, with settings and command beside `meta`. parts, share: as
         `Store.save`."""
         meta = {"config": self._settings, "command": self.command, **meta}
         self.space.write(
@@ -287,8 +286,7 @@ class RunFolder:
         self.space.write(path, lambda: write_file(path, (mark + self._settings).encode()))
 
     def _clear_roles(self) -> None:
-        """Remove what roles left to each other: batches, evaluations, the ledger and broadcast
-        weights."""
+        """Remove the roles' shared files: batches, evaluations, the ledger and broadcast weights."""
         orchestrator = self.path / "orchestrator"
         spool = orchestrator / "spool"
         for path in spool.iterdir() if spool.is_dir() else ():

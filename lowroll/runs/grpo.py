@@ -58,14 +58,14 @@ def run(
 
     ValueError, before training, names what is wrong with configuration, model, data or folder. A
     folder with a begun run is refused; `resume` continues its newest undamaged checkpoint;
-    `overwrite` replaces only what it made. SIGINT, SIGTERM and SIGHUP finish the step, write a
+    `overwrite` replaces only the run's files. SIGINT, SIGTERM and SIGHUP finish the step, write a
     checkpoint and return. A run without a learning signal left under dynamic sampling finishes
     early.
     """
     cfg, texts = configuration.read(config, overrides or {})
     resume = resume or goes_on(cfg)
     if cfg.launcher != "none":
-        from lowroll.runs.roles.supervisor import launch  # only such a run loads the roles
+        from lowroll.runs.roles.supervisor import launch  # imported only for such a run
 
         return launch(cfg, texts, resume=resume, overwrite=overwrite)
     if problems := one_process_problems(cfg):
@@ -168,17 +168,14 @@ class Run:
         self.stop, view.asked_to_stop = stop, stop
 
     def begin(self) -> int:
-        """Write what describes a new run; return the first step."""
+        """Describe a new run in its folder; return the first step."""
         self.learner.drawn = self.batches.state()
         self.home.begin(self.learner.about())
         return 1
 
     def resume(self) -> int:
-        """Continue from the newest undamaged checkpoint and return the next step; ValueError when
-        it is another run's.
-
-        A run without a checkpoint begins again.
-        """
+        """Continue from the newest undamaged checkpoint, or begin again without one; return the
+        next step. ValueError when it is another run's."""
         saved = self.learner.restore()
         if saved is None:
             return self.begin()
@@ -186,7 +183,7 @@ class Run:
         return self.learner.go_on(saved)
 
     def step(self, step: int) -> Record:
-        """Make one training step; return its record and, when due, its evaluation."""
+        """Make one training step; return its record and any due evaluation."""
         began = time.monotonic()
         with self.stop.droppable():
             first = self.batches.before(step, self.learner.version)
@@ -202,7 +199,7 @@ class Run:
         self.learner.checkpoint(step)
 
     def drop(self, step: int) -> None:
-        """Save a checkpoint before a step that was begun and not finished."""
+        """Save a checkpoint before an unfinished step."""
         self.learner.enter(step - 1)
         self.checkpoint(step - 1)
 
@@ -220,8 +217,7 @@ class Run:
         )
 
     def finish(self, step: int) -> None:
-        """Save the last checkpoint, of `step`, and the trained model or adapter as a Hugging Face
-        folder."""
+        """Save the last checkpoint and the trained model or adapter as a Hugging Face folder."""
         self.batches.orchestrator.rollout_buffer.recall()
         if unjudged := self.batches.orchestrator.errors.unjudged():
             log.warning(unjudged)

@@ -1,8 +1,8 @@
-"""The upload of a run's folder to the Hugging Face hub, with a card that says what it is.
+"""The upload of a run's folder to the Hugging Face hub, with a model card.
 
-    check   before a run or an export: is there somebody to push as?
+    check   before a run or an export: is somebody logged in?
     push    the files and the card in one commit of a private repository
-    offer   the same at the end of a run, where a failure is told and loses nothing
+    offer   the same at the end of a run, where a failure is logged and loses nothing
 
 The token is the hub's login or HF_TOKEN. It is in no setting, file or log of lowroll's.
 """
@@ -30,7 +30,7 @@ MOST_SHOWN = 20
 
 
 def check(name: str | None) -> None:
-    """Raise ValueError when `name` is no repository's, or nobody is logged in."""
+    """Raise ValueError for an invalid repository name, or without a login."""
     from huggingface_hub import get_token
 
     if name is None:
@@ -44,11 +44,11 @@ def check(name: str | None) -> None:
 
 
 def push(folder: Path, name: str, run: Path, kind: str) -> str:
-    """Put a model or adapter folder of a run into the repository `name`, which is made, private,
-    where there is none; its address.
+    """Upload a run's model or adapter folder to the repository `name`, created private if missing;
+    return its address.
 
-    ValueError for a folder whose base lies inside it, which others could not load from there;
-    RunFailed, with the hub's words, when it refuses or is not reached.
+    ValueError for a folder whose base lies inside it, which others could not load; RunFailed with
+    the hub's message when it refuses or is not reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -75,8 +75,8 @@ def push(folder: Path, name: str, run: Path, kind: str) -> str:
 
 
 def offer(final: Path, cfg: RunConfig) -> None:
-    """Push the folder that a run has ended with, where its settings say so. A failure is a warning
-    with the command that tries again."""
+    """Upload a finished run's folder, if configured. A failure is a warning with the command to
+    retry."""
     if cfg.push_to_hub is None:
         return
     run = Path(cfg.output_dir)
@@ -101,8 +101,8 @@ def offer(final: Path, cfg: RunConfig) -> None:
 
 
 def card(folder: Path, name: str, run: Path, kind: str) -> str:
-    """Return README.md of what is pushed: front matter for the hub, what made it, the last numbers,
-    how to load it. Of an adapter, with what its own card says of its base."""
+    """Return README.md of an upload: front matter for the hub, provenance, the last metrics, how to
+    load it; for an adapter also its own card's text on its base."""
     cfg = load(run / "config.yaml") if (run / "config.yaml").is_file() else None
     body = [f"# {name.partition('/')[2]}", *_said(folder)]
     if cfg is not None:
@@ -132,12 +132,12 @@ def _front(cfg: RunConfig | None, kind: str) -> str:
 
 
 def _public(name: str) -> str:
-    """Return a hub id, or the last part of a path of this machine."""
+    """Return a hub id, or the last part of a local path."""
     return name if is_hub_id(name) else Path(name).name
 
 
 def _data_sets(cfg: RunConfig | None) -> list[str]:
-    """Return the data sets of the hub that the run learned from."""
+    """Return the hub data sets that the run learned from."""
     paths = [str(env.args.get("path")) for env in cfg.env] if cfg is not None else []
     return [path for path in dict.fromkeys(paths) if is_hub_id(path)]
 
@@ -167,7 +167,7 @@ def _training(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _last(run: Path) -> dict[str, Any]:
-    """Return the newest of the numbers that people ask for first."""
+    """Return the newest main metrics."""
     found: dict[str, Any] = {}
     for record in read(run):
         shown = {key: value for key, value in record.items() if key.startswith(SHOWN)}

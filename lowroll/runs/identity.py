@@ -1,5 +1,5 @@
-"""The identity of the run that a checkpoint belongs to: its settings, and what it reads beside
-them. A resumed run must have the same.
+"""The identity of a checkpoint's run: its settings, and its other inputs. A resumed run must have
+the same.
 
     model                        what config.json says, key by key, and the files of its tokenizer and chat template
     train.teacher, critic.model  what their config.json says
@@ -9,8 +9,8 @@ them. A resumed run must have the same.
     advantage_function           its file, and those that its arguments name
 
 are recorded by their values and SHA-256 digests; weights have digests of their own
-(`weights.publish`). Not seen are modules that an environment's file imports, folders, data sets of
-the hub, and the versions of packages.
+(`weights.publish`). Not covered are modules that an environment's file imports, folders, data sets
+of the hub, and the versions of packages.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from lowroll.envs.table import split_file
 from lowroll.model.folder import TOKENIZER_FILES, resolve
 from lowroll.model.spec import read_config, read_spec
 
-# Settings that may differ between a run and its resumption, because no step computes anything else
-# under them. The guard decides after a step, about those that follow, and `no_signal` about a step
-# that cannot be made: they do what the new settings say from then on. Another number of GPUs changes
-# the order of sums alone.
+# Settings that may differ between a run and its resumption, because they do not change what a step
+# computes. The guard and `no_signal` act between steps and follow the new settings. The number of
+# GPUs changes only the order of sums.
 MAY_CHANGE = (
     "output_dir",
     "ckpt",
@@ -59,9 +58,9 @@ MAY_CHANGE = (
     "train.gpus",
     "train.sharding",
 )
-# may change too, after a run that ended because it found no signal
+# may change too, after a run that ended without a signal
 FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")
-# settings that came later, and what runs did before there were such
+# later settings, and the earlier behaviour
 ADDED: dict[str, object] = {
     "rollout.engine": "native",
     "rollout.max_model_len": None,
@@ -79,12 +78,12 @@ ADDED: dict[str, object] = {
         for key, value in AsynchronyConfig().model_dump(mode="json").items()
     },
 }
-TEACHER = "train.teacher: weights"  # read long after all else that a run reads
-CONFIG = "config.json: "  # of what a key of it says
-ADVANTAGES = "advantage_function: "  # of its files
+TEACHER = "train.teacher: weights"  # read long after the other inputs
+CONFIG = "config.json: "  # prefix of its keys
+ADVANTAGES = "advantage_function: "  # prefix of its files
 IDLE_FILES = (
     "generation_config.json",
-)  # copied along; its ends of sequence are told with the config
+)  # copied along; its ends of sequence are recorded with the config
 
 
 def read_by(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
@@ -128,8 +127,7 @@ def _read_by_advantages(cfg: RunConfig) -> dict[str, str]:
 
 
 def _meaning(source: str | Path, key: str = "model") -> dict[str, str]:
-    """Return what config.json says to the model and to the tokenizer's loader; its other keys mean
-    nothing here."""
+    """Return the keys of config.json that affect the model or the tokenizer's loader."""
     folder = resolve(source, key=key)
     spec = read_spec(folder)
     said = {field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.compare}
@@ -144,12 +142,12 @@ def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _named(args: Mapping[str, object]) -> Iterator[tuple[str, Path]]:
-    """Yield the files that arguments name, with the place where one does."""
+    """Yield the files that arguments name, with the place of the argument."""
     for key, value in args.items():
         for text in texts(value):
             start, colon, _ = text.partition(".py:")  # a function of a file
             path = f"{start}.py" if colon else text
-            if os.path.isfile(path):  # of a long text Path.is_file raises
+            if os.path.isfile(path):  # Path.is_file raises for a long text
                 yield key if text == value else f"{key}: {text}", Path(path)
 
 
@@ -169,14 +167,14 @@ def _digest(path: Path) -> str:
 
 
 def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """Raise ValueError naming what the run read when it began and would read otherwise now. saved:
-    as the checkpoint holds it, None from before they held it."""
+    """Raise ValueError naming inputs that differ from the saved ones. saved: None from before
+    checkpoints held them."""
     if saved is None:
         raise ValueError(
             "resume: the checkpoint is of an older lowroll and does not say what the run reads "
             "(tokenizer, data): continue it there, or begin a run with the model that it exports"
         )
-    # older checkpoints say less
+    # older checkpoints lack these
     later = (CONFIG, ADVANTAGES)
     known = {k: v for k, v in now.items() if k in saved or not any(one in k for one in later)}
     _refuse("the run does not read what it began with", saved, known, _text)
@@ -185,11 +183,11 @@ def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) 
 def refuse_other_settings(
     saved: dict[str, Any], cfg: RunConfig, more: tuple[str, ...] = (), of: str = "the checkpoint"
 ) -> None:
-    """Raise ValueError naming the settings that differ and may not from those of the checkpoint (or
-    of the run).
+    """Raise ValueError naming settings that differ from the checkpoint's (or the run's) and may
+    not.
 
-    What is computed in a step may not change, but for settings of `more`. A run may be lengthened
-    when nothing is scheduled over its length.
+    What a step computes may not change, except for settings of `more`. A run may be lengthened when
+    nothing is scheduled over its length.
     """
     before = ADDED | _flatten({"chat_template_kwargs": {}} | renamed_tree(saved))
     after = _flatten(cfg.tree())
@@ -221,7 +219,7 @@ def refuse_other_settings(
 
 
 def refuse_to_remove(gone: Iterable[Path], cfg: RunConfig) -> None:
-    """Raise ValueError when the settings name something inside what a new run removes."""
+    """Raise ValueError when the settings name something that a new run would remove."""
     removed = [path.resolve() for path in gone]
     settings = {key: value for key, value in cfg.tree().items() if key != "output_dir"}
     for text in texts(settings):
@@ -235,8 +233,7 @@ def refuse_to_remove(gone: Iterable[Path], cfg: RunConfig) -> None:
 
 
 def _apart(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the places where two settings differ, as deep as that can be named: (place, before,
-    after)."""
+    """Yield the differences of two settings, as deep as they can be named: (place, before, after)."""
     if _same(before, after):
         return
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
@@ -250,8 +247,8 @@ def _apart(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _same(before: object, after: object) -> bool:
-    """Return whether two settings are equal, or name files and folders that have only moved:
-    digests hold what is in them."""
+    """Return whether two settings are equal, or name files and folders that only moved: digests
+    cover their content."""
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(
             _same(before[key], after[key]) for key in before
@@ -284,7 +281,7 @@ def _refuse(
 
 
 def _text(value: str | None) -> str:
-    """Return a recorded value in words, of a digest only the beginning."""
+    """Return a recorded value as text, a digest only by its beginning."""
     if value is None:
         return "not there"
     return f"{value[:19]}..." if value.startswith("sha256:") else value

@@ -1,4 +1,4 @@
-"""The half of a run that learns: the model, its trainer, what watches the mismatch, checkpoints and
+"""The learning half of a run: the model, its trainer, the mismatch monitor, checkpoints and
 records.
 
 One process joins it to `runs.batches`; as a role it is `lowroll train`.
@@ -53,11 +53,11 @@ STATE = ("trainer", "orchestrator", "guard", "widened")  # of a checkpoint
 class Publisher(Protocol):
     """The destination of new weights."""
 
-    weights: str  # the format that they are drawn from in
+    weights: str  # the format of the rollouts
 
     @property
     def cache_tokens(self) -> int | None:
-        """The size of the engine's KV cache, where it is known here."""
+        """The size of the engine's KV cache, if known here."""
         ...
 
     @property
@@ -66,26 +66,26 @@ class Publisher(Protocol):
         ...
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Publish the learner's weights as a version; return `weights/*` of what has changed."""
+        """Publish the learner's weights as a version; return `weights/*` of the changes."""
         ...
 
     def update(self, version: int) -> None:
-        """Publish a version as `publish` does, without measuring."""
+        """Publish a version without measuring."""
         ...
 
     def change_format(self, weights: str) -> None:
-        """Draw from another format from the next version on."""
+        """Use another format from the next version on."""
         ...
 
     def release(self) -> None:
-        """Give memory away until the next step."""
+        """Release memory until the next step."""
         ...
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The model that learns, of which each of `ranks` may hold a part, and its tokens. base: the digest
-    of the weights that all ranks begin with."""
+    """The model that learns, of which each of `ranks` may hold a part, and its tokens. base: the
+    digest of the initial weights of all ranks."""
 
     model: Transformer
     base: str
@@ -97,7 +97,7 @@ class Policy:
     def load(
         cls, cfg: RunConfig, chat: ChatTokenizer, compute: Compute, ranks: Ranks = ALONE
     ) -> Policy:
-        """Load the model of the settings. Errors are those of `refuse_others`."""
+        """Load the model of the settings. Errors as `refuse_others`."""
         model = models.learner(cfg, compute)
         base = digest(model)
         refuse_others(ranks, base, cfg)
@@ -105,15 +105,15 @@ class Policy:
 
 
 def refuse_others(ranks: Ranks, base: str, cfg: RunConfig) -> None:
-    """Raise ValueError on a rank that begins with other weights, by their digest, than rank 0."""
+    """Raise ValueError on a rank whose initial weights differ in digest from rank 0's."""
     if ranks.size > 1 and ranks.tell(base.encode()).decode() != base:
         raise ValueError(f"model: the weights of {cfg.model} here are not those of rank 0")
 
 
 class Learner:
-    """The learner of a run; see the top of the file. deadline_s: for a batch. All ranks make the
-    same calls, and what the monitor wants is what that of rank 0 wants. whole: the model as it is
-    saved, where ranks hold it in parts and this one leads; the publisher keeps it up to date."""
+    """The learner of a run. deadline_s: for a batch. All ranks make the same calls and follow rank
+    0's monitor. whole: the model as it is saved, on the leading rank where ranks hold parts; the
+    publisher keeps it up to date."""
 
     def __init__(
         self,
@@ -160,17 +160,17 @@ class Learner:
             deadline_s=deadline_s,
         )
         self.made = 0  # the last step
-        self._seen: Batch | None = None  # of its batch, what an adapter's gap is measured on
-        self._samples: list[Sample] = []  # of its batch, what formats may be chosen on
-        self.drawn: State = {}  # the orchestrator's, after the last batch
+        self._seen: Batch | None = None  # its batch, for an adapter's gap
+        self._samples: list[Sample] = []  # its samples, for the choice of formats
+        self.drawn: State = {}  # the orchestrator's state after the last batch
 
     @property
     def version(self) -> int:
-        """The version of the policy that the weights are."""
+        """The policy version of the weights."""
         return self.trainer.version
 
     def watch(self, phase: PhaseProgress, note: Callable[[str], object]) -> None:
-        """Report progress within a step, and what is worth a line."""
+        """Set callbacks for progress within a step and for notes."""
         self.trainer.on_phase = phase
         self.monitor.on_note = note
 
@@ -179,8 +179,8 @@ class Learner:
         return about(self.cfg, self.compute, self.model.spec)
 
     def restore(self) -> Checkpoint | None:
-        """Put back the newest undamaged checkpoint, whose orchestrator's state is `drawn`; None when
-        there is none. ValueError when it is another run's. Then `go_on`."""
+        """Restore the newest undamaged checkpoint, whose orchestrator state becomes `drawn`; None
+        when there is none. ValueError when it is another run's. Then `go_on`."""
         saved = self.checkpoints.take()
         if saved is None:
             return None
@@ -194,8 +194,8 @@ class Learner:
         return saved
 
     def go_on(self, saved: Checkpoint) -> int:
-        """Publish the weights of a restored checkpoint, and cut the run folder back to it. Returns
-        the next step."""
+        """Publish a restored checkpoint's weights, and cut the run folder back to it. Return the
+        next step."""
         self.heed_monitor()
         self.publisher.publish(self.version)
         self.home.resume(saved.step, self.about())
@@ -205,7 +205,7 @@ class Learner:
         return saved.step + 1
 
     def step(self, step: int) -> dict[str, float]:
-        """Learn from the next batch of the channel; return the metrics of the step."""
+        """Learn from the next batch of the channel; return the step's metrics."""
         batch = self.trainer.receive()
         stage = self.enter(step)
         metrics = batch.stats | stage | self.trainer.step(batch)
@@ -219,7 +219,7 @@ class Learner:
         return metrics
 
     def record(self, step: int, metrics: dict[str, float], began: float) -> Record:
-        """Write the record of a step that began at a time of `time.monotonic`."""
+        """Write the record of a step that began at `began` of `time.monotonic`."""
         saving = self.checkpoints.seconds()
         metrics |= {"perf/peak_memory_gb": self._peak_memory() / 1e9} | saving
         metrics["time/step"] = time.monotonic() - began + sum(saving.values())
@@ -238,8 +238,7 @@ class Learner:
         return tensors, {"trainer": state, "orchestrator": self.drawn} | self.monitor.state()
 
     def finish(self, step: int) -> None:
-        """Save the last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging
-        Face folder."""
+        """Save the last checkpoint and the trained model (or adapter) as a Hugging Face folder."""
         self.checkpoint(step)
         self.home.publish(partial(self._save_final, step))
 
@@ -252,15 +251,13 @@ class Learner:
             hf.save(self.whole, target, resolve(self.cfg.model), step)
 
     def enter(self, step: int) -> dict[str, float]:
-        """Go over to the settings of the step's stage; returns its metrics, none in a run without
-        stages."""
+        """Apply the settings of the step's stage; return its metrics, {} without stages."""
         if self.stages.enter(step):
             self._set_options()
         return self.stages.metrics(step)
 
     def _first_look(self, batch: Batch) -> dict[str, float]:
-        """Measure the mismatch before the first update, which may widen the objective's
-        thresholds."""
+        """Measure the mismatch before the first update, which may widen the objective's thresholds."""
         first = probe(self.model, batch, self.trainer.settings, self.ranks)
         metrics = self.monitor.first_look(first, self.stages.now)
         self._agree()
@@ -274,7 +271,7 @@ class Learner:
             self.monitor.restore(json.loads(told))
 
     def heed_monitor(self) -> None:
-        """Set the bounds and the format that the monitor wants for the next step."""
+        """Apply the monitor's bounds and format to the next step."""
         self._set_options()
         if (guard := self.monitor.guard) is not None and guard.wants_choice:
             self._choose_formats(guard)
@@ -283,7 +280,7 @@ class Learner:
             self.publisher.update(self.version)
 
     def _choose_formats(self, guard: Guard) -> None:
-        """Search for the formats of the budget again, on what the rollouts have said last."""
+        """Choose the budget's formats again on the latest rollouts."""
         found = budget.again(self.home, self.budget, self.model, self._samples, self.version)
         if found is None:
             guard.without_choice()

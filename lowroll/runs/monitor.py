@@ -1,14 +1,13 @@
-"""The monitor of how far the rollouts are from the learner, and the changes to the run's settings
-that follow from it.
+"""The monitor of the distance between rollouts and learner, and of the settings that follow from
+it.
 
     first look   before the first update: what `correction: auto` chose is widened while it silences
                  over half of the batch
     guard        after every step: its bounds are tightened, or the rollouts get another format
                  (`trainer.guard`)
 
-Both decide about the steps to come. `options` and `weights` say with what the next one is to be
-done; the run sees to it. All of it is a function of metrics that a run repeats bit for bit, and of
-the state here.
+Both decide about later steps; `options` and `weights` are those of the next one. Decisions are a
+function of reproducible metrics and of the state here.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ MAX_WIDENED = 4
 
 
 class Monitor:
-    """The guard and the first look of a run. `on_note` hears what is worth a line. budget: under
-    which the rollouts' format was chosen, where one was."""
+    """The guard and the first look of a run. `on_note` receives notes. budget: of the rollouts'
+    format, if any."""
 
     def __init__(self, cfg: RunConfig, budget: str = "") -> None:
         self.cfg = cfg
@@ -51,8 +50,8 @@ class Monitor:
         return self.guard.weights
 
     def options(self, now: RunConfig) -> dict[str, Any]:
-        """Return the objective's options in a stage, as the configuration, the first look and the
-        guard want them."""
+        """Return the objective's options in a stage, after the configuration, the first look and
+        the guard."""
         options = now.objective_options
         if self.widened:
             options = rescale(options, 2.0**self.widened, self.cfg.chosen_options)
@@ -62,7 +61,7 @@ class Monitor:
 
     def first_look(self, first: Probe | None, now: RunConfig) -> dict[str, float]:
         """Return `spread/*` of the mismatch before the first update, against the objective's
-        thresholds; those of `auto` are widened. {} when there was nothing to look at."""
+        thresholds; those of `auto` are widened. {} without a probe."""
         if first is None:
             return {}
         silent = first.silent(self.options(now))
@@ -94,7 +93,7 @@ class Monitor:
             )
 
     def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return `guard/*` of a step; what the guard decides holds from the next one on."""
+        """Return `guard/*` of a step; its decisions hold from the next step on."""
         if step == 1 and metrics.get("kv/evictions") == 0:
             policy = self.cfg.rollout.cache.policy
             self.on_note(
@@ -110,7 +109,7 @@ class Monitor:
         return values
 
     def _check_bits(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Say once that exact rollouts are not what the learner computes, where they should be."""
+        """Warn once when exact rollouts differ from the learner's bits."""
         apart = metrics.get("mismatch/logp_diff_max", 0.0)
         if not (self.expects_bits and apart > 0):
             return
@@ -123,13 +122,11 @@ class Monitor:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return JSON data from which `restore` goes on bitwise: a checkpoint's `guard` and
-        `widened`."""
+        """Return JSON data for `restore`: a checkpoint's `guard` and `widened`."""
         return {"guard": self.guard and self.guard.state(), "widened": self.widened}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with the bounds and the format of a checkpoint. ValueError when there is no guard
-        to hold them."""
+        """Restore a checkpoint's bounds and format. ValueError without a guard to hold them."""
         held = state["guard"]
         if self.guard is None and held and (_format_of(held) or held["tightened"]):
             raise ValueError(
@@ -148,14 +145,12 @@ class Monitor:
 
 
 def fallen_to(state: Mapping[str, Any]) -> str | None:
-    """Return the format that the guard of a checkpoint's state has given the rollouts; None when
-    they have that of the run's beginning."""
+    """Return the rollouts' fallback format in a checkpoint's state, or None."""
     return _format_of(state.get("guard") or {})
 
 
 def _format_of(held: Mapping[str, Any]) -> str | None:
-    """Return the format of a guard's state, made known; None when it is that of the run's
-    beginning."""
+    """Return the format of a guard's state, registered; None for the initial one."""
     if held.get("formats"):
         mixed.read(held["formats"])
     return held["weights"] if held.get("formats") or held.get("fallbacks") else None

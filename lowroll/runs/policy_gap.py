@@ -1,4 +1,4 @@
-"""A run's adapter as a folder, and how far a policy is from the learner on the run's rollouts."""
+"""A run's adapter as a folder, and a policy's distance from the learner on the run's rollouts."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def publish_adapter(
     """Publish a learner's adapter after `step` as the new folder `out`, with its gap on the named
     model in the card.
 
-    batch: what the gap is measured on. None without a batch, for an unchanged base, or without
-    device memory for a second model.
+    batch: what the gap is measured on. Return None without a batch, for an unchanged base, or
+    without device memory for a second model.
     """
     scale = cfg.train.uaq_scale or 1.0
     source = resolve(cfg.model)
@@ -90,8 +90,8 @@ def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> Po
 
 
 def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
-    """Return the newest logged rollouts up to a step, of each group in turn, at most `most` tokens;
-    None without any. An unreadable file is logged, and an earlier one is used."""
+    """Return the newest logged rollouts up to a step, alternating between groups, at most `most`
+    tokens; None without any. An unreadable file is logged, and an earlier one is used."""
     batch = None
     paths = [path for made, path in rollout_files(run / "rollouts") if made <= step]
     for path in reversed(paths):
@@ -104,8 +104,8 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
 
 
 def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
-    """Return a batch's rollouts of up to `most` tokens, of each group in turn, without dropped
-    ones; None without any."""
+    """Return at most `most` tokens of a batch's rollouts, alternating between groups, without
+    dropped ones; None without any."""
     kept: list[Sample] = []
     left = most
     learned = [sample for sample in batch.samples if sample.group >= 0]
@@ -118,7 +118,7 @@ def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
 
 
 def scores(model: Transformer, batch: Batch) -> Tensor:
-    """Return the log-probs of a batch's responses under a model, one after the other."""
+    """Return a model's log-probs of a batch's responses, concatenated."""
     sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
     prompt_lens = [len(sample.prompt_ids) for sample in batch.samples]
     with aligned.suspended(model), noise.muted(model):

@@ -1,11 +1,10 @@
-"""The checks of `--dry-run`: all that would end a run before its first step, found in seconds, with
-nothing written.
+"""The checks of `--dry-run`: what would end a run before its first step, found in seconds without
+writing.
 
 Environments are made and their data read; a few of their own answers go through a real scoring
-worker. Of models the configuration, the tokenizer and the headers of the weights are read, never
-the weights; of a hub id that is not here yet, the small files are fetched and the headers are left
-out. What does not fit is collected, so that one look shows it all. Values that only a load can see
-(a weight that is not finite) remain for the run.
+worker. Of models only the configuration, the tokenizer and the headers of the weights are read; of
+a hub id that is not cached, the small files are fetched and the headers are skipped. All problems
+are collected. Values that only a load can see (a weight that is not finite) are not checked.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from lowroll.trainer.sft import encode_all
 from lowroll.types import Prompt, Score, ScoreError
 
 T = TypeVar("T")
-ANSWERS = 8  # of an environment's own that are scored
+ANSWERS = 8  # an environment's own answers that are scored
 
 
 @dataclass
@@ -55,7 +54,7 @@ class Findings:
     problems: list[str] = field(default_factory=list)
 
     def attempt(self, look: Callable[[], T]) -> T | None:
-        """Return the result of a check; None when it found a problem, which is kept."""
+        """Return the result of a check; None when it found a problem, which is recorded."""
         try:
             return look()
         except (ValueError, OSError) as error:
@@ -65,7 +64,7 @@ class Findings:
 
 
 def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
-    """Check a run of `lowroll grpo` before it is started. cfg as loaded."""
+    """Check a run of `lowroll grpo`. cfg as loaded."""
     found = Findings()
     cfg = _planned(cfg.resolved(), found)
     found.attempt(lambda: trackers.check(cfg.track))
@@ -111,8 +110,8 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
 
 
 def _planned(cfg: RunConfig, found: Findings) -> RunConfig:
-    """Return the settings with the folder's format where they say so, and 8 bits in the place of a
-    budget, whose formats a run alone searches for; with roles, which refuse both, as they are."""
+    """Return the settings with the folder's format for `stored`, and 8 bits in place of a budget,
+    whose search needs a run; unchanged with roles, which refuse both."""
     weights = cfg.rollout.weights
     if cfg.launcher != "none" or not (weights == STORED or is_budget(weights)):
         return cfg
@@ -128,7 +127,7 @@ def _planned(cfg: RunConfig, found: Findings) -> RunConfig:
 
 
 def _plan(found: Findings, planner: Planner, cfg: RunConfig) -> None:
-    """Tell the memory of the run, with the sizes of its passes filled in."""
+    """Report the memory plan, with the sizes of passes filled in."""
     alone = cfg.launcher == "none"  # roles take the plain sizes
     now = (found.attempt(lambda: sizes.chosen(planner, cfg)) if alone else None) or cfg
     found.notes += [note for note in now.notes if note not in cfg.notes]
@@ -136,12 +135,12 @@ def _plan(found: Findings, planner: Planner, cfg: RunConfig) -> None:
 
 
 def _share(cfg: RunConfig, placed: devices.Placement) -> Share:
-    """Return the part of the run that is on the GPU of a learner rank."""
+    """Return the part of the run on a learner rank's GPU."""
     return Share(cfg.train.gpus if cfg.is_sharded else 1, placed.shares if placed.ranks else 1)
 
 
 def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
-    """Check a run of `lowroll sft` before it is started."""
+    """Check a run of `lowroll sft`."""
     cfg = sft.plain(cfg.resolved())
     found = Findings()
     found.attempt(lambda: sft.refuse_ranks(cfg))
@@ -174,7 +173,6 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
 
 
 def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
-    """Return the shapes of the model that will learn."""
     models.refuse_adapter("model", cfg.model)
     model = _outline("model", cfg.model, compute, found)
     models.refuse_backward(cfg, compute, model.spec)
@@ -189,8 +187,8 @@ def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
 
 
 def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transformer:
-    """Return the shapes of a model, on the meta device, its headers checked where its weights are
-    here."""
+    """Return a model's shapes on the meta device, with its headers checked if its weights are
+    local."""
     folder = resolve(source, weights=False, key=key)
     if Path(source).expanduser().is_dir():
         spec, _, _ = read_headers(folder)
@@ -204,7 +202,7 @@ def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transf
 def _environments(
     cfg: RunConfig, wanted: tuple[EnvConfig, ...], found: Findings
 ) -> dict[str, Environment]:
-    """Make the environments that can be made, by name."""
+    """Make the environments by name, without those that fail."""
     made: dict[str, Environment] = {}
     for env in wanted:
         made |= found.attempt(lambda env=env: environments.make((env,), cfg.seed)) or {}  # type: ignore[misc]
@@ -218,16 +216,14 @@ def _ask(
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> None:
-    """Check a few tasks of an environment: prompts, its own answers, and what a real worker's
-    scorer says to them."""
+    """Check a few tasks of an environment: prompts, its own answers, and their scores by a real
+    worker."""
     try:
         size = env.size("train")
         prompts = [
             env.prompt(index) for index in range(ANSWERS if size is None else min(ANSWERS, size))
         ]
-    except (
-        Exception
-    ) as error:  # an environment's own code may raise anything; the look goes on to the next
+    except Exception as error:  # an environment's code may raise anything; continue with the next
         found.problems.append(
             f"env {env.name!r}: no prompt could be drawn ({type(error).__name__}: {error})"
         )
@@ -237,7 +233,7 @@ def _ask(
         return
     try:
         golds = [(prompt, env.gold(prompt)) for prompt in prompts]
-    except Exception as error:  # the run never asks for an answer, so this is no more than a note
+    except Exception as error:  # the run never uses own answers, so this is only a note
         why = f"{type(error).__name__}: {error}".removesuffix(": ")
         found.notes.append(
             f"env {env.name!r}: it gives no answer of its own, so its scorer was tried on the "
@@ -268,8 +264,7 @@ def _score_prompts(
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> None:
-    """Score responses that need not be good ones: a score of a wrong type is a problem, an
-    exception is worth a look."""
+    """Score arbitrary responses: a score of a wrong type is a problem, an exception is a note."""
     responses = [(prompt, "some text") for prompt in prompts]
     results = _score(env, cfg, envs, responses, found, chat)
     errors = [result for result in results if isinstance(result, ScoreError) and result.failed]
@@ -289,8 +284,7 @@ def _score(
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> list[Score | ScoreError]:
-    """Return the scores of these responses by one real worker; [] when there is none, which is a
-    problem."""
+    """Return the scores of one real worker; [] when there is none, which is a problem."""
     own = tuple(one for one in envs if one.name == env.name)
     alone = cfg.model_copy(update={"score": cfg.score.model_copy(update={"workers": 1})})
     try:
@@ -305,14 +299,14 @@ def _score(
 
 def _as_drawn(prompt: Prompt, text: str, cfg: RunConfig, chat: ChatTokenizer | None) -> Prompt:
     """Return the prompt as a scorer receives it with a rollout of this text."""
-    if chat is None:  # which is a problem of its own
+    if chat is None:  # reported separately
         return prompt
     ids = chat.tokenizer.encode(text, add_special_tokens=False)
     return for_scorer(prompt, [ids], 1, cfg.train.max_steps)
 
 
 def _vllm_memory(cfg: RunConfig, compute: Compute) -> str:
-    """Describe the memory of vLLM as far as it is known before vLLM is started."""
+    """Describe vLLM's memory as far as it is known before its start."""
     vllm = cfg.rollout.vllm
     told = f"rollouts by {vllm.words}, whose memory is its own"
     if vllm.url is None and compute.device.type == "cuda":
@@ -321,8 +315,7 @@ def _vllm_memory(cfg: RunConfig, compute: Compute) -> str:
 
 
 def _settings(cfg: RunConfig) -> None:
-    """Build the settings of the learner's parts, which raise ValueError for what they refuse by
-    themselves."""
+    """Build the settings of the learner's parts, which raise ValueError for invalid ones."""
     for make in (trainer.learn, trainer.optim, trainer.guard, trainer.noise):
         make(cfg)
     if cfg.train.optimizer == "adamw8bit":
@@ -332,7 +325,7 @@ def _settings(cfg: RunConfig) -> None:
 def _beside(
     cfg: RunConfig, compute: Compute, model: Transformer, chat: ChatTokenizer
 ) -> dict[str, Transformer]:
-    """Return the shapes of the models that a run holds beside the learner."""
+    """Return the shapes of the models beside the learner."""
     shapes, scratch = {}, Findings()
     for name, (key, source) in models.beside(cfg).items():
         if key == "model":
@@ -352,8 +345,7 @@ def _passed_over(
     envs: Mapping[str, Environment],
     held_out: Mapping[str, Environment],
 ) -> list[str]:
-    """Return lines on the prompts that will not be asked, of those that are learned from and
-    evaluated on."""
+    """Return lines on skipped prompts of training and evaluation."""
     lines = prompts.passed_over(cfg, model.spec, chat, envs)
     if cfg.eval.interval:
         lines += prompts.passed_over(cfg, model.spec, chat, held_out, "test")
@@ -367,8 +359,8 @@ def _workloads(
     envs: Mapping[str, Environment],
     held_out: Mapping[str, Environment],
 ) -> list[Workload]:
-    """Return what will be in the engine at once. ValueError when no prompt of an environment leaves
-    room for a response."""
+    """Return the engine's workloads. ValueError for an environment whose prompts leave no space for
+    a response."""
     prompts.check(cfg, model.spec, chat, envs)
     prompts.check_held_out(cfg, model.spec, chat, held_out)
     return engines.workloads(engines.with_cache(cfg, None), model.spec, chat, envs, held_out)
@@ -377,8 +369,7 @@ def _workloads(
 def _memory(
     found: Findings, plan: MemoryPlan | None, advice: Callable[[MemoryPlan], str] = lambda plan: ""
 ) -> None:
-    """Add the plan's table to the findings, and a problem if it does not fit. advice: what
-    would."""
+    """Add the plan's table to the findings, and a problem with `advice` if it does not fit."""
     if plan is not None:
         found.lines += plan.lines()
         if plan.missing:

@@ -1,6 +1,6 @@
-"""The ways in which papers sample what they report, by name, for `lowroll eval --preset`. No torch.
+"""Sampling settings of papers' evaluations, by name, for `lowroll eval --preset`. No torch.
 
-What a paper does not say is listed as such; then the value is this file's choice.
+What a paper does not say is listed as such; the value is then this file's choice.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from lowroll.types import nearest
 
 @dataclass(frozen=True)
 class Preset:
-    """The sampling settings and sets of a paper. `n` responses to an example, `each` those of
-    single sets."""
+    """The sampling settings and sets of a paper. `n` responses to an example, `each` for single
+    sets."""
 
     name: str
     sets: str
@@ -28,7 +28,6 @@ class Preset:
 
     @property
     def settings(self) -> dict[str, object]:
-        """The preset as settings of a run."""
         found: dict[str, object] = {
             "eval.temperature": self.temperature,
             "eval.top_p": self.top_p,
@@ -99,7 +98,7 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
-    """Return the preset of this name. ValueError with the nearest known one."""
+    """Return a preset by name. ValueError with the nearest known one."""
     if name in PRESETS:
         return PRESETS[name]
     hint = nearest(name, PRESETS, repr)

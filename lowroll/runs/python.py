@@ -16,7 +16,7 @@ from lowroll.config.train import TrainConfig
 from lowroll.runs.attempt import RunResult
 from lowroll.runs.grpo import run
 
-# settings that may be given without the section that they stand in
+# settings that may be given without their section
 SECTIONS: dict[str, type[Section]] = {"rollout": RolloutConfig, "train": TrainConfig}
 
 
@@ -30,13 +30,13 @@ def train(
     overwrite: bool = False,
     **settings: Any,
 ) -> RunResult:
-    """Train a model on a data set by reward functions; returns what `lowroll.run` does.
+    """Train a model on a data set by reward functions; return the result of `lowroll.run`.
 
     data: a file, folder or hub id, the `data:` section as a mapping, a list of rows, or a data set
     of `datasets`. reward_funcs: functions, or `file.py:function`; none: `answer`. settings: keys of
     the YAML file (`output_dir="outputs/first"`, `eval={"interval": 10}`), and those of `rollout`
-    and `train` by their own names (`weights="int8"`, `max_steps=40`). ConfigError names one that is
-    unknown, with the nearest that is known.
+    and `train` by their own names (`weights="int8"`, `max_steps=40`). ConfigError names an unknown
+    one with the nearest known.
     """
     given = {
         "data": data,
@@ -48,7 +48,7 @@ def train(
 
 
 def _functions(given: Any) -> list[str | Callable[..., Any]]:
-    """Return functions and ids as a list; ConfigError for what is neither."""
+    """Return functions and ids as a list; ConfigError for anything else."""
     one = given is None or callable(given) or isinstance(given, str)
     if not one and not isinstance(given, Iterable):
         raise ConfigError(f"reward_funcs: must be a function or a list of some, got {given!r}")
@@ -68,7 +68,7 @@ def _weights(given: Any) -> list[Any] | None:
 
 
 def _placed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings as a tree. ConfigError for one that is unknown, or given twice."""
+    """Return the settings as a tree. ConfigError for one that is unknown or given twice."""
     tree: dict[str, Any] = {k: v for k, v in settings.items() if k in RunConfig.model_fields}
     for name, value in settings.items():
         if name in RunConfig.model_fields:

@@ -1,12 +1,12 @@
-"""The responses of an evaluation on disk: one file of lines for each set under each engine, which
-grows as responses end and are scored, and from which a killed evaluation goes on.
+"""The responses of an evaluation on disk: one file for each set and engine, from which a killed
+evaluation continues.
 
-    {"kind": "asked", ...}         what was asked: it must be the same when the file is opened again
+    {"kind": "asked", ...}         the settings, which must be the same when the file is reopened
     {"kind": "drawn", "id", ...}   the responses to one example
     {"kind": "scored", "id", ...}  their scores
 
-Each line has a checksum that begins with its number (`checkpoint.seal`). What a crash left of a last
-line is cut off when the file is opened again.
+Each line has a checksum seeded with its number (`checkpoint.seal`). A torn last line is removed
+when the file is reopened.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lowroll.orchestrator.examples import Example, ExampleResponse
 from lowroll.orchestrator.source import Draw
 from lowroll.types import Prompt, Score, ScoreError
 
-_UNKNOWN = Prompt("", "", [])  # until the draw says it
+_UNKNOWN = Prompt("", "", [])  # until its draw is known
 _OWN = ("kind", "crc")
 
 
 class Responses:
-    """The examples of one set under one engine; without a path they are kept in memory alone.
+    """The examples of one set and engine; without a path in memory only.
 
-    ValueError when the file holds answers to something else: it names the first difference.
+    ValueError when the file holds answers to other settings: it names the first difference.
     """
 
     def __init__(self, path: Path | None, asked: Mapping[str, Any]) -> None:
@@ -47,8 +47,7 @@ class Responses:
             self._append([{"kind": "asked", **asked}])
 
     def missing(self, draws: Sequence[Draw]) -> list[Draw]:
-        """Return the draws that are not made yet. ValueError when one that is had another
-        prompt."""
+        """Return the draws without responses. ValueError when one had another prompt."""
         for draw in draws:
             if self._prompts.get(draw.request.id, found := _digest(draw)) != found:
                 raise ValueError(
@@ -62,11 +61,10 @@ class Responses:
         return [draw for draw in draws if draw.request.id not in self.examples]
 
     def of(self, draws: Sequence[Draw]) -> list[Example]:
-        """Return their examples, in that order."""
+        """Return their examples in order."""
         return [self.examples[draw.request.id] for draw in draws]
 
     def keep_drawn(self, examples: Sequence[Example]) -> None:
-        """Take over what was drawn."""
         self.examples |= {one.id: one for one in examples}
         self._append(
             {
@@ -83,7 +81,6 @@ class Responses:
         )
 
     def keep_scored(self, examples: Sequence[Example]) -> None:
-        """Take over what was scored."""
         self._append(
             {
                 "kind": "scored",
@@ -118,7 +115,6 @@ class Responses:
             self._take(path, found, asked)
 
     def _take(self, path: Path, found: dict[str, Any], asked: dict[str, Any]) -> None:
-        """Take over one line of the file."""
         if found["kind"] == "asked":
             for key in {**asked, **found}:
                 if key not in _OWN and found.get(key) != asked.get(key):
@@ -142,7 +138,7 @@ def _score_line(score: Score | ScoreError | None) -> dict[str, Any]:
 
 
 def _digest(draw: Draw) -> str:
-    """Return a digest of the prompt's ids and of how many responses it is asked for."""
+    """Return a digest of the prompt's ids and the number of responses."""
     return hashlib.sha256(
         json.dumps([draw.request.prompt_ids, draw.request.n]).encode()
     ).hexdigest()[:16]

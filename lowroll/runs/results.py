@@ -1,5 +1,5 @@
-"""The results of an evaluation: a row of numbers for each engine and environment, the table of them
-for people, and the files beside the responses.
+"""The results of an evaluation: a row of metrics for each engine and environment, their table, and
+the files beside the responses.
 
     results.json    the rows
     failures.html   the unsolved examples
@@ -35,7 +35,7 @@ _ASIDE = ("output_dir", "name", "env", "train", "loss", "advantage", "ckpt", "sc
 @dataclass(frozen=True)
 class EngineAnswers:
     """One engine's answers to one environment. `won`: whether each example's majority answer is
-    right, None where not counted."""
+    right, None if not counted."""
 
     env: str
     about: dict[str, str]
@@ -51,8 +51,7 @@ class EngineAnswers:
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the rows as a table for people: (head, cells), shares in percent, without empty
-    columns."""
+    """Return the rows as a table: (head, cells), shares in percent, without empty columns."""
     about = [key for key in ("weights", "kv", "server", "model") if any(key in row for row in rows)]
     several = any((row.get("n") or 1) > 1 for row in rows)
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -111,7 +110,7 @@ def _bounds(row: dict[str, Any], low: str, high: str) -> str:
 
 
 def _difference(row: dict[str, Any]) -> str:
-    """Format a difference: "-1.2 (-3.0 to 0.5)", in points of percent."""
+    """Format a difference: "-1.2 (-3.0 to 0.5)", in percentage points."""
     if "difference" not in row:
         return "-"
     bounds = _bounds(row, "difference_low", "difference_high")
@@ -123,10 +122,10 @@ def rows_of(measured: Sequence[EngineAnswers], seed: int = 0) -> list[dict[str, 
 
     Keys: env, what answered, examples, n (responses to each), reward, pass_at_1 with its interval
     (low, high), avg_at_k, pass_at_k and maj_at_k with k = n, pass_at (by k), length_mean in tokens,
-    truncated, no_answer and unscored (shares of responses), env_failed (conversations that their
-    environment broke off with an error), left_out, seconds; of every engine after the first also
-    difference, difference_low and difference_high: its pass@1 less that of the first, paired by
-    example. Intervals are 95 % percentiles of a bootstrap over examples.
+    truncated, no_answer and unscored (shares of responses), env_failed (conversations that failed
+    in their environment), left_out, seconds; for every engine after the first also difference,
+    difference_low and difference_high: its pass@1 less that of the first, paired by example.
+    Intervals are 95 % percentiles of a bootstrap over examples.
     """
     sides: dict[tuple[str, ...], list[EngineAnswers]] = {}
     for one in measured:
@@ -232,7 +231,7 @@ def folder_of(
 def leave(
     out: Path, cfg: RunConfig, measured: Sequence[EngineAnswers], rows: Sequence[dict[str, Any]]
 ) -> None:
-    """Write both files, each atomically."""
+    """Write both files atomically."""
     write_file(out / RESULTS, json.dumps({"rows": rows}, indent=1).encode())
     drawn = cfg.eval
     facts = [

@@ -1,5 +1,6 @@
-"""The engine of a run: made for what the run will ask of it, brought to the learner's version after
-every step, replaced when the guard falls back to another format, closed at the end."""
+"""The engine of a run: built for its workloads, updated to the learner's version after every step,
+replaced when the guard falls back to another format.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class RolloutEngine:
-    """The engine over a learner's weights, and the orchestrator's client.
+    """The engine over a learner's weights, as the orchestrator's client.
 
-    planner: says how large its cache is. cache_tokens: of a run that goes on, which keeps the cache
-    that it began with; ValueError when there is no room for it. `cfg` are the settings with the
-    size of the cache filled in.
+    planner: sizes its cache. cache_tokens: of a resumed run, which keeps its cache size; ValueError
+    when that does not fit. `cfg` are the settings with the cache size filled in.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class RolloutEngine:
         self.cfg = engines.with_cache(cfg, self.cache_tokens)
         self.noise = trainer.noise(cfg)
         self.in_flight: InFlight = "replay" if cfg.asynchrony.partial == "replay" else "keep"
-        # called before another engine takes the place of this one
+        # called before the engine is replaced
         self.before_end: Callable[[], object] = lambda: None
         self.watch = self._watch()
 
     def close(self) -> None:
-        """End the engine, wherever it runs."""
+        """Close the engine, local or remote."""
         self.engine.close()
 
     @property
     def cache_tokens(self) -> int | None:
-        """The size of the KV cache in tokens; None for an engine that is not lowroll's own."""
+        """The size of the KV cache in tokens; None for other engines than lowroll's."""
         own = self.cfg.rollout.engine == "native"
         return self.engine.stats().cache_tokens if own else None
 
@@ -82,33 +82,28 @@ class RolloutEngine:
             ) from None
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
-        """Delegate to `Engine.generate`."""
         return self.engine.generate(requests, on_progress=on_progress)
 
     def add(self, request: Request) -> int:
-        """Delegate to `Engine.add`."""
         return self.engine.add(request)
 
     def step(self) -> list[tuple[int, Group]]:
-        """Delegate to `Engine.step`."""
         return self.engine.step()
 
     def abort(self, handle: int) -> bool:
-        """Delegate to `Engine.abort`."""
         return self.engine.abort(handle)
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Delegate to `Engine.so_far`."""
         return self.engine.so_far(handle)
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Give the engine the weights of a version; `weights/*` of what has changed in them."""
+        """Load a version's weights into the engine; return `weights/*` of the changes."""
         self.update(version)
         return {} if self.watch is None else self.watch.measure()
 
     def update(self, version: int) -> None:
-        """Give the engine the weights and the noise of a version; the learner the noise too, when
-        they share it. What is in flight goes on, or begins again, as `asynchrony.partial` says."""
+        """Load a version's weights and noise into the engine, and shared noise into the learner.
+        Requests in flight continue or restart, as `asynchrony.partial` says."""
         noise = None if self.noise is None else self.noise.at(version)
         self.engine.update_weights(self._update(version, noise), in_flight=self.in_flight)
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
@@ -116,8 +111,8 @@ class RolloutEngine:
 
     @contextmanager
     def without_noise(self, version: int) -> Iterator[None]:
-        """Give the engine the weights of a version without noise in the block, for an evaluation;
-        what comes next has the bits of a fresh engine, where the engine has such a thing."""
+        """Load a version's weights without noise for an evaluation in the block; afterwards the
+        engine has the bits of a fresh one, if it supports that."""
         noisy = self.engine.behavior.noise_sigma > 0
         if noisy:
             self.engine.update_weights(self._update(version), in_flight=self.in_flight)
@@ -131,16 +126,15 @@ class RolloutEngine:
         return engines.update(self.cfg, self.model, version, noise)
 
     def release(self) -> None:
-        """Give the memory of the engine's cache away until the next step."""
+        """Release the cache's memory until the next step."""
         self.engine.release(in_flight=self.in_flight)
 
     def stats(self) -> EngineStats:
-        """Return the statistics of the engine."""
         return self.engine.stats()
 
     @property
     def kv(self) -> CachePolicy:
-        """The policy that decides which keys the engine's cache keeps."""
+        """The engine's cache policy."""
         return self.engine.capabilities.kv
 
     @property
@@ -149,8 +143,7 @@ class RolloutEngine:
         return self.engine.stats().virtual_memory_bytes
 
     def change_format(self, weights: str) -> None:
-        """Replace the engine by one of another format. The old one is gone before the new one takes
-        its memory."""
+        """Replace the engine by one of another format, after the old one has released its memory."""
         cfg = self.cfg
         if cfg.train.forward == "aligned":
             realign(self.model, self.compute.format(weights))

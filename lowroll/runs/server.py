@@ -1,8 +1,7 @@
-"""A model behind an address, for `lowroll generate` and `lowroll eval`: its engine, and the
-tokenizer that its token ids are of.
+"""A model behind an address, for `lowroll generate` and `lowroll eval`: its engine and tokenizer.
 
-Token ids travel, not texts, so the tokenizer is needed here: `--tokenizer`, or that of the model
-that the server says it serves, where its name is a folder of this machine or a hub id.
+Token ids travel instead of texts, so a local tokenizer is needed: `--tokenizer`, or that of the
+served model, where its name is a local folder or a hub id.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Server:
     """An address and the model behind it; `close` its engine at the end."""
 
     url: str
-    model: str  # the name under which it is served
+    model: str  # its served name
     engine: Engine
     chat: ChatTokenizer
 
@@ -39,11 +38,10 @@ def reach(
     token_env: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Server:
-    """Connect to the engine at an address. model: a name that it serves; without one its first.
+    """Connect to the engine at an address. model: a name that it serves; the first by default.
     token_env: the environment variable that holds its token. template_kwargs: as `ChatTokenizer`'s.
 
-    ValueError says that there is no tokenizer, or what the server cannot do; RunFailed that it does
-    not answer.
+    ValueError for a missing tokenizer or an unsupported server; RunFailed when it does not answer.
     """
     here = None if tokenizer is None else resolve(tokenizer, weights=False, key="--tokenizer")
     given = None if here is None else ChatTokenizer(load_tokenizer(here))
@@ -66,8 +64,8 @@ def _token(name: str | None) -> str | None:
 
 
 def _connected(url: str, model: str | None, token: str | None, folder: Path | None) -> EnginePool:
-    """Connect to the engine. ValueError names the option that is wrong. folder: of the tokenizer; a
-    whole model's says what a vLLM does not say of its own."""
+    """Connect to the engine. ValueError names the wrong option. folder: of the tokenizer; a whole
+    model's supplies what a vLLM does not report."""
     from lowroll.engine.remote import connect
 
     if folder is not None and not (folder / "config.json").is_file():
@@ -82,7 +80,7 @@ def _connected(url: str, model: str | None, token: str | None, folder: Path | No
 
 
 def _served_tokenizer(url: str, names: dict[str, None]) -> ChatTokenizer:
-    """Return the tokenizer of the first name that is a model here or on the hub."""
+    """Return the tokenizer of the first name that is a local model or a hub id."""
     for name in names:
         try:
             return ChatTokenizer(load_tokenizer(resolve(name, weights=False)))

@@ -1,8 +1,8 @@
 """`lowroll sft`: a supervised warm start from the configuration, published as a Hugging Face
 folder.
 
-A run of it has what any run has (`attempt`): its folder and lock, checkpoints and exact resume, a
-polite stop, its log. `warm_start` is the training alone, for what is part of something larger.
+It has what any run has (`attempt`): a folder and lock, checkpoints and exact resume, a polite stop,
+a log. `warm_start` is the training alone, as a part of something larger.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ LINES = 20  # of progress in all
 
 
 def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
-    """Train as `cfg.sft` (and `cfg.train` for what both stages share) says; returns the run folder
-    and its records.
+    """Train as `cfg.sft` (and `cfg.train` for shared settings) says; return the run folder and its
+    records.
 
-    The trained model, or the adapter, is `output_dir/final`. The folder is treated as by
-    `lowroll.run`, `resume`, `overwrite` and signals included.
+    The trained model or adapter is `output_dir/final`. Folder, `resume`, `overwrite` and signals as
+    by `lowroll.run`.
     """
     refuse_ranks(cfg)
     cfg = cfg.resolved()
@@ -74,8 +74,8 @@ def refuse_ranks(cfg: RunConfig) -> None:
 
 
 def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
-    """Train the model of folder `source` on demonstrations, publish it as folder `target`; the last
-    step's metrics."""
+    """Train the model of folder `source` on demonstrations and publish it as folder `target`;
+    return the last step's metrics."""
     cfg = cfg.model_copy(update={"model": str(source)})
     learner = _learner(cfg, Compute.of(cfg))
     metrics: dict[str, float] = {}
@@ -100,13 +100,13 @@ class SftRun:
         self.checkpoints.identify(digest(self.learner.model))
 
     def begin(self) -> int:
-        """Start a new run: write what describes it. Returns the first step."""
+        """Describe a new run in its folder; return the first step."""
         self.home.begin(_about(self.cfg, self.compute, self.learner))
         return 1
 
     def resume(self) -> int:
-        """Continue from the newest undamaged checkpoint, or begin again when there is none. Returns
-        the next step."""
+        """Continue from the newest undamaged checkpoint, or begin again without one. Return the
+        next step."""
         saved = self.checkpoints.take()
         if saved is None:
             return self.begin()
@@ -127,12 +127,11 @@ class SftRun:
         raise AssertionError(f"step {step} was dropped")
 
     def checkpoint(self, step: int) -> None:
-        """Save model, optimizer and place after `step`, in one atomic folder."""
+        """Save model, optimizer and position after `step`, in one atomic folder."""
         self.checkpoints.save(step, self.learner.state)
 
     def finish(self, step: int) -> None:
-        """Save the last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging
-        Face folder."""
+        """Save the last checkpoint and the trained model (or adapter) as a Hugging Face folder."""
         self.checkpoint(step)
         self.home.publish(partial(publish, self.cfg, self.learner, step))
 
@@ -148,8 +147,7 @@ def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> Non
 
 @contextmanager
 def progress(steps: int) -> Iterator[Callable[[Record], str]]:
-    """Yield `show(record)`, which puts a step into words: a line now and then, and a bar at a
-    terminal."""
+    """Yield `show(record)`, which formats a step: an occasional line, and a bar at a terminal."""
     began = time.monotonic()
     first = 0
     with phases() as on_phase:
@@ -187,8 +185,7 @@ def _learner(cfg: RunConfig, compute: Compute) -> SftLearner:
 def _sized(
     cfg: RunConfig, compute: Compute, chat: ChatTokenizer, given: Sequence[Demonstration]
 ) -> RunConfig:
-    """Return the settings with the sizes of the learner's passes that these demonstrations ask
-    for."""
+    """Return the settings with the learner's pass sizes for these demonstrations."""
     outline = models.outline("model", cfg.model, compute)
     spec = outline.spec
     lengths = map(num_fed, encode_all(chat, given, spec.vocab_size, spec.max_position))
@@ -211,9 +208,9 @@ def _about(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapping[str
 
 
 def plain(cfg: RunConfig) -> RunConfig:
-    """Return the settings without update-aware scaling, the aligned forward and low-bit gradients,
-    which belong to the run that follows; so does a budget of its rollouts, and `rollout.exact`.
-    ValueError for an adapter on the base of a budget."""
+    """Return the settings without update-aware scaling, the aligned forward, low-bit gradients, a
+    rollout budget and `rollout.exact`, which belong to the run that follows. ValueError for an
+    adapter on the base of a budget."""
     dense = {"uaq_scale": None, "forward": "dense", "backward": "dense"}
     if is_budget(cfg.rollout.weights):
         if cfg.train.lora:

@@ -1,4 +1,4 @@
-"""The stages of a run: which settings the step that is being made has."""
+"""The stages of a run."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ from lowroll.config import RunConfig
 
 
 class Stages:
-    """`now` are the settings of the current step: the run's own, with those of the stages that have
-    begun laid over them."""
+    """The current settings `now`: the run's own, overlaid with those of the begun stages."""
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg
         self.now = cfg
 
     def enter(self, step: int) -> bool:
-        """Go over to the settings of a step. False in a run without stages: nothing changes."""
+        """Apply the settings of a step. Return False without stages."""
         if self.cfg.stages:
             self.now = self.cfg.at(step)
         return bool(self.cfg.stages)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the stage of a step, counted from 1, and its length; {} in a run without
-        stages."""
+        """Return the stage of a step, counted from 1, and its length; {} without stages."""
         if not self.cfg.stages:
             return {}
         begun = sum(stage.step <= step for stage in self.cfg.stages)

@@ -2,8 +2,8 @@
 
 first signal     the step ends as usual; one that still generates or scores after DROP_S is
                  dropped
-second signal    has its usual, immediate effect (one that comes within a second is taken for
-                 the first one: terminals, shells and wrappers often send two)
+second signal    has its usual, immediate effect (within a second it counts as the first one:
+                 terminals, shells and wrappers often send two)
 END_S later      the process ends without a checkpoint, if it still has not stopped
 """
 
@@ -24,19 +24,18 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-DROP_S = 20.0  # batch systems kill 30 s or more after they ask, and a checkpoint takes time too
+DROP_S = 20.0  # batch systems kill 30 s or more after their signal, and a checkpoint takes time too
 END_S = 600.0
 ECHO_S = 1.0
-SPEAK_S = 10.0  # for a line of the log
+SPEAK_S = 10.0  # for a log line
 
 
 class StepDropped(Exception):
-    """A step that was not to be waited for. Nothing was learnt in it."""
+    """A dropped step. Nothing was learned in it."""
 
 
 class Stop:
-    """The request to stop a run, true once it was made; `signal` is the number of the signal that
-    made it, else 0."""
+    """The request to stop a run, true once it was made; `signal` is its signal, else 0."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -49,15 +48,13 @@ class Stop:
         return bool(self.signal)
 
     def check(self) -> None:
-        """Raise StepDropped when the step takes too long for a run that was asked to stop, and can
-        be dropped."""
+        """Raise StepDropped when a stopping run's step takes too long and can be dropped."""
         if self.signal and self._droppable and time.monotonic() - self._asked_at > DROP_S:
             raise StepDropped
 
     @contextmanager
     def droppable(self) -> Iterator[None]:
-        """Mark the block as one in which the step can still be dropped: nothing has been learnt in
-        it."""
+        """Mark the block as droppable: nothing has been learned in it."""
         self._droppable = True
         try:
             yield
@@ -65,18 +62,18 @@ class Stop:
             self._droppable = False
 
     def ask(self, number: int) -> bool:
-        """Take a signal; False for a second one that is meant."""
+        """Handle a signal; return False for an intended second one."""
         if self.signal:
             return time.monotonic() - self._asked_at < ECHO_S
         self.signal = number
         self._asked_at = time.monotonic()
-        # a thread may write, a handler may not
+        # a thread may write, a signal handler may not
         self._speaker = threading.Thread(target=self._wait, name="stop", daemon=True)
         self._speaker.start()
         return True
 
     def close(self) -> None:
-        """Wait until the log says who asked, once the run has stopped."""
+        """Wait until the log names the signal, once the run has stopped."""
         self._over.set()
         if self._speaker is not None:
             self._speaker.join(SPEAK_S)
@@ -106,9 +103,8 @@ class Stop:
 
 
 def leave_lost_outputs() -> None:
-    """Write to nowhere where nobody reads any more, a closed terminal or a pipe without a reader:
-    what ends the reader often ends the run too, and a run that is asked to stop must get to its
-    checkpoint."""
+    """Redirect lost outputs, a closed terminal or a broken pipe, to nowhere: what closes the reader
+    often stops the run too, which must still reach its checkpoint."""
     for descriptor in (1, 2):
         poll = select.poll()
         poll.register(descriptor, 0)
@@ -120,8 +116,7 @@ def leave_lost_outputs() -> None:
 
 @contextmanager
 def polite_stop() -> Iterator[Stop]:
-    """Let the signals of SIGNALS ask to stop, in the block. One that is ignored (nohup) stays
-    so."""
+    """Let the signals of SIGNALS request a stop in the block. An ignored one (nohup) stays ignored."""
     stop = Stop()
     before: dict[int, Any] = {}
 
@@ -131,7 +126,7 @@ def polite_stop() -> Iterator[Stop]:
                 signal.signal(caught, handler)
             signal.raise_signal(number)
 
-    if threading.current_thread() is threading.main_thread():  # else signals are somebody else's
+    if threading.current_thread() is threading.main_thread():  # other threads cannot handle signals
         for number in SIGNALS:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, ask)

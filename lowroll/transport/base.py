@@ -57,8 +57,7 @@ class Fenced(TransportError):
 @dataclass(frozen=True)
 class Cursor:
     """The progress that a trainer reports: the last step received, the last step in a checkpoint,
-    and its attempt. Within an attempt both only grow; reports of earlier attempts are ignored.
-    """
+    and its attempt. Within an attempt both only grow; reports of earlier attempts are ignored."""
 
     received: int
     committed: int
@@ -79,13 +78,11 @@ class Cursor:
         )
 
     def receive(self) -> Cursor:
-        """Return the cursor one step further."""
         return replace(self, received=self.received + 1)
 
     def commit(self, step: int) -> Cursor:
         """Return the cursor with all steps up to `step` in a checkpoint. ValueError for an
-        impossible step.
-        """
+        impossible step."""
         if not self.committed <= step <= self.received:
             raise ValueError(
                 f"commit: step {step} is not between the committed step {self.committed} and the "
@@ -99,8 +96,7 @@ class RolloutSender(Protocol):
 
     def send(self, batch: Batch) -> None:
         """Send `batch`. DeadlineExceeded when the receiver is too far behind, ChannelClosed after
-        `close`.
-        """
+        `close`."""
 
     def cursor(self) -> Cursor | None:
         """Return the trainer's last report; None before the first."""
@@ -114,13 +110,11 @@ class RolloutReceiver(Protocol):
 
     def receive(self, deadline_s: float) -> Batch:
         """Return the next batch within `deadline_s` seconds. DeadlineExceeded, or ChannelClosed
-        when none can come.
-        """
+        when none can come."""
 
     def commit(self, step: int) -> None:
         """Record that all steps up to `step` are in a checkpoint and will not be requested again.
-        ValueError for a step that was not received or goes back.
-        """
+        ValueError for a step that was not received or goes back."""
 
     def close(self) -> None:
         """Stop receiving."""

@@ -49,8 +49,7 @@ class CodecError(ValueError):
 
 def encode_batch(batch: Batch) -> bytes:
     """Return a header line and one line a sample. CodecError names a field that JSON cannot carry
-    exactly.
-    """
+    exactly."""
     return encode_header(batch) + b"".join(map(encode_sample, batch.samples))
 
 
@@ -92,7 +91,6 @@ def decode_header(line: bytes, num_samples: int) -> Batch:
 
 
 def encode_sample(sample: Sample) -> bytes:
-    """Return a sample as one line, newline included."""
     return _line(_to_plain(sample, Sample, "sample"), "sample")
 
 
@@ -120,7 +118,6 @@ def _line(value: Any, where: str) -> bytes:
 
 @cache
 def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Return the type hint of each field of a dataclass, and whether None is left out."""
     hints = typing.get_type_hints(kind)
     return {
         field.name: (hints[field.name], bool(field.metadata.get("omitted")))
@@ -130,20 +127,17 @@ def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
 
 @cache
 def _options(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union; () for any other type."""
     is_union = typing.get_origin(hint) in (Union, types.UnionType)
     return typing.get_args(hint) if is_union else ()
 
 
 @cache
 def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the origin and arguments of a type hint: (list, (int,)) for `list[int]`."""
     return typing.get_origin(hint), typing.get_args(hint)
 
 
 @cache
 def _is_plain(hint: Any) -> bool:
-    """Return whether parsed values need no conversion."""
     origin, args = _parts(hint)
     if origin is Literal or hint in (Any, str, int, bool, bytes, type(None)):
         return True
@@ -256,8 +250,7 @@ def _expect(value: Any, kind: type, where: str) -> None:
 
 def _numbers(values: Any, hint: Any) -> msgspec.Raw | None:
     """Return lists of numbers as JSON, checked and written at once, because a batch has millions of
-    them. None where one needs a closer look.
-    """
+    them. None where one needs a closer look."""
     try:
         found = msgspec.convert(values, hint)
         text = msgspec.json.encode(found)
@@ -283,7 +276,6 @@ def _check_json(value: Any, where: str) -> Any:
 
 
 def _has_words(line: bytes) -> bool:
-    """Return whether a float in the line may be a string."""
     return any(f'"{word}"'.encode() in line for word in _NON_FINITE)
 
 

@@ -23,15 +23,14 @@ def keypair(token: str, owner: str) -> tuple[bytes, bytes]:
 
 
 def set_client_keys(socket: zmq.Socket[bytes], token: str) -> None:
-    """Let a trainer's socket connect only to an orchestrator of the same token."""
+    """Restrict a trainer's socket to an orchestrator of the same token."""
     socket.curve_publickey, socket.curve_secretkey = keypair(token, "trainer")
     socket.curve_serverkey, _ = keypair(token, "orchestrator")
 
 
 def set_server_keys(socket: zmq.Socket[bytes], token: str) -> None:
     """Let an orchestrator's socket accept only clients that its context's authenticator admits, and
-    none without an authenticator.
-    """
+    none without an authenticator."""
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = keypair(token, "orchestrator")
     socket.zap_domain = _DOMAIN.encode()

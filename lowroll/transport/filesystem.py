@@ -31,8 +31,7 @@ _PAUSE_S = 0.2  # between reads
 class Sender:
     """The orchestrator's end of a channel between processes. hwm: how many batches the trainer may
     not have received yet; `send` waits at most `deadline_s` seconds for it to catch up. alive:
-    raises when the trainer cannot answer any more.
-    """
+    raises when the trainer cannot answer any more."""
 
     def __init__(
         self,
@@ -55,7 +54,6 @@ class Sender:
         self.spool.repair()
 
     def cursor(self) -> Cursor | None:
-        """Return the progress that the trainer has reported."""
         cursor = self.spool.progress.cursor()
         if cursor is not None and cursor.follows(self._cursor):
             self._cursor = cursor
@@ -66,8 +64,7 @@ class Sender:
 
     def send(self, batch: Batch) -> None:
         """Put a batch into the spool. DeadlineExceeded when the trainer is too far behind,
-        FrameGone when it needs a batch that is gone; then nothing is sent.
-        """
+        FrameGone when it needs a batch that is gone; then nothing is sent."""
         if self.closed:
             raise ChannelClosed(f"batch of step {batch.step} was sent on a closed rollout channel")
         steps = self.spool.steps()
@@ -113,8 +110,7 @@ class Sender:
 
     def go_back(self, cursor: Cursor) -> None:
         """Drop all batches after the trainer's checkpoint, which will be made again. A trainer that
-        has received more is fenced; the next attempt starts from the checkpoint.
-        """
+        has received more is fenced; the next attempt starts from the checkpoint."""
         if cursor.received > cursor.committed:
             self.spool.progress.dismiss(cursor)
         self.spool.drop_after(-1)
@@ -123,16 +119,14 @@ class Sender:
 
     def end(self, reason: str) -> None:
         """Declare that no batch follows: the trainer gets ChannelClosed with the reason after the
-        last.
-        """
+        last."""
         self.closed, self._ended = True, reason
         self.spool.end(reason)
         self.notify()
 
     def drain(self, deadline_s: float) -> None:
         """Wait until the trainer has committed everything that was sent, because no other process
-        can answer it.
-        """
+        can answer it."""
         last = max(self.spool.steps(), default=0)
 
         def done() -> bool:
@@ -151,8 +145,7 @@ class Sender:
 
 class Receiver:
     """The trainer's end. committed: the step of the checkpoint that it resumes from, 0 at the
-    beginning. `attempt` grows with every start; earlier attempts are fenced.
-    """
+    beginning. `attempt` grows with every start; earlier attempts are fenced."""
 
     def __init__(
         self,
@@ -172,8 +165,7 @@ class Receiver:
 
     def receive(self, deadline_s: float) -> Batch:
         """Return the next batch. FrameGone when only later ones are there, DamagedFrame when the
-        file is not what was sent, Fenced when a later attempt has taken over.
-        """
+        file is not what was sent, Fenced when a later attempt has taken over."""
         step = self._cursor.received + 1
         wait_until(
             lambda: self._is_decided(step),
@@ -200,8 +192,7 @@ class Receiver:
 
     def _is_decided(self, step: int) -> bool:
         """Return whether the batch is there or will never be. FrameGone when only later ones are
-        there.
-        """
+        there."""
         self.spool.progress.check(self._cursor.attempt)
         if self.spool.path(step).exists() or self.spool.ended() is not None:
             return True

@@ -58,8 +58,7 @@ class PackedSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 def encode_frame(batch: Batch, run: str) -> bytes:
     """Return the frame of a batch. CodecError for a batch that the codec cannot carry, or that a
-    reader would reject.
-    """
+    reader would reject."""
     payload = pack_batch(batch)
     if len(payload) > MAX_BYTES:
         raise CodecError(
@@ -86,8 +85,7 @@ def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
 
 def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
     """Return the bytes after the header, checked for size and digest. DamagedFrame otherwise;
-    TransportError for a frame of another format.
-    """
+    TransportError for a frame of another format."""
     begins = data.find(b"\n", 0, MAX_LINE_BYTES) + 1
     try:
         if not begins:
@@ -114,13 +112,11 @@ def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
 
 def pack_batch(batch: Batch) -> bytes:
     """Return the part of a frame after its first line. CodecError names a field that cannot be
-    carried exactly.
-    """
+    carried exactly."""
     return encode_header(batch) + msgspec.msgpack.encode([pack_sample(s) for s in batch.samples])
 
 
 def unpack_batch(data: bytes) -> Batch:
-    """Return the batch that `pack_batch` wrote as `data`."""
     header, _, samples = data.partition(b"\n")
     packed = strictly("samples", lambda: msgspec.msgpack.decode(samples, type=list[PackedSample]))
     batch = decode_header(header, len(packed))
@@ -131,8 +127,7 @@ def unpack_batch(data: bytes) -> Batch:
 
 def pack_sample(sample: Sample) -> PackedSample:
     """Return a sample with its long lists as bytes. CodecError names a list with a number that does
-    not fit.
-    """
+    not fit."""
     rollout = sample.rollout
     bare = replace(rollout, token_ids=[], logprobs=[])
     return PackedSample(
@@ -145,7 +140,6 @@ def pack_sample(sample: Sample) -> PackedSample:
 
 
 def unpack_sample(packed: PackedSample, where: str = "sample") -> Sample:
-    """Return the sample that `pack_sample` packed."""
     sample = decode_sample(packed.sample, where)
     rollout = sample.rollout
     if sample.prompt_ids or sample.loss_mask or rollout.token_ids or rollout.logprobs:

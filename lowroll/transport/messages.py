@@ -89,14 +89,13 @@ class SenderAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EndOfBatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The reason why no batch follows the newest."""
+    """Why no batch follows the newest."""
 
     run: str
     reason: str
 
 
 def encode_line(message: msgspec.Struct) -> bytes:
-    """Return a sealed line, its newline included."""
     return seal(msgspec.json.encode(message)) + b"\n"
 
 
@@ -118,8 +117,7 @@ def decode_line(kind: type[Line], data: bytes) -> Line:
 
 def decode_message(kind: type[Message], data: bytes) -> Message:
     """Return the message that `encode_line` wrote. ValueError for anything else, another format, or
-    an impossible cursor.
-    """
+    an impossible cursor."""
     message = decode_line(kind, data)
     if message.format != FORMAT:
         raise ValueError(f"format {message.format}, this program speaks {FORMAT}")
@@ -129,7 +127,6 @@ def decode_message(kind: type[Message], data: bytes) -> Message:
 
 
 def encode_cursor(cursor: Cursor, run: str) -> bytes:
-    """Return the line of a `CursorReport`."""
     return encode_line(CursorReport(run, cursor.attempt, cursor.received, cursor.committed))
 
 

@@ -23,8 +23,7 @@ _BEGINS = b'{"kind":"batch",'
 
 def write_rollouts(folder: Path, batch: Batch) -> Path:
     """Write `batch` to `folder/step_<step>.jsonl` atomically; return the path. CodecError before
-    anything is written.
-    """
+    anything is written."""
     lines = encode_batch(batch).removesuffix(b"\n").split(b"\n")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +59,6 @@ def read_rollouts(path: Path) -> Batch:
 
 
 def rollout_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) of every rollout file in `folder`, ascending by step."""
     found = ((_FILE.fullmatch(path.name), path) for path in Path(folder).glob("step_*.jsonl"))
     return sorted((int(match[1]), path) for match, path in found if match)
 
@@ -75,8 +73,7 @@ def is_rollouts(path: Path) -> bool:
 
 def truncate_rollouts(folder: Path, step: int) -> None:
     """Remove the files of steps after `step`, which a resumed run makes again. Other files with
-    such a name stay.
-    """
+    such a name stay."""
     for later, path in rollout_files(folder):
         if later > step and is_rollouts(path):
             path.unlink()

@@ -38,8 +38,7 @@ DAMAGED = ".damaged"  # suffix of a frame that was set aside
 
 class Spool:
     """The frames of one run in one folder, and the trainer's progress. One process writes frames,
-    one writes progress, and any may read.
-    """
+    one writes progress, and any may read."""
 
     def __init__(self, folder: Path, run: str = "") -> None:
         self.folder = Path(folder)
@@ -79,8 +78,7 @@ class Spool:
 
     def get(self, step: int) -> bytes:
         """Return the frame of a step. FrameGone when it is not there, DamagedFrame when it has
-        changed.
-        """
+        changed."""
         data = self._bytes(step)
         check_frame(data, self.run, step, str(self.path(step)))
         return data
@@ -98,8 +96,7 @@ class Spool:
 
     def piece(self, step: int, offset: int, most: int) -> tuple[bytes, int]:
         """Return at most `most` bytes of a frame from `offset`, unchecked, and the frame's size.
-        FrameGone when it is not there.
-        """
+        FrameGone when it is not there."""
         path = self.path(step)
         with naming(path):
             try:
@@ -113,7 +110,6 @@ class Spool:
                 os.close(descriptor)
 
     def newest(self) -> Batch | None:
-        """Return the last batch that was put; None when there is none."""
         steps = self.steps()
         return self.read(steps[-1]) if steps else None
 
@@ -128,8 +124,7 @@ class Spool:
 
     def drop_after(self, step: int) -> list[int]:
         """Delete the frames after `step`, the newest first, and return which: the run goes back to
-        `step`.
-        """
+        `step`."""
         later = [one for one in reversed(self.steps()) if one > step]
         for one in later:
             self._unlink([self.path(one)])
@@ -137,8 +132,7 @@ class Spool:
 
     def repair(self) -> None:
         """Set aside the first damaged frame and those after it, which a resuming orchestrator makes
-        again. Frames before a gap are useless and are set aside too.
-        """
+        again. Frames before a gap are useless and are set aside too."""
         steps = self.steps()
         for index, step in enumerate(steps):
             try:
@@ -195,8 +189,7 @@ class Spool:
 
 class Progress:
     """The trainer's cursor and that of the last dismissed attempt, in files beside the frames. The
-    trainer's end writes them; any process may read.
-    """
+    trainer's end writes them; any process may read."""
 
     def __init__(self, folder: Path, run: str) -> None:
         self.folder = folder
@@ -205,8 +198,7 @@ class Progress:
 
     def cursor(self) -> Cursor | None:
         """Return the trainer's progress. None before its first report, for a dismissed attempt, and
-        for a report that is damaged or of another run, which is logged once.
-        """
+        for a report that is damaged or of another run, which is logged once."""
         path = self.folder / CURSOR
         try:
             data = read_file(path)
@@ -235,8 +227,7 @@ class Progress:
 
     def dismiss(self, cursor: Cursor) -> None:
         """Dismiss this attempt of the trainer: it is Fenced, and the next attempt starts from the
-        checkpoint.
-        """
+        checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_file(self.folder / DISMISSED, encode_cursor(cursor, self.run))
 
@@ -248,13 +239,11 @@ class Progress:
             return -1
 
     def check(self, attempt: int) -> None:
-        """Raise Fenced for a dismissed attempt."""
         if attempt <= self.dismissed():
             raise Fenced(dismissal(attempt))
 
 
 def dismissal(attempt: int) -> str:
-    """Return the reason for fencing a dismissed attempt."""
     return (
         f"batches that attempt {attempt} of the trainer has received since its checkpoint are lost or "
         "damaged, and are drawn again: it ends, and the next one goes on from the checkpoint (lowroll "

@@ -70,14 +70,12 @@ _MOST_WAITING = 16
 
 
 def pack(word: PieceRequest | PieceReply, piece: bytes) -> list[bytes]:
-    """Return the two parts of a message."""
     return [encode_line(word), piece]
 
 
 def unpack(kind: type[Message], parts: Sequence[bytes]) -> tuple[Message, bytes]:
     """Return the header and the piece of a message. ValueError for anything that `pack` did not
-    make.
-    """
+    make."""
     if len(parts) != 2:
         raise ValueError(f"{len(parts)} parts, a message has 2")
     line, piece = parts
@@ -87,7 +85,6 @@ def unpack(kind: type[Message], parts: Sequence[bytes]) -> tuple[Message, bytes]
 
 
 def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int) -> zmq.Socket[bytes]:
-    """Return a socket with bounded message size, queues and linger."""
     made = context.socket(kind)
     for option, value in (
         (zmq.LINGER, _LINGER_MS),
@@ -250,8 +247,7 @@ class SpoolServer:
 
     def _heard(self) -> dict[bytes, PieceRequest]:
         """Return the last request of each peer: repeats that piled up while this process was
-        suspended get one answer.
-        """
+        suspended get one answer."""
         found: dict[bytes, PieceRequest] = {}
         while True:
             try:
@@ -340,8 +336,7 @@ class Receiver:
     """The trainer's end. address: tcp://HOST:PORT, or the file that holds the orchestrator's
     address, which may change. committed: the step of the checkpoint that the trainer resumes from,
     0 at the beginning. `attempt` grows with every start; earlier attempts are fenced. token: the
-    orchestrator's.
-    """
+    orchestrator's."""
 
     def __init__(
         self,
@@ -369,8 +364,7 @@ class Receiver:
         """Return the next batch. PeerSilent when an orchestrator that was there answers nothing for
         `silence_s` seconds; FrameGone when only later batches are there; DamagedFrame after three
         damaged transfers; Fenced when a later attempt of the trainer has taken over; ChannelClosed
-        when the orchestrator has ended.
-        """
+        when the orchestrator has ended."""
         step = self._cursor.received + 1
         until = time.monotonic() + check_deadline(deadline_s)
         coming = FrameAssembler(step, self.run, self.max_bytes)
@@ -427,8 +421,7 @@ class Receiver:
 
     def _listen(self, coming: FrameAssembler, seconds: float) -> bool:
         """Process answers for one try; return whether the orchestrator answered. Returns early when
-        there is something else to request.
-        """
+        there is something else to request."""
         until, answered = time.monotonic() + seconds, False
         while (left := until - time.monotonic()) > 0:
             try:
@@ -447,8 +440,7 @@ class Receiver:
 
     def _next(self, seconds: float) -> tuple[PieceReply, bytes] | None:
         """Return the next answer for this attempt within `seconds`, and record the acknowledged
-        commit. ValueError for an invalid message.
-        """
+        commit. ValueError for an invalid message."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             found = self.line.listen(left)
@@ -502,8 +494,7 @@ class FrameAssembler:
 
     def take(self, answer: PieceReply, piece: bytes, where: str) -> bool:
         """Append a piece; return False unless it is the next. DamagedFrame at the third damaged
-        frame.
-        """
+        frame."""
         if answer.step != self.step or answer.offset != self.offset:
             return False
         if problem := self._problem(answer, piece):
@@ -556,7 +547,6 @@ class Connection:
 
     @property
     def is_placed(self) -> bool:
-        """Return whether an address is known."""
         return self._socket is not None
 
     def tell(self, word: PieceRequest) -> bool:

@@ -1,2 +1,3 @@
-"""The one corridor from the learner's master weights to the weights that the engine samples
-from."""
+"""Weights from the learner's masters to the engine: calibration, quantization, publication and
+sync.
+"""

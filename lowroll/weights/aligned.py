@@ -5,16 +5,15 @@ with.
     transpose  once: every linear weight gets fp8 codes of W', with which input gradients are multiplied
     refresh    after every optimiser update, and after a restore: all codes are made again, in place
 
-Between two updates the codes are fixed, so all micro-batches, the old log-probs and the publication
-see one and the same Q(W): `weights.publish` copies these tensors and quantizes nothing itself, and
-`digest` of learner and engine are equal. Over a quantized base (LoRA) Q(W) is the base itself, and
-no update changes it. Embeddings, norms and lm_head stay dense. In a format of the model's own
-floating point the aligned forward is the plain one, up to the order of sums where the engine
-multiplies a large matrix from a packed copy (`quant.dense`).
+Between two updates the codes are fixed: all micro-batches, the old log-probs and the publication
+use the same Q(W). `weights.publish` copies these tensors, so the `digest` of learner and engine are
+equal. Over a quantized base (LoRA) Q(W) is the base itself. Embeddings, norms and lm_head stay
+dense. In the model's own floating-point format the aligned forward is the plain one, up to the
+order of sums where the engine multiplies a large matrix from a packed copy (`quant.dense`).
 
-The gradient's product dX = dY W sums over the rows of W, and a scale must not change along the sum:
-so it has codes of its own, with a scale a column of W. They are made of W itself, or of what a
-frozen base stands for, and take a byte a weight more.
+The gradient's product dX = dY W sums over the rows of W, along which a scale must not change, so it
+has codes of its own with one scale a column of W. They are made of W, or of what a frozen base
+stands for, and take one more byte a weight.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from lowroll.quant.formats import QTensor, get_format
 
 def align(model: Transformer, format: str) -> Transformer:
     """Run the forward of every linear layer in the arithmetic of `format`. A low-bit base must be
-    in that format; of a dense one (LoRA) the codes are made once."""
+    in that format; a dense one (LoRA) is quantized once."""
     for name, linear in model.linears():
         base = linear.weight if isinstance(linear.weight, QTensor) else None
         wanted = get_format(format).of(name).name
@@ -49,8 +48,8 @@ def align(model: Transformer, format: str) -> Transformer:
 
 
 def realign(model: Transformer, format: str) -> Transformer:
-    """Align with another format from now on. Over a quantized base (LoRA), and for a format of
-    plain floating point, that is the dense forward."""
+    """Align with another format. Over a quantized base (LoRA), and for plain floating point, that
+    is the dense forward."""
     dense = get_format(format).dense
     for name, linear in model.linears():
         if dense or isinstance(linear.weight, QTensor):
@@ -74,10 +73,9 @@ def transpose(model: Transformer) -> Transformer:
 
 @torch.no_grad()
 def refresh(model: Transformer) -> None:
-    """Make all codes of the weights that learn again, in place; a model without is left alone.
+    """Remake all codes of trainable weights in place. Do nothing for a model without codes.
 
-    ValueError, before anything is written (of the blocks that are read together), names a weight
-    that is not finite.
+    ValueError names a weight that is not finite, before any block read together with it is written.
     """
     if all(linear.aligned is linear.transposed is None for _, linear in model.linears()):
         return
@@ -109,7 +107,7 @@ def _refresh(blocks: list[Block]) -> None:
 
 @contextmanager
 def suspended(model: Transformer) -> Iterator[Transformer]:
-    """Run the dense forward of an aligned model inside the block; the codes are kept."""
+    """Run the dense forward of an aligned model inside the block."""
     before = [(linear, linear.aligned) for _, linear in model.linears()]
     for linear, _ in before:
         linear.aligned = None
@@ -122,8 +120,8 @@ def suspended(model: Transformer) -> Iterator[Transformer]:
 
 @contextmanager
 def dequantized(model: Transformer) -> Iterator[Transformer]:
-    """Run an aligned model inside the block on the matrices that its codes stand for, with
-    activations as they are. It takes a dense copy of the weights; the codes are kept."""
+    """Run an aligned model inside the block on the dequantized matrices, with unquantized
+    activations. This takes a dense copy of the weights."""
     codes = [linear.aligned for _, linear in model.linears()]
     with suspended(model):
         for (_, linear), one in zip(model.linears(), codes, strict=True):
@@ -132,7 +130,7 @@ def dequantized(model: Transformer) -> Iterator[Transformer]:
 
 
 def quantized(name: str, linear: Linear, format: str) -> QTensor:
-    """Return a layer's weight in what `format` assigns to it; ValueError names the layer."""
+    """Quantize a layer's weight to what `format` assigns to it. ValueError names the layer."""
     try:
         return linear.quantized(get_format(format).of(name).name)
     except ValueError as error:

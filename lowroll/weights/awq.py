@@ -1,5 +1,4 @@
-"""AWQ: scale the input channels of a weight before it is quantized, so that the loud channels round
-finer.
+"""AWQ: scale the input channels of a weight before quantization, so that loud channels round finer.
 
     Q(W s) (x / s) ~ W x        s a channel; the producer of x is divided by s once, so the function stays
 
@@ -8,22 +7,22 @@ The factors of a ratio r = 0, 1/20, ..., 19/20, from the mean |x| of a channel o
 
     s = max(xm^r / (wm^(1-r) + 1e-4), 1e-4),    s <- s / sqrt(max(s) min(s))
 
-Of the twenty, and of s = 1, the one is taken whose output after the quantized weight is nearest to
-the dense one in the squared mean: after attention for q, k, v, after the MLP for gate and up, after
-themselves for o and down. Producers are the norms, the rows of v for o (only where every query head
-has a v of its own), and the rows of up for down (AWQ, arXiv 2306.00978, section 3; the ratio and
-both means as in llm-compressor; algorithms B9). Deviations:
+The candidate with the least mean squared error of the output is taken, measured after attention for
+q, k, v, after the MLP for gate and up, and after themselves for o and down. Producers are the
+norms, the rows of v for o (only where every query head has a v of its own), and the rows of up for
+down (AWQ, arXiv 2306.00978, section 3; the ratio and both means as in llm-compressor; algorithms
+B9). Deviations:
 
-1. s = 1 is a candidate. Ratio 0 is not it: there s = 1 / wm.
-2. A producer's own rounding changes when its rows are divided, which no search of one mapping sees. So the whole
-   quantized block is measured at the end, and stays as it was when the scales did not make it
-   better.
-3. Q(W s) meets x / s in the format's own arithmetic: for W8A8 the rounding of the activations counts too.
+1. s = 1 is a candidate too. Ratio 0 is another: s = 1 / wm.
+2. Dividing a producer's rows changes its own rounding, which no search of one mapping sees. So the
+   whole quantized block is measured at the end, and restored when the scales did not improve it.
+3. Q(W s) meets x / s in the format's own arithmetic: for W8A8 the rounding of the activations
+   counts.
 4. The optional search for clipped ranges is left out.
 
 Inputs are those of the dense model. One block is searched at a time, on chunks of the calibration
-sequences. What is held is the residual stream before and after the block (T x D numbers each), the
-candidates of one matrix in their low bits, and the activations of one chunk.
+sequences. Memory: the residual stream before and after the block (T x D numbers each), the
+quantized candidates of one matrix, and the activations of one chunk.
 
 Legend: T calibration tokens, D hidden size, K in features, N out features.
 """
@@ -46,9 +45,8 @@ RATIOS = tuple(i / 20 for i in range(20))
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The effect of AWQ on a block: the mean squared error of its quantized output before and
-    after, against the dense one, and the ratio of each mapping (None: s = 1). `kept` is False when
-    the block was left as it was."""
+    """The effect of AWQ on a block: mean squared errors of its quantized output before and after,
+    and the ratio of each mapping (None: s = 1). `kept` is False when the block was restored."""
 
     plain_error: float
     error: float
@@ -60,7 +58,7 @@ class Calibrated:
 class Mapping:
     """A producer whose output channels are divided by s, and the linear that reads them.
 
-    `inputs(chunk)` are what the reader reads; `output(inputs, chunk)` runs from there to where the
+    `inputs(chunk)` are the reader's inputs; `output(inputs, chunk)` runs from there to where the
     error is measured.
     """
 
@@ -78,13 +76,12 @@ def calibrate(
     sequences: Sequence[Sequence[int]],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Calibrated]:
-    """Rescale a dense model in place, so that its linears lose less when they are quantized to
-    `format`.
+    """Rescale a dense model in place, so that its linears lose less when quantized to `format`.
 
     The logits stay up to rounding. sequences: token ids of the calibration text. on_progress(done,
     total) counts blocks. Returns one record a block. ValueError, before anything changes, for a
-    dense format, a model with quantized weights, experts or an adapter (which learnt to read the
-    channels as they were), and sequences that are empty or outside the vocabulary or context.
+    dense format, a model with quantized weights, experts or an adapter (which learnt the channels
+    as they were), and sequences that are empty or outside the vocabulary or context.
     """
     chosen = get_format(format)
     check("awq", model, chosen, sequences)
@@ -127,8 +124,7 @@ def _calibrate_block(
 
 
 def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) -> float | None:
-    """Search the factors of one mapping and fold the best into its weights. Returns their ratio,
-    None for s = 1."""
+    """Fold the best factors of one mapping into its weights. Return their ratio, None for s = 1."""
     weight = mapping.reader.weight
     assert isinstance(weight, nn.Parameter)
     sizes = torch.stack([mapping.inputs(c).abs().sum(0, dtype=torch.float32) for c in chunks])
@@ -148,8 +144,7 @@ def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) ->
 def _errors(
     mapping: Mapping, format: Format, chunks: list[Chunk], candidates: list[Tensor]
 ) -> list[float]:
-    """Return the squared error of the mapping's output, summed over the tokens, with the reader
-    quantized under each s."""
+    """Return the squared error of the mapping's output under each s, summed over the tokens."""
     weight = mapping.reader.weight
     errors = [0.0] * len(candidates)
     assert isinstance(weight, nn.Parameter)
@@ -162,14 +157,14 @@ def _errors(
                 errors[i] += _squared_distance(
                     mapping.output((x_TK.float() / s_K).to(x_TK.dtype), chunk), dense_TD
                 )
-            q.packed.clear()  # a kernel's own copy of every candidate would be as large as many layers
+            q.packed.clear()  # kernels' copies of all candidates would be as large as many layers
     return errors
 
 
 def _block_error(
     block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]
 ) -> float:
-    """Return the mean squared error of the block's output y with all its linears quantized."""
+    """Return the mean squared error of the block's output y with all linears quantized."""
     linears = [module for module in block.modules() if isinstance(module, Linear)]
     pairs = [
         (linear, format.quantize(linear.weight))
@@ -187,7 +182,7 @@ def _block_error(
 
 
 def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
-    """Return the block's mappings, in the order in which they are folded."""
+    """Return the block's mappings in folding order."""
 
     def normed(c: Chunk) -> Tensor:
         return block.input_norm(x_TD[c.rows])
@@ -246,14 +241,12 @@ def _divide(weight: Tensor, s: Tensor) -> None:
 
 
 def _scaled(w_NK: Tensor, s_K: Tensor) -> Tensor:
-    """Return W s in the dtype that it is stored in: the search sees the bytes that will be
-    quantized."""
+    """Return W s in its stored dtype, the bytes that will be quantized."""
     return (w_NK.float() * s_K).to(w_NK.dtype)
 
 
 def _relative_size(w_NK: Tensor, group: int | None) -> Tensor:
-    """Return wm: the mean over the rows of |w| / amax(|w|) of its group. Groups of zeros count as
-    0."""
+    """Return wm: the mean over the rows of |w| / amax(|w|) of its group, 0 for groups of zeros."""
     w_NK = w_NK.detach().float().abs()
     num_in = w_NK.shape[1]
     size = num_in if group is None else group

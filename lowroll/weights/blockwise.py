@@ -1,8 +1,6 @@
-"""Calibration text through a model, one block at a time: what `weights.awq` and `weights.gptq`
-share.
+"""Calibration text through a model, one block at a time, for `weights.awq` and `weights.gptq`.
 
-The sequences are packed in chunks, so that the activations of one chunk are what is held beside the
-residual streams.
+The sequences are packed in chunks, which bounds the activations held beside the residual streams.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ CHUNK_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some calibration sequences: where they lie among the T tokens, and how they attend."""
+    """Some calibration sequences: their position among the T tokens, and their attention."""
 
     rows: slice
     cos: Tensor
@@ -47,7 +45,7 @@ def in_chunks(model: Transformer, lengths: list[int]) -> Iterator[Chunk]:
 
 
 def input_of(linear: Linear, run: Callable[[], Stream]) -> Tensor:
-    """Return what the linear reads while `run` runs."""
+    """Capture the linear's input while `run` runs."""
     seen: list[Tensor] = []
     hook = linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:
@@ -58,14 +56,14 @@ def input_of(linear: Linear, run: Callable[[], Stream]) -> Tensor:
 
 
 def plain(stream: Stream) -> Tensor:
-    """Return the output of a learner's linear as the tensor that it is."""
+    """Return the output of a learner's linear as a plain tensor."""
     assert isinstance(stream, Tensor)
     return stream
 
 
 @contextmanager
 def multiplying(*pairs: tuple[Linear, QTensor]) -> Iterator[None]:
-    """Make the linears multiply in the arithmetic of the quantized weights inside the block."""
+    """Make the linears multiply with the quantized weights inside the block."""
     for linear, q in pairs:
         linear.aligned = q
     try:
@@ -78,8 +76,7 @@ def multiplying(*pairs: tuple[Linear, QTensor]) -> Iterator[None]:
 def check(
     method: str, model: Transformer, format: Format, sequences: Sequence[Sequence[int]]
 ) -> None:
-    """Raise ValueError for a dense format, and as `check_dense` says. method: what asks, for
-    people."""
+    """Raise ValueError for a dense format, and as `check_dense`. method: its name in errors."""
     if format.dense:
         raise ValueError(
             f"{method}: {format.name} does not round to low bits, and there is nothing to calibrate"

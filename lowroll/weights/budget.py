@@ -1,18 +1,18 @@
-"""The search for formats under a budget: each linear layer gets as few bits as the fidelity that is
-asked for allows.
+"""The search for formats under a budget: each linear layer gets as few bits as the requested
+fidelity allows.
 
     1  single    every layer alone in its smallest format: the KL of the dense model to it, on
-                 calibration tokens. In the other formats the KL is taken to be smaller by as much
-                 as the squared error of the layer's own output is.
+                 calibration tokens. In the other formats the KL is scaled by the squared error of
+                 the layer's own output.
     2  order     from all layers in their smallest format, steps to larger ones, those first that
                  save most KL a bit (the lower convex hull of each layer's choices)
     3  whole     the model after so many steps is measured, and the number of steps is bisected
 
-Errors of single layers add up nearly (on SmolLM2 0.67 for a whole of 0.63), so the order can be
-planned from them; only what was measured of the whole is said. A layer alone is measured from its
-own block on, over the residual stream that the dense model left there. Formats multiply in their own
-arithmetic, so the rounding of activations counts. The result is a function of the weights, the
-tokens and the budget, and of the machine's sums.
+Errors of single layers add up nearly (on SmolLM2 0.67 for a whole of 0.63), so they give the order;
+only measurements of the whole model are reported. A single layer is measured from its own block on,
+over the dense model's residual stream. Formats multiply in their own arithmetic, so the rounding of
+activations counts. The result is a function of the weights, the tokens and the budget, and of the
+machine's sums.
 
 Legend: T calibration tokens, D hidden size, K in features, N out features, V vocabulary.
 """
@@ -39,25 +39,24 @@ from lowroll.quant.table import OWN
 from lowroll.weights.aligned import quantized
 from lowroll.weights.blockwise import check_dense, input_of, multiplying
 
-# what single layers are measured on: so many tokens, from so many of each sequence; the whole is
-# measured on all
+# tokens in all and of each sequence on which single layers are measured; the whole model is
+# measured on all tokens
 SINGLE_TOKENS, PIECE_TOKENS = 192, 48
-FINE_BITS = 0.02  # bits a weight that are not searched for
-HEAD_TOKENS = 256  # whose logits are made at once
-LEAST_KL = 1e-15  # of what is not dense: sums in float32 may come out below it
+FINE_BITS = 0.02  # bits a weight: resolution of the search
+HEAD_TOKENS = 256  # tokens whose logits are made at once
+LEAST_KL = 1e-15  # a floor for quantized layers, because float32 sums may come out below it
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Token ids of sequences, and where what counts begins in each: the KL is of the positions that
-    predict the tokens from there on."""
+    """Token ids of sequences, and the position in each from which tokens count towards the KL."""
 
     sequences: Sequence[Sequence[int]]
     starts: Sequence[int]
 
     def cut(self, tokens: int, piece: int) -> Calibration:
-        """Return the beginnings, of `piece` tokens each, of the first sequences that together hold
-        so many tokens. All of their positions count."""
+        """Return the first `piece` tokens of the first sequences that together hold `tokens`. All
+        of their positions count."""
         kept: list[Sequence[int]] = []
         while len(kept) < len(self.sequences) and sum(map(len, kept)) < tokens:
             kept.append(self.sequences[len(kept)][:piece])
@@ -66,7 +65,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Point:
-    """A number of steps, and what the whole model was measured to be after them."""
+    """A number of steps, and the measurement of the whole model after them."""
 
     steps: int
     bits: float
@@ -79,7 +78,8 @@ class Allocation:
     """The formats of a model's linear layers under a budget; `dense` is the run's own dtype.
 
     kl: of the dense model to it, in nats a token, on `tokens` tokens. bits: a weight of the linear
-    layers, with scales; nbytes: theirs. measured: all that was, by bits."""
+    layers, with scales; nbytes: theirs. measured: all measurements, by bits.
+    """
 
     assignment: dict[str, str]
     sizes: dict[str, int]
@@ -93,7 +93,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class _Choice:
-    """A format that a layer may have: its bytes, and the KL of the layer alone."""
+    """A format of a layer: its bytes, and the KL of the layer alone."""
 
     format: str
     nbytes: int
@@ -107,15 +107,14 @@ def allocate(
     calibration: Calibration,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Allocation:
-    """Choose the format of every linear layer of a dense model; the model stays as it is.
+    """Choose the format of every linear layer of a dense model without changing the model.
 
     Layers are rounded to nearest. on_progress(done, total) counts them. ValueError as
-    `blockwise.check_dense` says, and for a budget that nothing keeps, with the points that were
-    measured.
+    `blockwise.check_dense`, and for an unreachable budget, with the measured points.
     """
     began = time.monotonic()
     search = _Search(model, budget)
-    whole = Reference(model, calibration)  # the first, as it refuses what it cannot take
+    whole = Reference(model, calibration)  # first, because it validates the arguments
     search.choose(calibration.cut(SINGLE_TOKENS, PIECE_TOKENS), on_progress)
     search.reference = whole
     steps = search.find()
@@ -133,7 +132,7 @@ def allocate(
 
 
 class _Search:
-    """The layers' choices, the order of steps, and what was measured of the whole."""
+    """The layers' choices, the order of steps, and the measurements of the whole model."""
 
     reference: Reference
 
@@ -143,13 +142,13 @@ class _Search:
         self.sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
         self.own = next(iter(mixed.in_dtype({"": OWN}, model.dtype).values()))
         self.hulls: dict[str, list[_Choice]] = {}
-        self.order: list[str] = []  # of the layer that each step widens
+        self.order: list[str] = []  # the layer that each step widens
         self.points: dict[int, Point] = {}
-        # on a CPU rounding takes as long as a forward pass, so codes are kept
+        # Codes are cached: on a CPU rounding takes as long as a forward pass.
         self.kept: dict[tuple[str, str], QTensor] = {}
 
     def _codes(self, name: str, linear: Linear, format: str) -> QTensor:
-        """Return the codes of a layer, without what kernels made of them."""
+        """Return the codes of a layer, without kernels' copies."""
         codes = self.kept.get((name, format))
         if codes is None:
             codes = quantized(name, linear, format)
@@ -161,7 +160,7 @@ class _Search:
     def choose(
         self, calibration: Calibration, on_progress: Callable[[int, int], None] | None
     ) -> None:
-        """Measure every layer alone, and put the steps in order."""
+        """Measure every layer alone, and order the steps."""
         reference = Reference(self.model, calibration)
         gains: list[tuple[float, str, int]] = []
         for done, (block, name, linear) in enumerate(_layers(self.model)):
@@ -176,8 +175,8 @@ class _Search:
     def _choices(
         self, reference: Reference, block: int, name: str, linear: Linear
     ) -> list[_Choice]:
-        """Return the formats that the layer's shape allows, the smallest measured and the others
-        scaled by the errors of its output."""
+        """Return the formats that fit the layer's shape: the smallest measured, the others scaled
+        by the errors of its output."""
         sized = sorted(
             (self._bytes(f, linear), f) for f in self.budget.candidates if self._fits(f, linear)
         )
@@ -217,7 +216,6 @@ class _Search:
         return get_format(name).empty((rows, columns), torch.device("meta")).nbytes
 
     def after(self, steps: int) -> dict[str, str]:
-        """Return the assignment after so many steps."""
         return {name: choice.format for name, choice in self._chosen(steps).items()}
 
     def _chosen(self, steps: int) -> dict[str, _Choice]:
@@ -234,7 +232,6 @@ class _Search:
         return sum(choice.nbytes for choice in self._chosen(steps).values())
 
     def measure(self, steps: int) -> Point:
-        """Return the whole model after so many steps."""
         if steps not in self.points:
             linears = dict(self.model.linears())
             codes = {
@@ -248,7 +245,7 @@ class _Search:
         return self.points[steps]
 
     def find(self) -> int:
-        """Return the number of steps that keeps the budget. ValueError when none does."""
+        """Return the number of steps that meets the budget. ValueError when none does."""
         budget, last = self.budget, len(self.order)
         most = last
         while most >= 0 and not self._small_enough(most):
@@ -263,11 +260,10 @@ class _Search:
         return self._fewest(most, budget.max_kl)
 
     def _fewest(self, few: int, max_kl: float) -> int:
-        """Return the fewest steps after which the whole is near enough. few: as many as are known
-        to be."""
+        """Return the fewest steps that meet `max_kl`. few: a number known to meet it."""
         sums = [sum(c.kl for c in self._chosen(steps).values()) for steps in range(few + 1)]
-        low = -1  # the most that are known to be too few
-        ratio = 1.0  # of a whole to the sum of its layers
+        low = -1  # the most steps known to be too few
+        ratio = 1.0  # of the whole model's KL to the sum of its layers'
         while few - low > 1 and (low < 0 or self._bits(few) - self._bits(low) > FINE_BITS):
             guess = next((k for k in range(few) if ratio * sums[k] <= max_kl), few)
             middle = guess if low < guess < few else (few + low) // 2
@@ -295,7 +291,7 @@ class _Search:
 
 class Reference:
     """The dense model on calibration tokens: its residual stream before each block, and the
-    log-probs at the positions that count. ValueError as `blockwise.check_dense` says."""
+    log-probs at the counted positions. ValueError as `blockwise.check_dense`."""
 
     def __init__(self, model: Transformer, calibration: Calibration) -> None:
         check_dense("rollout.weights", model, calibration.sequences)
@@ -319,13 +315,12 @@ class Reference:
 
     @property
     def tokens(self) -> int:
-        """How many positions count."""
+        """The number of counted positions."""
         return self.counted_T.numel()
 
     @torch.no_grad()
     def kl(self) -> float:
-        """Return the KL of the dense model to the model as it is now: its quantized weights, if it
-        has got any, in their formats' own arithmetic."""
+        """Return the KL of the dense model to the current model, in its formats' own arithmetic."""
         weights = [(linear, linear.weight) for _, linear in self.model.linears()]
         with multiplying(*((one, w) for one, w in weights if isinstance(w, QTensor))):
             return self.kl_from(0)
@@ -335,19 +330,19 @@ class Reference:
         return whole(block, x_TD, self.cos, self.sin, self.attend)
 
     def _ends(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        """Return the normed hidden states of the positions that count, some at a time."""
+        """Return the normed hidden states of the counted positions, in chunks."""
         return self.model.norm(x_TD[self.counted_T]).split(HEAD_TOKENS)
 
     def _logprobs(self, x_TD: Tensor) -> Tensor:
         return self.model.logits(x_TD).float().log_softmax(-1)
 
     def input_of(self, block: int, linear: Linear) -> Tensor:
-        """Return what a linear layer of a block reads in the dense model."""
+        """Return the input of a block's linear layer in the dense model."""
         return input_of(linear, lambda: self._run(self.model.blocks[block], self.streams[block]))
 
     def kl_from(self, block: int) -> float:
-        """Return the KL of the dense model to the model as it is now, of which the blocks before
-        this one are dense: the mean over the positions that count."""
+        """Return the KL of the dense model to the current model, whose blocks before `block` are
+        dense: the mean over the counted positions."""
         x_TD = self.streams[block]
         for later in self.model.blocks[block:]:
             x_TD = self._run(later, x_TD)
@@ -359,8 +354,7 @@ class Reference:
 
 
 def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
-    """Return the lower convex hull of a layer's choices, smallest first: those that no mix of two
-    others is better than."""
+    """Return the lower convex hull of a layer's choices, smallest first."""
     hull: list[_Choice] = []
     for choice in choices:
         if hull and choice.kl >= hull[-1].kl:
@@ -378,6 +372,6 @@ def _slope(a: _Choice, b: _Choice) -> float:
 
 
 def _layers(model: Transformer) -> Iterator[tuple[int, str, Linear]]:
-    """Yield every linear layer with the number of its block."""
+    """Yield every linear layer with its block's number."""
     for name, linear in model.linears():
         yield int(name.split(".")[1]), name, linear

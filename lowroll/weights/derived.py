@@ -1,10 +1,9 @@
-"""Tensors that a learner derives from its weights and keeps beside them: the copies of an adapter
-that products use, and the codes of an aligned layer.
+"""Tensors derived from a learner's weights: an adapter's copies for products, and the codes of an
+aligned layer.
 
-Code that changes the weights reports it here, once: after every optimizer update, and after a
-restore. Nothing else could tell. A kernel that writes through an address, or a gather of shards
-into the storage that was there before, leaves both the address and autograd's version counter as
-they were.
+Code that changes the weights calls `renew` after every optimizer update and after a restore. A
+kernel that writes through an address, or a gather of shards into existing storage, leaves the
+address and autograd's version counter unchanged, so the change cannot be detected.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from lowroll.weights import aligned
 
 
 def renew(model: Transformer) -> None:
-    """Renew what was made of weights that have changed: codes at once (ValueError as
-    `aligned.refresh` says), an adapter's copies when they are next read."""
+    """Renew what was derived from weights that have changed: codes at once (ValueError as
+    `aligned.refresh`), an adapter's copies when they are next read."""
     for _, linear in model.linears():
         if linear.adapter is not None:
             linear.adapter.changed()

@@ -1,25 +1,25 @@
-"""GPTQ: round a weight column by column, and let the columns that are still to come make up for
-what each lost.
+"""GPTQ: round a weight column by column, and let the remaining columns compensate the error of
+each.
 
     H = sum_t x_t x_t' + damping I      of the inputs that the matrix reads on calibration text
     U = the upper Cholesky factor of H^-1,  U' U = H^-1
     e = (w_k - round(w_k)) / U_kk,          w_j <- w_j - e U_kj    for every column j > k
 
-Columns are taken from the loudest to the quietest by H's diagonal, and the scales of groups are chosen
-before anything moves (static groups), so the codes lie as those of any other rounding (GPTQ, arXiv
-2210.17323, algorithm 1; the order is `desc_act` of AutoGPTQ). A group's range is stretched or cut to
-where its nearest codes lose least, its columns counted by H's diagonal: on SmolLM2 that takes a
-quarter off the KL that is left. Matrices are taken in the order of the forward pass, and each reads
-what the rounded ones before it make: H is that of the model as it will be. Moving the weights towards
-what the dense model reads there (GPTAQ) was left out: on other text than the calibration's it lost.
-The levels of a format and its ties are its own (`quant.grid`). What comes of it is never further from
-the dense product on the text than rounding to nearest: where it would be, the nearest codes are kept.
+Columns are taken from the loudest to the quietest by H's diagonal, with the scales of groups chosen
+before (static groups), so the codes have the usual layout (GPTQ, arXiv 2210.17323, algorithm 1; the
+order is `desc_act` of AutoGPTQ). A group's range is stretched or cut to minimise the loss of its
+nearest codes, weighted by H's diagonal: on SmolLM2 that removes a quarter of the remaining KL.
+Matrices are taken in the order of the forward pass, and each reads the outputs of the rounded ones
+before it. Moving the weights towards what the dense model reads there (GPTAQ) was left out: it lost
+on text other than the calibration's. A format defines its levels and ties (`quant.grid`). Where the
+result would be further from the dense product on the text than rounding to nearest, the nearest
+codes are kept.
 
-Held are the residual stream before a block and behind its attention, the heads (T x D numbers each),
+Memory: the residual stream before a block and behind its attention, the heads (T x D numbers each),
 the activations of one chunk, and H of one matrix, K x K in float32; factors are in float64.
 
-Legend: T calibration tokens, D hidden size, Q width of the heads, K in features, N out features,
-B columns of a panel.
+Legend: T calibration tokens, D hidden size, Q width of the heads, K in features, N out features, B
+columns of a panel.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from lowroll.weights.blockwise import Chunk, check, in_chunks, input_of, plain
 log = logging.getLogger(__name__)
 
 DAMPING = 0.01  # of the mean of H's diagonal
-# of the range of a group, its own first: e2m1 gains where its largest weight becomes 4 instead of 6
+# of a group's range, its own first: e2m1 gains where its largest weight becomes 4 instead of 6
 STRETCHES = (1.0, 0.9, 0.8, 0.7, 1.1, 1.2, 1.35, 1.5)
-PANEL = 128  # columns whose errors reach the ones behind them in one product
+PANEL = 128  # columns whose errors reach the later ones in one product
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """The result of rounding a linear weight: its format, and the squared error of its product on
-    the calibration text, as a share of the product's own square, rounded to nearest and now."""
+    """A rounded linear weight: its format, and the relative squared error of its product on the
+    calibration text, rounded to nearest and after compensation."""
 
     name: str
     format: str
@@ -65,14 +65,14 @@ def round_base(
     sequences: Sequence[Sequence[int]],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Rounded]:
-    """Replace every linear weight of a dense model by its QTensor in `format`, rounded with
-    compensation; for good, as `weights.publish.quantize_base` does.
+    """Replace every linear weight of a dense model for good by its QTensor in `format`, rounded
+    with compensation.
 
-    The same text gives the same codes. sequences: token ids of the calibration text, best of what
-    the model itself writes. on_progress(done, total) counts blocks. Returns one record a matrix. Of
-    a format that differs by layer, the layers without a grid are rounded to nearest. ValueError,
-    before anything changes, as `blockwise.check` says, and for a format that has no grid or does
-    not fit a matrix. A weight that is not finite is named when its turn comes.
+    The same text gives the same codes. sequences: token ids of the calibration text, best sampled
+    from the model itself. on_progress(done, total) counts blocks. Returns one record a matrix. In a
+    format that differs by layer, layers without a grid are rounded to nearest. ValueError, before
+    anything changes, as `blockwise.check`, and for a format that has no grid or does not fit a
+    matrix. A weight that is not finite raises when its turn comes.
     """
     chosen = get_format(format)
     check("gptq", model, chosen, sequences)
@@ -106,8 +106,8 @@ def round_base(
 def fitted(
     w_NK: Tensor, loudness_K: Tensor, form: Gridded, stretches: Sequence[float]
 ) -> Tensor | float:
-    """Return the stretch of each group [N, G] under which its nearest codes lose the least, the
-    columns counted by their loudness. The first of equals is taken."""
+    """Return the stretch of each group [N, G] that loses least with nearest codes, columns weighted
+    by loudness. Ties take the first."""
     if len(stretches) == 1:
         return stretches[0]
     shape = (w_NK.shape[0], w_NK.shape[1])
@@ -124,8 +124,8 @@ def fitted(
 
 
 def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
-    """Return the weights, each moved by what the columns before it lost: their nearest values on
-    the grid are the codes. float32. gram_KK: sum over the tokens of x x'."""
+    """Return the compensated weights in float32, whose nearest values on the grid are the codes.
+    gram_KK: sum over the tokens of x x'."""
     gram_KK = gram_KK.double()
     loudness_K = gram_KK.diagonal()
     order_K = torch.argsort(loudness_K, descending=True, stable=True)
@@ -147,8 +147,7 @@ def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
 
 
 def _factor(gram_KK: Tensor) -> Tensor:
-    """Return U of a Gram matrix that is damped until it has one. Silent channels compensate
-    nothing."""
+    """Return U of a Gram matrix, damped until it has one. Silent channels compensate nothing."""
     diagonal_K = gram_KK.diagonal()
     diagonal_K[diagonal_K == 0] = 1
     damping = DAMPING * diagonal_K.mean()
@@ -167,7 +166,7 @@ def _round_block(
     settle: Callable[[Linear, Iterable[Tensor]], None],
 ) -> Tensor:
     """Round the linears of a block in the order of its forward pass. x_TD: the rounded model's
-    residual stream before the block. Returns that behind it."""
+    residual stream before the block. Return the stream after it."""
 
     def attention(c: Chunk) -> Stream:
         return block.attention(block.input_norm(x_TD[c.rows]), c.cos, c.sin, c.attend)
@@ -187,7 +186,7 @@ def _round_block(
 
 
 def _round(name: str, linear: Linear, form: Format, inputs: Iterable[Tensor]) -> Rounded:
-    """Give a linear its QTensor. inputs: what it reads, chunk by chunk."""
+    """Quantize a linear in place. inputs: what it reads, by chunk."""
     weight = linear.weight
     assert isinstance(weight, nn.Parameter)
     gram_KK = sum_of_products(inputs, linear.in_features, weight.device)
@@ -213,8 +212,8 @@ def encode(
     w_NK: Tensor, gram_KK: Tensor, form: Gridded, stretches: Sequence[float] | None = None
 ) -> QTensor:
     """Return the QTensor of a matrix, rounded with compensation. gram_KK: sum over the tokens of x
-    x'. stretches: those among which each group finds its scale, else STRETCHES; [1]: the format's
-    own scales, as floating levels always have."""
+    x'. stretches: candidates for each group, else STRETCHES; [1]: the format's own scales, which
+    floating levels always have."""
     if stretches is None:
         stretches = STRETCHES[:1] if form.floating else STRETCHES
     shape = (w_NK.shape[0], w_NK.shape[1])
@@ -237,7 +236,7 @@ def sum_of_products(inputs: Iterable[Tensor], num_in: int, device: torch.device)
 
 
 def _square(w_NK: Tensor, gram_KK: Tensor) -> float:
-    """Return the square of a matrix' product with the text, summed over tokens and features."""
+    """Return the squared norm of a matrix' product with the text."""
     return float(((w_NK @ gram_KK) * w_NK).sum(dtype=torch.float64).clamp_min(1e-30))
 
 

@@ -6,8 +6,8 @@ engine's norm weights.
 in the input and post-attention norms (not in the final norm, nor in those of queries and keys).
 Behind a norm the noise multiplies the columns of q, k, v, gate and up by 1 + z / w, at no cost and
 in every weight format. The engine keeps these norms in float32: in bfloat16 a sigma below 5e-4
-would change no weight of size 1 at all. Norms that carry an s of update-aware scaling
-(`model.scaling`) get s z: sigma is that of the weights before, and the noisy policy is the same.
+would not change a weight of size 1. Norms that carry an s of update-aware scaling (`model.scaling`)
+get s z, which leaves the noisy policy the same.
 
 sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p = i / (n - 1):
 
@@ -16,14 +16,13 @@ sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p 
     cosine       sigma_end + (sigma_start - sigma_end) (1 + cos(pi p)) / 2
     logarithmic  sigma_start + (sigma_end - sigma_start) ln(1 + i) / ln(n)     (our reading of a name)
 
-and the run is cut into equal intervals, the first of them without noise. Variant `code` (QeRL's
-program, and Surogate's): num_stages intervals with n = num_stages - 1; `paper` (Eq. 8): n =
-num_stages values after the first interval. The interval of step t of T is floor(t K / T), in whole
-numbers.
+and the run is cut into equal intervals, the first without noise. Variant `code` (QeRL's program,
+and Surogate's): num_stages intervals with n = num_stages - 1; `paper` (Eq. 8): n = num_stages
+values after the first interval. The interval of step t of T is floor(t K / T), in whole numbers.
 
-A draw is a function of (seed, version, norm) alone: the seed in a rollout's BehaviorTag gives its
-noise again. The learner sees clean norms and the correction corrects for the difference; `share`
-gives it the very same noisy norms.
+A draw is a function of (seed, version, norm), so the seed in a rollout's BehaviorTag reproduces its
+noise. The learner uses clean norms and the correction accounts for the difference; `share` gives it
+the same noisy norms.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Noise:
         return torch.randn(size, generator=generator) * self.sigma
 
 
-# share of the way from sigma_start to sigma_end at stage i of n, for the shapes that are additive
+# share of the way from sigma_start to sigma_end at stage i of n, for the additive shapes
 _SHARES: dict[str, Callable[[int, int], float]] = {
     "linear": lambda i, n: i / (n - 1),
     "cosine": lambda i, n: (1 - math.cos(math.pi * i / (n - 1))) / 2,
@@ -100,7 +99,7 @@ class NoiseSchedule:
 
     @property
     def sigmas(self) -> list[float]:
-        """The sigma of every interval, the silent first one included."""
+        """The sigma of every interval, including the silent first one."""
         n = self.num_stages if self.variant == "paper" else max(1, self.num_stages - 1)
         return [0.0, *(self._stage(i, n) for i in range(n))]
 
@@ -113,13 +112,13 @@ class NoiseSchedule:
         return start + (end - start) * _SHARES[self.schedule](i, n)
 
     def sigma(self, step: int) -> float:
-        """Return the sigma of the policy after `step` training steps; held past the end."""
+        """Return the sigma of the policy after `step` training steps, constant past the end."""
         intervals = self.num_stages + (self.variant == "paper")
         interval = min(step, self.total_steps) * intervals // self.total_steps
         return self.sigmas[min(interval, len(self.sigmas) - 1)]
 
     def at(self, version: int) -> Noise:
-        """Return the noise under which policy `version` rolls out."""
+        """Return the noise of rollouts with policy `version`."""
         return Noise(_hash(self.seed, str(version)), self.sigma(version))
 
 
@@ -132,8 +131,7 @@ def noisy_norms(model: Transformer) -> Iterator[tuple[str, RMSNorm]]:
 
 
 def draw(model: Transformer, noise: Noise | None) -> dict[str, Tensor]:
-    """Draw what to add to the weights of the noisy norms, float32 on the CPU, by norm; nothing for
-    None or sigma 0."""
+    """Draw the noise of the noisy norms by name, float32 on the CPU; empty for None or sigma 0."""
     if noise is None or noise.sigma == 0:
         return {}
     s = scaling.applied(model) or 1.0
@@ -141,8 +139,7 @@ def draw(model: Transformer, noise: Noise | None) -> dict[str, Tensor]:
 
 
 def share(model: Transformer, noise: Noise | None) -> None:
-    """Let the learner's forward add the noise to its norms, exactly as the engine does; None (or
-    sigma 0) ends it."""
+    """Add the engine's noise to the norms of the learner's forward; None or sigma 0 ends it."""
     drawn = draw(model, noise)
     for name, norm in noisy_norms(model):
         norm.noise = drawn[name].to(norm.weight.device) if drawn else None
@@ -161,5 +158,5 @@ def muted(model: Transformer) -> Iterator[Transformer]:
 
 
 def _hash(seed: int, name: str) -> int:
-    """Return 63 bits that name the pair."""
+    """Return a 63-bit hash of the pair."""
     return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1

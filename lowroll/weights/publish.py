@@ -1,11 +1,11 @@
-"""The corridor from master weights to behaviour weights: master -> noise -> quantize -> the
-engine's buffers, in place.
+"""Publication of master weights to the engine: master -> noise -> quantize -> the engine's buffers,
+in place.
 
 `rollout_copy` makes the engine's model once; `publish` refills it after each step without moving a
-storage. Under LoRA the base is frozen and, when it is quantized already, shared: the two models
-hold the same QTensors, norms and embeddings, and only the adapter is published. The codes of an
-aligned learner (`weights.aligned`) are copied as they are. `digest` proves what the engine holds.
-Noise (`weights.noise`) lands on the engine's norms and nowhere else.
+storage. Under LoRA the frozen base is shared when it is already quantized: the two models hold the
+same QTensors, norms and embeddings, and only the adapter is published. The codes of an aligned
+learner (`weights.aligned`) are copied. `digest` verifies what the engine holds. Noise
+(`weights.noise`) applies only to the engine's norms.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def quantize_base(model: Transformer, format: str) -> Transformer:
     """Replace every linear weight by its QTensor, for good: the frozen base that learner and engine
     share (LoRA).
 
-    Weights that are in the format already stay the tensors that they are.
+    Weights that are already in the format stay.
     """
     _note_conversion(model, format)
     for name, linear in model.linears():
@@ -48,8 +48,7 @@ def quantize_base(model: Transformer, format: str) -> Transformer:
 
 @torch.no_grad()
 def dequantize_base(model: Transformer) -> Transformer:
-    """Replace the QTensors of a low-bit model by the matrices that they stand for: masters that can
-    learn."""
+    """Replace the QTensors of a low-bit model by dequantized masters that can learn."""
     for _, linear in model.linears():
         if isinstance(linear.weight, QTensor):
             linear.set_weight(nn.Parameter(linear.weight.dequantize(model.dtype)))
@@ -59,9 +58,8 @@ def dequantize_base(model: Transformer) -> Transformer:
 def rollout_load(
     folder: Path, format: str, device: torch.device | str, dtype: torch.dtype, noisy: bool = False
 ) -> Transformer:
-    """Return the engine's model straight from a folder: what `rollout_copy` of the loaded model
-    would be, in the memory of one model. No other model shares its
-    weights. ValueError as `hf.load` says."""
+    """Return the engine's model loaded from a folder, equal to `rollout_copy` of the loaded model,
+    in the memory of one model. It shares no weights. ValueError as `hf.load`."""
     return rollout_copy(hf.load(folder, device, dtype, format), format, dtype, noisy, owned=True)
 
 
@@ -71,11 +69,10 @@ def rollout_copy(
     """Return the engine's model: linear weights in `format`, everything else in `dtype`, ready for
     `publish`.
 
-    Weights that the master holds in that very format are shared; with them its frozen norms and
-    embeddings are, when `dtype` is the master's. Adapters, and whatever learns, are copied. noisy:
-    the norms that `publish` will put noise on are the engine's own and in float32; without noise
-    the model computes the same bit for bit. owned: the master ends here, and what would be shared
-    belongs to the new model.
+    Weights that the master holds in that format are shared, and with them its frozen norms and
+    embeddings when `dtype` is the master's. Adapters and trainable weights are copied. noisy: the
+    norms that take noise are the engine's own and in float32; without noise the model computes the
+    same bits. owned: the master is consumed, and its shared tensors belong to the new model.
     """
     _note_conversion(master, format)
     shares_base = master.dtype == dtype and (owned or master.weight_format == format)
@@ -96,7 +93,7 @@ def rollout_copy(
         if ours.weight is theirs.weight:
             shared.add(f"{name}.weight")
         if owned:
-            theirs.set_weight(ours.weight)  # the old one is given back layer by layer
+            theirs.set_weight(ours.weight)  # frees the old one layer by layer
         if theirs.adapter is not None:
             ours.adapter = _copy_adapter(theirs.adapter)
     rollout.freqs = master.freqs
@@ -106,8 +103,8 @@ def rollout_copy(
 
 
 def beside(master: Transformer, rollout: Transformer, format: str) -> Transformer:
-    """Return a second model for the engine: the linear weights in another format, all else the very
-    tensors of `rollout`."""
+    """Return a second engine model whose linear weights are in another format and whose other
+    tensors are those of `rollout`."""
     other = Transformer(rollout.spec, "meta", rollout.dtype, ENGINE)
     for name, p in rollout.named_parameters():
         if ".adapter." not in name:
@@ -130,13 +127,13 @@ def publish(
     noise: Noise | None = None,
     large_batch_model: Transformer | None = None,
 ) -> None:
-    """Refill the engine's model from the master, in place, and the model `beside` it. Shared
-    tensors are left alone, and so is what was made of them.
+    """Refill the engine's model, and the model `beside` it, from the master in place. Shared
+    tensors and what was derived from them stay.
 
     The result is a function of the master's weights and `noise`; without noise (or at sigma 0) the
-    norms are clean. ValueError, before anything is written, names what does not fit: a master of
-    other sizes, another adapter, another base than the shared one, a linear weight that is not
-    finite, or noise for an engine that was not made for it.
+    norms are clean. ValueError, before anything is written, names a mismatch: a master of other
+    sizes, another adapter, another base than the shared one, a linear weight that is not finite, or
+    noise for an engine that was not made for it.
     """
     linears = dict(master.linears())
     weights = {
@@ -144,7 +141,7 @@ def publish(
         for name, linear in linears.items()
         if isinstance(linear.weight, nn.Parameter)
     }
-    # read on the device now, compared on the host below
+    # reduced on the device now, compared on the host below
     amax = dict(zip(weights, checksum.amax(list(weights.values())), strict=True))
     mine = {name: p for name, p in master.named_parameters() if not name.endswith(_LINEAR_WEIGHTS)}
     targets = dict(rollout.named_parameters())
@@ -177,7 +174,7 @@ def publish(
 
 
 def can_take_noise(rollout: Transformer) -> bool:
-    """Return whether its norms are its own, and fine enough for noise."""
+    """Return whether the model's noisy norms are its own and in float32."""
     return not _norms_without_noise(rollout)
 
 
@@ -192,7 +189,7 @@ def _norms_without_noise(rollout: Transformer) -> list[str]:
 
 def drawn_noise(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
     """Return the noise by parameter name, on the device. ValueError for an engine that was not made
-    for it."""
+    for noise."""
     drawn = {f"{name}.weight": z for name, z in draw(rollout, noise).items()}
     if not drawn:
         return {}
@@ -209,7 +206,7 @@ def _check_fits(
     mine: dict[str, nn.Parameter],
     targets: dict[str, nn.Parameter],
 ) -> None:
-    """Raise ValueError as `publish` says, but for values that are not finite."""
+    """Raise ValueError as `publish`, except for values that are not finite."""
     if master.spec != rollout.spec:
         raise ValueError("publish: the master's sizes are not those of the engine's model")
     odd = sorted(
@@ -241,12 +238,12 @@ def _check_fits(
 
 
 def digest(model: Transformer) -> str:
-    """Return 32 hex digits over every weight's bytes, name, shape and dtype, computed where the
-    weights live.
+    """Return 32 hex digits over every weight's bytes, name, shape and dtype, computed on the
+    weights' device.
 
-    The scaling of an adapter counts as a weight: it changes the policy as one does. What an engine
-    has room for and its adapter does not fill does not count. Of an aligned
-    learner the codes count and not the masters behind them, because its forward runs on the codes.
+    An adapter's scaling counts as a weight, because it changes the policy. An engine's unused
+    adapter capacity does not count. Of an aligned learner the codes count instead of the masters,
+    because its forward runs on the codes.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     scalings: dict[str, float] = {}
@@ -266,8 +263,8 @@ def digest(model: Transformer) -> str:
 
 
 def fingerprint(tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> str:
-    """Return 32 hex digits over the names, shapes, dtypes and bytes of tensors, in any order and on
-    any devices, and over numbers by name."""
+    """Return 32 hex digits over tensors (names, shapes, dtypes, bytes), in any order and on any
+    devices, and over numbers by name."""
     sums = checksum.checksums(list(tensors.values()))
     parts = {
         name: f"{tuple(t.shape)} {t.dtype} {value}"
@@ -299,7 +296,7 @@ def _engines(name: str, linear: Linear, format: str) -> QTensor:
 
 def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -> None:
     """Write `quantized` into the storages of `target`. A dense weight is known to be finite; codes
-    made of the same codes of another format stay."""
+    made from the same codes of another format stay."""
     if linear.aligned is not None and linear.aligned.format == target.format:
         target.copy_(linear.aligned)
     elif isinstance(linear.weight, nn.Parameter):
@@ -310,7 +307,7 @@ def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -
 
 
 def _note_conversion(model: Transformer, format: str) -> None:
-    """Say when low-bit weights are about to be quantized a second time."""
+    """Log that low-bit weights will be quantized a second time."""
     before = model.weight_format
     if before is None or get_format(before).dense:
         return
@@ -330,7 +327,7 @@ def _note_conversion(model: Transformer, format: str) -> None:
 
 
 def set_parameter(model: Transformer, name: str, value: Tensor) -> None:
-    """Put a frozen parameter in the place of the one of that name."""
+    """Replace the parameter `name` by a frozen one."""
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 
@@ -345,5 +342,4 @@ def _copy_adapter(adapter: Adapter) -> Adapter:
 
 @cache
 def _checksum(value: float) -> int:
-    """Return the checksum of a float64 scalar."""
     return checksum.checksums([torch.tensor(value, dtype=torch.float64)])[0]

@@ -1,19 +1,18 @@
-"""Does an update reach the rollouts at all? The weight's movement beside the format's rounding
+"""Metrics of whether updates reach the rollouts: the weights' movement beside the format's rounding
 (QuRL, appendix A).
 
     update        sum |W' - W|^2 / sum |W|^2            Eq. 13, over the step
     quant error   sum |Q(W') - W'|^2 / sum |W'|^2       Eq. 14, after it
     flipped       share of the low-bit codes that differ before and after
 
-over all linear weights; the last one is what the engine can notice. A code counts by itself: where
-a group's scale doubles and its codes halve (MXFP4), all of them have flipped, though the values
-stayed. The price is one copy of the linear weights and of the engine's codes. A format below 8 bits
-packs its codes in nibbles, which are compared one by one.
+over all linear weights; only flipped codes change the engine. Codes are compared without their
+scales: where a group's scale doubles and its codes halve (MXFP4), all have flipped although the
+values stayed. This costs one copy of the linear weights and of the engine's codes. A format below 8
+bits packs its codes in nibbles, which are compared one by one.
 
 Under LoRA the engine does not merge: it multiplies with the learner's frozen base and adds the
-adapter unquantized, so every update reaches the rollouts, the rounding between learner and engine
-is 0 and no code can flip. What is left to measure is Eq. 13 on the weights that both multiply with,
-base + (alpha / r) B A. The price is a copy of the adapter.
+adapter unquantized, so every update reaches the rollouts and no code can flip. Only Eq. 13 is
+measured, on base + (alpha / r) B A. This costs a copy of the adapter.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 class WeightWatch:
-    """Compares a master and what the engine made of it with their state at the last `measure` (or
-    the start)."""
+    """Compares a master and its engine's weights with their state at the last `measure` (or the
+    start)."""
 
     def __init__(self, master: Transformer, weights: Mapping[str, QTensor]) -> None:
-        """weights: what the engine multiplies with, by the name of the layer; storages that every
-        publication refills."""
+        """weights: the engine's, by layer name, in storages that every publication refills."""
         self.master = master
         self.weights = weights
         self._before = [
@@ -43,7 +41,7 @@ class WeightWatch:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """Return `weights/*` of what happened since the last call. Call it after `publish`."""
+        """Return `weights/*` since the last call. Call it after `publish`."""
         moved, size, error, size_after, flipped, total = (0.0,) * 6
         for (theirs, ours), (before, codes) in zip(self._pairs(), self._before, strict=True):
             now = _dense(theirs.weight)
@@ -84,7 +82,7 @@ class AdapterWatch:
                 weight = linear.weight.dequantize()
             else:
                 weight = linear.weight
-            base = weight.float().clone()  # a dense format hands out the very weights
+            base = weight.float().clone()  # a dense format returns the weights themselves
             for part, (a, b) in before.items():
                 old = b @ a
                 moved += _square(now[part][1] @ now[part][0] - old)
@@ -115,7 +113,7 @@ def num_flipped(before: Tensor, after: Tensor, bits: float) -> int:
 
 
 def _codes(weight: QTensor) -> Tensor:
-    """Return the largest of its tensors: scales are always smaller."""
+    """Return the largest tensor, because scales are always smaller."""
     codes = max(weight.tensors.values(), key=lambda t: t.nbytes)
     return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
 

@@ -4,11 +4,11 @@
     configuration   the settings of a YAML file, a mapping, or Python code
     compute         device and dtype
     models          the learner, and the frozen models and the critic beside it
-    engines         the rollout engine, and what it will hold together: a row each in native and vllm
+    engines         the rollout engine and its workloads: a row each in native and vllm
     environments    environments and their scoring workers
-    prompts         which prompts leave room for a response
+    prompts         which prompts leave space for a response
     orchestrator    settings of the orchestrator: sampling, groups, filters
     trainer         settings of the trainer: updates, optimizers, critic, guard, noise
-    mirror          how a package's settings take the names of the configuration's keys
+    mirror          settings of a package by the names of configuration keys
     about           the run in words
 """

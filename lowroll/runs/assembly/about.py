@@ -13,7 +13,6 @@ from lowroll.runs.assembly.compute import Compute
 
 
 def about(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> Mapping[str, str]:
-    """Describe the run in words, by subject."""
     return {
         "title": Path(cfg.output_dir).resolve().name,
         "model": f"{cfg.model} ({spec.architecture}, {spec.num_parameters / 1e6:.1f} M parameters)",
@@ -28,7 +27,6 @@ def about(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> Mapping[str, str
 
 
 def learned(cfg: RunConfig) -> str:
-    """Describe which part of the model is trained."""
     return f"LoRA rank {cfg.train.lora_rank}" if cfg.train.lora else "full fine-tuning"
 
 

@@ -1,5 +1,4 @@
-"""The KV cache of a run's engine, by its policy's arithmetic. No torch before a policy is asked
-for that has a device's side."""
+"""The KV cache of a run's engine. Torch is imported only by a policy's device side."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ from lowroll.kv.policy.table import make
 
 
 def policy(cfg: RunConfig) -> CachePolicy:
-    """Return the cache policy of the rollouts, which decides which keys are kept."""
+    """Return the rollouts' cache policy."""
     kv = cfg.rollout.cache
     return make(kv.policy, **kv.options)
 
 
 def longest_prompt(cfg: RunConfig, cache_tokens: int) -> int:
-    """Return the tokens of the longest prompt up to which a cache of this size holds every one with
-    a whole response; 0 or less when there is none.
+    """Return the longest prompt length up to which a cache of this size holds every prompt with a
+    whole response; 0 or less when there is none.
 
-    Pages grow with a prompt's length, but at the limit from which on prompts are compacted: samples
-    that would be compacted while they decode need more of their own than those of a longer prompt.
+    Pages grow with a prompt's length, except at the limit where prompts are compacted: samples that
+    would be compacted while they decode need more pages of their own than those of a longer prompt.
     """
     rollout = cfg.rollout
     if not rollout.cache.evicts:
@@ -32,6 +31,6 @@ def longest_prompt(cfg: RunConfig, cache_tokens: int) -> int:
         return footprint(kv, prompt, rollout.max_tokens, size).alone
 
     lengths, have = range(1, cache_tokens + 1), cache_tokens // size
-    limit = min(kv.room(0), cache_tokens + 1) - 1  # index of the first prompt that is compacted
+    limit = min(kv.room(0), cache_tokens + 1) - 1  # index of the first compacted prompt
     short = bisect_right(lengths, have, hi=limit, key=pages)
     return short if short < limit else bisect_right(lengths, have, lo=limit, key=pages)

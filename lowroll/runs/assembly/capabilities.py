@@ -1,5 +1,4 @@
-"""The comparison of what a run needs from an engine with what that engine says it can do. No
-torch."""
+"""The check that an engine can do what a run needs. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from lowroll.runs.assembly import orchestrator
 
 
 def check(cfg: RunConfig, able: Capabilities) -> None:
-    """Raise ValueError that names the settings of a run that an engine cannot follow."""
+    """Raise ValueError naming the settings that an engine does not support."""
     drawn = vars(orchestrator.sampling(cfg))
     plain = vars(SamplingSettings())
     asked = [name for name, value in drawn.items() if value != plain[name]]

@@ -1,4 +1,4 @@
-"""The device that a run computes on, and its dtype."""
+"""The device and dtype of a run."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Compute:
-    """The device and dtype of a run."""
-
     device: torch.device
     dtype: torch.dtype
 
     @classmethod
     def of(cls, cfg: RunConfig) -> Compute:
-        """Return the device and dtype of the settings. `auto` is CUDA with bfloat16 when there is
-        one, else the CPU with float32. ValueError when CUDA is asked for and missing."""
+        """Return the device and dtype of the settings. `auto` is CUDA with bfloat16 if present,
+        else the CPU with float32. ValueError when a requested CUDA is missing."""
         device = pick_device(cfg.device)
         if cfg.dtype != "auto":
             return cls(device, _DTYPES[cfg.dtype])
         return cls(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
     def format(self, weights: str) -> str:
-        """Return the format that `weights` stands for: `dense` is the run's own dtype."""
+        """Return the format of `weights`: `dense` is the run's own dtype."""
         if weights != OWN:
             return weights
         name = dense.of(self.dtype)

@@ -1,5 +1,6 @@
-"""The configuration of a run that Python code starts: an environment may be a class of it, a reward
-function a function, and data may be rows."""
+"""The configuration of a run started from Python, where environments may be classes, reward
+functions functions, and data rows.
+"""
 
 from __future__ import annotations
 

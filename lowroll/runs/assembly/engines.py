@@ -1,4 +1,4 @@
-"""The rollout engine of a run, and what the run will hold in it together.
+"""The rollout engine of a run and its workloads.
 
 A row of ENGINES is a module with three functions:
 
@@ -25,7 +25,7 @@ from lowroll.runs.assembly.compute import Compute
 from lowroll.weights.noise import Noise
 from lowroll.weights.sync.update import WeightUpdate
 
-ENGINES = {  # by `rollout.engine`; the row that a run uses is loaded
+ENGINES = {  # by `rollout.engine`; only the used row is imported
     "native": "lowroll.runs.assembly.native",
     "vllm": "lowroll.runs.assembly.vllm",
 }
@@ -39,10 +39,9 @@ def make(
     weights: str | None = None,
     workloads: Sequence[Workload] = (),
 ) -> Engine:
-    """Build a rollout engine that holds the weights of `model` as version 0, in `weights` or the
-    run's own rollout format, with a cache for `workloads`. Close it at the end. The second format
-    (`rollout.large_batch_weights`) belongs to the run's own format only: an engine in any other
-    format has just that one."""
+    """Build a rollout engine with the weights of `model` as version 0, in `weights` or the run's
+    rollout format, with a cache for `workloads`. The caller closes it. The second format
+    (`rollout.large_batch_weights`) is used only with the run's own format."""
     name = compute.format(weights or cfg.rollout.weights)
     row = _row(cfg)
     made: Engine = row.make(cfg, compute, model, chat, name, workloads)
@@ -58,15 +57,14 @@ def make(
 def update(
     cfg: RunConfig, model: Transformer, version: int, noise: Noise | None = None
 ) -> WeightUpdate:
-    """Return a version of the learner's weights for the run's engine: for one in this process the
-    learner itself, for another a stream."""
+    """Return a version of the learner's weights for the run's engine: the learner itself in this
+    process, else a stream."""
     local = WeightUpdate.local(model, version, noise)
     return local if cfg.rollout.engine == "native" else local.as_stream()
 
 
 def check(cfg: RunConfig) -> None:
-    """Raise ValueError for what would keep the run's engine from being built, before anything
-    is."""
+    """Raise ValueError for what would keep the engine from being built."""
     _row(cfg).check(cfg)
 
 
@@ -75,12 +73,11 @@ def _row(cfg: RunConfig) -> Any:
 
 
 def with_engine(cfg: RunConfig, engine: str) -> RunConfig:
-    """Return the same settings with another engine."""
     return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"engine": engine})})
 
 
 def with_cache(cfg: RunConfig, cache_tokens: int | None) -> RunConfig:
-    """Return the same settings with a cache of this size."""
+    """Return the settings with this cache size."""
     return cfg.model_copy(
         update={"rollout": cfg.rollout.model_copy(update={"cache_tokens": cache_tokens})}
     )
@@ -93,10 +90,10 @@ def workloads(
     envs: Mapping[str, Environment],
     held_out: Mapping[str, Environment],
 ) -> list[Workload]:
-    """Return the workloads that a run will have in its engine: the batch of each stage and, if it
-    evaluates, the examples. Empty when the cache has a size already.
+    """Return a run's workloads in its engine: the batch of each stage and, if it evaluates, the
+    examples. Empty when the cache size is set.
 
-    The longest of an environment's first prompts stands for all; a rare longer one finds room, and
+    The longest of an environment's first prompts stands for all; a rare longer one still fits, but
     others may wait.
     """
     if cfg.rollout.cache_tokens is not None:
@@ -114,7 +111,7 @@ def workloads(
 def eval_workload(
     cfg: RunConfig, spec: ModelSpec, chat: ChatTokenizer, envs: Mapping[str, Environment]
 ) -> Workload:
-    """Return the workload that an evaluation has in the engine at once."""
+    """Return the workload of an evaluation."""
     asked = cfg.eval.num_examples
     examples = asked or max(cfg.eval.count(env.size("test")) for env in envs.values())
     test = _lengths(envs, "test", min(examples, prompts.LOOKED_AT), chat)
@@ -124,8 +121,8 @@ def eval_workload(
 def _workload(
     cfg: RunConfig, spec: ModelSpec, groups: int, n: int, lengths: Iterable[int], turns: int
 ) -> Workload:
-    """Return the workload of conversations of at most `turns` turns. An environment's messages are
-    taken to be as long as a response."""
+    """Return the workload of conversations of at most `turns` turns. An environment's messages
+    count as long as a response."""
     most = prompts.longest(cfg, spec)
     response = cfg.rollout.max_tokens
     prompt = max((length for length in lengths if length <= most), default=most)

@@ -1,4 +1,4 @@
-"""The environments of a run, and the workers that score their responses. No torch."""
+"""The environments of a run and their scoring workers. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lowroll.envs.rewards import ScorerPool
 
 
 def make(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
-    """Make the environments, by name. ValueError when two share a name, or a variable that one
-    passes on is not set."""
+    """Make the environments, by name. ValueError for a shared name, or an unset variable that one
+    passes on."""
     passed = [child.named(env.pass_env, f"env {env.name or env.id!r}: pass_env") for env in envs]
     made = [_environment(env, seed, secrets) for env, secrets in zip(envs, passed, strict=True)]
     names = [env.name for env in made]
@@ -32,8 +32,7 @@ def _environment(env: EnvConfig, seed: int, secrets: Mapping[str, str]) -> Envir
 
 
 def scorer(cfg: RunConfig, envs: tuple[EnvConfig, ...]) -> ScorerPool:
-    """Start scoring workers for these environments. Training and evaluation may use one name with
-    different arguments."""
+    """Start scoring workers. Training and evaluation may use one name with different arguments."""
     specs = {env.name or env.id: (env.id, dict(env.args), cfg.seed) for env in envs}
     variables = sorted({name for env in envs for name in env.pass_env})
     return ScorerPool(

@@ -1,13 +1,14 @@
-"""The choice whether a run's engine and its learner compute exactly (`model.exact`).
+"""The choice whether a run's engine and learner compute exactly (`model.exact`).
 
-`rollout.exact` says so. Where it says nothing, exactness is the default where it costs next to nothing
-(`python -m bench.exact`):
+`rollout.exact` decides. By default exactness is on where it costs next to nothing (`python -m
+bench.exact`):
 
-- Engines on a CPU, if they can: decoding is no slower, and a request has the same bits whatever is
-  drawn beside it, at any number of engines. So does a learner that multiplies in the rollouts' low-bit
-  format. One of dense weights does not: its update would take a seventh longer.
-- On a GPU an engine and a LoRA learner that multiply the same INT8 codes: a whole step is faster, as
-  the learner's exact products are integers. By itself an engine is not: 256 rows would be an eighth slower.
+- Engines on a CPU that support it: decoding is no slower, and a request has the same bits in any
+  batch and at any number of engines. Also a learner that multiplies in the rollouts' low-bit
+  format, but not one of dense weights: its update would take a seventh longer.
+- On a GPU an engine and a LoRA learner that multiply the same INT8 codes: a whole step is faster,
+  as the learner's exact products are integers. The engine alone is not: 256 rows would be an eighth
+  slower.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FASTER_ON_A_GPU = ("int8", "int8_rotated")
 
 
 def of_engine(cfg: RunConfig, compute: Compute, spec: ModelSpec, format: str) -> bool:
-    """Return whether an engine whose weights are in `format` computes exactly."""
+    """Return whether an engine with weights in `format` computes exactly."""
     if cfg.rollout.exact is not None:
         return cfg.rollout.exact
     if compute.device.type != "cpu" and not _faster_on_a_gpu(cfg):
@@ -42,8 +43,7 @@ def _faster_on_a_gpu(cfg: RunConfig) -> bool:
 
 
 def of_learner(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> bool:
-    """Return whether the learner computes exactly, which is of use only beside an engine that
-    does."""
+    """Return whether the learner computes exactly, which helps only beside an exact engine."""
     if cfg.rollout.exact is not None:
         return cfg.rollout.exact
     weights = cfg.rollout.weights

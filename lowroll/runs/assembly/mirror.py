@@ -1,5 +1,5 @@
-"""The settings of a package from sections of the configuration. The packages do not know the
-configuration; their settings have the names of its keys, so that nothing is copied by hand.
+"""The settings of a package from sections of the configuration. Packages do not know the
+configuration; their settings share the names of its keys, so nothing is copied by hand.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 class Mirror(Generic[T]):
-    """The settings of a package that have the names of a configuration's keys.
+    """A package's settings that share the names of configuration keys.
 
-    Each field of the dataclass `settings` is in `given` (the caller says it), in `default` (no key
-    sets it), or a key of the first of `sections` that has its name. TypeError for a field that is
-    none of these, and for a name of `given` or `default` that is no field.
+    Each field of the dataclass `settings` is in `given` (from the caller), in `default` (no key
+    sets it), or a key of the first of `sections` that has its name. TypeError for any other field,
+    and for a name of `given` or `default` that is no field.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Mirror(Generic[T]):
         self.settings = settings
         self.sections = sections
         self.given = frozenset(given)
-        self.source: dict[str, int] = {}  # field -> the section that sets it
+        self.source: dict[str, int] = {}  # field -> index of its section
         for name in names:
             if name in given or name in default:
                 continue
@@ -47,7 +47,7 @@ class Mirror(Generic[T]):
             self.source[name] = having[0]
 
     def __call__(self, *sections: Section, **given: Any) -> T:
-        """Return the settings from these sections (of the declared classes) and values."""
+        """Return the settings from sections (of the declared classes) and values."""
         assert tuple(map(type, sections)) == self.sections and given.keys() == self.given
         read = {name: getattr(sections[i], name) for name, i in self.source.items()}
         return self.settings(**read, **given)

@@ -1,4 +1,4 @@
-"""The models of a run: the one that learns, and those that are held beside it."""
+"""The learner of a run, and the models beside it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,11 @@ log = logging.getLogger(__name__)
 
 
 def learner(cfg: RunConfig, compute: Compute) -> Transformer:
-    """Load the model that learns: all of it, or a fresh adapter on a frozen base that the engine
-    shares (LoRA).
+    """Load the learner: all weights, or a fresh adapter on a frozen base that the engine shares
+    (LoRA).
 
-    Of a low-bit folder all of the dequantized weights learn, or LoRA keeps the folder's own tensors
-    as its base.
-
-    Its weights are scaled first and its forward is aligned last, when the configuration asks for
-    either.
+    A low-bit folder is dequantized to learn whole; under LoRA its own tensors are the base. If
+    configured, weights are scaled first and the forward is aligned last.
     """
     train = cfg.train
     format = compute.format(cfg.rollout.weights)
@@ -66,16 +63,14 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
 
 
 def outline(key: str, source: str, compute: Compute) -> Transformer:
-    """Build the shapes of the model that a setting names, on the meta device. None of its weights
-    are read."""
+    """Build a model's shapes on the meta device, without reading weights."""
     refuse_adapter(key, source)
     spec = read_spec(resolve(source, weights=False, key=key))
     return Transformer(spec, "meta", compute.dtype)
 
 
 def beside(cfg: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return the models that a run holds beside the learner, by name: the setting that says which,
-    and where it is."""
+    """Return the models beside the learner, by name: their setting and their source."""
     found = {}
     if asks_reference(cfg):
         found["reference"] = "model", cfg.model
@@ -101,15 +96,14 @@ def tokenizer(
 
 
 def chat_of(cfg: RunConfig) -> ChatTokenizer:
-    """Load the chat tokenizer of a run's model, which renders as its settings say."""
+    """Load the chat tokenizer of a run's model with the run's settings."""
     return tokenizer(cfg.model, cfg.rollout.tool_call_parser, cfg.chat_template_kwargs)
 
 
 def critic(
     cfg: RunConfig, compute: Compute, chat: ChatTokenizer, ranks: Ranks = ALONE
 ) -> Critic | None:
-    """Load PPO's critic, with a head of zeros on the model that its section names; None for any
-    other algorithm."""
+    """Load PPO's critic with a zero-initialized head; None for other algorithms."""
     if not cfg.has_critic:
         return None
     source = cfg.critic.model
@@ -123,20 +117,20 @@ def critic(
 
 def reference(cfg: RunConfig, compute: Compute) -> Transformer | None:
     """Load the frozen model of the KL term under full fine-tuning; None without one. Under LoRA it
-    is the learner with its adapter off."""
+    is the learner without its adapter."""
     if not asks_reference(cfg):
         return None
     return hf.load(cfg.model, compute.device, compute.dtype).requires_grad_(False)
 
 
 def asks_reference(cfg: RunConfig) -> bool:
-    """Return whether the loss reads log-probs of a second copy of the model."""
+    """Return whether the loss needs a second copy of the model."""
     return cfg.loss.kl_coef > 0 and not cfg.train.lora
 
 
 def teacher(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Transformer | None:
-    """Load the frozen model of AIPO's teacher_tau; None without one. ValueError when its tokens are
-    not those of the run's model."""
+    """Load the frozen teacher of AIPO's teacher_tau; None without one. ValueError when its
+    vocabulary differs from the run's model."""
     if not asks_teacher(cfg):
         return None
     assert cfg.train.teacher is not None
@@ -145,15 +139,14 @@ def teacher(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Transforme
 
 
 def asks_teacher(cfg: RunConfig) -> bool:
-    """Return whether the loss reads log-probs of `train.teacher`."""
+    """Return whether the loss needs `train.teacher`."""
     return (
         cfg.train.teacher is not None and cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau > 0
     )
 
 
 def refuse_adapter(key: str, source: str | Path) -> None:
-    """Raise ValueError when the folder that a setting names holds an adapter, and no model of its
-    own."""
+    """Raise ValueError when a setting's folder is an adapter without a model."""
     if (resolve(source, weights=False, key=key) / "adapter_config.json").is_file():
         raise ValueError(
             f"{key}: {source} is an adapter folder, and a whole model is needed here; merge it "
@@ -162,7 +155,7 @@ def refuse_adapter(key: str, source: str | Path) -> None:
 
 
 def refuse_scale(cfg: RunConfig) -> None:
-    """Raise ValueError where the weights that would be scaled are codes that stay."""
+    """Raise ValueError where the weights to scale are frozen codes."""
     held = low_bit_format(resolve(cfg.model, weights=False))
     if cfg.train.uaq_scale is not None and cfg.train.lora and held is not None:
         raise ValueError(
@@ -172,7 +165,7 @@ def refuse_scale(cfg: RunConfig) -> None:
 
 
 def refuse_backward(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
-    """Raise ValueError when the learner cannot multiply gradients as the settings say."""
+    """Raise ValueError when the learner does not support the gradient format."""
     if cfg.train.backward == "dense":
         return
     if spec.num_experts:
@@ -185,8 +178,7 @@ def refuse_backward(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
 
 
 def refuse_other_vocabulary(key: str, source: str, cfg: RunConfig, chat: ChatTokenizer) -> None:
-    """Raise ValueError when the tokens of the model that a setting names are not those of the
-    run's."""
+    """Raise ValueError when a setting's model has another vocabulary than the run's."""
     theirs = load_tokenizer(resolve(source, weights=False, key=key))
     if theirs.get_vocab() != chat.tokenizer.get_vocab():
         raise ValueError(

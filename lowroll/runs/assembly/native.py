@@ -16,7 +16,7 @@ from lowroll.runs.assembly.compute import Compute
 
 
 def check(cfg: RunConfig) -> None:
-    """Accept every run: the configuration was checked when it was read."""
+    """Do nothing: the configuration was checked when it was read."""
 
 
 def make(
@@ -57,4 +57,4 @@ def make(
 
 
 def begin(cfg: RunConfig, model: Transformer, engine: Engine) -> None:
-    """Accept the engine as it is: it was built over the learner's weights."""
+    """Do nothing: the engine was built over the learner's weights."""

@@ -57,13 +57,11 @@ _REPETITION = Mirror(Repetition, FilterConfig)
 
 
 def sampling(cfg: RunConfig) -> SamplingSettings:
-    """Return how rollouts are sampled."""
     return _SAMPLING(cfg.rollout, stop_strings=cfg.rollout.stop)
 
 
 def eval_sampling(cfg: RunConfig) -> SamplingSettings:
-    """Return how evaluation samples: with a sampler of its own, up to the length and the stops of
-    the rollouts."""
+    """Return the evaluation's own sampler, with the rollouts' length and stops."""
     return _EVAL_SAMPLING(
         cfg.eval, max_tokens=cfg.rollout.max_tokens, stop_strings=cfg.rollout.stop
     )
@@ -71,7 +69,7 @@ def eval_sampling(cfg: RunConfig) -> SamplingSettings:
 
 def estimator(cfg: RunConfig) -> Estimator | None:
     """Load the run's own advantage function, which executes its file; None without one. ValueError
-    says what is wrong with it."""
+    for an invalid one."""
     own = cfg.advantage_function
     return None if own is None else custom.load(own.import_path, own.kwargs)
 
@@ -79,9 +77,8 @@ def estimator(cfg: RunConfig) -> Estimator | None:
 def settings(
     cfg: RunConfig, spec: ModelSpec, alone: bool = True, own: Estimator | None = None
 ) -> Settings:
-    """Return the settings of a step of rollouts in the run's first stage; see `RunConfig.at`.
-    `alone`: in one process with the learner, where the async level is 0 whatever the file says.
-    own: its `estimator`."""
+    """Return the orchestrator's settings in the run's first stage; see `RunConfig.at`. `alone`: in
+    one process with the learner, where the async level is always 0. own: its `estimator`."""
     return _SETTINGS(
         cfg,
         cfg.dapo,

@@ -1,5 +1,6 @@
-"""The check that prompts leave room for a whole response, and the lengths of an environment's
-prompts. No torch."""
+"""The check that prompts leave space for a whole response, and prompt lengths of environments. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _known: WeakKeyDictionary[ChatTokenizer, dict[tuple[Environment, str], list[int]
 
 
 def lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> list[int]:
-    """Return the token counts of the first prompts of a split. The sizing of the cache, the memory
-    plan and the check of prompts use the same ones, which are put into the chat template once."""
+    """Return the token counts of a split's first prompts, cached for the cache's size, the memory
+    plan and the prompt check."""
     known = _known.setdefault(chat, {}).setdefault((env, split), [])
     count = min(count, env.size(split) or count)
     known += [len(encode(env, prompt_at(env, i, split), chat)) for i in range(len(known), count)]
@@ -33,8 +34,7 @@ def lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> li
 
 
 def longest(cfg: RunConfig, spec: ModelSpec) -> int:
-    """Return the most prompt tokens that leave room for a whole response. ValueError when there are
-    none."""
+    """Return the most prompt tokens beside a whole response. ValueError when there are none."""
     most, tokens, _, owner = _limit(cfg, spec)
     if most < 1:
         raise ValueError(
@@ -45,15 +45,14 @@ def longest(cfg: RunConfig, spec: ModelSpec) -> int:
 
 
 def sequence(cfg: RunConfig, spec: ModelSpec) -> int:
-    """Return the tokens that a whole conversation may have, its prompt included. A cache that is
-    bounded holds a later turn's prompt, and whatever is drawn behind it, up to the longest prompt
-    of all."""
+    """Return the token limit of a conversation with its prompt. A bounded cache holds a later
+    turn's prompt, and what is drawn after it, up to the longest prompt."""
     most = longest(cfg, spec)
     return most if cfg.rollout.cache.evicts else most + cfg.rollout.max_tokens
 
 
 def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
-    """Raise ValueError where an environment answers and the chat template cannot go on."""
+    """Raise ValueError for multi-turn environments whose chat template cannot continue."""
     for env in envs.values():
         if env.max_turns > 1:
             try:
@@ -88,9 +87,9 @@ def check(
     envs: Mapping[str, Environment],
     split: str = "train",
 ) -> list[str]:
-    """Raise ValueError naming the setting to which all of an environment's first prompts are too
-    long, or train.replay_kv beside conversations of several turns. Return lines that say how many
-    are too long, where some fit."""
+    """Raise ValueError naming the setting that makes all first prompts of an environment too long,
+    or train.replay_kv beside conversations of several turns. Return lines on environments where
+    only some are too long."""
     check_turns(chat, envs)
     talking = [env.name for env in envs.values() if env.max_turns > 1]
     if cfg.train.replay_kv and talking:
@@ -105,8 +104,7 @@ def check(
 def check_held_out(
     cfg: RunConfig, spec: ModelSpec, chat: ChatTokenizer, envs: Mapping[str, Environment]
 ) -> list[str]:
-    """Check the environments that a run is evaluated on in its course, where it is, so that it does
-    not end in the middle."""
+    """Check the evaluation environments at the start, so that a run does not fail midway."""
     if not cfg.eval.interval:
         return []
     check_turns(chat, envs)
@@ -116,7 +114,7 @@ def check_held_out(
 
 
 def check_tests(env: Environment) -> None:
-    """Raise ValueError for an environment that has nothing to evaluate on."""
+    """Raise ValueError for an environment without evaluation examples."""
     if env.size("test") == 0:
         raise ValueError(
             f"eval: environment {env.name!r} has no test split; set its test_path, or "
@@ -137,7 +135,7 @@ def _check_room(
         lines += passed_over(now, spec, chat, envs, split)
         for env in envs.values():
             found = _first(cfg, env, split, chat)
-            # an evaluation leaves out what is too long, and fails where nothing is left
+            # an evaluation skips too long prompts, and fails where none is left
             all_seen = split == "train" or len(found) == now.eval.count(env.size(split))
             if found and all_seen and min(found) > most:
                 _, tokens, key, _ = _limit(now, spec)
@@ -152,7 +150,7 @@ def _check_room(
 
 
 def _first(cfg: RunConfig, env: Environment, split: str, chat: ChatTokenizer) -> list[int]:
-    """Return the token counts of those prompts that stand for all."""
+    """Return the token counts of the first prompts."""
     count = LOOKED_AT
     if split != "train":
         count = min(count, cfg.eval.count(env.size(split)))
@@ -166,8 +164,7 @@ def passed_over(
     envs: Mapping[str, Environment],
     split: str = "train",
 ) -> list[str]:
-    """Return a line for each environment of which some of the first prompts are too long to be
-    asked."""
+    """Return a line for each environment with some too long first prompts."""
     most, tokens, key, _ = _limit(cfg, spec)
     counted = "rollout/passed_over_prompts counts them"
     if split != "train":
@@ -185,8 +182,7 @@ def passed_over(
 
 
 def check_stages(cfg: RunConfig, spec: ModelSpec) -> None:
-    """Raise ValueError when a stage of the run has no room for a prompt beside its longest
-    response."""
+    """Raise ValueError for a stage whose longest response leaves no space for a prompt."""
     for stage in cfg.stages:
         try:
             longest(cfg.at(stage.step), spec)

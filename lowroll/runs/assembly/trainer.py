@@ -1,4 +1,4 @@
-"""The settings of what learns, and of what watches it, from the configuration."""
+"""The trainer's and the guard's settings from the configuration."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ _CRITIC_OPTIM = Mirror(
     OptimSettings,
     CriticConfig,
     TrainConfig,
-    # a critic learns at a constant rate; its section's warmup_steps are the policy's pause
+    # a critic has a constant rate; its section's warmup_steps pause the policy
     default=("lr_scheduler_type", "warmup_steps", "total_steps", "min_lr_ratio", "optimizer"),
 )
 _GUARD = Mirror(GuardSettings, GuardConfig)
 _NOISE = Mirror(NoiseSchedule, NoiseConfig, given=("total_steps", "seed"))
-KL_ALARM_OVER_BUDGET = 2.0  # times its KL, measured on other tokens than the run's, are no alarm
+# an alarm only above this multiple of the budget's KL, which was measured on other tokens
+KL_ALARM_OVER_BUDGET = 2.0
 
 
 def learn(cfg: RunConfig) -> LearnSettings:
-    """Return the settings by which a batch becomes updates."""
+    """Return the settings of the policy's updates."""
     return _LEARN(
         cfg.train.sized(),
         cfg.loss,
@@ -47,49 +48,48 @@ def learn(cfg: RunConfig) -> LearnSettings:
 
 
 def optim(cfg: RunConfig) -> OptimSettings:
-    """Return the policy's optimiser settings; its schedule spans the steps in which it learns,
-    those after a critic's warm-up."""
+    """Return the policy's optimiser settings; its schedule spans the steps after a critic's
+    warm-up."""
     pause = cfg.critic.warmup_steps if cfg.has_critic else 0
     return _OPTIM(cfg.train, total_steps=cfg.train.max_steps - pause)
 
 
 def critic(cfg: RunConfig) -> CriticSettings:
-    """Return the settings by which values become advantages."""
+    """Return the settings of values and advantages."""
     return _CRITIC(cfg.critic, cfg.train.sized())
 
 
 def critic_optim(cfg: RunConfig) -> OptimSettings:
-    """Return the critic's optimiser settings: a constant rate."""
+    """Return the critic's optimiser settings, with a constant rate."""
     return _CRITIC_OPTIM(cfg.critic, cfg.train)
 
 
 def sft(cfg: RunConfig) -> SftSettings:
-    """Return the settings by which demonstrations become updates."""
+    """Return the settings of supervised updates."""
     optim = _SFT_OPTIM(cfg.sft, cfg.train, total_steps=cfg.sft.steps)
     return _SFT(cfg.sft, cfg.train.sized(), cfg, optim=optim)
 
 
 def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
-    """Return the guard of the mismatch. budget: under which the rollouts' format was chosen; a KL
-    of twice what it allows is an alarm, and where all weights learn, the format is chosen again.
-    Under LoRA a wider format than the base's would only round the base again, so a fallback leads
-    to dense rollouts at once. A cut sampler and noise are distances that were asked for: the level
-    of the KL is no alarm there."""
+    """Return the mismatch guard. budget: of the rollouts' format; a KL of twice what it allows is
+    an alarm, and where all weights learn, the format is chosen again.
+    Under LoRA a wider format would only round the base again, so a fallback leads to dense rollouts
+    at once. With a truncated sampler or noise the KL is intended and no alarm."""
     if cfg.guard is None:
         return None
     settings, rollouts = _GUARD(cfg.guard), rollouts_of(cfg)
     if rollouts.truncated or rollouts.noisy:
         settings = replace(settings, kl_above=None)
     allowed = parse(budget).max_kl if budget else None
-    if allowed and settings.kl_above == GuardSettings.kl_above:  # else it is the user's own
+    if allowed and settings.kl_above == GuardSettings.kl_above:  # else the user set it
         settings = replace(settings, kl_above=KL_ALARM_OVER_BUDGET * allowed)
-    # an adapter's base and an aligned learner have the same codes: no format would be nearer
+    # no format is nearer: an adapter's base and an aligned learner share the engine's codes
     differs = not cfg.train.lora and cfg.train.forward == "dense"
     return Guard(settings, cfg.rollout.weights, cfg.train.lora, bool(budget) and differs)
 
 
 def noise(cfg: RunConfig) -> NoiseSchedule | None:
-    """Return the noise on the engine's norms over the run."""
+    """Return the schedule of noise on the engine's norms."""
     if cfg.noise is None:
         return None
     return _NOISE(cfg.noise, total_steps=cfg.train.max_steps, seed=cfg.seed)

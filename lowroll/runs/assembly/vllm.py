@@ -1,8 +1,8 @@
-"""vLLM as a run's rollout engine: from the settings to a server that holds the learner's weights.
+"""vLLM as a run's rollout engine: from settings to a server with the learner's weights.
 
-A server that is started loads the run's own folder where that holds what the rollouts multiply
-with. Otherwise (a quantized base of a dense folder, a dense copy of a quantized one) a folder is
-written for it first. Every version after that travels as a stream (`weights.sync.update`).
+A started server loads the run's own folder where that holds the rollouts' weights. Otherwise (a
+quantized base of a dense folder, a dense copy of a quantized one) such a folder is written first.
+Later versions travel as streams (`weights.sync.update`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ _LOOK = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') i
 
 
 def interpreter(vllm: VllmConfig) -> str:
-    """Return the interpreter that has vLLM. ValueError when there is none, or vLLM is not installed
-    for it."""
+    """Return the interpreter that has vLLM. ValueError for none, or one without vLLM."""
     named = vllm.python or os.environ.get(PYTHON)
     found = shutil.which(Path(named or sys.executable).expanduser())
     if found is None:
@@ -65,8 +64,8 @@ def interpreter(vllm: VllmConfig) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment in which vLLM is looked for: LOWROLL_VLLM_PATH is the folder of a vLLM
-    that is not installed."""
+    """Return the environment for finding vLLM: LOWROLL_VLLM_PATH is the folder of a vLLM that is
+    not installed."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     site = os.environ.get("LOWROLL_VLLM_PATH")
     return kept if site is None else kept | {"PYTHONPATH": site}
@@ -77,8 +76,7 @@ def _key(vllm: VllmConfig) -> str:
 
 
 def token(vllm: VllmConfig) -> str | None:
-    """Return the token of the server at `url`. ValueError when the variable that holds it is not
-    set."""
+    """Return the token of the server at `url`. ValueError when its variable is not set."""
     if vllm.token_env is None:
         return None
     held = os.environ.get(vllm.token_env)
@@ -88,8 +86,7 @@ def token(vllm: VllmConfig) -> str | None:
 
 
 def check(cfg: RunConfig) -> None:
-    """Raise ValueError for what would keep vLLM from being started or reached; nothing is
-    started."""
+    """Raise ValueError for what would keep vLLM from being started or reached."""
     vllm = cfg.rollout.vllm
     if vllm.folder is not None and not Path(vllm.folder).is_dir():
         raise ValueError(f"rollout.vllm.folder: {vllm.folder} is no folder")
@@ -104,7 +101,7 @@ def check(cfg: RunConfig) -> None:
 
 
 def context(cfg: RunConfig, spec: ModelSpec) -> int:
-    """Return the tokens of the longest prompt with its response that the run could ask for."""
+    """Return the tokens of the longest possible prompt with its response."""
     most = cfg.rollout.max_model_len or spec.max_position
     return min(spec.max_position, most, cfg.train.longest)
 
@@ -117,9 +114,8 @@ def make(
     weights: str,
     workloads: Sequence[Workload],
 ) -> VllmEngine:
-    """Attach to the vLLM at rollout.vllm.url, which goes on after `close`, or start one, which
-    ends with it. The learner stays `model`: its log-probs are compared after every update. The
-    sizes of the cache are vLLM's own."""
+    """Attach to the vLLM at rollout.vllm.url, which outlives `close`, or start one. The learner
+    stays `model`: its log-probs are compared after every update. vLLM sizes its own cache."""
     if cfg.rollout.vllm.url is not None:
         return _attach(cfg, model, weights)
     logs = Path(cfg.output_dir) / LOGS
@@ -128,9 +124,8 @@ def make(
 
 
 def serve(cfg: RunConfig, log: Path, socket: Path) -> VllmEngine:
-    """Start a vLLM for a run whose learner is in another process, ready: it draws from the model
-    that the learner begins with. socket: the folder of its socket. ValueError names what it cannot
-    do for the run."""
+    """Start a vLLM for a learner in another process, and wait until it serves the learner's initial
+    model. socket: the folder of its socket. ValueError names what it cannot do for the run."""
     check(cfg)
     compute = Compute.of(cfg)
     weights = compute.format(cfg.rollout.weights)
@@ -169,8 +164,7 @@ def _start(
 
 
 def begin(cfg: RunConfig, model: Transformer, engine: Engine) -> None:
-    """Send the learner's weights. ValueError names what the run asks of vLLM and the installed one
-    does not have."""
+    """Send the learner's weights. ValueError names what the installed vLLM lacks."""
     able, needed = engine.capabilities, context(cfg, model.spec)
     if able.context_length < needed:
         raise ValueError(
@@ -187,8 +181,8 @@ def begin(cfg: RunConfig, model: Transformer, engine: Engine) -> None:
 
 
 def _attach(cfg: RunConfig, model: Transformer, weights: str) -> VllmEngine:
-    """Return the engine at an address. It serves the run's model, or one in the rollouts' format
-    whose folder it names."""
+    """Return the engine at an address, which serves the run's model or names a folder in the
+    rollouts' format."""
     vllm = cfg.rollout.vllm
     source = resolve(cfg.model)
     folder = source if _holds(source, weights) else None
@@ -198,7 +192,7 @@ def _attach(cfg: RunConfig, model: Transformer, weights: str) -> VllmEngine:
 
 
 def _named(make: Callable[..., VllmEngine], *args: Any, **options: Any) -> VllmEngine:
-    """Call `make`; raise its ValueError in the words of the settings."""
+    """Call `make`; rephrase its ValueError by the names of settings."""
     try:
         return make(*args, **options)
     except ValueError as error:
@@ -206,12 +200,12 @@ def _named(make: Callable[..., VllmEngine], *args: Any, **options: Any) -> VllmE
 
 
 def _verified(model: Transformer) -> dict[str, Any]:
-    """Return the option by which a server's log-probs are compared with the learner's."""
+    """Return the option that compares a server's log-probs with the learner's."""
     return {"verify": lambda ids: score(model, [ids], [1])[0].tolist()}
 
 
 def _shared(cfg: RunConfig) -> dict[str, Any]:
-    """Return the arguments that a started and an attached server have in common."""
+    """Return the arguments shared by a started and an attached server."""
     vllm, train = cfg.rollout.vllm, cfg.train
     return {
         "lora_rank": (vllm.max_lora_rank or train.lora_rank) if train.lora else None,
@@ -228,8 +222,8 @@ def _base(
     weights: str,
     room: Path,
 ) -> Path:
-    """Return the folder that a server loads: the run's model where it holds the weights that the
-    rollouts multiply with, else one that is written for this into `room`."""
+    """Return the folder that a server loads: the run's model where it holds the rollouts' weights,
+    else one written into `room`."""
     source = resolve(cfg.model)
     if _holds(source, weights):
         return source
@@ -240,6 +234,6 @@ def _base(
 
 
 def _holds(folder: Path, weights: str) -> bool:
-    """Return whether the linear weights of a folder are those that the rollouts multiply with."""
+    """Return whether a folder holds the rollouts' linear weights."""
     wanted = None if get_format(weights).dense else stored_format(weights)
     return low_bit_format(folder) == wanted

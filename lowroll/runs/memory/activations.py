@@ -1,9 +1,9 @@
-"""The memory of a learner's pass: what is held for its backward pass, and what a pass needs for a
-moment, in bytes, by arithmetic on the shapes of a block.
+"""The memory of a learner's pass, by arithmetic on the shapes of a block: bytes held for the
+backward pass, and temporary bytes.
 
-Counted is what autograd keeps, tensor by tensor, as `model.transformer`'s block computes it. On CUDA
-its kernels keep less than plain torch does elsewhere (`fused`); norms and SwiGLU's output are made
-again (`model.recompute`). A test counts the real tensors of both.
+Counted is what autograd keeps, tensor by tensor, as `model.transformer`'s block computes it. On
+CUDA its kernels keep less than plain torch (`fused`); norms and SwiGLU's output are recomputed
+(`model.recompute`). A test counts the real tensors of both.
 
     stream      x after each addition of the block, twice D; two statistics of the norms
     attention   q, k, v as rotated, the output and its log-sum-exp; qkv too where heads are normed,
@@ -37,13 +37,13 @@ from lowroll.runs.memory.weights import adapted, largest
 
 FLOAT = 4
 MOST_PREFILL = 8192  # prompt tokens of a pass (`engine.native`)
-MOST_SHORT = 1024  # of one that is a graph (`engine.prompts`)
+MOST_SHORT = 1024  # of a pass that is a graph (`engine.prompts`)
 
 
 @dataclass(frozen=True)
 class Learning:
-    """The properties that decide how much of a token a block keeps. `low`: columns of l, by layer;
-    without `lora` all weights learn."""
+    """What decides how much of a token a block keeps. `low`: columns of l, by layer; without `lora`
+    all weights learn."""
 
     spec: ModelSpec
     item: int
@@ -51,12 +51,12 @@ class Learning:
     lora: bool
     low: dict[str, int]
     checkpointing: bool | float
-    dense: int  # bytes of the largest matrix that is dequantized for a product; 0: none is
-    turned: bool = False  # heads are rotated by a kernel for CPUs, which copies v
+    dense: int  # bytes of the largest matrix dequantized for a product; 0: none
+    turned: bool = False  # a CPU kernel rotates heads and copies v
 
     @classmethod
     def of(cls, cfg: RunConfig, compute: Compute, model: Transformer) -> Learning:
-        """Return the properties of a run's learner. model: its shapes, on the meta device."""
+        """Return a run's learner. model: its shapes, on the meta device."""
         train, low = cfg.train, dict.fromkeys(("qkv", "o", "gate_up", "down"), 0)
         for name, linear in model.linears():
             kind = name.rpartition(".")[2]
@@ -75,7 +75,7 @@ class Learning:
         )
 
     def kept(self, tokens: int) -> int:
-        """Return the bytes that the backward pass of a micro-batch begins with."""
+        """Return the bytes at the begin of a micro-batch's backward pass."""
         spec = self.spec
         ends = (2 * spec.hidden_size) * self.item + self._norm_extra(1) + FLOAT * spec.head_dim
         if self.checkpointing is True:
@@ -90,7 +90,7 @@ class Learning:
         return tokens * (ends + spec.num_layers * whole - made_again)
 
     def block(self, tokens: int) -> int:
-        """Return the bytes of a token that a block keeps whose norms and SwiGLU are made again."""
+        """Return the bytes of a token in a block whose norms and SwiGLU are recomputed."""
         mlp = self._experts(tokens) if self.spec.num_experts else self._mlp()
         return (
             2 * self.spec.hidden_size * self.item
@@ -102,7 +102,7 @@ class Learning:
 
     def backward(self, tokens: int) -> int:
         """Return the bytes beside `kept` while a block runs backward: gradients of its widest part,
-        and what it makes again."""
+        and recomputed tensors."""
         spec, item = self.spec, self.item
         if spec.num_experts:
             peak = tokens * item * self._experts_backward() + self.dense
@@ -110,7 +110,7 @@ class Learning:
             wide = spec.intermediate_size
             gates = 4 * wide + spec.hidden_size
             product = 2 * wide + 2 * spec.hidden_size
-            done = 2 * spec.hidden_size  # what `kept` has of the last norm, and is read by then
+            done = 2 * spec.hidden_size  # the last norm's part of `kept`, already read
             peak = max(tokens * item * (gates - done), tokens * item * product + self.dense)
             if self.fused and self.checkpointing == 1 and self.checkpointing is not True:
                 peak += tokens * item * 2 * wide
@@ -119,8 +119,7 @@ class Learning:
         return peak
 
     def _not_made_again(self) -> int:
-        """Return how many more numbers of a token a block keeps where nothing announces what can be
-        made again."""
+        """Return the additional numbers of a token that a block keeps without recomputation."""
         spec = self.spec
         wide = 0 if spec.num_experts or (self.fused and not self.lora) else spec.intermediate_size
         return 2 * spec.hidden_size + wide
@@ -142,7 +141,7 @@ class Learning:
             return kept + ((q + 2 * kv) * item if spec.qk_norm else 0)
         if self.turned:
             return kept
-        kept += (q + kv) * item  # qkv for the sake of v, which is a view of it
+        kept += (q + kv) * item  # qkv, because v is a view of it
         if spec.qk_norm:
             copies = (item < FLOAT) + (not self.lora)
             kept += copies * FLOAT * (q + kv) + FLOAT * (spec.num_heads + spec.num_kv_heads)
@@ -169,8 +168,8 @@ class Learning:
         return 2 * slots * (4 if small else 8)
 
     def _experts_backward(self) -> int:
-        """Return how many numbers of a token experts need backward: gradients of the slots' inputs,
-        gates and outputs."""
+        """Return the numbers of a token in experts' backward: gradients of the slots' inputs, gates
+        and outputs."""
         spec = self.spec
         slots, wide, hidden = spec.experts_per_token, spec.moe_intermediate_size, spec.hidden_size
         ends = (2 if self.fused else 4) * hidden  # of the slots' sum
@@ -185,8 +184,8 @@ def _turned(compute: Compute, spec: ModelSpec) -> bool:
 
 
 def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learns: bool) -> int:
-    """Return the bytes while log-probs and their gradients are made, chunk by chunk
-    (`model.logprobs`). learns: whether the lm_head does."""
+    """Return the bytes of log-probs and their gradients, chunk by chunk (`model.logprobs`). learns:
+    whether the lm_head does."""
     chunk = min(cfg.train.sized().logprob_chunk or 0, tokens)
     item = compute.dtype.itemsize
     wide = FLOAT if compute.device.type == "cuda" else item
@@ -230,15 +229,15 @@ def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> in
 def generating(
     cfg: RunConfig, compute: Compute, model: Transformer, prompts: int, samples: int
 ) -> int:
-    """Return the bytes of a step of the engine: its prompts in one pass, and the logits of the
-    samples that begin. prompts: tokens; samples: in flight at most."""
+    """Return the bytes of an engine step: its prompts in one pass, and the logits of new samples.
+    prompts: tokens; samples: in flight at most."""
     item = (get_format(compute.format(cfg.rollout.weights)).dtype or compute.dtype).itemsize
     block = _pass(model.spec, item, max(samples, min(MOST_PREFILL, prompts)))
     return block + _dequantized(cfg, compute, model) + 2 * FLOAT * samples * model.spec.vocab_size
 
 
 def _pass(spec: ModelSpec, item: int, tokens: int) -> int:
-    """Return the bytes of a block's pass over so many prompt tokens."""
+    """Return the bytes of a block's pass over `tokens` prompt tokens."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     if spec.num_experts:
         slots, wide = spec.experts_per_token, spec.moe_intermediate_size
@@ -249,9 +248,9 @@ def _pass(spec: ModelSpec, item: int, tokens: int) -> int:
 
 
 def graphs(cfg: RunConfig, compute: Compute, model: Transformer, samples: int) -> int:
-    """Return the bytes that graphs keep between two steps. Of decoding: the largest batch's logits
-    and rows, once in the graphs' pool and once in that of the stream that warms them up. Of short
-    passes over prompts: a block's, with a matrix that is dequantized for it."""
+    """Return the bytes that graphs keep between two steps. Decoding: the largest batch's logits and
+    rows, once in the graphs' pool and once in that of the warm-up stream. Short prompt passes: a
+    block's, with a matrix that is dequantized for it."""
     if compute.device.type != "cuda":
         return 0
     spec = model.spec
@@ -263,7 +262,7 @@ def graphs(cfg: RunConfig, compute: Compute, model: Transformer, samples: int) -
 
 
 def _dequantized(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the matrix that a product of many rows dequantizes in the engine, on
+    """Return the bytes of the matrix that the engine dequantizes for a product of many rows, on
     CUDA."""
     format = get_format(compute.format(cfg.rollout.weights))
     if compute.device.type != "cuda" or cfg.rollout.keep_dense:

@@ -1,8 +1,7 @@
-"""The search for settings with which a run fits that does not: each change is planned before it is
-named.
+"""The search for settings with which a run fits: each change is planned before it is suggested.
 
-A setting alone comes first, in its mildest value that fits. Where none is enough, several together:
-they are added in order, the cheapest first, and those that turn out not to be needed are left out.
+A single setting comes first, in its mildest value that fits. Otherwise several together: they are
+added in order, the cheapest first, and unneeded ones are left out.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from lowroll.config.document import dotted
 from lowroll.runs.assembly import engines
 from lowroll.runs.memory.plan import MemoryPlan, Planner, shown
 
-NAMED = 4  # settings that are offered at most, each enough by itself
+NAMED = 4  # most settings offered, each enough by itself
 Change = Mapping[tuple[str, ...], Any]  # values by sections and key
 
 
 def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> MemoryPlan:
     """Return the plan of a run. ValueError when it does not fit: by how much, and which settings
-    would. cached: tokens of the cache that a run which goes on began with, and keeps; of the
-    settings that save memory it may change rollout.release_cache alone."""
+    would. cached: cache tokens of a resumed run, which keeps them; of the settings that save memory
+    it may only change rollout.release_cache."""
     if cached is None:
         plan = planner.plan(cfg)
         if plan.missing:
@@ -40,7 +39,7 @@ def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> Memory
 
 
 def advice(planner: Planner, cfg: RunConfig) -> str:
-    """Name the settings that would fit, in words for people."""
+    """Name the settings that would fit, as text."""
     alone = list(fitting_alone(planner, cfg))
     if alone:
         return "it would fit with " + ", or with ".join(map(_said, alone[:NAMED]))
@@ -53,7 +52,7 @@ def advice(planner: Planner, cfg: RunConfig) -> str:
 
 
 def fitting_alone(planner: Planner, cfg: RunConfig) -> Iterator[Change]:
-    """Yield, of every setting, the mildest value with which the run fits."""
+    """Yield, for each setting, the mildest value with which the run fits."""
     for values in KNOBS:
         for change in values(planner, cfg):
             if _fits(planner, cfg, change):
@@ -67,8 +66,8 @@ def _fits(planner: Planner, cfg: RunConfig, change: Change) -> bool:
 
 
 def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, MemoryPlan]:
-    """Return settings with which the run fits together, none of them too many, and their plan; if
-    it never fits, all that save anything."""
+    """Return a minimal set of changes with which the run fits, and their plan; if it never fits,
+    all that save anything."""
     chosen: list[Change] = []
     best = planner.plan(cfg)
     for values in KNOBS:
@@ -92,7 +91,7 @@ def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, MemoryPl
 
 
 def changed(planner: Planner, cfg: RunConfig, *changes: Change) -> MemoryPlan | None:
-    """Return the plan of the changed run; None when there is no such run."""
+    """Return the plan of the changed run; None for an invalid one."""
     tree = cfg.model_dump()
     for change in changes:
         for (*sections, key), value in change.items():
@@ -102,7 +101,7 @@ def changed(planner: Planner, cfg: RunConfig, *changes: Change) -> MemoryPlan | 
             section[key] = value
     try:
         return planner.plan(RunConfig.model_validate(tree))
-    except ValueError:  # pydantic's is one
+    except ValueError:  # includes pydantic's
         return None
 
 
@@ -181,7 +180,7 @@ def _lora(planner: Planner, cfg: RunConfig) -> list[Change]:
     if cfg.train.lora:
         return []
     change: dict[tuple[str, ...], Any] = {("train", "lora"): True}
-    if planner.model.spec.num_experts:  # whose matrices take no adapter
+    if planner.model.spec.num_experts:  # its matrices take no adapter
         change["train", "lora_target_modules"] = ("q_proj", "k_proj", "v_proj", "o_proj")
     return [change]
 

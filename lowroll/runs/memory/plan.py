@@ -6,15 +6,14 @@
                 larger of logits, a block's gradients, and what the update takes
     publish     all that stays, the cache unless it is released, and what measuring `weights/*` takes
 
-A checkpoint is written from where the tensors are and takes no more. The peak is the largest phase.
-The KV cache has what the run can use, or what the phases in which it is there leave of the free
-memory (MARGIN apart), whichever is less.
+A checkpoint is written in place and takes no more. The peak is the largest phase. The KV cache gets
+what the run can use, or what its phases leave of the free memory (MARGIN apart), whichever is less.
 
-Of several learner ranks and engines the plan is that of a rank's GPU (`Share`): parts of the learner,
-and the engines that are there, if any.
+Of several learner ranks and engines the plan is that of one rank's GPU (`Share`): parts of the
+learner, and the engines there, if any.
 
-Bytes are those that torch allocates; what its allocator keeps for later comes back when it is
-short. On CUDA `free` is what is left beside the process' context.
+Bytes are those that torch allocates; its allocator returns reserved memory when short. On CUDA
+`free` is what is left beside the process' context.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory import weights
 from lowroll.runs.memory.activations import FLOAT, Learning, generating, graphs, logits, replay
 
-MARGIN = 0.1  # of the free memory, which a cache of no given size leaves: a plan may be as far off
-# bytes on CUDA of the kernels' code and the graphs' nodes (0.23 GB on an H200), and of workspaces and
-# small state (0.17 GB): docs/log/runs.md
+MARGIN = 0.1  # of the free memory, left by a cache without a given size: the error of a plan
+# bytes on CUDA of the kernels' code and the graphs' nodes (0.23 GB on an H200), and of workspaces
+# and small state (0.17 GB): docs/log/runs.md
 KERNELS = 400_000_000
 CACHE = "KV cache"
 PHASES = {"load": "loads", "generate": "generates", "learn": "learns", "publish": "publishes"}
@@ -47,9 +46,9 @@ PHASES = {"load": "loads", "generate": "generates", "learn": "learns", "publish"
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes by phase and part, and those that are free, if the device says. cache_tokens: of
-    the KV cache; usable_tokens: with which no sample waits for a page; usable_by: the samples that
-    these are for, in words."""
+    """The bytes by phase and part, and the free bytes, if known. cache_tokens: of the KV cache;
+    usable_tokens: with which no sample waits for a page; usable_by: the samples that these are for,
+    in words."""
 
     phases: Mapping[str, Mapping[str, int]]
     free: int | None
@@ -59,7 +58,6 @@ class MemoryPlan:
     usable_by: str = ""
 
     def total(self, phase: str) -> int:
-        """Return the bytes of a phase."""
         return sum(self.phases[phase].values())
 
     @property
@@ -74,8 +72,7 @@ class MemoryPlan:
 
     @property
     def missing(self) -> int:
-        """The bytes that the run needs and the device has not; 0 when it fits, or when that is not
-        known."""
+        """The bytes that the run needs and the device lacks; 0 when it fits or that is unknown."""
         return 0 if self.free is None else max(0, self.peak - self.free)
 
     @property
@@ -89,7 +86,7 @@ class MemoryPlan:
         )
 
     def lines(self) -> list[str]:
-        """Return the table for people: a row a part, a column a phase."""
+        """Return the table as text: a row a part, a column a phase."""
         free = "" if self.free is None else f" of {shown(self.free)} that are free"
         told = [
             f"memory on {self.device}: {shown(self.peak)}{free}, while it {PHASES[self.largest]}"
@@ -115,9 +112,9 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a run that is on the device. parts: ranks that hold the learner, its optimiser
-    and the models beside it in parts, block by block put together. engines: that draw there, of
-    those of the run."""
+    """The part of a run on the device. parts: ranks that share the learner, its optimiser and the
+    models beside it, which are gathered block by block. engines: the number of the run's engines
+    there."""
 
     parts: int = 1
     engines: int = 1
@@ -129,10 +126,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Planner:
-    """A planner of runs of `lowroll grpo` with one model on one device. model: its shapes, on the
-    meta device. workloads: what will be in the engine together. beside: the shapes of the frozen
-    models and the critic, by name. free: bytes, before anything is loaded; total: bytes of the
-    device. share: of a run on several."""
+    """A planner of `lowroll grpo` with one model on one device. model: its shapes, on the meta
+    device. workloads: in the engine together. beside: the shapes of the frozen models and the
+    critic, by name. free: bytes, before anything is loaded; total: bytes of the device. share: of a
+    run on several."""
 
     compute: Compute
     model: Transformer
@@ -151,13 +148,12 @@ class Planner:
         beside: Mapping[str, Transformer],
         share: Share = Share(),
     ) -> Planner:
-        """Return a planner with the memory that is free now."""
+        """Return a planner with the currently free memory."""
         device = compute.device
         free, total = free_memory(device), total_memory(device)
         return cls(compute, model, workloads, beside, free, total, share)
 
     def plan(self, cfg: RunConfig) -> MemoryPlan:
-        """Return the memory plan of a run with these settings."""
         here = self.share.engines > 0
         own = here and cfg.rollout.engine == "native"
         stays = self._learner(cfg) | (self._engines(cfg) if here else self._kernels())
@@ -181,8 +177,7 @@ class Planner:
         return MemoryPlan(held, self.free, str(self.compute.device), tokens, usable, samples)
 
     def _together(self, cfg: RunConfig) -> str:
-        """Describe the samples that can use the cache: those of the workload that needs the
-        most."""
+        """Describe the samples of the workload that needs the most cache."""
         size, rows, kv = cfg.rollout.page_size, cfg.rollout.max_batch, caches.policy(cfg)
         if not self.workloads:
             return ""
@@ -191,7 +186,7 @@ class Planner:
         return f"at most {most.rows(rows):,} samples of {each} are drawn together"
 
     def _learner(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the bytes by part that stay of the learner's side."""
+        """Return the permanent bytes by part of the learner's side."""
         compute, model = self.compute, self.model
         whole, codes = weights.learner(cfg, compute, model), weights.codes(cfg, compute, model)
         parts = {
@@ -210,14 +205,13 @@ class Planner:
         return {"kernels": KERNELS if self.compute.device.type == "cuda" else 0}
 
     def _engines(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the bytes by part that stay of all engines of this device, without their
-        caches."""
+        """Return the permanent bytes by part of all engines of this device, without their caches."""
         if cfg.rollout.engine != "native":
             return self._vllm(cfg)
         return {name: self.share.engines * size for name, size in self._engine(cfg).items()}
 
     def _engine(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the bytes by part that stay of one engine, without its cache."""
+        """Return the permanent bytes by part of one engine, without its cache."""
         compute, model, rollout = self.compute, self.model, cfg.rollout
         kernels = KERNELS if compute.device.type == "cuda" else 0
         state = policy_bytes(
@@ -255,8 +249,8 @@ class Planner:
         return min(cfg.rollout.max_batch, most)
 
     def _learning(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the bytes by part of the policy while it learns, or of the critic if that is more:
-        each learns after the other."""
+        """Return the bytes by part of the learning policy, or of the critic if that is more: they
+        learn one after the other."""
         tokens = max(
             (_batch_tokens(now, self.workloads) for now in cfg.each_stage()), default=1 << 62
         )
@@ -352,7 +346,7 @@ def learning(
 
 def _loading(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, int]:
     """Return the bytes of loading: dense weights that are quantized when they arrive, or after all
-    have. Those that learn stay as they arrive."""
+    have. Trainable weights stay dense."""
     item, lora = compute.dtype.itemsize, cfg.train.lora
     learner = weights.learner(cfg, compute, model)
     format = compute.format(cfg.rollout.weights)
@@ -365,8 +359,8 @@ def _loading(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, 
 
 
 def _batch_tokens(cfg: RunConfig, workloads: Sequence[Workload]) -> int:
-    """Return the most tokens that a batch feeds to the learner. The workload of training is the one
-    of its size; evaluations teach nothing."""
+    """Return the most tokens that a batch feeds to the learner. The training workload is recognised
+    by its size; evaluations do not count."""
     mine = [
         work.prompt + work.response
         for work in workloads
@@ -384,7 +378,7 @@ def _cell(parts: Mapping[str, int], name: str) -> str:
 
 
 def shown(size: int) -> str:
-    """Format bytes for people, to three digits."""
+    """Format bytes to three digits."""
     unit, scale = next(
         ((unit, scale) for unit, scale in (("GB", 1e9), ("MB", 1e6)) if size >= scale), ("kB", 1e3)
     )

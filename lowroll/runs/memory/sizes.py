@@ -1,17 +1,17 @@
-"""The sizes of a learner's passes that a run leaves open (null): on a CPU they are chosen so that the
-run stays small, by the plan of its memory.
+"""The sizes of a learner's passes that a run leaves open (null), chosen by the memory plan on a
+CPU.
 
     tokens_per_microbatch       8192, 4096, ...: not below the longest sample, nor below LEAST
     logprob_chunk               1024, 256
     activation_checkpointing    false, true
 
-The first that fits is taken, from the sizes that change nothing on: shorter chunks of logits first,
-then smaller micro-batches, and recomputing last, because it alone costs time. What the file says
-stays. A run whose whole batch fits is what it was, bit for bit; on other devices all are.
+The first that fits is taken, starting from the sizes that change nothing: shorter chunks of logits
+first, then smaller micro-batches, and recomputing last, because only it costs time. Set values
+stay. A run whose whole batch fits, or on another device, keeps the defaults bit for bit.
 
-The bound is CPU_BYTES of resident memory. Where even the smallest passes take more than that, for
-the sake of weights or of the cache, it is somewhat more than they take. It does not depend on what is free
-unless the run would not fit at all, so that a run that goes on chooses again what it had.
+The bound is CPU_BYTES of resident memory. Where even the smallest passes need more, because of
+weights or the cache, the bound is slightly above that. It depends on free memory only if the run
+would not fit at all, so that a resumed run chooses the same sizes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory.plan import MemoryPlan, Planner, plan_sft, shown
 
 CPU_BYTES = 4_000_000_000  # of a run on a CPU, resident
-PROCESS = 500_000_000  # bytes of the interpreter and its libraries, which no plan counts
+PROCESS = 500_000_000  # bytes of the interpreter and libraries, which plans leave out
 SLACK = 1.25  # resident bytes over those that torch allocates: what its allocator cannot reuse
 LEAST = 512  # tokens of a micro-batch: fewer take longer
 SMALL_CHUNK = 256
 
 
 def chosen(planner: Planner, cfg: RunConfig) -> RunConfig:
-    """Return the settings with every size filled in, and a note that says what was chosen and
-    why."""
+    """Return the settings with all sizes chosen, and a note on what was chosen and why."""
     longest = max((work.prompt + work.response for work in planner.workloads), default=1)
     return _chosen(cfg, planner.compute, longest, planner.plan)
 
@@ -84,8 +83,8 @@ def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], MemoryPla
 
 
 def ladder(train: TrainConfig, longest: int) -> Iterator[TrainConfig]:
-    """Yield the settings with every size filled in, from those that change nothing to those that
-    take the least memory. longest: tokens of the longest sample."""
+    """Yield the settings with all sizes chosen, from no change to the least memory. longest: tokens
+    of the longest sample."""
     whole = train.sized()
     tokens, chunks, again = (
         [whole.together],
@@ -105,7 +104,7 @@ def ladder(train: TrainConfig, longest: int) -> Iterator[TrainConfig]:
 
 
 def resident(plan: MemoryPlan) -> int:
-    """Return the most bytes that the process of a plan is expected to have."""
+    """Return the expected peak of resident bytes."""
     return PROCESS + round(SLACK * plan.peak)
 
 

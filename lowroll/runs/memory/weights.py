@@ -1,5 +1,5 @@
-"""Bytes of what stays in a run: weights, adapters, masters and moments, the engine's own weights and
-copies, what `weights/*` compares with. All of it is exact: tensors have these sizes.
+"""Bytes of what stays in a run: weights, adapters, masters and moments, the engine's own weights
+and copies, what `weights/*` compares with. All sizes are exact.
 
 A model is its shapes, on the meta device.
 
@@ -30,7 +30,7 @@ META = torch.device("meta")
 
 
 def linear_size(model: Transformer) -> int:
-    """Return the number of weights of the linear layers."""
+    """Return the number of linear weights."""
     return sum(_size(linear) for _, linear in model.linears())
 
 
@@ -40,8 +40,8 @@ def other_size(model: Transformer) -> int:
 
 
 def linear_bytes(model: Transformer, format: str) -> int:
-    """Return the bytes of the linear layers in a format, with scales. ValueError as the format says
-    of a shape that it has not."""
+    """Return the bytes of the linear layers in a format, with scales. ValueError for a shape that
+    the format does not support."""
     total = 0
     for name, linear in model.linears():
         rows, columns = linear.weight.shape
@@ -53,20 +53,19 @@ def linear_bytes(model: Transformer, format: str) -> int:
 
 
 def largest(model: Transformer) -> int:
-    """Return the number of weights of the largest linear layer; of a mixture all experts' matrices
-    are one."""
+    """Return the number of weights of the largest linear layer; all experts' matrices count as one."""
     return max(_size(linear) for _, linear in model.linears())
 
 
 def largest_unit(model: Transformer) -> int:
-    """Return the number of weights that ranks with parts put together at a time: a block's, or
+    """Return the largest number of weights that ranks with parts gather at a time: a block's, or
     those outside of blocks."""
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     return max(*blocks, sum(p.numel() for p in model.parameters()) - sum(blocks))
 
 
 def adapted(cfg: RunConfig, linear: Linear) -> dict[str, int]:
-    """Return the parts of a layer that will have an adapter, and their rows."""
+    """Return the parts of a layer with an adapter, and their rows."""
     targets = cfg.train.lora_target_modules if cfg.train.lora else ()
     return {part: rows for part, rows in linear.parts.items() if part in targets}
 
@@ -83,7 +82,7 @@ def adapter_sizes(cfg: RunConfig, model: Transformer) -> list[int]:
 
 
 def adapter_copies(cfg: RunConfig, model: Transformer, item: int) -> int:
-    """Return the bytes of the copies that products read in the place of A and B: [L, K] and the
+    """Return the bytes of the copies that products read in place of A and B: [L, K] and the
     block-diagonal [N, L] in the dtype of the activations (`model.adapter`)."""
     rank, total = cfg.train.lora_rank, 0
     for _, linear in model.linears():
@@ -93,7 +92,7 @@ def adapter_copies(cfg: RunConfig, model: Transformer, item: int) -> int:
 
 
 def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the weights that learn, or under LoRA of the frozen base and the adapter
+    """Return the bytes of the trainable weights, or under LoRA of the frozen base and the adapter
     with its copies; `codes` included."""
     item, format = compute.dtype.itemsize, compute.format(cfg.rollout.weights)
     if cfg.train.lora:
@@ -106,7 +105,7 @@ def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the codes that a frozen int8 base multiplies gradients with
+    """Return the bytes of the codes with which a frozen int8 base multiplies gradients
     (`model.frozen`)."""
     if compute.dtype != torch.float32 or not limbs.supports_device(compute.device):
         return 0
@@ -116,9 +115,8 @@ def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the codes that the learner multiplies with in the place of its weights,
-    where it is aligned (of LoRA on that very format they are the base), and of those that it
-    multiplies gradients with in the place of the weights' transposes."""
+    """Return the bytes of an aligned learner's codes (under LoRA in that format they are the base),
+    and of the transposed codes for gradients."""
     rounds, size = cfg.forward_weights, 0
     if rounds is not None and not (cfg.train.lora and rounds == cfg.rollout.weights):
         size = linear_bytes(model, compute.format(rounds))
@@ -130,7 +128,7 @@ def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of float32 masters of what is not float32, and of moments."""
+    """Return the bytes of float32 masters of other dtypes, and of moments."""
     kind = cfg.train.optimizer
     if cfg.train.lora:
         return sum(_moments(kind, size, kind == "muon") for size in adapter_sizes(cfg, model))
@@ -141,23 +139,23 @@ def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def learning_size(cfg: RunConfig, model: Transformer) -> int:
-    """Return the number of parameters that learn."""
+    """Return the number of trainable parameters."""
     if cfg.train.lora:
         return sum(adapter_sizes(cfg, model))
     return sum(p.numel() for p in model.parameters())
 
 
 def largest_learning(cfg: RunConfig, model: Transformer) -> int:
-    """Return the size of the largest parameter that learns."""
+    """Return the size of the largest trainable parameter."""
     if cfg.train.lora:
         return max(adapter_sizes(cfg, model), default=0)
     return max(p.numel() for p in model.parameters())
 
 
 def gradient(cfg: RunConfig, compute: Compute, micro_batches: int) -> tuple[int, int]:
-    """Return the bytes of a parameter's gradient when the last micro-batch begins its backward
-    pass, and when it has ended it (`trainer.optim`): on CUDA a first gradient stays as it came, a
-    second one makes both float32."""
+    """Return the bytes of a parameter's gradient before and after the last micro-batch's backward
+    pass (`trainer.optim`): on CUDA a first gradient stays as it came, a second one makes both
+    float32."""
     waits = not cfg.train.lora and compute.dtype.itemsize < MASTER and compute.device.type == "cuda"
     if not waits:
         return (0 if micro_batches == 1 else MASTER), MASTER
@@ -166,8 +164,8 @@ def gradient(cfg: RunConfig, compute: Compute, micro_batches: int) -> tuple[int,
 
 
 def engine(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the engine's own weights: under LoRA those of the adapters alone, as it
-    shares the base."""
+    """Return the bytes of the engine's own weights: under LoRA only the adapters, as it shares the
+    base."""
     format = get_format(compute.format(cfg.rollout.weights))
     item = (format.dtype or compute.dtype).itemsize
     noisy = sum(norm.weight.numel() for _, norm in noisy_norms(model)) if cfg.noise else 0
@@ -179,14 +177,14 @@ def engine(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def large_batch(cfg: RunConfig, model: Transformer) -> int:
-    """Return the bytes of the second format of the engine's linear layers."""
+    """Return the bytes of the linear layers in the engine's second format."""
     second = cfg.rollout.large_batch_weights
     return 0 if second is None else linear_bytes(model, second)
 
 
 def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the copies that the engine multiplies with beside the codes: on CUDA
-    those that `keep_dense` asks for, on a CPU those that its products want (`quant`)."""
+    """Return the bytes of the copies that the engine multiplies with beside the codes: on CUDA for
+    `keep_dense`, on a CPU for its products (`quant`)."""
     format = get_format(compute.format(cfg.rollout.weights))
     item = (format.dtype or compute.dtype).itemsize
     layers = ((format.of(name), linear) for name, linear in model.linears())
@@ -212,7 +210,7 @@ def _dense_copy(
 
 
 def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the weights that `weights/*` is measured against (`weights.watch`)."""
+    """Return the bytes of the weights that `weights/*` compares with (`weights.watch`)."""
     if not _watches(cfg):
         return 0
     if cfg.train.lora:
@@ -228,8 +226,8 @@ def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def watching(cfg: RunConfig, model: Transformer) -> int:
-    """Return the bytes that a measurement of `weights/*` takes for a moment: float32 matrices of
-    one layer and, until they are replaced, of the layer before."""
+    """Return the temporary bytes of measuring `weights/*`: float32 matrices of one layer and, until
+    they are replaced, of the layer before."""
     if not _watches(cfg):
         return 0
     if not cfg.train.lora:
@@ -261,13 +259,13 @@ def critic(compute: Compute, model: Transformer) -> int:
 
 
 def _watches(cfg: RunConfig) -> bool:
-    """Return whether `weights/*` is measured: an engine elsewhere shows no codes to compare, but an
+    """Return whether `weights/*` is measured: a remote engine shows no codes to compare, but an
     adapter needs none."""
     return cfg.train.weight_metrics and (cfg.train.lora or cfg.rollout.engine == "native")
 
 
 def _matrix(linear: Linear, model: Transformer) -> tuple[int, int]:
-    """Return the shape of what is multiplied at a time: of experts, one's."""
+    """Return the shape of one product, for experts that of one expert."""
     rows, columns = linear.weight.shape
     return rows // model.spec.num_experts if isinstance(linear, StackedLinear) else rows, columns
 
@@ -281,8 +279,7 @@ def _masters(compute: Compute) -> int:
 
 
 def _moments(kind: str, size: int, hidden: bool) -> int:
-    """Return the bytes that an optimiser keeps of a parameter. hidden: muon's, which has one
-    momentum."""
+    """Return an optimiser's bytes of a parameter. hidden: muon's, which has one momentum."""
     if kind == "adamw8bit":
         kept = adamw8bit.moments(torch.empty(size, device="meta")).values()
         return sum(prod(shape) * dtype.itemsize for shape, dtype in kept)

@@ -1,4 +1,4 @@
-"""A run whose engines, orchestrator and trainer are processes of their own, in one run folder.
+"""A run whose engines, orchestrator and trainer are separate processes in one run folder.
 
 The roles:
     engine         `lowroll serve FILE`: lowroll's own engine, or a vLLM
@@ -6,7 +6,7 @@ The roles:
     trainer        `lowroll train`: learns from them; rank_follower: its ranks beside rank 0
     channels       the transport of rollouts
     run_paths      their files, names and tokens
-    heartbeat      their signs of life
+    heartbeat      their heartbeats
     limits         settings that they refuse
     agreement      settings that they must share
 

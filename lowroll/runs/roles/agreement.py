@@ -1,7 +1,7 @@
-"""The check that the roles of a run have the same run. Each reads settings of its own; what two of
-them act on must be one. No torch.
+"""The check that the roles of a run agree on shared settings, which each reads from its own file.
+No torch.
 
-The trainer's are RUN/config.yaml, whole, from its start on; an engine says what it is when it is met.
+The trainer's are in RUN/config.yaml from its start on; engines report theirs on connection.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowroll.runs.assembly import capabilities
 from lowroll.runs.folder import CONFIG
 from lowroll.types import printable
 
-# of every file that an orchestrator can have; with run.yaml more of it is the whole run's
+# keys in every orchestrator's file; run.yaml holds more of the whole run's
 ALWAYS = (
     "model",
     "batch_size",
@@ -44,12 +44,11 @@ OF_RUN = (
     "train.lora_alpha",
     "train.tokens_per_microbatch",
 )
-OURS = "policy"  # as a vLLM that lowroll started calls its model
+OURS = "policy"  # the model's name in a vLLM that lowroll started
 
 
 def check_trainer(cfg: RunConfig, run: Path, trainer: str) -> RunConfig:
-    """Return the trainer's settings. ValueError names the file and the key that is another in
-    them."""
+    """Return the trainer's settings. ValueError names the file and the differing key."""
     theirs = load(run / CONFIG)
     for key in ALWAYS if cfg.given else (*ALWAYS, *OF_RUN):
         mine, other = _value(cfg, key), _value(theirs, key)
@@ -62,7 +61,7 @@ def check_trainer(cfg: RunConfig, run: Path, trainer: str) -> RunConfig:
 
 
 def check_engines(cfg: RunConfig, pool: EnginePool) -> None:
-    """Raise ValueError that names what the engines are and the settings of the trainer are not."""
+    """Raise ValueError for engines that do not match the trainer's settings."""
     able, behavior, served = pool.capabilities, pool.behavior, pool.server.model
     capabilities.check(cfg, able)
     folder = resolve(cfg.model, weights=False)
@@ -73,7 +72,7 @@ def check_engines(cfg: RunConfig, pool: EnginePool) -> None:
             "(client.skip_model_check: true takes them)"
         )
     if able.lora_rank is None:
-        return  # a vLLM: what does not fit it refuses when it is told
+        return  # a vLLM rejects what it does not support when it is requested
     second = cfg.rollout.large_batch_weights
     wanted = cfg.rollout.weights if second is None else f"{cfg.rollout.weights}+{second}"
     if not _same_formats(wanted, behavior.weights):

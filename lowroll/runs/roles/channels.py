@@ -1,4 +1,4 @@
-"""The two ends of the channel of rollouts, as the settings choose it."""
+"""The two ends of the configured rollout channel."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from lowroll.types import Batch
 log = logging.getLogger(__name__)
 
 Alive = Callable[[], None]
-SEND_S = 86400.0  # for room: `alive` names a trainer that is silent long before
-TURN_S = 0.2  # between two looks for a batch that is made again
+SEND_S = 86400.0  # `alive` detects a silent trainer long before
+TURN_S = 0.2  # between two looks for a repeated batch
 
 
 def sender(cfg: RunConfig, place: RunPaths, attempt: int, alive: Alive) -> filesystem.Sender:
-    """Open the orchestrator's end of the channel."""
     way = cfg.rollout_transport
     if way.type == "filesystem":
         return filesystem.Sender(place.spool, way.hwm, SEND_S, alive=alive)
     from lowroll.transport import zmq
 
-    raise_file_limit()  # each stranger that connects has a file, until its handshake has failed
+    raise_file_limit()  # each unauthenticated connection has a file until its handshake fails
     return zmq.Sender(
         place.spool,
         way.host,
@@ -44,7 +43,6 @@ def sender(cfg: RunConfig, place: RunPaths, attempt: int, alive: Alive) -> files
 def receiver(
     cfg: RunConfig, place: RunPaths, attempt: int, committed: int, alive: Alive
 ) -> RolloutReceiver:
-    """Open the trainer's end of the channel."""
     way = cfg.rollout_transport
     if way.type == "filesystem":
         return Patient(filesystem.Receiver(place.spool, attempt, committed, alive=alive), alive)
@@ -56,8 +54,8 @@ def receiver(
 
 
 class Patient:
-    """A receiver that waits for an orchestrator that is started again, or that goes back with this
-    trainer to make batches again: `alive` says for how long."""
+    """A receiver that waits for a restarted orchestrator, or one that goes back with this trainer
+    to make batches again; `alive` sets the limit."""
 
     def __init__(self, channel: RolloutReceiver, alive: Alive) -> None:
         self.channel = channel

@@ -1,8 +1,8 @@
-"""The assignment of GPUs to the children of a launcher. No torch.
+"""The assignment of GPUs to a launcher's children. No torch.
 
-The learner's ranks have the first GPUs, one each, and the engines the others, each as many as it needs:
-they share them where they are too few. Where nothing is left for an engine it shares the learner's
-GPUs. Without GPUs nobody is told anything, and with one all share it.
+The learner's ranks have the first GPUs, one each, and the engines the others, each as many as it
+needs; they share them if there are too few. Without any left, an engine shares the learner's GPUs.
+Without GPUs nothing is assigned, and a single one is shared by all.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Placement:
-    """The GPUs by name: one of each rank, and those of each engine; none where a device is not
-    chosen."""
+    """GPUs by name: one of each rank, and those of each engine; none where no device is chosen."""
 
     ranks: tuple[str, ...] = ()
     engines: tuple[tuple[str, ...], ...] = ()
 
     @property
     def learner(self) -> dict[str, str]:
-        """Return the environment of the trainer, for all its ranks."""
+        """Return the environment of the trainer with all its ranks."""
         return {VISIBLE: ",".join(self.ranks)} if self.ranks else {}
 
     def engine(self, number: int) -> dict[str, str]:
-        """Return the environment of an engine."""
         return {VISIBLE: ",".join(self.engines[number])} if self.engines else {}
 
     @property
     def shares(self) -> int:
-        """Return the most engines that are on the GPU of one rank."""
+        """Return the most engines on one rank's GPU."""
         return max((sum(gpu in own for own in self.engines) for gpu in self.ranks), default=0)
 
     def line(self) -> str:
-        """Describe the placement in a line for people."""
+        """Describe the placement in one line."""
         if not self.ranks:
             return "devices: the learner and the engines share one"
         told = [f"rank {rank}: GPU {gpu}" for rank, gpu in enumerate(self.ranks)]
@@ -54,8 +52,7 @@ class Placement:
 
 
 def visible(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the GPUs that this process may use, by name: those of CUDA_VISIBLE_DEVICES, else all
-    of the machine."""
+    """Return this process's GPUs by name: CUDA_VISIBLE_DEVICES, else all of the machine."""
     if VISIBLE in environ:
         return [one.strip() for one in environ[VISIBLE].split(",") if one.strip()]
     found = (path.name[6:] for path in Path("/dev").glob("nvidia[0-9]*"))
@@ -63,8 +60,8 @@ def visible(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def place(gpus: Sequence[str], ranks: int = 1, engines: int = 1, each: int = 1) -> Placement:
-    """Assign `gpus` to the ranks and to the engines, of which each needs `each`. ValueError where
-    there are GPUs, and fewer than the ranks or than one engine needs."""
+    """Assign `gpus` to the ranks and to the engines, each of which needs `each`. ValueError for
+    fewer GPUs, unless 0, than ranks or than one engine needs."""
     if not gpus or len(gpus) == ranks == each == 1:
         return Placement()
     if len(gpus) < ranks:
@@ -84,22 +81,21 @@ def place(gpus: Sequence[str], ranks: int = 1, engines: int = 1, each: int = 1) 
 
 
 def of_run(cfg: RunConfig) -> Placement:
-    """Place the roles of a run on this machine. ValueError as `place` says."""
+    """Place the roles of a run on this machine. ValueError as `place`."""
     each = 1 if cfg.rollout.engine == "native" else cfg.rollout.vllm.tensor_parallel_size
     gpus = [] if cfg.device == "cpu" else visible()
     return place(gpus, cfg.train.gpus, cfg.rollout.engines, each)
 
 
 def check_ranks(cfg: RunConfig) -> None:
-    """Raise ValueError where this machine has GPUs, and fewer than ranks."""
+    """Raise ValueError for fewer GPUs, unless 0, than ranks."""
     if cfg.device != "cpu":
         place(visible(), cfg.train.gpus)
 
 
 def own_first(local: int, gpus: Sequence[str]) -> dict[str, str]:
-    """Return the environment of the `local`th rank of its machine: its own GPU is the first that it
-    sees, behind it are those of the others, which NCCL reaches directly. ValueError where there is
-    none for it."""
+    """Return the environment of the `local`th rank of its machine: its own GPU comes first, then
+    those of the others, which NCCL reaches directly. ValueError without a GPU for it."""
     if len(gpus) < 2 and not local:
         return {}
     if local >= len(gpus):

@@ -1,8 +1,8 @@
-"""The engine of a run, for `lowroll serve FILE`: what one process would make of the same settings.
+"""The engine of a run, for `lowroll serve FILE`, equal to that of a run in one process.
 
-With `rollout.engine: vllm` it is a vLLM, which listens on a Unix socket that this user alone can reach,
-since vLLM's control routes ask nobody for a token. The role's heartbeat says where; one that is started
-again has the same socket.
+With `rollout.engine: vllm` it is a vLLM on a Unix socket that only this user can reach, since
+vLLM's control routes need no token. The role's heartbeat holds the address; a restarted one keeps
+its socket.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ POLL_S = 0.2
 
 
 def take_role(paths: RunPaths, stack: ExitStack, named: str | None) -> tuple[str, int]:
-    """Take a role in the run folder: (its name, the attempt). RunLockedError names who has it."""
+    """Take a role in the run folder; return (its name, the attempt). RunLockedError names its
+    holder."""
     names = [named] if named else [f"{ENGINE}-{i}" for i in range(MOST)]
     for name in names:
         try:
@@ -46,8 +47,8 @@ def take_role(paths: RunPaths, stack: ExitStack, named: str | None) -> tuple[str
 
 
 def build(cfg: RunConfig) -> NativeEngine:
-    """Build an engine over the model that the learner begins with, so that version 0 is the
-    learner's. ValueError names the setting that is wrong."""
+    """Build an engine over the learner's initial model, as version 0. ValueError names the invalid
+    setting."""
     from lowroll.engine.native import NativeEngine
     from lowroll.runs.assembly import engines, models
     from lowroll.runs.assembly.compute import Compute
@@ -61,7 +62,7 @@ def build(cfg: RunConfig) -> NativeEngine:
 
 
 def arguments_of(cfg: RunConfig, given: argparse.Namespace) -> argparse.Namespace:
-    """Return the options of `lowroll serve` that a run's settings stand for."""
+    """Return a run's options of `lowroll serve`."""
     paths = RunPaths(cfg.output_dir)
     paths.broadcasts.mkdir(parents=True, exist_ok=True)
     found = argparse.Namespace(**vars(given))
@@ -80,7 +81,7 @@ def arguments_of(cfg: RunConfig, given: argparse.Namespace) -> argparse.Namespac
 
 
 def serve_vllm(cfg: RunConfig, paths: RunPaths, role: str, heartbeat: Heartbeat) -> NoReturn:
-    """Run a vLLM until a signal comes, which is SystemExit. ValueError names what it cannot do for
+    """Run a vLLM until a signal, which raises SystemExit. ValueError names what it cannot do for
     the run, RunFailed how it ended."""
     from lowroll.engine.remote.vllm_process import lasting_folder
     from lowroll.runs.assembly import vllm
@@ -102,7 +103,7 @@ def serve_vllm(cfg: RunConfig, paths: RunPaths, role: str, heartbeat: Heartbeat)
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Exit at a signal in the block, which unwinds what there is, also while vLLM starts."""
+    """Exit at a signal in the block and unwind, also while vLLM starts."""
 
     def end(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)

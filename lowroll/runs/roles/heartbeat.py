@@ -22,25 +22,25 @@ from lowroll.types import printable
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-SILENT_S = 30.0  # without a heartbeat, then a role is named
-GONE_S = 1800.0  # that others wait for a role to be started again
+SILENT_S = 30.0  # without a heartbeat until a warning
+GONE_S = 1800.0  # until others stop waiting for a restart
 VARIABLE = "LOWROLL_SILENT_S"  # replaces SILENT_S, for tests
 
 
 def silent_s() -> float:
-    """Return the seconds without a heartbeat after which a role is named."""
+    """Return the seconds without a heartbeat until a warning."""
     return float(os.environ.get(VARIABLE, SILENT_S))
 
 
 class Heartbeat:
-    """The heartbeat of this process as a role, written by a thread while the block lasts."""
+    """This process's heartbeat as a role, written by a thread inside the block."""
 
     def __init__(self, path: Path, role: str, attempt: int, **told: object) -> None:
         self.path = path
         self.report: dict[str, Any] = {
             "role": role,
             "pid": os.getpid(),
-            "parent": os.getppid(),  # who started the ranks of a learner, for rank 0
+            "parent": os.getppid(),  # identifies, for rank 0, the starter of its ranks
             "host": socket.gethostname(),
             "attempt": attempt,
             "step": 0,
@@ -65,12 +65,12 @@ class Heartbeat:
         self.update(phase="ended", doing="")
 
     def update(self, **told: object) -> None:
-        """Update what the heartbeat reports, and write it at once."""
+        """Update the heartbeat's report, and write it at once."""
         self.report |= told
         self._write()
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Set the progress that the next beat reports."""
+        """Set the progress of the next beat."""
         self.report["doing"] = f"{phase} {done}/{total}" if total else phase
 
     def _run(self) -> None:
@@ -86,14 +86,14 @@ class Heartbeat:
                 new.write_text(json.dumps(self.report))
                 os.replace(new, self.path)
                 self._trouble = ""
-            except OSError as error:  # a full disk ends no run; the next beat may work
+            except OSError as error:  # a full disk must not end the run; the next beat may work
                 if self._trouble != str(error):
                     self._trouble = str(error)
                     log.warning("%s: %s", self.path, error.strerror or error)
 
 
 def read_heartbeat(path: Path) -> dict[str, Any] | None:
-    """Return the last heartbeat of a role; None when there is nothing that can be read."""
+    """Return a role's last heartbeat; None if unreadable."""
     try:
         found = json.loads(read_file(path))
         return found if isinstance(found, dict) and isinstance(found.get("beat"), int) else None
@@ -102,7 +102,7 @@ def read_heartbeat(path: Path) -> dict[str, Any] | None:
 
 
 class HeartbeatMonitor:
-    """The heartbeat of another role, as this process sees it."""
+    """The heartbeat of another role."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
@@ -110,11 +110,11 @@ class HeartbeatMonitor:
         self.silent_s = silent_s()
         self.report: dict[str, Any] | None = read_heartbeat(path)
         self._changed_at = clock()
-        self._changes = 0  # that were seen
+        self._changes = 0  # number seen
         self._is_named = False
 
     def look(self) -> bool:
-        """Read the heartbeat; return whether it has changed since the last call."""
+        """Read the heartbeat; return whether it has changed."""
         report = read_heartbeat(self.path)
         if report is None or report == self.report:
             return False
@@ -130,7 +130,7 @@ class HeartbeatMonitor:
 
     @property
     def name(self) -> str:
-        """The name of the role, with its process."""
+        """The role's name, with its process."""
         report = self.report
         if report is None:
             return f"{self.path.stem} (which has not shown itself)"
@@ -138,17 +138,17 @@ class HeartbeatMonitor:
 
     @property
     def alive(self) -> bool:
-        """Return whether a change was seen, and none is overdue."""
+        """Return whether a change was seen and none is overdue."""
         self.look()
         return self._changes > 0 and self.silent_for < self.silent_s
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the last change that was seen, or since the first look."""
+        """Seconds since the last seen change, or since the first look."""
         return self.clock() - self._changed_at
 
     def describe_report(self) -> str:
-        """Describe what the role has reported last."""
+        """Describe the role's last report."""
         report = self.report or {}
         step = "" if report.get("step") is None else f"step {report['step']}"
         words = (step, report.get("phase"), report.get("doing"))
@@ -176,7 +176,7 @@ class HeartbeatMonitor:
             )
 
     def describe_silence(self, cause: str) -> str:
-        """Describe the silence of the role; cause: what may have become of it."""
+        """Describe the role's silence; cause: a possible reason."""
         return (
             f"the {self.name} gives no sign of life for {self.silent_for:.0f} s: it {cause}; last it "
             f"said: {self.describe_report()}"

@@ -1,4 +1,4 @@
-"""The limits of runs with roles, by the settings that they refuse. No torch."""
+"""The settings that runs with roles refuse. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lowroll.quant.table import STORED, is_dense
 
 
 def refuse(cfg: RunConfig) -> None:
-    """Raise ValueError that names a setting that is for one process."""
+    """Raise ValueError for a setting that needs one process."""
     if cfg.guard is not None and cfg.guard.action == "fallback":
         raise ValueError(
             "guard.action: fallback puts another engine in the place of the run's own, in one "
@@ -41,7 +41,7 @@ def refuse(cfg: RunConfig) -> None:
 
 
 def refuse_budget(cfg: RunConfig) -> None:
-    """Raise ValueError for formats that may differ by layer, which one process alone knows."""
+    """Raise ValueError for formats that may differ by layer, which only one process knows."""
     if is_budget(cfg.rollout.weights) or cfg.rollout.weights == STORED:
         raise ValueError(
             f"rollout.weights: {cfg.rollout.weights}: formats that differ by layer are for one "
@@ -50,7 +50,7 @@ def refuse_budget(cfg: RunConfig) -> None:
 
 
 def refuse_engine(cfg: RunConfig) -> None:
-    """Raise ValueError that names what a vLLM does in one process alone."""
+    """Raise ValueError for what a vLLM does only in one process."""
     rollout, way = cfg.rollout, cfg.weight_broadcast.type
     if rollout.engine == "native":
         return

@@ -1,6 +1,7 @@
-"""`launcher: local`: the roles of a run as children of one command, on this machine.
+"""`launcher: local`: the roles of a run as children of one command on this machine.
 
-The kernel kills a child with its launcher, which the environment names (`PARENT`, `die_with_parent`).
+The kernel kills a child with its launcher, which the environment names (`PARENT`,
+`die_with_parent`).
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from lowroll.runs.roles.run_paths import (
 log = logging.getLogger(__name__)
 
 PARENT = "LOWROLL_LAUNCHER_PID"
-REAP_S = 30.0  # for a killed process to be reaped
+REAP_S = 30.0  # to reap a killed process
 _PR_SET_PDEATHSIG = 1
 
 
 def processes(cfg: RunConfig, paths: RunPaths) -> dict[str, LocalProcess]:
-    """Return the processes of the roles, each on its share of the devices; none is started."""
+    """Return the roles' processes, each with its devices; none is started."""
     env = dict(os.environ)
     engines = engine_roles(cfg)
-    if engines:  # else they have tokens of their own
+    if engines:  # else they have their own tokens
         env |= {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
     placement = devices.of_run(cfg)
     log.info("%s", placement.line())
@@ -59,7 +60,7 @@ class LocalProcess(RoleProcess):
         self.env = dict(env)
         self.log = log
         self.folder = folder
-        self.log_start = 0  # the size of the log when the child was started
+        self.log_start = 0  # the log's size at the child's start
         self.child: subprocess.Popen[bytes] | None = None
 
     def start(self, words: Sequence[str]) -> None:
@@ -83,8 +84,8 @@ class LocalProcess(RoleProcess):
         return 0 if self.child is None else self.child.pid
 
     def is_alive(self) -> bool:
-        """Return whether the process runs. One that has ended keeps its ID until `kill`, so that no
-        other process gets it."""
+        """Return whether the process runs. An ended one keeps its ID until `kill`, so that it is
+        not reused."""
         if self.child is None or self.child.returncode is not None:
             return False
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -101,7 +102,7 @@ class LocalProcess(RoleProcess):
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process and its group, and wait for the end. Idempotent: an ID that was given back
+        """Kill the process and its group, and wait for the end. Idempotent, because a released ID
         may be another's."""
         if self.child is None or self.exit is not None:
             return
@@ -116,14 +117,14 @@ class LocalProcess(RoleProcess):
 
 
 def exit_of(code: int, log: Path, log_start: int, cause: str = "") -> Exit:
-    """Describe the end of a process by its exit code and the last error in its log."""
+    """Describe a process's end by its exit code and the last error in its log."""
     if not cause:
         cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return Exit(code, cause, f"{last_error(log, log_start)} (log: {log})")
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the launcher that the environment names is gone."""
+    """Have the kernel kill this process with the launcher that the environment names."""
     parent = os.environ.get(PARENT)
     if parent is None:
         return
@@ -133,8 +134,8 @@ def die_with_parent() -> None:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Return a socket that holds a port. Until it is closed, no process is given that port as a free
-    one, and one that names it may listen there."""
+    """Return a socket that reserves a port: the system does not choose it for others, but a process
+    that names it may listen there."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((host, 0))
@@ -142,7 +143,7 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def is_port_free(host: str, port: int) -> bool:
-    """Return whether nobody listens there, so that a server could."""
+    """Return whether a server could listen there."""
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

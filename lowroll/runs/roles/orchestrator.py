@@ -1,11 +1,10 @@
-"""`lowroll orchestrate`: prompts to batches, drawn by engines elsewhere, for a trainer elsewhere. No
-torch.
+"""`lowroll orchestrate`: batches from remote engines for a remote trainer. No torch.
 
     1. takes the role in the run folder, and waits for the trainer's heartbeat
-    2. goes on from the newest batch in the spool, else from the trainer's checkpoint
+    2. resumes from the newest batch in the spool, else from the trainer's checkpoint
     3. makes batch n when the weights of version n - 1 - max_async_level are there
 
-A batch is in the spool before it counts as sent. A killed process makes the same requests again, with
+A batch is in the spool before it counts as sent. A restarted process repeats the same requests with
 the same noise.
 """
 
@@ -59,21 +58,21 @@ log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-    """A signal asked for the end; what was sent is in the spool."""
+    """A signal requested the end; sent batches are in the spool."""
 
 
 def orchestrate(cfg: RunConfig) -> int:
-    """Make the batches of a run; returns the number of the signal that ended it early, else 0.
+    """Make the batches of a run; return the signal that ended it early, else 0.
 
-    ValueError names what is wrong with the settings or the run folder, RunFailed an engine or a
-    trainer that is not there.
+    ValueError names what is wrong with the settings or the run folder, RunFailed a missing engine
+    or trainer.
     """
     cfg = cfg.resolved()
     refuse(cfg)
     paths = RunPaths(cfg.output_dir)
     with ExitStack() as stack:
         lock = stack.enter_context(own(paths.roles / ORCHESTRATOR))
-        if cfg.given is not None:  # for a trainer that has its own file alone
+        if cfg.given is not None:  # for a trainer that has only its own file
             path = paths.run / GIVEN
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, cfg.given.encode())
@@ -97,7 +96,7 @@ def orchestrate(cfg: RunConfig) -> int:
 
 
 def overheard(urls: Sequence[str]) -> list[str]:
-    """Return those that lead to another machine without encryption."""
+    """Return those that reach another machine unencrypted."""
     found = []
     for url in urls:
         parts = urlsplit(url)
@@ -107,7 +106,7 @@ def overheard(urls: Sequence[str]) -> list[str]:
 
 
 class Orchestration:
-    """The state of the orchestrator's role. alive: raises when the process is asked to stop."""
+    """The state of the orchestrator's role. alive: raises when the process must stop."""
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class Orchestration:
         self.heartbeat = heartbeat
         self.trainer = HeartbeatMonitor(paths.heartbeat(TRAINER))
         self.stopped = alive
-        self.committed = 0  # that the ledger knows of
+        self.committed = 0  # steps known to the ledger
         self.last = cfg.train.max_steps
         folder = resolve(cfg.model, weights=False)
         spec = read_spec_apart(folder)
@@ -130,7 +129,7 @@ class Orchestration:
             FileTokenizer(folder), cfg.rollout.tool_call_parser, cfg.chat_template_kwargs
         )
         self.tasks = RunEnvironments(cfg)
-        self.tokens = paths.tokens()  # one that is missing is told before anybody is waited for
+        self.tokens = paths.tokens()  # a missing one is reported before any wait
         # not "waiting" yet: settings that are refused below end a launch at once
         heartbeat.update(phase="meeting", doing="the trainer")
         tell(f"waiting for the trainer in {paths.run} (lowroll train)")
@@ -168,17 +167,16 @@ class Orchestration:
         self.begun = self.batches.state()
         self.batches.watch(self._phase, lambda text: tell(text))
         self.batches.more = self._pace
-        self._waited = 0.0  # seconds, for the weights of this step, where the batches do not
-        self._made = time.monotonic()  # when the batch before was
+        self._waited = 0.0  # seconds for this step's weights, where its batch does not wait
+        self._made = time.monotonic()  # time of the previous batch
 
     def alive(self) -> None:
-        """Check for a stop and for the trainer's heartbeat; called in every wait for the
-        trainer."""
+        """Check for a stop and for the trainer's heartbeat, in every wait for the trainer."""
         self.stopped()
         self.trainer.check()
 
     def abreast(self) -> None:
-        """Check as `alive` does, in every wait for weights; raise FrameGone when the trainer wants
+        """Check as `alive` in every wait for weights; raise FrameGone when the trainer needs
         batches that are gone."""
         self.alive()
         self.channel.check()
@@ -189,7 +187,7 @@ class Orchestration:
         self.stopped()
 
     def _meet_trainer(self) -> None:
-        """Wait until the trainer has begun or gone on: what lies here may be of an earlier run."""
+        """Wait until the trainer has begun or resumed, because files here may be of an earlier run."""
 
         def has_begun() -> bool:
             alive, said = self.trainer.alive, self.trainer.report or {}
@@ -205,8 +203,7 @@ class Orchestration:
         )
 
     def _pool(self, cfg: RunConfig) -> EnginePool:
-        """Return the engines of client.base_url, else those that show themselves in the run
-        folder."""
+        """Return the engines of client.base_url, else those registered in the run folder."""
         client = cfg.client
         elastic = None
         if client.elastic.hostname is not None:
@@ -236,8 +233,8 @@ class Orchestration:
         return EnginePool(urls, options, elastic=elastic, alive=self.stopped)
 
     def _shown(self, count: int) -> list[str]:
-        """Wait for at least `count` engines that show themselves here, all of them ready; return
-        their addresses. ValueError for one that only its own machine reaches."""
+        """Wait for `count` registered and ready engines; return their addresses. ValueError for one
+        that only its own machine reaches."""
         watches: dict[str, HeartbeatMonitor] = {}
         urls: list[str] = []
 
@@ -268,7 +265,7 @@ class Orchestration:
             try:
                 self._make_after(self._go_on())
                 break
-            except FrameGone as gone:  # a damaged checkpoint, and an older one was taken
+            except FrameGone as gone:  # a damaged checkpoint was replaced by an older one
                 log.warning("%s: what follows the trainer's checkpoint is made again", gone)
         self._commit()
         tell("the trainer has learned from every batch; nothing is left to make")
@@ -276,7 +273,7 @@ class Orchestration:
     def _make_after(self, made: int) -> None:
         try:
             if (ended := self.channel.spool.ended()) is not None:
-                raise NoSignal(ended)  # said before this process was started
+                raise NoSignal(ended)  # recorded before this process was started
             for step in range(made + 1, self.last + 1):
                 self._evaluate_after(step - 1)
                 self.step(step)
@@ -295,7 +292,7 @@ class Orchestration:
         self.heartbeat.update(
             step=step, phase="waiting", doing=f"for the weights of {self.needs(step)}"
         )
-        if step == 1 or self.level == 0:  # else the batches wait for them
+        if step == 1 or self.level == 0:  # otherwise the batches wait for them
             began = time.monotonic()
             self.versions.at_least(self.needs(step), step - 1)
             self._waited = time.monotonic() - began
@@ -307,7 +304,7 @@ class Orchestration:
         self._commit()
 
     def _pace(self, batch: Batch) -> dict[str, float]:
-        """Return metrics of the engines' work and of how long this process had nothing to do."""
+        """Return metrics of the engines' work and of this process's idle time."""
         before, self._made = self._made, time.monotonic()
         found = self.pool.report().metrics()
         if self.level == 0:
@@ -319,8 +316,7 @@ class Orchestration:
         return found
 
     def _commit(self) -> None:
-        """Commit the batches that a checkpoint of the trainer covers: they were learned from once
-        and for all."""
+        """Commit the batches that the trainer's checkpoint covers."""
         cursor = self.channel.cursor()
         if cursor is not None and cursor.committed > self.committed:
             self.committed = cursor.committed
@@ -331,7 +327,7 @@ class Orchestration:
         return max(0, step - 1 - self.level)
 
     def _go_on(self) -> int:
-        """Put back what the orchestrator knew; return the step of the last batch that was sent."""
+        """Restore the orchestrator's state; return the step of the last sent batch."""
         cursor, spool = self._cursor(), self.channel.spool
         newest = spool.newest()
         if newest is not None and spool.reaches(cursor.received) and newest.orchestrator:
@@ -341,7 +337,7 @@ class Orchestration:
             log.info("going on after the batch of step %d in the spool", newest.step)
             return newest.step
         self.channel.go_back(cursor)
-        if cursor.received > cursor.committed:  # from batches that may come out as others
+        if cursor.received > cursor.committed:  # of batches that may differ when made again
             tell(dismissal(cursor.attempt))
             cursor = self._cursor()
         self.committed = cursor.committed
@@ -357,8 +353,7 @@ class Orchestration:
         return saved.step
 
     def _cursor(self) -> Cursor:
-        """Wait for the cursor of the trainer that runs now, or that it left when it ended, and
-        return it."""
+        """Wait for the cursor of the current trainer, or of one that has ended."""
 
         def has_spoken() -> bool:
             self.trainer.look()
@@ -385,8 +380,7 @@ class Orchestration:
         self._record(0, around(self.batches.before(1, self.versions.version), {}))
 
     def _evaluate_after(self, step: int) -> None:
-        """Evaluate the policy after a step, where one is due: at a level above 0 the newest policy
-        that there is by then."""
+        """Evaluate the policy after a step if due: at a level above 0 the newest policy by then."""
         if step < 1 or not self.batches.evaluations.due(step) or self._recorded(step):
             return
         self.heartbeat.update(phase="waiting", doing=f"for the weights of {step}, to evaluate them")
@@ -422,7 +416,7 @@ def _check_reached(said: Mapping[str, Any]) -> None:
 
 
 def _leads_here(host: str) -> bool:
-    """Return whether an address means whatever machine it is used on."""
+    """Return whether an address means the machine on which it is used."""
     try:
         address = ip_address(host)
     except ValueError:

@@ -3,8 +3,8 @@
     rank 0        learn + batch    checkpoint    ...    finish    end
     the others    the same calls on a learner of the same kind, whose run folder writes nothing
 
-Rank 0 sends an order before it does the same, so all ranks make the same calls in the same order. It
-alone reads the channel, writes and broadcasts.
+Rank 0 sends an order before it acts, so all ranks make the same calls in the same order. Only rank
+0 reads the channel, writes and broadcasts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lowroll.weights.noise import share
 
 log = logging.getLogger(__name__)
 
-ORDER_S = GONE_S * 50  # for rank 0's next order: longer than it waits for a batch
+ORDER_S = GONE_S * 50  # for rank 0's next order: longer than its wait for a batch
 
 Do = Literal["learn", "checkpoint", "finish", "end"]
 
@@ -55,7 +55,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Begin:
-    """The facts that the other ranks need to begin. step: of the checkpoint to go on from."""
+    """What the other ranks need to begin. step: of the checkpoint to resume from."""
 
     attempt: int
     step: int | None
@@ -64,13 +64,13 @@ class Begin:
 
 @contextmanager
 def join_ranks(cfg: RunConfig, environment: RankEnvironment | None) -> Iterator[Ranks]:
-    """Connect the ranks that this process learns with, for the block."""
+    """Connect the learner's ranks for the block."""
     if environment is None or environment.size == 1:
         yield ALONE
         return
     device = Compute.of(cfg).device
     if device.type == "cuda":
-        device = torch.device("cuda", 0)  # its own is the first (`runs.roles.devices`)
+        device = torch.device("cuda", 0)  # its own comes first (`runs.roles.devices`)
     kind = Sharded if cfg.is_sharded else RankGroup
     ranks = kind(
         environment.rank, environment.size, environment.host, environment.port, device, GONE_S
@@ -82,7 +82,7 @@ def join_ranks(cfg: RunConfig, environment: RankEnvironment | None) -> Iterator[
 
 
 class OrderSender:
-    """Rank 0's side, which sends nothing where it is alone."""
+    """Rank 0's side; sends nothing when alone."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -94,7 +94,7 @@ class OrderSender:
             self.ranks.tell(json.dumps(asdict(Begin(attempt, step, cfg.dump()))).encode())
 
     def send(self, do: Do, step: int = 0, batch: Batch | None = None) -> None:
-        """Send the next order, with the batch that it is of."""
+        """Send the next order with its batch."""
         if self.ranks.size > 1:
             payload = b"" if batch is None else pack_batch(batch)
             self.ranks.tell(json.dumps(asdict(Order(do, step))).encode() + b"\n" + payload)
@@ -116,7 +116,7 @@ def follow(cfg: RunConfig, environment: RankEnvironment) -> None:
 
 
 class Follower:
-    """A rank that follows the orders of rank 0."""
+    """A rank that follows rank 0's orders."""
 
     def __init__(self, cfg: RunConfig, ranks: Ranks, heartbeat: Heartbeat, begin: Begin) -> None:
         self.ranks = ranks
@@ -134,7 +134,6 @@ class Follower:
             self.learner.go_on(saved)
 
     def run(self) -> None:
-        """Follow orders until the run is over."""
         does: Mapping[str, Callable[[int], object]] = {
             "learn": self.learner.step,
             "checkpoint": self._checkpoint,
@@ -159,20 +158,19 @@ class Follower:
 
 
 class OrderReceiver:
-    """Rank 0's orders, and, for the learner, the batches that come with them."""
+    """Rank 0's orders, and their batches for the learner."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self._batch: Batch | None = None
 
     def next_order(self) -> Order:
-        """Receive the next order."""
         line, _, payload = self.ranks.tell(wait_s=ORDER_S).partition(b"\n")
         self._batch = unpack_batch(payload) if payload else None
         return Order(**json.loads(line))
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the batch that came with the order to learn."""
+        """Return the batch of the order to learn."""
         assert self._batch is not None
         return self._batch
 
@@ -184,7 +182,7 @@ class OrderReceiver:
 
 
 class ForwardingReceiver:
-    """Rank 0's channel, which sends each batch that it receives to the other ranks."""
+    """Rank 0's channel, which forwards each batch to the other ranks."""
 
     def __init__(self, channel: RolloutReceiver, orders: OrderSender) -> None:
         self.channel = channel
@@ -224,8 +222,7 @@ class ReadOnlyFolder(RunFolder):
 
 
 class MirrorPublisher:
-    """A publisher of ranks other than rank 0, which broadcasts the weights
-    (`runs.learner.Publisher`)."""
+    """The publisher of ranks other than rank 0 (`runs.learner.Publisher`)."""
 
     cache_tokens = None
     hidden_bytes = 0
@@ -238,7 +235,7 @@ class MirrorPublisher:
         self.noise = trainer.noise(cfg)
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Take part in rank 0's mirror of a version, and give the learner the noise that it shares."""
+        """Take part in rank 0's mirror of a version, and give the learner its shared noise."""
         self.ranks.refill(None, self.model)
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
             share(self.model, None if self.noise is None else self.noise.at(version))
@@ -255,7 +252,7 @@ class MirrorPublisher:
 
 
 def _refuse_other(cfg: RunConfig, begin: Begin) -> None:
-    """Raise ValueError that names the first setting that is not rank 0's."""
+    """Raise ValueError for the first setting that differs from rank 0's."""
     for mine, theirs in zip(cfg.dump().splitlines(), begin.settings.splitlines(), strict=False):
         if mine != theirs:
             raise ValueError(

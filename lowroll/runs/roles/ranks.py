@@ -1,12 +1,12 @@
 """The learner's ranks as processes: which one this is, and starting all of them on one machine.
 
-torchrun, srun or `lowroll train` with `train.gpus` above 1 say it in the environment. The latter starts
+torchrun, srun or `lowroll train` with `train.gpus` above 1 set the environment. The latter starts
 
     rank 0         the trainer                                       log logs/trainer-rank0.log
     rank 1, ...    which follow it (`runs.roles.rank_follower`)      log logs/trainer-rank1.log, ...
 
-One that has ended or is silent ends them all, and the command is started again from the checkpoint. The
-first signal goes to rank 0, which finishes the step, writes a checkpoint, and lets the others go.
+When one ends or is silent all end, and the command restarts from the checkpoint. The first signal
+goes to rank 0, which finishes the step, writes a checkpoint, and releases the others.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from lowroll.runs.stop import Stop, polite_stop
 from lowroll.types import RunFailed
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LOCAL = "LOCAL_RANK"  # among those of its machine; without it all are on one
+LOCAL = "LOCAL_RANK"  # index on its machine; if unset all ranks are on one
 
 POLL_S = 0.1
-BLAME_S = 1.0  # for others to end too, after the first: the cause is not always seen first
+BLAME_S = 1.0  # to wait after the first exit: the cause is not always seen first
 LEAVING_S = 30.0  # for the others, after rank 0
-LOST = 3  # exit code of a rank that could not go on without another
-STOPPED = 128 + signal.SIGTERM  # exit code of rank 0 that was asked to stop
+LOST = 3  # exit code of a rank that lost another
+STOPPED = 128 + signal.SIGTERM  # exit code of rank 0 after a requested stop
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class RankEnvironment:
     def read(
         cls, cfg: RunConfig, environ: Mapping[str, str] = os.environ
     ) -> RankEnvironment | None:
-        """Return the rank of this process; None where the environment names none. ValueError names
-        the variable that is missing or wrong."""
+        """Return this process's rank; None if the environment names none. ValueError names a
+        missing or wrong variable."""
         given = [name for name in NAMES[:2] if environ.get(name)]
         if not given:
             return None
@@ -98,10 +98,10 @@ def _number(name: str, environ: Mapping[str, str]) -> int:
 
 
 def launch_ranks(cfg: RunConfig, words: Sequence[str], resume: bool, overwrite: bool) -> RunResult:
-    """Learn with as many ranks as `train.gpus` says; words: of the command, after `lowroll`.
+    """Learn with `train.gpus` ranks; words: of the command, after `lowroll`.
 
     ValueError has what a rank refuses, RunFailed the last error of one that ended or hangs, OSError
-    that of one that found the disk full.
+    that of one with a full disk.
     """
     resolved = cfg.resolved()
     refuse(resolved)
@@ -135,7 +135,7 @@ class RankSupervisor:
         self._printed = self._log_size()
 
     def run(self) -> int:
-        """Run to the end; return the number of the signal that ended the ranks early, else 0."""
+        """Run to the end; return the signal that ended the ranks early, else 0."""
         for rank in self.ranks:
             rank.start()
         first, is_told = self.ranks[0], False
@@ -154,7 +154,7 @@ class RankSupervisor:
         return self.stop.signal or (signal.SIGTERM if first.exit_code == STOPPED else 0)
 
     def _check(self) -> None:
-        """Raise RunFailed when a rank has ended before its time, or hangs."""
+        """Raise RunFailed when a rank has ended early or hangs."""
         for rank in self.ranks:
             rank.update()
             if (hang := rank.find_hang()) is not None:
@@ -166,7 +166,7 @@ class RankSupervisor:
             self._blame()
 
     def _blame(self) -> None:
-        """Raise the error of the rank that ended by itself."""
+        """Raise the error of the rank that failed first."""
         failed = self._failed()
         rank = next((rank for rank in failed if rank.exit_code != LOST), failed[0])
         rank.raise_users_mistake()
@@ -176,7 +176,7 @@ class RankSupervisor:
         raise RunFailed(rank.describe_exit())
 
     def _failed(self) -> list[Role]:
-        """Return the ranks that have ended otherwise than they should."""
+        """Return the ranks that have failed."""
         ended = [rank for rank in self.ranks if not rank.process.is_alive()]
         for rank in ended:
             rank.process.kill()  # what is left of its group
@@ -186,7 +186,7 @@ class RankSupervisor:
         return any(rank.process.is_alive() for rank in self.ranks)
 
     def _print_log(self) -> None:
-        """Print what rank 0 has written since the last call."""
+        """Print rank 0's new output."""
         if self._log_size() == self._printed:
             return
         with self.ranks[0].process.log.open("rb") as file:

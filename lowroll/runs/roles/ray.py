@@ -1,7 +1,7 @@
 """`launcher: ray`: the roles of a run on a Ray cluster, each a process that an actor owns.
 
 One placement group has a bundle for each role: the trainer's GPUs are of one node, the engines are
-spread. Ray finds another node for a bundle whose node is lost, and the role is started there again.
+spread. Ray finds another node for a bundle whose node is lost, and the role is restarted there.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from lowroll.transport.base import wait_until
 from lowroll.types import RunFailed, printable
 
 MODE, RAYS_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-# of the command's environment, what a role on another machine gets
+# prefixes of the variables that a remote role inherits from the command's environment
 PASSED = ("LOWROLL_", "HF_", "WANDB_", "MLFLOW_", "TRACKIO_", "NCCL_", "GLOO_")
 POLL_S = 0.1
-# a program of its own, since Ray reads at its import whether it has a token: it ends with 0 where the
-# cluster at the address answers a client without one
+# a separate program, since Ray reads its token settings at import: it exits with 0 where the
+# cluster at the address answers a client without a token
 AUTH_PROBE = """
 import sys
 from ray._raylet import GcsClient
 GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=10.0)
 """
-AUTH_PROBE_S = 120.0  # for a Python with Ray on a busy machine, and its question
-OWN = {  # settings of a cluster of our own
-    "prestart_worker_first_driver": False,  # nobody would use them
-    "worker_niceness": 0,  # Ray's 15 is that of the roles, too, which are what this machine is for
+AUTH_PROBE_S = 120.0  # for a Python with Ray on a busy machine, and its request
+OWN = {  # settings of our own cluster
+    "prestart_worker_first_driver": False,  # unused
+    "worker_niceness": 0,  # Ray's 15 would also slow the roles, which this machine is for
 }
-STORE = 80 << 20  # bytes of the object store of a cluster of our own, which carries nothing
+STORE = 80 << 20  # bytes of our own cluster's object store, which carries nothing
 
 
 def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, ActorProcess]:
-    """Return the processes of the roles, each with a node on the cluster; none is started.
-    ValueError names a node that does not see the run folder, RunFailed a role without a node."""
+    """Return the roles' processes, each with a node on the cluster; none is started. ValueError
+    names a node that does not see the run folder, RunFailed a role without a node."""
     stack.enter_context(_cluster(cfg))
     met = (os.getcwd(), *stack.enter_context(_variables(cfg, paths)))
     wanted, deadline_s = demands(cfg, _gpus()), cfg.ray.node_deadline
@@ -66,7 +66,7 @@ def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, Ac
         process = ActorProcess(role, bundle, met, deadline_s, paths.log(role), paths.lock(role))
         stack.callback(process.leave)
         made[role] = process
-    late_s = deadline_s + POLL_S  # a process names what is missing before that
+    late_s = deadline_s + POLL_S  # a process reports a missing node earlier
     wait_until(
         lambda: all([process.is_placed() for process in made.values()]), "the actors of Ray", late_s
     )
@@ -76,7 +76,7 @@ def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, Ac
 
 
 def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
-    """Return the (CPUs, GPUs) of each role, on one node. gpus: that the cluster has."""
+    """Return the (CPUs, GPUs) of each role on one node. gpus: of the cluster."""
     ray = cfg.ray
     rollout, has = cfg.rollout, float(bool(gpus) and cfg.device != "cpu")
     each = 1 if rollout.engine == "native" else rollout.vllm.tensor_parallel_size
@@ -90,8 +90,8 @@ def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
 
 
 def package(address: str | None) -> Any:
-    """Import Ray, with authentication by a token and without telemetry. ValueError when it is not
-    installed, or in use already."""
+    """Import Ray, with token authentication and without telemetry. ValueError when it is not
+    installed, or already in use."""
     if sys.modules.get("ray") and os.environ.get(MODE) != "token":
         raise ValueError(
             f"launcher: ray: ray was imported before, without {MODE}=token in the environment: it reads "
@@ -115,7 +115,7 @@ def package(address: str | None) -> Any:
 
 @contextmanager
 def _cluster(cfg: RunConfig) -> Iterator[None]:
-    """Connect to the cluster of ray.address, or to one of our own that ends with the block."""
+    """Connect to the cluster of ray.address, or to our own, which ends with the block."""
     ray = package(cfg.ray.address)
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "lowroll"}
     try:
@@ -143,9 +143,9 @@ def _cluster(cfg: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
-    """Start a cluster at this machine's loopback address, with a token of its own."""
+    """Start a cluster at this machine's loopback address, with its own token."""
     least = sum(int(cpus) for cpus, _ in demands(cfg, 0).values())
-    # for this user alone, which Ray does not see to itself; names of sockets must be short
+    # for this user alone, which Ray does not ensure; names of sockets must be short
     folder = tempfile.mkdtemp(prefix="lowroll-ray-", dir="/tmp")
     _stay_here()
     try:
@@ -182,7 +182,7 @@ def _stay_here() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address, or a name that is one."""
+    """Return whether only this machine reaches an address or name."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -257,8 +257,8 @@ def _group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterato
 
 @contextmanager
 def _variables(cfg: RunConfig, paths: RunPaths) -> Iterator[tuple[str, str]]:
-    """Write the file of the roles' environment variables, with the run's tokens and a word in it, for
-    this user alone; yield its path and the word. Secrets do not go through Ray."""
+    """Write the file of the roles' environment variables for this user alone, with the run's tokens
+    and a word; yield its path and the word. Secrets do not go through Ray."""
     names = {THREADS, cfg.client.api_key_var, *cfg.ray.pass_env}
     names.update(name for env in (*cfg.env, *(cfg.eval.env or ())) for name in env.pass_env)
     passed = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED)}

@@ -1,8 +1,8 @@
 """A role's process on a Ray cluster: an actor owns it, and it ends with the actor.
 
 `ActorProcess` is the launcher's side, `RoleActor` the actor on its node. They exchange commands,
-addresses, exit codes and last lines of logs. Weights, rollouts and requests travel by lowroll's own
-transports, and secrets by a file of the run folder.
+addresses, exit codes and last lines of logs. Weights, rollouts and requests use lowroll's own
+transports, and secrets a file of the run folder.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ from lowroll.runs.roles.local import LocalProcess, exit_of, is_port_free
 from lowroll.runs.roles.role import Exit, RoleProcess, is_writer
 from lowroll.types import RunFailed, printable
 
-WORD = "word"  # by which a file is known to be the launcher's own
-# of a worker's own environment, that a role does not get: it speaks to no cluster, and Ray sets the
-# number of threads where nobody has
+WORD = "word"  # identifies the launcher's own file
+# variables of a worker that a role does not get: it uses no cluster, and Ray sets the number of
+# threads by default
 OURS, THREADS = "RAY_", "OMP_NUM_THREADS"
-ANSWER_S = 20.0  # for an actor that has been met
-POLL_S = 0.25  # between two questions whether a process runs
-LEFT_S = 60.0  # for a process to end whose actor or node was lost
+ANSWER_S = 20.0  # for a known actor
+POLL_S = 0.25  # between two checks of a process
+LEFT_S = 60.0  # for a process to end after its actor or node was lost
 
 
 class RoleActor:
-    """The actor on its node, in a process of its own."""
-
     def __init__(self) -> None:
         self.process: LocalProcess | None = None
         self.variables: dict[str, Any] = {}
@@ -75,7 +73,7 @@ class RoleActor:
         return self.process.pid, self.process.log_start
 
     def ends(self) -> list[Exit]:
-        """Return how the process ended, once it has, and all of its group with it; [] before."""
+        """Return how the process ended, once its whole group has; [] before."""
         if self.process is None or self.process.is_alive():
             return []
         return [self.kill()]
@@ -88,7 +86,6 @@ class RoleActor:
         return self.process.exit
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process."""
         if self.process is not None:
             self.process.signal(number)
 
@@ -98,11 +95,11 @@ class RoleActor:
 
 
 class ActorLost(Exception):
-    """An actor that is gone, or answers no more; the message says why."""
+    """An actor that is gone or does not answer any more; the message says why."""
 
 
 class ActorAway(ActorLost):
-    """An actor that does not answer now; Ray will say whether it is gone."""
+    """An actor that does not answer now; Ray will report whether it is gone."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ class Bundle:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # the class itself is sent by its name: lowroll is installed on every node
+        # the class is sent by name: lowroll is installed on every node
         options = ray.remote(RoleActor).options(
             num_cpus=self.cpus,
             num_gpus=self.gpus,
@@ -131,8 +128,8 @@ class Bundle:
 
 
 class ActorProcess(RoleProcess):
-    """A process that an actor owns. met: the arguments of `RoleActor.meet`. deadline_s: until a node
-    has the actor. lock: the folder that the role has while it runs. node: of the actor, once it was
+    """A process that an actor owns. met: the arguments of `RoleActor.meet`. deadline_s: until a
+    node has the actor. lock: the folder that a running role locks. node: of the actor, once it was
     met."""
 
     def __init__(
@@ -153,18 +150,18 @@ class ActorProcess(RoleProcess):
         self.pid = 0
         self.node: dict[str, str] = {}
         self.actor: Any = None
-        self._meeting: Any = None  # the actor's answer to come
+        self._meeting: Any = None  # the pending answer
         self._unplaced_since = 0.0
         self._log_start = 0
-        self._ends: Any = None  # the answer to come, whether the process has ended
+        self._ends: Any = None  # the pending answer whether the process has ended
         self._ask_at = 0.0
         self._lost_at = 0.0
 
     # -- placing -----------------------------------------------------------------------------------
 
     def is_placed(self) -> bool:
-        """Return whether an actor has reported where it is, and no process of a lost one has the
-        role; create one when there is none. RunFailed when no node has it in time."""
+        """Return whether an actor has reported its place, and no process of a lost one has the
+        role; create an actor if there is none. RunFailed when no node has it in time."""
         return self._meet() and not self._is_left()
 
     def _meet(self) -> bool:
@@ -206,7 +203,7 @@ class ActorProcess(RoleProcess):
     def _is_left(self) -> bool:
         """Return whether the process of a lost actor still has the role."""
         if not self._lost_at or time.monotonic() - self._lost_at > LEFT_S:
-            return False  # if it has, the next one says so by name
+            return False  # if it has, the next one reports it by name
         try:
             refuse_locked(self.lock)
         except RunLockedError:
@@ -230,7 +227,7 @@ class ActorProcess(RoleProcess):
         return self.exit is None and self.pid > 0
 
     def _ask_for_exit(self) -> None:
-        """Ask the actor whether the process has ended, without waiting for its answer."""
+        """Request the exit status without waiting for the answer."""
         try:
             if self._ends is None and time.monotonic() >= self._ask_at:
                 self._ends = self.actor.ends.remote()
@@ -238,7 +235,7 @@ class ActorProcess(RoleProcess):
                 return
         except ActorAway:
             self._ends, self._ask_at = None, time.monotonic() + POLL_S
-            return  # when it stays so its role is silent, too
+            return  # a role that stays so is silent, too
         except ActorLost as error:
             return self._lose(error)
         self._ends, self._ask_at = None, time.monotonic() + POLL_S
@@ -252,7 +249,7 @@ class ActorProcess(RoleProcess):
         try:
             return bool(self.ask("is_port_free", self.address, port))
         except ActorLost:
-            return True  # its next start will find that out
+            return True  # its next start detects that
 
     def signal(self, number: int) -> None:
         with suppress(ActorLost):
@@ -286,7 +283,7 @@ class ActorProcess(RoleProcess):
             raise ActorLost(first_cause(error)) from None
 
     def leave(self) -> None:
-        """End the actor, and the process with it."""
+        """End the actor and its process."""
         import ray
 
         if self.actor is not None:
@@ -294,14 +291,14 @@ class ActorProcess(RoleProcess):
         self.actor, self.node = None, {}
 
     def is_node_lost(self) -> bool:
-        """Return whether the cluster has given up the node of the actor that was met."""
+        """Return whether the cluster has given up the actor's node."""
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         return bool(self.node) and self.node["node"] not in alive
 
     def _lose(self, error: ActorLost) -> None:
-        """Note that the process has ended with its actor or node."""
+        """Record that the process has ended with its actor or node."""
         what = f"node {self.address}" if self.is_node_lost() else "actor"
         cause = f"its {what} was lost: {error}"
         self.exit = exit_of(-signal.SIGKILL, self.log, self._log_start, cause)
@@ -310,8 +307,8 @@ class ActorProcess(RoleProcess):
 
 
 def answer(asked: Any) -> Any:
-    """Return an actor's answer; None while there is none. ActorLost when there will be none,
-    ActorAway when it has to be asked again."""
+    """Return an actor's answer; None while it is pending. ActorLost when there will be none,
+    ActorAway when the request must be repeated."""
     import ray
 
     ready, _ = ray.wait([asked], timeout=0)

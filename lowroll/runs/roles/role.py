@@ -21,10 +21,10 @@ WINDOW_S = 600.0
 FIRST_PAUSE_S = 0.5  # before a restart; it doubles with each one
 LONGEST_PAUSE_S = 10.0
 POLL_S = 0.05
-ENDING_S = 120.0  # from the last heartbeat to the end: a large model's memory is given back
+ENDING_S = 120.0  # from the last heartbeat to the end: releasing a large model takes time
 START_S = 900.0  # until the first heartbeat: loading a large model takes minutes
 STARTING_FACTOR = 10.0  # of the usual deadline: a library on a slow disk holds Python's lock
-USERS_MISTAKE = 2  # the exit code of commands
+USERS_MISTAKE = 2  # the commands' exit code for invalid settings
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class Exit:
 
 
 class RoleProcess(ABC):
-    """The process of a role, which can be started again once it has ended. address: of its machine.
-    exit: None until it was killed or found dead."""
+    """A role's process, which can be restarted once it has ended. address: of its machine. exit:
+    None until it was killed or found dead."""
 
     log: Path
     address = "127.0.0.1"
     exit: Exit | None = None
 
     def is_placed(self) -> bool:
-        """Return whether there is a machine to start the process on."""
+        """Return whether a machine is available."""
         return True
 
     @abstractmethod
     def start(self, words: Sequence[str]) -> None:
-        """Start `lowroll WORDS` in a process group of its own."""
+        """Start `lowroll WORDS` in its own process group."""
 
     @abstractmethod
     def is_alive(self) -> bool:
@@ -66,7 +66,7 @@ class RoleProcess(ABC):
 
     @abstractmethod
     def signal(self, number: int) -> None:
-        """Send a signal to the process alone."""
+        """Signal the process alone."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -74,7 +74,7 @@ class RoleProcess(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return the name of the process for a log."""
+        """Return the process's name for a log."""
 
 
 def is_writer(pid: int, heartbeat: Mapping[str, object]) -> bool:
@@ -87,7 +87,7 @@ class RestartBudget:
 
     def __init__(self) -> None:
         self.starts: deque[float] = deque()
-        self.full_disks: deque[float] = deque()  # when the role has ended because of one
+        self.full_disks: deque[float] = deque()  # times of exits because of one
 
     @property
     def restarts(self) -> int:
@@ -95,11 +95,10 @@ class RestartBudget:
         return len(self.starts) - 1
 
     def count_start(self) -> None:
-        """Count a start of the role."""
         self.starts.append(time.monotonic())
 
     def pause_s(self) -> float | None:
-        """Return the seconds to wait before the next restart; None when the budget is spent."""
+        """Return the seconds before the next restart; None when the budget is spent."""
         now = time.monotonic()
         while self.starts and now - self.starts[0] > WINDOW_S:
             self.starts.popleft()
@@ -108,7 +107,7 @@ class RestartBudget:
         return float(min(FIRST_PAUSE_S * 2.0 ** max(0, self.restarts), LONGEST_PAUSE_S))
 
     def count_full_disk(self) -> float:
-        """Take back a start that a full disk has ended, and return the seconds since the first such
+        """Take back a start that ended with a full disk; return the seconds since the first such
         end within WINDOW_S of another."""
         now = time.monotonic()
         if self.full_disks and now - self.full_disks[-1] > WINDOW_S:
@@ -130,41 +129,40 @@ class Role:
         self.process = process
         self.monitor = HeartbeatMonitor(heartbeat)
         self.budget = RestartBudget()
-        self.is_ready = False  # in this launch the role was past its start once
-        self.is_done = False  # it has ended as it should
-        self.start_at = 0.0  # of `time.monotonic`, when it is to be started; 0 when it was
+        self.is_ready = False  # was past its start once in this launch
+        self.is_done = False  # has ended as it should
+        self.start_at = 0.0  # `time.monotonic` of a planned start; 0 after it
 
     def start(self, *more: str) -> None:
-        """Start the process of the role; more: words that are known only now."""
+        """Start the process; more: words that are known only now."""
         self.budget.count_start()
         self.process.start([*self.words, *more])
         self.monitor = HeartbeatMonitor(self.monitor.path)
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the process; 0 before it has ended."""
+        """The process's exit code; 0 before its end."""
         return 0 if self.process.exit is None else self.process.exit.code
 
     def update(self) -> None:
-        """Read the role's heartbeat."""
         if self.monitor.look() and (heartbeat := self._own_heartbeat()) is not None:
-            # "ended" does not count: a user's mistake ends a role in its start, too
+            # "ended" does not count: a user's mistake also ends a role in its start
             phase = heartbeat.get("phase", "starting")
             self.is_ready |= phase not in ("starting", "meeting", "ended")
 
     def _own_heartbeat(self) -> dict[str, object] | None:
-        """Return the last heartbeat when the current process wrote it."""
+        """Return the last heartbeat if the current process wrote it."""
         report = self.monitor.report
         return report if report is not None and self.process.wrote(report) else None
 
     @property
     def phase(self) -> str:
-        """The phase that the current process has reported; "" before."""
+        """The current process's reported phase; "" before."""
         heartbeat = self._own_heartbeat() if self.process.is_alive() else None
         return str((heartbeat or {}).get("phase", ""))
 
     def find_hang(self) -> str | None:
-        """Return why the process counts as hanging; None when it does not."""
+        """Return why the process counts as hanging, or None."""
         if not self.process.is_alive():
             return None
         deadline = START_S
@@ -177,12 +175,11 @@ class Role:
         return self.monitor.describe_silence("is stopped or hangs")
 
     def describe_exit(self) -> str:
-        """Describe the end of the process."""
         assert self.process.exit is not None, "it was killed or found dead"
         return f"{self.name} has ended ({self.process.exit.cause}): {self.process.exit.error}"
 
     def raise_users_mistake(self) -> None:
-        """Raise ValueError with the error of a role that has refused its settings."""
+        """Raise ValueError with the error of a role that refused its settings."""
         end = self.process.exit
         if end is not None and end.code == USERS_MISTAKE and not self.is_ready:
             raise ValueError(f"{self.name}: {end.error.removeprefix('error: ')}")

@@ -19,7 +19,7 @@ from lowroll.checkpoint.files import read_file
 from lowroll.config import RunConfig
 
 TRAINER, ORCHESTRATOR, ENGINE, LAUNCHER = "trainer", "orchestrator", "engine", "launcher"
-ENGINE_ROLE = "LOWROLL_ENGINE_ROLE"  # by which a launcher says which engine a process is
+ENGINE_ROLE = "LOWROLL_ENGINE_ROLE"  # names the engine that a process is
 TOKEN, ADMIN = "LOWROLL_TOKEN", "LOWROLL_ADMIN_TOKEN"
 SHORTEST = 16  # characters of a token
 
@@ -32,7 +32,7 @@ def engine_roles(cfg: RunConfig) -> list[str]:
 
 
 def rank_role(rank: int) -> str:
-    """Return the name of a rank of the learner; rank 0 is the trainer."""
+    """Return the name of a learner rank; rank 0 is the trainer."""
     return f"{TRAINER}-rank{rank}" if rank else TRAINER
 
 
@@ -49,26 +49,24 @@ class RunPaths:
         self.ledger = self.run / "orchestrator" / "ledger.jsonl"
 
     def heartbeat(self, role: str) -> Path:
-        """Return the file of a role's heartbeat."""
         return self.roles / f"{role}.json"
 
     def log(self, role: str) -> Path:
-        """Return the log that a launcher keeps of a role."""
         return self.run / "logs" / f"{role}.log"
 
     def lock(self, role: str) -> Path:
-        """Return the folder that a role has while it runs."""
+        """Return the folder that a running role locks."""
         return self.run if role == TRAINER else self.roles / role
 
     def engines(self) -> list[str]:
-        """Return the roles of engines that have ever shown themselves here, in order."""
+        """Return the engines ever registered here, in order."""
         names = (path.stem for path in self.roles.glob(f"{ENGINE}-*.json"))
         numbers = (name.removeprefix(f"{ENGINE}-") for name in names)
         return [f"{ENGINE}-{n}" for n in sorted(int(n) for n in numbers if n.isdigit())]
 
     def tokens(self) -> tuple[str, str]:
         """Return the tokens (of clients, of the admin): the environment's, else those of this run
-        folder, which the first caller makes for this user alone. ValueError for an environment with
+        folder, created on the first call for this user alone. ValueError for an environment with
         one of the two, or with a short one."""
         given = [os.environ.get(name, "") for name in (TOKEN, ADMIN)]
         if any(given):
@@ -87,7 +85,7 @@ class RunPaths:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump({"token": secrets.token_hex(16), "admin": secrets.token_hex(16)}, file)
         try:
-            os.link(made, path)  # whole, and only when there is none
+            os.link(made, path)  # atomically, and only if there is none
         except FileExistsError:
             pass
         finally:

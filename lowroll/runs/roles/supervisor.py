@@ -4,10 +4,11 @@
     orchestrator    lowroll orchestrate
     trainer         lowroll train
 
-A role that has ended or is silent for 30 s is restarted alone: an engine loads the newest weights, the
-orchestrator goes on from its last batch, the trainer from its checkpoint. After 5 restarts within 10
-minutes the run stops with that role's last error. The first signal lets the trainer finish its step and
-write a checkpoint, the second ends everything at once. The roles end with this process.
+A role that has ended or is silent for 30 s is restarted alone: an engine loads the newest weights,
+the orchestrator resumes from its last batch, the trainer from its checkpoint. After 5 restarts
+within 10 minutes the run stops with that role's last error. The first signal lets the trainer
+finish its step and write a checkpoint, the second ends everything at once. The roles end with this
+process.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from lowroll.types import RunFailed
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-ENDING_S = 30.0  # for a role that has nothing more to do
+ENDING_S = 30.0  # for a role that is done
 STOPPING_S = 590.0  # for the trainer's step and checkpoint
-DYING_S = 5.0  # for the trainer of a launcher that was killed
-FULL_DISK_PAUSE_S = 10.0  # before a role is started again that found no room on the disk
+DYING_S = 5.0  # for the trainer of a killed launcher
+FULL_DISK_PAUSE_S = 10.0  # before a restart after a full disk
 
 
 def launch(
@@ -63,15 +64,15 @@ def launch(
     """Make a run by its roles; return the run folder and its records. The folder is treated as by
     `lowroll.run`. texts: files of a notebook or script that the roles need.
 
-    RunLockedError names another run in the folder, ValueError has what a role refuses, RunFailed the
-    last error of a role that could not be kept alive.
+    RunLockedError names another run in the folder, ValueError has what a role refuses, RunFailed
+    the last error of a role that could not be kept alive.
     """
     resolved = cfg.resolved()
     refuse(resolved)
     paths = RunPaths(cfg.output_dir)
     folder = RunFolder(resolved, "grpo", alone=False)
     if not (paths.roles / LAUNCHER / LOCK).exists():
-        folder.check(resume, overwrite)  # a folder that nobody has touched is not even given a lock
+        folder.check(resume, overwrite)  # before the lock, which would create a file
     with ExitStack() as stack:
         lock = stack.enter_context(RunLock(paths.roles / LAUNCHER))
         await_unlocked(paths.run)
@@ -97,7 +98,7 @@ def launch(
 
 
 def _processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> Mapping[str, RoleProcess]:
-    """Return the process of each role, for the launcher of the settings."""
+    """Return the configured launcher's process of each role."""
     if cfg.launcher == "local":
         return local.processes(cfg, paths)
     from lowroll.runs.roles import ray
@@ -106,8 +107,8 @@ def _processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> Mapping[str
 
 
 def await_unlocked(folder: Path) -> None:
-    """Raise RunLockedError when a process makes a run in the folder. The roles of a launcher that has
-    just died have DYING_S to end."""
+    """Raise RunLockedError when a process runs in the folder. Roles of a launcher that has just
+    died get DYING_S to end."""
     until = time.monotonic() + DYING_S
     while True:
         try:
@@ -119,8 +120,8 @@ def await_unlocked(folder: Path) -> None:
 
 
 class Supervisor:
-    """The roles of a run, each kept alive until it is done. settings: the file that the roles read.
-    processes: by role. flags: of the trainer's first start."""
+    """The roles of a run, each kept alive until it is done. settings: the roles' file. processes:
+    by role. flags: of the trainer's first start."""
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class Supervisor:
         self.display = display
         self.stop = stop
         self.flags = list(flags)
-        self.addresses: dict[str, tuple[str, int]] = {}  # at which engines have served, by role
+        self.addresses: dict[str, tuple[str, int]] = {}  # of engines, by role
         self.trainer = role(TRAINER, "train")
         self.orchestrator = role(ORCHESTRATOR, "orchestrate")
         self.engines = [role(name, "serve") for name in engine_roles(cfg)]
@@ -148,11 +149,11 @@ class Supervisor:
 
     @property
     def roles(self) -> list[Role]:
-        """The roles in the order in which they are started."""
+        """The roles in start order."""
         return [*self.engines, self.orchestrator, self.trainer]
 
     def run(self) -> int:
-        """Run to the end; return the number of the signal that ended the run early, else 0."""
+        """Run to the end; return the signal that ended the run early, else 0."""
         for role in self.roles:
             role.start_at = time.monotonic()
         while not self.trainer.is_done:
@@ -196,7 +197,6 @@ class Supervisor:
         self.display.show(self.roles, records=self.trainer.is_ready)
 
     def close(self) -> None:
-        """End all roles."""
         for role in reversed(self.roles):
             role.process.kill()
 
@@ -224,14 +224,14 @@ class Supervisor:
             self._restart(role, role.describe_exit())
 
     def _recall_orchestrator(self) -> None:
-        """Restart an orchestrator that has ended when the trainer waits for a batch: it has gone back
-        to an older checkpoint."""
+        """Restart an ended orchestrator when the trainer waits for a batch after going back to an
+        older checkpoint."""
         if self.orchestrator.is_done and self.trainer.phase == "waiting":
             log.warning("the trainer has gone back, and the orchestrator is started again")
             self.orchestrator.is_done, self.orchestrator.start_at = False, time.monotonic()
 
     def _restart(self, role: Role, why: str) -> None:
-        """Set the time of a restart within the role's budget."""
+        """Schedule a restart within the role's budget."""
         if role.exit_code == NO_ROOM:
             return self._restart_after_full_disk(role, why)
         pause_s = role.budget.pause_s()
@@ -242,8 +242,7 @@ class Supervisor:
         role.start_at = time.monotonic() + pause_s
 
     def _restart_after_full_disk(self, role: Role, why: str) -> None:
-        """Set the time of a restart after a full disk. RunFailed after `ckpt.wait_for_space`
-        seconds."""
+        """Schedule a restart after a full disk. RunFailed after `ckpt.wait_for_space` seconds."""
         waited = role.budget.count_full_disk()
         if waited >= self.disk_deadline_s:
             raise RunFailed(
@@ -266,10 +265,10 @@ class Supervisor:
         log.info("%s: %s: lowroll %s", role.name, role.process.describe(), " ".join(role.words))
 
     def _late_words(self, role: Role) -> list[str]:
-        """Return the settings and flags of a role that are known when it is started."""
+        """Return the settings and flags of a role that are known only at its start."""
         address = role.process.address
         if role in self.engines:
-            # for direct weights: the trainer's address is the one that it names in the run folder
+            # for direct weights: the trainer writes its address into the run folder
             listens = [f"serve.host={address}", f"serve.port={self._engine_port(role)}"]
             return [*listens, *self._weight_words("127.0.0.1")]
         if role is self.trainer:
@@ -284,16 +283,16 @@ class Supervisor:
         return [f"weight_broadcast.host={address}", "weight_broadcast.port=0"]
 
     def _note_address(self, role: Role) -> None:
-        """Remember where an engine serves: it reports nothing while it is restarted."""
+        """Remember an engine's address, which it does not report during a restart."""
         url = (role.monitor.report or {}).get("url") if role.is_ready else None
         if url:
             parts = urlsplit(str(url))
             self.addresses[role.name] = (parts.hostname or "", parts.port or 0)
 
     def _engine_port(self, engine: Role) -> int:
-        """Return the port of an engine: any free one at first (0), then the one that the orchestrator
-        knows. Where that one is taken or on another machine, return 0 and restart the orchestrator,
-        which finds the engine again."""
+        """Return the port of an engine: any free one at first (0), then the one that the
+        orchestrator knows. If that one is taken or on another machine, return 0 and restart the
+        orchestrator, which discovers the engine again."""
         address = engine.process.address
         host, port = self.addresses.get(engine.name, ("", 0))
         if not port or (host == address and engine.process.is_port_free(port)):
@@ -312,16 +311,16 @@ class Supervisor:
 
 
 class Display:
-    """The terminal of a launch: records, evaluations, warnings and the activity of each role."""
+    """The terminal of a launch: records, evaluations, warnings and each role's activity."""
 
     def __init__(self, cfg: RunConfig, paths: RunPaths, view: LiveView, resume: bool) -> None:
         self.run = paths.run
         self.view = view
-        self.step = 0  # of the last record that was shown
+        self.step = 0  # of the last shown record
         if resume and (self.run / METRICS_FILE).is_file():
             self.step = max((record["step"] for record in read(self.run)), default=0)
-        self.evaluations = read_evaluations(self.run)  # that were shown
-        self._sizes: list[int] = []  # of the files of records
+        self.evaluations = read_evaluations(self.run)  # already shown
+        self._sizes: list[int] = []  # of the record files
         logs = self.run / LOGS
         self.warnings = {
             TRAINER: Warnings(logs, "attempt", *map(rank_role, range(1, cfg.train.gpus))),
@@ -329,7 +328,7 @@ class Display:
         }
 
     def show(self, roles: Sequence[Role], records: bool) -> None:
-        """Show what is new. records: whether those in the run folder are of this launch."""
+        """Show what is new. records: whether the run folder's are of this launch."""
         files = [self.run / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
         sizes = [path.stat().st_size if path.is_file() else 0 for path in files]
         if records and sizes != self._sizes:
@@ -341,7 +340,6 @@ class Display:
         self.view.phase(" | ".join(map(_activity, roles)), 0, 0)
 
     def _show_records(self) -> None:
-        """Show new records and evaluations."""
         with_record = set()
         for record in read(self.run):
             if record["step"] > self.step:
@@ -357,7 +355,6 @@ class Display:
 
 
 def _activity(role: Role) -> str:
-    """Describe what a role does."""
     role.update()
     if not role.process.is_alive():
         return f"{role.name}: {'done' if role.is_done else 'ended'}"

@@ -1,7 +1,7 @@
-"""`lowroll train`: learns from the batches of an orchestrator elsewhere, and broadcasts weights.
+"""`lowroll train`: learns from a remote orchestrator's batches, and broadcasts weights.
 
-What it has learned since its last checkpoint when it is killed it learns again, from the very same
-batches; what it broadcast meanwhile comes out as the same bytes and stays.
+A restarted trainer learns again from the same batches since its last checkpoint; versions broadcast
+meanwhile come out as the same bytes and stay.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
 
-STEPS_IN_USE = 2  # versions that engines may still have to take, beyond those of the level
+STEPS_IN_USE = 2  # versions that engines may still load, beyond those of the level
 
 
 def train(
@@ -56,9 +56,9 @@ def train(
     overwrite: bool = False,
     environment: RankEnvironment | None = None,
 ) -> RunResult:
-    """Learn as `cfg` says from an orchestrator's batches; returns the run folder and its records.
-    The folder is treated as by `lowroll.run`, `resume`, `overwrite` and signals included. environment: of
-    rank 0, where several ranks learn."""
+    """Learn as `cfg` says from an orchestrator's batches; return the run folder and its records.
+    Folder, `resume`, `overwrite` and signals as by `lowroll.run`. environment: of rank 0, where
+    several ranks learn."""
     resume = resume or goes_on(cfg)
     cfg = cfg.resolved()
     refuse(cfg)
@@ -127,7 +127,7 @@ class Training:
             deadline_s=GONE_S * 48,
             whole=self.publisher.whole,
         )
-        self._ended = time.monotonic()  # the step before
+        self._ended = time.monotonic()  # the previous step
 
     def watch(self, view: LiveView) -> None:
         """Report progress within a step."""
@@ -150,13 +150,13 @@ class Training:
         return 1
 
     def go_on(self) -> int:
-        """Continue from the newest undamaged checkpoint, or learn from the first batch on when there
-        is none; returns the next step."""
+        """Continue from the newest undamaged checkpoint, or from the first batch without one;
+        return the next step."""
         saved = self.learner.restore()
         spool = Spool(self.paths.spool)
         if not spool.reaches(0 if saved is None else saved.step):
             self.publisher.forget_after(0 if saved is None else saved.step)
-        spool.reopen()  # who ended the run says so again
+        spool.reopen()  # it is ended again where it was ended
         if saved is None:
             return self.begin(again=True)
         step = self.learner.go_on(saved)
@@ -164,15 +164,15 @@ class Training:
         return step
 
     def _open(self, committed: int) -> None:
-        """Open the channel: from here on the orchestrator may rely on what is in the folder."""
+        """Open the channel: the orchestrator may now rely on the folder."""
         self.channel.channel = receiver(
             self.cfg, self.paths, self.home.attempt, committed, self._waiting
         )
         self.heartbeat.update(phase="waiting", step=committed)
 
     def _waiting(self) -> None:
-        """Check for a stop and for trouble elsewhere while there is no batch: nothing is lost when
-        a step that has not begun is dropped."""
+        """Check for a stop and for trouble elsewhere while waiting for a batch: nothing is lost
+        when an unbegun step is dropped."""
         if self.stop:
             raise StepDropped
         self.orchestrator.check()
@@ -196,13 +196,13 @@ class Training:
         return record
 
     def drop(self, step: int) -> None:
-        """Save a checkpoint of the step before one that had not begun."""
+        """Save a checkpoint before a step that had not begun."""
         if step > 1:
             self.learner.enter(step - 1)
             self.checkpoint(step - 1)
 
     def checkpoint(self, step: int) -> None:
-        """Save a checkpoint; the orchestrator's batches up to it are not needed any more."""
+        """Save a checkpoint, and release the orchestrator's batches up to it."""
         self.heartbeat.update(phase="checkpoint", doing="")
         self.orders.send("checkpoint", step)
         self.learner.checkpoint(step)
@@ -210,7 +210,6 @@ class Training:
         self.channel.commit(step)
 
     def finish(self, step: int) -> None:
-        """Save the last checkpoint and the trained model."""
         self.heartbeat.update(phase="finishing", doing="")
         self.orders.send("finish", step)
         self.learner.finish(step)
@@ -218,17 +217,16 @@ class Training:
             self.channel.commit(step)
 
     def close(self) -> None:
-        """Close the channel and the publisher."""
         if self.channel.channel is not None:
             self.channel.close()
         self.publisher.close()
 
 
 class DeferredReceiver:
-    """A channel that is opened when the run folder is ready for it."""
+    """A channel that is opened when the run folder is ready."""
 
     channel: RolloutReceiver | None = None
-    waited = 0.0  # seconds, for the last batch
+    waited = 0.0  # seconds for the last batch
 
     def receive(self, deadline_s: float) -> Batch:
         assert self.channel is not None
@@ -248,8 +246,8 @@ class DeferredReceiver:
 
 
 class Broadcasting:
-    """A publisher of new weights as folders that engines read (`runs.learner.Publisher`), and what
-    measures them: both read `whole`, which has the weights of the model that `ranks` hold."""
+    """A publisher of weights as folders that engines read (`runs.learner.Publisher`), and their
+    metrics: both read `whole`, the gathered weights of the model of `ranks`."""
 
     cache_tokens = None
     hidden_bytes = 0
@@ -259,7 +257,7 @@ class Broadcasting:
         self.cfg = cfg
         self.model = policy.model
         self.ranks = policy.ranks
-        # what only writes files reads the host's memory
+        # writing files alone reads the host's memory
         writes = cfg.weight_broadcast.type == "filesystem" and not cfg.train.weight_metrics
         on_host = writes and cfg.forward_weights is None
         whole = self.ranks.mirror(self.model, "cpu" if on_host else compute.device)
@@ -280,7 +278,7 @@ class Broadcasting:
         self.watch = self._watch(compute)
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Broadcast a version, unless it is the model's own."""
+        """Broadcast a version, except the initial one."""
         self.ranks.refill(self.whole, self.model)
         metrics: dict[str, float] = {}
         if version:
@@ -295,16 +293,16 @@ class Broadcasting:
         self.publish(version)
 
     def check(self) -> None:
-        """Raise TransportError when engines get no weights any more, with the reason."""
+        """Raise TransportError with the reason when engines can get no weights any more."""
         self.publisher.check()
 
     def forget_after(self, version: int) -> None:
-        """Have nobody draw from later versions: batches that they were learned from are gone, and
-        those that are made in their place may be others."""
+        """Retire later versions: the batches behind them are gone, and their replacements may
+        differ."""
         self.publisher.forget_after(version)
 
     def close(self) -> None:
-        """Stop offering versions; the last one lies in the folder."""
+        """Stop serving versions; the last one stays in the folder."""
         self.publisher.close()
 
     def change_format(self, weights: str) -> None:
@@ -323,8 +321,8 @@ class Broadcasting:
 
 
 def _shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | None:
-    """Return the codes that engines hold, where the learner has the same ones: then only changes
-    travel. None elsewhere."""
+    """Return the engines' codes where the learner has the same ones, so that only changes travel;
+    else None."""
     rollout = cfg.rollout
     if cfg.train.forward == "dense" or cfg.forward_weights != rollout.weights or cfg.train.lora:
         return None
@@ -335,8 +333,8 @@ def _shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | No
 
 
 def _server(cfg: RunConfig, compute: Compute, paths: RunPaths) -> WeightServer | None:
-    """Open the direct route of whole models, and write its address for engines that look for it; None
-    for `filesystem`."""
+    """Open the direct route of whole models, and write its address for engines; None for
+    `filesystem`."""
     way = cfg.weight_broadcast
     if way.type == "filesystem":
         return None
@@ -355,7 +353,7 @@ def _server(cfg: RunConfig, compute: Compute, paths: RunPaths) -> WeightServer |
 
 
 class CopyWatch:
-    """A `WeightWatch` where the engine's codes lie elsewhere: the same codes are made here."""
+    """A `WeightWatch` for remote engines, whose codes are made again here."""
 
     def __init__(self, model: Transformer, compute: Compute, weights: str) -> None:
         dtype = get_format(weights).dtype or compute.dtype
@@ -369,6 +367,5 @@ class CopyWatch:
         self.watch = WeightWatch(model, self.held)
 
     def measure(self) -> dict[str, float]:
-        """Measure `weights/*` since the last call."""
         publish(self.model, self.copy)
         return self.watch.measure()

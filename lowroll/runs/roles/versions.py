@@ -1,6 +1,6 @@
-"""The weights that the engines draw from: versions that the trainer broadcasts, as the orchestrator
-asks for them (`orchestrator.client.WeightsWatch`), and the engines as `runs.batches` draws from
-them."""
+"""The engines' weight versions, as the orchestrator requests them
+(`orchestrator.client.WeightsWatch`), and the engines as `runs.batches` uses them.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lowroll.weights.sync.base import Broadcast, Broadcasts
 
 log = logging.getLogger(__name__)
 
-MOST = 16  # versions whose weights are remembered: open groups have tokens of fewer
+MOST = 16  # remembered versions: open groups have tokens of fewer
 
 
 class Versions:
-    """The weight versions that the engines draw from. alive: called while waiting for the trainer.
-    deadline_s: for a version. retract: called with the last version that stands when the trainer
-    has gone back, before the engines receive a version."""
+    """The weight versions of the engines. alive: called while waiting for the trainer. deadline_s:
+    for a version. retract: called with the last valid version when the trainer has gone back,
+    before the engines load another."""
 
     def __init__(
         self,
@@ -40,17 +40,16 @@ class Versions:
         self.alive = alive
         self.deadline_s = deadline_s
         self.retract: Callable[[int], object] = lambda version: None
-        self.held: Broadcast | None = None  # None: what the engines began with, version 0
+        self.held: Broadcast | None = None  # None: the initial weights, version 0
         self._taken: dict[int, Broadcast] = {}
 
     @property
     def version(self) -> int:
-        """The version that the engines draw from."""
+        """The engines' version."""
         return 0 if self.held is None else self.held.version
 
     def at_least(self, version: int, most: int) -> int:
-        """Wait for this version or a later one, have the engines draw from the newest up to `most`,
-        and return it."""
+        """Wait for this version or a later one, load the newest up to `most`, and return it."""
         newest = self.broadcasts.newest(most)
         if newest is None or newest.version < version:
             if version == 0:
@@ -59,7 +58,7 @@ class Versions:
         return self._take(newest, lambda: self.broadcasts.newest(most))
 
     def exactly(self, version: int) -> int:
-        """Wait for this very version, have the engines draw from it, and return it."""
+        """Wait for exactly this version, load it, and return it."""
         found = self.broadcasts.at(version)
         if found is None and version == 0:
             return self.version
@@ -68,8 +67,8 @@ class Versions:
         return self._take(found, lambda: self.broadcasts.at(version))
 
     def newer(self, most: int) -> int | None:
-        """Have the engines draw from a newer version, up to `most`, or from other weights of the
-        same version, and return it; None without one."""
+        """Load a newer version up to `most`, or rewritten weights of the same version, and return
+        it; None without one."""
         newest = self.broadcasts.newest(most)
         if newest is None or newest.version < self.version:
             return None
@@ -78,8 +77,8 @@ class Versions:
         return self._take(newest, lambda: self.broadcasts.newest(most))
 
     def _take(self, broadcast: Broadcast, allowed: Callable[[], Broadcast | None]) -> int:
-        """Have the engines draw from a broadcast, or from what is allowed in its place once they
-        cannot take it any more: a trainer offers its newest versions alone."""
+        """Load a broadcast, or an allowed replacement once it is gone: a trainer serves only its
+        newest versions."""
         while self.held != broadcast:
             self._go_back(broadcast.version)
             try:
@@ -98,7 +97,7 @@ class Versions:
         return found is not None and found != broadcast and found.version >= broadcast.version
 
     def _go_back(self, version: int) -> None:
-        """Forget versions that were taken and do not stand when this one is taken, and say so."""
+        """Drop versions that this one invalidates, and report it."""
         undone = [one for one, taken in self._taken.items() if self._is_gone(taken, version)]
         if not undone:
             return
@@ -117,52 +116,46 @@ class Versions:
 
 def _is_undone(taken: Broadcast | None, found: Broadcast) -> bool:
     """Return whether a later attempt of the trainer has replaced the weights of a version. Files
-    that one attempt writes again hold the same weights."""
+    rewritten by the same attempt hold the same weights."""
     if taken is None:
         return False
     return found.digest != taken.digest and found.attempt != taken.attempt
 
 
 class Engines:
-    """The engines of a run with roles, as its batches draw from them. replay: they replay what is
-    in flight at an update."""
+    """The engines of a run with roles. replay: they replay what is in flight at an update."""
 
     def __init__(self, pool: EnginePool, replay: bool = False) -> None:
         self.pool = pool
         self.replay = replay
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
-        """Delegate to `Engine.generate`."""
         return self.pool.generate(requests, on_progress)
 
     def add(self, request: Request) -> int:
-        """Delegate to `EnginePool.add`."""
         return self.pool.add(request)
 
     def step(self) -> list[tuple[int, Group]]:
-        """Delegate to `EnginePool.step`."""
         return self.pool.step()
 
     def abort(self, handle: int) -> bool:
-        """Delegate to `EnginePool.abort`."""
         return self.pool.abort(handle)
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Delegate to `EnginePool.so_far`."""
         return self.pool.so_far(handle)
 
     @contextmanager
     def without_noise(self, version: int) -> Iterator[None]:
-        """Do nothing, for an evaluation: engines with noise are refused before (`orchestrate`)."""
+        """Do nothing: engines with noise are refused earlier (`orchestrate`)."""
         yield
 
     @property
     def kv(self) -> CachePolicy:
-        """The policy that decides which keys their caches keep."""
+        """The engines' cache policy."""
         return self.pool.capabilities.kv
 
     def stats(self) -> EngineStats:
-        """Return the statistics that the engines have in common."""
+        """Return the engines' joint statistics."""
         server = self.pool.server
         told = self.pool.stats() if self.replay else None
         return EngineStats(

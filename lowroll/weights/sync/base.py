@@ -1,13 +1,13 @@
-"""Published weights as their readers see them: a folder a version, and the marker that says that it
-is whole.
+"""Published weights as their readers see them: a folder a version, and a marker that it is
+complete.
 
     broadcasts/step_000007/    as `checkpoint.publish` leaves it, with its MANIFEST.json
                step_000007/STABLE    JSON: version, attempt, kind, manifest_digest, noise
 
-The marker is written last and synced; without it a folder is none. It names the manifest by its
-SHA-256, and the manifest names every byte, so a marker of one attempt is never taken with the files
-of another. A version that is written again is either the same bytes, and stays, or another folder
-in the place of the old one, which is renamed first: `reading` says whether that happened meanwhile.
+The marker is written last and synced; a folder without it is ignored. It holds the SHA-256 of the
+manifest, which covers every byte, so a marker of one attempt never matches the files of another. A
+version that is written again either has the same bytes and stays, or replaces the old folder, which
+is renamed first; `reading` detects that.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _MOST_MARKER = 1 << 16
 
 
 class LinkFailed(TransportError):
-    """Weights did not come over the direct route; the message says why."""
+    """A failure of the direct route; the message says why."""
 
 
 class Replaced(TransportError):
-    """The files that were being read are not those that are there any more: look again."""
+    """The files were replaced while they were read: look again."""
 
 
 class Gap(ValueError):
-    """The changes of a version are not of the weights that the engine holds."""
+    """A version's changes are not based on the weights that the engine holds."""
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """The weights of a version, whole. noise: {"seed", "sigma"} for the engine's norms, or None.
-    since: the version that `codes` change; every other kind stands for itself. way: how the tensors
-    travel; the folder holds them only where that is "filesystem"."""
+    """The complete weights of a version. noise: {"seed", "sigma"} for the engine's norms, or None.
+    since: the base version of `codes`; other kinds have none. way: how the tensors travel; the
+    folder holds them only for "filesystem"."""
 
     version: int
     path: Path
@@ -67,31 +67,31 @@ class Broadcast:
     way: str = "filesystem"
 
     def lies(self) -> str:
-        """Return the digest that its folder has by now: another where it was written again, or as
-        files; "" where nothing is there."""
+        """Return the current digest of its folder: another where it was rewritten, "" where it is
+        gone."""
         with suppress(ValueError, OSError):
             return read_broadcast(self.path).digest
         return ""
 
 
 class Broadcasts:
-    """The versions in a folder, which need not exist yet. What has another name, is no folder, has
-    no marker or one that does not fit, is not there."""
+    """The versions in a folder, which need not exist yet. Entries without a version's name or a
+    valid marker are ignored."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
     def versions(self) -> list[Broadcast]:
-        """Return all broadcasts that are whole, the oldest first."""
+        """Return all complete broadcasts, the oldest first."""
         return list(filter(None, map(self.at, sorted(self._numbers()))))
 
     def newest(self, most: int | None = None) -> Broadcast | None:
-        """Return the broadcast of the highest version (up to `most`), if there is any."""
+        """Return the broadcast of the highest version (up to `most`), or None."""
         numbers = [n for n in self._numbers() if most is None or n <= most]
         return next(filter(None, map(self.at, sorted(numbers, reverse=True))), None)
 
     def at(self, version: int) -> Broadcast | None:
-        """Return the broadcast of a version, if it is there. `step_000007` goes before `step_7`."""
+        """Return the broadcast of a version, or None. `step_000007` goes before `step_7`."""
         for name in (folder_name(version), f"step_{version}"):
             with suppress(ValueError, OSError):
                 return read_broadcast(self.folder / name)
@@ -100,9 +100,8 @@ class Broadcasts:
     def wait(
         self, version: int, deadline_s: float, alive: Callable[[], None] = lambda: None
     ) -> Broadcast:
-        """Return the broadcast of a version, as soon as it is there. alive: called at every look,
-        and raises when no process is left that could write it. DeadlineExceeded says what is there
-        instead."""
+        """Wait for the broadcast of a version. alive: called at every look; raises when no process
+        is left that could write it. DeadlineExceeded says what is there instead."""
         deadline_s = check_deadline(deadline_s)
         end = time.monotonic() + deadline_s
         reminder = Reminder(lambda: self._waited_for(version), deadline_s)
@@ -137,20 +136,17 @@ class Broadcasts:
 
 
 def transfer_token(admin: str) -> str:
-    """Return the token of the direct route, made from the one that allows a client to give an engine
-    weights: lines of the route are not encrypted, and a reader of them must not be able to command
-    an engine."""
+    """Return the token of the direct route, derived from the admin token: its lines are not
+    encrypted, and a reader of them must not be able to command an engine."""
     return hashlib.sha256(f"weights {admin}".encode()).hexdigest()[:32]
 
 
 def folder_name(version: int) -> str:
-    """Return the name of a version's folder."""
     return f"step_{version:06d}"
 
 
 def number_of(name: str) -> int | None:
-    """Return the version that a folder's name is of, `step_000007` or `step_7`; None for any other
-    name."""
+    """Return the version in a folder's name, `step_000007` or `step_7`; None for other names."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -161,7 +157,6 @@ def number_of(name: str) -> int | None:
 def encode_marker(
     version: int, attempt: int, kind: str, manifest_digest: str, noise: dict[str, Any] | None
 ) -> bytes:
-    """Return the bytes of a STABLE."""
     marker = {
         "format": FORMAT,
         "version": version,
@@ -174,14 +169,13 @@ def encode_marker(
 
 
 def manifest_digest(folder: Path) -> str:
-    """Return 64 hex digits of a published folder's manifest. OSError when it has none."""
+    """Return the SHA-256 of a published folder's manifest in hex. OSError when it has none."""
     return hashlib.sha256(read_file(folder / MANIFEST)).hexdigest()
 
 
 def read_broadcast(path: Path) -> Broadcast:
-    """Return the broadcast in a folder. ValueError or OSError, with the file and the field, when
-    there is none: no name of a version, a link, no marker, or a marker that is not of this
-    manifest."""
+    """Return the broadcast in a folder. ValueError or OSError, with the file and the field, for no
+    name of a version, a link, no marker, or a marker of another manifest."""
     number = number_of(path.name)
     if number is None or path.is_symlink():
         raise ValueError(f"{path}: no folder of a version")
@@ -212,9 +206,8 @@ def read_broadcast(path: Path) -> Broadcast:
 
 @contextmanager
 def reading(broadcast: Broadcast) -> Iterator[None]:
-    """Hold a broadcast's files for reading: they are not removed meanwhile. Replaced, at the
-    beginning or at the end of the block, when another attempt has put other files in their
-    place."""
+    """Protect a broadcast's files from removal while they are read. Replaced, at the beginning or
+    at the end of the block, when another attempt has replaced them."""
     try:
         descriptor = os.open(broadcast.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -228,7 +221,7 @@ def reading(broadcast: Broadcast) -> Iterator[None]:
         try:
             yield
         except (ValueError, OSError):
-            _check_same(broadcast)  # of another's files nothing is wrong
+            _check_same(broadcast)  # errors from replaced files do not count
             raise
         _check_same(broadcast)
     finally:

@@ -1,11 +1,11 @@
-"""Tensors as buckets of bytes, and the ways of a bucket from device to device.
+"""Tensors as buckets of bytes, and the transport of buckets between devices.
 
-A broadcast in a group of processes goes by NCCL between GPUs and by gloo on CPUs. On one machine an
-engine can open the memory of the learner's GPU instead, by handles of CUDA IPC.
+A broadcast in a group of processes uses NCCL between GPUs and gloo on CPUs. On one machine an
+engine can open the memory of the learner's GPU through CUDA IPC handles.
 
-Buckets are a copy, so the learner goes on while engines fetch them. Their layout is JSON and lies in
-the version's folder; the buckets never touch a disk. An engine checks what arrives against the
-digest in the layout. What travels is not encrypted: use a trusted network.
+Buckets are a copy, so the learner continues while engines fetch them. Their layout is JSON in the
+version's folder; the buckets never touch a disk. An engine checks what arrives against the digest
+in the layout. Buckets are not encrypted: use a trusted network.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from lowroll.weights.sync.base import LinkFailed
 
-BUCKET_BYTES = 256 << 20  # a larger tensor has a bucket of its own and is never cut
-JOIN_S = 30.0  # until all members of a group have found each other
+BUCKET_BYTES = 256 << 20  # a larger tensor has its own bucket and is never cut
+JOIN_S = 30.0  # for all members of a group to connect
 _ALIGNMENT = 16
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16)}
 _MOST_BYTES = 1 << 44
@@ -34,7 +34,7 @@ _MOST_BYTES = 1 << 44
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """The place of a tensor in the buckets."""
+    """The position of a tensor in the buckets."""
 
     name: str
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class BucketLayout:
 
     @classmethod
     def from_json(cls, stated: Any) -> BucketLayout:
-        """Return the layout that `to_json` wrote. ValueError for what it would not write."""
+        """Parse the layout that `to_json` wrote. ValueError for anything else."""
         try:
             slots = tuple(
                 TensorSlot(
@@ -91,7 +91,7 @@ class BucketLayout:
 def pack(
     tensors: Mapping[str, Tensor], digest: str, device: torch.device
 ) -> tuple[BucketLayout, list[Tensor]]:
-    """Copy tensors into buckets on a device, uint8 each; return their layout and the buckets."""
+    """Copy tensors into uint8 buckets on a device; return their layout and the buckets."""
     slots: list[TensorSlot] = []
     sizes: list[int] = []
     for name, tensor in tensors.items():
@@ -105,7 +105,7 @@ def pack(
     for name, view in unpack(layout, buckets).items():
         view.copy_(tensors[name].detach())
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # readers are on other streams, and in other processes
+        torch.cuda.synchronize(device)  # readers are on other streams and in other processes
     return layout, buckets
 
 
@@ -128,7 +128,7 @@ class BucketGroup:
         joining = timedelta(seconds=min(JOIN_S, deadline_s))
         own.set_timeout(joining)
         self._span = timedelta(seconds=deadline_s)
-        torch_groups: Any = dist  # its types know neither option
+        torch_groups: Any = dist  # its types lack both options
         options: Any
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -143,7 +143,7 @@ class BucketGroup:
             self._group = gloo(own, rank, size, options)
 
     def broadcast(self, bucket: Tensor) -> None:
-        """Broadcast from rank 0 to all, in place. RuntimeError when it does not end in time."""
+        """Broadcast from rank 0 to all, in place. RuntimeError on a timeout."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._span
         self._group.broadcast([bucket], options).wait(self._span)
@@ -151,14 +151,14 @@ class BucketGroup:
             torch.cuda.current_stream(bucket.device).synchronize()
 
     def abort(self) -> None:
-        """Abort the group, also with a peer that hangs."""
+        """Abort the group, even when a peer hangs."""
         with suppress(RuntimeError, AttributeError):
             self._group.abort()
 
 
 def ipc_handles(buckets: Sequence[Tensor]) -> list[list[Any]]:
-    """Return the handles of buckets on a GPU, for one other process of this host: numbers, and
-    bytes as base64."""
+    """Return the IPC handles of GPU buckets for one other process of this host, as numbers and
+    base64."""
     shared = [bucket.untyped_storage()._share_cuda_()[1:] for bucket in buckets]
     return [
         [base64.b64encode(p).decode() if isinstance(p, bytes) else p for p in one] for one in shared
@@ -168,8 +168,8 @@ def ipc_handles(buckets: Sequence[Tensor]) -> list[list[Any]]:
 def copy_by_ipc(
     handles: Any, uuid: str, sizes: Sequence[int], device: torch.device
 ) -> list[Tensor]:
-    """Return copies, on `device`, of the buckets behind `ipc_handles`. LinkFailed when they cannot be
-    opened here."""
+    """Copy the buckets behind `ipc_handles` to `device`. LinkFailed when they cannot be opened
+    here."""
     if device.type != "cuda":
         raise LinkFailed("cuda_ipc: this engine is on a CPU")
     index = next((i for i in range(torch.cuda.device_count()) if device_uuid(i) == uuid), None)
@@ -192,7 +192,7 @@ def copy_by_ipc(
             there = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index))
             there.set_(storage, 0, (size,), (1,))
             copies.append(there.to(device, copy=True))
-        # not for the whole device, on which the engine's thread may capture a graph
+        # not the whole device, on which the engine's thread may capture a graph
         torch.cuda.current_stream(device).synchronize()
     except (TypeError, ValueError, RuntimeError, binascii.Error) as error:
         raise LinkFailed(f"cuda_ipc: {error}") from None
@@ -200,5 +200,5 @@ def copy_by_ipc(
 
 
 def device_uuid(index: int | None) -> str:
-    """Return the UUID of a GPU, which does not depend on its number in this process."""
+    """Return the UUID of a GPU, which does not depend on its index in this process."""
     return str(torch.cuda.get_device_properties(index or 0).uuid)

@@ -1,14 +1,14 @@
-"""Changes that an update makes to the tensors that an engine holds: for an aligned learner, whose
-codes are the engine's (`weights.aligned`), only they have to travel.
+"""Changes of the tensors that an engine holds. For an aligned learner, whose codes are the engine's
+(`weights.aligned`), only they have to travel.
 
     {name}            a tensor whole: a norm that takes noise, or one of which most has changed
-    {name}.gaps       int16 [n], read without a sign: steps between the entries that changed, from -1 on
+    {name}.gaps       int16 [n], read as unsigned: steps between the entries that changed, from -1 on
     {name}.values     [n] their new bits, in the tensor's own dtype
 
-Entries are the tensor's, in row-major order; of packed codes an entry is what is stored. One in
-65,535 is named whether it changed or not, so that no gap is longer. Names are those of
-`publish.digest`. An engine takes changes only on top of the bits that they are changes of, and holds
-the digest of all that it has then against the learner's; when they differ it is as it was.
+Entries are in row-major order; of packed codes an entry is what is stored. Every 65,535th is
+included whether it changed or not, so that no gap is longer. Names are those of `publish.digest`.
+An engine applies changes only to the bits that they are based on, and compares the digest of the
+result with the learner's; on a mismatch its tensors are restored.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Changes:
 
 
 class Shadow:
-    """A copy of what engines hold in `format` and `dtype`, as their aligned learner has it, on the
-    learner's device. ValueError for a learner whose codes are not theirs."""
+    """A copy of what engines hold in `format` and `dtype`, on the learner's device. ValueError for
+    a learner whose codes are not the engines'."""
 
     def __init__(self, model: Transformer, format: str, dtype: torch.dtype) -> None:
         for name, linear in model.linears():
@@ -55,16 +55,16 @@ class Shadow:
                 raise ValueError(f"{name}: it has an adapter, which travels alone")
         self.model = model
         self.dtype = dtype
-        self.version: int | None = None  # None: engines hold nothing of it yet
+        self.version: int | None = None  # None: engines hold no version yet
         self._tensors: dict[str, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what an engine holds."""
+        """Bytes of the copy."""
         return sum(tensor.nbytes for tensor in self._now().values())
 
     def renew(self, version: int) -> None:
-        """Record that engines hold this version, of the learner's present weights."""
+        """Record that engines hold this version of the learner's present weights."""
         for name, tensor in self._now().items():
             if name in self._tensors:
                 self._tensors[name].copy_(tensor)
@@ -101,7 +101,7 @@ def norm_names(model: Transformer) -> set[str]:
 
 
 def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Tensor]:
-    """Return the entries of a stream that make `new` of `old`; none where they are equal."""
+    """Return the stream entries that turn `old` into `new`; none where they are equal."""
     if not whole:
         at = (_bits(old) != _bits(new)).nonzero().flatten()
         if at.numel() == 0:
@@ -118,9 +118,9 @@ def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Te
 def apply(
     rollout: Transformer, stream: Mapping[str, Tensor], changes: Changes
 ) -> dict[str, Tensor]:
-    """Write changes into an engine's storages, in place, but for the norms that take noise: these
-    are returned, by name. Gap when they are of other weights; ValueError when they do not fit or do
-    not give what they were to give. The engine's tensors are as they were then."""
+    """Apply changes to an engine's storages in place, except for the norms that take noise, which
+    are returned by name. Gap when they are based on other weights; ValueError when they do not fit
+    or the digest differs. The engine's tensors are unchanged then."""
     whole = norm_names(rollout)
     targets = _targets(rollout)
     mine = {name: tensor for name, tensor in targets.items() if name not in whole}
@@ -177,8 +177,8 @@ def _norms(
 def _writes(
     stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, tuple[Tensor, Tensor, Tensor]]]:
-    """Yield for each tensor that changes its entries as whole numbers, the positions that change,
-    and their new values. ValueError for what does not fit."""
+    """Yield for each changed tensor its entries as integers, the changed positions, and their new
+    values. ValueError for what does not fit."""
     left = set(stream)
     finite: dict[str, Tensor] = {}
     found = []
@@ -218,5 +218,5 @@ def _positions(name: str, gaps: Tensor, target: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the entries of a contiguous tensor as whole numbers, in one row: the same storage."""
+    """View the entries of a contiguous tensor as integers in one row."""
     return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).view(-1)

@@ -1,5 +1,6 @@
-"""An engine's end of the direct route, whose lines `weights.sync.server` lists. The trainer's address
-comes from the server's own options, never from a request."""
+"""An engine's end of the direct route; `weights.sync.server` lists its messages. The trainer's
+address comes from the server's options, never from a request.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ from lowroll.parallel.store import tcp_store
 from lowroll.weights.sync.base import Broadcast, LinkFailed, Replaced
 from lowroll.weights.sync.buckets import BucketGroup, BucketLayout, copy_by_ipc, unpack
 
-TRIES = 2  # then the trainer is asked for files
+TRIES = 2  # before it requests files
 CONNECT_S = 10.0
-MOST_LINE = 8 << 20  # bytes of a line of the trainer's, which may hold handles
+MOST_LINE = 8 << 20  # bytes of a trainer's line, which may hold handles
 
 
 class WeightClient:
-    """A client that fetches versions from the trainer at host:port, to `device`. One at a time. file:
-    in which the trainer publishes its address; read again for each new connection. token: of the
-    trainer (`base.transfer_token`)."""
+    """A client that fetches versions from the trainer at host:port to `device`, one at a time.
+    file: holds the trainer's address; read again for each new connection. token:
+    `base.transfer_token`."""
 
     def __init__(
         self,
@@ -46,8 +47,8 @@ class WeightClient:
         self._lock = threading.Lock()
 
     def fetch(self, broadcast: Broadcast, layout: BucketLayout) -> dict[str, Tensor]:
-        """Fetch the tensors of a version, by name; they are not checked yet. Replaced when the
-        trainer has written files instead, after two tries; LinkFailed when it cannot be asked."""
+        """Fetch the tensors of a version by name, unverified. Replaced when the trainer has written
+        files instead, after two tries; LinkFailed when it cannot be reached."""
         with self._lock:
             for _ in range(TRIES):
                 try:
@@ -62,7 +63,7 @@ class WeightClient:
             raise Replaced(f"{broadcast.path}: version {broadcast.version} comes as files")
 
     def close(self) -> None:
-        """Leave the group and the trainer. Idempotent."""
+        """Leave the group and disconnect. Idempotent."""
         if self._group is not None:
             self._group[1].abort()
         if self._socket is not None:
@@ -99,13 +100,12 @@ class WeightClient:
         return buckets
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message with the token; return the answer. LinkFailed when there is none, or when it
-        is an error."""
+        """Send a message with the token; return the answer. LinkFailed for none or an error."""
         try:
             if self._socket is None:
                 self._socket = self._connect()
             self._send({"token": self.token, **message})
-            with self._socket.makefile("rb") as lines:  # the trainer sends nothing behind an answer
+            with self._socket.makefile("rb") as lines:  # the trainer sends nothing after an answer
                 line = lines.readline(MOST_LINE)
             closed = b'{"error": "it has closed the connection"}'
             answer: dict[str, Any] = dict(json.loads(line or closed))

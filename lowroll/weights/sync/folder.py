@@ -1,4 +1,4 @@
-"""The route through a folder: a version of the weights becomes a folder that engines read.
+"""The folder route: a version of the weights becomes a folder that engines read.
 
     publisher = FolderPublisher(run / "broadcasts", learner, attempt=1, keep=2, base=model_folder)
     publisher.publish(7)      # broadcasts/step_000007, and its STABLE last
@@ -12,12 +12,12 @@
 With a server (`sync.server`) the tensors of a full version go from device to device, and the folder
 has the rest and the layout of the buckets.
 
-Engines quantize what they read as an engine of the learner's process does, so they hold the same
-bits (`sync.update`). Noise (`weights.noise`) travels as its seed and sigma, and the engine draws it.
+Engines quantize what they read as an engine in the learner's process does, so they hold the same
+bits (`sync.update`). Noise (`weights.noise`) travels as seed and sigma.
 
-A version that is published again (a trainer that died learnt it again) is kept where its bytes are
-the same. Else the old folder is renamed out of the readers' sight before the new one has its name,
-and the new marker names the new manifest: no reader takes files of two attempts for one version.
+A version that is published again (by a restarted trainer) is kept where its bytes are the same.
+Otherwise the old folder is renamed before the new one takes its name, and the new marker names the
+new manifest, so no reader mixes the files of two attempts.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ from lowroll.weights.sync.update import WeightUpdate
 
 log = logging.getLogger(__name__)
 
-FULL_INTERVAL = 8  # versions: an engine that missed some begins at a full one
+FULL_INTERVAL = 8  # versions: an engine that missed some resumes at a full one
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 CHANGES = "changes.safetensors"
-LAYOUT = "layout.json"  # of buckets, in the place of the tensors
-SCALED = "scaled.safetensors"  # of an adapter: tensors that dividing by s would round
+LAYOUT = "layout.json"  # of buckets, in place of the tensors
+SCALED = "scaled.safetensors"  # an adapter's tensors that dividing by s would round
 _CANDIDATE = ".candidate-"
 _RETIRED = ".retired-"
 
@@ -85,8 +85,8 @@ _RETIRED = ".retired-"
 @dataclass(frozen=True)
 class FolderContent:
     """The planned content of a version's folder: its kind, the function that writes the files, and
-    the other entries of its manifest. buckets: of the tensors that are served in the place of files.
-    as_files: the content with these tensors as files."""
+    its other manifest entries. buckets: tensors that are served instead of written. as_files: the
+    same content with these tensors as files."""
 
     kind: Kind
     write: Callable[[Path], None]
@@ -96,13 +96,12 @@ class FolderContent:
 
 
 class FolderPublisher:
-    """A publisher of the learner's versions in `folder`; one at a time: the run's lock is held.
+    """A publisher of the learner's versions in `folder`, which requires the run's lock.
 
-    attempt: of the trainer. keep: how many of the newest versions stay at least, what they are
-    changes of among them. base: the folder or hub id that an adapter is told to belong to. noise:
-    of the run, where it has any. shadow: of an aligned learner, to publish what changes. server:
-    of the direct route that whole models take; one that came to nothing takes none any more.
-    ValueError for a model of which nothing can be published.
+    attempt: of the trainer. keep: how many of the newest versions stay at least, including the
+    bases of changes. base: the folder or hub id named as an adapter's base. noise: of the run.
+    shadow: of an aligned learner, to publish changes. server: of the direct route for whole models;
+    unused once broken. ValueError for a model that cannot be published.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class FolderPublisher:
         self.noise = noise
         self.shadow = shadow
         self.server = server
-        self._lock = threading.Lock()  # of the folder: the server writes from a thread of its own
+        self._lock = threading.Lock()  # of the folder: the server writes from its own thread
         self.broadcasts = Broadcasts(self.folder)
         self._adapted = any(linear.adapter for _, linear in model.linears())
         kept = model.weight_format
@@ -137,8 +136,7 @@ class FolderPublisher:
         self._clean()
 
     def publish(self, version: int) -> dict[str, float]:
-        """Publish a version to all readers, and return its metrics. A power loss after that does not
-        take the version away."""
+        """Publish a version to all readers durably, and return its metrics."""
         content = self._changes(version) or self._adapter() or self._full(version)
         with self._lock:
             path = self._write(version, content)
@@ -156,17 +154,18 @@ class FolderPublisher:
         return metrics
 
     def check(self) -> None:
-        """Raise TransportError when the direct route has ended by itself, with the reason."""
+        """Raise TransportError with the reason when the direct route has failed."""
         if self.server is not None:
             self.server.check()
 
     def forget_after(self, version: int) -> None:
-        """Retire later versions: the learner went back to this one, and they may come out as others."""
+        """Retire later versions: the learner went back to this one, and they may differ when made
+        again."""
         with self._lock:
             self._forget_after(version)
 
     def close(self) -> None:
-        """End the direct route: the newest version stays in the folder, as files."""
+        """End the direct route; the newest version stays as files."""
         if self.server is not None:
             for newest in self.server.versions[-1:]:
                 newest.write()
@@ -176,8 +175,8 @@ class FolderPublisher:
     # -- the content of a version ------------------------------------------------------------------
 
     def _changes(self, version: int) -> FolderContent | None:
-        """Return the changes since the previous version. None when engines do not hold that
-        version, when its folder is gone, and for every FULL_INTERVAL-th version."""
+        """Return the changes since the previous version. None when engines do not hold it, when its
+        folder is gone, and for every FULL_INTERVAL-th version."""
         shadow = self.shadow
         if shadow is None or shadow.version != version - 1 or version % FULL_INTERVAL == 0:
             return None
@@ -227,8 +226,8 @@ class FolderPublisher:
     # -- its folder --------------------------------------------------------------------------------
 
     def _write(self, version: int, content: FolderContent, same: bool = False) -> Path:
-        """Write the folder of a version with its marker, and return it. same: the folder has the
-        same weights in other files."""
+        """Write the folder of a version with its marker, and return it. same: it has the same
+        weights in other files."""
         drawn = None if self.noise is None else self.noise.at(version)
         noise = None if drawn is None else {"seed": drawn.seed, "sigma": drawn.sigma}
         own = {"broadcast": FORMAT, "version": version, "kind": content.kind, "noise": noise}
@@ -240,7 +239,8 @@ class FolderPublisher:
             log.warning("%s: written again with other bytes, by attempt %d", dest, self.attempt)
         digest = manifest_digest(dest)
         if content.buckets is not None:
-            self._serve(version, digest, content)  # engines may ask as soon as the marker is there
+            # engines may request it as soon as the marker is there
+            self._serve(version, digest, content)
         stable = self.broadcasts.at(version)
         if stable is None or stable.path != dest:
             marker = encode_marker(version, self.attempt, content.kind, digest, noise)
@@ -248,7 +248,7 @@ class FolderPublisher:
         return dest
 
     def _serve(self, version: int, digest: str, content: FolderContent) -> None:
-        """Have engines fetch a version whose folder is without its tensors."""
+        """Serve the tensors of a version whose folder lacks them."""
         assert self.server is not None and content.buckets is not None
 
         def write() -> None:
@@ -263,8 +263,7 @@ class FolderPublisher:
     def _replace(
         self, dest: Path, write: Callable[[Path], None], meta: dict[str, Any], same: bool
     ) -> bool:
-        """Publish beside a folder that is there, and put that in its place where their bytes
-        differ."""
+        """Write beside an existing folder, and replace it where the bytes differ."""
         candidate = self.folder / f"{_CANDIDATE}{dest.name}"
         publish_folder(candidate, write, meta)
         faultpoint("broadcast.candidate")
@@ -280,8 +279,8 @@ class FolderPublisher:
         return True
 
     def _retire(self, path: Path) -> None:
-        """Rename a folder out of the readers' sight; one that reads in it continues, and learns of
-        it at the end."""
+        """Rename a folder out of the readers' sight; a current reader continues and detects it at
+        the end."""
         taken = len(list(self.folder.glob(f"{_RETIRED}{path.name}-*")))
         while (target := self.folder / f"{_RETIRED}{path.name}-{taken}").exists():
             taken += 1
@@ -296,7 +295,7 @@ class FolderPublisher:
                 self._retire(path)
 
     def _retain(self, newest: int) -> None:
-        """Retire what no engine asks for any more. A disk that refuses costs space, not the run."""
+        """Retire versions that no engine needs. A disk error costs space, not the run."""
         needed = self._needed(newest)
         try:
             for number, path in self._folders():
@@ -308,7 +307,7 @@ class FolderPublisher:
             log.warning("old weights could not be removed, the next version tries again: %s", error)
 
     def _needed(self, newest: int) -> set[int]:
-        """Return the last `keep` versions, and those that they are changes of."""
+        """Return the last `keep` versions and their bases."""
         needed: set[int] = set()
         for version in range(newest, newest - self.keep, -1):
             step: int | None = version
@@ -319,13 +318,13 @@ class FolderPublisher:
         return needed
 
     def _folders(self) -> list[tuple[int, Path]]:
-        """Return the folders of versions, whole or not, with their numbers, sorted by name."""
+        """Return the folders of versions, complete or not, with their numbers, sorted by name."""
         paths = [path for path in sorted(self.folder.iterdir()) if not path.is_symlink()]
         numbers = [number_of(path.name) for path in paths]
         return [(n, path) for n, path in zip(numbers, paths, strict=True) if n is not None]
 
     def _clean(self) -> None:
-        """Remove what was retired and is not read, and what a dead attempt left."""
+        """Remove retired folders that are not read, and leftovers of a dead attempt."""
         remove_leftovers(self.folder)
         for path in sorted(self.folder.iterdir()):
             name = path.name
@@ -342,8 +341,7 @@ def _model_files(
 
 
 def _is_same(old: Path, new: Path) -> bool:
-    """Return whether a folder holds, undamaged, the bytes of a new one: their manifests are
-    equal."""
+    """Return whether an undamaged folder has the same manifest as a new one."""
     try:
         verify_folder(old)
         return (old / MANIFEST).read_bytes() == (new / MANIFEST).read_bytes()
@@ -375,12 +373,11 @@ def read_update(
     broadcast: Broadcast | None = None,
     client: WeightClient | None = None,
 ) -> WeightUpdate:
-    """Return the update in a folder whose files were verified, as policy `number`.
+    """Return the update in a verified folder, as policy `number`.
 
-    kind: of its weights. model, weights: the folder that the engine was made from, and its format.
-    broadcast: that lies there, where a trainer wrote it. client: of the direct route, where there is
-    one. ValueError for a folder that is damaged or not for this engine; TransportError as
-    `WeightClient.fetch` raises it.
+    kind: of its weights. model, weights: the engine's model folder and format. broadcast: the
+    folder's, where a trainer wrote it. client: of the direct route, if any. ValueError for a folder
+    that is damaged or not for this engine; TransportError as `WeightClient.fetch`.
     """
     meta = read_meta(folder) or {}
     if kind == "adapter":
@@ -396,7 +393,7 @@ def read_update(
 
 
 def _read_adapter(folder: Path, number: int, weights: str) -> WeightUpdate:
-    """Return the update of an adapter, whose tensors are bit for bit those of the learner."""
+    """Return an adapter's update, bit for bit the learner's."""
     optional = [name for name in (bases.FILE, SCALED) if (folder / name).exists()]
     _check_published(folder, *ADAPTER, *optional)
     stated = bases.read(folder)
@@ -434,7 +431,7 @@ def _fetch(
     meta: Mapping[str, Any],
     client: WeightClient | None,
 ) -> WeightUpdate:
-    """Return the update of a whole model whose tensors the trainer's server has."""
+    """Return the update of a whole model from the trainer's server."""
     if client is None:
         raise ValueError(
             f"way: its tensors come by {broadcast.way}; start the engine with --weights-from"
@@ -455,17 +452,17 @@ def read_layout(folder: Path) -> BucketLayout:
 
 
 def _checked_scale(spec: ModelSpec, model: Path, meta: Mapping[str, Any]) -> float:
-    """Return the input scale of the weights. Raises ValueError when they are of another model."""
-    served = replace(read_headers(model)[0], eos_ids=spec.eos_ids)  # a server's own
+    """Return the input scale of the weights. ValueError when they are of another model."""
+    served = replace(read_headers(model)[0], eos_ids=spec.eos_ids)  # a server sets its own
     odd = [f.name for f in fields(spec) if f.compare and vars(spec)[f.name] != vars(served)[f.name]]
     if odd:
         raise ValueError(f"config.json: {', '.join(odd)}: not as the served model's")
-    # of a folder that somebody exported s is not asked for: it is an ordinary model
+    # a folder exported by others is an ordinary model, so its s is ignored
     return float(spec.config.get(scaling.KEY) or 1.0) if "broadcast" in meta else 1.0
 
 
 def _check_published(folder: Path, *names: str) -> None:
-    """Raise ValueError for a file that was put there later."""
+    """Raise ValueError for a file that was added later."""
     listed = published_files(folder)
     for name in names:
         if name not in listed:

@@ -1,4 +1,4 @@
-"""The trainer's end of the direct route: engines ask for a version, and its buckets go over by NCCL,
+"""The trainer's end of the direct route: engines request a version, and its buckets travel by NCCL,
 gloo or CUDA IPC. Both ends exchange lines of JSON on a socket:
 
     engine -> trainer    {"token": token, "want": [version, manifest digest]}
@@ -9,19 +9,20 @@ gloo or CUDA IPC. Both ends exchange lines of JSON on a socket:
     engine -> trainer    {"token": token, "write": [version, manifest digest]}    write files instead
     trainer -> engine    {"written": version}
 
-The server runs an event loop in a thread of its own:
+The server runs an event loop in its own thread:
 
-produces       the buckets of the newest versions, for every engine that asks
-waits for      engines that ask; once one has, for the other connected engines, at most GATHER_S; for a
+produces       the buckets of the newest versions, for every engine that requests them
+waits for      requests; after the first, for the other connected engines, at most GATHER_S; for a
                group, at most JOIN_S; for a round, at most `timeout_s`; for no single connection
 unblocked by   a new version, a line of an engine, `close`
 
-A group stays as long as the engines that ask are those of the last time. A peer that dies in the
-midst of a broadcast ends the group, and the next engine that asks begins another.
+A group lasts as long as the requesting engines stay the same. A peer that dies during a broadcast
+ends the group, and the next request begins another.
 
-Engines authenticate by a token; without one only this machine is listened to. A connection that has
-not sent it within HELLO_S or MOST_LINE bytes is closed, and the oldest of them once there are too many.
-The group's store and the buckets know no token: between machines use a private network.
+Engines authenticate by a token; without one the server listens on this machine only. A connection
+that has not sent it within HELLO_S or MOST_LINE bytes is closed, and so is the oldest of them when
+there are too many. The group's store and the buckets are not protected by the token: between
+machines use a private network.
 """
 
 from __future__ import annotations
@@ -52,16 +53,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GATHER_S = 1.0
-LOOK_S = 0.05  # between two looks whether an engine has gone in a broadcast
-ANSWER_S = 5.0  # until a line is sent to an engine that is there
-HELLO_S = 10.0  # until a new connection has sent the token
-MOST_LINE = 1 << 12  # bytes of a line of an engine's
-MOST_UNKNOWN = 256  # connections that have not sent the token; fewer where few files may be open
+LOOK_S = 0.05  # between checks for lost engines in a broadcast
+ANSWER_S = 5.0  # to send a line to an engine
+HELLO_S = 10.0  # for a new connection to send the token
+MOST_LINE = 1 << 12  # bytes of an engine's line
+MOST_UNKNOWN = 256  # unauthenticated connections; fewer where few files may be open
 
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """A version that can be fetched. write: put it into the folder as files, for an engine that
+    """A version that can be fetched. write: writes it into the folder as files, for an engine that
     cannot fetch it."""
 
     version: int
@@ -71,13 +72,12 @@ class ServedVersion:
 
 
 class WeightServer:
-    """A server of the newest versions to engines that ask for them.
+    """A server of the newest versions to engines.
 
-    way: nccl (gloo on a CPU) or cuda_ipc. host, port: where engines ask; 0 for a free port. Only that
-    interface is listened at. keep: how many of the newest versions stay, a copy of the model each:
-    engines of a strict run take older ones. token: of the engines (`base.transfer_token`).
-    ValueError for an address that engines cannot ask at, and for one that others reach without a
-    token.
+    way: nccl (gloo on a CPU) or cuda_ipc. host, port: the only interface to listen on; 0 for a free
+    port. keep: how many of the newest versions stay, each a copy of the model, as engines of a
+    strict run take older ones. token: `base.transfer_token`. ValueError for an address that engines
+    cannot reach, and for one that others reach without a token.
     """
 
     def __init__(
@@ -101,39 +101,40 @@ class WeightServer:
         self.timeout_s = timeout_s
         self.token = token
         self.keep = keep
-        self.broken = False  # an engine asked for files: the next versions come as files
+        self.broken = False  # an engine requested files: the next versions are files too
         self.versions: list[ServedVersion] = []  # the newest last
         self._listening = socket.create_server((host, port), backlog=128)
         self.port: int = self._listening.getsockname()[1]
         meeting = socket.create_server((host, 0), backlog=128)
         self._store_port = meeting.getsockname()[1]
         self._store = tcp_store(host, self._store_port, meeting, timeout_s)
-        self._unknown: dict[Connection, None] = {}  # have not sent the token; the oldest first
+        self._unknown: dict[Connection, None] = {}  # unauthenticated, the oldest first
         self._most_unknown = max(1, min(MOST_UNKNOWN, raise_file_limit() // 4))
         self._engines: dict[Connection, None] = {}
-        self._asking: dict[Connection, tuple[Any, asyncio.Event]] = {}  # for what; once answered
+        # request, and event of its answer
+        self._asking: dict[Connection, tuple[Any, asyncio.Event]] = {}
         self._group: tuple[list[Connection], BucketGroup] | None = None
         self._groups = 0
-        self._changed = asyncio.Event()  # an engine has asked or gone
+        self._changed = asyncio.Event()  # an engine sent a request or left
         self._closing = asyncio.Event()
-        self._failed: Exception | None = None  # the thread has ended with it
+        self._failed: Exception | None = None  # the error that ended the thread
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
     def serve(self, version: ServedVersion) -> None:
-        """Serve this version, beside the older ones: engines may still be told to take those.
-        TransportError as `check`."""
+        """Serve this version beside the older ones, which engines may still request. TransportError
+        as `check`."""
         self.check()
         older = [one for one in self.versions if one.version < version.version]
         self.versions = [*older, version]
 
     def forget_older(self) -> None:
-        """Drop all versions but the newest `keep`: engines can be told to take the last by now."""
+        """Drop all but the newest `keep` versions."""
         self.versions = self.versions[-self.keep :]
 
     def check(self) -> None:
-        """Raise TransportError when no engine can be answered any more, with the reason."""
+        """Raise TransportError with the reason when the server has failed."""
         if self._failed is not None:
             raise TransportError(
                 f"weights are not offered by {self.way} any more: {self._failed!r}"
@@ -153,7 +154,7 @@ class WeightServer:
                 if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)
                 runner.run(self._work())
-            except Exception as error:  # the trainer's next look raises it
+            except Exception as error:  # raised by the trainer's next `check`
                 grouped = isinstance(error, ExceptionGroup)
                 self._failed = error.exceptions[0] if grouped else error  # type: ignore[attr-defined]
                 log.error("weights are not offered by %s any more: %r", self.way, self._failed)
@@ -177,8 +178,8 @@ class WeightServer:
                 task.cancel()
 
     async def _talk(self, peer: Connection) -> None:
-        """Answer a connection until it ends or fails. When too many have not sent the
-        token, the oldest of them is closed."""
+        """Answer a connection until it ends or fails. Close the oldest when too many are
+        unauthenticated."""
         self._unknown[peer] = None
         if len(self._unknown) > self._most_unknown:
             oldest = next(iter(self._unknown))
@@ -189,7 +190,8 @@ class WeightServer:
             while True:
                 message = await peer.receive(deadline_s)
                 stated = str(message.get("token") or "")
-                found = stated.encode(errors="surrogatepass")  # JSON has what UTF-8 has not
+                # JSON allows characters that UTF-8 lacks
+                found = stated.encode(errors="surrogatepass")
                 if not hmac.compare_digest(found, self.token.encode()):
                     log.warning("%s asks for weights with another token; refused", peer.name)
                     reason = "it takes another token: give both roles the same ones"
@@ -214,7 +216,7 @@ class WeightServer:
                 self._end_group()
 
     def _write(self, peer: Connection, wanted: Any) -> dict[str, Any]:
-        """Write a version as files; return the answer to the engine that asked for it."""
+        """Write a version as files; return the answer to the engine."""
         try:
             found = self._find(wanted)
             if not self.broken:
@@ -226,7 +228,7 @@ class WeightServer:
         return {"written": found.version}
 
     def _find(self, wanted: Any) -> ServedVersion:
-        """Return the version that an engine wants. LinkFailed when it is not served."""
+        """Return the requested version. LinkFailed when it is not served."""
         versions = self.versions
         for one in versions:
             if wanted == [one.version, one.digest]:
@@ -238,7 +240,7 @@ class WeightServer:
     # -- rounds: a version goes to all that want it -------------------------------------------------
 
     async def _run_rounds(self) -> None:
-        """Answer the engines that ask, those that want the same version in one round."""
+        """Answer requests, those for the same version in one round."""
         while True:
             await self._until(lambda: bool(self._asking))
             with suppress(TimeoutError):
@@ -259,14 +261,14 @@ class WeightServer:
                 answered.set()
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait until something holds of the engines and what they ask for."""
+        """Wait until a condition on the engines and their requests holds."""
         while not holds():
             self._changed.clear()
             await self._changed.wait()
 
     async def _transfer(self, version: ServedVersion, members: list[Connection]) -> None:
-        """Send a version to engines, and wait until they have it. When one does not get it all are
-        disconnected, and ask again."""
+        """Send a version to engines, and wait until they confirm it. On a failure all are
+        disconnected, and request it again."""
         try:
             if self.way == "nccl":
                 await self._broadcast(version, members)
@@ -280,8 +282,7 @@ class WeightServer:
                 peer.close()
 
     async def _broadcast(self, version: ServedVersion, members: list[Connection]) -> None:
-        """Broadcast the buckets to the members of a group, which is the last one where they are the
-        same engines."""
+        """Broadcast the buckets to a group, the last one where its members are the same."""
         if self._group is not None and self._group[0] != members:
             self._end_group()
         if self._group is None:
@@ -337,8 +338,8 @@ class Connection:
             raise LinkFailed(f"the other side of {self.name}: {error}") from None
 
     async def receive(self, deadline_s: float | None) -> dict[str, Any]:
-        """Return the next line. LinkFailed at the end, after the deadline, and for what is no
-        object."""
+        """Return the next line. LinkFailed at the end, after the deadline, and for a line that is
+        not an object."""
         try:
             async with asyncio.timeout(deadline_s):
                 line = await self._reader.readline()
@@ -358,7 +359,6 @@ class Connection:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the engine has closed the connection."""
         return self._reader.at_eof() or self._reader.exception() is not None
 
     def close(self) -> None:
@@ -366,10 +366,10 @@ class Connection:
 
 
 async def beside(work: Callable[[], T], members: list[Connection]) -> T:
-    """Return what `work` returns in a thread of its own. LinkFailed when a member goes meanwhile: then
-    the thread is left alone, since its calls may hang in a dead peer."""
+    """Return the result of `work`, run in its own thread. LinkFailed when a member leaves
+    meanwhile; the thread is abandoned, since it may hang on a dead peer."""
     outcome: Future[T] = Future()
-    outcome.set_running_or_notify_cancel()  # from here on nobody can cancel it
+    outcome.set_running_or_notify_cancel()  # nobody can cancel it from here on
 
     def run() -> None:
         try:
@@ -389,8 +389,8 @@ async def beside(work: Callable[[], T], members: list[Connection]) -> T:
 
 
 async def confirm(version: int, members: list[Connection], timeout_s: float) -> None:
-    """Wait until every engine confirms the version, within one deadline. LinkFailed names those that
-    do not."""
+    """Wait until every engine confirms the version, within one deadline. LinkFailed names the
+    others."""
 
     async def problem(peer: Connection) -> str:
         try:
@@ -409,8 +409,8 @@ async def confirm(version: int, members: list[Connection], timeout_s: float) -> 
 
 
 def _check_address(host: str, token: str) -> None:
-    """Raise ValueError for an address that engines cannot ask at, and for one that others reach
-    when they could ask without a token."""
+    """Raise ValueError for an address that engines cannot reach, and for one that others reach
+    without a token."""
     try:
         found = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
     except OSError as error:

@@ -1,18 +1,18 @@
-"""A weight update as a value: what a learner hands to an engine, wherever the engine is, and the
-engine's end, which takes it whole or not at all.
+"""A weight update as a value from a learner, and the engine's end, which takes it whole or not at
+all.
 
     engine.update_weights(WeightUpdate.local(master, version=3, noise=noise))    in one process
     engine.update_weights(WeightUpdate.local(master, version=3).as_stream())     by another route
 
-Every update yields its tensors by name, one after the other and only when asked. A local one also
-has the learner's model: an engine of the same process quantizes from there into its own storages
-(`weights.publish`) and reads no name. Every other engine gathers the stream first, on its device:
-names, shapes, dtypes, finite values and the digest are checked before its weights change. Until
-then that costs the memory of what travels: a dense model, or an adapter.
+Every update yields its tensors by name, lazily. A local one also has the learner's model: an engine
+of the same process quantizes from there into its own storages (`weights.publish`). Every other
+engine gathers the stream on its device and checks names, shapes, dtypes, finite values and the
+digest before its weights change. This takes the memory of what travels: a dense model, or an
+adapter.
 
-The digest is of names and bytes, wherever they are: the learner states it, and the engine computes
-it again over what has arrived, or over a file. It is not the digest in a BehaviorTag, which is that
-of the quantized weights that the engine samples from.
+The digest covers names and bytes: the learner states it, and the engine computes it over what has
+arrived, or over a file. It differs from the digest in a BehaviorTag, which is of the quantized
+weights that the engine samples from.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ class WeightUpdate:
     # names, for the base that the engine holds. codes: the stored tensors of a low-bit model, or
     # with `changes` what differs in them (`sync.changes`).
     kind: Kind
-    # begins the stream anew; what it has yielded stays as it is until the update has been taken
+    # starts the stream again; yielded tensors stay valid until the update has been taken
     tensors: Callable[[], Iterable[tuple[str, Tensor]]]
-    digest: str | None = None  # of the stream (`content_digest`), where it was stated
-    noise: Noise | None = None  # for the norms; the engine draws it itself
+    digest: str | None = None  # of the stream (`content_digest`), if stated
+    noise: Noise | None = None  # for the norms; the engine draws it
     lora_alpha: float | None = None  # of an adapter; its rank is in the shapes
-    # the s of update-aware scaling (`model.scaling`) that the weights, or an adapter's base, carry
+    # the s of update-aware scaling (`model.scaling`) in the weights, or in an adapter's base
     input_scale: float = 1.0
-    # the learner's model, in its own process: read when the update is taken, not before
+    # the learner's model in its own process: read when the update is taken, not before
     master: Transformer | None = None
     changes: Changes | None = None
 
     @classmethod
     def local(cls, master: Transformer, version: int, noise: Noise | None = None) -> WeightUpdate:
-        """Return the update from a learner of this process: its adapter when it has one, else its
+        """Return the update of a learner in this process: its adapter if it has one, else its
         weights. Nothing is read yet."""
         alphas = {linear.adapter.alpha for _, linear in master.linears() if linear.adapter}
         scale = scaling.applied(master) or 1.0
         if alphas:
-            alpha = alphas.pop() if len(alphas) == 1 else None  # an engine says which layer is odd
+            alpha = alphas.pop() if len(alphas) == 1 else None  # engines report the odd layer
             stream = partial(_adapter, master)
             return cls(version, "adapter", stream, None, noise, alpha, scale, master)
         kept = master.weight_format
@@ -76,18 +76,18 @@ class WeightUpdate:
         return cls(version, "full", partial(dense, master), None, noise, None, scale, master)
 
     def as_stream(self) -> WeightUpdate:
-        """Return the same update as it travels: with its digest and without the learner's model."""
+        """Return the same update with its digest and without the learner's model."""
         return replace(self, digest=self.content_digest(), master=None)
 
     def content_digest(self) -> str:
-        """Return 32 hex digits over the name, shape, dtype and bytes of every tensor, and over what
-        else changes the policy. Reads the whole stream."""
+        """Return 32 hex digits over the name, shape, dtype and bytes of every tensor, and over
+        other inputs of the policy. Reads the whole stream."""
         numbers = {} if self.lora_alpha is None else {"lora_alpha": self.lora_alpha}
         return fingerprint(dict(self.tensors()), numbers | {"input_scale": self.input_scale})
 
 
 def dense(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight of a dense model under its Hugging Face name: views of the fused
+    """Yield every weight of a dense model under its Hugging Face name, as views of the fused
     matrices."""
     weights: dict[str, Tensor] = dict(model.named_parameters())
     for name, linear in model.linears():
@@ -107,7 +107,7 @@ def _codes(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 
 class UpdateReceiver:
-    """Takes updates for the engine's model, and for the one `beside` it."""
+    """The engine's end, for its model and the one `beside` it."""
 
     def __init__(self, rollout: Transformer, large_batch_model: Transformer | None = None) -> None:
         self.rollout = rollout
@@ -115,7 +115,7 @@ class UpdateReceiver:
         ranks = (linear.adapter.rank for _, linear in rollout.linears() if linear.adapter)
         self.max_rank = max(ranks, default=0)  # of an adapter
         adapted = self.max_rank > 0
-        self.kind: Kind = "adapter" if adapted else "full"  # of the streams that it takes
+        self.kind: Kind = "adapter" if adapted else "full"  # of accepted streams
         self.takes_noise = can_take_noise(rollout)
         kinds: set[Kind] = {self.kind}
         if not adapted and large_batch_model is None:
@@ -129,10 +129,9 @@ class UpdateReceiver:
         }
 
     def take(self, update: WeightUpdate) -> None:
-        """Refill the engine's storages, in place. ValueError, before anything is written, names
-        what does not fit: of a stream a missing, unknown or repeated tensor, a wrong shape or
-        dtype, a value that is not finite, another digest than was stated; else as `publish`
-        says."""
+        """Refill the engine's storages in place. ValueError, before anything is written, for a
+        stream with a missing, unknown or repeated tensor, a wrong shape or dtype, a value that is
+        not finite, or a digest other than stated; else as `publish`."""
         if update.master is not None:
             publish(update.master, self.rollout, update.noise, self.large_batch_model)
             return
@@ -163,7 +162,7 @@ class UpdateReceiver:
 
     @torch.no_grad()
     def _change(self, update: WeightUpdate, changes: Changes) -> None:
-        """Write what differs, and the norms with their noise."""
+        """Write the changes, and the norms with their noise."""
         rollout = self.rollout
         drawn = drawn_noise(update.noise, rollout)
         stream = {name: tensor.to(rollout.device) for name, tensor in update.tensors()}
@@ -173,7 +172,7 @@ class UpdateReceiver:
 
     @torch.no_grad()
     def _write_adapter(self, update: WeightUpdate) -> None:
-        """Write what an adapter's stream holds, and the noise on the norms of its base."""
+        """Write an adapter's stream, and the noise on its base's norms."""
         rollout = self.rollout
         rank = _rank(update, self.max_rank)
         wanted = lora.wanted(rollout, rank)
@@ -196,8 +195,8 @@ class UpdateReceiver:
 def gather(
     update: WeightUpdate, spec: ModelSpec, dtype: torch.dtype, device: Device
 ) -> Transformer:
-    """Return a dense model of what a full stream holds, on a device; a matrix keeps the dtype that
-    it came in. ValueError as `UpdateReceiver.take` says of a stream."""
+    """Return a dense model of a full stream on a device; a matrix keeps its dtype. ValueError as
+    `UpdateReceiver.take`."""
     staging = Transformer(spec, "meta", dtype)
     whole = {name: (parts, shape) for name, parts, shape in hf_names(spec)}
     owner = {part: name for name, (parts, _) in whole.items() for part in parts}
@@ -223,8 +222,8 @@ def dense_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _rank(update: WeightUpdate, max_rank: int) -> int:
-    """Return the rank of the adapter in a stream, by its first A; `max_rank` where there is
-    none. ValueError when it is higher than that."""
+    """Return the rank of a stream's adapter, by its first A; `max_rank` without one. ValueError
+    when it is higher."""
     shapes = (t.shape for name, t in update.tensors() if name.endswith(".lora_A.weight"))
     shape = next(shapes, None)
     rank = max_rank if not shape else shape[0]
@@ -243,7 +242,7 @@ def arrivals(
     may_lack: Callable[[Set[str], Set[str]], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a stream on a device. ValueError unless they are exactly those of
-    `wanted`, name to shape, but for what may be lacking among them."""
+    `wanted`, name to shape, except those that `may_lack` allows to be missing."""
     unseen = set(wanted)
     for name, tensor in update.tensors():
         _check(name, tensor, wanted, unseen)
@@ -256,7 +255,7 @@ def arrivals(
 def _check(
     name: str, tensor: Tensor, wanted: Mapping[str, tuple[int, ...]], unseen: Set[str]
 ) -> None:
-    """Raise ValueError when the tensor is none that the engine still waits for."""
+    """Raise ValueError for an unexpected tensor."""
     what = f"update: {some([name])}"
     if name not in wanted:
         raise ValueError(f"{what}: the engine's model has no such tensor")
@@ -269,8 +268,7 @@ def _check(
 
 
 def check_content(update: WeightUpdate, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for a value that is not finite, or bytes that are not those that were
-    sent."""
+    """Raise ValueError for a value that is not finite, or a digest other than stated."""
     extents = checksum.amax(list(tensors.values()))
     for name, finite in zip(tensors, checksum.finite(extents), strict=True):
         if not finite:
@@ -285,7 +283,6 @@ def check_content(update: WeightUpdate, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _join(parts: Mapping[str, Tensor]) -> Tensor:
-    """Return a fused matrix of its parts."""
     dtypes = {part.dtype for part in parts.values()}
     if len(dtypes) > 1:
         raise ValueError(f"update: {some(parts)}: parts of one matrix have different dtypes")
