@@ -300,7 +300,7 @@ def is_loopback(host: str) -> bool:
 def application(
     arguments: argparse.Namespace, tokens: Credentials, role: EngineRole | None = None
 ) -> web.Application:
-    """Return the engine behind its routes."""
+    """Build the server's app over a new engine."""
     from lowroll.model.folder import resolve
     from lowroll.server.app import make_app
     from lowroll.server.weight_store import WeightStore
@@ -309,7 +309,9 @@ def application(
     shelf = None
     if arguments.weights_dir is not None:
         if tokens.admin is None:
-            raise ValueError("--weights-dir: POST /weights is a control route: --admin-token-env")
+            raise ValueError(
+                "--weights-dir: POST /weights is a control route, which needs --admin-token-env"
+            )
         shelf = WeightStore(arguments.weights_dir, folder, weight_client(arguments, tokens.admin))
     elif arguments.weights_from is not None:
         raise ValueError("--weights-from: the versions are those of --weights-dir")

@@ -74,35 +74,50 @@ def _warn_if_slow(device: torch.device, weights: str) -> None:
 class NativeEngine:
     """Continuous batching over a paged KV cache, with linear weights in any format.
 
-    model: folder, hub id, or a loaded Transformer (which keeps its weights; the engine makes its
-    own copy, or shares what is in the format already). weights: a name of `lowroll.formats()`;
-    default the model's own low-bit format, or int8 for a dense model. kv: the cache policy
-    (`kv.policy`); None is the dense one. dtype: of activations, norms and KV cache; default float32
-    on CPU, bfloat16 on CUDA, and what a dense format says. kv_dtype: "fp8" stores the KV cache in 8
-    bits (`kv.fp8`); None in `dtype`. cache_tokens: size of the KV cache; default what `workloads`,
-    the requests that will be in it together, can use, and no more than a quarter of the free
-    memory; without workloads, `max_batch` samples of 4,096 tokens, one whole context at least and
-    16 GiB at most (`kv.capacity`). max_batch: samples decoded at once. max_prefill_tokens: prompt
-    tokens a pass. prefill_chunk: longest piece of a prompt in one pass, None for whole prompts.
-    noisy: `update_weights` may put noise on the norms. large_batch_weights: a second format, kept
-    beside the first and used for prompts and while many rows decode (`engine.decoder`); each
-    token's policy span has the digest of the weights that drew it. keep_dense: hold the dequantized
-    matrices of a 4-bit format beside its codes (2 bytes a weight in bfloat16), which saves time for
-    prompts and many rows (CUDA). record_evictions: rollouts say which keys a bounded cache dropped
-    (`types.Evictions`). lookahead: decode steps between two times that the host sees tokens and
-    admits requests, for requests that come one by one; prompts also run together, once in `gather`
-    steps (default: one fewer). None is for requests that are there from the beginning: 16 on CUDA,
-    and as many passes over prompts. one_pass: rows that decode beside prompts take their step in
-    the pass over those (dense cache, no large_batch_weights). Tokens depend on none of these.
-    max_model_len: tokens of the longest prompt with its response, where the model could take longer
-    ones. memory_share: of the device's memory, which weights and a KV cache of no given size may
-    fill. prefix_caching: a prompt finds the pages of an earlier one with the same beginning.
-    turn_caching: the next turn of a conversation also finds the pages of what was drawn in the turn
-    before. Keys of a decode step differ in their last bits from those of a prompt, and so do the
-    log-probs behind them. It needs the dense cache, unrounded, and one format. cuda_graphs: False
-    starts the kernels of a decode step or a short pass over prompts one by one, for debugging.
-    exact: a request has the same bits whatever runs beside it; None: as a loaded model computes.
-    ValueError names the argument that is wrong.
+    ValueError names the argument that is wrong. Tokens depend on none of the arguments of
+    scheduling.
+
+    The model
+        model          folder, hub id, or a loaded Transformer, which keeps its weights: the engine
+                       copies them, or shares what is in the format already
+        weights        a name of `lowroll.formats()`; default the model's own low-bit format, or
+                       int8 for a dense model
+        large_batch_weights     a second format, for prompts and while many rows decode
+                       (`engine.decoder`); each token's policy span has the digest of its weights
+        dtype          of activations, norms and KV cache; default float32 on CPU, bfloat16 on CUDA,
+                       and what a dense format says
+        keep_dense     hold the dequantized matrices of a 4-bit format beside its codes (2 bytes a
+                       weight in bfloat16): faster for prompts and many rows on CUDA
+        noisy          `update_weights` may put noise on the norms
+        exact          a request has the same bits whatever runs beside it; None: as a loaded model
+
+    The KV cache
+        kv             the policy (`kv.policy`); None is the dense one
+        kv_dtype       "fp8" stores it in 8 bits (`kv.fp8`); None in `dtype`
+        cache_tokens   its size; default what `workloads`, the requests that will be in it together,
+                       can use, and no more than a quarter of the free memory; without workloads
+                       `max_batch` samples of 4,096 tokens, one whole context at least and 16 GiB at
+                       most (`kv.capacity`)
+        memory_share   of the device's memory, which weights and a cache of no given size may fill
+        max_model_len  tokens of the longest prompt with its response; default the model's
+        prefix_caching a prompt finds the pages of an earlier one with the same beginning
+        turn_caching   the next turn of a conversation also finds the pages of what was drawn in the
+                       turn before, whose last bits differ from a prompt's. It needs the dense
+                       cache, unrounded, and one format
+        record_evictions        rollouts say which keys a bounded cache dropped (`types.Evictions`)
+
+    Scheduling
+        max_batch      samples decoded at once
+        max_prefill_tokens      prompt tokens a pass
+        prefill_chunk  longest piece of a prompt in one pass; None for whole prompts
+        lookahead      decode steps between two times that the host reads tokens and admits
+                       requests, for requests that come one by one. None is for requests that are
+                       there from the beginning: 16 on CUDA, and as many passes over prompts
+        gather         decode steps before other prompts run together; default `lookahead` - 1
+        one_pass       rows that decode beside prompts take their step in the pass over those (dense
+                       cache, no large_batch_weights)
+        cuda_graphs    False launches the kernels of a decode step or a short pass one by one, for
+                       debugging
     """
 
     def __init__(

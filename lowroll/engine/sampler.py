@@ -1,5 +1,8 @@
 """Logits to tokens, with the log-prob of each token under the distribution that it was drawn from.
 
+There are two implementations with the same bits: this one draws first tokens and drafts, and
+`engine.decoder` with `kernels.sampling` draws the tokens of decode steps. Change both.
+
 Per row, in fp32 and in this order (the order of Hugging Face's processors):
  1. repetition penalty (CTRL, Keskar et al. 2019, arXiv:1909.05858, eq. 5, with the sign rule that
     is usual since): of every id seen in prompt or response, a positive logit is divided by it, a
@@ -25,8 +28,6 @@ Noise is a function of `request.noise_key`, position and token id alone (`kernel
 Nothing here but `TopLogprobs.told` waits for the device. A row without a distribution (NaN or +inf
 logits, or nothing but -inf) gets token 0 and log-prob NaN; `require_finite` turns that into an
 error once the numbers are on the host.
-
-This file draws first tokens and drafts; decode steps draw in `engine.decoder`.
 
 Shapes: B rows, V vocabulary, N pairs of row and id, A rows with top log-probs, K likeliest tokens,
 C rows of a piece.

@@ -1,4 +1,5 @@
-"""The clipped surrogate, plain and weighted for the sampler's mismatch.
+"""The loss of GRPO, Dr. GRPO, RLOO, DAPO and PPO (`clipped`), and of TIS (`weighted`): the clipped
+surrogate, plain and weighted for the sampler's mismatch. J is maximised.
 
     clipped    J_t =           min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   R = exp(learner - anchor)
     weighted   J_t = min(w, C) min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   w = exp(proximal - behavior)

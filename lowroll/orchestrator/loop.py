@@ -91,10 +91,10 @@ class Orchestrator:
             settings.max_error_rate, settings.error_window, settings.batch_size
         )
         self.last = 0  # the step of the last batch
-        self._settled = False  # the journal is at `last`
-        self._anew = False  # and discards earlier events
+        self._journal_in_sync = False
+        self._restart_journal = False  # discard earlier events when it is synced
         self._waits = {"time/wait_weights": 0.0, "time/wait_trainer": 0.0}
-        self._made = time.monotonic()  # time of the last batch
+        self._last_batch_at = time.monotonic()
         if settings.skip_verification:
             logger.warning(
                 "skip_verification: NOTHING IS SCORED, every reward is 0, and no group has a signal"
@@ -114,14 +114,14 @@ class Orchestrator:
         temperature = self.settings.temperature(step)
         pending = PendingBatch(step, version, temperature, self.ledger.copy(), self.errors.copy())
         try:
-            self._settle()
+            self._sync_journal()
             batch = self._make(pending)
             if pending.lost:
                 self.rollout_log(logged(batch, pending.lost))
             began = time.monotonic()
             self.channel.send(batch)
         except BaseException:
-            self._settled = False
+            self._journal_in_sync = False
             self.rollout_buffer.rewind(self.ledger, back)
             raise
         self._waits = {
@@ -157,7 +157,7 @@ class Orchestrator:
             warnings += failures
         for warning in warnings:
             logger.warning("step %d: %s", pending.step, warning)
-        self._count(pending)
+        self._record_outcome(pending)
         batch.orchestrator = state_of(
             pending.step, self.source.plan(), pending.ledger, pending.errors
         )
@@ -352,7 +352,7 @@ class Orchestrator:
             ledger = Ledger(cursors=dict.fromkeys(self.source.envs, 0), pools=ledger.pools)
         self.errors.restore(state["errors"])
         self.ledger, self.last = ledger, state["step"]
-        self._settled, self._anew = False, skip_progress
+        self._journal_in_sync, self._restart_journal = False, skip_progress
         self.rollout_buffer.rewind(ledger, set())
 
     def promote(self) -> dict[str, int]:
@@ -370,19 +370,19 @@ class Orchestrator:
     def committed(self, step: int) -> None:
         """Record that the learner's checkpoint covers all steps up to `step`."""
         if self.journal is not None:
-            self._settle()  # after a restart, or a failed step
+            self._sync_journal()  # after a restart, or a failed step
             self.journal.write("consumed", step=step)
             self.journal.sync()
 
-    def _settle(self) -> None:
+    def _sync_journal(self) -> None:
         """Align the ledger's file with the last batch."""
-        if self.journal is not None and not self._settled:
+        if self.journal is not None and not self._journal_in_sync:
             ids = [one.id for one in self.rollout_buffer.opened(self.ledger)]
-            self.journal.go_on(self.last, ids, again=self._anew)
-        self._settled, self._anew = True, False
+            self.journal.go_on(self.last, ids, again=self._restart_journal)
+        self._journal_in_sync, self._restart_journal = True, False
 
-    def _count(self, pending: PendingBatch) -> None:
-        """Count the step's finished groups in the ledger and its file."""
+    def _record_outcome(self, pending: PendingBatch) -> None:
+        """Count the step's finished groups in the ledger, and write them to its journal."""
         pending.ledger.consumed += len(pending.kept)
         pending.ledger.dropped += len(pending.dropped)
         if self.journal is None:
@@ -404,9 +404,9 @@ class Orchestrator:
 
     def _idle_stats(self, pending: PendingBatch) -> dict[str, float]:
         """Return the time waited, and the idle fraction of the orchestrator's time."""
-        before, self._made = self._made, time.monotonic()
+        before, self._last_batch_at = self._last_batch_at, time.monotonic()
         idle = pending.seconds["time/generate"] + sum(self._waits.values())
-        wall = max(self._made - before, 1e-9)
+        wall = max(self._last_batch_at - before, 1e-9)
         return self._waits | {"perf/orchestrator_idle_fraction": min(1.0, idle / wall)}
 
 

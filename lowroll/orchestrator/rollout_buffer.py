@@ -11,8 +11,9 @@ With a factor of 1 batch n has only tokens of versions >= n - 1 - k. Otherwise m
 bounds a group's staleness in two ways (Surogate's rule and prime-rl's):
 
 1. At a weight update, groups in flight that have lived through max_off_policy_steps updates are
-   dropped; the others count one more. A replayed group has no old tokens and does not count.
-2. A returned group is dropped when it has a token drawn more than max_off_policy_steps versions
+   dropped (`RolloutBuffer.swap`); the others count one more. A replayed group has no old tokens and
+   does not count.
+2. A returned group is dropped (`Orchestrator._drop_unusable`) when it has a token drawn more than max_off_policy_steps versions
    before the learner's.
 
 Taking what ends first prefers short responses: compare `rollout/length_*` with

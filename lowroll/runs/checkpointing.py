@@ -1,4 +1,10 @@
-"""The checkpoints that a run resumes from and writes."""
+"""The checkpoints that a run resumes from and writes.
+
+How a run resumes: `Checkpointing` finds the newest undamaged checkpoint and checks that it is this
+run's; `learner.Learner.restore` loads it into `trainer.loop.Trainer` (weights, optimizer moments:
+`trainer.state`), and `batches.BatchSource.restore` sets the orchestrator's ledger, so that the next
+step draws what it would have drawn.
+"""
 
 from __future__ import annotations
 

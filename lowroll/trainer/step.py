@@ -2,17 +2,17 @@
 
 For each minibatch M of whole groups the learner ascends
 
-    J(theta) = objective(lpn, lpo, lpr, A) - kl_coef * KL(lpn, lpref)
+    J(theta) = objective(learner, proximal, behavior, A) - kl_coef * KL(learner, reference)
 
-with lpn the learner, lpo the proximal policy (the learner before the batch), lpr the behaviour
-policy that the rollouts recorded, lpref the frozen reference; all at the sampling temperature. What
+of the log-probs under the learner, the proximal policy (the learner before the batch), the behavior
+policy that the rollouts recorded, and the frozen reference; all at the sampling temperature. What
 differs from the textbook loop:
 
 1. Micro-batches are packed by tokens and add up to M exactly: denominators are the counts of M,
    never of a micro-batch. The number of sequences counts every sample of M, masked or not.
-2. With one minibatch the proximal policy *is* the learner: lpo = lpn detached, R = 1 exactly, and
-   no extra pass. With more, or with weights divided by their mean over the batch, one pass without
-   gradient records lpo for the whole batch before its first update. It uses the updates' packing
+2. With one minibatch the proximal policy *is* the learner, detached: R = 1 exactly, and no extra
+   pass. With more, or with weights divided by their mean over the batch, one pass without gradient
+   records its log-probs for the whole batch before its first update. It uses the updates' packing
    (`Minibatch.portions`), because a product with another number of rows rounds differently, which
    in bfloat16 leaves narrow bands. So R = 1 bit for bit until the weights change. Reference and
    teacher read the same micro-batches.
@@ -73,7 +73,7 @@ from lowroll.weights import derived, noise
 
 MAX_REFUSALS = 3  # non-finite updates in a row that end the run
 
-STILL = {
+NO_UPDATE = {
     "optim/grad_norm": 0.0,
     "optim/update_norm": 0.0,
     "optim/skipped": 0.0,
@@ -91,9 +91,8 @@ class LearnSettings:
     correction)`."""
 
     objective: Objective
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of the objective: eps_low, cap, reduce, max_length ...
+    # of the objective: eps_low, cap, reduce, max_length ...
+    options: Mapping[str, Any] = field(default_factory=dict)
     minibatches: int = 1  # optimizer updates a batch
     tokens_per_microbatch: int = 8192
     kl_coef: float = 0.0
@@ -223,14 +222,14 @@ class Minibatch:
 
     samples: list[int]
     active: list[int]  # samples with a token that is learned from
-    moving: set[int]  # samples of the whole batch with a gradient
+    with_gradient: set[int]  # samples of the whole batch
 
     @property
     def portions(self) -> tuple[list[int], list[int]]:
         """The samples with a gradient and those only measured, packed separately."""
-        moving = [i for i in self.active if i in self.moving]
-        still = [i for i in self.active if i not in self.moving]
-        return moving, still
+        with_gradient = [i for i in self.active if i in self.with_gradient]
+        forward_only = [i for i in self.active if i not in self.with_gradient]
+        return with_gradient, forward_only
 
 
 @dataclass(frozen=True)
@@ -282,41 +281,42 @@ def learn(
     )
     minibatches = split_groups([s.group for s in samples], settings.minibatches)
     active = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
-    judged = None if critic is None else critic.judge(samples, active)
-    advantages = None if judged is None else judged.advantages
-    learning: Optimizer | None = optimizer
-    if critic is not None and critic.warming_up:
-        learning = None
-    moving: set[int] = set()
-    if learning is not None:
-        moving = _moving(samples, chain.from_iterable(active), settings, advantages)
-    plan = [Minibatch(*both, moving) for both in zip(minibatches, active, strict=True)]
+    judgement = None if critic is None else critic.judge(samples, active)
+    advantages = None if judgement is None else judgement.advantages
+    updates_policy = critic is None or not critic.warming_up
+    with_gradient: set[int] = set()
+    if updates_policy:
+        with_gradient = _with_gradient(samples, chain.from_iterable(active), settings, advantages)
+    plan = [
+        Minibatch(chosen, learned, with_gradient)
+        for chosen, learned in zip(minibatches, active, strict=True)
+    ]
     anchors = _anchors(forward, plan, settings, reference, teacher)
 
     records: list[dict[str, float]] = []
-    rate = 0.0 if learning is None else learning.begin_step()
+    rate = optimizer.begin_step() if updates_policy else 0.0
     if critic is not None:
         critic.optimizer.begin_step()
     distances: dict[str, float] = {}
-    for part in plan:
-        record, trace = _accumulate(forward, part, settings, anchors, advantages)
+    for minibatch in plan:
+        record, trace = _accumulate(forward, minibatch, settings, anchors, advantages)
         if not records:  # of the policy before its first update, while the device is busy
             learner = trace.log_probs if anchors.proximal is None else anchors.proximal
             distances = _distances(batch, list(chain.from_iterable(active)), learner, settings)
-        if learning is None:
-            record |= STILL
-        else:
-            record |= learning.update(refuse=not math.isfinite(record["policy/objective"]))
+        if updates_policy:
+            record |= optimizer.update(refuse=not math.isfinite(record["policy/objective"]))
             derived.renew(model)
-        if critic is not None and judged is not None:
-            record |= critic.update(samples, part.samples, judged)
+        else:
+            record |= NO_UPDATE
+        if critic is not None and judgement is not None:
+            record |= critic.update(samples, minibatch.samples, judgement)
         records.append(record)
         if on_update is not None:
             on_update(len(records), len(plan))
         _refuse_divergence(batch.step, record, optimizer, critic)
     metrics = _merge(records) | {"optim/lr": rate}
-    if judged is not None:
-        metrics |= judged.metrics
+    if judgement is not None:
+        metrics |= judgement.metrics
     return metrics | distances
 
 
@@ -377,7 +377,7 @@ def _check_replay(samples: Sequence[Sample], model: Transformer) -> None:
             raise ValueError(f"{where}.{error}") from None
 
 
-def _moving(
+def _with_gradient(
     samples: Sequence[Sample],
     active: Iterable[int],
     settings: LearnSettings,
@@ -540,9 +540,9 @@ def _accumulate(
             statistics = statistics | more
         return J, statistics
 
-    moving, still = minibatch.portions
-    trace = forward.run([moving], lambda packed, learner_N: objective(packed, learner_N)[0])
-    trace |= forward.run([still])
+    with_gradient, forward_only = minibatch.portions
+    trace = forward.run([with_gradient], lambda packed, learner_N: objective(packed, learner_N)[0])
+    trace |= forward.run([forward_only])
     record: dict[str, float] = {"policy/objective": 0.0}
     if active:
         whole = collate(samples, active)
