@@ -13,8 +13,8 @@ bounds a group's staleness in two ways (Surogate's rule and prime-rl's):
 1. At a weight update, groups in flight that have lived through max_off_policy_steps updates are
    dropped (`RolloutBuffer.swap`); the others count one more. A replayed group has no old tokens and
    does not count.
-2. A returned group is dropped (`Orchestrator._drop_unusable`) when it has a token drawn more than max_off_policy_steps versions
-   before the learner's.
+2. A returned group is dropped (`Orchestrator._drop_unusable`) when it has a token drawn more than
+   max_off_policy_steps versions before the learner's.
 
 Taking what ends first prefers short responses: compare `rollout/length_*` with
 `rollout/open_length_mean` and `rollout/carried_length_mean`.
