@@ -38,12 +38,12 @@ class Capabilities:
     updates: frozenset[Kind]  # kinds of weight update that it takes as a stream
     updates_in_flight: bool  # takes new weights while requests run
     noise: bool  # an update may put noise on the norms
-    scores: bool  # `score` is supported
+    scores: bool
     exact_logprobs: bool  # log-probs are of the distribution after top-k, top-p, penalties
     sampler: frozenset[str]  # fields of `Request` that it respects
     kv: CachePolicy = DENSE  # the keys that a sample's cache keeps
     kv_dtype: str | None = None  # of stored keys and values; None: the model's own
-    records_evictions: bool = False  # rollouts say what a bounded cache dropped
+    records_evictions: bool = False
     replays: bool = False  # supports "replay" (`InFlight`)
     vocab_size: int | None = None  # number of logits; None: unknown
     lora_rank: int | None = None  # largest rank of an adapter; 0: takes none; None: unknown

@@ -9,7 +9,6 @@ from lowroll.engine.sequence import DrawnPosition, Sequence
 
 
 def needs_host(s: Sequence | DrawnPosition) -> bool:
-    """Return whether the host changes the logits before each token."""
     return s.group.grammar is not None or is_biased(s)
 
 

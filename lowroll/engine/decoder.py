@@ -63,8 +63,6 @@ def bucket(num_rows: int) -> int:
 
 @dataclass(frozen=True)
 class PendingSteps:
-    """Steps that the device was given."""
-
     rows: int
     steps: int
     ranks: TopLogprobs
@@ -119,7 +117,7 @@ class Decoder:
         self._graphs: dict[tuple[int, DrawMode | None], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._side: torch.cuda.Stream | None = None
-        self.replays = 0  # steps that ran as a graph
+        self.replays = 0
 
     def start(self, sequences: list[Sequence], steps: int) -> PendingSteps:
         """Start `steps` tokens of each sequence, whose pages are allocated. The result must be read
@@ -187,7 +185,6 @@ class Decoder:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture the graphs of all batch sizes now."""
         if not self._captures:
             return
         most = self.state.shape[1]
@@ -310,13 +307,11 @@ class Decoder:
             self._draw(size, self._shaped(size, logits_BV, drawing), drawing)
 
     def _shaped(self, rows: int, logits_BV: Tensor, drawing: DrawMode) -> Tensor:
-        """Return the logits after penalties and bans."""
         if drawing is not DrawMode.MARKED:
             return logits_BV
         return shape(logits_BV, self._sampling.marked(self.state[6, :rows]), self.state[2, :rows])
 
     def _draw(self, rows: int, logits_BV: Tensor, drawing: DrawMode) -> None:
-        """Draw for the first `rows` rows and advance them."""
         ids_B, pos_B, next_B, end_B, keys_B, _, slots_B, _ = self.state[:, :rows].unbind()
         tokens_B, logprobs_B = draw(
             logits_BV,

@@ -151,6 +151,5 @@ def _bits(ids: Iterable[int], width: int) -> bytes:
 
 
 def _reason(error: str) -> str:
-    """Return the first line of a reason, without the compiler's own words."""
     line = next((one.strip() for one in error.splitlines() if one.strip()), "not a grammar")
     return line.removeprefix("Error: ")[:300]

@@ -66,7 +66,6 @@ def _device_of(model: Transformer | str | Path, device: str | torch.device) -> t
 
 @cache
 def _warn_if_slow(device: torch.device, weights: str) -> None:
-    """Warn once that a format is slower than float32 on this device, and why."""
     if why := get_format(weights).slower_than_float32(device):
         log.warning("weights: %s is slower than float32 on this machine: %s", weights, why)
 
@@ -221,7 +220,6 @@ class NativeEngine:
         return made, beside(master, made, get_format(large_batch_weights).name)
 
     def _be_exact(self) -> None:
-        """Set up exact mode. ValueError for options that exclude it."""
         unlike = self.storage is not KVCache or self.kv.budget is not None
         if unlike or self.large_batch_model is not None:
             raise ValueError("exact: needs the dense cache, unrounded, and one format")
@@ -341,9 +339,9 @@ class NativeEngine:
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Return the log-probs of each sequence's response, as `Engine.score`, in the shape of
-        `lowroll.score`'s. With `large_batch_weights` the weights are those of few rows. Rollouts in
-        flight are not disturbed.
+        """Return the log-probs of each sequence's response as `Engine.score`. With
+        `large_batch_weights` the weights are those of few rows. Rollouts in flight are not
+        disturbed.
         """
         return [one.logprobs_T for one in self.score_top(sequences, prompt_lens, 0, temperature)]
 
@@ -439,17 +437,16 @@ class NativeEngine:
 
     @property
     def has_work(self) -> bool:
-        """Return whether `step` has something to do or to return."""
         return self.scheduler.has_work or self.scheduler.has_finished
 
     def release(self, in_flight: InFlight = "keep") -> None:
         """Free the memory of the KV cache, for a learner that runs before the next rollouts.
 
         It comes back with the next step, at its old address where the device can do that
-        (`kv.virtual_memory`); elsewhere the graphs of decoding are captured again. The pages of
-        shared prompts are forgotten. With "replay", requests in flight begin again with the next
-        step, under the weights of that time. With "keep", RuntimeError when there are any.
-        ValueError when this engine cannot replay.
+        (`kv.virtual_memory`); elsewhere the graphs of decoding are captured again. Shared pages are
+        forgotten. With "replay", requests in flight begin again with the next step, under the
+        weights of that time. With "keep", RuntimeError when there are any. ValueError when this
+        engine cannot replay.
         """
         if in_flight == "replay":
             self._check_replays()
@@ -463,7 +460,7 @@ class NativeEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget the pages of shared prompts. A prompt behind such pages runs in other pieces,
-        which round differently; without them it has the bits of a fresh engine."""
+        which round differently."""
         self.pool.clear_prefixes()
 
     def close(self) -> None:
@@ -472,7 +469,8 @@ class NativeEngine:
     # -- weights -----------------------------------------------------------------------------------
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
-        """Take new weights as policy `update.version`, in place.
+        """Take new weights as policy `update.version`, in place, and return the tag with the new
+        version, the noise, and the digest of the new weights.
 
         in_flight: "keep" leaves rollouts in flight the tokens and keys of the old weights, and
         their spans say so. "replay" begins them again, with all samples of their groups and with
@@ -480,10 +478,9 @@ class NativeEngine:
         with these weights draws, but for rounding. Groups that were complete stay as they are.
 
         A local update is quantized from the learner's model into the engine's storages, a stream is
-        gathered and checked first (`weights.sync.update`). Returns the tag with the new version,
-        the noise, and the digest of the new weights. Pages of the prefix cache that were made under
-        other weights are never served again. ValueError, before anything is written, names what
-        does not fit, or that this engine cannot replay.
+        gathered and checked first (`weights.sync.update`). Pages made under other weights are never
+        served again. ValueError, before anything is written, names what does not fit, or that this
+        engine cannot replay.
         """
         if in_flight == "replay":
             self._check_replays()
@@ -690,8 +687,8 @@ def _policy_or_dense(
     kv_dtype: str | None,
     large_batch_weights: str | None,
 ) -> CachePolicy:
-    """Return the policy, the dense one for None. ValueError for what is no policy, and for options
-    under which the pages of drawn tokens would differ from those of a prompt."""
+    """Return the policy, the dense one for None. ValueError for options under which the pages of
+    drawn tokens would differ from those of a prompt."""
     if kv is not None and not isinstance(kv, CachePolicy):
         raise ValueError(
             "kv: expected a CachePolicy, as lowroll.kv.policy.table.make gives, or None, the dense "

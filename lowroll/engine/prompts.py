@@ -48,7 +48,7 @@ class ShortPasses:
         )
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}  # None: it ran once, uncaptured
         self._pool: Any = None
-        self.replays = 0  # passes that ran as a graph
+        self.replays = 0
 
     @staticmethod
     def supports(model: Transformer, cache: KVCache) -> bool:
@@ -90,7 +90,6 @@ class ShortPasses:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture all sizes now."""
         self._last_P.zero_()
         self._tokens_3T[:2] = 0
         self._tokens_3T[2] = NO_SLOT

@@ -84,7 +84,6 @@ def validate(
 
 
 def noise_key(request: Request, sample: int) -> int:
-    """Return the 64-bit Philox key of one sample."""
     digest = blake2b(digest_size=8)
     digest.update(request.seed.to_bytes(8, "little") + sample.to_bytes(4, "little"))
     if request.id:
@@ -95,7 +94,6 @@ def noise_key(request: Request, sample: int) -> int:
 
 
 def sampler_settings(request: Request) -> dict[str, float]:
-    """Return the sampler settings that a BehaviorTag records."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens")
     settings = {name: float(getattr(request, name)) for name in names}
     for name in ("presence_penalty", "frequency_penalty"):
@@ -115,7 +113,6 @@ def _check_length(request: Request, context_length: int) -> None:
 
 
 def _check_room(request: Request, cache_tokens: int, kv: CachePolicy, page_size: int) -> None:
-    """Raise ValueError when one sample does not fit into an empty cache."""
     total = len(request.prompt_ids) + request.max_tokens
     need = footprint(kv, len(request.prompt_ids), request.max_tokens, page_size)
     if not (need.evicts or need.compacted):

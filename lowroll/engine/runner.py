@@ -199,7 +199,6 @@ class Runner:
         ]
 
     def _compact(self, compactions: list[Compaction]) -> None:
-        """Move the keys that the policy keeps, together for sequences that keep equally many."""
         by_kept: dict[int, list[Compaction]] = {}
         for compaction in compactions:
             by_kept.setdefault(compaction.kept, []).append(compaction)

@@ -81,7 +81,6 @@ class SamplingState:
         return Filters(top_k_B, top_p_B.view(torch.float64), min_p_B.view(torch.float64))
 
     def marked(self, slots_B: Tensor) -> Marked:
-        """Return the marks of the rows with these slots."""
         penalty_B, banned_until_B = self._device[3:, : len(slots_B)].unbind()
         return Marked(self._marks(), slots_B, penalty_B.view(torch.float64), banned_until_B)
 
@@ -123,7 +122,6 @@ class SamplingState:
         return self._marks_SV
 
     def _mark(self, sequences: list[Sequence]) -> None:
-        """Mark the tokens that the device has not marked."""
         fresh, seen, stops = (
             list[int](),
             list[tuple[int, list[int]]](),

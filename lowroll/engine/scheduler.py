@@ -112,7 +112,7 @@ class Scheduler:
         self.evictions = evictions
         self.compile_grammar = compile_grammar
         self.reserved_pages = 0  # over all sequences; never over pool.num_free
-        self._groups: dict[int, LiveGroup] = {}  # by handle, in order of arrival
+        self._groups: dict[int, LiveGroup] = {}
         self._waiting: deque[LiveGroup] = deque()  # groups with waiting samples, oldest first
         self._prefilling: deque[LiveGroup] = deque()
         self._running: dict[Sequence, None] = {}  # admitted samples, in order of admission
@@ -251,7 +251,7 @@ class Scheduler:
         # half as many while others wait for rows to end
         most = max(1, self.lookahead // 2) if self._waiting else self.lookahead
         ahead = [s.until - s.position for s in rows]
-        host = passes or any(map(needs_host, rows))  # it changes the logits before each token
+        host = passes or any(map(needs_host, rows))
         steps = 1 if host else min(most, max(ahead, default=1))
         limits = [min(steps, tokens) for tokens in ahead]
         growing = [*zip(rows, limits, strict=True), *((c.sequence, len(c.ids)) for c in checks)]
@@ -533,7 +533,6 @@ class Scheduler:
     # -- prefill -----------------------------------------------------------------------------------
 
     def _prompts_are_due(self) -> bool:
-        """Return whether prompts run in this step although rows wait for them."""
         if self._steps >= self.gather or any(group.num_prefilled for group in self._prefilling):
             return True
         tokens = sum(len(group.request.prompt_ids) for group in self._prefilling)

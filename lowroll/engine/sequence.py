@@ -26,7 +26,7 @@ class Sequence:
     noise_key: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] | None = None  # if requested
+    top_logprobs: list[list[tuple[int, float]]] | None = None
     spans: list[PolicySpan] = field(default_factory=list)
     # of a replay: the tokens drawn under earlier weights. Empty once its own tokens differ from the
     # draft or reach its end (`engine.drafts`)
@@ -84,7 +84,7 @@ class LiveGroup:
     footprint: Footprint
     grammar: Grammar | None = None
     sequences: list[Sequence] = field(default_factory=list)
-    waiting: deque[Sequence] = field(default_factory=deque)  # samples not admitted yet, in order
+    waiting: deque[Sequence] = field(default_factory=deque)
     # held from admission until the last sample has forked
     prompt_pages: list[int] = field(default_factory=list)
     # targets of the prompt's compaction, which become its prompt_pages
@@ -93,8 +93,8 @@ class LiveGroup:
     num_unforked: int = 0  # samples that have no page table yet and have not ended
     # prompt positions given to a prefill chunk (or served by the prefix cache)
     num_prefilled: int = 0
-    num_open: int = 0  # samples that have not ended
-    tail_writer: Sequence | None = None  # may append to the partial last prompt page
+    num_open: int = 0
+    tail_writer: Sequence | None = None
     salt: bytes = b""  # the prefix cache's salt when the prompt was admitted
     page_keys: list[bytes] | None = None  # of its full prompt pages under that salt
 

@@ -48,7 +48,6 @@ def _cuda(
     """Return the kernel of a CUDA source. within_triton: only where Triton's kernels run."""
 
     def supports_device(device: torch.device) -> Support:
-        """Return the kernel's own answer without building anything."""
         if within_triton and not (found := triton_supports_device(device)):
             return found
         return cuda_supports(device, capability, only) and nvcc.supports_device(device)

@@ -2,7 +2,7 @@
 
     y_p = W_p x + b_p + (alpha / r) B_p A_p x          for each part p of a fused matrix that has one
 
-All parts share one product with A = [A_p;...] and one with the block-diagonal B = diag((alpha / r)
+All parts share one product with A = [A_p; ...] and one with the block-diagonal B = diag((alpha / r)
 B_p), which accumulates onto the base product. A reader that tiles y (`kernels.training.low_rank`)
 may take the update's factors instead. A and B are float32; products use cached copies in the dtype
 of x. After a write to A or B, call `changed`, or `renew` if a CUDA graph reads the copies.

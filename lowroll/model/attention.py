@@ -60,7 +60,6 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
 
     @cache
     def order() -> tuple[Tensor, Tensor]:
-        """Return the order of the tokens by stacks, and its inverse."""
         places = [
             t
             for length, firsts in by_length.items()

@@ -52,7 +52,6 @@ def _front(named: str) -> str:
 
 
 def _beside(base: Base) -> list[str]:
-    """Return PEFT code that loads the folder `base`, run in the adapter's folder."""
     form = get_format(base.weights) if base.low_bit and base.weights else None
     if isinstance(form, Mixed):
         return [

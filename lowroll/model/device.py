@@ -26,7 +26,6 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """Return the default dtype of an engine."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

@@ -43,8 +43,6 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 class Router(nn.Module):
-    """The choice of a token's experts and their weights."""
-
     def __init__(self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(
@@ -59,8 +57,6 @@ class Router(nn.Module):
 
 
 class StackedLinear(Linear):
-    """A linear layer of all experts, stacked."""
-
     def __init__(
         self,
         num_experts: int,
@@ -124,8 +120,6 @@ class EngineStack(StackedLinear):
 
 
 class Experts(nn.Module):
-    """The MLP of a block with experts."""
-
     stacked: type[StackedLinear]
 
     def __init__(self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -252,7 +246,6 @@ def _stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
 def _low_bit(
     x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool = False
 ) -> Tensor:
-    """Multiply sorted rows with their experts' matrices in the format's own arithmetic."""
     if triton_supports(x_PK):
         return grouped.multiply(x_PK, _stack(weight, num_experts, x_PK.dtype), groups)
     return _low_bit_product(x_PK, weight, groups, num_experts, exact)

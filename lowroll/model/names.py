@@ -85,7 +85,6 @@ def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
 
 
 def is_linear(hf_name: str) -> bool:
-    """Return whether a weight belongs to a layer that formats quantize."""
     return hf_name.endswith(tuple(f".{part}.weight" for part in LINEARS))
 
 

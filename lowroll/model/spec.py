@@ -182,7 +182,6 @@ def generation_eos_ids(folder: Path) -> tuple[int, ...]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a folder's config.json. ValueError names the file."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a model folder needs a config.json")
@@ -291,7 +290,6 @@ def _parsed(config: dict[str, Any], family: str) -> Any:
 
 
 def _experts(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Qwen3-MoE's experts. ValueError names an unsupported key."""
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise ValueError(
             "mlp_only_layers, decoder_sparse_step: experts in every layer are supported, not in "
@@ -375,7 +373,6 @@ def _refuse_active_window(config: dict[str, Any], family: str) -> None:
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Return RoPE base and scaling of a parsed config, from `rope_parameters`."""
     rope = config["rope_parameters"]
     for source in (config, rope):
         if source.get("partial_rotary_factor") not in (None, 1):

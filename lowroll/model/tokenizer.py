@@ -212,7 +212,6 @@ class ChatTokenizer:
 
     @cached_property
     def _closing(self) -> str:
-        """The text that the template puts at a conversation's end."""
         return self._behind(_TURN, False)
 
     def _behind_calls(self, messages: list[Message], said: Message | None) -> str:

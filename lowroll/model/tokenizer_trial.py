@@ -37,7 +37,6 @@ def attempt(path: Path) -> None:
 
 
 def _try(path: Path) -> str:
-    """Return why the tokenizer cannot be used, or ""."""
     words = [sys.executable, "-P", str(_CHILD), str(path), str(MEMORY_MB), str(SECONDS)]
     try:
         done = subprocess.run(

@@ -71,7 +71,6 @@ class FileTokenizer:
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the chat template: its own file precedes the key."""
     if (folder / _TEMPLATE).exists():
         regular(folder / _TEMPLATE, 1 << 20)
         return (folder / _TEMPLATE).read_text(encoding="utf-8")

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_S = 1.0
 LAST_S = 5.0  # for the answers of aborted requests
-BACKLOG = 512  # connections that wait to be accepted
+BACKLOG = 512
 THREADS = 4  # that encode texts and read weights
 
 

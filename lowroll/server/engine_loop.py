@@ -35,11 +35,11 @@ JOBS_S = 0.02  # seconds for posted jobs in an iteration, before requests in fli
 
 
 class ServerBusy(RuntimeError):
-    """Too many requests are open, or the server is shutting down."""
+    """A refusal, since too many requests are open or the server is shutting down."""
 
 
 class EngineStalled(RuntimeError):
-    """The engine's thread does not answer; the message says what it is busy with."""
+    """A missing answer of the engine's thread; the message says what it is busy with."""
 
 
 class EngineFailed(RuntimeError):
@@ -53,9 +53,9 @@ class Delta:
     sample: int
     token_ids: list[int]
     logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]] | None  # None unless requested
-    finish_reason: FinishReason | None  # None while the sample goes on
-    stop_reason: int | str | None  # the stop id or stop string that ended it
+    top_logprobs: list[list[tuple[int, float]]] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
 
     @classmethod
     def since(cls, sample: int, drawn: PartialSample | Rollout, start: int = 0) -> Delta:
@@ -114,7 +114,7 @@ class InFlightRequest:
         self._end: Group | Exception | None = None
         self._abort_asked = False
         # used by the engine's thread alone
-        self.handle: int | None = None  # None before the engine has it
+        self.handle: int | None = None
         self.aborted = False
         self._num_sent: dict[int, int] = {}  # tokens of each sample that were sent
         self._ended: set[int] = set()  # samples whose end was sent
@@ -285,7 +285,6 @@ class Outbox:
                 events.call_soon_threadsafe(_receive, some)
 
     def _observe_first_tokens(self, in_flight: dict[int, InFlightRequest]) -> None:
-        """Record first tokens of whole answers, which begin in the order of arrival."""
         while self._without_token:
             request = self._without_token[0]
             assert request.handle is not None
@@ -359,7 +358,7 @@ class EngineLoop:
         self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.outbox = Outbox(engine, metrics)
         self.pausing = PauseControl()
-        self.in_flight: dict[int, InFlightRequest] = {}  # by handle
+        self.in_flight: dict[int, InFlightRequest] = {}
         self.held: deque[InFlightRequest] = deque()  # came while a pause waited for others
         self.failures = 0  # consecutive failed steps
 
@@ -389,7 +388,7 @@ class EngineLoop:
         self.watchdog.start(what, allowed_s)
         try:
             job.set_result(fn(self.engine))
-        except Exception as error:  # raised at the caller
+        except Exception as error:
             job.set_exception(error)
 
     def submit(self, request: InFlightRequest) -> None:
@@ -488,7 +487,6 @@ class EngineLoop:
             self.outbox.expect_first_token(request)
 
     def _admit(self, request: InFlightRequest) -> None:
-        """Add a held request; its reader receives errors."""
         try:
             self._add(request)
         except ValueError as error:

@@ -1,11 +1,13 @@
 """The engine's thread (`engine_loop`), called from event loops with deadlines.
 
-thread = EngineThread(engine)
-thread.start()
-async with await thread.submit(request, stream=True) as in_flight:  # leaving it aborts
-    async for delta in in_flight:
-        ...
-    group = await in_flight.group()
+    thread = EngineThread(engine)
+    thread.start()
+    async with await thread.submit(request, stream=True) as in_flight:  # leaving it aborts
+        async for delta in in_flight:
+            ...
+        group = await in_flight.group()
+
+A call that misses its deadline raises EngineStalled, which says what the thread is busy with.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class EngineThread:
         self.open: set[InFlightRequest] = set()
         self._open_samples = 0
         self._thread = threading.Thread(target=self.loop.run, name="engine", daemon=True)
-        self._watch: asyncio.TimerHandle | None = None  # of the thread, while requests are open
+        self._watch: asyncio.TimerHandle | None = None
         self._probe: asyncio.Task[EngineHealth | EngineStalled] | None = None
 
     def start(self) -> None:
@@ -195,7 +197,6 @@ class EngineThread:
         self.watchdog.check(what)
 
     async def _wait_while_alive(self, wait: Callable[[], Awaitable[Any]], what: str) -> None:
-        """Wait as long as the thread iterates in time; then raise EngineStalled."""
         while True:
             try:
                 async with asyncio.timeout(self.loop.idle_s):

@@ -101,7 +101,7 @@ class ServerState:
     capabilities: Capabilities
     vocabulary: Vocabulary | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
-    version: str = ""  # of lowroll
+    version: str = ""
     created: int = field(default_factory=lambda: time.time_ns() // 10**9)  # seconds since 1970
     workers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(WORKERS, thread_name_prefix="clients")
@@ -139,7 +139,7 @@ STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
 # connections without a request yet, and the timers that drop them
 SILENT: web.AppKey[dict[web.RequestHandler, asyncio.TimerHandle]] = web.AppKey("silent", dict)
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
-_BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)  # its response has begun
+_BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,6 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
 
 
 async def _read(request: web.Request) -> bytes:
-    """Return the body. Refuse one that is no plain JSON, too large or too slow."""
     limits = request.app[STATE].limits
     if request.content_type != "application/json":
         raise wrong_field("Content-Type", "expected application/json", 415)
@@ -291,7 +290,6 @@ def _stop_silence_timer(request: web.Request) -> None:
 
 
 def _request_id(request: web.Request) -> str:
-    """Return the client's own id if it is short and plain, else a new one."""
     given = request.headers.get("X-Request-Id", "")
     return given if _ID.fullmatch(given) else secrets.token_hex(12)
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 ThreadState = Literal["running", "draining", "paused"]
 FAILURES_BEFORE_UNHEALTHY = 3  # consecutive failed steps
-# buckets of the histograms
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 # engine counters: the name in its stats, the name here and its description
@@ -36,7 +35,7 @@ TOTALS = {
 class EngineHealth:
     behavior: BehaviorTag
     stats: EngineStats
-    open: int  # requests
+    open: int
     state: ThreadState
     failures: int  # consecutive failed steps
 
@@ -50,8 +49,8 @@ class RequestTimes:
     """Times of one request, in seconds of the monotonic clock."""
 
     began_at: float = field(default_factory=time.monotonic)
-    first_at: float | None = None  # when its first token was seen
-    moved_at: float = 0.0  # when its newest token was seen
+    first_at: float | None = None
+    moved_at: float = 0.0
 
 
 class _EngineTotals(Collector):

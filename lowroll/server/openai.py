@@ -57,7 +57,6 @@ async def one_model(request: web.Request) -> web.StreamResponse:
 
 
 async def _model(state: ServerState) -> Tree:
-    """Return the model; `lowroll` has the engine's capabilities, its policy, and what it holds."""
     health = await state.engine.health(state.limits.health_s)
     return {
         "id": state.name,
@@ -169,7 +168,6 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def _scores(
     state: ServerState, body: CompletionRequest, prompts: Sequence[EncodedPrompt]
 ) -> Sequence[PromptScores | None]:
-    """Return the scores of each prompt, if the request has a field for log-probs of prompts."""
     echoed = body.echo and body.logprobs is not None
     if body.prompt_logprobs is None and not echoed:
         return [None] * len(prompts)
@@ -227,7 +225,6 @@ class CompletionAnswer(Answer):
         return self.event(choice)
 
     def _echo(self, prompt: EncodedPrompt) -> str:
-        """Return the prompt's text if it is repeated."""
         if not self.body.echo:
             return ""
         if prompt.text is not None:
@@ -401,7 +398,6 @@ class ChatAnswer(Answer):
         return self.event(self._choice(delta, bool(calls)) | {"delta": said})
 
     def _said(self, delta: Delta) -> tuple[str, list[Tree]]:
-        """Return the new text, and at the end the tool calls."""
         content = self.texts[delta.sample].take(delta)
         if self.speeches is None:
             return content, []
@@ -430,7 +426,6 @@ class ChatAnswer(Answer):
         return hashlib.sha256(seen.encode()).hexdigest()[:9]
 
     def _choice(self, delta: Delta, calls: bool) -> Tree:
-        """Return the fields of a choice beside its text."""
         reason: str | None = delta.finish_reason
         if calls and reason == "stop":
             reason = "tool_calls"
@@ -449,7 +444,6 @@ class ChatAnswer(Answer):
         return choice
 
     def _prompt(self) -> Tree:
-        """Return the fields about the prompt."""
         told: Tree = {}
         if self.body.return_token_ids:
             told["prompt_token_ids"] = self.prompts[0]

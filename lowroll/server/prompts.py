@@ -32,7 +32,7 @@ TopTokens = list[tuple[int, float]]  # the likeliest tokens of a position and th
 @dataclass(frozen=True)
 class EncodedPrompt:
     token_ids: list[int]
-    text: str | None = None  # None if ids were given
+    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class PromptScores:
     tops: list[TopTokens]
 
     def cut(self, top: int) -> PromptScores:
-        """Return the scores with fewer of the likeliest tokens."""
         return PromptScores(self.logprobs, [likeliest[:top] for likeliest in self.tops])
 
 
@@ -108,7 +107,6 @@ async def encode_conversation(
 
 
 def _check_length(state: ServerState, vocabulary: Vocabulary, text: str, field: str) -> None:
-    """Refuse, before it is encoded, a text that cannot fit into the model's context."""
     context, fewest = state.capabilities.context_length, vocabulary.fewest_tokens(text)
     if fewest > context:
         raise too_long(
@@ -119,7 +117,6 @@ def _check_length(state: ServerState, vocabulary: Vocabulary, text: str, field: 
 
 
 def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
-    """Return a message as chat templates take it."""
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
@@ -140,7 +137,6 @@ def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _tool_call(call: ToolCall, field: str) -> dict[str, Any]:
-    """Return a call as chat templates take it, with its arguments as an object."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):

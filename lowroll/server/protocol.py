@@ -97,7 +97,6 @@ def too_long(field: str, reason: str) -> Refused:
 def error_body(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return an error in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -110,7 +109,6 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_null(cls, tree: Any) -> Any:
-        """Treat null as a missing field."""
         if not isinstance(tree, dict):
             return tree
         return {k: v for k, v in tree.items() if v is not None or k not in cls.model_fields}
@@ -330,7 +328,7 @@ class ChatMessage(RequestBody):
 class ToolFunction(RequestBody):
     name: Name
     description: Text | None = None
-    parameters: dict[str, Any] | None = None  # their JSON schema
+    parameters: dict[str, Any] | None = None
     strict: bool = False  # has no effect
 
 
@@ -350,7 +348,7 @@ class ConversationFields(RequestBody):
 
     add_generation_prompt: bool = True
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
-    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class ChatRequest(SamplingFields, GenerationFields, StructuredOutputFields, ConversationFields):
@@ -433,7 +431,7 @@ class PauseQuery(ControlBody):
 
 
 class WeightsRequest(ControlBody):
-    """version: its id."""
+    """The body of POST /weights. version: its id."""
 
     version: str
     in_flight: InFlight = "keep"
@@ -504,7 +502,6 @@ def _check_ids(ids: Iterable[int | Text | TokenIds], where: str) -> None:
 
 
 def _check_extra(body: RequestBody, where: str) -> None:
-    """Refuse extra fields with an effect that is not supported, in nested objects too."""
     extra = body.model_extra or {}
     _check_names(type(body), extra, where)
     for name, value in extra.items():
@@ -521,7 +518,6 @@ def _check_extra(body: RequestBody, where: str) -> None:
 
 
 def _check_names(kind: type[RequestBody], names: Iterable[str], where: str) -> None:
-    """Refuse the first unknown name; hint at the route that has it, or the nearest name."""
     known = (*kind.model_fields, *NEUTRAL_VALUES, *IGNORED_FIELDS)
     for name in names:
         if name in known:

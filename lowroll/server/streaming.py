@@ -49,7 +49,6 @@ class Answer:
         self.head = head
 
     def whole_choice(self, prompt: int, delta: Delta, rollout: Rollout) -> Tree:
-        """Return a finished sample of a prompt."""
         raise NotImplementedError
 
     def chunk(self, prompt: int, delta: Delta) -> Tree | None:
@@ -57,11 +56,9 @@ class Answer:
         raise NotImplementedError
 
     def first(self) -> list[Tree]:
-        """Return the events before the first token."""
         return []
 
     def whole(self, groups: Sequence[Group]) -> Tree:
-        """Return the whole answer."""
         choices = [
             self.whole_choice(i, Delta.since(sample, rollout), rollout)
             for i, group in enumerate(groups)
@@ -159,7 +156,6 @@ async def _submitted(
     *,
     stream: bool,
 ) -> AsyncIterator[list[InFlightRequest]]:
-    """Submit all requests; abort at the end what is left of them."""
     async with AsyncExitStack() as stack:
 
         async def submit(request: Request, own: Mapping[str, str]) -> InFlightRequest:

@@ -81,7 +81,6 @@ def offered_tools(state: ServerState, body: ChatRequest) -> OfferedTools | None:
 
 
 def _required_tools(body: ChatRequest) -> Sequence[Tool]:
-    """Return the tools of which tool_choice requires one."""
     choice = body.tool_choice
     if choice in ("auto", "none"):
         return ()
@@ -139,7 +138,6 @@ async def grammar_of(
 
 
 def _forms(body: StructuredOutputFields) -> dict[str, Callable[[], str]]:
-    """Return the fields that constrain the answer, with functions that write its grammar."""
     found: dict[str, Callable[[], str]] = {}
     asked = body.response_format
     if asked is not None and asked.type == "json_object":
@@ -194,7 +192,6 @@ def _matcher() -> Any:
 
 
 def _of_schema(schema: dict[str, Any] | str) -> str:
-    """Return the grammar of a schema, an object or its JSON as a text."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -221,7 +218,6 @@ _WRITERS: dict[str, Callable[[Any], str]] = {
 
 
 def _of_calls(state: ServerState, offered: OfferedTools) -> str:
-    """Return the grammar of one call or several of the required tools, and nothing else."""
     syntax = _SYNTAX.get(offered.format)
     if syntax is None:
         raise ValueError(f"grammar: calls written as {offered.format} are the model's; use auto")

@@ -186,7 +186,6 @@ class WeightStore:
 
 
 def _is_published(folder: Path) -> bool:
-    """Return True for a folder with a manifest that is no link."""
     return not folder.is_symlink() and (folder / MANIFEST).is_file()
 
 

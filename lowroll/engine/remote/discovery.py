@@ -24,7 +24,7 @@ JOIN_S = 1.0
 
 @dataclass(frozen=True)
 class Elastic:
-    """hostname: resolves to all engines. sync_interval: seconds between two queries."""
+    """A DNS name of engines. hostname: resolves to all engines. sync_interval: seconds between two queries."""
 
     hostname: str
     port: int = 8000

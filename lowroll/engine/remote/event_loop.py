@@ -26,8 +26,6 @@ class LoopStalled(Exception):
 
 
 class CappedClock(selectors.DefaultSelector):
-    """The selector of a loop, and its clock."""
-
     def __init__(self, turn_s: float, clock: Clock = time.monotonic) -> None:
         super().__init__()
         self._turn_s = turn_s
@@ -54,8 +52,6 @@ class CappedClock(selectors.DefaultSelector):
 
 
 class CappedClockLoop(asyncio.SelectorEventLoop):
-    """An event loop on a capped clock."""
-
     def __init__(self, turns: CappedClock) -> None:
         self._turns = turns
         super().__init__(turns)
@@ -83,7 +79,6 @@ class LoopThread:
             self._thread.join(timeout=MARGIN)
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Schedule a function on the loop."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:

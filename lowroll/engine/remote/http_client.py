@@ -32,7 +32,7 @@ class ServerError(RunFailed):
 
 
 class EngineLost(ServerError):
-    """The engine has ended, or is not reachable."""
+    """An engine that has ended, or is not reachable."""
 
 
 class DeadlineExceeded(ServerError):
@@ -234,7 +234,6 @@ def _parsed(call: HttpCall, text: bytes) -> Any:
 
 
 def _reason(text: bytes) -> str:
-    """Return the message of an error's body, in one line."""
     try:
         said = json.loads(text)
         error = said.get("error", said) if isinstance(said, dict) else said

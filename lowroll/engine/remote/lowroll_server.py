@@ -173,7 +173,7 @@ class LowrollServer(EngineServer):
 
 
 def _capabilities(stated: dict[str, Any]) -> Capabilities:
-    """Return the capabilities. Updates go by the server's own version ids, not from here."""
+    """Updates go by the server's own version ids, not from here."""
     kv = stated["kv"]
     policy: CachePolicy = DENSE
     if kv["policy"] != DENSE.name:
@@ -196,7 +196,7 @@ def _capabilities(stated: dict[str, Any]) -> Capabilities:
 
 
 def _size(stated: Any) -> int | None:
-    """Return a number; None from older servers, which do not state it."""
+    """Return None for older servers, which do not state a number."""
     return None if stated is None else int(stated)
 
 

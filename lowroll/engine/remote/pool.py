@@ -44,8 +44,6 @@ TURN = 0.25  # seconds that a step waits for an answer
 
 
 class OpenRequests:
-    """The requests that a pool's caller waits for, and their outcomes."""
-
     def __init__(self) -> None:
         self.ended: dict[int, Group] = {}
         self._open: dict[int, QueuedRequest] = {}
@@ -161,7 +159,6 @@ class EnginePool:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return the features that every engine supports."""
         return self.server.capabilities
 
     @property
@@ -175,7 +172,6 @@ class EnginePool:
 
     @property
     def server(self) -> EngineServer:
-        """Return the server that was connected first."""
         return self._replicas.router.server
 
     @property
@@ -186,7 +182,6 @@ class EnginePool:
 
     @property
     def has_work(self) -> bool:
-        """Return whether `step` has something to wait for or to return."""
         return bool(self._requests or self._requests.ended)
 
     def add(self, request: Request) -> int:
@@ -286,13 +281,13 @@ class EnginePool:
     ) -> BehaviorTag:
         """Have every engine draw from a broadcast; what is in flight goes on, and its spans say so.
 
-        All receive it in parallel. Returns when they have acknowledged the same version and digest,
-        or when one has and the others have had as long again: those receive no new requests before
-        they have it, and are evicted when they are silent. A version that is not newer than the
-        last one replaces it, and what is in flight is drawn again. superseded: returns whether a
-        newer version exists; called when an engine does not find this one, and while none has taken
-        it. Raises `versions.Superseded` then, and ServerError when no engine takes it, or when they
-        hold different weights afterwards.
+        Returns when all have acknowledged the same version and digest, or when one has and the
+        others have had as long again: those receive no new requests before they have it, and are
+        evicted when they are silent. A version that is not newer than the last one replaces it, and
+        what is in flight is drawn again. superseded: returns whether a newer version exists; called
+        when an engine does not find this one, and while none has taken it. Raises
+        `versions.Superseded` then, and ServerError when no engine takes it, or when they hold
+        different weights afterwards.
         """
         options = self.options
         longest = options.update_s + options.silent_s + options.start_s
@@ -308,7 +303,6 @@ class EnginePool:
         return found
 
     def report(self) -> PoolReport:
-        """Report every engine, connected or expected."""
         found: PoolReport = self.run(self._replicas.report(), MARGIN)
         return found
 
@@ -330,7 +324,6 @@ class EnginePool:
         self._thread.call(self._replicas.router.drop_all)
 
     def begin(self, call: HttpCall) -> Future[Any]:
-        """Start a call to the server of a ready engine."""
         return self._thread.begin(self._replicas.ready().http.answer(call))
 
     def run(
@@ -346,7 +339,6 @@ class EnginePool:
             raise ServerError(f"the pool's loop did not answer; {told}") from None
 
     def _turn(self) -> None:
-        """Wait for an answer and take all that have come. An error aborts everything in flight."""
         try:
             self._requests.wait(TURN)
             since, seconds = self._replicas.none_since, self.options.start_s

@@ -69,7 +69,6 @@ def _biases(request: Request) -> dict[str, Any]:
 
 
 def tagged(behavior: BehaviorTag, request: Request, index: int) -> BehaviorTag:
-    """Return the behavior tag of sample `index` under this policy."""
     return replace(
         behavior,
         sampler=sampler_settings(request),
@@ -127,7 +126,6 @@ class ResponseAssembler:
         self.samples = [ArrivingSample() for _ in range(request.n)]
 
     def take(self, answer: Any) -> None:
-        """Take an answer, or an event of a stream."""
         if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
             raise self._lie(f"no list of choices: {_show(answer)}")
         model = answer.get("model")
@@ -137,7 +135,6 @@ class ResponseAssembler:
             self._take_choice(choice)
 
     def on_line(self, line: bytes) -> None:
-        """Take a line of a stream of server-sent events."""
         kind, _, data = line.strip().partition(b":")
         if kind != b"data" or data.strip() == b"[DONE]":
             return
@@ -153,13 +150,11 @@ class ResponseAssembler:
             self.samples[index].stated = stated
 
     def group(self, origin: Origin) -> Group:
-        """Return the whole group, once every sample has ended."""
         for i, sample in enumerate(self.samples):
             self._check_end(i, sample)
         return self._group(origin)
 
     def aborted(self, origin: Origin) -> Group:
-        """Return what has arrived of an aborted request."""
         for sample in self.samples:
             sample.finish_reason = sample.finish_reason or "abort"
             sample.given_up = True
@@ -263,7 +258,6 @@ class ResponseAssembler:
         raise self._lie(f"choice {index}: stop_reason {_show(reason)}")
 
     def _check_end(self, index: int, sample: ArrivingSample) -> None:
-        """Check that the stated finish reason fits the tokens."""
         count = len(sample.token_ids)
         if sample.finish_reason is None:
             raise self._lie(f"choice {index} of {self.request.n} has not come, or not ended")
@@ -321,7 +315,6 @@ def scoring_call(i: int, body: dict[str, Any], top: int, deadline_s: float) -> H
 
 
 def ranked(answer: Any, call: HttpCall, prompt_len: int, top: int) -> Ranked:
-    """Parse the answer to a scoring call."""
     import torch
 
     ids = call.body["prompt"]
@@ -378,7 +371,6 @@ def _are_logprobs(values: list[Any]) -> bool:
 
 
 def _is_all(top: list[tuple[int, float]]) -> bool:
-    """Return whether nothing but these can be drawn."""
     return sum(math.exp(min(logprob, 0.0)) for _, logprob in top) > ALL
 
 

@@ -96,9 +96,7 @@ class PoolOptions:
 
 @dataclass
 class ReplicaCounts:
-    """Counters of one engine, since the pool was made."""
-
-    requests: int = 0  # answered
+    requests: int = 0
     tokens: int = 0  # of those answers
     retries: int = 0  # that it lost, or was too busy for
     handed_over: int = 0  # taken from it when it was evicted
@@ -109,23 +107,19 @@ class ReplicaCounts:
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """A request of the pool's caller."""
-
     handle: int
     request: Request
     attempt: int = 0
     failures: int = 0
     losses: int = 0
-    busy_since: float = 0.0  # its engines have been busy
+    busy_since: float = 0.0  # start of the time that its engines have been busy
     avoid: set[str] = field(default_factory=set)  # engines that failed it
-    aborted: bool = False  # by the caller
+    aborted: bool = False
     ended: bool = False
 
 
 @dataclass(eq=False)
 class InFlightRequest:
-    """A queued request that was sent to an engine."""
-
     entry: QueuedRequest
     replica: Replica
     sent: int  # the version that its engine had acknowledged
@@ -197,12 +191,11 @@ class Replica:
         self.tried = asyncio.Event()  # set after the first attempt to connect
         self._taking = asyncio.Lock()
         self._wake = asyncio.Event()
-        self._why: str | None = None  # why it is to be evicted
+        self._why: str | None = None
         self._met = False
-        self._evictions: deque[float] = deque()  # times of evictions
+        self._evictions: deque[float] = deque()
 
     async def live(self) -> None:
-        """Connect, work, be evicted and connect again, until cancelled."""
         await self.http.open()
         pause = FIRST_PAUSE
         try:
@@ -291,7 +284,6 @@ class Replica:
         self.owner.admitted(self)
 
     async def _catch_up(self) -> None:
-        """Take the newest weights, if it lacks them."""
         known = self.owner.versions
         while (newest := known.newest) is not None:
             if known.settled.is_set():
@@ -350,7 +342,6 @@ class Replica:
         return any(m.state == "ready" and m is not self for m in self.owner.replicas)
 
     async def _watch(self) -> str:
-        """Watch the engine until it has to be evicted, and return why."""
         clock = asyncio.get_running_loop().time
         heartbeat_s = self.options.heartbeat_s
         heard = moved = knew = clock()
@@ -439,7 +430,6 @@ class Replica:
         return min(FIRST_PAUSE * 2.0**again, LONGEST_AWAY) if again else 0.0
 
     async def _away(self, seconds: float) -> None:
-        """Wait for so long, or until no other engine works."""
         clock = asyncio.get_running_loop().time
         until = clock() + seconds
         while clock() < until and self._others_work():

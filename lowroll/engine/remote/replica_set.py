@@ -198,7 +198,6 @@ class ReplicaSet:
                 )
 
     def admitted(self, replica: Replica) -> None:
-        """Send an engine requests from now on."""
         assert replica.server is not None
         self.router.known = replica.server
         log.info("engine %s works", replica.url)
@@ -212,14 +211,12 @@ class ReplicaSet:
         self.router.dispatch()
 
     def evicted(self, replica: Replica) -> None:
-        """Send an engine's requests to others."""
         self._note()
         self.router.hand_over(replica)
         if replica.leaving:
             self._say_goodbye()
 
     def misfit(self, replica: Replica, error: Exception) -> None:
-        """End the run for an engine that will never fit."""
         said = error if isinstance(error, ValueError) else ValueError(f"{replica.url}: {error}")
         self._answer(-1, said)
 
@@ -237,7 +234,6 @@ class ReplicaSet:
         life.add_done_callback(over)
 
     def _say_goodbye(self) -> None:
-        """Remove leaving replicas that have nothing in flight."""
         for replica in [m for m in self.replicas if m.leaving and not m.flights]:
             self._lives.pop(replica).cancel()
             self.replicas.remove(replica)
@@ -247,7 +243,6 @@ class ReplicaSet:
         self._note()
 
     def _note(self) -> None:
-        """Note since when no engine works."""
         if any(m.state == "ready" for m in self.replicas):
             self.none_since = None
         elif self.none_since is None:

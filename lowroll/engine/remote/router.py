@@ -69,7 +69,6 @@ class LoadBalancer:
         return int(request.n * request.max_tokens * self._share) + len(request.prompt_ids)
 
     def learn(self, flight: InFlightRequest, group: Group) -> None:
-        """Remember which engine drew a request, and how long its samples were."""
         request = flight.entry.request
         drawn = sum(len(one.token_ids) for one in group.rollouts)
         self._share += LEARNED * (drawn / (request.n * request.max_tokens) - self._share)
@@ -105,10 +104,10 @@ class RequestRouter:
         self._answer = answer
         self.known: EngineServer | None = None  # of the engine that connected last
         self._waiting: deque[QueuedRequest] = deque()
-        self._flights: dict[int, InFlightRequest] = {}  # by handle
+        self._flights: dict[int, InFlightRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._balancer = LoadBalancer(options.concurrency)
-        self._dispatch_due = False  # a dispatch is scheduled in this iteration of the loop
+        self._dispatch_due = False
 
     def add(self, entries: Sequence[QueuedRequest]) -> None:
         """Queue requests; all of one iteration of the loop are dispatched together."""
@@ -167,7 +166,7 @@ class RequestRouter:
     def dispatch(self) -> None:
         self._dispatch_due = False
         if not self._waiting:
-            return  # the common case after answers and heartbeats
+            return
         now = asyncio.get_running_loop().time()
         able = [replica for replica in self.replicas if replica.takes_work(now)]
         while self._waiting:

@@ -47,8 +47,6 @@ class HeldPolicy:
 
 @dataclass(frozen=True)
 class ServerProgress:
-    """Counters of an engine."""
-
     open: int  # requests taken and not answered
     tokens: int  # drawn since it began
 
@@ -61,10 +59,10 @@ class EngineServer(ABC):
     model: str  # the name that the next request is sent to
     root: str  # the stated folder or hub id of the model, else the model's name
     vocab_size: int
-    weight_bits: float  # of a linear weight
+    weight_bits: float
     cache_tokens: int = 0  # that the KV cache holds, where the server states it here
-    in_flight: bool = True  # requests go on while it takes weights
-    scores: bool = True  # supports log-probs of a prompt
+    in_flight: bool = True
+    scores: bool = True
     held: HeldPolicy | None = None  # the policy that it stated at the start, if any
 
     def __init__(self, http: HttpClient) -> None:

@@ -52,7 +52,8 @@ class _Pair:
 
 
 class Verifier:
-    """bound: the largest accepted root mean square distance to the learner, in nats a token."""
+    """The tests of an engine against the learner. bound: the largest accepted root mean square
+    distance, in nats a token."""
 
     def __init__(self, vocab_size: int, context_length: int, bound: float) -> None:
         self.ids = text(vocab_size, context_length)
@@ -87,7 +88,6 @@ class Verifier:
 
 
 async def canary_logprobs(server: EngineServer, deadline_s: float) -> list[float]:
-    """Return an engine's log-probs of the canary's tokens. ServerError."""
     ids = text(server.vocab_size, server.capabilities.context_length)
     what = "its canary score"
     call = HttpCall("POST", PATH, what, server.scoring(ids, 0, 1.0), deadline_s, CANARY_BYTES)
@@ -96,7 +96,6 @@ async def canary_logprobs(server: EngineServer, deadline_s: float) -> list[float
 
 
 def check_canary(mine: list[float], theirs: list[float], witness: str) -> None:
-    """Raise ServerError when the log-probs are not of the same weights."""
     apart = distance(mine, theirs) if mine else 0.0
     if math.isnan(apart) or apart > CANARY_BOUND:
         raise ServerError(

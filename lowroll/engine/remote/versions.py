@@ -47,7 +47,6 @@ class PolicyVersions:
         return back
 
     def settle(self, held: HeldPolicy) -> None:
-        """Settle a version that all engines but evicted ones have acknowledged."""
         self.held = held
         self._agreed[held.version] = held.digests
         while len(self._agreed) > MOST:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__).info
 
 Way = Literal["folder", "nccl"]
-BASE = "policy"  # the name of the model that vLLM is started with
+BASE = "policy"
 SILENT_S = 180.0  # six times the interval of heartbeats; also bounds the first calls
 BOUND = 0.5  # nats a token that a format may be away from the learner
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -89,7 +89,7 @@ class VllmEngine(EnginePool):
         self._way = way
         self._verify = verify
         self._transfer: NcclTransfer | None = None
-        self._loaded: dict[str, Path] = {}  # adapters that vLLM holds, with their folders
+        self._loaded: dict[str, Path] = {}
         self._versions: Counter[int] = Counter()
         self._exchange = Path(tempfile.mkdtemp(prefix="lowroll-weights-", dir=exchange))
 
@@ -384,8 +384,6 @@ def _rank(wanted: int) -> int:
 def _kind(
     found: ProbedVllm, model: ServedModel, lora_rank: int | None, way: Way | None
 ) -> Kind | None:
-    """Return the kind of update for this engine. ValueError names what one would need and this vLLM
-    lacks."""
     if lora_rank is not None:
         found.needs("updates of an adapter", *ADAPTERS)
         if not found.lora:

@@ -96,7 +96,6 @@ class NcclTransfer:
         self._order(FINISH, {})
 
     def close(self) -> None:
-        """Leave the communicator."""
         if self._communicator is not None:
             self._communicator.abort()
         self._communicator = self._store = None

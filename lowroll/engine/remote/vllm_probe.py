@@ -30,7 +30,7 @@ FIELDS = (  # fields of a /v1/completions body that rollouts need
     "repetition_penalty",
     "prompt_logprobs",
 )
-HOTTEST = 2.0  # highest temperature that vLLM takes
+HOTTEST = 2.0
 RELOAD = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache")
 TRANSFER = (
     "/init_weight_transfer_engine",
@@ -44,7 +44,7 @@ ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 @dataclass(frozen=True)
 class ProbedVllm:
     version: tuple[int, ...]
-    model: str  # the name of the model that it was started with
+    model: str
     root: str  # the folder of that model, as stated
     context_length: int
     paths: frozenset[str]
@@ -57,7 +57,6 @@ class ProbedVllm:
         return "vLLM " + ".".join(map(str, self.version))
 
     def needs(self, what: str, *paths: str) -> None:
-        """Raise ValueError that says what it cannot do without `paths`."""
         if missing := [path for path in paths if path not in self.paths]:
             raise ValueError(
                 f"{what}: {self.shown} does not serve {', '.join(missing)}; it must be started "

@@ -147,7 +147,6 @@ def _environment(site: str | None, devices: str | None) -> Mapping[str, str]:
 
 
 def lasting_folder(of: str) -> Path:
-    """Return the folder for the socket of the process named `of`, the same one every time."""
     name = hashlib.sha256(f"{os.getuid()} {of}".encode()).hexdigest()[:16]
     return Path(_short_temporary() or tempfile.gettempdir()) / f"lowroll-vllm-{name}"
 

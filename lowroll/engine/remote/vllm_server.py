@@ -214,21 +214,18 @@ class VllmServer(EngineServer):
         return held
 
     async def pause(self, mode: str, deadline_s: float) -> None:
-        """Stop drawing. mode: "keep" freezes what is in flight, "wait" waits for its end, and
-        "abort" ends it."""
+        """Stop drawing, as `VllmEngine.pause`."""
         await self.ask("POST", f"/pause?mode={mode}", f"pause ({mode})", deadline_s)
 
     async def resume(self, deadline_s: float = CONTROL_S) -> None:
         await self.ask("POST", "/resume", "resume", deadline_s)
 
     async def load_adapter(self, name: str, folder: Path, deadline_s: float) -> None:
-        """Load an adapter and draw the next requests from it."""
         body = {"lora_name": name, "lora_path": str(folder)}
         await self.ask("POST", ADAPTERS[0], f"loading adapter {name}", deadline_s, body)
         self.model = name
 
     async def unload_adapter(self, name: str, deadline_s: float) -> None:
-        """Unload an adapter that no request in flight uses."""
         body = {"lora_name": name}
         await self.ask("POST", ADAPTERS[1], f"unloading adapter {name}", deadline_s, body)
 

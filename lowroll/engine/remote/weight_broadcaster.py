@@ -37,13 +37,11 @@ class WeightBroadcaster:
         self.options = options
         self._dispatch = dispatch
         self._told = told
-        self._late: set[asyncio.Future[None]] = set()  # tasks of engines that still take weights
+        self._late: set[asyncio.Future[None]] = set()
 
     async def update(self, broadcast: Published, superseded: Callable[[], bool]) -> bool:
-        """Have engines draw from a broadcast. Return whether it replaces a version that is newer or
-        has the same name. superseded: returns whether a newer version exists. Superseded when one
-        does, and an engine could not take this one or none has. ServerError when no engine takes
-        it, or they hold different weights."""
+        """Have engines draw from a broadcast, as `EnginePool.update`. Return whether it replaces a
+        version that is newer or has the same name."""
         known = self.versions
         if broadcast == known.newest and known.settled.is_set():
             return False
@@ -137,7 +135,6 @@ class WeightBroadcaster:
         broadcast: Published,
         seconds: float,
     ) -> None:
-        """Wait for a slow engine while the others work."""
         try:
             async with asyncio.timeout(seconds):
                 held = await task

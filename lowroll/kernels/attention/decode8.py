@@ -155,7 +155,6 @@ def _scale_byte(x_d):
 
 @jit
 def _power(byte):
-    """Return 2^(byte - 127)."""
     return (byte << 23).to(tl.float32, bitcast=True)
 
 

@@ -110,7 +110,7 @@ def _move_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Move W numbers of SIZE bytes a key."""
+    """Move one KV head of one row in one buffer; a key has W numbers of SIZE bytes."""
     pid = tl.program_id(0)
     head, row, buffer = pid % G, (pid // G) % rows, pid // (G * rows)
     integer: tl.constexpr = tl.int32 if SIZE == 4 else tl.int16 if SIZE == 2 else tl.int8

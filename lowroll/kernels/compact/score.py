@@ -253,8 +253,6 @@ def _importance_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Score one KV head of one row of one layer: first the softmax's sums, then the mean over
-    queries."""
     pid = tl.program_id(0)
     head, row, layer = pid % G, (pid // G) % rows, pid // (G * rows)
     PER: tl.constexpr = H // G

@@ -137,7 +137,6 @@ def _add_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Add for one KV head of one row: first the softmax's sums, then its numbers."""
     after_others(EARLY)
     pid = tl.program_id(0)
     head, row = pid % G, (pid // G).to(tl.int64)

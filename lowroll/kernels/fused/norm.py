@@ -150,7 +150,6 @@ def _backward(
     sum_grad_TD: Tensor | None,
     weight_learns: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (d sum, d weight)."""
     num_tokens, size = sum_TD.shape
     grad_TD = torch.empty_like(sum_TD)
     programs = min(num_tokens, PROGRAMS * max(1, WIDTH // block(size)))

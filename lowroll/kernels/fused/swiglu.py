@@ -40,7 +40,7 @@ STAYS = 16 << 20  # bytes of a result that the L2 cache keeps for the next produ
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | QuantizedRows:
-    """Return [T, F] of gate_up [T, 2F], dense or as codes (a kind of `rows.KINDS`).
+    """Return silu(gate) * up [T, F], dense or as codes (a kind of `rows.KINDS`).
 
     Differentiable when gate_up is a tensor and rows None.
     """
@@ -104,7 +104,6 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
 
 
 def _whole_rows(gate_up: Tensor, rows: str) -> QuantizedRows:
-    """Make codes in one launch, a program a row, unless a Product's scales take too many registers."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     codes = empty_rows(gate_up, (num_tokens, size), rows)
     most = 8192 if num_tokens <= PROCESSORS else 4096  # for one or two rows at once a processor

@@ -21,7 +21,6 @@ Parts = tuple[Tensor, ...]  # float32 [N, up to COLUMNS]
 
 
 def split(codes_NK: Tensor) -> Parts:
-    """Return the codes in the layout of `multiply`, four bytes a code."""
     return tuple(part.to(torch.float32) for part in codes_NK.split(COLUMNS, dim=1))
 
 

@@ -102,7 +102,6 @@ def schedule(num_rows: int, num_out: int, dtype: torch.dtype) -> tuple[int, int,
 
 @jit
 def _dot4(w, x, sums, DP4A: tl.constexpr):
-    """Add four products of signed bytes to the sums."""
     if DP4A:
         sums = tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;",
@@ -173,8 +172,8 @@ def _gemv_kernel(
     DP4A: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """x and w are int32 words of four codes, K a row, or e4m3 or bfloat16, EACH in 16 bytes. The
-    first weights are read before the wait."""
+    """Multiply for one program; x and w are int32 words of four codes, K a row, or e4m3 or
+    bfloat16, EACH in 16 bytes. The first weights are read before the wait."""
     n, at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     w_at = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + at[None, :]
     codes = _codes(w_at, at, K, EVEN)

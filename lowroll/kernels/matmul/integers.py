@@ -209,7 +209,7 @@ def _integers_kernel(
     EVEN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute one tile of y, or one part of K of it. Tiles of the same weights are neighbours."""
+    """Compute one tile of y, or one part of K of it."""
     tile, part, count = tl.program_id(0), 0, 1
     if parts is not None:
         if tile >= whole:

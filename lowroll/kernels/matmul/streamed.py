@@ -37,7 +37,7 @@ TILES = 1 << 16  # counters of the workspace
 
 
 class StreamedArguments(ctypes.Structure):
-    """`tuning` 0 lets the kernel choose tiles."""
+    """The struct of `decode.cuh`. `tuning` 0 lets the kernel choose tiles."""
 
     _fields_ = [
         (name, ctypes.c_void_p)

@@ -139,7 +139,7 @@ def _product_kernel(
     ALONE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute one tile of y, or of one part of it. Tiles of the same weights are neighbours."""
+    """Compute one tile of y, or of one part of it."""
     after_others(EARLY)
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)

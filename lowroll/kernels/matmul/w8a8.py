@@ -92,7 +92,6 @@ def e4m3_sums(codes_MK: Tensor, codes_NK: Tensor, dtype: torch.dtype, fast: bool
 
 @cache
 def scaled_mm_supports(device: torch.device) -> Support:
-    """Return whether this device multiplies e4m3 matrices into float32 sums."""
     x_MK, w_NK = (
         torch.arange(-160, 160, device=device).remainder(23).view(-1, 32).to(E4M3) for _ in range(2)
     )

@@ -271,7 +271,6 @@ def _quantize_long_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Encode a row, whose pieces stay in registers until its largest magnitude is known."""
     after_others(EARLY)
     m = tl.program_id(0).to(tl.int64)
     whole, bits = tl.tuple([]), tl.zeros((BLOCK,), tl.int32)

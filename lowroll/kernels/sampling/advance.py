@@ -1,4 +1,11 @@
-"""The end of a decode step."""
+"""The end of a decode step: record the drawn tokens and advance every row, in one launch.
+
+    ids = token,   pos += 1 where pos < end,   next = pos + 1,   length += 1 where pos < end, else 0
+
+Tokens drawn by a row with a repetition penalty are marked as seen (`marks`).
+
+Legend: B rows, S steps.
+"""
 
 from __future__ import annotations
 

@@ -139,7 +139,6 @@ def keep(
 def _plain(
     logits_BV: Tensor, filters: Filters, temperature_B: Tensor | None, greedy_B: Tensor | None
 ) -> Kept:
-    """Filter by a sort; on a CPU only the rows that have filters."""
     rows, tokens = logits_BV.shape
     ranks_B = (filters.top_k_B < tokens) | (filters.top_p_B < 1)
     if greedy_B is not None:
@@ -277,7 +276,6 @@ def _floor(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return floor and last id of what a row keeps."""
     floor = peak * 0.0 + float("-inf")
     last = tokens
     ids = tokens
@@ -361,7 +359,6 @@ def _raised(
 
 @jit
 def _bound(peaks_ptr, blocks, ids, BLOCKS: tl.constexpr):
-    """Return the k-th largest block maximum, or the least float."""
     offs_l = tl.arange(0, BLOCKS)
     live_l = offs_l < blocks
     peak_l = tl.load(peaks_ptr + offs_l, mask=live_l, other=float("-inf"))

@@ -46,7 +46,6 @@ class Update:
         return _forward(gate_up_TN, self.low_TL, self.b_NL, self.rank)
 
     def gate_backward(self, gate_up_TN: Tensor, y_grad_TF: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient of gate_up, and silu(gate) * up again."""
         y_TF = torch.empty_like(y_grad_TF)
         grad_TN = _backward(gate_up_TN, self.low_TL, self.b_NL, self.rank, y_grad_TF, y_TF)
         return grad_TN, y_TF
@@ -112,7 +111,6 @@ def _backward(
     y_grad_TF: Tensor,
     y_TF: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of gate_up; fill `y_TF`, if given, with silu(gate) * up again."""
     num_tokens, size = y_grad_TF.shape
     grad_TN = torch.empty_like(gate_up_TN)
     _silu_mul_adapted_backward_kernel[_grid(num_tokens, size)](
@@ -139,7 +137,6 @@ def _backward(
 
 @jit
 def _gate_and_up(gate_up, low, b, t, n, live, size, columns, rank, num_tokens, RANK: tl.constexpr):
-    """Return gate and up of a tile, float32, with the update added."""
     at = t[:, None].to(tl.int64) * 2 * size + n[None, :]
     gate = tl.load(gate_up + at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gate_up + at + size, mask=live, other=0.0).to(tl.float32)
