@@ -134,7 +134,6 @@ class Orchestrator:
         return batch
 
     def _make(self, pending: PendingBatch) -> Batch:
-        """Collect the groups of a batch; return it with its statistics."""
         stale = self._load_weights(pending)
         if self.settings.streams:
             self._drop(pending, stale, "stale")
@@ -250,7 +249,6 @@ class Orchestrator:
         return scored
 
     def _drop_unusable(self, pending: PendingBatch) -> None:
-        """Drop returned groups that are too old or have no signal."""
         version, most = pending.version, self.settings.max_off_policy_steps
         for one in self.rollout_buffer.ready(pending.ledger):
             group = one.scored
@@ -272,7 +270,6 @@ class Orchestrator:
         self.rollout_buffer.close(pending.ledger, groups)
 
     def _check_signal(self, pending: PendingBatch) -> None:
-        """Raise ScoringFailed or NoSignal when there is nothing to learn from."""
         settings, wanted = self.settings, self.settings.num_groups
         check_any([sample.score for one in pending.groups for sample in one.samples], "step")
         rule = "dynamic sampling" if settings.dynamic_sampling else "online difficulty filtering"
@@ -382,7 +379,6 @@ class Orchestrator:
         self._settled, self._anew = True, False
 
     def _count(self, pending: PendingBatch) -> None:
-        """Count the step's finished groups in the ledger and its file."""
         pending.ledger.consumed += len(pending.kept)
         pending.ledger.dropped += len(pending.dropped)
         if self.journal is None:
@@ -403,7 +399,6 @@ class Orchestrator:
         self.journal.sync()
 
     def _idle_stats(self, pending: PendingBatch) -> dict[str, float]:
-        """Return the time waited, and the idle fraction of the orchestrator's time."""
         before, self._made = self._made, time.monotonic()
         idle = pending.seconds["time/generate"] + sum(self._waits.values())
         wall = max(self._made - before, 1e-9)
