@@ -1,5 +1,6 @@
 """The run's settings: a strict schema, loading with file and line in every error, and Surogate's
-three files."""
+three files.
+"""
 
 from lowroll.config.data import EnvConfig
 from lowroll.config.document import ConfigError

@@ -1,41 +1,41 @@
-"""`correction: auto`: the rollouts' price and the learner's forward choose a correction; and what
-is refused.
+"""`correction: auto`: the choice of a correction by how the rollouts are made and by the learner's
+forward, and refused combinations.
 
 The first row of `AUTO` that applies is taken. Where a paper trained with such rollouts, its remedy
 is the row's; the reason is printed at the start of a run. `COLLAPSES` are combinations that a paper
-saw fail; they are refused unless `force: true` asks for them, as a comparison does.
+saw fail; they are refused unless `force: true` requests them for a comparison.
 
     QuRL       low-bit rollouts, a dense learner          acr; Fig. 2, Fig. 3, Tables 1 and 2 show the others fail
     QaRL       a learner in the rollouts' arithmetic      tbpo; Fig. 8 shows gspo drift
-    Sparse-RL  a cache that forgets                       sparse: rejection, reweighting; Fig. 1, Table 1 show none fail
+    Sparse-RL  a cache that evicts                        sparse: rejection, reweighting; Fig. 1, Table 1 show none fail
     Sparse-RL  a sampler that cannot reach every token    rejection and reweighting (sec. 3)
     QeRL       LoRA on the rollouts' own low-bit base     trains without a correction; tis costs nothing and is safe
 
-A sampler is truncated by whatever keeps it from the learner's distribution: a penalty reshapes it,
-and `min_tokens` bans the ids that stop until then. A second format (`rollout.large_batch_weights`)
-is low-bit rollouts that no learner shares. A learner that rounds beside dense rollouts
-(`train.forward: fp8`) is as far from them as a dense one is from rollouts in its format.
+A penalty and `min_tokens`, which bans stop ids until then, truncate a sampler like top_p. A second
+format (`rollout.large_batch_weights`) is low-bit rollouts that no learner shares. A learner that
+rounds beside dense rollouts (`train.forward: fp8`) is as far from them as a dense one is from
+rollouts in its format.
 
-Another engine has the learner's weights and not its kernels. In bfloat16 its log-probs differ from
-the learner's by a few hundredths of a nat, and more for single tokens, which Yao et al. (2025, "Your
-Efficient RL Framework Secretly Brings You Off-Policy RL Training") saw ruin runs on vLLM's
-rollouts; truncated weights mended them, and are what verl offers for it.
+Another engine shares the learner's weights, but not its kernels. In bfloat16 its log-probs differ
+by a few hundredths of a nat, and more for single tokens, which Yao et al. (2025, "Your Efficient RL
+Framework Secretly Brings You Off-Policy RL Training") saw ruin runs on vLLM's rollouts. Truncated
+weights corrected that, and are verl's remedy.
 
-A cache that only rounds its keys makes a gap of the same kind as low-bit weights, and a smaller one:
-beside low-bit weights it changes nothing, and without them a capped weight pays for it.
+A cache that only rounds its keys makes a smaller gap of the same kind as low-bit weights: beside
+them it changes nothing, and without them a capped weight corrects for it.
 
-A pretrained model has outliers, and formats that round activations differ from its learner by that
-rounding, also where both share the codes (LoRA) and where the learner is aligned: SmolLM2-135M in int8
-by 0.03 to 0.05 nats a token, with an effective sample size of 0.92 to 0.95. A capped weight is sound
-there: the cap of 2 cuts 0.02 % of the summed weight, so `tis` for LoRA and `acr` for a dense learner stay
-what they are. To a dense learner nvfp4 has 0.33 nats (0.4 to 0.5; 13 % cut), int4 0.64 (15 % cut, and an
-effective sample size between 0.02 and 0.44 by which few tokens are drawn), w4a8 0.70 (0.12; 30 %): no
-correction makes another policy's samples informative, so the choice stays and
-the guard says what helps (`guard.kl_above`). LoRA on such a base has none of it where the format leaves
-activations alone (5e-7).
+A pretrained model has outliers, so formats that round activations differ from the learner even
+where both share the codes (LoRA) or the learner is aligned: SmolLM2-135M in int8 by 0.03 to 0.05
+nats a token, with an effective sample size of 0.92 to 0.95. A capped weight is sound there: the cap
+of 2 cuts 0.02 % of the summed weight, so `tis` for LoRA and `acr` for a dense learner stay. To a
+dense learner nvfp4 has 0.33 nats (0.4 to 0.5; 13 % cut), int4 0.64 (15 % cut, and an effective
+sample size between 0.02 and 0.44 by which few tokens are drawn), w4a8 0.70 (0.12; 30 %): no
+correction makes another policy's samples informative, so the choice stays and the guard says what
+helps (`guard.kl_above`). LoRA on such a base has no such gap where the format leaves activations
+alone (5e-7).
 
-GSPO's ratio is a sequence's, so acr, reweight and sparse have no form under it; tbpo is its mended
-form.
+GSPO's ratio is a sequence's, so acr, reweight and sparse have no form under it; tbpo is its
+corrected form.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ from lowroll.quant.table import is_dense
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The properties that `auto` looks at: how the rollouts are made cheap, and what the learner
-    shares with them."""
+    """The properties of rollouts and learner that `auto` looks at."""
 
     weights: str  # two formats are "nvfp4+fp8"
     truncated: tuple[
@@ -59,8 +58,8 @@ class Rollouts:
     ] = ()  # settings that keep tokens from being drawn, such as "top_p 0.9"
     noisy: bool = False  # by noise that the learner does not share
     aligned: bool = False  # the learner multiplies in the rollouts' arithmetic
-    rounds: bool = False  # it multiplies in a format that they are not in
-    lora: bool = False  # learner and rollouts hold the same base, codes and all
+    rounds: bool = False  # the learner multiplies in a format that the rollouts are not in
+    lora: bool = False  # learner and rollouts share the base and its codes
     kv_policy: str = "dense"
     kv_dtype: str | None = None  # of the cache; None is the engine's own
     replayed: bool = False  # the learner attends to what the rollouts' cache held
@@ -69,13 +68,12 @@ class Rollouts:
 
     @property
     def low_bit(self) -> bool:
-        """Return whether low-bit weights make the learner compute otherwise than the rollouts were
-        drawn."""
+        """Return whether low-bit weights separate the rollouts from the learner's computation."""
         return not self.exact and not is_dense(self.weights)
 
     @property
     def forgets(self) -> bool:
-        """Return whether the learner sees keys that the rollouts have lost."""
+        """Return whether the learner attends to keys that the rollouts have evicted."""
         return self.kv_policy != "dense" and not self.replayed
 
     @property
@@ -84,12 +82,12 @@ class Rollouts:
 
     @property
     def foreign(self) -> bool:
-        """Return whether another implementation than the learner's own draws the rollouts."""
+        """Return whether another implementation than the learner's draws the rollouts."""
         return self.engine != "native"
 
     @property
     def words(self) -> str:
-        """ "use int8 weights, are cut by top_p 0.9 and carry noise"."""
+        """Describe the rollouts: "use int8 weights, are cut by top_p 0.9 and carry noise"."""
         parts = [f"use {self.weights} weights"]
         parts += [f"come from {self.engine}"] if self.foreign else []
         parts += [f"are cut by {', '.join(self.truncated)}"] if self.truncated else []
@@ -103,8 +101,8 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class CorrectionRow:
-    """A line of the table. `gspo` is the correction under that algorithm, `sets` are values of the
-    section `loss.<correction>`, and `example` is a configuration that the row applies to."""
+    """A row of the table. `gspo` is the correction under that algorithm, `sets` are values of the
+    section `loss.<correction>`, and `example` is a configuration to which the row applies."""
 
     price: str
     forward: str
@@ -238,12 +236,12 @@ AUTO: tuple[CorrectionRow, ...] = (
 
 
 def choose_row(rollouts: Rollouts) -> CorrectionRow:
-    """The row of the table that `auto` stands for."""
+    """Return the row that `auto` stands for."""
     return next(row for row in AUTO if row.applies(rollouts))
 
 
 def choose_correction(algorithm: str, rollouts: Rollouts) -> tuple[str, str]:
-    """The correction that `auto` stands for, and why, for people."""
+    """Return the correction that `auto` stands for, and the reason."""
     row = choose_row(rollouts)
     if algorithm == "gspo" and row.gspo != row.correction:
         return row.gspo, (
@@ -293,19 +291,19 @@ COLLAPSES: tuple[Collapse, ...] = (
 
 
 def known_collapse(correction: str, rollouts: Rollouts) -> Collapse | None:
-    """The row that speaks against a combination, if any."""
+    """Return the row against a combination, or None."""
     return next(
         (row for row in COLLAPSES if row.correction == correction and row.applies(rollouts)), None
     )
 
 
 def rollouts_of(cfg: RunSettings) -> Rollouts:
-    """Return the properties of the rollouts that `auto` looks at."""
+    """Return the properties of a run's rollouts."""
     rollout = cfg.rollout
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
     cut = {name: getattr(rollout, name) for name in off if getattr(rollout, name) != off[name]}
     second = rollout.large_batch_weights if rollout.large_batch_weights != rollout.weights else None
-    # a dense second format is that of LoRA's own base
+    # a dense second format is LoRA's own base
     low_bit = second is not None and not is_dense(second)
     return Rollouts(
         f"{rollout.weights}+{second}" if low_bit else rollout.weights,
@@ -323,14 +321,14 @@ def rollouts_of(cfg: RunSettings) -> Rollouts:
 
 
 def correction_of(cfg: RunSettings) -> tuple[str, str]:
-    """Return the run's correction, and why when `auto` chose it."""
+    """Return the run's correction, and the reason if `auto` chose it."""
     if cfg.correction != "auto":
         return cfg.correction, ""
     return choose_correction(cfg.algorithm, rollouts_of(cfg))
 
 
 def thresholds_of(cfg: RunSettings) -> dict[str, float]:
-    """Return the options of the correction's own section that `auto` chooses and the file does not."""
+    """Return the options of the correction's own section that `auto` sets and the file does not."""
     row = choose_row(rollouts_of(cfg))
     if cfg.correction != "auto" or not row.sets or correction_of(cfg)[0] != row.correction:
         return {}

@@ -1,5 +1,5 @@
-"""One document and its overrides -> RunConfig. Every error names the file, the line, the key and the
-nearest known key.
+"""One document and its overrides -> RunConfig. Every error names the file, the line, the key and
+the nearest known key.
 
     run.yaml:8: train.max_stepz: unknown key (did you mean max_steps?)
     override train.max_stepz: unknown key (did you mean max_steps?)
@@ -40,7 +40,7 @@ Overrides = Mapping[str, object] | Iterable[str]
 
 
 def read(path: str | FilePath) -> Document:
-    """Parse one YAML file. Raises ConfigError when it cannot be read."""
+    """Parse one YAML file. ConfigError when it cannot be read."""
     try:
         text = FilePath(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -51,21 +51,21 @@ def read(path: str | FilePath) -> Document:
 
 
 def build(document: Document, overrides: Overrides = ()) -> RunConfig:
-    """Names of now, overrides, checks, resolution."""
+    """Rename old keys, apply overrides, check and resolve."""
     notes = carry_over(document)
     for key, value, written, note in renamed_overrides(list(_pairs(overrides))):
         _override(document, key, value, Mark("override", written))
         if note:
             notes.append(note)
-    notes += carry_over(document)  # of an override that is a whole section
+    notes += carry_over(document)  # of an override of a whole section
     anchor(document)
     cfg = validate(RunConfig, document).resolved().with_origin(source=document.name)
     return cfg.with_notes(*notes)
 
 
 def validate(model: type[M], document: Document) -> M:
-    """Check a document against a section's model; all its problems in one ConfigError, in the order
-    of the file."""
+    """Check a document against a section's model; one ConfigError with all problems in the order of
+    the file."""
     try:
         return model.model_validate(document.value)
     except ValidationError as error:
@@ -76,7 +76,7 @@ def validate(model: type[M], document: Document) -> M:
 
 
 def override_pairs(overrides: Overrides) -> list[tuple[str, Any]]:
-    """Overrides as they were written: (key, value)."""
+    """Return the overrides as written: (key, value)."""
     return list(_pairs(overrides))
 
 
@@ -133,8 +133,8 @@ def _explain(model: type[BaseModel], document: Document, details: ErrorDetails) 
 
 
 def _written(loc: Path, value: Any) -> Path:
-    """pydantic counts the items of a single mapping that stands for a list, and names a union's
-    branch: drop those."""
+    """Drop what pydantic adds: the index of a mapping that stands for a list, and the name of a
+    union's branch."""
     path: list[str | int] = []
     for part in loc:
         if isinstance(value, dict):
@@ -153,8 +153,8 @@ def _written(loc: Path, value: Any) -> Path:
 
 
 def _blame(document: Document, paths: tuple[Path, ...], message: str) -> str:
-    """`file:line: key: message` for the first of the keys that was written, otherwise for the
-    nearest section."""
+    """Return `file:line: key: message` for the first written key, otherwise for the nearest
+    section."""
     for path in paths:
         if path in document.marks:
             return document.marks[path].blame(message)
@@ -238,13 +238,13 @@ def _is_number(text: str) -> bool:
 
 
 def _choices(expected: str) -> list[str]:
-    """pydantic's "'a', 'b' or 'c'" -> ["a", "b", "c"]."""
+    """Parse pydantic's "'a', 'b' or 'c'" into ["a", "b", "c"]."""
     return [choice.strip().strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
 
 
 def _hints(model: type[BaseModel], path: Path, value: Any) -> Iterator[tuple[Path, str]]:
-    """An unknown key, or what is foreign in an unknown section, and what was meant by it: a near
-    key of its section, what another tool calls so, a key of this name elsewhere, or the nearest one
+    """Yield an unknown key, or the foreign keys in an unknown section, with a suggestion: a near
+    key of its section, another tool's name, a key of this name elsewhere, or the nearest one
     anywhere."""
     word = str(path[-1])
     if "." in word and ".".join(map(str, path)) in known_keys(model):
@@ -268,7 +268,6 @@ def _hints(model: type[BaseModel], path: Path, value: Any) -> Iterator[tuple[Pat
 
 
 def _meant(model: type[BaseModel], word: str, here: list[str]) -> str:
-    """A key of this name elsewhere, a near one of its own section, or the nearest one anywhere."""
     elsewhere = last_names(model)
     if word in elsewhere:
         return f" (did you mean {elsewhere[word]}?)"
@@ -280,8 +279,8 @@ def _meant(model: type[BaseModel], word: str, here: list[str]) -> str:
 
 
 def last_names(model: type[BaseModel]) -> dict[str, str]:
-    """The last name of every key -> the key; of those that share one, what is rarely meant gives
-    way, and all others to a key of the top."""
+    """Return the last name of every key -> the key; among equals, rarely meant keys come last and
+    keys of the top first."""
     keys = sorted(
         reversed(known_keys(model)),
         key=lambda key: ("." not in key, key.startswith(("train.", "rollout."))),
@@ -290,7 +289,7 @@ def last_names(model: type[BaseModel]) -> dict[str, str]:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """The dotted keys of a section and of those inside it."""
+    """Return the dotted keys of a section and of those inside it."""
     keys: list[str] = []
     for name, info in model.model_fields.items():
         keys.append(prefix + name)
@@ -303,7 +302,7 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
-    """The model inside X | None, tuple[X, ...] or Annotated[X, ...]."""
+    """Return the model inside X | None, tuple[X, ...] or Annotated[X, ...]."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple, list, Annotated):

@@ -1,6 +1,7 @@
-"""The settings of a run that cannot work together (`problems`), and those that rarely work as meant (`warnings`).
+"""The settings of a run that cannot work together (`problems`), and those that rarely work as meant
+(`warnings`).
 
-What concerns one section alone stands beside it; the rules of engines and of roles have files of their own.
+Checks of one section stand beside it; engines and roles have their own files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from lowroll.quant.table import is_dense
 
 
 def problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield the settings that cannot work together."""
     yield from _batch_problems(cfg)
     yield from _stage_problems(cfg)
     yield from kv_problems(cfg.rollout.kv)
@@ -96,7 +96,6 @@ def _batch_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _stage_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield the problems of the stages, and of the run's settings as they are in each stage."""
     yield from order_problems(cfg.stages, cfg.dapo.overlong_max)
     known, now = [message for _, message in _batch_problems(cfg)], cfg
     for i, stage in enumerate(cfg.stages):
@@ -121,7 +120,7 @@ def _length_problems(cfg: RunSettings) -> Iterator[Problem]:
             f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)",
         )
     held = rollout.cache_tokens
-    # what a bounded cache needs is its policy's arithmetic (`runs.assembly.prompts`)
+    # bounded caches are checked by their policy (`runs.assembly.prompts`)
     if held is not None and held <= rollout.max_tokens and not rollout.cache.evicts:
         yield (
             (("rollout", "cache_tokens"), ("rollout", "max_tokens")),
@@ -148,7 +147,8 @@ def _length_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _data_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Data beside environments, functions without data, weights of other functions."""
+    """Yield data beside environments, functions without data, and weights that do not match the
+    functions."""
     if cfg.data is not None and "env" in cfg.model_fields_set:
         yield (
             (("data",), ("env",)),
@@ -168,7 +168,7 @@ def _data_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _buffer_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Pools that overlap, fractions of no pool, and advantages given twice."""
+    """Yield overlapping pools, fractions of no pool, and advantages given twice."""
     buffer = cfg.buffer
     easy, hard = buffer.easy_threshold, buffer.hard_threshold
     if easy is not None and hard is not None and hard >= easy:
@@ -238,7 +238,7 @@ def _critic_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def warnings(cfg: RunSettings) -> Iterator[str]:
-    """Settings that work, but rarely as meant. `cfg` is resolved."""
+    """Yield settings that rarely work as meant. `cfg` is resolved."""
     rollout, price = cfg.rollout, rollouts_of(cfg)
     if price.truncated and cfg.correction == "none":
         yield (
@@ -321,7 +321,6 @@ def warnings(cfg: RunSettings) -> Iterator[str]:
 
 
 def _idle_notes(cfg: RunSettings) -> Iterator[str]:
-    """Yield notes on rollouts, evaluation and rewards that deserve a second look."""
     if cfg.rollout.engine != "vllm" and cfg.rollout.vllm != VllmConfig():
         yield f"rollout.vllm: no effect, rollout.engine is {cfg.rollout.engine}"
     held_out = cfg.eval

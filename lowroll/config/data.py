@@ -32,7 +32,7 @@ from lowroll.config.section import (
 )
 from lowroll.types import TEMPERATURES
 
-ENDLESS = 64  # examples of a split without an end, where all are asked for
+ENDLESS = 64  # examples of an endless split, where all are requested
 
 
 class EnvConfig(Section):
@@ -40,8 +40,8 @@ class EnvConfig(Section):
     absolute path); `weight` is its share of the prompts. `pass_env` names environment variables
     that the scoring workers see."""
 
-    id: Text  # one that comes along, path/to/file.py, or reasoning-gym/<generator>
-    name: Text | None = None  # what its metrics are called; null: its id
+    id: Text  # one of lowroll's, path/to/file.py, or reasoning-gym/<generator>
+    name: Text | None = None  # label of its metrics; null: its id
     args: dict[str, JsonValue] = {}  # its own arguments
     weight: Positive = 1.0  # its share of the prompts
     # environment variables that its scorer sees
@@ -49,8 +49,7 @@ class EnvConfig(Section):
 
 
 def _listed(value: Any) -> Any:
-    """A single section stands for a list of one; a bare id is answered with the section that was
-    meant."""
+    """Wrap a single section in a list; suggest the section for a bare id."""
     if isinstance(value, str):
         ids = [value]
     elif isinstance(value, list):
@@ -83,15 +82,14 @@ def _greedy_or_drawn(value: float) -> float:
 
 class EvalConfig(Section):
     """Evaluation on the test split every `interval` steps, before the first and after the last one
-    (null: only when asked). `env` null: the training ones.
+    (null: only on request). `env` null: the training ones.
 
-    It has a sampler of its own: nothing of `rollout` but max_tokens and the stop strings reaches
-    it. Before the first and after the last step the same prompts are drawn once more, as the
-    rollouts are.
+    It has its own sampler: of `rollout` it only uses max_tokens and the stop strings. Before the
+    first and after the last step the same prompts are also drawn as rollouts.
     """
 
-    interval: Count | None = None  # steps between two; null: only when asked
-    num_examples: Count | None = 64  # null: all of a split that ends, and 64 of one that does not
+    interval: Count | None = None  # steps between two; null: only on request
+    num_examples: Count | None = 64  # null: all of a finite split, and 64 of an endless one
     rollouts_per_example: GroupSize = 1  # responses to each
     temperature: Annotated[float, AfterValidator(_greedy_or_drawn)] = 0.0  # 0 is greedy
     top_p: Probability = 1.0  # as rollout.top_p
@@ -99,36 +97,36 @@ class EvalConfig(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0  # as rollout.min_p
     repetition_penalty: Penalty = 1.0  # as rollout.repetition_penalty
     env: Environments | None = None
-    eval_base_model: bool = True  # evaluate before the first step, too
-    skip_eval_on_resume: bool = True  # a resumed run evaluates when it is due, and not at once
-    # requests in flight are aborted for an evaluation, and made again after it
+    eval_base_model: bool = True  # evaluate also before the first step
+    skip_eval_on_resume: bool = True  # a resumed run evaluates only when it is due
+    # abort requests in flight for an evaluation, and repeat them after it
     cancel_inflight_rollouts_on_eval: bool = False
 
     @property
     def most(self) -> str:
-        """ "at most 1,024", "all"."""
+        """Describe the number of examples: "at most 1,024", "all"."""
         return "all" if self.num_examples is None else f"at most {self.num_examples:,}"
 
     def count(self, size: int | None) -> int:
-        """Examples of a split of `size` tasks; None: one without an end."""
+        """Return the number of examples of a split of `size` tasks; None: an endless one."""
         if self.num_examples is None:
             return ENDLESS if size is None else size
         return self.num_examples if size is None else min(self.num_examples, size)
 
 
 def named(env: EnvConfig) -> EnvConfig:
-    """The environment with its default name filled in."""
+    """Fill in an environment's default name."""
     return env if env.name is not None else env.model_copy(update={"name": default_name(env)})
 
 
 def default_name(env: EnvConfig) -> str:
-    """The name, or the id; of a file with an absolute path its last part, since metrics are named
-    by it."""
+    """Return the name, or the id, of which an absolute path keeps its last part, since metrics are
+    named by it."""
     return env.name or (PurePath(env.id).name if PurePath(env.id).is_absolute() else env.id)
 
 
 def env_problems(env: tuple[EnvConfig, ...], held_out: EvalConfig) -> Iterator[Problem]:
-    """Two environments of one name."""
+    """Yield two environments of one name."""
     places: tuple[tuple[Path, tuple[EnvConfig, ...]], ...] = (
         (("env",), env),
         (("eval", "env"), held_out.env or ()),
@@ -150,14 +148,14 @@ class DataConfig(Section):
     files), a folder, or a hub id. A path alone is `data: {path: ...}`."""
 
     path: Text  # a file, folder or hub id
-    split: Text = "train"  # that is trained on; a file is one split
+    split: Text = "train"  # split for training; a file is one split
     subset: Text | None = None  # the configuration of a hub's data set, such as main
     revision: Text | None = None  # its branch, tag or commit
-    streaming: bool = False  # rows of the hub are read as they come, and no copy is kept
-    rows: Count | None = None  # the first so many; null: all
-    test_path: Text | None = None  # what is evaluated on; null: the test split of `path`
+    streaming: bool = False  # read rows of the hub as they come, without a copy
+    rows: Count | None = None  # how many of the first rows; null: all
+    test_path: Text | None = None  # data for evaluation; null: the test split of `path`
     test_split: Text | None = None  # null: test, or else validation
-    # the share of the rows that is evaluated on, where there is no test split; 0: none
+    # share of the rows for evaluation, without a test split; 0: none
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     prompt: Text | None = None  # the column of the prompt; null: found by its name
     answer: Text | None = None  # of the gold answer, as in reward_model.ground_truth
@@ -167,7 +165,6 @@ class DataConfig(Section):
 
 
 def _with_path(value: Any) -> Any:
-    """A path alone stands for the section."""
     return {"path": value} if isinstance(value, str) else value
 
 
@@ -190,7 +187,7 @@ class ScoreConfig(Section):
     """The scoring workers. `time_limit` in seconds a response; more than `max_error_rate` failures
     stop the run, once there are 50 scores."""
 
-    workers: Count = 2  # processes that score
+    workers: Count = 2  # scoring processes
     time_limit: Positive = 10.0  # seconds a response
     memory_limit_mb: Count = 2048  # of a worker
     # share of failed scores that stops the run, judged from 50 scores on
@@ -198,11 +195,11 @@ class ScoreConfig(Section):
 
 
 class FilterConfig(Section):
-    """Flags odd rollouts in the metrics; `enforce` also takes them out of the loss (their reward
-    stays)."""
+    """Flags degenerate rollouts in the metrics; `enforce` also removes them from the loss (their
+    reward stays)."""
 
-    type: Literal["gibberish", "repetition"]  # what is odd: rare tokens, or a loop
-    enforce: bool = False  # take what is flagged out of the loss
+    type: Literal["gibberish", "repetition"]  # what is flagged: rare tokens, or a loop
+    enforce: bool = False  # remove flagged rollouts from the loss
     # gibberish: ids above it are rare tokens
     token_id_threshold: Whole = 100_000
     logprob_offset: NotNegative = 2.0  # gibberish: nats below the uniform log-prob
@@ -216,18 +213,18 @@ Reward = Annotated[float, Field(allow_inf_nan=False)]
 class BufferConfig(Section):
     """Pools by difficulty. A prompt whose group has a mean reward of `easy_threshold` or more goes
     to the easy pool, one of `hard_threshold` or less to the hard pool, and neither is drawn again;
-    the fractions go back when a run is resumed."""
+    the fractions return when a run is resumed."""
 
-    seed: Seed | None = None  # of what goes back to the normal pool; null: the run's
+    seed: Seed | None = None  # for what returns to the normal pool; null: the run's
     # groups whose rewards are all 0 or all 1 are drawn again
     online_difficulty_filtering: bool = False
     easy_threshold: Reward | None = None  # null: no easy pool
     hard_threshold: Reward | None = None  # null: no hard pool
-    easy_fraction: Share = 0.0  # of the easy pool, back to normal at a resumption
+    easy_fraction: Share = 0.0  # of the easy pool, returned at a resumption
     hard_fraction: Share = 0.0  # of the hard pool
-    # what makes two prompts the same ("task", "prompt"); []: none is looked for
+    # identity of a prompt ("task", "prompt"); []: no check for duplicates
     hash_keys: Annotated[tuple[Text, ...], Strict(False)] = ()
-    skip_verification: bool = False  # no response is scored, and every reward is 0
+    skip_verification: bool = False  # do not score: every reward is 0
 
 
 def _code(text: str) -> str:
@@ -242,8 +239,8 @@ def _code(text: str) -> str:
 
 
 class AdvantageFunction(Section):
-    """Advantages by a function of a file: f(rewards, lengths, **kwargs) of one group, as many
-    numbers back."""
+    """Advantages by a function of a file: f(rewards, lengths, **kwargs) of one group returns as
+    many numbers."""
 
     import_path: Annotated[Text, AfterValidator(_code)]  # path/to/file.py:function
     kwargs: dict[str, JsonValue] = {}  # its further arguments

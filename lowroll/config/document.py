@@ -1,9 +1,9 @@
 """YAML text -> plain values, with the line of every key.
 
-The safe part of YAML and no more: mappings, lists and scalars. Anchors, aliases, tags, merge keys,
-several documents and duplicated keys are refused, which rules out alias bombs and object
-construction before anything is built. Plain scalars follow the core schema of YAML 1.2 (1e-5 is a
-number); what YAML 1.1 reads otherwise (no, 010, 1:30, 1_000) is refused instead of guessed.
+Only the safe part of YAML: mappings, lists and scalars. Anchors, aliases, tags, merge keys, several
+documents and duplicated keys are refused, which prevents alias bombs and object construction. Plain
+scalars follow the core schema of YAML 1.2 (1e-5 is a number); what YAML 1.1 reads otherwise (no,
+010, 1:30, 1_000) is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Mark:
-    """The place where a value was written, "run.yaml:8" (or "override"), and its name there."""
+    """The place of a value, "run.yaml:8" (or "override"), and its name there."""
 
     where: str
     key: str
@@ -51,15 +51,15 @@ class Mark:
 
 @dataclass
 class Document:
-    """Plain values (dict, list, str, int, float, bool, None) and the mark of every path that was
-    written."""
+    """Plain values (dict, list, str, int, float, bool, None) and the marks of all written paths."""
 
     value: dict[str, Any]
     marks: dict[Path, Mark] = field(default_factory=dict)
     name: str = "config"
 
     def mark(self, path: Path) -> Mark | None:
-        """The mark of a path, of the first key beneath it, or of the nearest section above it."""
+        """Return the mark of a path, of the first key beneath it, or of the nearest section above
+        it."""
         if path in self.marks:
             return self.marks[path]
         beneath = (mark for written, mark in self.marks.items() if written[: len(path)] == path)
@@ -69,7 +69,6 @@ class Document:
         return next(beneath, None) or next(above, None)
 
     def wrap(self, path: Path) -> None:
-        """Turn a value into a list of that one value."""
         mark = self.marks[path]
         node = self.value
         for depth, part in enumerate(path[:-1]):
@@ -84,14 +83,13 @@ class Document:
             self.marks[(*path, 0, *old[end:])] = mark
 
     def move(self, old: Path, new: Path, mark: Mark) -> None:
-        """Take a value, with the marks of all that is beneath it, from one path of sections to
-        another. mark: where it was written."""
+        """Move a value, with all marks beneath it, between sections. mark: where it was written."""
         inner = {path: kept for path, kept in self.marks.items() if path[: len(old)] == old}
         self.put(new, self.drop(old), mark)
         self.marks |= {(*new, *path[len(old) :]): kept for path, kept in inner.items()}
 
     def drop(self, path: Path) -> Any:
-        """Take a value of sections out, with the marks of all that is beneath it. Returns it."""
+        """Remove and return a value of sections, with all marks beneath it."""
         node: Any = self.value
         for part in path[:-1]:
             node = node[part]
@@ -100,7 +98,7 @@ class Document:
         return node.pop(path[-1])
 
     def put(self, path: Path, value: Any, mark: Mark) -> None:
-        """Write a value, making the sections above it; whatever stood there before is gone."""
+        """Write a value with its sections, replacing what was there."""
         node: Any = self.value
         for depth, part in enumerate(path[:-1]):
             inner = _get(node, part, path[: depth + 1], mark)
@@ -115,7 +113,7 @@ class Document:
 
 
 def dotted(path: Path) -> str:
-    """("env", 0, "id") -> "env[0].id"."""
+    """Format a path: ("env", 0, "id") -> "env[0].id"."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -126,7 +124,7 @@ def dotted(path: Path) -> str:
 
 
 def parse(text: str, name: str) -> Document:
-    """Read one YAML mapping. Raises ConfigError that names the file, the line and the key."""
+    """Read one YAML mapping. ConfigError names the file, the line and the key."""
     document = Document({}, name=name)
     node = _compose(text, name)
     if node is None:
@@ -138,7 +136,6 @@ def parse(text: str, name: str) -> Document:
 
 
 def parse_value(text: str, mark: Mark) -> Any:
-    """Read the value of an override as YAML."""
     try:
         node = _compose(text, mark.key)
         if node is None:
@@ -150,7 +147,7 @@ def parse_value(text: str, mark: Mark) -> Any:
 
 
 def resolve_plain(text: str) -> Any:
-    """The value of an unquoted scalar. Raises ValueError for what two YAML versions read
+    """Return the value of an unquoted scalar. ValueError for what two YAML versions read
     differently."""
     if _NULL.fullmatch(text):
         return None
@@ -178,7 +175,7 @@ def resolve_plain(text: str) -> Any:
 
 
 def clip(text: str) -> str:
-    """The text, or its first 60 characters."""
+    """Return the text, or its first 60 characters."""
     if len(text) <= 60:
         return text
     return text[:60] + "..."
@@ -202,7 +199,7 @@ def _compose(text: str, name: str) -> yaml.Node | None:
 
 
 def _refuse_events(events: Iterator[yaml.Event], name: str) -> None:
-    """Refuse, before a single node is built, what a configuration does not need."""
+    """Refuse unneeded YAML before any node is built."""
     depth = documents = 0
     for event in events:
         line = event.start_mark.line + 1 if event.start_mark else 1
@@ -282,8 +279,7 @@ def _set(node: Any, part: str | int, value: Any, path: Path, mark: Mark) -> None
 
 
 class ConfigDumper(yaml.SafeDumper):
-    """Writes YAML that `parse` reads back to the same values: text that would read as something
-    else is quoted."""
+    """A dumper whose YAML `parse` reads back to the same values, with ambiguous text quoted."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -304,8 +300,7 @@ ConfigDumper.add_representer(str, _represent_text)
 
 
 def plain(value: Any, where: str) -> Any:
-    """A copy of a Python value as a configuration may hold it. Raises ConfigError for anything
-    else."""
+    """Copy a Python value into plain configuration values. ConfigError for anything else."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -316,7 +311,7 @@ def plain(value: Any, where: str) -> Any:
 
 
 def dump_short(tree: dict[str, Any], width: int) -> str:
-    """YAML text with a line for each key of the top, broken at about so many columns; `parse` reads
+    """Return YAML text with a line for each top key, broken at about `width` columns; `parse` reads
     it back to the same values."""
     text = io.StringIO()
     dumper = ConfigDumper(
@@ -325,7 +320,7 @@ def dump_short(tree: dict[str, Any], width: int) -> str:
     dumper.open()
     node = dumper.represent_data(tree)
     assert isinstance(node, yaml.MappingNode)
-    node.flow_style = False  # of the top alone
+    node.flow_style = False  # of the top only
     dumper.serialize(node)
     dumper.close()
     return text.getvalue()

@@ -1,7 +1,8 @@
-"""The settings that an engine cannot have together: those of vLLM, of a budget for the weights, and of exact rollouts.
+"""The settings that an engine does not support together: for vLLM, for a budget for the weights,
+and for exact rollouts.
 
-What lowroll's own engine does alone is refused by name, before anything is started. The model and the machine are
-looked at when a run starts (`model.exact`).
+What only lowroll's own engine supports is refused by name before anything starts. The model and the
+machine are checked when a run starts (`model.exact`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lowroll.quant.table import STORED
 def budget_problems(
     weights: str, engine: str, large_batch_weights: str | None
 ) -> Iterator[Problem]:
-    """Yield the settings that a budget, or the formats a folder stores, cannot be combined with."""
+    """Yield the settings that a budget, or a folder's stored formats, exclude."""
     if not (is_budget(weights) or weights == STORED):
         return
     where = ("rollout", "weights")
@@ -36,11 +37,11 @@ def budget_problems(
         )
 
 
-Bar = tuple[str, bool, str]  # a setting, whether it is in the way, what it would have to be
+Bar = tuple[str, bool, str]  # a setting, whether it is in the way, and the required value
 
 
 def exact_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Settings under which rollouts and learner cannot have the same bits, where they are to."""
+    """Yield settings under which exact rollouts and learner cannot have the same bits."""
     if not cfg.rollout.exact:
         return
     for key, asked, instead in (*bars_engine(cfg), *_bars_learner(cfg)):
@@ -75,8 +76,7 @@ _TEMPERATURES = "it draws at 0.01 what is asked for below that, and takes 2 at m
 
 
 def vllm_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield the settings that vLLM does not support, and start options of a server that runs
-    already."""
+    """Yield the settings that vLLM does not support, and start options of a running server."""
     rollout, train, drawn = cfg.rollout, cfg.train, cfg.eval
     if rollout.engine == "native":
         return
@@ -157,7 +157,7 @@ def vllm_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _unheeded(temperature: float) -> bool:
-    """Return whether vLLM would sample at another temperature, or not at all."""
+    """Return whether vLLM would ignore or change this temperature."""
     return 0 < temperature < 0.01 or temperature > 2
 
 

@@ -1,10 +1,9 @@
-"""Keys that people bring from other tools (TRL, verl, prime-rl, slime, Surogate, vLLM), and what
-they mean here.
+"""Keys of other tools (TRL, verl, prime-rl, slime, Surogate, vLLM), and their meaning here.
 
-`RENAMED` says what to write instead, `ABSENT` what is not there yet and what there is, `NEEDLESS`
-why there is no such key. A key is looked up by its dotted end, so `n_gpus_per_node` stands for
-`trainer.n_gpus_per_node` too, and `rollout.n` for `actor_rollout_ref.rollout.n`. What is listed
-nowhere is left to the nearest known key.
+`RENAMED` says what to write instead, `ABSENT` what is missing and its alternative, `NEEDLESS` why
+there is no such key. A key is looked up by its dotted end, so `n_gpus_per_node` also stands for
+`trainer.n_gpus_per_node`, and `rollout.n` for `actor_rollout_ref.rollout.n`. Other keys get the
+nearest known key.
 """
 
 from __future__ import annotations
@@ -226,7 +225,7 @@ RENAMED: dict[str, str] = {
     "filter_groups": "dapo.dynamic_sampling",
     "mask_truncated_completions": "dapo.overlong_max, dapo.overlong_cache",
     "overlong_buffer": "dapo.overlong_max, dapo.overlong_cache",
-    # what is kept and said
+    # records and logs
     "log_interval": "logging_steps",
     "save_steps": "ckpt.interval",
     "save_freq": "ckpt.interval",
@@ -293,8 +292,7 @@ NEEDLESS: dict[str, str] = {
 
 
 def explain(path: Path) -> str:
-    """Return what to write for a foreign key, or that it is not there yet; "" when nothing is known
-    of it."""
+    """Return the advice for a foreign key; "" for an unknown one."""
     words = [str(part).lower().replace("-", "_") for part in path]
     for ending in (".".join(words[-2:]), words[-1]):
         if ending in RENAMED:
@@ -307,8 +305,7 @@ def explain(path: Path) -> str:
 
 
 def foreign_keys(path: Path, value: Any) -> Iterator[Path]:
-    """The foreign keys in what was written at `path`: itself, or those in the section that it
-    is."""
+    """Yield the foreign keys at `path`: itself, or those in its section."""
     if explain(path):
         yield path
     elif isinstance(value, dict):

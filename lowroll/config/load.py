@@ -1,8 +1,8 @@
-"""Where settings come from: a file, or a tree that was written in Python.
+"""The sources of settings: a file, or a tree written in Python.
 
     cfg = load("run.yaml", overrides=["train.max_steps=20"])
 
-A file with a section `orch:` or `infer:` is Surogate's three files in one piece: see `surogate/read.py`.
+A file with a section `orch:` or `infer:` holds Surogate's three files: see `surogate/read.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from lowroll.config.build import Overrides, build, read
 from lowroll.config.document import ConfigError, Document, plain
 from lowroll.config.schema import RunConfig
 
-SECTIONS = "lowroll.config.surogate.read:load_sections"  # loaded for a file that needs it
+SECTIONS = "lowroll.config.surogate.read:load_sections"  # imported only when needed
 
 
 def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
-    """Read a run's YAML file, apply dotted overrides, check everything and fill in what a table
-    decides.
+    """Read a run's YAML file, apply dotted overrides, check everything and fill in defaults that
+    depend on other settings.
 
     overrides: {"train.max_steps": 20} or ["train.max_steps=20"] (values are YAML; list items by
-    index: env.0.id=...). Raises ConfigError, a ValueError, with one line a problem.
+    index: env.0.id=...). ConfigError, a ValueError, has one line a problem.
     """
     document = read(path)
     if {"orch", "infer"} & document.value.keys():
@@ -33,15 +33,14 @@ def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
 
 
 def from_mapping(values: Mapping[str, object], overrides: Overrides = ()) -> RunConfig:
-    """The same checks on a tree that was written in Python."""
+    """Load a tree written in Python, with the same checks."""
     return build(Document(plain(dict(values), "config"), name="config"), overrides)
 
 
 def as_config(
     given: str | FilePath | RunConfig | Mapping[str, object], overrides: Overrides = ()
 ) -> RunConfig:
-    """The settings that a caller in Python gives: a file, a tree of the same keys, or a
-    RunConfig."""
+    """Return the settings of a file, a tree of the same keys, or a RunConfig."""
     if isinstance(given, (str, FilePath)):
         return load(given, overrides)
     if isinstance(given, RunConfig):

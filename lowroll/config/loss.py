@@ -1,10 +1,9 @@
-"""The `loss:` section: the policy objective's numbers, a section for each correction that has
-options of its own.
+"""The `loss:` section: the policy objective, with a section for each correction that has its own
+options.
 
-The options that objectives share have their defaults in `lowroll.objectives.table`. The names and
-defaults of a section are those of the function in `lowroll.objectives`; a test holds them together.
-A section that the run's correction does not read has no effect, and a note says so when it was
-changed.
+Shared options have their defaults in `lowroll.objectives.table`. Names and defaults of a section
+are those of the function in `lowroll.objectives`, which a test checks. A changed section that the
+run's correction does not use gets a note.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class SparseConfig(Section):
     token_rs: Bounds | None = None  # (low, high): tokens with xi outside are masked
     normalize_xi: bool = False  # divide by the batch's mean of xi (one more forward pass)
     veto: Positive | None = 1e-4  # a sequence with any xi below is rejected
-    # mask: it is rejected from the first such token on only
+    # mask: reject only from the first such token on
     repair: Literal["mask"] | None = None
 
 
@@ -60,21 +59,20 @@ class SurogateLoss(Section):
 class AipoConfig(SurogateLoss):
     """AIPO. `mode` is what becomes of a token above token_mask_high."""
 
-    mode: Literal["mask", "truncate"] = "mask"  # what becomes of a token above token_mask_high
+    mode: Literal["mask", "truncate"] = "mask"  # for a token above token_mask_high
 
 
 class IpoConfig(Section):
     """IPO; DPPO with signed: true and width: 0.1."""
 
-    signed: bool = False  # test the side that the advantage pushes to, alone
+    signed: bool = False  # test only the side that the advantage pushes to
     width: NotNegative = 0.2  # tokens whose probability moved further are masked
     ratio_cap: Positive = 7.38905609893065  # e^2
     kl_tau: NotNegative = 1e-3  # weight of the squared log-ratio to the sampler
 
 
 class ReweightConfig(Section):
-    """The generic correction: a weight for each token, capped at loss.cap, and rules that
-    reject."""
+    """The generic correction: a weight for each token, capped at loss.cap, and rejection rules."""
 
     # of a token, of the whole response, or none
     weight: Literal["token", "sequence", "none"] = "token"
@@ -87,8 +85,8 @@ class ReweightConfig(Section):
 
 
 class LossConfig(Section):
-    """The policy objective. null: the algorithm's default, or that of a correction with bounds of
-    its own."""
+    """The policy objective. null: the default of the algorithm, or of a correction with its own
+    bounds."""
 
     eps_low: NotNegative | None = None  # the ratio is clipped below 1 - this
     eps_high: NotNegative | None = None  # and above 1 + this
@@ -106,8 +104,8 @@ class LossConfig(Section):
     reweight: ReweightConfig = ReweightConfig()
 
     def options(self, algorithm: str, correction: str, max_tokens: int) -> dict[str, Any]:
-        """The options of `objectives.objective.select(algorithm, correction)`, once every null is
-        filled in."""
+        """Return the options of `objectives.objective.select(algorithm, correction)`, with every
+        null filled in."""
         row = pair(algorithm, correction)
         length = max_tokens if self.reduce == "constant" else None
         options: dict[str, Any] = {name: getattr(self, name) for name in row.options}
@@ -117,18 +115,18 @@ class LossConfig(Section):
 
 
 def own_sections() -> list[str]:
-    """The corrections with a section under `loss`."""
+    """Return the corrections with a section under `loss`."""
     return [name for name in CORRECTIONS if name in LossConfig.model_fields]
 
 
 def without_dual_clip(algorithm: str, correction: str) -> str:
-    """The name of what has no dual clip, "" when there is one."""
+    """Return the name of what has no dual clip, or ""."""
     rows = {correction: CORRECTIONS[correction], algorithm: ALGORITHMS[algorithm]}
     return next((name for name, row in rows.items() if "dual_clip" not in row.options), "")
 
 
 def loss_problems(algorithm: str, correction: str, loss: LossConfig) -> Iterator[Problem]:
-    """Settings of the objective that cannot work together."""
+    """Yield settings of the objective that cannot work together."""
     if correction not in ("none", *forms(algorithm)):
         yield (
             (("correction",), ("algorithm",)),
@@ -178,7 +176,7 @@ def loss_problems(algorithm: str, correction: str, loss: LossConfig) -> Iterator
 
 
 def loss_notes(correction: str, loss: LossConfig) -> Iterator[str]:
-    """Changed sections that the correction does not read."""
+    """Yield changed sections that the correction does not use."""
     for name in own_sections():
         if name != correction and getattr(loss, name) != LossConfig.model_fields[name].default:
             yield f"loss.{name}: no effect, the correction is {correction}"

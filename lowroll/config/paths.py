@@ -1,10 +1,9 @@
-"""The folders to which a relative path in a configuration is relative.
+"""The resolution of relative paths in a configuration.
 
-What a run reads (models, environments' files and those that their arguments name, demonstrations)
-is looked for beside the YAML file that names it, then in the working directory; what an override or
-a Python mapping names, in the working directory alone. What is found becomes an absolute path, so
-that the run's config.yaml means the same everywhere. `output_dir` is relative to the working
-directory.
+Inputs (models, environments' files and those that their arguments name, demonstrations) are looked
+up beside the YAML file that names them, then in the working directory; those of an override or a
+Python mapping only in the working directory. Existing paths become absolute, so that the run's
+config.yaml means the same everywhere. `output_dir` is relative to the working directory.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ ENVIRONMENTS = (("env",), ("eval", "env"))
 
 
 def anchor(document: Document) -> None:
-    """Make the paths of what the document reads absolute, where there is such a file or folder."""
+    """Make the document's existing input paths absolute."""
     for path in READ:
         _replace(document, path, _beside)
     _replace(document, ("advantage_function", "import_path"), _code)
@@ -51,7 +50,7 @@ def anchor(document: Document) -> None:
 
 
 def _sections(document: Document, path: Path) -> list[Path]:
-    """The places of the environments: one section, or a list of them."""
+    """Return the paths of the environments: one section, or a list of them."""
     envs = _get(document.value, path)
     if isinstance(envs, dict):
         return [path]
@@ -72,8 +71,7 @@ def _replace(
 
 
 def _folders(document: Document, path: Path) -> list[FilePath]:
-    """Return the folders where a path that was written here may begin: beside the file, and the
-    working directory."""
+    """Return where a path written here may begin: beside the file, and the working directory."""
     mark = document.mark(path)
     here = FilePath.cwd()
     if mark is None or mark.where == "override":
@@ -89,7 +87,7 @@ def _beside(text: str, folders: list[FilePath]) -> str | None:
 
 
 def _code(text: str, folders: list[FilePath]) -> str | None:
-    """`file.py` or `file.py:Class`. One that is nowhere is missed beside the YAML file."""
+    """Resolve `file.py` or `file.py:Class`; a missing one is reported beside the YAML file."""
     if text.endswith(".py"):
         return _file(text, folders)
     stem, suffix, name = text.partition(".py:")
@@ -99,7 +97,7 @@ def _code(text: str, folders: list[FilePath]) -> str | None:
 
 
 def _function(text: str, folders: list[FilePath]) -> str | None:
-    """A function of a file, or the folder of a reward model."""
+    """Resolve a function of a file, or the folder of a reward model."""
     return _code(text, folders) or _argument(text, folders)
 
 
@@ -108,8 +106,8 @@ def _file(text: str, folders: list[FilePath]) -> str:
 
 
 def _argument(text: str, folders: list[FilePath]) -> str | None:
-    """A text that looks like a path, and is one: of a file, with a slash in it of a folder too, or
-    of a file's function."""
+    """Resolve a text that is the path of a file, of a folder if it has a slash, or of a file's
+    function."""
     if "/" not in text and "." not in text:
         return None
     if FUNCTION.fullmatch(text):
@@ -121,7 +119,6 @@ def _argument(text: str, folders: list[FilePath]) -> str | None:
 
 
 def _exists(path: FilePath) -> bool:
-    """Is it there; of a pattern, does it match?"""
     try:
         return path.exists() or any(c in path.name for c in "*?[") and any(glob.iglob(str(path)))
     except (OSError, ValueError):  # a text too long for a name
@@ -129,7 +126,6 @@ def _exists(path: FilePath) -> bool:
 
 
 def _texts(value: Any, path: Path) -> Iterator[Path]:
-    """The places of every text in JSON data."""
     if isinstance(value, str):
         yield path
     elif isinstance(value, dict | list):

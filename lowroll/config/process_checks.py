@@ -1,4 +1,4 @@
-"""The settings that roles cannot have together, and those of one process."""
+"""The settings that roles, or one process, do not support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowroll.config.settings import RunSettings
 
 
 def role_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Settings of the roles that cannot work together."""
+    """Yield settings of the roles that cannot work together."""
     level = cfg.asynchrony
     if level.max_off_policy_steps < level.max_async_level:
         yield (
@@ -53,7 +53,7 @@ def role_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def ray_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield the settings that roles on several machines cannot have."""
+    """Yield the settings that roles on several machines do not support."""
     if cfg.launcher != "ray" or cfg.ray.address is None:
         return
     if cfg.weight_broadcast.type == "cuda_ipc":
@@ -71,8 +71,7 @@ def ray_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def one_process_problems(cfg: RunSettings) -> list[str]:
-    """List the requested settings that a run in one process (launcher: none) cannot have, a line
-    each."""
+    """List the settings that need roles (launcher: none), a line each."""
     level, client = cfg.asynchrony, cfg.client
     told = []
     if cfg.rollout.engines > 1:
@@ -103,7 +102,7 @@ def one_process_problems(cfg: RunSettings) -> list[str]:
 
 
 def one_process_notes(cfg: RunSettings) -> list[str]:
-    """List what a run in one process does otherwise than requested, a line each."""
+    """List what one process does otherwise than requested, a line each."""
     level = cfg.asynchrony.max_async_level
     if level == 0:
         return []
@@ -114,7 +113,7 @@ def one_process_notes(cfg: RunSettings) -> list[str]:
 
 
 def role_notes(cfg: RunSettings) -> Iterator[str]:
-    """Yield the settings that have no effect, or that deserve a second look."""
+    """Yield settings that have no effect, or deserve a second look."""
     level = cfg.asynchrony
     if level.strict_async_level and level.max_async_level == 0:
         yield "asynchrony.strict_async_level: no effect at max_async_level 0, which is strict"
@@ -127,6 +126,6 @@ def role_notes(cfg: RunSettings) -> Iterator[str]:
 
 
 def ray_notes(cfg: RunSettings) -> Iterator[str]:
-    """Warn of a changed section that has no effect."""
+    """Yield a warning for a changed section without effect."""
     if cfg.launcher != "ray" and cfg.ray != RayConfig():
         yield f"ray: no effect, launcher is {cfg.launcher}"

@@ -1,5 +1,6 @@
-"""The sections of a run whose engine, orchestrator and trainer are processes of their own, and of
-its asynchrony. A run in one process has level 0 and reads none of them."""
+"""The sections of a run with separate processes for engine, orchestrator and trainer, and of its
+asynchrony. A run in one process has level 0 and uses none of them.
+"""
 
 from __future__ import annotations
 
@@ -30,33 +31,33 @@ class AsynchronyConfig(Section):
     step v; batch n is drawn from version n - 1 - max_async_level on."""
 
     max_async_level: Whole = 0  # steps that the rollouts may lag behind the learner
-    # exactly that version: no newer one is taken before its turn
+    # use exactly that version, and no newer one before its turn
     strict_async_level: bool = False
-    # a rollout in flight survives so many updates of its engine's weights
+    # weight updates that a rollout in flight survives
     max_off_policy_steps: Whole = 8
-    # requests in flight, over those of a batch
+    # requests in flight, as a multiple of a batch
     oversampling_factor: Annotated[float, Field(ge=1, le=64)] = 1.0
-    # responses that an update finds unfinished: none are there, since a batch waits for all; they
-    # go on on what they have (keep); or their cache is made anew under the new weights (replay)
+    # unfinished responses at an update. none: there are none, since a batch waits for all; keep: they
+    # continue with their cache; replay: they continue with a cache rebuilt under the new weights
     partial: Literal["none", "keep", "replay"] = "none"
 
 
 class ElasticConfig(Section):
-    """Engines found by the addresses of a DNS name; asked for again every `sync_interval`
+    """Engines found by the addresses of a DNS name, which is resolved again every `sync_interval`
     seconds."""
 
     hostname: Text | None = None  # null: the engines are those of client.base_url
     port: Port = 8000  # of every engine
-    sync_interval: Positive = 5.0  # seconds between two looks
+    sync_interval: Positive = 5.0  # seconds between two look-ups
 
 
 class ClientConfig(Section):
     """The connection of the orchestrator to its engines."""
 
     base_url: Annotated[tuple[Url, ...], Strict(False)] = ()  # []: the launcher's own
-    timeout: Positive = 1200.0  # seconds that one request may take
+    timeout: Positive = 1200.0  # seconds for one request
     api_key_var: Variable = "VLLM_API_KEY"  # environment variable with their token; absent: none
-    skip_model_check: bool = False  # take engines that serve a model of another name
+    skip_model_check: bool = False  # accept engines that serve a model of another name
     elastic: ElasticConfig = ElasticConfig()
 
 
@@ -65,7 +66,7 @@ class RolloutTransportConfig(Section):
 
     # by files of the run's folder, or by a socket
     type: Literal["filesystem", "zmq"] = "filesystem"
-    host: Text = "localhost"  # zmq: where the orchestrator listens, and the trainer asks
+    host: Text = "localhost"  # zmq: where the orchestrator listens, and the trainer connects
     port: FreePort = 5555  # zmq; 0: one that is free
     hwm: Count = 10  # batches that may wait for the trainer
 
@@ -82,7 +83,7 @@ class WeightBroadcastConfig(Section):
 class ServeConfig(Section):
     """The address at which the engine listens, for the role `serve`."""
 
-    host: Text = "127.0.0.1"  # address to listen at; one that others reach takes a token
+    host: Text = "127.0.0.1"  # address to listen at; one that others reach needs a token
     port: FreePort = 8000  # 0: one that is free
 
 
@@ -96,9 +97,9 @@ def _address(text: str) -> str:
 
 
 class RayConfig(Section):
-    """Read by launcher: ray alone. A GPU that several roles share is a fraction, such as 0.5."""
+    """Used only by launcher: ray. A GPU that several roles share is a fraction, such as 0.5."""
 
-    # of a cluster that runs already: auto, or host:port; null: one of this command's own, here
+    # of a running cluster: auto, or host:port; null: this command starts its own, here
     address: Annotated[Text, AfterValidator(_address)] | None = None
     trainer_cpus: Count = 1  # on one node
     # on the same node; null: train.gpus, where the cluster has GPUs
@@ -107,6 +108,6 @@ class RayConfig(Section):
     engine_cpus: Count = 1  # of each
     # of each; null: what one engine needs, where the cluster has GPUs
     engine_gpus: NotNegative | None = None
-    node_deadline: Positive = 600.0  # seconds until the cluster has room for a role
-    # further variables of the command's environment that the roles get
+    node_deadline: Positive = 600.0  # seconds for the cluster to place a role
+    # further variables of the command's environment for the roles
     pass_env: Annotated[tuple[Variable, ...], Strict(False), AfterValidator(unique)] = ()

@@ -1,10 +1,9 @@
-"""Names that keys of the configuration had before, and keys that are gone.
+"""Renamed and removed keys of the configuration.
 
-An old name works for one version, in files, overrides and the folders of runs, with a note that
-names the new one; then its row goes, and it is an unknown key like any other. Old and new together
-are refused, because one of them would be ignored. A key that became a constant is dropped with a
-note for as long where it says what the constant is, as the folders of earlier runs do; another
-value is refused, because it would be ignored.
+An old name works for one version, in files, overrides and run folders, with a note; then its row is
+removed. Old and new together are refused, because one of them would be ignored. A key that became a
+constant is dropped with a note while it has the constant's value, as in earlier run folders;
+another value is refused.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from typing import Any, NamedTuple
 
 from lowroll.config.document import ConfigError, Document, Mark, Path
 
-# the key before -> the key now
+# old key -> new key
 RENAMED: dict[str, str] = {"rollout.bulk": "rollout.large_batch_weights"}
 
 
 class Gone(NamedTuple):
-    """What is there instead of a key, and the one value that means the same; None: every value."""
+    """The replacement of a key, and the one value that means the same; None: every value."""
 
     instead: str
     value: Any = None
 
 
-# the key before -> what is there instead
+# old key -> its replacement
 GONE: dict[str, Gone] = {
     "rollout.parts": Gone("with rollout.exact any number of engines draws the same bits"),
     "rollout.vllm.start_deadline": Gone("a server has 600 seconds to answer", 600),
@@ -38,8 +37,8 @@ GONE: dict[str, Gone] = {
 
 
 def carry_over(document: Document) -> list[str]:
-    """Move what stands under an old name to the new one, and drop what is gone; a note for each.
-    ConfigError names both when both are given, and a key that is gone when it asks for more."""
+    """Rename old keys and drop removed ones; return a note for each. ConfigError names both when
+    both are given, and a removed key with another value."""
     notes = []
     for old, gone in GONE.items():
         if not _stands(document.value, _path(old)):
@@ -64,7 +63,7 @@ def carry_over(document: Document) -> list[str]:
 
 
 def renamed_overrides(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, str, str]]:
-    """Overrides by the key of now: (key, value, the key as it was written, a note or "").
+    """Yield overrides by new names: (key, value, the key as it was written, a note or "").
     ConfigError names both when an old and a new name are given."""
     written: dict[str, str] = {}
     for key, value in pairs:
@@ -77,14 +76,14 @@ def renamed_overrides(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, 
 
 
 def renamed_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """The settings that an earlier version wrote, by the names of now."""
+    """Return the settings of an earlier version by new names."""
     document = Document(deepcopy(tree))
     carry_over(document)
     return document.value
 
 
 def _now(key: str) -> str:
-    """A dotted key, which may lie beneath a renamed one, by its name of now."""
+    """Return the new name of a dotted key, which may lie beneath a renamed one."""
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
             return new + key[len(old) :]

@@ -1,15 +1,16 @@
-"""The `rollout:` section, with those inside it, and `noise:`: the engine, its weights, cache and sampler.
+"""The `rollout:` section, with those inside it, and `noise:`: the engine, its weights, cache and
+sampler.
 
     rollout.weights: int8
     rollout.weights: stored               the codes that the folder of the model holds, one format or several
     rollout.weights: {max_kl: 0.02}       a budget, under which each layer gets a format
-    rollout.weights: max_kl=0.02          the same in one word, as the command line has it
+    rollout.weights: max_kl=0.02          the same in one word, as on the command line
     rollout.kv: {policy: rkv, budget: 512, buffer: 128}
     rollout.kv: {dtype: fp8}
 
-A budget is kept as its text (`quant.budget`), in which it travels like a name. The keys of `rollout.kv` beside
-`policy` and `dtype` are the policy's own options. Their names, defaults and bounds are those of its row in
-`lowroll.kv.policy.table`; one that is left out, or null, has its default.
+A budget is kept as its text (`quant.budget`). The keys of `rollout.kv` beside `policy` and `dtype`
+are the policy's options. Their names, defaults and bounds are in `lowroll.kv.policy.table`; a
+missing or null one has its default.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class WeightBudget(Section):
 
 
 class FormatOrBudget:
-    """A validator of a format's name or a budget; the value is text."""
+    """A validator of a format's name or a budget, kept as text."""
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -101,7 +102,7 @@ Dtype = Literal["auto", "fp8"]
 
 
 class KvConfig(Section):
-    """The KV cache of the rollouts; without any key it is the dense one."""
+    """The KV cache of the rollouts, by default the dense one."""
 
     model_config = ConfigDict(extra="allow")  # the policy's options
 
@@ -115,24 +116,22 @@ class KvConfig(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that were given."""
         known = POLICIES[self.policy].options
         given = self.model_extra or {}
         return {name: v for name, v in given.items() if v is not None or name not in known}
 
     @property
     def kv_dtype(self) -> str | None:
-        """`dtype` as an engine takes it and a `BehaviorTag` has it: None is the engine's own."""
+        """`dtype` for an engine and a `BehaviorTag`: None is the engine's own."""
         return None if self.dtype == "auto" else self.dtype
 
     @property
     def name(self) -> str:
-        """ "rkv", "dense+fp8"."""
         return self.policy if self.dtype == "auto" else f"{self.policy}+{self.dtype}"
 
     @property
     def evicts(self) -> bool:
-        """Return whether a rollout's cache may lose keys."""
+        """Return whether a rollout's cache may evict keys."""
         return self.policy != "dense"
 
     def resolved(self) -> KvConfig:
@@ -140,11 +139,8 @@ class KvConfig(Section):
         return KvConfig(policy=self.policy, dtype=self.dtype, **filled(self.policy, self.options))
 
     def another(self, name: str) -> KvConfig:
-        """The cache that a name of `lowroll eval --kv` stands for, with the options of this one
-        that its policy has.
-
-        ValueError says which names there are.
-        """
+        """Return the cache of a name of `lowroll eval --kv`, with those options of this one that
+        its policy has. ValueError lists the names."""
         words = name.split("+")
         policy = words[0] if words[0] in POLICIES else "dense"
         dtype: Dtype = "fp8" if words[-1] == "fp8" else "auto"
@@ -161,7 +157,7 @@ class KvConfig(Section):
 
 
 def kv_problems(kv: KvConfig | None) -> Iterator[Problem]:
-    """Options that the policy has not, or not with such values."""
+    """Yield options that the policy lacks, or invalid values."""
     if kv is None:
         return
     known = POLICIES[kv.policy].options
@@ -193,57 +189,55 @@ class RolloutConfig(Section):
     run's own dtype."""
 
     engine: EngineName = "native"  # whose rollouts: lowroll's own engine's, or vLLM's
-    vllm: VllmConfig = VllmConfig()  # read by engine: vllm alone
-    engines: Count = 1  # that a run with roles has, each a process (on a GPU of its own)
+    vllm: VllmConfig = VllmConfig()  # used only by engine: vllm
+    engines: Count = 1  # engines of a run with roles, each a process (on its own GPU)
     # format of the linear weights, or a budget (max_kl, max_bits, max_bytes, formats) under which each
     # layer gets one; dense: the run's dtype; stored: the codes that the model's folder holds
     weights: Weights = DEFAULT
-    # true: a token's recorded log-prob is, bit for bit, what the learner computes before its update,
-    # which multiplies in the rollouts' formats then (train.forward: aligned); on a CPU in float32. null:
-    # on a CPU, where they can: the engine, and a learner that is aligned; on a GPU both, beside an
-    # aligned LoRA learner of INT8 codes. false: neither
+    # true: a token's recorded log-prob is, bit for bit, what the learner computes before its
+    # update, which then multiplies in the rollouts' formats (train.forward: aligned); on a CPU in
+    # float32. null: on a CPU, where supported: the engine, and an aligned learner; on a GPU both,
+    # beside an aligned LoRA learner of INT8 codes. false: neither
     exact: bool | None = None
     kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
-    max_tokens: Count = 64  # a response's longest length, in tokens
-    min_tokens: Whole = 0  # a response's shortest length, in tokens
+    max_tokens: Count = 64  # tokens of the longest response
+    min_tokens: Whole = 0  # tokens of the shortest response
     temperature: Temperature = 1.0  # of the sampler
-    temp_scheduler: TemperatureConfig | None = None  # takes the place of `temperature`
+    temp_scheduler: TemperatureConfig | None = None  # replaces `temperature`
     top_p: Probability = 1.0  # the likeliest tokens that together have this probability
     top_k: Whole = 0  # 0 is off
     # tokens with this share of the likeliest one's probability
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: Penalty = 1.0  # on tokens that stand in the text already; 1 is off
+    repetition_penalty: Penalty = 1.0  # on tokens that are already in the text; 1 is off
     stop: Annotated[tuple[Text, ...], Strict(False)] = ()  # stop strings
-    # how the model writes calls of tools; null: as its chat template shows it
+    # format of the model's tool calls; null: as in its chat template
     tool_call_parser: ToolFormat | None = None
     page_size: Count = 16  # tokens in a page of the KV cache
     max_batch: Count = 256  # sequences decoded together
     # a second format, used while many rows decode
     large_batch_weights: LargeBatchWeights | None = None
-    keep_dense: bool = False  # 4 bits on CUDA: dense weights beside, for many rows
+    keep_dense: bool = False  # 4 bits on CUDA: additional dense weights for many rows
     release_cache: bool = False  # give the cache's memory to the learner between rollouts
-    cache_tokens: Count | None = None  # tokens that the KV cache holds; null: what the run uses
+    cache_tokens: Count | None = None  # capacity of the KV cache in tokens; null: what the run uses
     prefill_chunk: Count | None = None  # prompt tokens a sequence prefills in one step; null: all
-    # tokens of a prompt and its response; longer prompts are passed over. null: what a micro-batch
-    # and the model's context hold
+    # tokens of a prompt and its response; longer prompts are skipped. null: what a micro-batch and
+    # the model's context hold
     max_model_len: Count | None = None
-    seed: Seed | None = None  # of what is drawn; null: the run's
-    cuda_graphs: bool = True  # false: kernels are started one by one, to look for a fault
-    prefix_caching: bool = True  # pages of a prompt serve a later one with the same beginning
-    # pages of drawn tokens, too: a conversation's next turn runs what is new of it alone. Last bits
-    # of its log-probs are others then
+    seed: Seed | None = None  # of sampling; null: the run's
+    cuda_graphs: bool = True  # false: launch kernels one by one, for debugging
+    prefix_caching: bool = True  # reuse a prompt's pages for later prompts with the same beginning
+    # reuse pages of drawn tokens too: a conversation's next turn only runs its new tokens, and the
+    # last bits of its log-probs differ
     turn_caching: bool = False
-    # share of the GPU's memory that the engine may fill with weights and cache; null: what the run
-    # can use
+    # share of the GPU's memory for the engine's weights and cache; null: what the run can use
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @property
     def cache(self) -> KvConfig:
-        """`kv`, of which null is the dense cache."""
+        """`kv`, or the dense cache for null."""
         return self.kv or KvConfig()
 
     def with_kv(self, kv: KvConfig | None) -> RolloutConfig:
-        """The same settings with another cache."""
         return self if kv == self.kv else self.model_copy(update={"kv": kv})
 
 
@@ -256,14 +250,14 @@ class NoiseConfig(Section):
     num_stages: Count = 10  # stages of the run
     # its course between them
     schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
-    # num_stages counts the silent first stage, or does not
+    # whether num_stages counts the silent first stage (code) or not
     variant: Literal["code", "paper"] = "code"
     # shared: the learner's norms carry the same noise
     learner: Literal["clean", "shared"] = "clean"
 
 
 def noise_problems(noise: NoiseConfig | None) -> Iterator[Problem]:
-    """Yield the problem of a schedule that cannot begin or end where it should."""
+    """Yield the problem of a schedule with an invalid start or end."""
     if (
         noise is not None
         and noise.schedule == "exponential"

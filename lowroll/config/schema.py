@@ -1,9 +1,10 @@
 """A run's configuration: one frozen tree of settings whose values work together.
 
-Every section is a strict pydantic model: an unknown key, text where a number belongs, a boolean where a count belongs
-and a non-finite number are errors, and so are settings that cannot work together (`RunConfig` checks these last, all
-at once). `null` means "the default of the algorithm"; `RunConfig.resolved()` fills all such gaps, `notes` says why, and
-`dump()` writes the resolved tree as YAML that loads to the same tree again.
+Every section is a strict pydantic model: an unknown key, text for a number, a boolean for a count
+and a non-finite number are errors. `RunConfig` last checks the settings against each other and
+reports all problems at once. `null` means "the default of the algorithm"; `RunConfig.resolved()`
+fills all such gaps, `notes` gives reasons, and `dump()` writes the resolved tree as YAML that loads
+to the same tree.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ class RunConfig(RunSettings):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The choices made for the user and the settings that deserve a second look, one line
-        each."""
+        """Automatic choices, and settings that deserve a second look, one line each."""
         return self._notes
 
     @property
@@ -59,41 +59,40 @@ class RunConfig(RunSettings):
 
     @property
     def source(self) -> str:
-        """The file that it was read from, for messages."""
+        """The source file, for messages."""
         return self._source
 
     @property
     def objective_options(self) -> dict[str, Any]:
-        """The options of `objectives.objective.select(cfg.algorithm, cfg.correction)`, with the
-        defaults filled in."""
+        """Return the options of `objectives.objective.select(cfg.algorithm, cfg.correction)`, with
+        the defaults filled in."""
         cfg = self.resolved()
         return cfg.loss.options(cfg.algorithm, cfg.correction, cfg.rollout.max_tokens)
 
     def with_notes(self, *lines: str) -> RunConfig:
-        """A copy that carries these notes too."""
         copy = self.model_copy()
         copy._notes = self._notes + tuple(line for line in lines if line not in self._notes)
         return copy
 
     def with_origin(self, source: str | None = None, given: str | None = None) -> RunConfig:
-        """Return a copy that was read from this file, or that leaves this text for a trainer."""
+        """Return a copy with this source file, or this text for a trainer."""
         copy = self.model_copy()
         copy._source = source or self._source
         copy._given = given or self._given
         return copy
 
     def sized(self) -> RunConfig:
-        """A copy whose open sizes of the learner's passes are those of a device with room."""
+        """Return a copy whose open sizes of the learner's passes are those of a large device."""
         return self.model_copy(update={"train": self.train.sized()})
 
     def resolved(self) -> RunConfig:
-        """The same run with every `auto` and null that a table decides filled in (device, dtype and
-        the sizes of the learner's passes stay: they are the machine's). Idempotent."""
+        """Return the run with every `auto` and null filled in, except device, dtype and the sizes
+        of the learner's passes, which depend on the machine. Idempotent."""
         default = ALGORITHMS[self.algorithm]
         advantage = default.advantage if self.advantage_function is None else CUSTOM
         correction, reason = correction_of(self)
         options = pair(self.algorithm, correction).options
-        # of a correction that does not clip or cap there are no bounds, and nobody reads the cap
+        # a correction that does not clip or cap has no bounds and no cap
         defaults = {"cap": CAP, **dict.fromkeys(BOUNDS), **options}
         loss = {
             name: defaults[name]
@@ -125,18 +124,17 @@ class RunConfig(RunSettings):
         return copy.with_notes(*because, *warnings(copy))
 
     def tree(self) -> dict[str, Any]:
-        """The resolved settings as plain values: what loading `dump()` gives."""
+        """Return the resolved settings as plain values, equal to loading `dump()`."""
         return self.resolved().model_dump(mode="json")
 
     def dump(self) -> str:
-        """YAML text of the resolved tree; loading it gives the same tree."""
+        """Return the resolved tree as YAML that loads to the same tree."""
         return yaml.dump(
             self.tree(), Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6
         )
 
 
 def _environments(cfg: RunSettings) -> tuple[EnvConfig, ...]:
-    """Return the run's environments, `data` among them."""
     if cfg.data is None:
         return cfg.env
     args = cfg.data.model_dump(mode="json", exclude_defaults=True)

@@ -1,5 +1,4 @@
-"""The common parts of the configuration's sections: the strict model, the plain types, and
-validators that refuse by name."""
+"""The common parts of the configuration's sections: the strict model, plain types, and validators."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ from lowroll.quant.table import is_dense, large_batch
 from lowroll.tool_calls import FORMATS as TOOL_FORMATS
 from lowroll.types import HUB_NAME, MAX_SAMPLES, PENALTIES, TEMPERATURES
 
-# the keys it concerns, the one to blame first; what is wrong
+# the keys concerned, the main one first; the message
 Problem = tuple[tuple[Path, ...], str]
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
-# of learning: a larger one leaves float32 within a step
+# a larger learning rate leaves float32 within a step
 Rate = Annotated[float, Field(gt=0, le=10)]
 NotNegative = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -48,7 +47,7 @@ HubName = Annotated[str, Field(pattern=HUB_NAME)]
 
 
 def _is_variable(name: str) -> str:
-    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:  # not shown: it may be a value
+    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:  # not shown: it may be a secret value
         raise PydanticCustomError(
             "no_variable", "must be the name of an environment variable, not its value"
         )
@@ -59,7 +58,7 @@ Variable = Annotated[str, AfterValidator(_is_variable)]
 
 
 def unique(items: tuple[str, ...]) -> tuple[str, ...]:
-    """The items; an error of validation where one stands twice."""
+    """Return the items; a validation error for duplicates."""
     if len(set(items)) != len(items):
         raise PydanticCustomError("duplicates", "the same entry stands twice")
     return items
@@ -70,13 +69,13 @@ Trackers = Annotated[tuple[Tracker, ...], Strict(False), AfterValidator(unique)]
 
 
 def one_of(names: Callable[[], Iterable[str]]) -> PlainValidator:
-    """A validator of one word: those of a table, as it is when a file is read."""
+    """Return a validator of the words of a table, read at validation time."""
 
     return PlainValidator(lambda value: known(value, names()))
 
 
 def known(value: Any, names: Iterable[str]) -> Any:
-    """The value; an error of validation where it is none of the names."""
+    """Return the value; a validation error unless it is one of the names."""
     if value not in (listed := list(names)):
         *most, last = [repr(name) for name in listed]
         expected = f"{', '.join(most)} or {last}" if most else last
@@ -94,7 +93,7 @@ LargeBatchWeights = Annotated[str, one_of(lambda: sorted(large_batch(), key=is_d
 
 @dataclass(frozen=True)
 class Only:
-    """A validator that accepts the neutral values alone, and says why."""
+    """A validator that accepts only the neutral values, and gives a reason."""
 
     neutral: tuple[Any, ...]
     why: str
@@ -106,7 +105,7 @@ class Only:
 
     @property
     def words(self) -> str:
-        """ "true", "[]": the value that works."""
+        """Format the accepted value: "true", "[]"."""
         value = self.neutral[0]
         plain = list(value) if isinstance(value, tuple) else value
         return str(yaml.safe_dump(plain, default_flow_style=True)).split("\n")[0]
@@ -120,12 +119,12 @@ class Only:
 
 
 def only(*neutral: Any, why: str) -> Only:
-    """Accept the neutral values alone."""
+    """Accept only the neutral values."""
     return Only(neutral, why)
 
 
 def as_list(value: Any) -> Any:
-    """A single section stands for a list of one."""
+    """Wrap a single section in a list."""
     return [value] if isinstance(value, dict) else value
 
 
@@ -138,5 +137,5 @@ class Section(BaseModel):
 
     @classmethod
     def table_keys(cls) -> list[str]:
-        """The keys that a table of another package has, beside the fields."""
+        """Return the additional keys from a table of another package."""
         return []

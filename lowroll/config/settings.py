@@ -1,4 +1,4 @@
-"""The tree of a run's settings, read as `cfg.rollout.max_tokens`, and the facts that follow from it alone."""
+"""The tree of a run's settings, read as `cfg.rollout.max_tokens`, and its derived properties."""
 
 from __future__ import annotations
 
@@ -58,24 +58,24 @@ class RunSettings(Section):
     """The keys of a run. Every one but `model` has a default."""
 
     model: Text  # a folder or a hub id
-    output_dir: Text = "outputs/run"  # the run's folder, from the working directory
-    seed: Seed = 0  # of everything that is drawn
+    output_dir: Text = "outputs/run"  # the run's folder, relative to the working directory
+    seed: Seed = 0  # of all random draws
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where the run computes
     # auto: float32 on the CPU, bfloat16 on a GPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     env: Environments = (EnvConfig(id="reverse-text"),)
-    data: DataSection | None = None  # in the place of env: a data set of your own
-    # how its responses are scored: path/to/file.py:function, or a reward model; []: answer, whether the final answer
-    # is the gold one
+    data: DataSection | None = None  # your own data set, instead of env
+    # how its responses are scored: path/to/file.py:function, or a reward model; []: answer, whether
+    # the final answer matches the gold one
     reward_funcs: RewardFunctions = ()
     reward_weights: RewardWeights | None = None  # of these, in their order; null: 1 each
     # variables of the model's chat template, such as {enable_thinking: false}, for every prompt
     chat_template_kwargs: dict[str, JsonValue] = {}
-    logging_steps: Count = 1  # the terminal says every so many steps; metrics.jsonl has all
-    # what shows the records elsewhere too; the extra of that name installs it
+    logging_steps: Count = 1  # steps between lines on the terminal; metrics.jsonl has all
+    # trackers that also get the records; each needs the extra of its name
     track: Trackers = ()
-    track_project: Text = "lowroll"  # the project, or experiment, of the run there
-    # ORG/NAME on the hub: where final/ goes at the end, as a private repository
+    track_project: Text = "lowroll"  # the run's project, or experiment, there
+    # ORG/NAME on the hub: final/ is uploaded there at the end, as a private repository
     push_to_hub: HubName | None = None
     batch_size: Count = 64  # rollouts a step
     rollouts_per_example: GroupSize = 8  # G, the group's size
@@ -83,20 +83,18 @@ class RunSettings(Section):
     algorithm: Algorithm = "grpo"  # how rewards become a loss: docs/algorithms.md
     advantage: Advantage | None = None  # null: the algorithm's; custom: advantage_function's
     advantage_function: AdvantageFunction | None = None
-    correction: Correction = "auto"  # what pays for the gap between rollouts and learner
-    force: bool = False  # run what is known to collapse, to compare with
+    correction: Correction = "auto"  # correction for the mismatch between rollouts and learner
+    force: bool = False  # allow combinations known to collapse, for comparison
     loss: LossConfig = LossConfig()
-    critic: CriticConfig = CriticConfig()  # read by ppo alone
+    critic: CriticConfig = CriticConfig()  # used only by ppo
     dapo: DapoConfig = DapoConfig()
     filters: Annotated[tuple[FilterConfig, ...], Strict(False)] = ()
     train: TrainConfig = TrainConfig()
-    stages: Annotated[
-        tuple[StageConfig, ...], Strict(False)
-    ] = ()  # what changes in the course of the run
+    stages: Annotated[tuple[StageConfig, ...], Strict(False)] = ()  # changes during the run
     noise: NoiseConfig | None = None
     score: ScoreConfig = ScoreConfig()
-    buffer: BufferConfig = BufferConfig()  # which prompts are learnt from
-    guard: GuardConfig | None = GuardConfig()  # watches the mismatch; null: nothing does
+    buffer: BufferConfig = BufferConfig()  # which prompts are learned from
+    guard: GuardConfig | None = GuardConfig()  # watches the mismatch; null: off
     ckpt: CkptConfig = CkptConfig()
     eval: EvalConfig = EvalConfig()
     sft: SftConfig = SftConfig()
@@ -111,24 +109,21 @@ class RunSettings(Section):
 
     @property
     def num_groups(self) -> int:
-        """Prompts a step."""
         return self.batch_size // self.rollouts_per_example
 
     @property
     def has_critic(self) -> bool:
-        """Does a critic learn beside the model?"""
         return ALGORITHMS[self.algorithm].has_critic
 
     @property
     def samples_dynamically(self) -> bool:
-        """Are groups whose rewards are all equal drawn again?"""
+        """Whether groups whose rewards are all equal are drawn again."""
         asked = self.dapo.dynamic_sampling
         return ALGORITHMS[self.algorithm].dynamic_sampling if asked is None else asked
 
     @property
     def is_sharded(self) -> bool:
-        """Does each rank of the learner hold a part of it? Where all weights learn, unless the file
-        says otherwise."""
+        """Whether each rank of the learner holds a part of it; by default where all weights learn."""
         asked = self.train.sharding
         return self.train.gpus > 1 and (
             asked == "full" or (asked == "auto" and not self.train.lora)
@@ -143,26 +138,25 @@ class RunSettings(Section):
 
     @property
     def forward_weights(self) -> str | None:
-        """The format of the learner's forward; None: the learner multiplies with its own weights."""
+        """The format of the learner's forward; None: its own weights."""
         forward = self.forward
         if forward == "dense":
             return None
         return self.rollout.weights if forward == "aligned" else forward
 
     def at(self, step: int) -> Self:
-        """Return the settings of a step (counted from 1): those of the stages that have begun laid
-        over the run's own."""
+        """Return the settings of a step (counted from 1), overlaid with those of the begun stages."""
         cfg = self
         for stage in self.stages:
             cfg = cfg.entering(stage) if stage.step <= step else cfg
         return cfg
 
     def each_stage(self) -> list[Self]:
-        """Return the settings of the run's beginning, and those of every later stage."""
+        """Return the initial settings, and those of every later stage."""
         return [self, *(self.at(stage.step) for stage in self.stages)]
 
     def entering(self, stage: StageConfig) -> Self:
-        """Return the settings with what a stage changes."""
+        """Return the settings with a stage's changes."""
         update: dict[str, Any] = {}
         for section, values in stage.changes().items():
             update |= (

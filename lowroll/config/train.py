@@ -1,6 +1,8 @@
-"""The sections of the learner: `train:` and its `critic:`, `dapo:`, `stages:`, `guard:`, `ckpt:` and `sft:`.
+"""The sections of the learner: `train:` and its `critic:`, `dapo:`, `stages:`, `guard:`, `ckpt:`
+and `sft:`.
 
-Names and defaults of the critic are those of `trainer.critic`; `trainer.guard` has the actions of the guard.
+Names and defaults of the critic are those of `trainer.critic`; `trainer.guard` implements the
+guard's actions.
 """
 
 from __future__ import annotations
@@ -47,29 +49,28 @@ SIZES: dict[str, Any] = {
 
 
 class Passes(Section):
-    """A section that has these keys."""
+    """A section with sizes of the learner's passes."""
 
     _longest: int | None = None
 
     @property
     def longest(self) -> int:
-        """Tokens that a prompt and its response must fit in: of a size that was chosen (a longer
-        sample has a pass of its own) those of before."""
+        """The tokens that a prompt and its response must fit in; automatic sizes do not change it,
+        since a longer sample has its own pass."""
         return self._longest or self.together
 
     @property
     def together(self) -> int:
-        """Tokens of a micro-batch."""
         return int(getattr(self, "tokens_per_microbatch") or SIZES["tokens_per_microbatch"])  # noqa: B009
 
     def keeping_longest(self, other: Passes) -> Self:
-        """A copy that takes samples as long as another section does."""
+        """Return a copy that accepts samples as long as another section does."""
         copy = self.model_copy()
         copy._longest = other.longest
         return copy
 
     def sized(self) -> Self:
-        """A copy whose open sizes have the numbers of a device with room for them."""
+        """Return a copy whose open sizes are those of a large device."""
         return self.model_copy(
             update={key: size for key, size in SIZES.items() if getattr(self, key) is None}
         )
@@ -79,13 +80,13 @@ class TrainConfig(Passes):
     """The learner. One batch gives `minibatches` optimiser updates."""
 
     max_steps: Count = 100  # steps of the run
-    gpus: Count = 1  # of the learner: ranks, each a process with a GPU, that learn together
-    # what several of them hold: each the whole model, or each a part; auto: parts, unless an adapter
+    gpus: Count = 1  # ranks of the learner, each a process with a GPU
+    # what several ranks hold: each the whole model, or each a part; auto: parts, unless an adapter
     # learns
     sharding: Literal["auto", "none", "full"] = "auto"
     minibatches: Count = 1  # optimiser updates a batch
-    # packed tokens of a forward pass; a prompt and its response must fit in; null: 8192, and fewer on
-    # a CPU where that saves memory
+    # packed tokens of a forward pass; a prompt and its response must fit in; null: 8192, and fewer
+    # on a CPU where that saves memory
     tokens_per_microbatch: Count | None = None
     learning_rate: Rate = 1e-5  # after the warm-up
     lr_scheduler_type: Schedule = "constant"  # its course from then on
@@ -105,14 +106,14 @@ class TrainConfig(Passes):
     # aligned: in the rollouts' low-bit arithmetic (QaRL); a format: in its arithmetic, whatever the
     # rollouts are in
     forward: Literal["dense", "aligned", "fp8", "nvfp4"] = "dense"
-    # how gradients pass through the linear layers; fp8: by products of e4m3 codes. Gradients of the
-    # weights stay in the run's dtype
+    # gradients through the linear layers; fp8: by products of e4m3 codes. Gradients of the weights
+    # stay in the run's dtype
     backward: Literal["dense", "fp8"] = "dense"
     teacher: Text | None = None  # the frozen model of loss.aipo.teacher_tau: a folder, hub id
     uaq_scale: Positive | None = None  # QuRL's update-aware scaling; it uses 1.5
-    weight_metrics: bool = True  # weights/*, at the price of a copy of what is learnt
-    # true: whole layers are made again in the backward pass; a number: the gate-up product of this
-    # share of them; null: false, and true on a CPU where smaller micro-batches are not enough
+    weight_metrics: bool = True  # weights/*, at the cost of a copy of what is learned
+    # true: recompute whole layers in the backward pass; a number: the gate-up product of this share
+    # of them; null: false, and true on a CPU where smaller micro-batches are not enough
     activation_checkpointing: Recomputed = None
     # tokens whose logits exist at a time; null: 1024, and 256 on a CPU where that saves memory
     logprob_chunk: Count | None = None
@@ -128,12 +129,11 @@ class TrainConfig(Passes):
 
 
 class DapoConfig(Section):
-    """DAPO's sampling and length rules (they may be switched on for any algorithm). Lengths in
-    tokens."""
+    """DAPO's sampling and length rules, for any algorithm. Lengths in tokens."""
 
     dynamic_sampling: bool | None = None  # draw again for groups whose rewards are all equal
-    max_rounds: Count = 8  # rounds of generation that a step may spend on it
-    # no group differs in all rounds: the run ends, or goes on
+    max_rounds: Count = 8  # rounds of generation a step for dynamic sampling
+    # when no group differs in all rounds: the run ends, or continues
     no_signal: Literal["end", "go_on"] = "end"
     overlong_max: Count | None = None  # Lmax: at this length the penalty is -1
     overlong_cache: Count | None = None  # Lc: the penalty starts at Lmax - Lc
@@ -155,18 +155,18 @@ class CriticConfig(Section):
 
 
 class GuardConfig(Section):
-    """Alarms on the mismatch (null: off), and what they do after `patience` steps in a row.
+    """Alarms on the mismatch (null: off), and their action after `patience` steps in a row.
 
     Defaults: verl's guide wants an effective sample size above 0.3; QuRL (Fig. 3) saw the KL of its
     rollouts grow twelvefold, from 0.002 to 0.025, and single weights of 1e5 before a collapse.
-    Growth says nothing of a run that starts too far away, so `kl_above` is a level: the formats that
-    a pretrained model keeps near (SmolLM2-135M: int8 0.05 nats at an ESS of 0.92, fp8 0.04) are
-    below it, and those that it does not are above (nvfp4 0.33 at 0.41, w4a8 0.70 at 0.12:
-    docs/results.md). A sampler that cuts (top_p 0.9 alone is worth up to 0.1 nats) and noise are far
-    away by design, and have no level. No model of ours comes near it.
+    Growth misses a run that starts too far away, so `kl_above` is a level: the formats that keep a
+    pretrained model near (SmolLM2-135M: int8 0.05 nats at an ESS of 0.92, fp8 0.04) are below it,
+    and the others above (nvfp4 0.33 at 0.41, w4a8 0.70 at 0.12: docs/results.md). A truncated
+    sampler (top_p 0.9 alone is worth up to 0.1 nats) and noise are far away by design, and have no
+    level. No model of ours comes near it.
     """
 
-    # what happens then: a warning, tighter bounds, or wider rollouts
+    # a warning, tighter bounds, or wider rollouts
     action: Literal["warn", "tighten", "fallback"] = "warn"
     patience: Count = 3  # steps in a row with an alarm before the action
     ess_below: Probability | None = 0.3  # mismatch/ess
@@ -187,19 +187,19 @@ class CkptConfig(Section):
     interval: Count = 50  # steps between two
     keep_last: Count | None = 3  # the newest that stay; null: all
     keep_interval: Count | None = None  # every so many steps one stays for good
-    # seconds that a full disk may last
+    # seconds to wait for space on a full disk
     wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
-    # go on from this step's checkpoint (-1: the newest); null: as --resume says
+    # resume from this step's checkpoint (-1: the newest); null: as --resume says
     resume_step: Annotated[int, Field(ge=-1)] | None = None
-    # seconds that a resumed role waits for weights to draw from; null: as weight_broadcast.timeout
+    # seconds that a resumed role waits for weights; null: as weight_broadcast.timeout
     wait_for_weights_timeout: Positive | None = None
     skip_progress: bool = False  # begin at step 1 with the weights of the checkpoint
-    skip_buffer: bool = False  # leave the pools by difficulty of the checkpoint
+    skip_buffer: bool = False  # drop the checkpoint's pools by difficulty
 
 
 class SftConfig(Section):
-    """`lowroll sft`: supervised warm start. Everything that is not here (LoRA, decay, packing, ...)
-    is `train`'s."""
+    """`lowroll sft`: supervised warm start. Other settings (LoRA, decay, packing, ...) are
+    `train`'s."""
 
     data: Text | None = None  # a JSONL of {"messages": [...]}; null: env demonstrations
     num_examples: Count = 4096  # demonstrations drawn from the environments
@@ -212,7 +212,7 @@ class SftConfig(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
-# where a stage's key stands among the run's own keys
+# sections of a stage's keys in the run's settings
 KEYS: dict[str, tuple[str, ...]] = {
     "max_tokens": ("rollout", "max_tokens"),
     "batch_size": ("batch_size",),
@@ -238,7 +238,7 @@ class StageConfig(Section):
     overlong_cache: Count | None = None  # dapo.overlong_cache
 
     def changes(self) -> dict[str, dict[str, int]]:
-        """The new values by the section that they belong to, "" for the top of the tree."""
+        """Return the new values by their section, "" for the top of the tree."""
         tree: dict[str, dict[str, int]] = {}
         for name, path in KEYS.items():
             value = getattr(self, name)
@@ -248,7 +248,7 @@ class StageConfig(Section):
 
 
 def order_problems(stages: Sequence[StageConfig], overlong_max: int | None) -> Iterator[Problem]:
-    """Stages out of order, and a soft length limit that stays behind when responses grow."""
+    """Yield stages out of order, and a soft length limit that does not grow with the responses."""
     before = 1
     for i, stage in enumerate(stages):
         here: Path = ("stages", i)
@@ -266,7 +266,7 @@ def order_problems(stages: Sequence[StageConfig], overlong_max: int | None) -> I
 
 
 def blame(index: int, problem: Problem) -> Problem:
-    """A problem of the run as it is in a stage: the stage's own keys are to blame first."""
+    """Return a problem in a stage, with the stage's own keys first."""
     keys, message = problem
     mine: list[Path] = [
         ("stages", index, name) for key in keys for name, path in KEYS.items() if path == key

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from lowroll.config.section import Count, Section, Text
 
-# options of `vllm serve` that follow from the run, and the setting that they follow from
+# options of `vllm serve` that follow from the run, and their setting
 FROM_RUN = {
     "--model": "model",
     "--served-model-name": "model",
@@ -42,7 +42,7 @@ FROM_RUN = {
 }
 
 
-# options that would change what the rollouts are, or let others in
+# options that would change the rollouts, or admit others
 REFUSED = {
     "--trust-remote-code": "code from a model repository is never run",
     "--kv-cache-dtype": "rollouts of a cache that rounds are lowroll's own engine's "
@@ -100,22 +100,21 @@ Url = Annotated[Text, AfterValidator(_url)]
 
 
 class VllmConfig(Section):
-    """The start of vLLM, or its address; read by rollout.engine: vllm alone."""
+    """The start of vLLM, or its address."""
 
-    # of a server that runs already, or unix:/path/of/its/socket; null: one is started, and ended
+    # of a running server, or unix:/path/of/its/socket; null: start one, and end it
     url: Url | None = None
-    token_env: Text | None = None  # of the environment: holds the token of the server at url
-    # interpreter of the environment that vLLM is installed in; null: LOWROLL_VLLM_PYTHON, else the
-    # run's own
+    token_env: Text | None = None  # environment variable with the token of the server at url
+    # interpreter with vLLM; null: LOWROLL_VLLM_PYTHON, else the run's own
     python: Text | None = None
-    folder: Text | None = None  # weights for vLLM are laid here; null: a temporary folder
+    folder: Text | None = None  # for vLLM's weights; null: a temporary folder
     devices: Text | None = None  # its CUDA_VISIBLE_DEVICES, such as "1,2"; null: the run's own
     tensor_parallel_size: Count = 1  # GPUs that share the model
-    # share of each GPU's memory that vLLM takes; the learner needs the rest
+    # share of each GPU's memory for vLLM; the learner needs the rest
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.5
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # null: the run's
-    max_lora_rank: Count | None = None  # null: the least that holds train.lora_rank
-    # how all weights travel: by files, or with GPUs of its own (devices) from GPU to GPU
+    max_lora_rank: Count | None = None  # null: the least for train.lora_rank
+    # transport of whole weights: by files, or from GPU to GPU where it has its own (devices)
     transfer: Literal["folder", "nccl"] = "folder"
     serve_args: Annotated[
         tuple[Text, ...], Strict(False), AfterValidator(_words)
@@ -123,7 +122,7 @@ class VllmConfig(Section):
 
     @property
     def words(self) -> str:
-        """ "a vLLM of its own on 2 GPUs", "vLLM at http://127.0.0.1:8000"."""
+        """Describe it: "a vLLM of its own on 2 GPUs", "vLLM at http://127.0.0.1:8000"."""
         if self.url is not None:
             return f"vLLM at {self.url}"
         gpus = self.tensor_parallel_size

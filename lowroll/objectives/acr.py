@@ -4,12 +4,12 @@
 
 w = exp(proximal - behavior) and r are constants of the gradient. Capping w at C amounts to sampling
 from max(behavior, proximal / C); relative to that policy TIS clips at r (1 + eps_high), and so cuts
-the sampler's least likely tokens, whose w is large, first. Dividing by r restores 1 + eps_high.
-Only tokens with A > 0 and w > C differ from TIS; the lower bound stays 1 - eps_low.
+the sampler's least likely tokens first. Dividing by r restores 1 + eps_high. Only tokens with A > 0
+and w > C differ from TIS.
 
 Notes on the paper:
-1. min(proximal / truncated behaviour, C) in eq. 9 is at most C already; the tokens with a raised bound are those of
-   proximal / behavior > C.
+1. min(proximal / truncated behaviour, C) in eq. 9 is at most C already; the tokens with a raised
+   bound are those of proximal / behavior > C.
 2. There is no truncation of w from below.
 3. C is not given there; 2 is FlashRL's for GSM8K. For DAPO the bound is (1 + .28) / r.
 """

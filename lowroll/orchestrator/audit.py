@@ -59,7 +59,6 @@ class Audit:
         return Counter("open" if state in OPEN else state for state in self.states.values())
 
     def take(self, number: int, event: Event) -> None:
-        """Process one event."""
         kind = event["event"]
         if kind == "begun":
             self._begin(event)

@@ -52,7 +52,6 @@ class Dialogue(Request):
 
     @property
     def first(self) -> Request:
-        """The request of the first turn."""
         plain = Request(**{one.name: getattr(self, one.name) for one in fields(Request)})
         return self.sized(plain)
 
@@ -191,8 +190,6 @@ class Talk:
 
 @dataclass
 class _Exchange:
-    """The conversations of one dialogue."""
-
     dialogue: Dialogue
     talks: list[Talk] = field(default_factory=list)
     asked: dict[int, int | None] = field(default_factory=dict)  # handle -> sample; None: all
@@ -315,7 +312,6 @@ class Conversations:
         return handle
 
     def _begin(self, exchange: _Exchange, group: Group) -> None:
-        """Start a dialogue's conversations from all samples' first turns."""
         exchange.talks = [Talk(exchange.dialogue, i) for i in range(len(group.rollouts))]
         for talk, rollout in zip(exchange.talks, group.rollouts, strict=True):
             self._take(talk, [rollout])

@@ -57,7 +57,6 @@ class Example:
 
     @property
     def rewards(self) -> list[float]:
-        """The rewards of scored responses."""
         return [one.score.reward for one in self.responses if isinstance(one.score, Score)]
 
     @property
@@ -172,7 +171,6 @@ def votes(
 
 
 def _parts(examples: Sequence[Example]) -> Iterator[list[Example]]:
-    """Yield lists of examples to score together."""
     most = max((len(one.responses) for one in examples), default=1)
     size = max(1, TOGETHER // max(1, most))
     for begin in range(0, len(examples), size):
@@ -207,7 +205,6 @@ def _answers(response: ExampleResponse) -> bool:
 
 
 def _compared(env: Environment, example: Example, first: int, other: int) -> tuple[Prompt, str]:
-    """Return the scorer's input that compares two responses' answers."""
     task = env.matching(example.prompt, example.responses[first].text)
     assert task is not None
     return task, example.responses[other].text

@@ -134,7 +134,6 @@ class Orchestrator:
         return batch
 
     def _make(self, pending: PendingBatch) -> Batch:
-        """Collect the groups of a batch; return it with its statistics."""
         stale = self._load_weights(pending)
         if self.settings.streams:
             self._drop(pending, stale, "stale")
@@ -250,7 +249,6 @@ class Orchestrator:
         return scored
 
     def _drop_unusable(self, pending: PendingBatch) -> None:
-        """Drop returned groups that are too old or have no signal."""
         version, most = pending.version, self.settings.max_off_policy_steps
         for one in self.rollout_buffer.ready(pending.ledger):
             group = one.scored
@@ -272,7 +270,6 @@ class Orchestrator:
         self.rollout_buffer.close(pending.ledger, groups)
 
     def _check_signal(self, pending: PendingBatch) -> None:
-        """Raise ScoringFailed or NoSignal when there is nothing to learn from."""
         settings, wanted = self.settings, self.settings.num_groups
         check_any([sample.score for one in pending.groups for sample in one.samples], "step")
         rule = "dynamic sampling" if settings.dynamic_sampling else "online difficulty filtering"

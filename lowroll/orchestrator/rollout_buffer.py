@@ -95,7 +95,6 @@ class RolloutBuffer:
         return [self._known[planned] for planned in ledger.open]
 
     def ready(self, ledger: Ledger) -> list[Open]:
-        """Return the returned groups in planned order."""
         return [one for one in self.opened(ledger) if one.scored is not None]
 
     def plan(self, ledger: Ledger, count: int, step: int, temperature: float) -> list[Open]:
@@ -220,7 +219,6 @@ class RolloutBuffer:
 
     @property
     def in_flight(self) -> int:
-        """The number of requests in flight."""
         return len(self._flights)
 
     def stats(self, step: int, chosen: Iterable[Open]) -> dict[str, float]:

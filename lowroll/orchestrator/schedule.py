@@ -36,7 +36,6 @@ class TemperatureSchedule:
             )
 
     def __call__(self, step: int) -> float:
-        """Return the temperature of a step, counted from 0."""
         last = self.num_steps - 1
         progress = min(step, last) / last if last > 0 else 1.0
         factor = progress if self.shape == "linear" else 0.5 * (1.0 - math.cos(math.pi * progress))

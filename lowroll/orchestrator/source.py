@@ -175,7 +175,6 @@ class PromptSource:
         )
 
     def _is_unwanted(self, ledger: Ledger, name: str, position: int) -> bool:
-        """Return whether the prompt is a duplicate or in a pool, and count it."""
         size = self._sizes[name]
         pooled = (
             self.settings.easy_threshold is not None or self.settings.hard_threshold is not None
@@ -197,7 +196,6 @@ class PromptSource:
         return False
 
     def _refuse_emptiness(self, ledger: Ledger, unwanted: int) -> None:
-        """Raise NoSignal after too many unwanted prompts in a row."""
         if unwanted < MAX_PASSED_OVER + PASSES * sum(size or 0 for size in self._sizes.values()):
             return
         raise NoSignal(

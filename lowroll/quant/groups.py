@@ -4,7 +4,7 @@ A row that the group does not divide is padded with zeros for encoding only. Two
 byte, the first in the low half (compressed-tensors) or the high half (bitsandbytes).
 
 e2m1 (OCP Microscaling Formats 1.0, section 5.3.3) is a sign bit over the eight magnitudes 0.5 1 1.5
-2 3 4 6. Ties go to the code whose last bit is 0:.25 -> 0,.75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2,
+2 3 4 6. Ties go to the code whose last bit is 0: .25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2,
 3.5 -> 4, 5 -> 4. A negative number that rounds to zero keeps its sign (code 8).
 
 Legend: N out features, K in features, G groups of a row, S weights of a group, B bytes of a row.

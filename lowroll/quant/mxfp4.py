@@ -6,9 +6,9 @@
     EVEN   E = 127 + e - 2, e = floor(log2 amax), one more from amax = 1.75 * 2^e on   (compressed-tensors; `mxfp4`)
     FLOOR  E = 127 + floor(log2 amax) - 2                                              (OCP's rule; `mxfp4_floor`)
 
-EVEN never saturates a block's largest weight by more than rounding would; FLOOR clips above 6 s. E
-is read off the bits of amax, so it is exact; it is clamped to 0..254, and a block of zeros has E =
-0 and codes 0 (algorithms B5). Codes are packed as NVFP4's; `weight_scale` holds E as uint8.
+EVEN saturates a block's largest weight no more than rounding would; FLOOR clips above 6 s. E is
+read exactly from the bits of amax and clamped to 0..254; a block of zeros has E = 0 and codes 0
+(algorithms B5). Codes are packed as NVFP4's; `weight_scale` holds E as uint8.
 
 Legend: N out features, K in features, G blocks of a row.
 """

@@ -164,7 +164,6 @@ def drive(
 
 
 def tell(*lines: str) -> None:
-    """Write lines to the terminal and the log."""
     for line in lines:
         log.info("%s", line)
         print(line, file=sys.stderr, flush=True)
@@ -232,7 +231,6 @@ def log_file(folder: Path, attempt: int, name: str = "attempt") -> Iterator[None
 
 @contextmanager
 def _told(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
-    """Log an attempt's begin and end; an error with its traceback."""
     began = time.monotonic()
     log.info(
         "lowroll %s (version %s), attempt %d in %s: process %d on %s, Python %s, torch %s",

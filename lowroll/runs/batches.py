@@ -110,7 +110,6 @@ class BatchSource:
         self.evaluations.on_note = note
 
     def enter(self, step: int) -> None:
-        """Apply the settings of the step's stage."""
         if self.stages.enter(step):
             now = orchestrator.settings(self.stages.now, self.spec, self.alone, self._own)
             self.orchestrator.enter(now)

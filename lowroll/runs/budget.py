@@ -350,7 +350,6 @@ def _room(request: Request, page_size: int) -> int:
 
 
 def report(budget: str, found: Allocation) -> list[str]:
-    """Return a search's result as text."""
     total = sum(found.sizes.values())
     shares: dict[str, int] = {}
     for layer, name in found.assignment.items():
@@ -386,7 +385,6 @@ def _found(found: Allocation) -> dict[str, object]:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Return a file's content; ValueError for another kind of file."""
     if not path.is_file():
         raise ValueError(
             f"{path}: missing; the run cannot go on with the formats that it began with"

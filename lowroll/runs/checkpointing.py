@@ -44,7 +44,6 @@ class Checkpointing:
 
     @cached_property
     def _own_inputs(self) -> dict[str, str]:
-        """Return the inputs beside settings and weights (`identity.read_by`)."""
         return identity.read_by(self.home.cfg, self.home.command)
 
     def _find(self) -> Checkpoint | None:
@@ -84,7 +83,6 @@ class Checkpointing:
         return saved
 
     def _written(self) -> dict[str, Any]:
-        """Return the settings in config.yaml; ValueError when unreadable."""
         path = self.home.path / CONFIG
         try:
             written = yaml.safe_load(path.read_bytes())

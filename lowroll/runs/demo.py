@@ -263,7 +263,6 @@ def larger_speed(cfg: RunConfig, formats: tuple[str, ...]) -> tuple[float, dict[
 def _in_turns(
     engines: Mapping[str, Engine], requests: Callable[[int], list[Request]], rounds: int
 ) -> dict[str, float]:
-    """Return each engine's median tokens a second."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(rounds + 1):
         asked = requests(turn)
@@ -398,7 +397,6 @@ def summary(
     before: Mapping[str, float],
     after: Mapping[str, float],
 ) -> None:
-    """Print the table of measurements."""
     low = cfg.rollout.weights.upper()
     table = Table(title="What was measured in this run")
     for name in ("", "before", "after"):

@@ -313,7 +313,6 @@ def learner_points(
 
 
 def _align(model: Transformer, format: str) -> None:
-    """Run the learner's forward in the engine's arithmetic."""
     base = model.weight_format
     if base not in (None, format) and get_format(format).dense:
         # LoRA after a guard's fallback: the engine has the base's values
@@ -358,7 +357,6 @@ def _cache_notes(able: Capabilities, evictions: float) -> list[str]:
 
 
 def _notes(cfg: RunConfig) -> list[str]:
-    """List what the run does and this batch does not."""
     rollout = cfg.rollout
     notes: list[str] = []
     drawn = (rollout.top_k, rollout.top_p, rollout.min_p)

@@ -143,7 +143,6 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
 
 
 def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exported:
-    """Export an adapter folder merged into its base, or with the base beside it."""
     if kind == "adapter" or step is not None:
         raise ValueError(
             f"{folder} is an adapter folder: it has no checkpoints, and is exported as merged or "

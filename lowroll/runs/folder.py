@@ -232,7 +232,6 @@ class RunFolder:
         self._track(step)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> Record:
-        """Write and return the record of a step."""
         record = self.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
         if self.trackers is not None:
             self.trackers.log(step, record)

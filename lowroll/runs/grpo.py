@@ -143,7 +143,6 @@ class Run:
     def _planner(
         self, cfg: RunConfig, outline: Transformer, chat: ChatTokenizer, tasks: RunEnvironments
     ) -> Planner:
-        """Build the memory planner before anything is loaded."""
         uncached = engines.with_cache(cfg, None)
         works = engines.workloads(uncached, outline.spec, chat, tasks.envs, tasks.held_out)
         beside = {
@@ -204,7 +203,6 @@ class Run:
         self.checkpoint(step - 1)
 
     def end(self, reason: NoSignal) -> None:
-        """Finish before the last step."""
         step = self.learner.made
         self.learner.enter(step)  # the failed step may have begun a stage
         self.finish(step)

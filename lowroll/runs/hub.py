@@ -137,7 +137,6 @@ def _public(name: str) -> str:
 
 
 def _data_sets(cfg: RunConfig | None) -> list[str]:
-    """Return the hub data sets that the run learned from."""
     paths = [str(env.args.get("path")) for env in cfg.env] if cfg is not None else []
     return [path for path in dict.fromkeys(paths) if is_hub_id(path)]
 
@@ -167,7 +166,6 @@ def _training(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _last(run: Path) -> dict[str, Any]:
-    """Return the newest main metrics."""
     found: dict[str, Any] = {}
     for record in read(run):
         shown = {key: value for key, value in record.items() if key.startswith(SHOWN)}

@@ -58,7 +58,7 @@ MAY_CHANGE = (
     "train.gpus",
     "train.sharding",
 )
-# may change too, after a run that ended without a signal
+# may change too, after a run that ended for lack of a learning signal
 FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")
 # later settings, and the earlier behaviour
 ADDED: dict[str, object] = {
@@ -142,7 +142,6 @@ def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _named(args: Mapping[str, object]) -> Iterator[tuple[str, Path]]:
-    """Yield the files that arguments name, with the place of the argument."""
     for key, value in args.items():
         for text in texts(value):
             start, colon, _ = text.partition(".py:")  # a function of a file
@@ -281,7 +280,6 @@ def _refuse(
 
 
 def _text(value: str | None) -> str:
-    """Return a recorded value as text, a digest only by its beginning."""
     if value is None:
         return "not there"
     return f"{value[:19]}..." if value.startswith("sha256:") else value

@@ -175,7 +175,6 @@ class Learner:
         self.monitor.on_note = note
 
     def about(self) -> Mapping[str, str]:
-        """Describe the run in words."""
         return about(self.cfg, self.compute, self.model.spec)
 
     def restore(self) -> Checkpoint | None:
@@ -265,7 +264,6 @@ class Learner:
         return metrics
 
     def _agree(self) -> None:
-        """Apply the decisions of rank 0's monitor on all ranks."""
         if self.ranks.size > 1:
             told = self.ranks.tell(json.dumps(self.monitor.state()).encode())
             self.monitor.restore(json.loads(told))

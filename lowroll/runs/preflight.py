@@ -127,7 +127,6 @@ def _planned(cfg: RunConfig, found: Findings) -> RunConfig:
 
 
 def _plan(found: Findings, planner: Planner, cfg: RunConfig) -> None:
-    """Report the memory plan, with the sizes of passes filled in."""
     alone = cfg.launcher == "none"  # roles take the plain sizes
     now = (found.attempt(lambda: sizes.chosen(planner, cfg)) if alone else None) or cfg
     found.notes += [note for note in now.notes if note not in cfg.notes]
@@ -135,12 +134,10 @@ def _plan(found: Findings, planner: Planner, cfg: RunConfig) -> None:
 
 
 def _share(cfg: RunConfig, placed: devices.Placement) -> Share:
-    """Return the part of the run on a learner rank's GPU."""
     return Share(cfg.train.gpus if cfg.is_sharded else 1, placed.shares if placed.ranks else 1)
 
 
 def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
-    """Check a run of `lowroll sft`."""
     cfg = sft.plain(cfg.resolved())
     found = Findings()
     found.attempt(lambda: sft.refuse_ranks(cfg))
@@ -306,7 +303,6 @@ def _as_drawn(prompt: Prompt, text: str, cfg: RunConfig, chat: ChatTokenizer | N
 
 
 def _vllm_memory(cfg: RunConfig, compute: Compute) -> str:
-    """Describe vLLM's memory as far as it is known before its start."""
     vllm = cfg.rollout.vllm
     told = f"rollouts by {vllm.words}, whose memory is its own"
     if vllm.url is None and compute.device.type == "cuda":
@@ -325,7 +321,6 @@ def _settings(cfg: RunConfig) -> None:
 def _beside(
     cfg: RunConfig, compute: Compute, model: Transformer, chat: ChatTokenizer
 ) -> dict[str, Transformer]:
-    """Return the shapes of the models beside the learner."""
     shapes, scratch = {}, Findings()
     for name, (key, source) in models.beside(cfg).items():
         if key == "model":
@@ -345,7 +340,6 @@ def _passed_over(
     envs: Mapping[str, Environment],
     held_out: Mapping[str, Environment],
 ) -> list[str]:
-    """Return lines on skipped prompts of training and evaluation."""
     lines = prompts.passed_over(cfg, model.spec, chat, envs)
     if cfg.eval.interval:
         lines += prompts.passed_over(cfg, model.spec, chat, held_out, "test")

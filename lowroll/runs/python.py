@@ -48,7 +48,6 @@ def train(
 
 
 def _functions(given: Any) -> list[str | Callable[..., Any]]:
-    """Return functions and ids as a list; ConfigError for anything else."""
     one = given is None or callable(given) or isinstance(given, str)
     if not one and not isinstance(given, Iterable):
         raise ConfigError(f"reward_funcs: must be a function or a list of some, got {given!r}")

@@ -138,7 +138,6 @@ def _score_line(score: Score | ScoreError | None) -> dict[str, Any]:
 
 
 def _digest(draw: Draw) -> str:
-    """Return a digest of the prompt's ids and the number of responses."""
     return hashlib.sha256(
         json.dumps([draw.request.prompt_ids, draw.request.n]).encode()
     ).hexdigest()[:16]

@@ -231,7 +231,6 @@ def folder_of(
 def leave(
     out: Path, cfg: RunConfig, measured: Sequence[EngineAnswers], rows: Sequence[dict[str, Any]]
 ) -> None:
-    """Write both files atomically."""
     write_file(out / RESULTS, json.dumps({"rows": rows}, indent=1).encode())
     drawn = cfg.eval
     facts = [
@@ -274,14 +273,12 @@ def _attempt(side: EngineAnswers, example: Example) -> Attempt:
 
 
 def _said(response: ExampleResponse) -> str:
-    """Return a response's text, or all turns after the prompt."""
     if response.messages is None:
         return response.text
     return transcript(response.messages)
 
 
 def _note(response: ExampleResponse) -> str:
-    """Return why a response is not solved, if known."""
     score = response.score
     if isinstance(score, ScoreError):
         return f"no score: {score.kind}: {score.message}"

@@ -134,7 +134,6 @@ class RolloutEngine:
 
     @property
     def kv(self) -> CachePolicy:
-        """The engine's cache policy."""
         return self.engine.capabilities.kv
 
     @property

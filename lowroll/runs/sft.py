@@ -116,7 +116,6 @@ class SftRun:
         return saved.step + 1
 
     def step(self, step: int) -> Record:
-        """Make one update; return its record."""
         began = time.monotonic()
         metrics = self.learner.step()
         metrics |= {"time/step": time.monotonic() - began}
@@ -185,7 +184,6 @@ def _learner(cfg: RunConfig, compute: Compute) -> SftLearner:
 def _sized(
     cfg: RunConfig, compute: Compute, chat: ChatTokenizer, given: Sequence[Demonstration]
 ) -> RunConfig:
-    """Return the settings with the learner's pass sizes for these demonstrations."""
     outline = models.outline("model", cfg.model, compute)
     spec = outline.spec
     lengths = map(num_fed, encode_all(chat, given, spec.vocab_size, spec.max_position))
@@ -194,7 +192,6 @@ def _sized(
 
 
 def _about(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapping[str, str]:
-    """Describe the run in words, for the report's header."""
     shared = about(cfg, compute, learner.model.spec)
     source = cfg.sft.data or ", ".join(env.name or env.id for env in cfg.env)
     return {

@@ -15,10 +15,9 @@ and wd 0.01, and reports no other detail.
 Fused matrices (q, k, v; gate, up) are orthogonalized separately. The iteration runs in bfloat16 on
 a GPU, else in float32.
 
-It needs whole matrices. With sharded parameters, each round gives every rank one matrix of like
-cost to orthogonalize, whose update it sends back in parts. A rank does 1/n of the arithmetic for 8
-bytes of traffic an entry; computing everywhere would halve the traffic and need n times the
-arithmetic.
+With sharded parameters, each round gathers one matrix of like cost on every rank, which sends the
+update back in parts: 1/n of the arithmetic for 8 bytes of traffic an entry. Computing everywhere
+would halve the traffic.
 """
 
 from __future__ import annotations

@@ -4,23 +4,19 @@ gradients.
 AdamW (Loshchilov & Hutter 2019, algorithm 2), with g the clipped gradient:
     m <- b1 m + (1-b1) g        v <- b2 v + (1-b2) g^2        mh = m / (1-b1^t)        vh = v / (1-b2^t)
     p <- p - lr * wd * p - lr * mh / (sqrt(vh) + eps)
-Only matrices decay; norms and biases do not. With `optimizer: muon` the hidden matrices go to Muon
-(`trainer.muon`) and the rest stays here, at the same rate; `adamw8bit` keeps m and v in 8 bits
-(`trainer.adamw8bit`). Clipping scales all gradients by min(1, max_norm / norm), with norm the
-2-norm over every parameter (Pascanu et al. 2013).
+Only matrices decay. With `optimizer: muon` the hidden matrices go to Muon (`trainer.muon`) and the
+rest stays here, at the same rate; `adamw8bit` keeps m and v in 8 bits (`trainer.adamw8bit`).
+Clipping scales all gradients by min(1, max_norm / norm), with norm the 2-norm over every parameter
+(Pascanu et al. 2013). On CUDA an AdamW update is one launch (`kernels.training.adamw`): clip,
+moments, weights and rounding.
 
-On CUDA an AdamW update is one launch (`kernels.training.adamw`): clip, moments, weights and
-rounding.
+A bfloat16 parameter keeps 8 bits of mantissa and would lose an update of 1e-5 of its size. So it is
+the rounding of a float32 master, which also accumulates gradients. A sharded parameter's part
+(`parallel.sharding`) is the master, rounded when a pass reads it; only the norm and Muon need more
+than parts.
 
-A bfloat16 parameter keeps 8 bits of mantissa and would lose an update of 1e-5 of its size. So it
-gets a float32 master, which also accumulates gradients, and the parameter is its rounding.
-
-A sharded parameter's part (`parallel.sharding`) is the master, rounded when a pass reads it. Only
-the norm and Muon need more than parts.
-
-A NaN in the moments would stay and spread to every weight. So an update with a non-finite norm is
-refused, weights and moments stay bit for bit, and `refused_in_a_row` counts until an update
-succeeds.
+A NaN in the moments would spread to every weight. So an update with a non-finite norm is refused,
+weights and moments stay bit for bit, and `refused_in_a_row` counts until an update succeeds.
 """
 
 from __future__ import annotations

@@ -146,7 +146,6 @@ def _is_plain(hint: Any) -> bool:
 
 @cache
 def _is_numeric(hint: Any) -> bool:
-    """Return whether a type has numbers alone, in lists and tuples."""
     origin, args = _parts(hint)
     members = [one for one in args if one is not ...]
     return origin in (list, tuple) and all(
@@ -280,7 +279,6 @@ def _has_words(line: bytes) -> bool:
 
 
 def _to_record(value: Any, hint: Any, has_words: bool) -> Any:
-    """Convert a value that passed the schema to its type."""
     if _is_plain(hint) or _is_numeric(hint) and not has_words:
         return value
     if options := _options(hint):

@@ -191,8 +191,6 @@ class Receiver:
         """Do nothing: no resource is held."""
 
     def _is_decided(self, step: int) -> bool:
-        """Return whether the batch is there or will never be. FrameGone when only later ones are
-        there."""
         self.spool.progress.check(self._cursor.attempt)
         if self.spool.path(step).exists() or self.spool.ended() is not None:
             return True

@@ -489,7 +489,6 @@ class FrameAssembler:
 
     @property
     def offset(self) -> int:
-        """The first missing byte."""
         return len(self._data)
 
     def take(self, answer: PieceReply, piece: bytes, where: str) -> bool:

@@ -182,8 +182,6 @@ def _block_error(
 
 
 def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
-    """Return the block's mappings in folding order."""
-
     def normed(c: Chunk) -> Tensor:
         return block.input_norm(x_TD[c.rows])
 
@@ -225,8 +223,6 @@ def _norm(norm: RMSNorm) -> Callable[[Tensor], None]:
 
 
 def _rows(linear: Linear, part: str) -> Callable[[Tensor], None]:
-    """Divide the output channels of one part of a fused linear."""
-
     def divide(s_K: Tensor) -> None:
         assert isinstance(linear.weight, nn.Parameter)
         _divide(linear.weight[linear.rows(part)], s_K[:, None])

@@ -148,7 +148,6 @@ class _Search:
         self.kept: dict[tuple[str, str], QTensor] = {}
 
     def _codes(self, name: str, linear: Linear, format: str) -> QTensor:
-        """Return the codes of a layer, without kernels' copies."""
         codes = self.kept.get((name, format))
         if codes is None:
             codes = quantized(name, linear, format)
@@ -372,6 +371,5 @@ def _slope(a: _Choice, b: _Choice) -> float:
 
 
 def _layers(model: Transformer) -> Iterator[tuple[int, str, Linear]]:
-    """Yield every linear layer with its block's number."""
     for name, linear in model.linears():
         yield int(name.split(".")[1]), name, linear

@@ -236,7 +236,6 @@ def sum_of_products(inputs: Iterable[Tensor], num_in: int, device: torch.device)
 
 
 def _square(w_NK: Tensor, gram_KK: Tensor) -> float:
-    """Return the squared norm of a matrix' product with the text."""
     return float(((w_NK @ gram_KK) * w_NK).sum(dtype=torch.float64).clamp_min(1e-30))
 
 

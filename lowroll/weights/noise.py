@@ -158,5 +158,4 @@ def muted(model: Transformer) -> Iterator[Transformer]:
 
 
 def _hash(seed: int, name: str) -> int:
-    """Return a 63-bit hash of the pair."""
     return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1

@@ -307,7 +307,6 @@ def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -
 
 
 def _note_conversion(model: Transformer, format: str) -> None:
-    """Log that low-bit weights will be quantized a second time."""
     before = model.weight_format
     if before is None or get_format(before).dense:
         return

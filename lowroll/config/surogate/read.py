@@ -2,16 +2,16 @@
 
     lowroll grpo --train train.yaml --infer infer.yaml --orch orch.yaml      (or one file with the three sections)
 
-What the files mean here:
-1. Where a file is silent its documented default holds, except that checkpoints are made (every 50
-   steps), that max_steps is 100 when neither file bounds the run, and that AdamW's moments are in 8
-   bits only where the file says so (they need the extra `bnb`). The default of
-   rollouts_per_example, 1, is refused: one rollout has no group. `table.py` has every key.
+Differences and choices:
+1. Missing keys have their documented defaults, except that checkpoints are made (every 50 steps),
+   that max_steps is 100 when neither file bounds the run, and that AdamW's moments are in 8 bits
+   only where the file says so (they need the extra `bnb`). The default of rollouts_per_example, 1,
+   is refused: one rollout has no group. `table.py` has every key.
 2. Without `launcher=local` the three processes are one, on policy (async level 0, which every
    `max_async_level` allows): hosts, ports and transports have no effect; `notes` names those that
-   were written. Rollouts come from lowroll's own engine, or with the override
-   `rollout.engine=vllm` from vLLM, for which the keys of infer.yaml and, where it is another than
-   the document's default, `client.base_url` (a server that runs already) are read.
+   were written. Rollouts come from lowroll's own engine, or with the override `rollout.engine=vllm`
+   from vLLM, which uses the keys of infer.yaml and a `client.base_url` other than the document's
+   default (a running server).
 3. The token loss is `correction: aipo` on grpo_no_std advantages, averaged over the tokens of the
    batch: the same coefficients, token, geometric and sequence masks and denominator.
 4. An enabled `noise_scheduler` is our `noise` section, exponential, in its program's variant and
@@ -50,14 +50,14 @@ def load_surogate(
     orch: str | FilePath,
     overrides: Overrides = (),
 ) -> RunConfig:
-    """Three files (`infer` may be absent) -> the run. Raises ConfigError like `load`."""
+    """Load three files (`infer` may be absent). ConfigError as `load`."""
     documents = {"train": read(train), "orch": read(orch)}
     documents["infer"] = read(infer) if infer else Document({}, name="infer")
     return combine(documents, overrides)
 
 
 def load_sections(document: Document, overrides: Overrides = ()) -> RunConfig:
-    """One file with the sections train, infer (may be absent) and orch -> the run."""
+    """Load one file with the sections train, infer (may be absent) and orch."""
     for key in document.value:
         if key not in SECTIONS:
             raise ConfigError(
@@ -84,8 +84,7 @@ def load_sections(document: Document, overrides: Overrides = ()) -> RunConfig:
 def combine(
     documents: Mapping[str, Document], overrides: Overrides = (), role: str = ""
 ) -> RunConfig:
-    """The run that three documents describe. role: of the process that was started by hand with one
-    of them alone."""
+    """Return the run of three documents. role: of a process started by hand with only one of them."""
     files, problems = {}, []
     for section, model in MODELS.items():
         try:
@@ -98,7 +97,7 @@ def combine(
         raise ConfigError("\n".join(problems))
     given = overrides if isinstance(overrides, Mapping) else list(overrides)
     run, notes = _run(files, role)
-    asked = build(deepcopy(run), given)  # for what the overrides say of the engine
+    asked = build(deepcopy(run), given)  # for overrides of the engine
     if asked.rollout.engine == "vllm":
         _put_vllm(run, files, attach=asked.launcher == "none" and not role)
     else:
@@ -114,7 +113,6 @@ def combine(
 
 
 def _run(files: Files, role: str) -> tuple[Document, list[rules.Setting]]:
-    """The settings of the run with their marks, and those that have a note."""
     run = Document({}, name=files["train"].document.name)
     notes = []
     for section, table in TABLES.items():
@@ -138,7 +136,6 @@ def _run(files: Files, role: str) -> tuple[Document, list[rules.Setting]]:
 
 
 def _put(run: Document, source: File, key: str, target: str) -> None:
-    """Copy one value with the marks of everything beneath it."""
     path, old = tuple(target.split(".")), tuple(key.split("."))
     run.put(path, source[key], source.mark(key))
     for mark_path, mark in source.document.marks.items():
@@ -147,7 +144,7 @@ def _put(run: Document, source: File, key: str, target: str) -> None:
 
 
 def _place_environments(run: Document, orch: File) -> None:
-    """Their shares; one without any is not drawn from."""
+    """Copy the environments with their shares; one without a share is not drawn from."""
     ratios = orch["buffer.env_ratios"]
     envs = run.value["env"]
     for index, env in enumerate(envs):
@@ -160,7 +157,7 @@ def _place_environments(run: Document, orch: File) -> None:
 
 
 def _put_recipe(run: Document, train: File, asked: RunConfig) -> Iterator[rules.Setting]:
-    """The learner's forward. An adapter's low-bit base is multiplied with as it is."""
+    """Set the learner's forward. An adapter's low-bit base is used as it is."""
     format, base = RECIPES.get(train["recipe"]), asked.rollout.weights
     if format is None:
         return
@@ -176,8 +173,7 @@ def _put_recipe(run: Document, train: File, asked: RunConfig) -> Iterator[rules.
 
 
 def _put_vllm(run: Document, files: Files, attach: bool) -> None:
-    """Copy the files' vLLM settings into the run. attach: to the server that runs at
-    client.base_url."""
+    """Copy the files' vLLM settings into the run. attach: to the running server at client.base_url."""
     infer, orch = files["infer"], files["orch"]
     for key, target in (
         ("tp", "tensor_parallel_size"),
@@ -204,8 +200,8 @@ def _put_vllm(run: Document, files: Files, attach: bool) -> None:
 
 
 def _put_native(run: Document, files: Files) -> None:
-    """Copy the files' engine settings into the run, for lowroll's own engine. ConfigError for what
-    only vLLM does."""
+    """Copy the files' engine settings for lowroll's own engine. ConfigError for what only vLLM
+    does."""
     infer = files["infer"]
     for asked, key, what in (
         (infer["tp"] > 1, "tp", ""),
@@ -224,7 +220,7 @@ def _put_native(run: Document, files: Files) -> None:
 
 
 def _idle_notes(files: Files, cfg: RunConfig) -> Iterator[str]:
-    """One line that names what was written and has no effect in one process."""
+    """Yield one line on written settings without effect in one process."""
     if cfg.launcher != "none":
         return
     acting = ATTACHED if cfg.rollout.vllm.url is not None else ()

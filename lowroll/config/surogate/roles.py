@@ -1,16 +1,16 @@
-"""The settings of a role that was started by hand, from one file alone.
+"""The settings of a role that is started by hand with one file.
 
     lowroll serve infer.yaml       the model, where to listen, whether adapters are taken
     lowroll orchestrate orch.yaml  the whole run but for the learner's own keys
     lowroll train train.yaml       the learner's keys; the rest is what the orchestrator was given
 
-A trainer needs to know the batch, the environments' names, the sampler, checkpoints and the run's
-seed, which are orch.yaml's. So the orchestrator leaves what it was given, file and overrides, at
+A trainer needs the batch, the environments' names, the sampler, checkpoints and the run's seed,
+which are orch.yaml's. So the orchestrator stores its file and overrides at
 RUN/orchestrator/given.yaml (`RunConfig.given`), and the trainer finds RUN by it: train.yaml's
-`output_dir` is RUN, or holds it as its one `run_*` folder. Both files then make the settings that
-`lowroll grpo --train ... --orch ...` makes of them, with the same checks.
+`output_dir` is RUN, or holds it as its only `run_*` folder. Both files then give the settings of
+`lowroll grpo --train ... --orch ...`, with the same checks.
 
-Every role takes lowroll's own run.yaml, too, and one file with the three sections.
+Every role also takes lowroll's own run.yaml, and one file with the three sections.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ GIVEN = FilePath("orchestrator", "given.yaml")  # in the run's folder
 
 
 class NotThereYet(ConfigError):
-    """No orchestrator has left its settings yet: ask again."""
+    """No orchestrator has stored its settings yet: retry."""
 
 
 def load_role(role: Role, path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
-    """One file -> what a role needs. ConfigError like `load`; NotThereYet, of a trainer with
+    """Load a role's settings from one file. ConfigError as `load`; NotThereYet, of a trainer with
     train.yaml, until the orchestrator has begun."""
     document = read(path)
     if {"orch", "infer"} & document.value.keys():
@@ -52,8 +52,8 @@ def load_role(role: Role, path: str | FilePath, overrides: Overrides = ()) -> Ru
 
 
 def _is_own(role: Role, document: Document) -> bool:
-    """Return whether a file is lowroll's run.yaml, and not the document's file of the role.
-    ConfigError where it could be either."""
+    """Return whether a file is lowroll's run.yaml instead of the role's file of the document.
+    ConfigError if it could be either."""
     keys, name = document.value.keys(), f"{FILES[role]}.yaml"
     theirs = MODELS[FILES[role]].model_fields.keys()
     own = sum(key in RunConfig.model_fields for key in keys)
@@ -73,7 +73,7 @@ def _is_own(role: Role, document: Document) -> bool:
 
 
 def _serve(infer: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
-    """The engine: what is the orchestrator's or the trainer's has its default."""
+    """Return the engine's settings, with defaults for the orchestrator's and the trainer's."""
     model = _required(infer, "model")
     learner: dict[str, Any] = {"model": model, "lora": infer.value.get("enable_lora", True)}
     if isinstance(rank := infer.value.get("max_lora_rank"), int):
@@ -91,7 +91,7 @@ def _serve(infer: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
 
 
 def _orchestrate(orch: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
-    """The orchestrator, and what it leaves for a trainer."""
+    """Return the orchestrator's settings, with its text for a trainer."""
     model = orch.value.get("model")
     if not isinstance(model, dict) or "name" not in model:
         mark = orch.mark(("model",)) or Mark(orch.name, "model")
@@ -116,7 +116,7 @@ def _orchestrate(orch: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
 
 
 def _given(orch: Document, cfg: RunConfig, overrides: list[tuple[str, Any]]) -> str:
-    """The file with the paths that were found for it, and the overrides, as YAML."""
+    """Return the file with its resolved paths, and the overrides, as YAML."""
     tree = orch.value
     kept = iter(cfg.env)
     ratios = (tree.get("buffer") or {}).get("env_ratios")
@@ -140,9 +140,9 @@ def _given(orch: Document, cfg: RunConfig, overrides: list[tuple[str, Any]]) -> 
 
 
 def _train(train: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
-    """The trainer, with what the orchestrator was given."""
+    """Return the trainer's settings, with the orchestrator's file."""
     _required(train, "model")
-    validate(MODELS["train"], train)  # before the orchestrator is waited for
+    validate(MODELS["train"], train)  # before waiting for the orchestrator
     outer = dict(overrides).get("output_dir", train.value.get("output_dir", "output"))
     if not isinstance(outer, str):
         mark = train.marks.get(("output_dir",), Mark("override", "output_dir"))
@@ -162,8 +162,8 @@ def _train(train: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
 
 
 def find_run(outer: str | FilePath) -> FilePath:
-    """The folder of the run that an orchestrator has begun: `outer`, or the one `run_*` in it.
-    NotThereYet when there is none, ConfigError when there are several."""
+    """Return the folder of the run that an orchestrator has begun: `outer`, or its only `run_*`
+    folder. NotThereYet when there is none, ConfigError when there are several."""
     outer = FilePath(outer)
     if (outer / GIVEN).is_file():
         return outer

@@ -1,5 +1,4 @@
-"""The conversion of keys of the three files that are not copied as they stand: the settings of a
-run, a number for each."""
+"""The conversion of keys of the three files that are not copied."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from lowroll.config.document import Document, Mark, Path
 from lowroll.config.surogate.schema import BASES
 from lowroll.config.surogate.table import ORCH, REPEATED, SECTIONS
 
-OWN_SERVER = "http://localhost:8000/v1"  # the document's default: the run's own
+OWN_SERVER = "http://localhost:8000/v1"  # the document's default: the run's own engine
 
 
 @dataclass
 class File:
-    """One file: its text with marks, its checked values, and how a key of it is blamed."""
+    """One file: its text with marks, its checked values, and its error messages."""
 
     document: Document
     values: BaseModel
@@ -39,7 +38,7 @@ class File:
         return self.document.marks.get(tuple(key.split(".")))
 
     def mark(self, key: str) -> Mark:
-        """Return the mark of a key that was written, or of one that was left out."""
+        """Return the mark of a written or missing key."""
         return self.written(key) or Mark(self.document.name, f"{key} (default)")
 
 
@@ -48,8 +47,8 @@ Files = dict[str, File]
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of the run: where it comes from (None: from a rule), its value (None: leave the
-    default), and a note for people or ""."""
+    """A setting of the run: its source key (None: a rule), its value (None: the default), and a
+    note or ""."""
 
     key: str
     value: Any = None
@@ -101,8 +100,7 @@ def disagreements(files: Files) -> Iterator[str]:
 
 
 def settings(files: Files, role: str) -> Iterator[Setting]:
-    """Yield every setting that is not copied. role: of a process that has one file alone, else
-    ""."""
+    """Yield every setting that is not copied. role: of a process that has only one file, else ""."""
     yield from _lengths(files)
     yield from _switches(files)
     yield from _precision(files)
@@ -190,7 +188,7 @@ def _folders(files: Files) -> Iterator[Setting]:
 
 
 def _elsewhere(train: File, orch: File) -> str:
-    """A note of a run folder that a trainer with train.yaml alone would not find."""
+    """Return a note on a run folder that a trainer with train.yaml alone would not find."""
     outer, inner = train.written("output_dir"), orch.written("output_dir")
     parent, run = (os.path.abspath(file["output_dir"]) for file in (train, orch))
     if outer is None or inner is None or parent in (run, os.path.dirname(run)):
@@ -223,7 +221,6 @@ def _evaluation(orch: File) -> Iterator[Setting]:
 
 
 def _processes(files: Files, role: str) -> Iterator[Setting]:
-    """Yield where the processes meet, and how far they may part."""
     train, infer, orch = (files[section] for section in SECTIONS)
     for key, second, other in (
         ("max_async_level", train, "max_async_level"),

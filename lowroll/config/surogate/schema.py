@@ -1,10 +1,9 @@
 """The keys of the Surogate GRPO document: its train, infer and orch files, names and defaults as
 documented.
 
-Each file is a strict model of its own, so that an unknown key is an error with its line here too.
-`only(...)` marks a key that this program does not follow: it is accepted at its neutral values, and
-refused with the reason when it asks for more. `table.py` says where each of the others acts. The
-comments are the document's meaning of a key.
+Each file is a strict model, so that an unknown key is an error with its line. `only(...)` marks an
+unsupported key: it is accepted at its neutral values, and otherwise refused with the reason.
+`table.py` says where each of the others acts. The comments are the document's meaning of a key.
 """
 
 from __future__ import annotations

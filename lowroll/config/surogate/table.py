@@ -1,7 +1,8 @@
-"""The table of the Surogate document's keys: where each acts, and what is otherwise here.
+"""The table of the Surogate document's keys: where each acts, and what differs here.
 
-A key that `schema.py` refuses (`only`) has no row: its reason stands there. `docs/configuration.md`
-is made of both; a test holds every key to one of them, and changes each to see that it acts.
+A key that `schema.py` refuses (`only`) has its reason there instead of a row.
+`docs/configuration.md` is made from both; a test checks that every key is in one of them, and that
+changing it acts.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ SECTIONS = ("train", "infer", "orch")
 
 @dataclass(frozen=True)
 class KeyMapping:
-    """`to`: the keys of RunConfig that follow it; none: it is held against another file's. copied:
-    as it stands, to the one key. differs: from the document, and why."""
+    """`to`: the keys of RunConfig that follow it; none: it is checked against another file. copied:
+    unchanged, to the one key. differs: from the document, and why."""
 
     to: tuple[str, ...] = ()
     differs: str = ""
@@ -44,7 +45,6 @@ def _copied(to: str, differs: str = "") -> KeyMapping:
 
 
 def _same(prefix: str, *names: str) -> dict[str, KeyMapping]:
-    """Keys of a section that are called so here, too."""
     return {name: _copied(f"{prefix}{name}") for name in names}
 
 
@@ -262,7 +262,7 @@ ORCH: Mapping[str, KeyMapping] = {
 }
 TABLES: Mapping[str, Mapping[str, KeyMapping]] = {"train": TRAIN, "infer": INFER, "orch": ORCH}
 
-# written in several files: the places
+# keys repeated in several files
 REPEATED: tuple[tuple[tuple[str, str], ...], ...] = (
     (("train", "model"), ("infer", "model"), ("orch", "model.name")),
     (("train", "max_steps"), ("orch", "max_steps")),
@@ -272,7 +272,7 @@ REPEATED: tuple[tuple[tuple[str, str], ...], ...] = (
     (("train", "transport_type"), ("orch", "rollout_transport.type")),
     (("infer", "weight_broadcast_type"), ("orch", "weight_broadcast.type")),
 )
-# of no effect in one process, which says so when they are written
+# without effect in one process, which notes those written
 ROLES_ALONE: Mapping[str, tuple[str, ...]] = {
     "train": ("transport_type", "max_async_level"),
     "infer": ("host", "port", "weight_broadcast_type"),

@@ -10,7 +10,6 @@ from lowroll.kv.policy.table import make
 
 
 def policy(cfg: RunConfig) -> CachePolicy:
-    """Return the rollouts' cache policy."""
     kv = cfg.rollout.cache
     return make(kv.policy, **kv.options)
 

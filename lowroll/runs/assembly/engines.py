@@ -77,7 +77,6 @@ def with_engine(cfg: RunConfig, engine: str) -> RunConfig:
 
 
 def with_cache(cfg: RunConfig, cache_tokens: int | None) -> RunConfig:
-    """Return the settings with this cache size."""
     return cfg.model_copy(
         update={"rollout": cfg.rollout.model_copy(update={"cache_tokens": cache_tokens})}
     )
@@ -111,7 +110,6 @@ def workloads(
 def eval_workload(
     cfg: RunConfig, spec: ModelSpec, chat: ChatTokenizer, envs: Mapping[str, Environment]
 ) -> Workload:
-    """Return the workload of an evaluation."""
     asked = cfg.eval.num_examples
     examples = asked or max(cfg.eval.count(env.size("test")) for env in envs.values())
     test = _lengths(envs, "test", min(examples, prompts.LOOKED_AT), chat)

@@ -47,7 +47,6 @@ class Mirror(Generic[T]):
             self.source[name] = having[0]
 
     def __call__(self, *sections: Section, **given: Any) -> T:
-        """Return the settings from sections (of the declared classes) and values."""
         assert tuple(map(type, sections)) == self.sections and given.keys() == self.given
         read = {name: getattr(sections[i], name) for name, i in self.source.items()}
         return self.settings(**read, **given)

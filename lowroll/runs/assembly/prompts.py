@@ -150,7 +150,6 @@ def _check_room(
 
 
 def _first(cfg: RunConfig, env: Environment, split: str, chat: ChatTokenizer) -> list[int]:
-    """Return the token counts of the first prompts."""
     count = LOOKED_AT
     if split != "train":
         count = min(count, cfg.eval.count(env.size(split)))

@@ -38,7 +38,6 @@ KL_ALARM_OVER_BUDGET = 2.0
 
 
 def learn(cfg: RunConfig) -> LearnSettings:
-    """Return the settings of the policy's updates."""
     return _LEARN(
         cfg.train.sized(),
         cfg.loss,
@@ -55,7 +54,6 @@ def optim(cfg: RunConfig) -> OptimSettings:
 
 
 def critic(cfg: RunConfig) -> CriticSettings:
-    """Return the settings of values and advantages."""
     return _CRITIC(cfg.critic, cfg.train.sized())
 
 
@@ -65,7 +63,6 @@ def critic_optim(cfg: RunConfig) -> OptimSettings:
 
 
 def sft(cfg: RunConfig) -> SftSettings:
-    """Return the settings of supervised updates."""
     optim = _SFT_OPTIM(cfg.sft, cfg.train, total_steps=cfg.sft.steps)
     return _SFT(cfg.sft, cfg.train.sized(), cfg, optim=optim)
 
@@ -74,7 +71,7 @@ def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
     """Return the mismatch guard. budget: of the rollouts' format; a KL of twice what it allows is
     an alarm, and where all weights learn, the format is chosen again.
     Under LoRA a wider format would only round the base again, so a fallback leads to dense rollouts
-    at once. With a truncated sampler or noise the KL is intended and no alarm."""
+    at once. With a truncated sampler or noise the KL's level is no alarm."""
     if cfg.guard is None:
         return None
     settings, rollouts = _GUARD(cfg.guard), rollouts_of(cfg)

@@ -200,12 +200,10 @@ def _named(make: Callable[..., VllmEngine], *args: Any, **options: Any) -> VllmE
 
 
 def _verified(model: Transformer) -> dict[str, Any]:
-    """Return the option that compares a server's log-probs with the learner's."""
     return {"verify": lambda ids: score(model, [ids], [1])[0].tolist()}
 
 
 def _shared(cfg: RunConfig) -> dict[str, Any]:
-    """Return the arguments shared by a started and an attached server."""
     vllm, train = cfg.rollout.vllm, cfg.train
     return {
         "lora_rank": (vllm.max_lora_rank or train.lora_rank) if train.lora else None,
@@ -234,6 +232,5 @@ def _base(
 
 
 def _holds(folder: Path, weights: str) -> bool:
-    """Return whether a folder holds the rollouts' linear weights."""
     wanted = None if get_format(weights).dense else stored_format(weights)
     return low_bit_format(folder) == wanted

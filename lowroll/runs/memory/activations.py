@@ -237,7 +237,6 @@ def generating(
 
 
 def _pass(spec: ModelSpec, item: int, tokens: int) -> int:
-    """Return the bytes of a block's pass over `tokens` prompt tokens."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     if spec.num_experts:
         slots, wide = spec.experts_per_token, spec.moe_intermediate_size

@@ -62,12 +62,10 @@ class MemoryPlan:
 
     @property
     def largest(self) -> str:
-        """The phase of the peak."""
         return max(self.phases, key=self.total)
 
     @property
     def peak(self) -> int:
-        """Bytes of the largest phase."""
         return self.total(self.largest)
 
     @property
@@ -177,7 +175,6 @@ class Planner:
         return MemoryPlan(held, self.free, str(self.compute.device), tokens, usable, samples)
 
     def _together(self, cfg: RunConfig) -> str:
-        """Describe the samples of the workload that needs the most cache."""
         size, rows, kv = cfg.rollout.page_size, cfg.rollout.max_batch, caches.policy(cfg)
         if not self.workloads:
             return ""
@@ -186,7 +183,6 @@ class Planner:
         return f"at most {most.rows(rows):,} samples of {each} are drawn together"
 
     def _learner(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the permanent bytes by part of the learner's side."""
         compute, model = self.compute, self.model
         whole, codes = weights.learner(cfg, compute, model), weights.codes(cfg, compute, model)
         parts = {
@@ -244,7 +240,6 @@ class Planner:
         return max((work.groups * work.prompt for work in self.workloads), default=0)
 
     def _samples(self, cfg: RunConfig) -> int:
-        """Return the most samples that decode together."""
         most = max((work.groups * work.n for work in self.workloads), default=1 << 62)
         return min(cfg.rollout.max_batch, most)
 

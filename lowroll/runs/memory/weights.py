@@ -30,7 +30,6 @@ META = torch.device("meta")
 
 
 def linear_size(model: Transformer) -> int:
-    """Return the number of linear weights."""
     return sum(_size(linear) for _, linear in model.linears())
 
 
@@ -139,14 +138,12 @@ def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def learning_size(cfg: RunConfig, model: Transformer) -> int:
-    """Return the number of trainable parameters."""
     if cfg.train.lora:
         return sum(adapter_sizes(cfg, model))
     return sum(p.numel() for p in model.parameters())
 
 
 def largest_learning(cfg: RunConfig, model: Transformer) -> int:
-    """Return the size of the largest trainable parameter."""
     if cfg.train.lora:
         return max(adapter_sizes(cfg, model), default=0)
     return max(p.numel() for p in model.parameters())

@@ -304,7 +304,6 @@ class Orchestration:
         self._commit()
 
     def _pace(self, batch: Batch) -> dict[str, float]:
-        """Return metrics of the engines' work and of this process's idle time."""
         before, self._made = self._made, time.monotonic()
         found = self.pool.report().metrics()
         if self.level == 0:
@@ -316,7 +315,6 @@ class Orchestration:
         return found
 
     def _commit(self) -> None:
-        """Commit the batches that the trainer's checkpoint covers."""
         cursor = self.channel.cursor()
         if cursor is not None and cursor.committed > self.committed:
             self.committed = cursor.committed
@@ -416,7 +414,6 @@ def _check_reached(said: Mapping[str, Any]) -> None:
 
 
 def _leads_here(host: str) -> bool:
-    """Return whether an address means the machine on which it is used."""
     try:
         address = ip_address(host)
     except ValueError:

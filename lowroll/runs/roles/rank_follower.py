@@ -252,7 +252,6 @@ class MirrorPublisher:
 
 
 def _refuse_other(cfg: RunConfig, begin: Begin) -> None:
-    """Raise ValueError for the first setting that differs from rank 0's."""
     for mine, theirs in zip(cfg.dump().splitlines(), begin.settings.splitlines(), strict=False):
         if mine != theirs:
             raise ValueError(

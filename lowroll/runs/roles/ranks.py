@@ -154,7 +154,6 @@ class RankSupervisor:
         return self.stop.signal or (signal.SIGTERM if first.exit_code == STOPPED else 0)
 
     def _check(self) -> None:
-        """Raise RunFailed when a rank has ended early or hangs."""
         for rank in self.ranks:
             rank.update()
             if (hang := rank.find_hang()) is not None:
@@ -176,7 +175,6 @@ class RankSupervisor:
         raise RunFailed(rank.describe_exit())
 
     def _failed(self) -> list[Role]:
-        """Return the ranks that have failed."""
         ended = [rank for rank in self.ranks if not rank.process.is_alive()]
         for rank in ended:
             rank.process.kill()  # what is left of its group
@@ -186,7 +184,6 @@ class RankSupervisor:
         return any(rank.process.is_alive() for rank in self.ranks)
 
     def _print_log(self) -> None:
-        """Print rank 0's new output."""
         if self._log_size() == self._printed:
             return
         with self.ranks[0].process.log.open("rb") as file:

@@ -90,7 +90,6 @@ class RoleActor:
             self.process.signal(number)
 
     def is_port_free(self, host: str, port: int) -> bool:
-        """Return whether a server could listen there."""
         return is_port_free(host, port)
 
 

@@ -151,7 +151,6 @@ class Role:
             self.is_ready |= phase not in ("starting", "meeting", "ended")
 
     def _own_heartbeat(self) -> dict[str, object] | None:
-        """Return the last heartbeat if the current process wrote it."""
         report = self.monitor.report
         return report if report is not None and self.process.wrote(report) else None
 

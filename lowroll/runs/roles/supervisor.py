@@ -98,7 +98,6 @@ def launch(
 
 
 def _processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> Mapping[str, RoleProcess]:
-    """Return the configured launcher's process of each role."""
     if cfg.launcher == "local":
         return local.processes(cfg, paths)
     from lowroll.runs.roles import ray
@@ -149,7 +148,6 @@ class Supervisor:
 
     @property
     def roles(self) -> list[Role]:
-        """The roles in start order."""
         return [*self.engines, self.orchestrator, self.trainer]
 
     def run(self) -> int:
@@ -203,7 +201,6 @@ class Supervisor:
     # -- restarts ----------------------------------------------------------------------------------
 
     def _keep_alive(self, role: Role) -> None:
-        """Start a role that is due, and restart one that has ended or hangs."""
         if role.is_done:
             return
         role.update()
@@ -231,7 +228,6 @@ class Supervisor:
             self.orchestrator.is_done, self.orchestrator.start_at = False, time.monotonic()
 
     def _restart(self, role: Role, why: str) -> None:
-        """Schedule a restart within the role's budget."""
         if role.exit_code == NO_ROOM:
             return self._restart_after_full_disk(role, why)
         pause_s = role.budget.pause_s()
@@ -265,7 +261,6 @@ class Supervisor:
         log.info("%s: %s: lowroll %s", role.name, role.process.describe(), " ".join(role.words))
 
     def _late_words(self, role: Role) -> list[str]:
-        """Return the settings and flags of a role that are known only at its start."""
         address = role.process.address
         if role in self.engines:
             # for direct weights: the trainer writes its address into the run folder

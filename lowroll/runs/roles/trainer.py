@@ -130,8 +130,6 @@ class Training:
         self._ended = time.monotonic()  # the previous step
 
     def watch(self, view: LiveView) -> None:
-        """Report progress within a step."""
-
         def phase(name: str, done: int, total: int) -> None:
             view.phase(name, done, total)
             self.heartbeat.progress(name, done, total)
@@ -179,7 +177,6 @@ class Training:
         self.publisher.check()
 
     def step(self, step: int) -> Record:
-        """Learn from the batch of a step, and record it."""
         began = time.monotonic()
         self.heartbeat.update(step=step, phase="waiting", doing=f"for batch {step}")
         metrics = self.learner.step(step)

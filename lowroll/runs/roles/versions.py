@@ -45,7 +45,6 @@ class Versions:
 
     @property
     def version(self) -> int:
-        """The engines' version."""
         return 0 if self.held is None else self.held.version
 
     def at_least(self, version: int, most: int) -> int:
@@ -151,11 +150,9 @@ class Engines:
 
     @property
     def kv(self) -> CachePolicy:
-        """The engines' cache policy."""
         return self.pool.capabilities.kv
 
     def stats(self) -> EngineStats:
-        """Return the engines' joint statistics."""
         server = self.pool.server
         told = self.pool.stats() if self.replay else None
         return EngineStats(

@@ -60,7 +60,6 @@ class Shadow:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copy."""
         return sum(tensor.nbytes for tensor in self._now().values())
 
     def renew(self, version: int) -> None:
@@ -96,7 +95,6 @@ class Shadow:
 
 
 def norm_names(model: Transformer) -> set[str]:
-    """Return the parameters that take noise."""
     return {f"{name}.weight" for name, _ in noisy_norms(model)}
 
 

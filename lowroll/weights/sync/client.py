@@ -81,7 +81,6 @@ class WeightClient:
         return buckets
 
     def _receive(self, answer: dict[str, Any], layout: BucketLayout) -> list[Tensor]:
-        """Receive the buckets as a member of the trainer's group."""
         try:
             number, rank, size, port = (
                 int(answer[name]) for name in ("group", "rank", "size", "store")

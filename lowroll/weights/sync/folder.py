@@ -248,7 +248,6 @@ class FolderPublisher:
         return dest
 
     def _serve(self, version: int, digest: str, content: FolderContent) -> None:
-        """Serve the tensors of a version whose folder lacks them."""
         assert self.server is not None and content.buckets is not None
 
         def write() -> None:
@@ -318,7 +317,6 @@ class FolderPublisher:
         return needed
 
     def _folders(self) -> list[tuple[int, Path]]:
-        """Return the folders of versions, complete or not, with their numbers, sorted by name."""
         paths = [path for path in sorted(self.folder.iterdir()) if not path.is_symlink()]
         numbers = [number_of(path.name) for path in paths]
         return [(n, path) for n, path in zip(numbers, paths, strict=True) if n is not None]
@@ -350,7 +348,6 @@ def _is_same(old: Path, new: Path) -> bool:
 
 
 def _is_read(folder: Path) -> bool:
-    """Return whether a process is in `reading` of the folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -462,7 +459,6 @@ def _checked_scale(spec: ModelSpec, model: Path, meta: Mapping[str, Any]) -> flo
 
 
 def _check_published(folder: Path, *names: str) -> None:
-    """Raise ValueError for a file that was added later."""
     listed = published_files(folder)
     for name in names:
         if name not in listed:

@@ -216,7 +216,6 @@ class WeightServer:
                 self._end_group()
 
     def _write(self, peer: Connection, wanted: Any) -> dict[str, Any]:
-        """Write a version as files; return the answer to the engine."""
         try:
             found = self._find(wanted)
             if not self.broken:
@@ -228,7 +227,6 @@ class WeightServer:
         return {"written": found.version}
 
     def _find(self, wanted: Any) -> ServedVersion:
-        """Return the requested version. LinkFailed when it is not served."""
         versions = self.versions
         for one in versions:
             if wanted == [one.version, one.digest]:
@@ -261,7 +259,6 @@ class WeightServer:
                 answered.set()
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait until a condition on the engines and their requests holds."""
         while not holds():
             self._changed.clear()
             await self._changed.wait()
@@ -409,8 +406,6 @@ async def confirm(version: int, members: list[Connection], timeout_s: float) -> 
 
 
 def _check_address(host: str, token: str) -> None:
-    """Raise ValueError for an address that engines cannot reach, and for one that others reach
-    without a token."""
     try:
         found = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
     except OSError as error:

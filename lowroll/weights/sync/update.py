@@ -162,7 +162,6 @@ class UpdateReceiver:
 
     @torch.no_grad()
     def _change(self, update: WeightUpdate, changes: Changes) -> None:
-        """Write the changes, and the norms with their noise."""
         rollout = self.rollout
         drawn = drawn_noise(update.noise, rollout)
         stream = {name: tensor.to(rollout.device) for name, tensor in update.tensors()}
@@ -172,7 +171,6 @@ class UpdateReceiver:
 
     @torch.no_grad()
     def _write_adapter(self, update: WeightUpdate) -> None:
-        """Write an adapter's stream, and the noise on its base's norms."""
         rollout = self.rollout
         rank = _rank(update, self.max_rank)
         wanted = lora.wanted(rollout, rank)
@@ -255,7 +253,6 @@ def arrivals(
 def _check(
     name: str, tensor: Tensor, wanted: Mapping[str, tuple[int, ...]], unseen: Set[str]
 ) -> None:
-    """Raise ValueError for an unexpected tensor."""
     what = f"update: {some([name])}"
     if name not in wanted:
         raise ValueError(f"{what}: the engine's model has no such tensor")
