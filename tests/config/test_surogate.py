@@ -390,7 +390,10 @@ def test_values_that_travel(three: Callable[..., RunConfig]) -> None:
 
 
 def test_an_error_names_the_file_that_set_the_number_of_steps(three: Any) -> None:
-    train, orch = TRAIN.replace("max_steps: 40", "max_steps: 0"), ORCH.replace("max_steps: 40\n", "")
+    train, orch = (
+        TRAIN.replace("max_steps: 40", "max_steps: 0"),
+        ORCH.replace("max_steps: 40\n", ""),
+    )
     with pytest.raises(ConfigError, match=r"^train\.yaml:7: max_steps: must be >= 1, got 0"):
         three(train=train, orch=orch)
 
