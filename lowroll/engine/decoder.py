@@ -130,7 +130,7 @@ class Decoder:
         The pages of all steps are in place.
         """
         size = self.size(len(sequences))
-        self._upload(sequences, size)
+        self.upload(sequences, size)
         drawing = draw_of(sequences)
         if drawing:
             self._sampling.upload(sequences, size, drawing)
@@ -171,7 +171,7 @@ class Decoder:
         """Last tokens [B] and rows of these sequences, and dead ones as a step of so many has them,
         for a pass of somebody else's: what it draws is not seen here."""
         size = self.size(len(sequences))
-        self._upload(sequences, size)
+        self.upload(sequences, size)
         self._rows = []
         return self.state[0, :size], self._live(size)
 
@@ -211,7 +211,7 @@ class Decoder:
         self._pool = None
         self._known = [(None, 0, 0)] * len(self._known)
 
-    def _upload(self, sequences: list[Sequence], size: int) -> None:
+    def upload(self, sequences: list[Sequence], size: int) -> None:
         """Bring state and page tables on the device up to date. It has moved the rows that are the
         same on itself."""
         self.step_1.zero_()

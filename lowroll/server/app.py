@@ -184,7 +184,7 @@ async def run(
     runner = make_runner(app)
     await runner.setup()
     engine.start()
-    with _signals() as (first, second):
+    with catch_signals() as (first, second):
         try:
             connections = await listen(app, runner, listening)
             ready()
@@ -333,7 +333,7 @@ class _FileShortageHandler:
 
 
 @contextmanager
-def _signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
+def catch_signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
     """Yield the numbers of the first and the second signal, as they come. An ignored signal (nohup)
     stays ignored."""
     events = asyncio.get_running_loop()

@@ -64,7 +64,7 @@ def test_what_is_a_roles_own_may_differ(tmp_path: Path) -> None:
 def test_orch_yaml_is_held_to_what_it_can_say(tmp_path: Path) -> None:
     """Its learner has the defaults of keys that are train.yaml's."""
     read(tmp_path, "config.yaml")
-    mine = read(tmp_path, "mine.yaml", train={"max_steps": 4}).with_given("orch: {}")
+    mine = read(tmp_path, "mine.yaml", train={"max_steps": 4}).with_origin(given="orch: {}")
     check_trainer(mine, tmp_path, "trainer")
 
 

@@ -488,7 +488,7 @@ def test_a_child_that_starts_or_has_said_its_end_may_take_a_while(
 def test_an_orchestrator_that_is_refused_leaves_what_another_was_given(
     model: Path, tmp_path: Path
 ) -> None:
-    cfg = from_mapping(settings(model, tmp_path / "run")).with_given("mine")
+    cfg = from_mapping(settings(model, tmp_path / "run")).with_origin(given="mine")
     with RunLock(RunPaths(tmp_path / "run").roles / "orchestrator"), pytest.raises(RunLockedError):
         orchestrate(cfg)
     assert not (tmp_path / "run" / GIVEN).exists()
@@ -538,16 +538,16 @@ def test_the_launcher_shows_evaluations_and_warnings(tmp_path: Path) -> None:
     launcher.trainer.is_ready = True
     recorder = Recorder(tmp_path)
     recorder.write(1, {"reward/mean": 0.25})
-    launcher._show()
+    launcher.show()
     add_evaluation(tmp_path, 1, {"eval/words/reward": 0.75})
     (tmp_path / "logs").mkdir()
     line = "2026-01-01 10:00:00,1 WARNING lowroll.x: engine h is fenced\n"
     (tmp_path / "logs" / "orchestrator_1.log").write_text(line)
-    launcher._show()
+    launcher.show()
     recorder.write(2, {"reward/mean": 0.5})
     add_evaluation(tmp_path, 2, {"eval/words/reward": 0.875})
-    launcher._show()
-    launcher._show()
+    launcher.show()
+    launcher.show()
     told = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     assert told[0].startswith("step 1/4 reward 0.250")
     assert told[1:3] == ["step 1/4 eval/words/reward 0.750", "orchestrator: engine h is fenced"]
