@@ -75,7 +75,7 @@ def look() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
         "memory": {"total": machine.total_memory(), "free": machine.free_memory()},
-        "driver": _driver(),
+        "driver": driver_version(),
         "sandbox": _sandbox(),
         "packages": {name: _version(name) for name in ("torch", "triton", *OPTIONAL)},
         **_torch(),
@@ -100,7 +100,8 @@ def _cpu() -> dict[str, Any]:
     }
 
 
-def _driver() -> str | None:
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver's kernel module; None where there is none."""
     try:
         found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", DRIVER.read_text())
     except OSError:

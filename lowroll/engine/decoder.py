@@ -124,7 +124,7 @@ class Decoder:
         (`read`) before the next start.
         """
         size = self.size(len(sequences))
-        self._upload(sequences, size)
+        self.upload(sequences, size)
         drawing = draw_of(sequences)
         if drawing:
             self._sampling.upload(sequences, size, drawing)
@@ -164,7 +164,7 @@ class Decoder:
         """Return the last tokens [B] and the rows of these sequences, padded with dead rows to a
         batch size, for a pass outside the decoder, which does not see what that pass draws."""
         size = self.size(len(sequences))
-        self._upload(sequences, size)
+        self.upload(sequences, size)
         self._rows = []
         return self.state[0, :size], self._live(size)
 
@@ -201,9 +201,9 @@ class Decoder:
         self._pool = None
         self._known = [(None, 0, 0)] * len(self._known)
 
-    def _upload(self, sequences: list[Sequence], size: int) -> None:
-        """Bring state and page tables on the device up to date. The device has already advanced the
-        rows that stayed."""
+    def upload(self, sequences: list[Sequence], size: int) -> None:
+        """Bring state and page tables on the device up to date. It has moved the rows that are the
+        same on itself."""
         self.step_1.zero_()
         last = [s.last_token for s in sequences]
         until = [s.until for s in sequences]

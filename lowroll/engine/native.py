@@ -65,7 +65,8 @@ def _device_of(model: Transformer | str | Path, device: str | torch.device) -> t
 
 
 @cache
-def _warn_if_slow(device: torch.device, weights: str) -> None:
+def warn_if_slow(device: torch.device, weights: str) -> None:
+    """Say once that a format is slower than float32 on this device, and why."""
     if why := get_format(weights).slower_than_float32(device):
         log.warning("weights: %s is slower than float32 on this machine: %s", weights, why)
 
@@ -595,7 +596,8 @@ class NativeEngine:
     def _pick_dtype(
         self, weights: str, dtype: torch.dtype | None, device: torch.device
     ) -> torch.dtype:
-        _warn_if_slow(device, weights)
+        """Return the dtype that a format computes in, and warn of a format that is slow here."""
+        warn_if_slow(device, weights)
         fixed = get_format(weights).dtype
         if fixed is not None and dtype not in (None, fixed):
             raise ValueError(f"dtype: weights={weights!r} computes in {fixed}, not in {dtype}")

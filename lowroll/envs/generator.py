@@ -80,7 +80,7 @@ def levels(name: str, options: dict[str, Any]) -> int:
     """Return the levels of a generator's curriculum (a composite: of its longest part). ValueError
     without one, or for an option that it sets."""
     if sys.flags.hash_randomization:
-        return int(_server.ask(name, options, 0, "levels"))
+        return int(server.ask(name, options, 0, "levels"))
     return _num_levels(name, options)
 
 
@@ -146,14 +146,14 @@ class RemoteGenerator:
 
     def __init__(self, name: str, options: dict[str, Any], seed: int) -> None:
         self.key = (name, options, seed)
-        _server.ask(*self.key, "check")
+        server.ask(*self.key, "check")
 
     def item(self, split: str, draw: int, index: int) -> tuple[str, str | None]:
-        question, answer = _server.ask(*self.key, "item", split, draw, index)
+        question, answer = server.ask(*self.key, "item", split, draw, index)
         return question, answer
 
     def score(self, split: str, draw: int, index: int, answer: str) -> float:
-        return float(_server.ask(*self.key, "score", split, draw, index, answer))
+        return float(server.ask(*self.key, "score", split, draw, index, answer))
 
 
 class _Server:
@@ -212,8 +212,8 @@ class _Server:
             self.starter = None
 
 
-_server = _Server()
-atexit.register(_server.stop)
+server = _Server()
+atexit.register(server.stop)
 
 
 def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class PagedAttention:
         self.fresh: Attend | None = varlen([c.num_tokens for c in fresh], device) if fresh else None
         # queries, the slots of all their tokens, attention
         self.later: list[tuple[int, Tensor, Attend]] = []
-        for some in _portions(later):
+        for some in portions(later):
             lengths = [c.num_tokens for c in some]
             totals = [c.stop for c in some]
             slots_T = upload(torch.cat([c.slots(page_size) for c in some]), device)
@@ -153,7 +153,7 @@ class MixedAttention:
         return torch.cat([drawn, read])
 
 
-def _portions(chunks: list[PromptChunk]) -> Iterator[list[PromptChunk]]:
+def portions(chunks: list[PromptChunk]) -> Iterator[list[PromptChunk]]:
     """Group chunks to gather at once: MOST_GATHERED tokens, or a single chunk."""
     some: list[PromptChunk] = []
     for chunk in chunks:

@@ -89,7 +89,7 @@ def _sample(label: str, sample: Record) -> str:
     )
     last = prompt["messages"][-1].get("content", "") if prompt["messages"] else ""
     head = f"<b>{escape(reward, 60)}</b><i>{label}</i>{_line(last)} → {_line(sample['text'])}"
-    texts = [("prompt", asked), _gold(prompt), _response(sample)]
+    texts = [("prompt", asked), _gold(prompt), response_text(sample)]
     if not scored:
         texts.append(("score", reward))
     if score.get("extra"):
@@ -105,7 +105,7 @@ def _turns(sample: Record) -> str:
     return f" in {len(turns)} turns ({sample.get('ended')})" if turns else ""
 
 
-def _response(sample: Record) -> tuple[str, str]:
+def response_text(sample: Record) -> tuple[str, str]:
     """Return the kind and text of a response; of a conversation, its turns."""
     said = sample.get("messages")
     if said is None:

@@ -212,7 +212,7 @@ class RankGroup(Ranks):
         """Sum the gradients in flat buckets."""
         if self.device.type == "cuda":
             self.meet("the gradients")  # NCCL's errors name no rank
-        for bucket in _buckets(gradients):
+        for bucket in gradient_buckets(gradients):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             with self._together("the gradients"):
                 dist.all_reduce(flat)
@@ -304,7 +304,7 @@ class RankGroup(Ranks):
             raise DeadlineExceeded(f"rank {late} of {self.size} {what}", self.deadline_s) from None
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the gradients in order, up to BUCKET entries together."""
     bucket: list[Tensor] = []
     entries = 0

@@ -158,7 +158,7 @@ class Sharded(RankGroup):
             dtype = self.dtype(next(model.parameters()))
             made = Transformer(model.spec, device, dtype).requires_grad_(False)
             if self.device.type == "cuda" and torch.device(device).type == "cpu":
-                _pin(list(made.parameters()))
+                pin(list(made.parameters()))
             for (_, ours), (_, theirs) in zip(made.linears(), model.linears(), strict=True):
                 ours.adapter, ours.aligned = theirs.adapter, theirs.aligned
         self._copy(made, model, [*model.blocks, model])
@@ -228,7 +228,7 @@ def _pieces(sizes: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
     return found
 
 
-def _pin(parameters: Sequence[nn.Parameter], pinned: bool = True) -> None:
+def pin(parameters: Sequence[nn.Parameter], pinned: bool = True) -> None:
     """Move CPU parameters to page-locked memory, without their content."""
     rest = iter(parameters)
     for nbytes, starts in pieces([p.nbytes for p in parameters]):

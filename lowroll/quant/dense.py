@@ -56,7 +56,7 @@ class Dense(Format):
             w_NK.numel() < PACK_FROM
             or x.requires_grad
             or w_NK.device.type != "cpu"
-            or not _packs(self.dtype)
+            or not packs(self.dtype)
         ):
             return F.linear(x, w_NK, bias_N).to(x_MK.dtype)
         packed = q.derive("onednn", lambda q: _pack(q.tensors["weight"]))
@@ -111,7 +111,7 @@ def _packed_linear(x_MK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tenso
 
 
 @cache
-def _packs(dtype: torch.dtype) -> bool:
+def packs(dtype: torch.dtype) -> bool:
     """Return whether this torch has a correct oneDNN packed product for the dtype."""
     x_MK, w_NK = (torch.arange(-200, 200).remainder(7).view(-1, 40).to(dtype) for _ in range(2))
     try:

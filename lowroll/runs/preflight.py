@@ -104,7 +104,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     if cfg.rollout.engine != "native":
         found.lines.append(_vllm_memory(cfg, compute))
     if beside is not None and works is not None and placed is not None:
-        planner = Planner.now(compute, model, works, beside, _share(cfg, placed))
+        planner = Planner.now(compute, model, works, beside, share_of(cfg, placed))
         _plan(found, planner, cfg)
     return found
 
@@ -133,7 +133,8 @@ def _plan(found: Findings, planner: Planner, cfg: RunConfig) -> None:
     _memory(found, found.attempt(lambda: planner.plan(now)), lambda _: fit.advice(planner, now))
 
 
-def _share(cfg: RunConfig, placed: devices.Placement) -> Share:
+def share_of(cfg: RunConfig, placed: devices.Placement) -> Share:
+    """Return the part of the run that is on the GPU of a learner rank."""
     return Share(cfg.train.gpus if cfg.is_sharded else 1, placed.shares if placed.ranks else 1)
 
 

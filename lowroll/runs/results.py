@@ -240,11 +240,12 @@ def leave(
         ("seed", str(cfg.seed)),
     ]
     title = f"Evaluation of {Path(str(cfg.model)).name}"
-    text = failure_page(title, facts, shown(rows), _failures(measured))
+    text = failure_page(title, facts, shown(rows), failures(measured))
     write_file(out / PAGE, text.encode(errors="replace"))
 
 
-def _failures(measured: Sequence[EngineAnswers]) -> dict[str, list[Failure]]:
+def failures(measured: Sequence[EngineAnswers]) -> dict[str, list[Failure]]:
+    """Return the unsolved examples of each environment, with the attempts of all engines."""
     found: dict[str, list[Failure]] = {}
     for name in dict.fromkeys(one.env for one in measured):
         sides = [one for one in measured if one.env == name]

@@ -182,7 +182,7 @@ async def run(
     runner = make_runner(app)
     await runner.setup()
     engine.start()
-    with _signals() as (first, second):
+    with catch_signals() as (first, second):
         try:
             connections = await listen(app, runner, listening)
             ready()
@@ -331,9 +331,9 @@ class _FileShortageHandler:
 
 
 @contextmanager
-def _signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
-    """Yield futures of the first and the second signal's numbers. An ignored signal (nohup) stays
-    ignored."""
+def catch_signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
+    """Yield the numbers of the first and the second signal, as they come. An ignored signal (nohup)
+    stays ignored."""
     events = asyncio.get_running_loop()
     first, second = events.create_future(), events.create_future()
     asked_at = 0.0

@@ -166,7 +166,7 @@ class EngineThread:
         """Return the thread's health; concurrent callers share one answer. EngineStalled when there
         is none in time (default: an iteration's)."""
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.ensure_future(self._ask_health())
+            self._probe = asyncio.ensure_future(self.ask_health())
         allowed = self.watchdog.deadline_s if deadline_s is None else deadline_s
         done, _ = await asyncio.wait([self._probe], timeout=allowed)
         if not done:
@@ -217,7 +217,9 @@ class EngineThread:
             events = asyncio.get_running_loop()
             self._watch = events.call_later(self.loop.idle_s, self._watch_thread)
 
-    async def _ask_health(self) -> EngineHealth | EngineStalled:
+    async def ask_health(self) -> EngineHealth | EngineStalled:
+        """Ask the engine's thread for its health; return EngineStalled when it does not answer in time."""
+
         def health(engine: Engine) -> EngineHealth:
             state, failures = self.loop.pausing.state, self.loop.failures
             return EngineHealth(engine.behavior, engine.stats(), len(self.open), state, failures)

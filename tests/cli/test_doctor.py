@@ -235,4 +235,4 @@ def test_the_driver_says_its_version(
 ) -> None:
     (tmp_path / "version").write_text(words)
     monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
-    assert doctor._driver() == driver
+    assert doctor.driver_version() == driver

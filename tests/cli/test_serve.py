@@ -258,7 +258,7 @@ def test_a_signal_soon_after_the_first_is_taken_for_its_echo(
     monkeypatch.setattr(server_app, "ECHO_S", echo_s)
 
     async def twice() -> bool:
-        with server_app._signals() as (first, second):
+        with server_app.catch_signals() as (first, second):
             signal.raise_signal(signal.SIGINT)
             assert await asyncio.wait_for(first, 30) == signal.SIGINT
             signal.raise_signal(signal.SIGINT)

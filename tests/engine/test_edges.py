@@ -320,7 +320,7 @@ def test_the_rows_that_a_batch_lacks_are_dead(folder: Path) -> None:
     engine.add(Request(ids(5), n=2, max_tokens=4, temperature=0.0, ignore_eos=True))
     engine.step()
     rows, decoder = engine.scheduler.plan().decodes, engine.runner.decoder
-    decoder._upload(rows, 4)
+    decoder.upload(rows, 4)
     assert decoder.lengths_B[:4].tolist() == [6, 6, 0, 0]
     assert decoder.greedy_B[:4].tolist() == [True, True, False, False]
     ids_B, pos_B, next_B, end_B, _, _, slots_B, _ = decoder.state[:, :4].tolist()
@@ -357,7 +357,7 @@ def test_page_tables_follow_rows_that_change_places(folder: Path) -> None:
     engine.step()
     (a, b), decoder = engine.scheduler.plan().decodes, engine.runner.decoder
     for rows in ([a, b], [b, a], [a], [b], [a, b]):  # the numbers of pages are the same in each
-        decoder._upload_pages(rows, len(rows))
+        decoder.upload(rows, len(rows))
         assert [decoder.table_BP[i, : len(row.pages)].tolist() for i, row in enumerate(rows)] == [
             r.pages for r in rows
         ]

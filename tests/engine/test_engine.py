@@ -379,7 +379,7 @@ def test_page_tables_are_right_and_only_new_pages_are_read(
             read.extend(got if isinstance(at, slice) else [got])
             return got
 
-    read, checked, upload = [], [], Decoder._upload
+    read, checked, upload = [], [], Decoder.upload
 
     def check(decoder: Decoder, sequences: list[Sequence], size: int) -> None:
         for sequence in sequences:
@@ -393,7 +393,7 @@ def test_page_tables_are_right_and_only_new_pages_are_read(
             assert decoder.table_BP[row, : len(sequence.pages)].tolist() == list(sequence.pages)
         checked.append(any(s in before for s in sequences) and sequences != paged)
 
-    monkeypatch.setattr(Decoder, "_upload", check)
+    monkeypatch.setattr(Decoder, "upload", check)
     engine = engine_of(folder, max_batch=5)
     requests = [
         Request(

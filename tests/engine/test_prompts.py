@@ -4,6 +4,7 @@ captures them (tests/gpu/test_prompts.py); here is what they compute."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_the_padding_writes_to_no_page(model: Transformer, sizes: list[int]) -> 
     engine = engine_of(model, cuda_graphs=False)
     engine.generate([Request(prompt(5), max_tokens=1)])
     assert sizes == [16]
-    for buffer in engine.runner.cache._all():
+    for buffer in chain(*engine.runner.cache.buffers):
         written_T = buffer.flatten(0, 1).flatten(1).any(1)
         assert written_T.nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4]
 

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -42,6 +43,7 @@ from lowroll.kv.policy.table import make
 from lowroll.model import hf, lora
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
+from lowroll.parallel.store import tcp_store
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
 from lowroll.weights.noise import Noise
 from lowroll.weights.sync.update import WeightUpdate
@@ -526,10 +528,11 @@ def adapted() -> Transformer:
 def test_an_adapter_gets_a_new_name_and_the_old_one_goes_after_its_requests(
     fake: FakeVllm, tmp_path: Path
 ) -> None:
-    gate = asyncio.Event()
+    gate = threading.Event()
 
     async def wait() -> None:
-        await gate.wait()
+        while not gate.is_set():
+            await asyncio.sleep(0.01)
 
     fake.before = wait
     model = adapted()
@@ -543,7 +546,7 @@ def test_an_adapter_gets_a_new_name_and_the_old_one_goes_after_its_requests(
         wait_for(lambda: len(fake.bodies) == 2)
         assert [body["model"] for body in fake.bodies] == ["pol-v1", "pol-v2"]
         assert "/v1/unload_lora_adapter" not in dict(fake.orders)
-        fake._loop.call_soon_threadsafe(gate.set)
+        gate.set()
         groups: dict[int, Group] = {}
         while engine.has_work:
             groups |= dict(engine.step())
@@ -673,14 +676,13 @@ def test_workers_are_told_where_to_meet(
     fake.version = version
     with attached(fake) as engine:
         meeting = vllm_nccl.NcclTransfer(engine.begin, engine.found, 5.0, local)
-        assert meeting._meet(torch.device("cpu")).world == 3
-        assert meeting._meet(torch.device("cpu")) and len(fake.orders) == 1
+        assert meeting.meet(torch.device("cpu")).world == 3
+        assert meeting.meet(torch.device("cpu")) and len(fake.orders) == 1
         told = fake.orders[0][1]["init_info"]
         assert (told.pop("rank_offset"), told.pop("world_size")) == (1, 3)
         if local:
-            assert told.pop("master_address") == "127.0.0.1" and list(told) == ["master_port"]
-            assert meeting._store is not None
-            assert bytes(range(128)) in meeting._store.get(vllm_nccl.STORED_ID)
+            store = tcp_store(told.pop("master_address"), told.pop("master_port"), None, 5.0)
+            assert not told and bytes(range(128)) in store.get(vllm_nccl.STORED_ID)
         else:
             assert base64.b64decode(told.pop("nccl_unique_id_b64")) == bytes(range(128))
             assert not told
@@ -706,8 +708,11 @@ def test_workers_that_do_not_come_are_not_waited_for(
     with attached(fake) as engine:
         meeting = vllm_nccl.NcclTransfer(engine.begin, engine.found, 0.5, True)
         with pytest.raises(ServerError, match=message):
-            meeting._meet(torch.device("cpu"))
-        assert meeting._communicator is None
+            meeting.meet(torch.device("cpu"))
+        monkeypatch.setattr(Peer, "hangs", False)
+        fake.refused.clear()
+        assert meeting.meet(torch.device("cpu")).world == 3, "it can be tried again"
+        meeting.close()
 
 
 def test_weights_of_a_cpu_do_not_go_between_gpus(fake: FakeVllm) -> None:

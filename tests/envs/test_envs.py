@@ -585,8 +585,8 @@ def test_reasoning_gym_child_dies_and_another_item_is_an_error():
 
     env = make("reasoning-gym/chain_sum")
     prompt = env.prompt(3)
-    if generator._server.process is not None:
-        generator._server.process.kill()
+    if generator.server.process is not None:
+        generator.server.process.kill()
         with pytest.raises(RuntimeError, match="chain_sum ended by itself"):
             env.prompt(4)
     assert env.prompt(3) == prompt and env.score(prompt, env.gold(prompt)).reward == 1.0

@@ -256,12 +256,12 @@ def test_a_stopped_generator_dies_with_its_parent() -> None:
 import os, signal, threading, time
 from lowroll.envs import generator
 def ask():                             # the thread ends; the child goes on
-    generator._server.ask("chain_sum", {}, 0, "check")
+    generator.server.ask("chain_sum", {}, 0, "check")
 thread = threading.Thread(target=ask)
 thread.start(), thread.join()
 time.sleep(0.2)
 ask()
-pid = generator._server.process.pid
+pid = generator.server.process.pid
 os.kill(pid, signal.SIGSTOP)
 print(pid, flush=True)
 time.sleep(600)

@@ -160,7 +160,7 @@ def test_what_is_gathered_at_once_stays_within_its_bound(
     comes alone."""
     monkeypatch.setattr(kv_attention, "MOST_GATHERED", most)
     chunks = [PromptChunk(stop - 2, stop, []) for stop in (30, 21, 48)]
-    assert [[c.stop for c in some] for some in kv_attention._portions(chunks)] == portions
+    assert [[c.stop for c in some] for some in kv_attention.portions(chunks)] == portions
 
 
 def test_device_memory_that_fails_half_way_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,7 +184,9 @@ def test_weights_change_in_flight(folder: Path, model: Transformer, kind: Kind |
     )
 
 
-def test_released_memory_comes_back_and_tails_are_copied(model: Transformer) -> None:
+def test_released_memory_comes_back_and_tails_are_copied(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt of 25 tokens ends within a page of 4: eight samples write to copies of it."""
     engine = engine8(model, 3)
     want = numbers(engine.generate(REQUESTS))
@@ -193,7 +195,9 @@ def test_released_memory_comes_back_and_tails_are_copied(model: Transformer) -> 
     engine.release()
     assert all(buffer.untyped_storage().nbytes() == 0 for buffer in buffers)
     assert numbers(engine.generate(REQUESTS)) == want
-    engine._give_up()
+    monkeypatch.setattr(engine.runner, "run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(REQUESTS)
     assert not any(bool(buffer.any()) for buffer in buffers)
     cache = cache_of(engine)
     for buffer in buffers:

@@ -503,4 +503,4 @@ def test_a_conversation_is_shown_with_what_it_calls() -> None:
         {"role": "tool", "content": "2"},
     ]
     text = 'assistant: \n{"name": "add", "arguments": {"a": 1}}\ntool: 2'
-    assert samples._response({"messages": said}) == ("conversation", text)
+    assert samples.response_text({"messages": said}) == ("conversation", text)

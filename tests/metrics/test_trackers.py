@@ -149,7 +149,7 @@ def test_a_damaged_id_begins_a_new_run_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / trackers.TRACKED_FILE).write_text("[")
-    assert len(trackers._id(tmp_path / trackers.TRACKED_FILE, 3)) == 8
+    assert len(trackers.run_id(tmp_path / trackers.TRACKED_FILE, 3)) == 8
     assert "damaged" in caplog.text
 
 

@@ -207,5 +207,5 @@ def test_what_cannot_be_is_refused() -> None:
 def test_large_gradients_go_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "BUCKET", 5)
     sizes = [2, 3, 1, 9, 4, 1]
-    found = groups._buckets([torch.zeros(size) for size in sizes])
+    found = groups.gradient_buckets([torch.zeros(size) for size in sizes])
     assert [[len(x) for x in bucket] for bucket in found] == [[2, 3], [1], [9], [4, 1]]

@@ -47,7 +47,7 @@ def test_parameters_in_one_piece_keep_apart(monkeypatch: pytest.MonkeyPatch) -> 
     model = tiny_model()
     shapes = [(p.shape, p.dtype) for p in model.parameters()]
     with torch.no_grad():
-        sharding._pin(list(model.parameters()), pinned=False)
+        sharding.pin(list(model.parameters()), pinned=False)
         for i, p in enumerate(model.parameters()):
             p.fill_(i)
     assert [(p.shape, p.dtype) for p in model.parameters()] == shapes

@@ -27,7 +27,7 @@ def everything_packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def needs_packing(name: str) -> None:
-    if not dense._packs(DTYPES[name]):
+    if not dense.packs(DTYPES[name]):
         pytest.skip("this torch or CPU has no packed product for the dtype")
 
 

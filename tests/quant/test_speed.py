@@ -40,7 +40,7 @@ def test_an_engine_says_it_once_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(onednn, "supports_device", lambda _: no("this CPU has no VNNI"))
-    native._warn_if_slow.cache_clear()
+    native.warn_if_slow.cache_clear()
     with caplog.at_level(logging.WARNING, logger="lowroll"):
         for weights in ("int8", "fp32", "int8"):
             lowroll.Engine(tiny_model(), weights=weights, device="cpu", cache_tokens=256)
@@ -48,4 +48,4 @@ def test_an_engine_says_it_once_with_the_reason(
         "weights: int8 is slower than float32 on this machine: this CPU has no VNNI, so its codes "
         "are multiplied as float32 numbers"
     ]
-    native._warn_if_slow.cache_clear()
+    native.warn_if_slow.cache_clear()

@@ -392,7 +392,7 @@ def test_the_page_shows_all_turns_of_a_conversation() -> None:
     talk = ExampleResponse("7", 2, "stop", messages=[{"role": r, "content": c} for r, c in said])
     talk.score = Score(0.0)
     example = Example("test/0", Prompt("test/0", "e", [{"role": "user", "content": "1-9"}]), [talk])
-    (failure,) = results._failures([EngineAnswers("e", {"weights": "int8"}, [example], None, 1.0)])[
+    (failure,) = results.failures([EngineAnswers("e", {"weights": "int8"}, [example], None, 1.0)])[
         "e"
     ]
     assert failure.attempts[0].wrong == "assistant: 4\nuser: higher\nassistant: 7"

@@ -44,7 +44,7 @@ def supervisor_of(tmp_path: Path, **roles: Any) -> Supervisor:
     made.engines = [roles.get("engine") or role_of(tmp_path, "engine-0")]
     made.addresses = {}
     made.flags, made.stop = [], SimpleNamespace(signal=15)  # type: ignore[assignment]
-    made._show = lambda: None  # type: ignore[method-assign]
+    made.display = SimpleNamespace(show=lambda *args, **kwargs: None)  # type: ignore[assignment]
     return made
 
 
@@ -54,7 +54,7 @@ def test_what_a_role_says_of_the_settings_is_a_mistake_of_the_user(tmp_path: Pat
     launcher.trainer.start()
     assert eventually(lambda: not launcher.trainer.process.is_alive(), 60)
     with pytest.raises(ValueError, match="^trainer: unknown command 'no-such-command'"):
-        launcher._keep_alive(launcher.trainer)
+        launcher.keep_alive(launcher.trainer)
 
 
 FAILS = """
@@ -95,7 +95,7 @@ def ended(one: Role, code: int) -> Role:
 def test_a_machine_in_trouble_at_the_very_first_start_ends_no_launch(tmp_path: Path) -> None:
     launcher = supervisor_of(tmp_path)
     one = ended(launcher.orchestrator, 1)
-    launcher._keep_alive(one)
+    launcher.keep_alive(one)
     assert one.start_at and not one.is_done
 
 
@@ -109,15 +109,15 @@ def test_a_full_disk_is_waited_for_whatever_the_number_of_starts(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for _ in range(30):
         one.budget.count_start()
-        launcher._keep_alive(one)
+        launcher.keep_alive(one)
         assert one.start_at == now[0] + supervisor.FULL_DISK_PAUSE_S
         now[0] = one.start_at
         one.start_at = 0.0
     assert "the run ends in 10 s (ckpt.wait_for_space)" in caplog.text
     with pytest.raises(RunFailed, match=r"said the test.*no room within 300 s .*--resume"):
-        launcher._keep_alive(one)
+        launcher.keep_alive(one)
     now[0] += 1e4  # and long after there was room
-    launcher._keep_alive(one)
+    launcher.keep_alive(one)
     assert one.start_at
 
 
@@ -157,11 +157,11 @@ def test_an_engine_whose_port_was_taken_gets_another(
     launcher.orchestrator.process.kill = lambda: killed.append(1)  # type: ignore[method-assign]
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert launcher._engine_port(engine) == 0, "the system chooses"
+        assert "serve.port=0" in launcher.late_words(engine), "the system chooses"
         engine.is_ready, engine.start_at = True, time.monotonic() + 60
         engine.monitor.path.write_text(json.dumps({"beat": 1, "url": f"http://127.0.0.1:{port}"}))
-        launcher._keep_alive(engine)
-        assert launcher._engine_port(engine) == 0 and killed == [1]
+        launcher.keep_alive(engine)
+        assert "serve.port=0" in launcher.late_words(engine) and killed == [1]
         assert f"engine-0: its port {port} was taken by another process" in caplog.text
 
 
@@ -174,8 +174,8 @@ def test_an_engine_that_is_lost_while_it_starts_again_keeps_its_port(tmp_path: P
         port = held.getsockname()[1]
         for beat, said in enumerate([{"url": f"http://127.0.0.1:{port}"}, {"phase": "starting"}]):
             engine.monitor.path.write_text(json.dumps({"beat": beat, **said}))
-            launcher._keep_alive(engine)
-            assert launcher._engine_port(engine) == port
+            launcher.keep_alive(engine)
+            assert f"serve.port={port}" in launcher.late_words(engine)
 
 
 def test_a_reserved_port_is_for_those_who_name_it() -> None:
@@ -190,10 +190,10 @@ def test_an_orchestrator_that_had_ended_comes_back_when_the_trainer_waits(tmp_pa
     trainer = SimpleNamespace(phase="finishing")
     launcher = supervisor_of(tmp_path, trainer=trainer)
     launcher.orchestrator.is_done = True
-    launcher._recall_orchestrator()
+    launcher.recall_orchestrator()
     assert launcher.orchestrator.is_done
     trainer.phase = "waiting"
-    launcher._recall_orchestrator()
+    launcher.recall_orchestrator()
     assert (
         not launcher.orchestrator.is_done and launcher.orchestrator.start_at > time.monotonic() - 1
     )
@@ -205,6 +205,8 @@ def test_a_trainer_that_hangs_is_named_while_all_stop(
     monkeypatch.setattr(supervisor, "POLL_S", 0.001)
     hangs, ended = iter([None, None, "the trainer (process 7) gives no sign of life"]), []
     trainer = SimpleNamespace(
+        is_done=False,
+        is_ready=False,
         update=lambda: None,
         find_hang=lambda: next(hangs),
         process=SimpleNamespace(
@@ -214,9 +216,9 @@ def test_a_trainer_that_hangs_is_named_while_all_stop(
         ),
     )
     launcher = supervisor_of(tmp_path, trainer=trainer)
-    launcher._keep_alive = lambda child: None  # type: ignore[method-assign]
+    launcher.orchestrator.is_done, launcher.engines = True, []
     with caplog.at_level(logging.WARNING):
-        assert launcher._stop() == 15
+        assert launcher.run() == 15
     assert ended == ["trainer"]
     assert "no sign of life; it is ended, and --resume goes on" in caplog.text
 

@@ -186,9 +186,9 @@ def test_the_memory_of_a_rank_is_its_share(model: Path, tmp_path: Path) -> None:
     )
     assert cfg.is_sharded and not from_mapping({"model": "m"}).is_sharded
     assert not from_mapping({"model": "m", "train": {"gpus": 4, "lora": True}}).is_sharded
-    assert preflight._share(cfg, place("0123", 4, 4)) == Share(4, 1)
-    assert preflight._share(cfg, place("01234567", 4, 4)) == Share(4, 0)
-    assert preflight._share(cfg, Placement()) == Share(4, 1)
+    assert preflight.share_of(cfg, place("0123", 4, 4)) == Share(4, 1)
+    assert preflight.share_of(cfg, place("01234567", 4, 4)) == Share(4, 0)
+    assert preflight.share_of(cfg, Placement()) == Share(4, 1)
     compute = Compute.of(cfg)
     planner = Planner(compute, models.outline("model", cfg.model, compute), [], {}, None)
     whole, quarter, apart, two = (
@@ -272,10 +272,10 @@ def test_a_rank_with_other_weights_or_settings_is_refused(model: Path, tmp_path:
     with pytest.raises(ValueError, match="model: the weights of .* here are not those of rank 0"):
         refuse_others(Two(1, words), "abd", cfg)
     begin = Begin(1, None, cfg.dump())
-    rank_follower._refuse_other(cfg, begin)
+    rank_follower.check_settings(cfg, begin)
     other = from_mapping(settings(model, tmp_path / "run", train={"gpus": 2, "max_steps": 5}))
     with pytest.raises(ValueError, match="max_steps: 5: rank 0 has max_steps: 12"):
-        rank_follower._refuse_other(other, begin)
+        rank_follower.check_settings(other, begin)
 
 
 def test_the_folder_of_the_others_writes_nothing(model: Path, tmp_path: Path) -> None:
@@ -335,15 +335,15 @@ def test_the_rank_that_ended_by_itself_is_named(
     crew = RankSupervisor.__new__(RankSupervisor)
     crew.ranks = ranks
     with pytest.raises(kind, match=told):
-        crew._check()
+        crew.check()
 
 
 def test_ranks_that_end_as_they_should_are_no_failure() -> None:
     crew = RankSupervisor.__new__(RankSupervisor)
     crew.ranks = [rank_of(0, 0), rank_of(1, None)]
-    crew._check()
+    crew.check()
     crew.ranks = [rank_of(0, ranks_module.STOPPED), rank_of(1, 0)]
-    crew._check()
+    crew.check()
 
 
 # -- whole runs ------------------------------------------------------------------------------------

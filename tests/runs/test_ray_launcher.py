@@ -156,9 +156,9 @@ def test_a_cluster_that_asks_for_no_token_is_refused(
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
     if not program:
         with pytest.raises(ValueError, match=f"ray.address: auto: .*{said}"):
-            launcher._refuse_open("auto", "far:1")
+            launcher.refuse_open("auto", "far:1")
         return
-    launcher._refuse_open("auto", "far:1")
+    launcher.refuse_open("auto", "far:1")
     told = capsys.readouterr()
     assert (said or "") in told.out + told.err and bool(said) == bool(told.out + told.err)
 
@@ -171,7 +171,7 @@ def test_secrets_travel_by_a_file_of_the_run_folder(
     paths = RunPaths(tmp_path)
     paths.roles.mkdir()
     cfg = from_mapping({"model": "m", "ray": {"pass_env": ["MINE"]}})
-    with launcher._variables(cfg, paths) as (path, word):
+    with launcher.role_variables(cfg, paths) as (path, word):
         assert os.stat(path).st_mode & 0o777 == 0o600
         found = json.loads(Path(path).read_text())
         assert found["word"] == word and found["engine-0"] == {"LOWROLL_ENGINE_ROLE": "engine-0"}
@@ -244,6 +244,12 @@ def test_a_process_that_an_actor_owns(tmp_path: Path, monkeypatch: pytest.Monkey
     assert str(one.log.absolute()) in one.exit.error and not one.left, "the actor stays"
 
 
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the clock an hour forward."""
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
+
+
 @pytest.mark.parametrize(("node", "said"), [(False, "its actor was lost"), (True, "its node 10.0")])
 def test_the_end_of_an_actor_or_of_its_node_is_told_with_the_roles_last_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: bool, said: str
@@ -256,7 +262,7 @@ def test_the_end_of_an_actor_or_of_its_node_is_told_with_the_roles_last_error(
     one.away = True
     assert one.is_alive(), "Ray does not know yet"
     one.away, one.lost = False, "the actor died because its node has died"
-    one._ask_at = 0.0
+    pass_time(monkeypatch)
     assert not one.is_alive() and one.exit is not None
     assert one.exit.code == -signal.SIGKILL and one.left == 1
     assert said in one.exit.cause and one.lost in one.exit.cause
@@ -276,9 +282,9 @@ def test_a_role_is_not_started_beside_one_that_is_left(
         assert one.is_placed(), "nothing was lost"
         one.start(["x"])
         assert not one.is_alive() and not one.is_placed()
-        one._lost_at -= 3600
-        assert one.is_placed(), "it says so itself"
-    one._lost_at = time.monotonic()
+        with monkeypatch.context() as later:
+            pass_time(later)
+            assert one.is_placed(), "it says so itself"
     assert one.is_placed()
 
 
@@ -288,10 +294,11 @@ def test_an_engine_that_has_moved_is_found_again(tmp_path: Path) -> None:
     engine: Any = SimpleNamespace(name="engine-0", process=process)
     orchestrator = SimpleNamespace(process=SimpleNamespace(kill=lambda: killed.append(1)))
     supervisor.orchestrator = orchestrator  # type: ignore[assignment]
+    supervisor.trainer, supervisor.engines = orchestrator, [engine]  # type: ignore[assignment]
     supervisor.addresses = {"engine-0": ("10.0.0.7", 4000)}
-    assert supervisor._engine_port(engine) == 4000 and not killed
+    assert "serve.port=4000" in supervisor.late_words(engine) and not killed
     process.address = "10.0.0.8"
-    assert supervisor._engine_port(engine) == 0 and killed == [1]
+    assert "serve.port=0" in supervisor.late_words(engine) and killed == [1]
 
 
 def test_roles_listen_at_their_nodes_addresses(tmp_path: Path) -> None:
@@ -304,12 +311,12 @@ def test_roles_listen_at_their_nodes_addresses(tmp_path: Path) -> None:
     ]
     supervisor.trainer, supervisor.orchestrator, engine = roles
     supervisor.engines, supervisor.addresses, supervisor.flags = [engine], {}, ["--overwrite"]
-    said = [" ".join(supervisor._late_words(role)) for role in roles]
+    said = [" ".join(supervisor.late_words(role)) for role in roles]
     assert said[0] == "weight_broadcast.host=10.0.0.0 weight_broadcast.port=0 --overwrite"
     assert said[1] == "rollout_transport.host=10.0.0.1"
     assert said[2].startswith("serve.host=10.0.0.2 serve.port=0")
     roles[1].process.address = "127.0.0.1"
-    assert supervisor._late_words(supervisor.orchestrator) == []
+    assert supervisor.late_words(supervisor.orchestrator) == []
 
 
 def test_ray_reads_its_mode_when_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

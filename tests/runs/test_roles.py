@@ -538,16 +538,16 @@ def test_the_launcher_shows_evaluations_and_warnings(tmp_path: Path) -> None:
     launcher.trainer.is_ready = True
     recorder = Recorder(tmp_path)
     recorder.write(1, {"reward/mean": 0.25})
-    launcher._show()
+    launcher.show()
     add_evaluation(tmp_path, 1, {"eval/words/reward": 0.75})
     (tmp_path / "logs").mkdir()
     line = "2026-01-01 10:00:00,1 WARNING lowroll.x: engine h is fenced\n"
     (tmp_path / "logs" / "orchestrator_1.log").write_text(line)
-    launcher._show()
+    launcher.show()
     recorder.write(2, {"reward/mean": 0.5})
     add_evaluation(tmp_path, 2, {"eval/words/reward": 0.875})
-    launcher._show()
-    launcher._show()
+    launcher.show()
+    launcher.show()
     told = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     assert told[0].startswith("step 1/4 reward 0.250")
     assert told[1:3] == ["step 1/4 eval/words/reward 0.750", "orchestrator: engine h is fenced"]

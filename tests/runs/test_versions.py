@@ -6,7 +6,9 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,8 +115,9 @@ def test_what_one_attempt_writes_again_as_files_is_the_same(
 # -- a trainer that offers its newest version alone --------------------------------------------------
 
 
-def pool_of(fake: FakeEngine, silent_s: float = 20.0) -> EnginePool:
-    return EnginePool([fake.url], PoolOptions(admin_token=ADMIN, silent_s=silent_s, start_s=20.0))
+def pool_of(fake: FakeEngine, silent_s: float = 20.0, **options: Any) -> EnginePool:
+    given = PoolOptions(admin_token=ADMIN, silent_s=silent_s, start_s=20.0)
+    return EnginePool([fake.url], given, **options)
 
 
 def test_an_engine_that_dies_while_it_is_told_a_version_takes_the_newest_when_it_is_back(
@@ -140,16 +143,19 @@ def test_an_engine_that_dies_while_it_is_told_a_version_takes_the_newest_when_it
 
 def test_nothing_newer_than_is_allowed_is_taken(tmp_path: Path) -> None:
     publish(tmp_path, 1)
-    with FakeEngine(weights=tmp_path, admin=ADMIN) as fake, pool_of(fake) as pool:
+    looks = count()
+
+    def alive() -> None:
+        if fake.orders and next(looks) > 8:
+            raise StopIteration  # which ends the wait
+
+    with (
+        FakeEngine(weights=tmp_path, admin=ADMIN) as fake,
+        pool_of(fake, alive=alive) as pool,
+    ):
         fake.mood.keeps = 1
         publish(tmp_path, 2)
         versions = Versions(Broadcasts(tmp_path), pool, lambda: None, 5.0)
-        stopped = iter([None] * 8)
-
-        def alive() -> None:
-            next(stopped)  # StopIteration ends the wait
-
-        pool._alive = alive
         with pytest.raises(StopIteration):
             versions.at_least(1, 1)
         assert versions.held is None and fake.held.version == 0
@@ -192,9 +198,11 @@ def test_a_wait_for_an_engine_that_takes_a_version_says_so_again_and_again(
     log, handler = logging.getLogger("lowroll.engine.remote.weight_broadcaster"), Told()
     log.addHandler(handler)
     try:
-        with FakeEngine(weights=tmp_path, admin=ADMIN) as fake, pool_of(fake, 0.6) as pool:
+        with (
+            FakeEngine(weights=tmp_path, admin=ADMIN) as fake,
+            pool_of(fake, 0.6, alive=alive) as pool,
+        ):
             fake.mood.refuse_weights = 409
-            pool._alive = alive
             with pytest.raises(KeyboardInterrupt):
                 pool.update(first)
     finally:

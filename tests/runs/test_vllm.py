@@ -217,7 +217,7 @@ def test_a_server_is_started_on_what_the_rollouts_multiply_with(
     )
     compute = Compute.of(cfg)
     learner = models.learner(cfg, compute)
-    folder = vllm._base(cfg, compute, lambda: learner, weights, tmp_path)
+    folder = vllm.base_folder(cfg, compute, lambda: learner, weights, tmp_path)
     assert (folder == model) == (weights == "fp32")
     held = hf.load(folder)
     assert held.weight_format == (None if weights == "fp32" else weights)
@@ -226,7 +226,7 @@ def test_a_server_is_started_on_what_the_rollouts_multiply_with(
         if lora and weights != "fp32":
             assert torch.equal(dense_of(theirs), dense_of(ours))
     low_bit = from_mapping({**yaml.safe_load(cfg.dump()), "model": str(folder)})
-    assert vllm._base(low_bit, compute, lambda: learner, weights, tmp_path) == folder
+    assert vllm.base_folder(low_bit, compute, lambda: learner, weights, tmp_path) == folder
 
 
 def dense_of(linear: Linear) -> torch.Tensor:

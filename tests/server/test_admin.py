@@ -333,7 +333,7 @@ def adapted(model: Path, seed: int | None, rank: int = 4, weights: str | None = 
     if seed is not None:
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for _, p in lora._named(made):
+            for p in made.trainable_parameters().values():
                 p.copy_(0.2 * torch.randn(p.shape, generator=draw))
     return made
 

@@ -176,9 +176,10 @@ def test_tokens_are_compared_in_constant_time_and_never_shown(
         server_limits.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b
     )
     assert (
-        server_limits._same("x", "token") is False and server_limits._same("token", "token") is True
+        server_limits.same_token("x", "token") is False
+        and server_limits.same_token("token", "token") is True
     )
-    assert server_limits._same("", None) is False
+    assert server_limits.same_token("", None) is False
     assert compared == [(b"x", b"token"), (b"token", b"token"), (b"", b"")]
     assert "client" not in repr(TOKENS) and "admin-of" not in repr(TOKENS)
 
@@ -540,14 +541,14 @@ async def test_health_is_the_engines_own(engine: Moody) -> None:
             assert (response.status, await response.json()) == (200, {"status": "running"})
         serving = client.server.app[STATE]
         loop, probes = serving.engine, 0
-        ask_health = loop._ask_health
+        ask_health = loop.ask_health
 
         def counted() -> Any:
             nonlocal probes
             probes += 1
             return ask_health()
 
-        loop._ask_health = counted  # type: ignore[method-assign]
+        loop.ask_health = counted  # type: ignore[method-assign]
         await hung(engine, loop)
         serving.limits = ServerLimits(health_s=0.2)
         answers = await asyncio.gather(*(client.get("/health") for _ in range(20)))

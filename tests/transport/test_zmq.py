@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
-import zmq as wire
 from msgspec.structs import replace
 
 from lowroll.transport import zmq
@@ -26,7 +25,6 @@ from lowroll.transport.base import (
     TransportError,
     wait_until,
 )
-from lowroll.transport.curve import set_server_keys, start_authenticator
 from lowroll.transport.messages import (
     CursorReport,
     PieceReply,
@@ -36,8 +34,9 @@ from lowroll.transport.messages import (
     encode_line,
 )
 from lowroll.transport.spool import Spool
-from lowroll.transport.zmq import Receiver, Sender, pack, unpack
+from lowroll.transport.zmq import Receiver, Sender, pack
 from tests.fixtures.batches import batch_of, exactly
+from tests.fixtures.frames import sends
 
 TOKEN = "what both ends know"
 
@@ -63,33 +62,6 @@ def receiver_of(stack: ExitStack, address: object, *words: int, **options: objec
     receiver = Receiver(address, *words, **{"token": TOKEN} | options)
     stack.callback(receiver.close)
     return receiver
-
-
-def fake(stack: ExitStack, answer: Callable[[PieceRequest], list[list[bytes]]]) -> str:
-    """An orchestrator that sends what it likes: the address of one."""
-    context = wire.Context()
-    authenticator = start_authenticator(context, TOKEN)
-    router = context.socket(wire.ROUTER)
-    router.setsockopt(wire.LINGER, 0)
-    set_server_keys(router, TOKEN)
-    router.bind("tcp://127.0.0.1:*")
-    done = threading.Event()
-
-    def serve() -> None:
-        while not done.is_set():
-            if router.poll(20):
-                peer, *parts = router.recv_multipart()
-                for message in answer(unpack(PieceRequest, parts)[0]):
-                    router.send_multipart([peer, *message])
-        router.close()
-        authenticator.stop()
-        context.term()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    stack.callback(thread.join)
-    stack.callback(done.set)
-    return router.getsockopt_string(wire.LAST_ENDPOINT)
 
 
 @pytest.mark.parametrize("n", [1, 8])
@@ -308,7 +280,7 @@ def test_what_is_no_frame_is_asked_for_again_twice(
             return [WRONG[wrong](ask, data)]
         return [pack(answer_of(ask, size=len(data)), data)]
 
-    receiver = receiver_of(stack, fake(stack, answer), 1)
+    receiver = receiver_of(stack, sends(stack, TOKEN, answer), 1)
     if times == zmq.TRIES:
         with pytest.raises(DamagedFrame, match=r"tcp://.*; asked for 3 times"):
             receiver.receive(30)
@@ -335,7 +307,7 @@ def test_stale_words_are_passed_over(tmp_path: Path, stack: ExitStack) -> None:
             pack(replace(answer_of(ask, "fenced"), attempt=0), b""),
         ]
 
-    receiver = receiver_of(stack, fake(stack, answer), 1)
+    receiver = receiver_of(stack, sends(stack, TOKEN, answer), 1)
     assert exactly(receiver.receive(30)) == exactly(batch_of(1))
 
 

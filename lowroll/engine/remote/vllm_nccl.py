@@ -78,7 +78,7 @@ class NcclTransfer:
     def send(self, tensors: Mapping[str, Tensor], dtype_name: str) -> None:
         """Broadcast what was checked, in a dtype, to workers that draw nothing now."""
         dtype = getattr(torch, dtype_name)
-        communicator = self._meet(next(iter(tensors.values())).device)
+        communicator = self.meet(next(iter(tensors.values())).device)
         self._order(START, {})
         described = {
             "names": list(tensors),
@@ -100,7 +100,8 @@ class NcclTransfer:
             self._communicator.abort()
         self._communicator = self._store = None
 
-    def _meet(self, device: torch.device) -> Communicator:
+    def meet(self, device: torch.device) -> Communicator:
+        """Return the communicator with vLLM's workers, which are asked to join it the first time."""
         if self._communicator is not None:
             return self._communicator
         call = HttpCall("GET", "/get_world_size", "the number of vLLM's workers", again=True)

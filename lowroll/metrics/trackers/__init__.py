@@ -70,7 +70,7 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], run: Tracked) -> None:
         if names:
-            run = replace(run, id=_id(run.folder / TRACKED_FILE, run.step))
+            run = replace(run, id=run_id(run.folder / TRACKED_FILE, run.step))
         self._threads = [_Thread(name, run) for name in names]
 
     def log(self, step: int, record: Mapping[str, float | None]) -> None:
@@ -90,7 +90,7 @@ class Trackers:
         self._threads = []
 
 
-def _id(path: Path, step: int) -> str:
+def run_id(path: Path, step: int) -> str:
     """Return a resumed run's stored id, else a new one."""
     if step > 0 and path.is_file():
         try:

@@ -142,7 +142,7 @@ def _start(
 ) -> VllmEngine:
     vllm = cfg.rollout.vllm
     written = tempfile.TemporaryDirectory(prefix="lowroll-vllm-", dir=vllm.folder)
-    base = _base(cfg, compute, learner, weights, Path(written.name))
+    base = base_folder(cfg, compute, learner, weights, Path(written.name))
     made = _named(
         VllmEngine.start,
         base,
@@ -213,7 +213,7 @@ def _shared(cfg: RunConfig) -> dict[str, Any]:
     }
 
 
-def _base(
+def base_folder(
     cfg: RunConfig,
     compute: Compute,
     learner: Callable[[], Transformer],

@@ -108,7 +108,7 @@ def follow(cfg: RunConfig, environment: RankEnvironment) -> None:
         stack.enter_context(polite_stop())  # rank 0 stops for all
         ranks = stack.enter_context(join_ranks(cfg, environment))
         begin = Begin(**json.loads(ranks.tell(wait_s=ORDER_S)))
-        _refuse_other(cfg, begin)
+        check_settings(cfg, begin)
         stack.enter_context(log_file(paths.run, begin.attempt, role))
         heartbeat = stack.enter_context(Heartbeat(paths.heartbeat(role), role, begin.attempt))
         log.info("rank %d of %d, attempt %d", environment.rank, environment.size, begin.attempt)
@@ -251,7 +251,8 @@ class MirrorPublisher:
         """Do nothing: there is no engine here."""
 
 
-def _refuse_other(cfg: RunConfig, begin: Begin) -> None:
+def check_settings(cfg: RunConfig, begin: Begin) -> None:
+    """Raise ValueError that names the first setting that is not rank 0's."""
     for mine, theirs in zip(cfg.dump().splitlines(), begin.settings.splitlines(), strict=False):
         if mine != theirs:
             raise ValueError(

@@ -143,17 +143,18 @@ class RankSupervisor:
             if self.stop and not is_told:
                 first.process.signal(signal.SIGTERM)
                 is_told = True
-            self._check()
+            self.check()
             self._print_log()
             time.sleep(POLL_S)
         until = time.monotonic() + LEAVING_S
         while self._is_any_alive() and time.monotonic() < until:
-            self._check()
+            self.check()
             time.sleep(POLL_S)
-        self._check()
+        self.check()
         return self.stop.signal or (signal.SIGTERM if first.exit_code == STOPPED else 0)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise RunFailed when a rank has ended before its time, or hangs."""
         for rank in self.ranks:
             rank.update()
             if (hang := rank.find_hang()) is not None:

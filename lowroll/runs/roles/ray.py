@@ -57,7 +57,7 @@ def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, Ac
     """Return the roles' processes, each with a node on the cluster; none is started. ValueError
     names a node that does not see the run folder, RunFailed a role without a node."""
     stack.enter_context(_cluster(cfg))
-    met = (os.getcwd(), *stack.enter_context(_variables(cfg, paths)))
+    met = (os.getcwd(), *stack.enter_context(role_variables(cfg, paths)))
     wanted, deadline_s = demands(cfg, _gpus()), cfg.ray.node_deadline
     group = stack.enter_context(_group(wanted, deadline_s))
     made = {}
@@ -130,7 +130,7 @@ def _cluster(cfg: RunConfig) -> Iterator[None]:
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ValueError(_unreached(cfg.ray.address, error)) from None
         if os.environ[MODE] == "token":
-            _refuse_open(cfg.ray.address, ray.get_runtime_context().gcs_address)
+            refuse_open(cfg.ray.address, ray.get_runtime_context().gcs_address)
         else:
             tell(
                 f"warning: {MODE} is {printable(os.environ[MODE])}: whoever reaches the Ray cluster "
@@ -189,7 +189,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _refuse_open(named: str, address: str) -> None:
+def refuse_open(named: str, address: str) -> None:
     """Raise ValueError when the cluster at an address accepts clients without a token."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | {MODE: "disabled"}
     asked = subprocess.Popen(
@@ -256,9 +256,9 @@ def _group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterato
 
 
 @contextmanager
-def _variables(cfg: RunConfig, paths: RunPaths) -> Iterator[tuple[str, str]]:
-    """Write the file of the roles' environment variables for this user alone, with the run's tokens
-    and a word; yield its path and the word. Secrets do not go through Ray."""
+def role_variables(cfg: RunConfig, paths: RunPaths) -> Iterator[tuple[str, str]]:
+    """Write the file of the roles' environment variables, with the run's tokens and a word in it, for
+    this user alone; yield its path and the word. Secrets do not go through Ray."""
     names = {THREADS, cfg.client.api_key_var, *cfg.ray.pass_env}
     names.update(name for env in (*cfg.env, *(cfg.eval.env or ())) for name in env.pass_env)
     passed = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED)}

@@ -158,15 +158,15 @@ class Supervisor:
             if self.stop:
                 return self._stop()
             for role in self.roles:
-                self._keep_alive(role)
-            self._recall_orchestrator()
-            self._show()
+                self.keep_alive(role)
+            self.recall_orchestrator()
+            self.show()
             time.sleep(POLL_S)
         while not self.orchestrator.is_done and not self.stop:  # the last evaluation
             for role in (*self.engines, self.orchestrator):
-                self._keep_alive(role)
+                self.keep_alive(role)
             time.sleep(POLL_S)
-        self._show()
+        self.show()
         for engine in self.engines:
             engine.stop(ENDING_S)
         return self.stop.signal
@@ -181,17 +181,18 @@ class Supervisor:
                 log.warning("%s; it is ended, and --resume goes on from its checkpoint", hang)
                 break
             for engine in self.engines:
-                self._keep_alive(engine)
+                self.keep_alive(engine)
             if not self.orchestrator.is_done:
-                self._keep_alive(self.orchestrator)
-            self._show()
+                self.keep_alive(self.orchestrator)
+            self.show()
             time.sleep(POLL_S)
         self.trainer.process.kill()
         for role in (self.orchestrator, *self.engines):
             role.stop(ENDING_S)
         return self.stop.signal
 
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Show what is new of the roles and of the run's records."""
         self.display.show(self.roles, records=self.trainer.is_ready)
 
     def close(self) -> None:
@@ -200,7 +201,8 @@ class Supervisor:
 
     # -- restarts ----------------------------------------------------------------------------------
 
-    def _keep_alive(self, role: Role) -> None:
+    def keep_alive(self, role: Role) -> None:
+        """Start a role that is due, and restart one that has ended or hangs."""
         if role.is_done:
             return
         role.update()
@@ -220,9 +222,9 @@ class Supervisor:
                 return
             self._restart(role, role.describe_exit())
 
-    def _recall_orchestrator(self) -> None:
-        """Restart an ended orchestrator when the trainer waits for a batch after going back to an
-        older checkpoint."""
+    def recall_orchestrator(self) -> None:
+        """Restart an orchestrator that has ended when the trainer waits for a batch: it has gone back
+        to an older checkpoint."""
         if self.orchestrator.is_done and self.trainer.phase == "waiting":
             log.warning("the trainer has gone back, and the orchestrator is started again")
             self.orchestrator.is_done, self.orchestrator.start_at = False, time.monotonic()
@@ -257,10 +259,11 @@ class Supervisor:
     # -- starts and addresses ----------------------------------------------------------------------
 
     def _start(self, role: Role) -> None:
-        role.start(*self._late_words(role))
+        role.start(*self.late_words(role))
         log.info("%s: %s: lowroll %s", role.name, role.process.describe(), " ".join(role.words))
 
-    def _late_words(self, role: Role) -> list[str]:
+    def late_words(self, role: Role) -> list[str]:
+        """Return the settings and flags of a role that are known when it is started."""
         address = role.process.address
         if role in self.engines:
             # for direct weights: the trainer writes its address into the run folder
