@@ -15,7 +15,7 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from lowroll.envs.sandbox import PRELUDE, Case, SandboxLimits, run_cases, walls
+from lowroll.envs.sandbox import PRELUDE, Case, SandboxLimits, isolation, run_cases
 
 PROGRAMS = {
     "standard input": ("print(sum(map(int, input().split())))", Case("3 4", "7")),
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=200, help="tests of a program")
     count = parser.parse_args().cases
     cores = len(os.sched_getaffinity(0))
-    print(f"walls: {walls.found().name}; {cores} cores")
+    print(f"walls: {isolation.found().name}; {cores} cores")
     for name, (source, case) in PROGRAMS.items():
         first = statistics.median(seconds(source, case, 1) for _ in range(REPEATS))
         more = (seconds(source, case, count) - first) / (count - 1)

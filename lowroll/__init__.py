@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lowroll.quant.formats import formats as formats
     from lowroll.quant.formats import quantize as quantize
     from lowroll.runs.grpo import run as run
-    from lowroll.runs.python import train as train
+    from lowroll.runs.python_api import train as train
     from lowroll.weights.sync.update import WeightUpdate as WeightUpdate
 
 __version__ = "0.1.0"
@@ -53,7 +53,7 @@ _HOMES = {
     "formats": "quant.formats.formats",
     "quantize": "quant.formats.quantize",
     "run": "runs.grpo.run",
-    "train": "runs.python.train",
+    "train": "runs.python_api.train",
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.fault_injection import faultpoint
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MACHINE = (  # errors of the machine: the same call can succeed later, or elsewhere

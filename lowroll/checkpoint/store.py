@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.fault_injection import faultpoint
 from lowroll.checkpoint.files import sync_folder
 from lowroll.checkpoint.publish import (
     TEMPORARY,

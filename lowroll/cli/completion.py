@@ -94,7 +94,7 @@ def words(command: str) -> Iterator[tuple[str, str]]:
 def _keys() -> list[str]:
     """Return the dotted keys that take a value."""
     from lowroll.config.build import known_keys
-    from lowroll.config.schema import RunConfig
+    from lowroll.config.run_config import RunConfig
 
     every = known_keys(RunConfig)
     lists = {

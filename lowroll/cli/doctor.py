@@ -118,10 +118,10 @@ def _version(package: str) -> str | None:
 
 def _sandbox() -> dict[str, str | None]:
     """Return the isolation of a model's programs (the environment `code`), or why there is none."""
-    from lowroll.envs.sandbox import SandboxMissing, walls
+    from lowroll.envs.sandbox import SandboxMissing, isolation
 
     try:
-        return {"by": walls.found().name, "why_not": None}
+        return {"by": isolation.found().name, "why_not": None}
     except SandboxMissing as why:
         return {"by": None, "why_not": str(why)}
 

@@ -113,7 +113,7 @@ def _ask_server(
     arguments: argparse.Namespace, cfg: RunConfig, each: Mapping[str, int], given: Path | None
 ) -> None:
     from lowroll.runs.evaluate import evaluate_server, place
-    from lowroll.runs.server import reach
+    from lowroll.runs.remote_model import reach
 
     server = reach(
         arguments.server,

@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from lowroll.model.known import fetch
+    from lowroll.model.aliases import fetch
 
     print(fetch(arguments.name, arguments.wheel))
     return 0

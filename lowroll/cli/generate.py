@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_beside_server(arguments, "weights", "device")
     further = _template_kwargs(arguments.chat_template_kwargs)
     if arguments.server is not None:
-        from lowroll.runs.server import reach
+        from lowroll.runs.remote_model import reach
 
         server = reach(
             arguments.server, arguments.model, arguments.tokenizer, arguments.token_env, further

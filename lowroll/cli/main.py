@@ -115,8 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _code(error: Exception) -> int:
     """Return the exit code of an error reported in one line."""
+    from lowroll.checkpoint.disk_space import NO_ROOM
     from lowroll.checkpoint.files import is_disk_full, is_of_machine
-    from lowroll.checkpoint.space import NO_ROOM
 
     if not is_of_machine(error):
         return 2
@@ -148,7 +148,7 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
     if not near and any(action.dest == "settings" for action in parser._actions):
         from lowroll.config.build import known_keys, last_names
         from lowroll.config.foreign import explain as explain_key
-        from lowroll.config.schema import RunConfig
+        from lowroll.config.run_config import RunConfig
 
         key = name.replace("-", "_")
         rest = words[words.index(option) + 1 :] if option in words else []

@@ -44,7 +44,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowroll.config.settings import RunSettings
+from lowroll.config.schema import RunSettings
 from lowroll.quant.table import is_dense
 
 

@@ -14,8 +14,8 @@ from lowroll.config.engine_checks import budget_problems, exact_problems, vllm_p
 from lowroll.config.loss import loss_notes, loss_problems
 from lowroll.config.process_checks import role_notes, role_problems
 from lowroll.config.rollout import kv_problems, noise_problems
+from lowroll.config.schema import RunSettings
 from lowroll.config.section import CUSTOM, Problem
-from lowroll.config.settings import RunSettings
 from lowroll.config.train import CriticConfig, blame, order_problems
 from lowroll.config.vllm import VllmConfig
 from lowroll.objectives.table import ALGORITHMS

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowroll.config.document import Path
+from lowroll.config.schema import RunSettings
 from lowroll.config.section import Problem
-from lowroll.config.settings import RunSettings
 from lowroll.quant.budget import is_budget
 from lowroll.quant.table import STORED
 

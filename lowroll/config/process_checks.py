@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowroll.config.processes import RayConfig
+from lowroll.config.schema import RunSettings
 from lowroll.config.section import Problem
-from lowroll.config.settings import RunSettings
 
 
 def role_problems(cfg: RunSettings) -> Iterator[Problem]:

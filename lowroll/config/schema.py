@@ -1,145 +1,165 @@
-"""A run's configuration: one frozen tree of settings whose values work together.
-
-Every section is a strict pydantic model: an unknown key, text for a number, a boolean for a count
-and a non-finite number are errors. `RunConfig` last checks the settings against each other and
-reports all problems at once. `null` means "the default of the algorithm"; `RunConfig.resolved()`
-fills all such gaps, `notes` gives reasons, and `dump()` writes the resolved tree as YAML that loads
-to the same tree.
-"""
+"""The tree of a run's settings, read as `cfg.rollout.max_tokens`, and its derived properties."""
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import JsonValue, Strict
 
-from lowroll.config.auto import correction_of, thresholds_of
-from lowroll.config.checks import problems, warnings
-from lowroll.config.data import EnvConfig, named
-from lowroll.config.document import ConfigDumper, dotted
-from lowroll.config.section import CUSTOM
-from lowroll.config.settings import RunSettings
-from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
+from lowroll.config.data import (
+    AdvantageFunction,
+    BufferConfig,
+    DataSection,
+    EnvConfig,
+    Environments,
+    EvalConfig,
+    FilterConfig,
+    RewardFunctions,
+    RewardWeights,
+    ScoreConfig,
+)
+from lowroll.config.loss import LossConfig
+from lowroll.config.processes import (
+    AsynchronyConfig,
+    ClientConfig,
+    Launcher,
+    RayConfig,
+    RolloutTransportConfig,
+    ServeConfig,
+    WeightBroadcastConfig,
+)
+from lowroll.config.rollout import NoiseConfig, RolloutConfig
+from lowroll.config.section import (
+    Advantage,
+    Algorithm,
+    Correction,
+    Count,
+    GroupSize,
+    HubName,
+    Section,
+    Seed,
+    Text,
+    Trackers,
+)
+from lowroll.config.train import (
+    CkptConfig,
+    CriticConfig,
+    DapoConfig,
+    GuardConfig,
+    SftConfig,
+    StageConfig,
+    TrainConfig,
+)
+from lowroll.objectives.table import ALGORITHMS
+from lowroll.quant.table import is_dense
 
 
-class RunConfig(RunSettings):
-    """One run. Load it with `lowroll.config.load`; every field but `model` has a default."""
+class RunSettings(Section):
+    """The keys of a run. Every one but `model` has a default."""
 
-    _notes: tuple[str, ...] = ()
-    _given: str | None = None
-    _source: str = "settings"
-    _chosen: tuple[str, ...] = ()
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        found = list(problems(self))
-        if found:
-            text = "; ".join(f"{dotted(keys[0])}: {message}" for keys, message in found)
-            raise PydanticCustomError("combination", "{text}", {"text": text, "problems": found})
-        return self
+    model: Text  # a folder or a hub id
+    output_dir: Text = "outputs/run"  # the run's folder, relative to the working directory
+    seed: Seed = 0  # of all random draws
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where the run computes
+    # auto: float32 on the CPU, bfloat16 on a GPU
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    env: Environments = (EnvConfig(id="reverse-text"),)
+    data: DataSection | None = None  # your own data set, instead of env
+    # how its responses are scored: path/to/file.py:function, or a reward model; []: answer, whether
+    # the final answer matches the gold one
+    reward_funcs: RewardFunctions = ()
+    reward_weights: RewardWeights | None = None  # of these, in their order; null: 1 each
+    # variables of the model's chat template, such as {enable_thinking: false}, for every prompt
+    chat_template_kwargs: dict[str, JsonValue] = {}
+    logging_steps: Count = 1  # steps between lines on the terminal; metrics.jsonl has all
+    # trackers that also get the records; each needs the extra of its name
+    track: Trackers = ()
+    track_project: Text = "lowroll"  # the run's project, or experiment, there
+    # ORG/NAME on the hub: final/ is uploaded there at the end, as a private repository
+    push_to_hub: HubName | None = None
+    batch_size: Count = 64  # rollouts a step
+    rollouts_per_example: GroupSize = 8  # G, the group's size
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: Algorithm = "grpo"  # how rewards become a loss: docs/algorithms.md
+    advantage: Advantage | None = None  # null: the algorithm's; custom: advantage_function's
+    advantage_function: AdvantageFunction | None = None
+    correction: Correction = "auto"  # correction for the mismatch between rollouts and learner
+    force: bool = False  # allow combinations known to collapse, for comparison
+    loss: LossConfig = LossConfig()
+    critic: CriticConfig = CriticConfig()  # used only by ppo
+    dapo: DapoConfig = DapoConfig()
+    filters: Annotated[tuple[FilterConfig, ...], Strict(False)] = ()
+    train: TrainConfig = TrainConfig()
+    stages: Annotated[tuple[StageConfig, ...], Strict(False)] = ()  # changes during the run
+    noise: NoiseConfig | None = None
+    score: ScoreConfig = ScoreConfig()
+    buffer: BufferConfig = BufferConfig()  # which prompts are learned from
+    guard: GuardConfig | None = GuardConfig()  # watches the mismatch; null: off
+    ckpt: CkptConfig = CkptConfig()
+    eval: EvalConfig = EvalConfig()
+    sft: SftConfig = SftConfig()
+    # engine, orchestrator and trainer as processes: here (local), or on a Ray cluster (ray)
+    launcher: Launcher = "none"
+    ray: RayConfig = RayConfig()
+    asynchrony: AsynchronyConfig = AsynchronyConfig()
+    client: ClientConfig = ClientConfig()
+    serve: ServeConfig = ServeConfig()
+    rollout_transport: RolloutTransportConfig = RolloutTransportConfig()
+    weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """Automatic choices, and settings that deserve a second look, one line each."""
-        return self._notes
+    def num_groups(self) -> int:
+        return self.batch_size // self.rollouts_per_example
 
     @property
-    def chosen_options(self) -> tuple[str, ...]:
-        """Options of the objective that `correction: auto` chose; the measured mismatch may widen
-        them."""
-        return self._chosen
+    def has_critic(self) -> bool:
+        return ALGORITHMS[self.algorithm].has_critic
 
     @property
-    def given(self) -> str | None:
-        """The YAML text that an orchestrator started with orch.yaml alone leaves in the run's
-        folder for a trainer that has train.yaml alone (`surogate.roles.GIVEN`); else None."""
-        return self._given
+    def samples_dynamically(self) -> bool:
+        """Whether groups whose rewards are all equal are drawn again."""
+        asked = self.dapo.dynamic_sampling
+        return ALGORITHMS[self.algorithm].dynamic_sampling if asked is None else asked
 
     @property
-    def source(self) -> str:
-        """The source file, for messages."""
-        return self._source
-
-    @property
-    def objective_options(self) -> dict[str, Any]:
-        """Return the options of `objectives.objective.select(cfg.algorithm, cfg.correction)`, with
-        the defaults filled in."""
-        cfg = self.resolved()
-        return cfg.loss.options(cfg.algorithm, cfg.correction, cfg.rollout.max_tokens)
-
-    def with_notes(self, *lines: str) -> RunConfig:
-        copy = self.model_copy()
-        copy._notes = self._notes + tuple(line for line in lines if line not in self._notes)
-        return copy
-
-    def with_origin(self, source: str | None = None, given: str | None = None) -> RunConfig:
-        """Return a copy with this source file, or this text for a trainer."""
-        copy = self.model_copy()
-        copy._source = source or self._source
-        copy._given = given or self._given
-        return copy
-
-    def sized(self) -> RunConfig:
-        """Return a copy whose open sizes of the learner's passes are those of a large device."""
-        return self.model_copy(update={"train": self.train.sized()})
-
-    def resolved(self) -> RunConfig:
-        """Return the run with every `auto` and null filled in, except device, dtype and the sizes
-        of the learner's passes, which depend on the machine. Idempotent."""
-        default = ALGORITHMS[self.algorithm]
-        advantage = default.advantage if self.advantage_function is None else CUSTOM
-        correction, reason = correction_of(self)
-        options = pair(self.algorithm, correction).options
-        # a correction that does not clip or cap has no bounds and no cap
-        defaults = {"cap": CAP, **dict.fromkeys(BOUNDS), **options}
-        loss = {
-            name: defaults[name]
-            for name in ("cap", *BOUNDS, "reduce")
-            if getattr(self.loss, name) is None
-        }
-        chosen = thresholds_of(self)
-        if chosen:
-            loss[correction] = getattr(self.loss, correction).model_copy(update=chosen)
-        copy = self.model_copy(
-            update={
-                "advantage": self.advantage or advantage,
-                "correction": correction,
-                "loss": self.loss.model_copy(update=loss),
-                "train": self.train.model_copy(update={"forward": self.forward}),
-                "rollout": self.rollout.with_kv(self.rollout.kv and self.rollout.kv.resolved()),
-                "dapo": self.dapo.model_copy(update={"dynamic_sampling": self.samples_dynamically}),
-                "env": tuple(named(env) for env in _environments(self)),
-                "data": None,
-                "reward_funcs": (),
-                "reward_weights": None,
-                "eval": self.eval.model_copy(
-                    update={"env": self.eval.env and tuple(map(named, self.eval.env))}
-                ),
-            }
+    def is_sharded(self) -> bool:
+        """Whether each rank of the learner holds a part of it; by default where all weights learn."""
+        asked = self.train.sharding
+        return self.train.gpus > 1 and (
+            asked == "full" or (asked == "auto" and not self.train.lora)
         )
-        copy._chosen = self._chosen or tuple(chosen)
-        because = (f"correction: {correction}, because {reason}",) if reason else ()
-        return copy.with_notes(*because, *warnings(copy))
 
-    def tree(self) -> dict[str, Any]:
-        """Return the resolved settings as plain values, equal to loading `dump()`."""
-        return self.resolved().model_dump(mode="json")
+    @property
+    def forward(self) -> str:
+        """The learner's forward; beside exact rollouts it multiplies as they do."""
+        if not self.rollout.exact:
+            return self.train.forward
+        return "dense" if is_dense(self.rollout.weights) else "aligned"
 
-    def dump(self) -> str:
-        """Return the resolved tree as YAML that loads to the same tree."""
-        return yaml.dump(
-            self.tree(), Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6
-        )
+    @property
+    def forward_weights(self) -> str | None:
+        """The format of the learner's forward; None: its own weights."""
+        forward = self.forward
+        if forward == "dense":
+            return None
+        return self.rollout.weights if forward == "aligned" else forward
 
+    def at(self, step: int) -> Self:
+        """Return the settings of a step (counted from 1), overlaid with those of the begun stages."""
+        cfg = self
+        for stage in self.stages:
+            cfg = cfg.entering(stage) if stage.step <= step else cfg
+        return cfg
 
-def _environments(cfg: RunSettings) -> tuple[EnvConfig, ...]:
-    if cfg.data is None:
-        return cfg.env
-    args = cfg.data.model_dump(mode="json", exclude_defaults=True)
-    if cfg.reward_funcs:
-        args["reward_funcs"] = list(cfg.reward_funcs)
-    if cfg.reward_weights is not None:
-        args["reward_weights"] = list(cfg.reward_weights)
-    return (EnvConfig(id="data", args=args),)
+    def each_stage(self) -> list[Self]:
+        """Return the initial settings, and those of every later stage."""
+        return [self, *(self.at(stage.step) for stage in self.stages)]
+
+    def entering(self, stage: StageConfig) -> Self:
+        """Return the settings with a stage's changes."""
+        update: dict[str, Any] = {}
+        for section, values in stage.changes().items():
+            update |= (
+                {section: getattr(self, section).model_copy(update=values)} if section else values
+            )
+        return self.model_copy(update=update)

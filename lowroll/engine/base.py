@@ -2,7 +2,7 @@
 (`engine.remote`).
 
 Runs, evaluation and diagnosis know `Engine` and nothing behind it. The orchestrator, which may not
-import this package, uses the smaller `orchestrator.client.EngineClient`, and every `Engine` is one.
+import this package, uses the smaller `orchestrator.interfaces.EngineClient`, and every `Engine` is one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # The fate of samples in flight when the weights change or the cache goes. "keep": they go on with
 # their older tokens and keys, and their spans say which policy drew which token. "replay": they
-# begin again with the same noise and their tokens as drafts (`engine.drafts`), so that the result
+# begin again with the same noise and their tokens as drafts (`engine.replay`), so that the result
 # is what the newest weights would have drawn from the start
 InFlight = Literal["keep", "replay"]
 

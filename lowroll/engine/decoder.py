@@ -36,14 +36,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.engine.biases import needs_host
+from lowroll.engine.logit_bias import needs_host
 from lowroll.engine.sampler import TopLogprobs, by_host, require_finite, signed
 from lowroll.engine.sampling_state import DrawMode, SamplingState, draw_of
 from lowroll.engine.sequence import Sequence
 from lowroll.kernels.launch import captured, overlapping
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
-from lowroll.kernels.sampling.marks import shape
+from lowroll.kernels.sampling.penalties import shape
 from lowroll.kv.attention import PagedDecode
 from lowroll.kv.cache import DecodeRows, KVCache
 from lowroll.kv.policy.base import Selector, dead_slot

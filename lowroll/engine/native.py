@@ -475,7 +475,7 @@ class NativeEngine:
 
         in_flight: "keep" leaves rollouts in flight the tokens and keys of the old weights, and
         their spans say so. "replay" begins them again, with all samples of their groups and with
-        their tokens as drafts (`engine.drafts`): they have one span, and are what a fresh engine
+        their tokens as drafts (`engine.replay`): they have one span, and are what a fresh engine
         with these weights draws, but for rounding. Groups that were complete stay as they are.
 
         A local update is quantized from the learner's model into the engine's storages, a stream is

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowroll.engine.decoder import MOST_STEPS, Decoder, PendingSteps
-from lowroll.engine.prompts import ShortPasses
+from lowroll.engine.prefill_graphs import ShortPasses
 from lowroll.engine.sampler import (
     SamplingBatch,
     TopLogprobs,
@@ -36,7 +36,7 @@ from lowroll.engine.sequence import (
     StepPlan,
     places_of,
 )
-from lowroll.kernels.sampling import chosen
+from lowroll.kernels.sampling import token_logprobs
 from lowroll.kv.attention import MixedAttention, PagedAttention, PagedDecode
 from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
 from lowroll.kv.policy.base import CachePolicy, num_slots
@@ -307,7 +307,7 @@ class Runner:
             logits_CV = self.model.logits(hidden_CD)
             logp_CV = log_probs(logits_CV, temperature)
             if self.model.exact:
-                logp_C = chosen.log_probs(logits_CV, targets_C, temperature)
+                logp_C = token_logprobs.log_probs(logits_CV, targets_C, temperature)
             else:
                 logp_C = logp_CV.gather(1, targets_C[:, None])[:, 0]
             pieces.append((logp_C, *likeliest(logp_CV, top)))

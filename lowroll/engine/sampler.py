@@ -43,8 +43,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.engine.biases import biases_of, is_biased
 from lowroll.engine.grammar import held
+from lowroll.engine.logit_bias import biases_of, is_biased
 from lowroll.engine.sampling_state import filters_of, is_filtered
 from lowroll.engine.sequence import DrawnPosition, Sequence
 from lowroll.kernels.sampling.draw import distribution as log_probs_of

@@ -2,7 +2,7 @@
 repetition penalty, and no end before `min_tokens`.
 
 The last two depend on earlier tokens, which are marked by the sample's slot
-(`kernels.sampling.marks`): the prompt when the sample first decodes, drawn tokens by the step
+(`kernels.sampling.penalties`): the prompt when the sample first decodes, drawn tokens by the step
 itself, and tokens drawn elsewhere (the first, a draft's, one beside a prompt) before the next step.
 A slot with another sample is marked anew.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowroll.engine.sequence import DrawnPosition, Sequence
 from lowroll.kernels.sampling.filters import Filters
-from lowroll.kernels.sampling.marks import SEEN, STOPS, Marked, add, blank, clear
+from lowroll.kernels.sampling.penalties import SEEN, STOPS, Marked, add, blank, clear
 from lowroll.model.attention import upload
 
 

@@ -44,10 +44,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowroll.engine.base import PartialSample
-from lowroll.engine.biases import needs_host
-from lowroll.engine.drafts import Replays, agreed, begin, drawn, plan_checks
-from lowroll.engine.outcome import behavior_salt, drawn_by, give_up, rollouts_of
-from lowroll.engine.pieces import plan_passes
+from lowroll.engine.chunked_prefill import plan_passes
+from lowroll.engine.logit_bias import needs_host
+from lowroll.engine.outputs import behavior_salt, drawn_by, give_up, rollouts_of
+from lowroll.engine.replay import Replays, agreed, begin, drawn, plan_checks
 from lowroll.engine.sequence import Compaction, LiveGroup, Sequence, StepPlan
 from lowroll.engine.stops import stop_reason
 from lowroll.kv.pages import PagePool, page_keys
@@ -187,7 +187,7 @@ class Scheduler:
 
     def rewind(self) -> None:
         """Begin everything in flight again, in the order of arrival, with its tokens as drafts
-        (`engine.drafts`): no page is held, and the ended samples of an open group are open again.
+        (`engine.replay`): no page is held, and the ended samples of an open group are open again.
         For the dense policy, whose pieces of a draft attend as its tokens would."""
         assert self.kv.budget is None, f"{self.kv.name}: a draft's pieces would see other keys"
         groups = list(self._groups.values())

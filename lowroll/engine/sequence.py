@@ -29,7 +29,7 @@ class Sequence:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     spans: list[PolicySpan] = field(default_factory=list)
     # of a replay: the tokens drawn under earlier weights. Empty once its own tokens differ from the
-    # draft or reach its end (`engine.drafts`)
+    # draft or reach its end (`engine.replay`)
     draft: list[int] = field(default_factory=list)
     slot: int = -1
     pages: list[int] = field(default_factory=list)  # its page table, in order of keys
@@ -186,7 +186,7 @@ class Compaction:
 
     No target is shared or can be served again. Targets that are among `pages`, and then of no other
     compaction, come first and are consecutive in `pages`, so that keys can move in place
-    (`kernels.compact.move`).
+    (`kernels.kv_eviction.move`).
     """
 
     slot: int  # of the sample or prompt, in the policy's state

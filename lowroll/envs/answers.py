@@ -141,14 +141,14 @@ def equal(gold: str, answer: str, ordered: bool = False) -> bool:
     if same:
         return True
     # imports sympy: only for formulas
-    from lowroll.envs import costs, expressions, forms
+    from lowroll.envs import answer_limits, expressions, forms
 
     try:
-        with costs.cpu_limit(MAX_SECONDS):
+        with answer_limits.cpu_limit(MAX_SECONDS):
             return forms.matches(gold, answer, ordered)
     except expressions.GoldError:
         raise
-    except (Exception, costs.AnswerTimeout) as error:
+    except (Exception, answer_limits.AnswerTimeout) as error:
         raise Unjudged(f"{type(error).__name__}: {error}"[:200]) from error
 
 

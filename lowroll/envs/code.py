@@ -22,9 +22,9 @@ from lowroll.envs.sandbox import (
     CaseResults,
     SandboxLimits,
     cases_of,
+    isolation,
     last_block,
     run_cases,
-    walls,
 )
 from lowroll.types import Prompt, Score
 
@@ -87,7 +87,7 @@ class Code(Environment):
             held_out=held_out,
             seed=seed,
         )
-        walls.found()
+        isolation.found()
 
     def size(self, split: str = "train") -> int | None:
         return len(self.rows[split])

@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from lowroll.envs.base import Environment
-from lowroll.envs.blame import blamed
 from lowroll.envs.sets.table import CLASSES, PREFIX, named
+from lowroll.envs.user_errors import blamed
 from lowroll.types import nearest
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from lowroll.envs.base import Environment
-from lowroll.envs.blame import blamed
 from lowroll.envs.data.files import no_text
 from lowroll.envs.table import own_file
+from lowroll.envs.user_errors import blamed
 from lowroll.types import Prompt
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, BinaryIO
 
-from lowroll.envs import blame, child
+from lowroll.envs import child, user_errors
 from lowroll.envs.base import Environment
 from lowroll.envs.outcome import Inapplicable, InvalidScore, ScorerFailed, answer, as_score, judge
 from lowroll.envs.reaper import fork_worker
@@ -62,7 +62,7 @@ def ask(env: Environment, prompt: Prompt, what: str, said: Any) -> dict[str, Any
         return {"error": "exception", "message": str(error)[:MAX_MESSAGE]}
     except (Exception, SystemExit) as error:
         file = own_file(type(env))
-        where = f" ({blame.place(error, file)})" if file else ""
+        where = f" ({user_errors.place(error, file)})" if file else ""
         return {
             "error": "exception",
             "message": f"{type(error).__name__}: {error}"[:MAX_MESSAGE] + where,
@@ -98,7 +98,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
         for env in envs.values():
             env.prepare()
     except Exception as error:  # the pool raises it
-        reply({"failed": blame.describe(error)})
+        reply({"failed": user_errors.describe(error)})
         return 1
     reply(
         {

@@ -16,7 +16,7 @@ from lowroll.kernels.attention import avx2 as attention_avx2
 from lowroll.kernels.attention import paged
 from lowroll.kernels.fused import avx2 as fused_avx2
 from lowroll.kernels.launch import triton_supports_device
-from lowroll.kernels.matmul import avx2, gemv, limbs, onednn, streamed, w4a16, w8a8
+from lowroll.kernels.matmul import gemv, limbs, streamed, w4_avx2, w4a16, w8a8, w8a8_onednn
 from lowroll.kernels.moe import grouped, routed
 from lowroll.kernels.sampling import avx2 as sampling_avx2
 from lowroll.kernels.support import YES, Support, cuda_supports, no
@@ -115,7 +115,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     "int8 product": (
         _triton("matmul/gemv", f"up to {gemv.MOST[torch.int8]} rows"),
         _triton("matmul/integers"),
-        Kernel("matmul/onednn", "oneDNN", "", onednn.supports_device),
+        Kernel("matmul/onednn", "oneDNN", "", w8a8_onednn.supports_device),
         Kernel("torch._int_mm", "torch", "", cuda_supports),
         _torch("float32 products of 1,024 columns, which are exact"),
     ),
@@ -142,8 +142,8 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         Kernel(
             "matmul/avx2.cpp",
             "C++",
-            f"{avx2.LEAST} weights or more, rows of whole {avx2.MULTIPLE}s",
-            avx2.supports_device,
+            f"{w4_avx2.LEAST} weights or more, rows of whole {w4_avx2.MULTIPLE}s",
+            w4_avx2.supports_device,
         ),
         _triton("matmul/w4a16", "matrices of whole blocks: dequantized, then torch's product"),
         _torch("torch's product of the dequantized matrix"),

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lowroll.kernels.invariant import attention as invariant
+from lowroll.kernels.batch_invariant import attention as invariant
 from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
 from lowroll.kv.policy.base import Selector
 from lowroll.model.attention import Attend, packed, suffixes, upload, varlen

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.attention.decode import gather_pages, paged_decode, write_pages
-from lowroll.kernels.compact.move import move
-from lowroll.kernels.invariant import attention as invariant
+from lowroll.kernels.batch_invariant import attention as invariant
+from lowroll.kernels.kv_eviction.move import move
 from lowroll.kv.virtual_memory import VirtualMemory, virtual_memory_works
 from lowroll.model.attention import upload
 from lowroll.model.spec import ModelSpec
@@ -168,7 +168,7 @@ class KVCache:
 
     def keep(self, table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor) -> None:
         """Move the kept keys and values of each layer, row and KV head to new slots
-        (`kernels.compact.move`).
+        (`kernels.kv_eviction.move`).
 
         kept_LBGK: int64, ascending indices into the keys of a row, whose pages `table_BP` lists.
         """

@@ -30,7 +30,7 @@ class OutOfPages(RuntimeError):
 class PagePool:
     """A page allocator with reference counts and a prefix cache; it never touches K/V.
     prefix_caching: name pages by their content, to find them again. turn_caching: also those of
-    drawn tokens (`engine.outcome.give_up`)."""
+    drawn tokens (`engine.outputs.give_up`)."""
 
     def __init__(
         self,

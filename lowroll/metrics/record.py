@@ -5,7 +5,7 @@ A line is on disk when `write` returns. Readers drop a torn last line of a dead 
 run cuts the file to its checkpoint's step with `truncate`. Non-finite numbers become null and are
 counted in `record/nonfinite`.
 
-`crc` is the line's checksum (`checkpoint.seal`; older files have none). A damaged or missing record
+`crc` is the line's checksum (`checkpoint.line_checksum`; older files have none). A damaged or missing record
 is reported, and replaced by `{"step": 12, "record/lost": 1.0}`, for readers at once and in the file
 when the run resumes.
 
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.checkpoint.files import append_line, read_file, write_file
-from lowroll.checkpoint.seal import FIELD, seal, unseal
+from lowroll.checkpoint.line_checksum import FIELD, seal, unseal
 from lowroll.metrics.names import find
 
 log = logging.getLogger(__name__)

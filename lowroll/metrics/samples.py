@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from lowroll.checkpoint.seal import read_objects
+from lowroll.checkpoint.line_checksum import read_objects
 from lowroll.metrics.page import escape
 
 Record = dict[str, Any]

@@ -3,7 +3,7 @@
     y_p = W_p x + b_p + (alpha / r) B_p A_p x          for each part p of a fused matrix that has one
 
 All parts share one product with A = [A_p; ...] and one with the block-diagonal B = diag((alpha / r)
-B_p), which accumulates onto the base product. A reader that tiles y (`kernels.training.low_rank`)
+B_p), which accumulates onto the base product. A reader that tiles y (`kernels.training.swiglu_lora`)
 may take the update's factors instead. A and B are float32; products use cached copies in the dtype
 of x. After a write to A or B, call `changed`, or `renew` if a CUDA graph reads the copies.
 
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowroll.kernels.matmul import ordered
-from lowroll.kernels.training.low_rank import Update
+from lowroll.kernels.training.swiglu_lora import Update
 from lowroll.model import frozen
 from lowroll.model.logprobs import float32_product
 from lowroll.quant import fp8
@@ -152,7 +152,7 @@ def product(
     (`quant.fp8.gradient`). The gradient is straight-through. whole: include l B'; without it, the
     reader adds it, and returns the gradient of the sum. update: x is a gate-up product [T, 2K]
     without this update, and its silu(gate) * up is multiplied. exact: a row's sums do not depend on
-    its batch (`kernels.invariant`); for a dense weight or codes in their own arithmetic.
+    its batch (`kernels.batch_invariant`); for a dense weight or codes in their own arithmetic.
     """
     adapted = [part for part, _, _ in adapter.blocks(parts)]
     masters = [*(adapter.a[part] for part in adapted), *(adapter.b[part] for part in adapted)]

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowroll.kernels.invariant import attention as invariant
-from lowroll.kernels.invariant.gradient import with_gradient_of
+from lowroll.kernels.batch_invariant import attention as invariant
+from lowroll.kernels.batch_invariant.gradient import with_gradient_of
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -86,7 +86,7 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
 
 def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
     """Return `varlen` in which a query's bits depend on it and its keys alone
-    (`kernels.invariant.attention`)."""
+    (`kernels.batch_invariant.attention`)."""
     plain = varlen(lengths, device)
     lengths_S = upload(torch.tensor(lengths, dtype=torch.int32), device)
     fast = invariant.packed(lengths_S, sum(lengths))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lowroll.model.base import Base
+from lowroll.model.adapter_base import Base
 from lowroll.quant.formats import get_format, stored_format
 from lowroll.quant.mixed import Mixed
 

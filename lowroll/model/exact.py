@@ -1,6 +1,6 @@
 """The conditions for an exact model (`Transformer.be_exact`).
 
-Rows have the same bits in any batch if every operation is in `kernels.invariant`, or a product of
+Rows have the same bits in any batch if every operation is in `kernels.batch_invariant`, or a product of
 codes with exact integer sums (INT8; on a CPU also 4 bits).
 """
 
@@ -10,8 +10,8 @@ import torch
 
 from lowroll.kernels.attention import avx2 as attention
 from lowroll.kernels.attention import tiled
+from lowroll.kernels.batch_invariant import rows
 from lowroll.kernels.fused import avx2 as heads
-from lowroll.kernels.invariant import rows
 from lowroll.kernels.launch import INTERPRETED
 from lowroll.kernels.matmul import ordered
 from lowroll.model.spec import ModelSpec

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowroll.kernels.batch_invariant import product
+from lowroll.kernels.batch_invariant import rows as invariant
 from lowroll.kernels.fused.swiglu import silu_mul
-from lowroll.kernels.invariant import product
-from lowroll.kernels.invariant import rows as invariant
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import ordered
 from lowroll.kernels.moe import grouped

@@ -85,7 +85,7 @@ def resolve(
     connect: bool = True,
     key: str = "model",
 ) -> Path:
-    """Return a local model folder: a path; a short name (`model.known`); the folder made of a GGUF
+    """Return a local model folder: a path; a short name (`model.aliases`); the folder made of a GGUF
     file (`model.gguf`); or a downloaded hub id, at its newest commit or the revision. An existing
     path comes first. weights: download them too.
 
@@ -101,10 +101,10 @@ def resolve(
         return gguf.folder_of(folder)
     name = str(source)
     if "/" not in name:
-        from lowroll.model import known
+        from lowroll.model import aliases
 
-        if name in known.KNOWN:
-            return known.folder_of(name, key)
+        if name in aliases.KNOWN:
+            return aliases.folder_of(name, key)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ValueError(
             f"{key}: {name!r} is neither a folder, nor a hub id of the form owner/name, "

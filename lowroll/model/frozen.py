@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.matmul import limbs, onednn
+from lowroll.kernels.matmul import limbs, w8a8_onednn
 from lowroll.kernels.quantize.rotation import rotate
 from lowroll.kernels.quantize.rows import ROTATED
 from lowroll.quant import int8
@@ -60,6 +60,6 @@ def _in_bytes(x: Tensor, weight: QTensor) -> bool:
     return known and bool(limbs.supports(x, weight.tensors["codes"]))
 
 
-def _transposed(q: QTensor) -> tuple[onednn.Packed, Tensor]:
+def _transposed(q: QTensor) -> tuple[w8a8_onednn.Packed, Tensor]:
     codes_KN = q.tensors["codes"].t().contiguous()
-    return onednn.pack(codes_KN, torch.ones(len(codes_KN))), q.tensors["scale"].flatten()
+    return w8a8_onednn.pack(codes_KN, torch.ones(len(codes_KN))), q.tensors["scale"].flatten()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from lowroll.model import base, claims, gguf, shards
+from lowroll.model import adapter_base, gguf, shards, size_checks
 from lowroll.model.files import Headers, read_json, some, tensor_headers
 from lowroll.model.folder import resolve
 from lowroll.model.names import features_read, hf_names, is_linear, part_rows
@@ -45,7 +45,7 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
             raise ValueError(f"{folder / 'config.json'}: quantization_config: {error}") from None
     files = _weight_files(folder)
     stored = sum(path.stat().st_size for path in set(files.values()))
-    claims.check_files(folder / "config.json", spec, len(files), stored)
+    size_checks.check_files(folder / "config.json", spec, len(files), stored)
     _check_headers(folder, spec, files, layout)
     return spec, layout, files
 
@@ -70,10 +70,10 @@ def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None
     """Return the format of a folder's linear layers (for an adapter folder, of its base), or None
     when dense. dtype: of dense layers in a mixed format, by default the folder's."""
     if (folder / "adapter_config.json").is_file():
-        stated = base.read(folder)
+        stated = adapter_base.read(folder)
         if stated is not None and stated.weights is not None:
             return stated.weights if stated.low_bit else None
-        folder = resolve(base.base_of(folder))
+        folder = resolve(adapter_base.base_of(folder))
     layout = read_folder_layout(folder)
     if not isinstance(layout, MixedLayout):
         return None if layout is None else layout.format

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lowroll.kernels import checksum
-from lowroll.model import base as bases
-from lowroll.model import claims, lora, scaling, shards
+from lowroll.model import adapter_base as bases
+from lowroll.model import lora, scaling, shards, size_checks
 from lowroll.model.files import some
 from lowroll.model.folder import copy_tokenizer, resolve
 from lowroll.model.headers import (
@@ -56,7 +56,7 @@ def load(
 
     A low-bit folder gives frozen QTensors. weights: the format for a dense folder's linear layers,
     frozen too; layers are quantized on arrival, so few are dense at once. A PEFT adapter folder
-    gives its recorded base (`lowroll.model.base`), or the one that adapter_config.json names, with
+    gives its recorded base (`lowroll.model.adapter_base`), or the one that adapter_config.json names, with
     the adapter on top.
 
     ValueError names the file, tensors or key for: an unsupported config, missing, extra or
@@ -74,7 +74,7 @@ def load(
     if isinstance(layout, PackedWeights) and own is None:
         log.warning("%s: %s weights that no format here holds become dense", folder, layout.words)
     bits = 8 * dtype.itemsize if kept is None else min(8 * dtype.itemsize, get_format(kept).bits)
-    claims.check_memory(folder / "config.json", spec, bits, device)
+    size_checks.check_memory(folder / "config.json", spec, bits, device)
     model = Transformer(spec, "meta", dtype)
     shapes = {
         name: {part: (part_rows(spec, part, whole[0]), *whole[1:]) for part in parts}

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowroll.kernels.batch_invariant import product
 from lowroll.kernels.fused.swiglu import silu_mul, silu_mul_backward
-from lowroll.kernels.invariant import product
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize.rows import Product, QuantizedRows
-from lowroll.kernels.training.low_rank import Update
+from lowroll.kernels.training.swiglu_lora import Update
 from lowroll.model import frozen
 from lowroll.model.linear import Linear
 from lowroll.model.recompute import remake

@@ -14,12 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lowroll.kernels.batch_invariant import rows as invariant
 from lowroll.kernels.fused.swiglu import silu_mul
-from lowroll.kernels.invariant import rows as invariant
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
-from lowroll.kernels.training import low_rank
-from lowroll.kernels.training.low_rank import Update, silu_mul_adapted
+from lowroll.kernels.training import swiglu_lora
+from lowroll.kernels.training.swiglu_lora import Update, silu_mul_adapted
 from lowroll.model import adapter as adapters
 from lowroll.model.adapter import Adapter
 from lowroll.model.recompute import remake
@@ -107,7 +107,7 @@ class Linear(nn.Module):
         """Return the product, and the adapter's update that it lacks, or None.
 
         On a device the update is left to a reader that adds it by tiles and whose gradient is that
-        of the sum (`kernels.training.low_rank`).
+        of the sum (`kernels.training.swiglu_lora`).
         """
         adapter = self.adapter
         if (
@@ -116,7 +116,7 @@ class Linear(nn.Module):
             or self.exact
             or not isinstance(x_TK, Tensor)
             or not triton_supports(x_TK)
-            or not low_rank.supports(adapter.rank, x_TK.dtype)
+            or not swiglu_lora.supports(adapter.rank, x_TK.dtype)
         ):
             return self(x_TK), None
         y_TN, low_TL, b_NL = self.adapted(adapter, x_TK, whole=False)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import ordered
-from lowroll.kernels.sampling import chosen
+from lowroll.kernels.sampling import token_logprobs
 from lowroll.kernels.training import logprobs as kernels
 
 KEPT = 3  # chunks whose G is kept: at most two with G beside one chunk's logits
@@ -53,7 +53,7 @@ def token_log_probs(
 
     `hidden_TD[t]` predicts `targets_T[t]`; `weight_VD` is the lm_head. Only the log-probs carry
     gradient. `chunk` rows of logits exist at a time. exact: a row's logits do not depend on its
-    batch (`kernels.invariant`). ValueError for a temperature that is not above 0.
+    batch (`kernels.batch_invariant`). ValueError for a temperature that is not above 0.
     """
     if not temperature > 0:
         raise ValueError(f"temperature: log-probs need a temperature above 0, got {temperature}")
@@ -123,7 +123,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_CV = torch.empty_like(logits_CV, dtype=weight_VD.dtype) if i < kept else None
             as_drawn_C = None
             if exact and triton_supports(logits_CV):  # elsewhere there is only one log-softmax
-                as_drawn_C = chosen.log_probs(logits_CV, targets_T[rows], temperature)
+                as_drawn_C = token_logprobs.log_probs(logits_CV, targets_T[rows], temperature)
             logp_C, entropy_T[rows] = kernels.token_log_probs(
                 logits_CV, targets_T[rows], temperature, grad_CV
             )

@@ -3,7 +3,7 @@
 On disk an adapter has PEFT's format: `adapter_model.safetensors` with
 `base_model.model.<module>.lora_A.weight` [r, in] and `lora_B.weight` [out, r], and
 `adapter_config.json`. In memory, each part of a fused matrix (q, k, v; gate, up) has its own pair.
-The folder also records the base (`lowroll.model.base`) and has a card.
+The folder also records the base (`lowroll.model.adapter_base`) and has a card.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lowroll.model import base as bases
+from lowroll.model import adapter_base as bases
 from lowroll.model import card
 from lowroll.model.adapter import Adapter
-from lowroll.model.base import read_adapter_config
+from lowroll.model.adapter_base import read_adapter_config
+from lowroll.model.aliases import KNOWN
 from lowroll.model.device import total_memory
 from lowroll.model.files import Headers, some, tensor_headers
 from lowroll.model.folder import copy_tokenizer, resolve
 from lowroll.model.headers import low_bit_format
-from lowroll.model.known import KNOWN
 from lowroll.model.spec import LARGE, ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, all_finite
@@ -287,7 +287,7 @@ def write_tensors(
 
 
 def _absolute(base: str) -> str:
-    """Return a model's name, with an absolute path for a folder or a short name (`model.known`),
+    """Return a model's name, with an absolute path for a folder or a short name (`model.aliases`),
     which other tools do not know."""
     folder = resolve(base) if base in KNOWN else Path(base).expanduser()
     return str(folder.resolve()) if base and folder.is_dir() else base

@@ -56,7 +56,7 @@ def tokenizer_home(folder: str | Path) -> Path:
     """Return the folder of the tokenizer: PEFT saves adapters without one, so it may be the base's."""
     folder = Path(folder)
     if not has_tokenizer(folder) and (folder / "adapter_config.json").is_file():
-        from lowroll.model.base import base_of
+        from lowroll.model.adapter_base import base_of
 
         return Path(base_of(folder))
     return folder

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowroll.kernels.batch_invariant import product
+from lowroll.kernels.batch_invariant import rows as invariant
+from lowroll.kernels.batch_invariant.heads import rotate_heads as invariant_heads
 from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.rope import rotate_heads
-from lowroll.kernels.invariant import product
-from lowroll.kernels.invariant import rows as invariant
-from lowroll.kernels.invariant.heads import rotate_heads as invariant_heads
 from lowroll.kernels.quantize.rows import Product, QuantizedRows
 from lowroll.model import logprobs
 from lowroll.model.attention import Attend, exact_varlen, varlen
@@ -258,7 +258,7 @@ class Transformer(nn.Module):
         return normed_TD if wanted_P is None or early_P is not None else normed_TD[wanted_P]
 
     def be_exact(self) -> Transformer:
-        """Make every row's bits independent of its batch (`kernels.invariant`).
+        """Make every row's bits independent of its batch (`kernels.batch_invariant`).
         `model.exact.refuse` has the conditions."""
         for module in self.modules():
             if isinstance(module, Transformer | Block | RMSNorm | Linear | Experts):

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lowroll.envs.tasks import prompt_at
-from lowroll.orchestrator.client import Scorer
 from lowroll.orchestrator.errors import applies_nowhere, describe
+from lowroll.orchestrator.interfaces import Scorer
 from lowroll.orchestrator.settings import SOLVED
 from lowroll.types import Batch, Prompt, ScoreError
 

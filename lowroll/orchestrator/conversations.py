@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from lowroll.orchestrator.client import EngineClient, HasTokens, Progress, Responder, Tokenizer
 from lowroll.orchestrator.errors import InvalidRollout
+from lowroll.orchestrator.interfaces import EngineClient, HasTokens, Progress, Responder, Tokenizer
 from lowroll.types import (
     BehaviorTag,
     Conversation,

@@ -1,4 +1,4 @@
-"""Evaluation of the policy on held-out tasks: pass@1, pass@k and avg@k (`orchestrator.estimates`)
+"""Evaluation of the policy on held-out tasks: pass@1, pass@k and avg@k (`orchestrator.eval_statistics`)
 over each example's scored rollouts, averaged over examples. With k = n, avg@k is pass@1; they
 differ for more than k rollouts.
 """
@@ -12,11 +12,11 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from lowroll.orchestrator import groups as grouping
-from lowroll.orchestrator.client import EngineClient, PhaseProgress, Scorer, Tokenizer
 from lowroll.orchestrator.errors import ErrorWindow, check_any
-from lowroll.orchestrator.estimates import pass_at_k
+from lowroll.orchestrator.eval_statistics import pass_at_k
+from lowroll.orchestrator.interfaces import EngineClient, PhaseProgress, Scorer, Tokenizer
+from lowroll.orchestrator.prompt_source import Draw, draw_at
 from lowroll.orchestrator.settings import SOLVED, SamplingSettings
-from lowroll.orchestrator.source import Draw, draw_at
 from lowroll.types import Sample, Score, ScoreError
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lowroll.orchestrator.client import EngineClient, Progress, Scorer, Tokenizer
 from lowroll.orchestrator.errors import InvalidRollout
-from lowroll.orchestrator.estimates import majority
+from lowroll.orchestrator.eval_statistics import majority
 from lowroll.orchestrator.groups import check_group, for_scorer, samples_of
+from lowroll.orchestrator.interfaces import EngineClient, Progress, Scorer, Tokenizer
+from lowroll.orchestrator.prompt_source import Draw
 from lowroll.orchestrator.settings import SOLVED
-from lowroll.orchestrator.source import Draw
 from lowroll.types import FinishReason, Message, Prompt, Sample, Score, ScoreError
 
 if TYPE_CHECKING:

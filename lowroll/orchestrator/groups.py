@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lowroll.advantages import TABLE, overlong
-from lowroll.orchestrator.client import Progress, Scorer, Tokenizer
 from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.filters import flag
+from lowroll.orchestrator.interfaces import Progress, Scorer, Tokenizer
+from lowroll.orchestrator.prompt_source import Draw
 from lowroll.orchestrator.settings import Settings
-from lowroll.orchestrator.source import Draw
 from lowroll.types import (
     Conversation,
     Group,

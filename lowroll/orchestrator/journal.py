@@ -9,7 +9,7 @@
     {"event": "rolled_back", "step": 2}                          what came after batch 2 is undone
     {"event": "begun", "step": 0, "open": [...]}                 nothing before this counts
 
-Each line has a checksum seeded with its number (`checkpoint.seal`). The file is synced before a
+Each line has a checksum seeded with its number (`checkpoint.line_checksum`). The file is synced before a
 batch is sent. `orchestrator.audit` checks a run's invariants on it. A torn last line is removed
 when the file is reopened; other damage is an error.
 """
@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.fault_injection import faultpoint
 from lowroll.checkpoint.files import naming, read_file, sync_folder, write_all
-from lowroll.checkpoint.seal import seal, unseal
+from lowroll.checkpoint.line_checksum import seal, unseal
 
 Event = dict[str, Any]
 FIELDS: dict[str, tuple[str, ...]] = {

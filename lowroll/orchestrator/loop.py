@@ -29,7 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 from lowroll.orchestrator import groups as grouping
 from lowroll.orchestrator.alarms import alarms, canaries, check_masks
-from lowroll.orchestrator.client import (
+from lowroll.orchestrator.errors import ErrorWindow, InvalidRollout, NoSignal, check_any
+from lowroll.orchestrator.groups import ScoredGroup
+from lowroll.orchestrator.interfaces import (
     BatchSender,
     EngineClient,
     PhaseProgress,
@@ -37,14 +39,12 @@ from lowroll.orchestrator.client import (
     Tokenizer,
     WeightsWatch,
 )
-from lowroll.orchestrator.errors import ErrorWindow, InvalidRollout, NoSignal, check_any
-from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.ledger import POOLS, Ledger, state_of, upgraded
 from lowroll.orchestrator.pending_batch import Drop, PendingBatch, reason_to_drop
+from lowroll.orchestrator.prompt_source import Draw, PromptSource, seed_of
 from lowroll.orchestrator.rollout_buffer import Open, RolloutBuffer
 from lowroll.orchestrator.settings import Settings
-from lowroll.orchestrator.source import Draw, PromptSource, seed_of
 from lowroll.orchestrator.stats import batch_stats
 from lowroll.types import Batch, Group
 

@@ -28,13 +28,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from lowroll.orchestrator.client import EngineClient
 from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.groups import ScoredGroup, check_group
+from lowroll.orchestrator.interfaces import EngineClient
 from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.ledger import Ledger, Planned
+from lowroll.orchestrator.prompt_source import Draw, PromptSource
 from lowroll.orchestrator.settings import Settings
-from lowroll.orchestrator.source import Draw, PromptSource
 from lowroll.types import Group, RunFailed
 
 

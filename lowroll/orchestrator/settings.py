@@ -60,7 +60,7 @@ class Settings:
     oversampling_factor: float = 1.0  # open groups, as a multiple of a batch
     partial: str = "none"  # at level 0, unfinished groups are dropped, or carried on (keep, replay)
     stall_s: float = 3600.0  # seconds in which a group in flight must end
-    # which prompts are drawn: see lowroll.orchestrator.source
+    # which prompts are drawn: see lowroll.orchestrator.prompt_source
     sampling_seed: int | None = None  # of what is drawn from the policy; None is `seed`
     buffer_seed: int | None = None  # of the mix of environments; None is `seed`
     online_difficulty_filtering: bool = False  # skip groups of mean reward 0 or 1

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from lowroll.orchestrator.estimates import percentile
+from lowroll.orchestrator.eval_statistics import percentile
 from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.ledger import POOLS, Ledger
 from lowroll.orchestrator.pending_batch import REASONS, PendingBatch

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels import checksum
-from lowroll.kernels.matmul import avx2, ordered, w4a16
+from lowroll.kernels.matmul import ordered, w4_avx2, w4a16
 from lowroll.kernels.quantize.rows import Product, QuantizedRows
 from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import DEFAULT, EIGHT_BITS, FORMATS, OWN
@@ -197,7 +197,7 @@ def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
     """Return the dequantized matrix [N, K] for a product.
 
     On CPU a dense copy is kept until the codes change: unpacking takes longer than a decode step's
-    product, except where a kernel multiplies codes (kernels.matmul.avx2). On CUDA, where low-bit
+    product, except where a kernel multiplies codes (kernels.matmul.w4_avx2). On CUDA, where low-bit
     weights save memory, it lives for one product unless `keep_dense` asked for it.
     """
     if q.device.type != "cpu":
@@ -268,7 +268,7 @@ class Format(ABC):
         self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Tensor:
         """Multiply x with the matrix. exact: a row's bits do not depend on its batch
-        (`kernels.invariant`)."""
+        (`kernels.batch_invariant`)."""
 
     def rounded(self, x_MK: Tensor) -> Tensor:
         """Return activations rounded as `linear` rounds them, in float32. For formats with
@@ -391,7 +391,7 @@ class WeightOnly(Format):
 
     On CUDA, few rows are multiplied while the codes are decoded (kernels.matmul.streamed), exactly.
     On a CPU with AVX2 so is a large matrix, with activations rounded to 16 bits
-    (kernels.matmul.avx2).
+    (kernels.matmul.w4_avx2).
     """
 
     fallback = EIGHT_BITS
@@ -403,8 +403,8 @@ class WeightOnly(Format):
         kept = many and f"dense {x_MK.dtype}" in q.packed
         if not kept and not exact and w4a16.supports(self.kernel, x_MK, q.shape):
             return w4a16.linear(self.kernel, q.tensors, x_MK, q.shape, bias_N)
-        if avx2.supports(self.kernel, x_MK, q.shape):
-            return avx2.linear(self.kernel, q.tensors, x_MK, q.shape[0], bias_N)
+        if w4_avx2.supports(self.kernel, x_MK, q.shape):
+            return w4_avx2.linear(self.kernel, q.tensors, x_MK, q.shape[0], bias_N)
         bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
         return float_product(x_MK, multiplicand(q, x_MK.dtype), bias_N, exact)
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.matmul import avx2, w4a16
+from lowroll.kernels.matmul import w4_avx2, w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.quant.formats import (
@@ -181,9 +181,9 @@ class Int4Int8(Symmetric):
         self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Tensor:
         rows = quantize_rows(x_MK, ROWS)
-        if avx2.supports(self.kernel, x_MK, q.shape):
+        if w4_avx2.supports(self.kernel, x_MK, q.shape):
             codes_MK = rows.codes_MK.float()
-            y_MN = avx2.linear(self.kernel, q.tensors, codes_MK, q.shape[0], integers=True)
+            y_MN = w4_avx2.linear(self.kernel, q.tensors, codes_MK, q.shape[0], integers=True)
         else:
             dense_NK = multiplicand(q, torch.float32)
             y_MN = float_product(rows.codes_MK.float(), dense_NK, None, exact)

@@ -10,7 +10,7 @@ epsilon and codes 0. Integer accumulation makes a row bitwise independent of its
 
 On a CPU with VNNI the product runs in oneDNN's packed kernel, with unsigned activations (q_x + 128,
 zero point 128): the same sum, while signed ones fall back to a reference loop (docs/LOG.md). Other
-CPUs multiply the codes as float32 in parts whose sums are exact (`kernels.matmul.exact`).
+CPUs multiply the codes as float32 in parts whose sums are exact (`kernels.matmul.w8a8_float32`).
 
 Legend: N out features, K in features, M rows of activations.
 """
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.matmul import exact as in_parts
-from lowroll.kernels.matmul import onednn
+from lowroll.kernels.matmul import w8a8_float32 as in_parts
+from lowroll.kernels.matmul import w8a8_onednn
 from lowroll.kernels.matmul.w8a8 import multiply
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
@@ -62,7 +62,7 @@ class Int8(Gridded):
         return (q.tensors["codes"].float() * q.tensors["scale"]).to(dtype)
 
     def slower_than_float32(self, device: torch.device) -> str:
-        if device.type != "cpu" or (found := onednn.supports_device(device)):
+        if device.type != "cpu" or (found := w8a8_onednn.supports_device(device)):
             return ""
         return f"{found.why_not}, so its codes are multiplied as float32 numbers"
 
@@ -75,9 +75,9 @@ class Int8(Gridded):
     def product(
         self, rows: QuantizedRows, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Product:
-        if onednn.supports_device(rows.codes_MK.device):
+        if w8a8_onednn.supports_device(rows.codes_MK.device):
             packed = q.derive("onednn", pack)
-            sums_MN = onednn.multiply(rows.codes_MK, packed)
+            sums_MN = w8a8_onednn.multiply(rows.codes_MK, packed)
         elif rows.codes_MK.device.type == "cpu":
             weight = q.derive("values", lambda q: in_parts.split(q.tensors["codes"]))
             sums_MN = in_parts.multiply(rows.codes_MK, weight) * q.tensors["scale"].flatten()
@@ -90,5 +90,5 @@ def _level(x: Tensor) -> Tensor:
     return torch.round(x).clamp_(-128, 127)
 
 
-def pack(q: QTensor) -> onednn.Packed:
-    return onednn.pack(q.tensors["codes"], q.tensors["scale"])
+def pack(q: QTensor) -> w8a8_onednn.Packed:
+    return w8a8_onednn.pack(q.tensors["codes"], q.tensors["scale"])

@@ -18,8 +18,8 @@ from lowroll.config import RunConfig
 from lowroll.engine.base import replayed
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.saving import saving
-from lowroll.orchestrator.client import BatchSender, PhaseProgress, WeightsWatch
 from lowroll.orchestrator.conversations import Conversations
+from lowroll.orchestrator.interfaces import BatchSender, PhaseProgress, WeightsWatch
 from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.runs.assembly import environments, orchestrator, prompts

@@ -18,7 +18,7 @@ from lowroll.config import RunConfig
 from lowroll.envs.data.files import read_jsonl
 from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer
-from lowroll.orchestrator.source import draw_at
+from lowroll.orchestrator.prompt_source import draw_at
 from lowroll.runs.assembly import environments, orchestrator, prompts
 from lowroll.types import Request
 

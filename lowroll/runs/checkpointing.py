@@ -21,7 +21,7 @@ from lowroll.checkpoint.store import Checkpoint, check_pieces
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.runs import identity
 from lowroll.runs.folder import CONFIG, RunFolder
-from lowroll.trainer import shares
+from lowroll.trainer import sharded_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -145,9 +145,9 @@ class Checkpointing:
             self.home.save(step, tensors, state, meta)
         elif ranks.leads:
             keep = partial(self.home.save, step, tensors, state, meta, ranks.size)
-            shares.lead(ranks, keep)
+            sharded_checkpoint.lead(ranks, keep)
         else:
-            shares.follow(ranks, tensors)
+            sharded_checkpoint.follow(ranks, tensors)
         self._newest = step
         self._seconds = {"time/checkpoint": time.monotonic() - began}
         log.info("checkpoint of step %d", step)

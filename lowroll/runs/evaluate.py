@@ -21,24 +21,24 @@ from lowroll.config.data import EnvConfig, default_name
 from lowroll.config.rollout import KvConfig
 from lowroll.engine.base import Engine
 from lowroll.envs import Environment
-from lowroll.envs.rewards import ScorerPool
+from lowroll.envs.scorer_pool import ScorerPool
 from lowroll.metrics.progress import phases
 from lowroll.model import hf
 from lowroll.model.folder import resolve
 from lowroll.model.headers import exact_format
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.orchestrator import examples as responses_of
-from lowroll.orchestrator.client import PhaseProgress
 from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.errors import ScoringFailed
 from lowroll.orchestrator.evaluate import check_errors, plan
+from lowroll.orchestrator.interfaces import PhaseProgress
 from lowroll.quant.table import OWN, STORED
 from lowroll.runs import budget
 from lowroll.runs.assembly import engines, environments, models, orchestrator, prompts
 from lowroll.runs.assembly.compute import Compute
+from lowroll.runs.remote_model import Server
 from lowroll.runs.responses import Responses
 from lowroll.runs.results import EngineAnswers, folder_of, leave, rows_of
-from lowroll.runs.server import Server
 from lowroll.types import Score
 
 Rows = list[dict[str, Any]]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from lowroll.config import RunConfig
 from lowroll.envs import Environment
-from lowroll.orchestrator.client import EngineClient, Judge, PhaseProgress, Scorer, Tokenizer
 from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.evaluate import evaluate as evaluate_env
+from lowroll.orchestrator.interfaces import EngineClient, Judge, PhaseProgress, Scorer, Tokenizer
 from lowroll.runs.assembly import orchestrator, prompts
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ with its quantized base in the folder `base`. `merged` adds the adapter to the d
 was trained on; the original dense model gives another policy. `PolicyGap` (`runs.policy_gap`) is a
 policy's distance from the learner on the run's logged rollouts.
 
-An adapter folder, which states its base (`model.base`), may replace the run.
+An adapter folder, which states its base (`model.adapter_base`), may replace the run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig, load
-from lowroll.model import base, card, hf, lora
-from lowroll.model.base import base_of
+from lowroll.model import adapter_base, card, hf, lora
+from lowroll.model.adapter_base import base_of
 from lowroll.model.folder import resolve
 from lowroll.model.headers import low_bit_format, read_folder_layout
 from lowroll.model.spec import read_config
@@ -148,7 +148,7 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
             f"{folder} is an adapter folder: it has no checkpoints, and is exported as merged or "
             f"rollout"
         )
-    stated = base.read(folder)
+    stated = adapter_base.read(folder)
     source = resolve(base_of(folder))
     dtype = stored_dtype(source) if stated is None else _STORED[stated.dtype]
     model = hf.load(folder, dtype=dtype)
@@ -206,7 +206,7 @@ def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
         hf.write(files, target / "base", source)
         named = str(out.absolute() / "base")
         lora.write(rollout, target, base=named, tokenizer_from=source)
-        card.write(target, named, base.of(rollout, 1.0))
+        card.write(target, named, adapter_base.of(rollout, 1.0))
 
     publish_folder(out, write, {"kind": "adapter"})
     return _note(rollout)

@@ -19,6 +19,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from lowroll.checkpoint.disk_space import Space
 from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.lock import LOCK
 from lowroll.checkpoint.publish import read_meta
@@ -28,7 +29,6 @@ from lowroll.checkpoint.replacement import (
     replace_folder,
     settle_folder,
 )
-from lowroll.checkpoint.space import Space
 from lowroll.checkpoint.store import DAMAGED, Store
 from lowroll.config import RunConfig
 from lowroll.metrics.page import REPORT_FILE, is_report

@@ -25,7 +25,7 @@ from lowroll.model import hf
 from lowroll.model.folder import resolve
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
-from lowroll.orchestrator.client import PhaseProgress
+from lowroll.orchestrator.interfaces import PhaseProgress
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.quant.budget import is_budget
 from lowroll.runs import budget, identity

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.config import RunConfig
-from lowroll.model import base, card, hf, lora
+from lowroll.model import adapter_base, card, hf, lora
 from lowroll.model.device import free_memory
 from lowroll.model.folder import resolve
 from lowroll.model.headers import low_bit_format
@@ -54,7 +54,7 @@ def publish_adapter(
     scale = cfg.train.uaq_scale or 1.0
     source = resolve(cfg.model)
     gap = None
-    stands_on = base.of(model, scale)
+    stands_on = adapter_base.of(model, scale)
     holds = low_bit_format(source)
     revision = source.name if source.parent.name == "snapshots" else None  # of the hub's cache
 

@@ -19,7 +19,7 @@ from lowroll.config.process_checks import one_process_notes, one_process_problem
 from lowroll.envs import Environment, child
 from lowroll.kv.capacity import Workload
 from lowroll.metrics import trackers
-from lowroll.model import claims, exact, lora
+from lowroll.model import exact, lora, size_checks
 from lowroll.model.folder import resolve
 from lowroll.model.headers import read_headers
 from lowroll.model.spec import read_spec
@@ -192,7 +192,9 @@ def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transf
         spec, _, _ = read_headers(folder)
     else:
         spec = read_spec(folder)
-        claims.check_memory(folder / "config.json", spec, claims.LEAST_BITS, compute.device)
+        size_checks.check_memory(
+            folder / "config.json", spec, size_checks.LEAST_BITS, compute.device
+        )
         found.notes.append(f"{key}: {source} is a hub id; its weights are not looked at")
     return Transformer(spec, "meta", compute.dtype)
 

@@ -5,7 +5,7 @@ evaluation continues.
     {"kind": "drawn", "id", ...}   the responses to one example
     {"kind": "scored", "id", ...}  their scores
 
-Each line has a checksum seeded with its number (`checkpoint.seal`). A torn last line is removed
+Each line has a checksum seeded with its number (`checkpoint.line_checksum`). A torn last line is removed
 when the file is reopened.
 """
 
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.checkpoint.files import append_line, write_file
-from lowroll.checkpoint.seal import read_objects, seal
+from lowroll.checkpoint.line_checksum import read_objects, seal
 from lowroll.orchestrator.examples import Example, ExampleResponse
-from lowroll.orchestrator.source import Draw
+from lowroll.orchestrator.prompt_source import Draw
 from lowroll.types import Prompt, Score, ScoreError
 
 _UNKNOWN = Prompt("", "", [])  # until its draw is known

@@ -20,7 +20,7 @@ from typing import Any
 from lowroll.checkpoint.files import write_file
 from lowroll.config import RunConfig
 from lowroll.metrics.failures import Attempt, Failure, failure_page, transcript
-from lowroll.orchestrator.estimates import interval, pass_at_k
+from lowroll.orchestrator.eval_statistics import interval, pass_at_k
 from lowroll.orchestrator.examples import Example, ExampleResponse
 from lowroll.types import Score, ScoreError
 

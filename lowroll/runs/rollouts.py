@@ -15,7 +15,7 @@ from lowroll.kv.capacity import NoRoom
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
-from lowroll.orchestrator.client import Progress
+from lowroll.orchestrator.interfaces import Progress
 from lowroll.runs.assembly import engines, trainer
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory.plan import Planner

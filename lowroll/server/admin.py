@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.fault_injection import faultpoint
 from lowroll.engine.base import Engine, InFlight
 from lowroll.server.engine_loop import EngineStalled
 from lowroll.server.limits import STATE, read_body

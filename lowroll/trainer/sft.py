@@ -31,7 +31,7 @@ from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.packing import PackedBatch, check
 from lowroll.trainer.step import MAX_REFUSALS, Forward, TrainingDiverged
 from lowroll.types import BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
-from lowroll.weights import derived
+from lowroll.weights import derived_tensors
 
 ROLES = ("system", "user", "assistant")
 
@@ -140,7 +140,7 @@ def sft_step(
     )
     metrics = {"sft/loss": loss, "sft/tokens": float(counts.num_tokens), "optim/lr": rate}
     metrics |= optimizer.update(refuse=not math.isfinite(loss))
-    derived.renew(model)
+    derived_tensors.renew(model)
     if optimizer.refused_in_a_row >= MAX_REFUSALS:
         raise TrainingDiverged(
             f"sft: loss {loss}, gradient norm {metrics['optim/grad_norm']}; {MAX_REFUSALS} updates "

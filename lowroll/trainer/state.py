@@ -25,7 +25,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
-from lowroll.weights import derived
+from lowroll.weights import derived_tensors
 
 Tensors = dict[str, dict[str, Tensor]]
 
@@ -87,7 +87,7 @@ def restore_weights(
         part = ranks.part(param)
         if part.dtype == saved[name].dtype:
             part.copy_(ranks.cut(saved[name], param))
-    derived.renew(model)
+    derived_tensors.renew(model)
 
 
 def _check(

@@ -69,7 +69,7 @@ from lowroll.trainer.packing import (
     split_groups,
 )
 from lowroll.types import Batch, RunFailed, Sample, Score
-from lowroll.weights import derived, noise
+from lowroll.weights import derived_tensors, noise
 
 MAX_REFUSALS = 3  # non-finite updates in a row that end the run
 
@@ -305,7 +305,7 @@ def learn(
             distances = _distances(batch, list(chain.from_iterable(active)), learner, settings)
         if updates_policy:
             record |= optimizer.update(refuse=not math.isfinite(record["policy/objective"]))
-            derived.renew(model)
+            derived_tensors.renew(model)
         else:
             record |= NO_UPDATE
         if critic is not None and judgement is not None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.fault_injection import faultpoint
 from lowroll.transport.base import (
     ChannelClosed,
     Cursor,

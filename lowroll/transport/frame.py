@@ -4,7 +4,7 @@
     {"kind":"batch","format":1,"num_samples":256,"step":12,...}
     the samples, a MessagePack array
 
-The first line is sealed (`checkpoint.seal`); `sha256` is of the bytes after it. A batch of another
+The first line is sealed (`checkpoint.line_checksum`); `sha256` is of the bytes after it. A batch of another
 `run` is refused. The second line is the log's header. A sample is its line of the log without the
 long lists of numbers, which follow as bytes: written as text they are most of the cost of a batch.
 """

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from lowroll.checkpoint.seal import seal, unseal
+from lowroll.checkpoint.line_checksum import seal, unseal
 from lowroll.transport.base import Cursor
 
 FORMAT = 1

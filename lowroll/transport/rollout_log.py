@@ -2,7 +2,7 @@
 format.
 
 A file is written atomically (temporary file, fsync, rename), and each line ends with its checksum
-(`checkpoint.seal`, seeded with the line's number). A resumed run overwrites the steps that it
+(`checkpoint.line_checksum`, seeded with the line's number). A resumed run overwrites the steps that it
 repeats; in synchronous mode with the same bytes. Training never reads these files.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lowroll.checkpoint.files import read_file, write_file
-from lowroll.checkpoint.seal import seal, unseal_lines
+from lowroll.checkpoint.line_checksum import seal, unseal_lines
 from lowroll.transport.codec import CodecError, decode_batch, encode_batch
 from lowroll.types import Batch
 

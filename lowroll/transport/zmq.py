@@ -27,7 +27,7 @@ from pathlib import Path
 
 import zmq
 
-from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.fault_injection import faultpoint
 from lowroll.checkpoint.files import read_file, write_file
 from lowroll.transport.base import (
     ChannelClosed,

@@ -23,7 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowroll.checkpoint.faults import VARIABLE, observers
+from lowroll.checkpoint.fault_injection import VARIABLE, observers
 from lowroll.checkpoint.lock import RunLock, RunLockedError
 from lowroll.checkpoint.publish import (
     TEMPORARY,
@@ -426,7 +426,7 @@ def test_a_checkpoint_that_does_not_verify_removes_nothing(
         if point == "publish.parent_synced":
             flip(tmp_path / "step_000002" / "state.json", 5, 0xFF)
 
-    monkeypatch.setattr("lowroll.checkpoint.faults.observers", [tear])
+    monkeypatch.setattr("lowroll.checkpoint.fault_injection.observers", [tear])
     with pytest.raises(DamagedError, match="state.json"):
         store.save(2, tensors_of(2), state_of(2))
     assert_is_step(store, 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowroll.checkpoint.faults import VARIABLE, faultpoint
+from lowroll.checkpoint.fault_injection import VARIABLE, faultpoint
 from lowroll.checkpoint.files import is_disk_full
 from lowroll.checkpoint.lock import RunLock
 from lowroll.checkpoint.publish import TEMPORARY, publish_folder, verify_folder

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import lowroll
-from lowroll.checkpoint.faults import VARIABLE, observers
+from lowroll.checkpoint.disk_space import Space
+from lowroll.checkpoint.fault_injection import VARIABLE, observers
 from lowroll.checkpoint.files import append_line, write_file
-from lowroll.checkpoint.space import Space
 from lowroll.config import from_mapping
 from lowroll.metrics.record import Recorder, read
 from lowroll.runs import demo
@@ -121,7 +121,7 @@ def test_a_run_whose_every_write_finds_the_disk_full_once_is_the_same_run(
         model, tmp_path / "whole", train={"max_steps": 2, "warmup_steps": 0}, ckpt={"keep_last": 1}
     )
     lowroll.run(from_mapping(tree))
-    monkeypatch.setattr("lowroll.checkpoint.space.FIRST_PAUSE", 1e-3)
+    monkeypatch.setattr("lowroll.checkpoint.disk_space.FIRST_PAUSE", 1e-3)
     struck: list[str] = []
 
     def full(point: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lowroll.config.load import from_mapping
 from lowroll.envs import make
-from lowroll.envs.rewards import ScorerPool
+from lowroll.envs.scorer_pool import ScorerPool
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
 

@@ -15,7 +15,7 @@ from lowroll.engine import base
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make
 from lowroll.model import hf
-from lowroll.orchestrator.client import EngineClient
+from lowroll.orchestrator.interfaces import EngineClient
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.runs.assembly.capabilities import check as check_capabilities
 from tests.fixtures.engines import engine_of, prompt

@@ -24,7 +24,7 @@ from lowroll.engine.remote.replica_set import PoolReport
 from lowroll.engine.remote.vllm_probe import ADAPTERS, RELOAD
 from lowroll.orchestrator.conversations import Conversations, Dialogue
 from lowroll.orchestrator.groups import check_group
-from lowroll.orchestrator.source import Draw
+from lowroll.orchestrator.prompt_source import Draw
 from lowroll.types import Group, Message, Prompt, Request
 from tests.fixtures.fake_engine import EOS, Child, FakeEngine, Mood, length, publish, started, token
 from tests.fixtures.fake_vllm import FakeVllm

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowroll.engine import prompts
-from lowroll.engine.prompts import ShortPasses
+from lowroll.engine import prefill_graphs
+from lowroll.engine.prefill_graphs import ShortPasses
 from lowroll.engine.sequence import StepPlan
 from lowroll.kv.cache import PromptChunk
 from lowroll.kv.policy.table import make
@@ -51,7 +51,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ran.append(size)
         run(passes, size)
 
-    monkeypatch.setattr(prompts, "SIZES", (4, 16, 32))
+    monkeypatch.setattr(prefill_graphs, "SIZES", (4, 16, 32))
     monkeypatch.setattr(ShortPasses, "supports", staticmethod(lambda model, cache: True))
     monkeypatch.setattr(ShortPasses, "_pass", watched)
     return ran
@@ -100,7 +100,7 @@ def test_prompts_behind_pages_of_others_are_no_short_pass(
     assert (
         short is not None and not short.takes([]) and not short.takes([PromptChunk(4, 8, [0, 1])])
     )
-    assert not short.takes([PromptChunk(0, 2, [i]) for i in range(prompts.MOST_PROMPTS + 1)])
+    assert not short.takes([PromptChunk(0, 2, [i]) for i in range(prefill_graphs.MOST_PROMPTS + 1)])
     assert not short.takes([PromptChunk(0, 17, [0] * 5), PromptChunk(0, 16, [5] * 4)])
 
 
@@ -129,7 +129,7 @@ def test_a_pass_that_fails_is_not_captured_before_it_has_run(
     def fails(size: int) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(prompts, "captured", Graph)
+    monkeypatch.setattr(prefill_graphs, "captured", Graph)
     with monkeypatch.context() as patched:
         patched.setattr(short, "_pass", fails)
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -143,7 +143,7 @@ def test_a_pass_that_fails_is_not_captured_before_it_has_run(
 
 
 def test_the_memory_of_a_run_knows_the_largest_short_pass() -> None:
-    assert activations.MOST_SHORT == prompts.SIZES[-1]
+    assert activations.MOST_SHORT == prefill_graphs.SIZES[-1]
 
 
 def test_what_cannot_run_without_the_host_is_no_short_pass(model: Transformer) -> None:
@@ -154,7 +154,7 @@ def test_what_cannot_run_without_the_host_is_no_short_pass(model: Transformer) -
 def test_caches_that_read_slots_or_watch_have_none(
     model: Transformer, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("lowroll.engine.prompts.flashes", lambda *_: True)
+    monkeypatch.setattr("lowroll.engine.prefill_graphs.flashes", lambda *_: True)
     monkeypatch.setattr(
         ShortPasses, "supports", staticmethod(lambda model, cache: cache.skips_negative_slots)
     )

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lowroll import Engine, Request
-from lowroll.engine import drafts
+from lowroll.engine import replay
 from lowroll.engine.base import replayed
-from lowroll.engine.drafts import Replays, plan_checks
+from lowroll.engine.replay import Replays, plan_checks
 from lowroll.engine.request import noise_key
 from lowroll.engine.sequence import LiveGroup, Sequence
 from lowroll.kv.policy.table import make
@@ -425,7 +425,7 @@ def test_an_update_that_does_not_fit_leaves_what_is_in_flight_alone(
 def sample_with(draft: list[int], drawn: int = 1, **fields: Any) -> Sequence:
     request = Request([1, 2], **{"max_tokens": 2000, **fields})
     group = LiveGroup(0, request, (), NEED)
-    drafts.begin(group, [draft])
+    replay.begin(group, [draft])
     group.leader.token_ids = draft[:drawn]
     return group.leader
 
@@ -479,7 +479,7 @@ def test_long_drafts_run_in_pieces_and_stop_where_they_differ(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces of 4, then of as much as has been kept; logits of 3 rows at a time."""
-    monkeypatch.setattr(drafts, "FIRST", 4)
+    monkeypatch.setattr(replay, "FIRST", 4)
     monkeypatch.setattr("lowroll.engine.runner.SCORE_ROWS", 3)
     pieces: list[int] = []
     engine = engine_of(folder)

@@ -14,7 +14,7 @@ import torch
 from lowroll.engine.native import NativeEngine
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.engine.remote.replica import PoolOptions
-from lowroll.kernels.invariant import rows
+from lowroll.kernels.batch_invariant import rows
 from lowroll.model import hf
 from lowroll.types import Group, Request
 from tests.fixtures.fleets import Fleet

@@ -14,7 +14,7 @@ import torch
 from lowroll.engine.sampler import shaped
 from lowroll.engine.sampling_state import DrawMode, SamplingState, draw_of
 from lowroll.engine.sequence import LiveGroup, Sequence
-from lowroll.kernels.sampling.marks import SEEN, add, shape
+from lowroll.kernels.sampling.penalties import SEEN, add, shape
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
 from lowroll.types import Request

@@ -12,7 +12,7 @@ import pytest
 
 from lowroll.envs import make
 from lowroll.envs.data.columns import Columns
-from lowroll.envs.rewards import ScorerPool
+from lowroll.envs.scorer_pool import ScorerPool
 from lowroll.types import Prompt, Score, ScoreError
 
 CHAT = [{"role": "user", "content": "2+3?"}]

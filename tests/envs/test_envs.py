@@ -486,7 +486,7 @@ def test_validate_reports_a_broken_scorer(tmp_path):
 
 def test_environments_do_not_import_torch_or_sympy():
     code = (
-        "import sys, lowroll.envs, lowroll.envs.rewards, lowroll.envs.worker, lowroll.envs.gsm8k;"
+        "import sys, lowroll.envs, lowroll.envs.scorer_pool, lowroll.envs.worker, lowroll.envs.gsm8k;"
         "from lowroll.envs import make; e = make('reverse-text'); e.score(e.prompt(0), 'x');"
         "print([m for m in ('torch', 'sympy', 'numpy', 'reasoning_gym', 'transformers') if m in "
         "sys.modules])"

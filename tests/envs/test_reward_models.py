@@ -18,7 +18,7 @@ from transformers import (
 
 from lowroll.config import load
 from lowroll.envs import make
-from lowroll.envs.rewards import ScorerPool
+from lowroll.envs.scorer_pool import ScorerPool
 from lowroll.types import Score
 
 WORDS = ["<pad>", "<end>", "user:", "assistant:", "two", "plus", "three", "five", "four", "no"]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lowroll.envs import make, rewards
-from lowroll.envs.rewards import ScorerPool
+from lowroll.envs import make, scorer_pool
+from lowroll.envs.scorer_pool import ScorerPool
 from lowroll.types import Prompt, Score, ScoreError
 from tests.fixtures.processes import alive, eventually
 
@@ -271,7 +271,7 @@ def test_the_scorers_children_die_too_and_close_ends_all(bombs, tmp_path, monkey
 def test_workers_die_with_their_parent(bombs, bomb):
     code = f"""
 import sys, threading, time
-from lowroll.envs.rewards import ScorerPool
+from lowroll.envs.scorer_pool import ScorerPool
 from lowroll.types import Prompt
 pool = ScorerPool({{"bombs": ({bombs!r}, {{}}, 0)}}, num_workers=2, time_limit=600)
 prompt = Prompt("0", "bombs", [], {{"answer": 1}})
@@ -403,7 +403,7 @@ def test_what_a_scorer_writes_to_the_pipe_is_nobodys_reward(pool, how):
     ],
 )
 def test_replies_are_read_strictly(line, result):
-    assert rewards._result(rewards._decode(line), responds=False) == result
+    assert scorer_pool._result(scorer_pool._decode(line), responds=False) == result
 
 
 # ---- limits at their edges
@@ -417,7 +417,7 @@ def test_every_setting_is_checked():
 
 
 def test_a_reply_may_be_so_long_and_no_longer():
-    worker = object.__new__(rewards._Worker)
+    worker = object.__new__(scorer_pool._Worker)
     read, write = os.pipe()
     os.set_blocking(read, False)
     with (
@@ -426,16 +426,16 @@ def test_a_reply_may_be_so_long_and_no_longer():
     ):
         worker.ended, worker.inbox = False, b""
         assert worker.read() == [] and not worker.ended  # nothing there is not the end
-        worker.inbox = b"x" * (rewards.MAX_REPLY - 1)
+        worker.inbox = b"x" * (scorer_pool.MAX_REPLY - 1)
         pipe.write(b"x")
         assert worker.read() == [] and not worker.ended
         pipe.write(b"\nabc\nde")
         assert (
-            worker.read() == [b"x" * rewards.MAX_REPLY, b"abc"]
+            worker.read() == [b"x" * scorer_pool.MAX_REPLY, b"abc"]
             and worker.inbox == b"de"
             and not worker.ended
         )
-        worker.inbox = b"x" * rewards.MAX_REPLY
+        worker.inbox = b"x" * scorer_pool.MAX_REPLY
         pipe.write(b"x")
         assert worker.read() == [] and worker.ended
         worker.ended, worker.inbox = False, b""
@@ -458,9 +458,9 @@ def test_a_reply_may_be_so_long_and_no_longer():
     ],
 )
 def test_a_workers_share_of_what_is_left(bombs, monkeypatch, count, workers, first):
-    sizes, hand = [], rewards._Worker.hand
+    sizes, hand = [], scorer_pool._Worker.hand
     monkeypatch.setattr(
-        rewards._Worker,
+        scorer_pool._Worker,
         "hand",
         lambda self, chunk, limit: (sizes.append(len(chunk)), hand(self, chunk, limit))[1],
     )
@@ -471,7 +471,7 @@ def test_a_workers_share_of_what_is_left(bombs, monkeypatch, count, workers, fir
     assert (
         sizes[: len(first)] == first
         and sum(sizes) == count
-        and max(sizes) <= rewards.MAX_CHUNK == 32
+        and max(sizes) <= scorer_pool.MAX_CHUNK == 32
     )
 
 
@@ -502,7 +502,7 @@ def test_how_a_worker_ended_is_told_with_its_last_words(pool):
 
 
 def test_a_worker_is_late_only_when_it_owes_an_answer():
-    worker = object.__new__(rewards._Worker)
+    worker = object.__new__(scorer_pool._Worker)
     now = time.monotonic()
     for ready, held, deadline, late in (
         (True, [(0, "a")], now - 1, True),
@@ -523,7 +523,7 @@ def test_killing_twice_is_once(pool):
 @pytest.mark.slow
 def test_a_worker_has_so_long_to_start(tmp_path, monkeypatch):
     (tmp_path / "sleepy.py").write_text("import time\ntime.sleep(600)\n")
-    monkeypatch.setattr(rewards, "START_LIMIT", 2.0)
+    monkeypatch.setattr(scorer_pool, "START_LIMIT", 2.0)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"could not start: not ready after 2 s \(signal 9\)"):
         ScorerPool({"x": (str(tmp_path / "sleepy.py"), {}, 0)}, num_workers=1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lowroll.envs import make
-from lowroll.envs.rewards import ScorerPool
+from lowroll.envs.scorer_pool import ScorerPool
 from lowroll.orchestrator.groups import for_scorer
 from lowroll.types import Score, ScoreError
 

@@ -17,7 +17,7 @@ import pytest
 
 from lowroll import machine
 from lowroll.envs import Environment, child, make
-from lowroll.envs.rewards import ScorerPool
+from lowroll.envs.scorer_pool import ScorerPool
 from lowroll.metrics.names import find
 from lowroll.metrics.record import Recorder
 from lowroll.types import Prompt, Score
@@ -230,7 +230,7 @@ def test_what_scorers_leave_running_ends_with_the_worker_and_nothing_else_does(
 def test_daemons_end_when_the_run_is_killed(folder: Path) -> None:
     code = f"""
 import time
-from lowroll.envs.rewards import ScorerPool
+from lowroll.envs.scorer_pool import ScorerPool
 from lowroll.types import Prompt
 pool = ScorerPool({{"mine": ({str(folder / "unkind.py")!r}, {{}}, 0)}}, 1)
 pool.score([(Prompt("0", "mine", [], {{}}), "daemon")])

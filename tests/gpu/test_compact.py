@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lowroll import Engine, Request
 from lowroll.kernels import launch
-from lowroll.kernels.compact import score
-from lowroll.kernels.compact.choose import best_and_last
-from lowroll.kernels.compact.move import move
-from lowroll.kernels.compact.watch import add_attended, remember
+from lowroll.kernels.kv_eviction import score
+from lowroll.kernels.kv_eviction.choose import best_and_last
+from lowroll.kernels.kv_eviction.move import move
+from lowroll.kernels.kv_eviction.watch import add_attended, remember
 from lowroll.kv.cache import DecodeRows
 from lowroll.kv.policy.h2o import attended
 from lowroll.kv.policy.rkv import RKV
@@ -166,7 +166,9 @@ def test_engines_keep_what_plain_torch_keeps(
     monkeypatch.setattr("lowroll.kv.policy.h2o.add_supports", lambda *_: False)
     monkeypatch.setattr(Attended, "compact", plain_compact)
     for module in ("choose", "move"):
-        monkeypatch.setattr(f"lowroll.kernels.compact.{module}.triton_supports", lambda _: False)
+        monkeypatch.setattr(
+            f"lowroll.kernels.kv_eviction.{module}.triton_supports", lambda _: False
+        )
     plain = run()
     same = sum(map(list.__eq__, fused, plain))
     assert same == len(plain) if dtype == torch.float32 else same > len(plain) // 2

@@ -10,7 +10,7 @@ import torch
 
 from bench.shapes import SHAPES, random_model
 from lowroll import Engine, Request
-from lowroll.engine import decoder, prompts
+from lowroll.engine import decoder, prefill_graphs
 from lowroll.kernels import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
@@ -54,7 +54,7 @@ def test_tokens_and_log_probs_are_those_of_plain_launches(
     assert engine.runner.short is not None
     engine.runner.decoder.forget()
     engine.runner.short.forget()
-    for module in (decoder, prompts):
+    for module in (decoder, prefill_graphs):
         monkeypatch.setattr(module, "overlapping", lambda device: nullcontext())
     seen.clear()
     for rows, runs in early.items():

@@ -10,11 +10,11 @@ import torch
 
 from lowroll.engine.native import NativeEngine
 from lowroll.kernels.attention import tiled
+from lowroll.kernels.batch_invariant import rows
 from lowroll.kernels.fused import rope, swiglu
-from lowroll.kernels.invariant import rows
 from lowroll.kernels.matmul import tiled as matmul
 from lowroll.kernels.quantize.rows import KINDS, QuantizedRows, quantize_rows
-from lowroll.kernels.sampling import chosen
+from lowroll.kernels.sampling import token_logprobs
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters
 from lowroll.metrics.record import read
@@ -174,10 +174,12 @@ def test_the_log_prob_is_the_one_that_was_drawn(vocab: int, temperature: float) 
     for asked in (None, filters):  # rows without any, beside others that have some
         noise = keys, positions, temperatures, greedy
         tokens, logps = draw(logits, *noise, asked)
-        assert torch.equal(chosen.log_probs(logits, tokens, temperature), logps)
+        assert torch.equal(token_logprobs.log_probs(logits, tokens, temperature), logps)
         for row in range(0, rows, 41):
             tokens, logps = draw(logits[row : row + 1].expand(rows, -1), *noise, asked)
-            found = chosen.log_probs(logits[row : row + 1].repeat(rows, 1), tokens, temperature)
+            found = token_logprobs.log_probs(
+                logits[row : row + 1].repeat(rows, 1), tokens, temperature
+            )
             assert torch.equal(found, logps)
 
 

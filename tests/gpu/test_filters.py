@@ -12,7 +12,7 @@ from torch import Tensor
 from lowroll.kernels.sampling import filters
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters, keep
-from lowroll.kernels.sampling.marks import Marked, blank, shape
+from lowroll.kernels.sampling.penalties import Marked, blank, shape
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ import torch
 
 from lowroll import Engine, Request
 from lowroll.kernels import build, cxx
-from lowroll.kernels.matmul import avx2
+from lowroll.kernels.matmul import w4_avx2
 from lowroll.model import initialize
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
@@ -32,18 +32,18 @@ SHAPES = (
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel takes matrices of any size."""
-    if not (found := avx2.supports_device(CPU)):
+    if not (found := w4_avx2.supports_device(CPU)):
         pytest.skip(found.why_not)
-    monkeypatch.setattr(avx2, "LEAST", 1)
-    avx2.supports_matrix.cache_clear()
+    monkeypatch.setattr(w4_avx2, "LEAST", 1)
+    w4_avx2.supports_matrix.cache_clear()
     yield
-    avx2.supports_matrix.cache_clear()
+    w4_avx2.supports_matrix.cache_clear()
 
 
 @pytest.fixture
 def unasked() -> Iterator[None]:
     """What the machine answers is asked anew, and again afterwards."""
-    caches = (cxx.compiler, cxx.supports, avx2.supports_matrix, cxx._function)
+    caches = (cxx.compiler, cxx.supports, w4_avx2.supports_matrix, cxx._function)
     for one in caches:
         one.cache_clear()
     yield
@@ -134,13 +134,13 @@ def test_parts_with_global_scales_of_their_own(small: None) -> None:
 def test_what_is_left_to_torch_has_a_reason() -> None:
     x_MK = torch.randn(2, 512)
     shape = (512, 512)
-    assert avx2.LEAST == 512 * 512
-    assert "weights or more" in avx2.supports("int4", x_MK, (511, 512)).why_not
-    assert "multiples of 64" in avx2.supports("int4", x_MK, (9000, 500)).why_not
-    assert "knows" in avx2.supports("", x_MK, shape).why_not
-    assert "row" in avx2.supports("int4", x_MK[:0], shape).why_not
-    assert "gradient" in avx2.supports("int4", x_MK.requires_grad_(), shape).why_not
-    assert avx2.supports_device(torch.device("meta")).why_not == "runs on a CPU"
+    assert w4_avx2.LEAST == 512 * 512
+    assert "weights or more" in w4_avx2.supports("int4", x_MK, (511, 512)).why_not
+    assert "multiples of 64" in w4_avx2.supports("int4", x_MK, (9000, 500)).why_not
+    assert "knows" in w4_avx2.supports("", x_MK, shape).why_not
+    assert "row" in w4_avx2.supports("int4", x_MK[:0], shape).why_not
+    assert "gradient" in w4_avx2.supports("int4", x_MK.requires_grad_(), shape).why_not
+    assert w4_avx2.supports_device(torch.device("meta")).why_not == "runs on a CPU"
 
 
 def test_without_a_compiler_the_matrix_is_kept_as_floats(
@@ -148,14 +148,14 @@ def test_without_a_compiler_the_matrix_is_kept_as_floats(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
-    found = avx2.supports("int4", torch.randn(2, 512), (512, 512))
+    found = w4_avx2.supports("int4", torch.randn(2, 512), (512, 512))
     assert not found and found.why_not.startswith(("no C++ compiler", "needs a CPU"))
     q, x_MK = weight("int4", 512, 512), torch.randn(2, 512)
     assert torch.equal(q.linear(x_MK), x_MK @ q.dequantize().t())
     assert list(q.packed) == ["dense torch.float32"]
 
 
-@pytest.mark.skipif(not avx2.supports_device(CPU), reason="the kernel does not run here")
+@pytest.mark.skipif(not w4_avx2.supports_device(CPU), reason="the kernel does not run here")
 def test_a_compiler_that_fails_is_told_once(
     tmp_path: Path,
     unasked: None,
@@ -170,13 +170,13 @@ def test_a_compiler_that_fails_is_told_once(
     monkeypatch.setenv("CXX", str(fake))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with caplog.at_level(logging.WARNING):
-        found = [avx2.supports("int4", torch.randn(2, 512), (512, 512)) for _ in range(2)]
+        found = [w4_avx2.supports("int4", torch.randn(2, 512), (512, 512)) for _ in range(2)]
     assert not any(found) and "line 3: nonsense" in found[0].why_not
     assert len(caplog.records) == 1 and "kept as floats" in caplog.text
     assert not list(build.cache_folder().iterdir())
 
 
-@pytest.mark.skipif(not avx2.supports_device(CPU), reason="the kernel does not run here")
+@pytest.mark.skipif(not w4_avx2.supports_device(CPU), reason="the kernel does not run here")
 @pytest.mark.parametrize("kind", ["int4", "nvfp4"])
 def test_an_engine_holds_codes_and_draws_what_its_dequantized_weights_would(kind: str) -> None:
     config = {**CONFIG, "hidden_size": 512, "num_hidden_layers": 1, "vocab_size": 261}
@@ -190,4 +190,4 @@ def test_an_engine_holds_codes_and_draws_what_its_dequantized_weights_would(kind
         logp_T = reference.runner.score([7, 8, 9, *rollout.token_ids], 3, 1.0)[0]
         assert torch.allclose(logp_T, torch.tensor(rollout.logprobs), atol=2e-5)
     large = [q for _, layer in engine.model.linears() if (q := layer.weight).shape[0] >= 512]
-    assert large and not any(q.packed for q in large if q.shape[0] * q.shape[1] >= avx2.LEAST)
+    assert large and not any(q.packed for q in large if q.shape[0] * q.shape[1] >= w4_avx2.LEAST)

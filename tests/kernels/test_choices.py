@@ -26,13 +26,13 @@ from lowroll.kernels.attention import paged
 from lowroll.kernels.attention.codes import Codes
 from lowroll.kernels.attention.decode import paged_decode, write_pages
 from lowroll.kernels.attention.decode8 import paged_decode8
-from lowroll.kernels.compact import score
-from lowroll.kernels.compact.choose import best_and_last
-from lowroll.kernels.compact.move import move
-from lowroll.kernels.compact.watch import add_attended, add_supports, remember
 from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.fused.swiglu import silu_mul
+from lowroll.kernels.kv_eviction import score
+from lowroll.kernels.kv_eviction.choose import best_and_last
+from lowroll.kernels.kv_eviction.move import move
+from lowroll.kernels.kv_eviction.watch import add_attended, add_supports, remember
 from lowroll.kernels.matmul import integers, streamed, w8a8
 from lowroll.kernels.moe import grouped, route, routed
 from lowroll.kernels.moe.stack import Stack
@@ -40,10 +40,10 @@ from lowroll.kernels.quantize.rows import E4M3, QuantizedRows, quantize_rows
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters, keep
-from lowroll.kernels.sampling.marks import Marked, shape
+from lowroll.kernels.sampling.penalties import Marked, shape
 from lowroll.kernels.support import YES, no
 from lowroll.kernels.training.logprobs import logit_gradient, token_log_probs
-from lowroll.kernels.training.low_rank import silu_mul_adapted
+from lowroll.kernels.training.swiglu_lora import silu_mul_adapted
 from lowroll.quant.formats import get_format
 
 pytest.importorskip("triton")

@@ -25,7 +25,7 @@ from lowroll.kernels.quantize.rows import E4M3, QuantizedRows, quantize_rows
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters
-from lowroll.kernels.sampling.marks import Marked, shape
+from lowroll.kernels.sampling.penalties import Marked, shape
 from tests.fixtures.compiled import compiled
 
 FP32, INT32, INT64 = torch.float32, torch.int32, torch.int64

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lowroll
-from lowroll.kernels.matmul import exact, onednn
+from lowroll.kernels.matmul import w8a8_float32, w8a8_onednn
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.quant import int8
 
@@ -37,15 +37,15 @@ def of_kind(kind: str, rows: int, num_in: int) -> Tensor:
 def test_sums_are_the_integers_rounded_once(kind: str, num_in: int, rows: int) -> None:
     x_MK, w_NK = of_kind(kind, rows, num_in), of_kind("random", 19, num_in)
     w_NK[0], w_NK[1] = -128, 127
-    got_MN = exact.multiply(x_MK, exact.split(w_NK))
+    got_MN = w8a8_float32.multiply(x_MK, w8a8_float32.split(w_NK))
     want_MN = x_MK.to(torch.int64) @ w_NK.to(torch.int64).t()
     assert got_MN.dtype == torch.float32 and torch.equal(got_MN, want_MN.to(torch.float32))
 
 
 def test_a_part_is_as_long_as_float32_allows() -> None:
     """No sum of `COLUMNS` products is above 2^24; one of twice as many can be, and is rounded."""
-    assert exact.COLUMNS * 128 * 128 <= 2**24
-    codes = torch.full((1, 2 * exact.COLUMNS + 1), 127, dtype=torch.int8)
+    assert w8a8_float32.COLUMNS * 128 * 128 <= 2**24
+    codes = torch.full((1, 2 * w8a8_float32.COLUMNS + 1), 127, dtype=torch.int8)
     codes[0, -1] = 1
     whole = codes.float() @ codes.float().t()
     assert int(whole) != int(codes.long() @ codes.long().t())
@@ -56,12 +56,12 @@ def test_a_part_is_as_long_as_float32_allows() -> None:
 def test_the_format_has_the_same_bits_by_it_and_by_onednn(
     shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not onednn.supports_device(CPU):
+    if not w8a8_onednn.supports_device(CPU):
         pytest.skip("this CPU's oneDNN int8 kernel is not exact")
     q, bias = lowroll.quantize(torch.randn(shape), "int8"), torch.randn(shape[0])
     rows = quantize_rows(torch.randn(9, shape[1]).to(dtype), "int8")
     by_onednn = int8.Int8().product(rows, q, bias).dense()
-    monkeypatch.setattr(onednn, "supports_device", lambda device: False)
+    monkeypatch.setattr(w8a8_onednn, "supports_device", lambda device: False)
     assert torch.equal(int8.Int8().product(rows, q, bias).dense(), by_onednn)
     q.quantize_(torch.randn(shape))  # and never a stale one
     renewed = int8.Int8().product(rows, q, None).dense(torch.float32)

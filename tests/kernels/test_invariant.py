@@ -1,4 +1,4 @@
-"""`kernels.invariant`: plain torch up to rounding, with its gradients, and rows that have the same bits
+"""`kernels.batch_invariant`: plain torch up to rounding, with its gradients, and rows that have the same bits
 in any batch."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowroll.kernels.batch_invariant import heads, product, rows
 from lowroll.kernels.fused import rope
-from lowroll.kernels.invariant import heads, product, rows
 from lowroll.model.attention import exact_varlen, varlen
 from tests.fixtures.tensors import normal
 

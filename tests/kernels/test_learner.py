@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.fused.swiglu import silu_mul, silu_mul_backward
-from lowroll.kernels.training import adamw, logprobs, low_rank
+from lowroll.kernels.training import adamw, logprobs, swiglu_lora
 from lowroll.kernels.training.adamw import Tensors
 from lowroll.kernels.training.logprobs import logit_gradient, token_log_probs
-from lowroll.kernels.training.low_rank import silu_mul_adapted
+from lowroll.kernels.training.swiglu_lora import silu_mul_adapted
 from lowroll.model import logprobs as model_logprobs
 from lowroll.model import lora
 from lowroll.model.adapter import Adapter
@@ -180,9 +180,9 @@ def test_updates_of_large_ranks_are_plain_products(
     rank: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tile has no room for them: a model's gate and the function itself go another way."""
-    assert low_rank.supports(rank - 1, dtype) and not low_rank.supports(rank, dtype)
-    monkeypatch.setattr(low_rank, "_silu_mul_adapted_kernel", None)
-    monkeypatch.setattr(low_rank, "_silu_mul_adapted_backward_kernel", None)
+    assert swiglu_lora.supports(rank - 1, dtype) and not swiglu_lora.supports(rank, dtype)
+    monkeypatch.setattr(swiglu_lora, "_silu_mul_adapted_kernel", None)
+    monkeypatch.setattr(swiglu_lora, "_silu_mul_adapted_backward_kernel", None)
     gate_up, low, b = (
         normal(*shape, seed=i).to(dtype) for i, shape in enumerate([(5, 14), (5, rank), (14, rank)])
     )
@@ -206,8 +206,11 @@ def test_updates_of_large_ranks_are_plain_products(
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
 def test_the_largest_update_of_a_tile_fits_into_shared_memory() -> None:
-    constants = {"TOKENS": low_rank.TOKENS, "FEATURES": low_rank.FEATURES, "RANK": 256}
-    for function in (low_rank._silu_mul_adapted_kernel, low_rank._silu_mul_adapted_backward_kernel):
+    constants = {"TOKENS": swiglu_lora.TOKENS, "FEATURES": swiglu_lora.FEATURES, "RANK": 256}
+    for function in (
+        swiglu_lora._silu_mul_adapted_kernel,
+        swiglu_lora._silu_mul_adapted_backward_kernel,
+    ):
         types = {
             name: "i32" if name in ("num_tokens", "size", "columns", "rank") else "*bf16"
             for name in function.arg_names
@@ -245,7 +248,7 @@ def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> N
 @pytest.mark.interpreted
 def test_an_adapted_gate_is_made_again_beside_its_gradient() -> None:
     gate_up, low, b = normal(5, 2 * 70), normal(5, 6, seed=1), normal(2 * 70, 6, seed=2)
-    slope, update = normal(5, 70, seed=3), low_rank.Update(low, b, 3)
+    slope, update = normal(5, 70, seed=3), swiglu_lora.Update(low, b, 3)
     want = silu_mul_adapted(gate_up.requires_grad_(), low, b, 3)
     want.backward(slope)
     grad, again = update.gate_backward(gate_up.detach(), slope)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowroll.kernels.matmul import limbs, onednn
+from lowroll.kernels.matmul import limbs, w8a8_onednn
 from lowroll.model import frozen
 from lowroll.model.learner_linear import LearnerLinear
 from lowroll.quant.formats import get_format
@@ -20,7 +20,7 @@ runs_here = pytest.mark.skipif(
 
 def product(x_MK: Tensor, codes_NK: Tensor, scale_N: Tensor, **more: Tensor) -> Tensor:
     y_MN = torch.zeros(len(x_MK), len(codes_NK))
-    return limbs.add_product(y_MN, x_MK, onednn.pack(codes_NK, scale_N), **more)
+    return limbs.add_product(y_MN, x_MK, w8a8_onednn.pack(codes_NK, scale_N), **more)
 
 
 @runs_here
@@ -33,7 +33,7 @@ def test_as_exact_as_float32_on_rows_with_a_massive_number(m: int, k: int, n: in
     want = (x * column).double() @ codes.double().t() * scale.double()
     got = product(x, codes, scale, scale_K=column)
     assert (got - want).abs().max() < 5e-5 * want.std()
-    both = limbs.add_product(got.clone(), x, onednn.pack(codes, scale), column)
+    both = limbs.add_product(got.clone(), x, w8a8_onednn.pack(codes, scale), column)
     torch.testing.assert_close(both, 2 * got)  # it adds
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowroll.kernels.sampling.advance import advance
-from lowroll.kernels.sampling.marks import SEEN, STOPS, TILE, Marked, add, blank, clear, shape
+from lowroll.kernels.sampling.penalties import SEEN, STOPS, TILE, Marked, add, blank, clear, shape
 
 both = pytest.mark.parametrize(
     "path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"]

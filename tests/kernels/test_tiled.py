@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from lowroll.kernels.attention import tiled
 from lowroll.kernels.matmul import tiled as matmul
-from lowroll.kernels.sampling import chosen
+from lowroll.kernels.sampling import token_logprobs
 from lowroll.kernels.sampling.draw import draw
 from lowroll.model.logprobs import token_log_probs
 from tests.fixtures.exact import check, exact_model
@@ -114,8 +114,8 @@ def test_the_log_prob_is_the_one_that_was_drawn(temperature: float) -> None:
     logits = torch.randn(6, 5000, generator=g) * 4
     numbers = torch.arange(6)
     tokens, logps = draw(logits, numbers, numbers + 7, torch.full((6,), temperature))
-    assert torch.equal(chosen.log_probs(logits, tokens, temperature), logps)
-    assert chosen.log_probs(logits[:0], tokens[:0], temperature).shape == (0,)
+    assert torch.equal(token_logprobs.log_probs(logits, tokens, temperature), logps)
+    assert token_logprobs.log_probs(logits[:0], tokens[:0], temperature).shape == (0,)
 
 
 @pytest.mark.parametrize(

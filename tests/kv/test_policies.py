@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowroll.kernels.compact.choose import best_and_last
+from lowroll.kernels.kv_eviction.choose import best_and_last
 from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
 from lowroll.kv.policy import snapkv
 from lowroll.kv.policy.base import CachePolicy, Selector, footprint

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from lowroll.checkpoint.faults import VARIABLE
-from lowroll.checkpoint.seal import seal
+from lowroll.checkpoint.fault_injection import VARIABLE
+from lowroll.checkpoint.line_checksum import seal
 from lowroll.metrics import samples
 from lowroll.metrics.page import SCRIPT
 from lowroll.metrics.plots import (

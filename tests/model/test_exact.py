@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lowroll.engine.native import NativeEngine
-from lowroll.kernels.invariant import rows
-from lowroll.kernels.matmul import avx2
+from lowroll.kernels.batch_invariant import rows
+from lowroll.kernels.matmul import w4_avx2
 from lowroll.quant.table import low_bit
 from lowroll.types import Request
 from tests.fixtures.exact import CPU, check, exact_model, format_of
@@ -36,7 +36,7 @@ def test_recorded_is_recomputed_in_every_mix(folder: Path, format: str, adapter:
 @pytest.mark.parametrize("format", ["fp32", *low_bit()])
 def test_every_format_is_exact(format: str, tmp_path: Path) -> None:
     """Small matrices are multiplied as floats, large ones as codes where there is a kernel."""
-    widths = (64, 512) if format in (*avx2.FORMATS, "w4a8") else (64,)
+    widths = (64, 512) if format in (*w4_avx2.FORMATS, "w4a8") else (64,)
     for width in widths:
         sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 1}
         path = hf_folder(tmp_path / f"{width}", "qwen3", head_dim=64, **sizes)

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lowroll.model import hf, lora
+from lowroll.model.adapter_base import base_of
 from lowroll.model.attention import varlen
-from lowroll.model.base import base_of
 from lowroll.model.headers import low_bit_format
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.tokenizer import eos_id, load_tokenizer

@@ -38,7 +38,7 @@ from lowroll.checkpoint.publish import (
 )
 from lowroll.cli.main import main
 from lowroll.config import from_mapping
-from lowroll.model import claims, hf, lora, template
+from lowroll.model import hf, lora, size_checks, template
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
 from lowroll.runs.demo import build_tokenizer
@@ -557,7 +557,7 @@ def test_a_model_that_is_larger_than_the_memory(
 ) -> None:
     """A file with a hole in it can be as long as it promises: then the memory decides, before
     anything is read."""
-    monkeypatch.setattr(claims, "total_memory", lambda _: 1000)
+    monkeypatch.setattr(size_checks, "total_memory", lambda _: 1000)
     monkeypatch.setattr(hf, "Transformer", lambda *_: pytest.fail("a model was made"))
     with pytest.raises(
         ValueError, match=r"parameters, at least 0\.\d GB in memory, and cpu has 0.0 GB"
@@ -580,7 +580,7 @@ def test_a_config_of_the_hub_alone_is_counted_too(good: Path) -> None:
     with pytest.raises(
         ValueError, match=r"num_hidden_layers: 1,000,000,000 makes .* GB in memory, and cpu has"
     ):
-        claims.check_memory(good / "config.json", spec, claims.LEAST_BITS, "cpu")
+        size_checks.check_memory(good / "config.json", spec, size_checks.LEAST_BITS, "cpu")
 
 
 def test_a_link_is_not_copied_into_what_is_published(good: Path, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from lowroll.advantages import custom
 from lowroll.orchestrator.errors import NoSignal
+from lowroll.orchestrator.prompt_source import fingerprint
 from lowroll.orchestrator.settings import SamplingSettings, Settings
-from lowroll.orchestrator.source import fingerprint
 from lowroll.types import Prompt, Score
 from tests.fixtures.fakes import FakeEngine, FakeEnv, LaggingEngine, build, vowels
 

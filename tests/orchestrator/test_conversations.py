@@ -15,8 +15,8 @@ from lowroll.model.transformer import Transformer
 from lowroll.orchestrator import groups as grouping
 from lowroll.orchestrator.conversations import Conversations, Dialogue
 from lowroll.orchestrator.errors import InvalidRollout
+from lowroll.orchestrator.prompt_source import Draw
 from lowroll.orchestrator.settings import Settings
-from lowroll.orchestrator.source import Draw
 from lowroll.orchestrator.stats import rollout_stats, staleness_stats, turn_stats
 from lowroll.runs import demo
 from lowroll.types import PolicySpan, Prompt, Score, ScoreError, Turn

@@ -10,15 +10,15 @@ from dataclasses import replace
 import pytest
 
 from lowroll.orchestrator import loop as orchestrator_loop
-from lowroll.orchestrator import source as orchestrator_source
+from lowroll.orchestrator import prompt_source as orchestrator_source
 from lowroll.orchestrator.alarms import alarms
 from lowroll.orchestrator.errors import ErrorWindow, InvalidRollout, ScoringFailed, describe
 from lowroll.orchestrator.evaluate import check_errors
 from lowroll.orchestrator.groups import check_group, check_versions, credit
 from lowroll.orchestrator.ledger import Ledger
+from lowroll.orchestrator.prompt_source import Draw, PromptSource
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import SamplingSettings, Settings
-from lowroll.orchestrator.source import Draw, PromptSource
 from lowroll.types import (
     BehaviorTag,
     Group,

@@ -13,10 +13,10 @@ import pytest
 
 from lowroll.envs.answers import equal
 from lowroll.orchestrator.errors import InvalidRollout
-from lowroll.orchestrator.estimates import interval, majority, pass_at_k
+from lowroll.orchestrator.eval_statistics import interval, majority, pass_at_k
 from lowroll.orchestrator.examples import Example, ExampleResponse, draw, score, votes
+from lowroll.orchestrator.prompt_source import draw_at
 from lowroll.orchestrator.settings import SamplingSettings
-from lowroll.orchestrator.source import draw_at
 from lowroll.runs.results import EngineAnswers, rows_of, shown
 from lowroll.types import Group, Prompt, Score, ScoreError
 from tests.fixtures.fakes import FakeEngine, FakeEnv, FakeTokenizer

@@ -12,13 +12,13 @@ import pytest
 
 from lowroll.orchestrator.alarms import alarms
 from lowroll.orchestrator.errors import InvalidRollout, NoSignal, ScoringFailed
-from lowroll.orchestrator.estimates import pass_at_k
+from lowroll.orchestrator.eval_statistics import pass_at_k
 from lowroll.orchestrator.evaluate import evaluate
 from lowroll.orchestrator.filters import Gibberish, Repetition, flag
 from lowroll.orchestrator.loop import Orchestrator, logged
+from lowroll.orchestrator.prompt_source import seed_of
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import SamplingSettings, Settings
-from lowroll.orchestrator.source import seed_of
 from lowroll.orchestrator.stats import percentile
 from lowroll.transport.codec import decode_batch, encode_batch
 from lowroll.types import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lowroll
-from lowroll.kernels.matmul import onednn
+from lowroll.kernels.matmul import w8a8_onednn
 from lowroll.kernels.matmul.w8a8 import multiply
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.quant import int8
@@ -59,7 +59,7 @@ def test_both_int8_products_agree_bitwise() -> None:
     torch.manual_seed(1)
     q = lowroll.quantize(torch.randn(48, 80), "int8")
     rows, bias = quantize_rows(torch.randn(9, 80), "int8"), torch.randn(48)
-    if not onednn.supports_device(torch.device("cpu")):
+    if not w8a8_onednn.supports_device(torch.device("cpu")):
         pytest.skip("this CPU's oneDNN int8 kernel is not exact")
     fallback = multiply(rows, q.tensors["codes"], q.tensors["scale"], bias)
     assert torch.equal(

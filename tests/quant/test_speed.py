@@ -10,7 +10,7 @@ import torch
 
 import lowroll
 from lowroll.engine import native
-from lowroll.kernels.matmul import onednn
+from lowroll.kernels.matmul import w8a8_onednn
 from lowroll.kernels.support import YES, no
 from lowroll.quant.formats import get_format
 from tests.fixtures.learner import tiny_model
@@ -27,7 +27,9 @@ def slow_ones() -> set[str]:
 def test_what_a_processor_has_decides(
     vnni: bool, bfloat16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onednn, "supports_device", lambda _: YES if vnni else no("has no VNNI"))
+    monkeypatch.setattr(
+        w8a8_onednn, "supports_device", lambda _: YES if vnni else no("has no VNNI")
+    )
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": bfloat16})
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     wanted = {"fp8", "fp8_block"} | (set() if vnni else {"int8", "int8_rotated"})
@@ -39,7 +41,7 @@ def test_what_a_processor_has_decides(
 def test_an_engine_says_it_once_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(onednn, "supports_device", lambda _: no("this CPU has no VNNI"))
+    monkeypatch.setattr(w8a8_onednn, "supports_device", lambda _: no("this CPU has no VNNI"))
     native.warn_if_slow.cache_clear()
     with caplog.at_level(logging.WARNING, logger="lowroll"):
         for weights in ("int8", "fp32", "int8"):

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import lowroll
-from lowroll.checkpoint.faults import VARIABLE, observers
+from lowroll.checkpoint.fault_injection import VARIABLE, observers
 from lowroll.checkpoint.lock import RunLock, RunLockedError
 from lowroll.checkpoint.store import Store
 from lowroll.config import from_mapping, load

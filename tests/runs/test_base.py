@@ -19,8 +19,8 @@ from torch import Tensor
 
 import lowroll
 from lowroll.cli.main import main
-from lowroll.model import base, hf, lora
-from lowroll.model.base import base_of
+from lowroll.model import adapter_base, hf, lora
+from lowroll.model.adapter_base import base_of
 from lowroll.model.headers import low_bit_format
 from lowroll.quant.formats import get_format
 from lowroll.runs import policy_gap
@@ -363,7 +363,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_bad_statement_is_refused_by_its_key(case: str, adapter: Path, tmp_path: Path) -> None:
     content, words = BAD[case]
     shutil.copytree(adapter, tmp_path / "a")
-    (tmp_path / "a" / base.FILE).write_text(
+    (tmp_path / "a" / adapter_base.FILE).write_text(
         content if isinstance(content, str) else json.dumps(content)
     )
     for read in (hf.load, low_bit_format):
@@ -376,15 +376,15 @@ def test_a_bad_statement_is_refused_by_its_key(case: str, adapter: Path, tmp_pat
 
 def test_any_positive_scale_is_read(adapter: Path, tmp_path: Path) -> None:
     for s in (0.4, 1, 3.0):
-        (tmp_path / base.FILE).write_text(
+        (tmp_path / adapter_base.FILE).write_text(
             json.dumps({"weights": "nf4", "dtype": "bfloat16", "uaq_scale": s})
         )
-        assert base.read(tmp_path) == base.Base("nf4", "bfloat16", s)
+        assert adapter_base.read(tmp_path) == adapter_base.Base("nf4", "bfloat16", s)
 
 
 def test_without_a_statement_it_is_the_model_that_is_named(adapter: Path, tmp_path: Path) -> None:
     shutil.copytree(adapter, tmp_path / "a")
-    (tmp_path / "a" / base.FILE).unlink()
+    (tmp_path / "a" / adapter_base.FILE).unlink()
     named = base_of(adapter)
     wanted = logits(lora.load(hf.load(named), adapter))
     assert low_bit_format(tmp_path / "a") is None and torch.equal(
@@ -426,7 +426,10 @@ def test_a_model_that_is_low_bit_by_now_is_taken_as_it_is(adapter: Path, tmp_pat
         tmp_path / "a",
         base=str(tmp_path / "low"),
     )
-    assert base.read(tmp_path / "a").weights is None and low_bit_format(tmp_path / "a") == "int8"
+    assert (
+        adapter_base.read(tmp_path / "a").weights is None
+        and low_bit_format(tmp_path / "a") == "int8"
+    )
     assert hf.load(tmp_path / "a").weight_format == "int8"
 
 

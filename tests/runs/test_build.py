@@ -17,7 +17,7 @@ from lowroll.model.spec import spec_from_config
 from lowroll.orchestrator.filters import Gibberish, Repetition
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.runs.assembly import orchestrator, trainer
-from lowroll.runs.assembly.mirror import Mirror
+from lowroll.runs.assembly.settings_from_config import Mirror
 from tests.fixtures.runs import TINY
 
 

@@ -315,7 +315,7 @@ def test_objects_that_nobody_could_find_again_are_refused(
 def test_settings_of_the_call_go_to_their_sections() -> None:
     from lowroll.config.rollout import RolloutConfig
     from lowroll.config.train import TrainConfig
-    from lowroll.runs.python import _placed
+    from lowroll.runs.python_api import _placed
 
     assert not set(RolloutConfig.model_fields) & set(TrainConfig.model_fields)
     tree = _placed(

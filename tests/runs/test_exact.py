@@ -10,7 +10,7 @@ import torch
 
 from lowroll.config import from_mapping
 from lowroll.config.load import ConfigError
-from lowroll.kernels.invariant import rows
+from lowroll.kernels.batch_invariant import rows
 from lowroll.metrics.record import read
 from lowroll.runs import demo
 from lowroll.runs.diagnose import diagnose

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lowroll.checkpoint.space import NO_ROOM
+from lowroll.checkpoint.disk_space import NO_ROOM
 from lowroll.config import from_mapping
 from lowroll.config.process_checks import one_process_notes
 from lowroll.runs.preflight import look_at_run

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lowroll.checkpoint.space import NO_ROOM
+from lowroll.checkpoint.disk_space import NO_ROOM
 from lowroll.checkpoint.store import Store
 from lowroll.config import ConfigError, from_mapping
 from lowroll.config.process_checks import one_process_problems

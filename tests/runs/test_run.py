@@ -23,7 +23,7 @@ from lowroll.checkpoint.store import Store
 from lowroll.cli.main import main
 from lowroll.config import from_mapping, load
 from lowroll.engine import native as engine_module
-from lowroll.envs.rewards import ScorerPool
+from lowroll.envs.scorer_pool import ScorerPool
 from lowroll.kv.cache import KVCache
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import read

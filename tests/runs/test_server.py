@@ -14,7 +14,7 @@ import pytest
 import lowroll
 from lowroll.cli.main import main
 from lowroll.engine.native import NativeEngine
-from lowroll.runs import evaluate, server
+from lowroll.runs import evaluate, remote_model
 from tests.fixtures.foreign import Foreign
 
 URL = "http://127.0.0.1:8000"
@@ -152,7 +152,7 @@ def test_what_a_server_is_refused_for_names_the_option(
 
 @pytest.mark.slow
 def test_responses_must_fit_the_servers_context(there: Asked, model: Path) -> None:
-    found = server.reach(URL)
+    found = remote_model.reach(URL)
     found.engine.able["context_length"] = 40  # type: ignore[attr-defined]
     cfg = lowroll.config.from_mapping({"model": "m", "rollout": {"max_tokens": 40}})
     with pytest.raises(ValueError, match="40 leaves no room for a prompt in the context of http"):

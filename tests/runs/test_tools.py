@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from lowroll.envs import make
-from lowroll.envs.rewards import ScorerPool
+from lowroll.envs.scorer_pool import ScorerPool
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.orchestrator.conversations import Conversations
+from lowroll.orchestrator.prompt_source import draw_at
 from lowroll.orchestrator.settings import SamplingSettings
-from lowroll.orchestrator.source import draw_at
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
 from tests.fixtures import hermes
 from tests.fixtures.runs import settings, train

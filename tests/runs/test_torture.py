@@ -14,7 +14,7 @@ from random import Random
 
 import pytest
 
-from lowroll.checkpoint.faults import VARIABLE, observers
+from lowroll.checkpoint.fault_injection import VARIABLE, observers
 from lowroll.checkpoint.publish import verify_folder
 from lowroll.runs import demo
 from lowroll.runs.export import quantize_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lowroll.checkpoint.seal import seal, unseal
+from lowroll.checkpoint.line_checksum import seal, unseal
 from lowroll.runs.roles.channels import Patient
 from lowroll.transport.base import (
     ChannelClosed,

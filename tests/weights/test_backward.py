@@ -18,7 +18,7 @@ from lowroll.model.logprobs import token_log_probs
 from lowroll.model.transformer import Transformer, initialize
 from lowroll.quant import fp8
 from lowroll.trainer import recompute
-from lowroll.weights import derived
+from lowroll.weights import derived_tensors
 from lowroll.weights.aligned import align, transpose
 from lowroll.weights.publish import quantize_base
 from tests.fixtures.bands import EXPERTS, make_model
@@ -163,7 +163,7 @@ def test_codes_follow_the_weights() -> None:
         for _, linear in model.linears():
             linear.weight.mul_(1 + 0.1 * normal(*linear.weight.shape))
     before = {name: linear.transposed.tensors["weight"] for name, linear in model.linears()}
-    derived.renew(model)
+    derived_tensors.renew(model)
     for name, linear in model.linears():
         assert linear.transposed.tensors["weight"] is before[name]
         wanted = lowroll.quantize(linear.weight.detach().t(), "fp8")
@@ -181,7 +181,7 @@ def test_a_weight_that_is_not_finite_is_named(forward: str | None) -> None:
     with torch.no_grad():
         model.blocks[1].o.weight[0, 0] = math.nan
     with pytest.raises(ValueError, match=r"blocks\.1\.o\.weight: fp8: .*non-finite"):
-        derived.renew(model)
+        derived_tensors.renew(model)
     with pytest.raises(ValueError, match=r"blocks\.1\.o\.weight: fp8: .*non-finite"):
         transpose(model)
 

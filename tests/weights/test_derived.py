@@ -20,7 +20,7 @@ from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.state import restore_weights
 from lowroll.trainer.step import learn
-from lowroll.weights import derived
+from lowroll.weights import derived_tensors
 from lowroll.weights.aligned import align
 from tests.fixtures.learner import make_batch, settings, tiny_model
 
@@ -53,7 +53,7 @@ def test_one_call_makes_the_new_weights_felt(make) -> None:
     stale = hidden(model)
     for each in (model, fresh):
         write_unseen(each)
-        derived.renew(each)
+        derived_tensors.renew(each)
     assert torch.equal(hidden(model), hidden(fresh)) and not torch.equal(hidden(model), stale)
 
 
@@ -107,7 +107,7 @@ def learnt(minibatches: int) -> list[Tensor]:
 def test_restored_weights_are_felt() -> None:
     model, other = adapted(), adapted()
     write_unseen(other)
-    derived.renew(other)
+    derived_tensors.renew(other)
     hidden(model)
     saved = {name: p.detach().clone() for name, p in other.trainable_parameters().items()}
     with torch.autograd._unsafe_preserve_version_counter(
@@ -162,6 +162,6 @@ def losses(model: Transformer) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        derived.renew(model)
+        derived_tensors.renew(model)
         found.append(loss.item())
     return found

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowroll.checkpoint.faults import observers
+from lowroll.checkpoint.fault_injection import observers
 from lowroll.checkpoint.publish import MANIFEST, verify_folder
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowroll import Engine, Request
-from lowroll.model import base, hf, lora
+from lowroll.model import adapter_base, hf, lora
 from lowroll.model.headers import low_bit_format
 from lowroll.model.transformer import Transformer
 from lowroll.quant import mixed
@@ -151,7 +151,7 @@ def test_an_adapter_states_its_mixed_base(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "adapter"
     out.mkdir()
     lora.write(model, out, str(folder), folder, 1.0)
-    stated = json.loads((out / base.FILE).read_text())
+    stated = json.loads((out / adapter_base.FILE).read_text())
     assert set(stated["weights"]) == set(CYCLE)
     again = hf.load(out)
     assert again.weight_format == name

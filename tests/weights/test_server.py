@@ -466,7 +466,7 @@ def test_what_can_be_told_is_served_at_every_moment(
             )
             taken.append(newest.version)
 
-    monkeypatch.setattr("lowroll.checkpoint.faults.observers", [ask])
+    monkeypatch.setattr("lowroll.checkpoint.fault_injection.observers", [ask])
     at.publish(moved_to(learner, 1))
     at.publish(moved_to(learner, 2))
     assert taken == [1, 1, 2]

@@ -17,7 +17,7 @@ Differences and choices:
 4. An enabled `noise_scheduler` is our `noise` section, exponential, in its program's variant and
    with clean norms for the learner.
 5. Rollouts use the learner's own weights, as in the document; `rollout.weights=int8` is one
-   override away (overrides use the names of `lowroll/config/settings.py`). A number that several
+   override away (overrides use the names of `lowroll/config/schema.py`). A number that several
    files repeat must be the same in all of them.
 """
 
@@ -29,7 +29,7 @@ from pathlib import Path as FilePath
 
 from lowroll.config.build import Overrides, build, read, validate
 from lowroll.config.document import ConfigError, Document, Mark
-from lowroll.config.schema import RunConfig
+from lowroll.config.run_config import RunConfig
 from lowroll.config.surogate import rules
 from lowroll.config.surogate.rules import OWN_SERVER, File, Files
 from lowroll.config.surogate.schema import RECIPES, InferFile, OrchFile, TrainFile

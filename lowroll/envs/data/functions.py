@@ -35,7 +35,6 @@ from typing import Any
 
 from lowroll.envs.answers import Unjudged, equal, last_answer
 from lowroll.envs.base import bounded
-from lowroll.envs.blame import describe, place
 from lowroll.envs.data.columns import ODD, Message, plain
 from lowroll.envs.data.reward_models import RewardModel, is_model
 from lowroll.envs.outcome import (
@@ -48,6 +47,7 @@ from lowroll.envs.outcome import (
     metric_name,
 )
 from lowroll.envs.table import import_file, split_file
+from lowroll.envs.user_errors import describe, place
 from lowroll.types import nearest
 
 ANSWER = "answer"  # the built-in function

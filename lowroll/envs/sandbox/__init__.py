@@ -12,9 +12,9 @@ pipes. `jail` and `inside` import the standard library alone.
 from __future__ import annotations
 
 from lowroll.envs.sandbox.cases import Case, CaseResults, Result, SandboxLimits
+from lowroll.envs.sandbox.isolation import SandboxMissing, run_cases
 from lowroll.envs.sandbox.run import SandboxError
 from lowroll.envs.sandbox.shapes import PRELUDE, cases_of, last_block
-from lowroll.envs.sandbox.walls import SandboxMissing, run_cases
 
 __all__ = [
     "PRELUDE",

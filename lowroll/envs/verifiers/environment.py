@@ -9,9 +9,9 @@ from random import Random
 from typing import Any
 
 from lowroll.envs.base import Environment, split_of
-from lowroll.envs.blame import describe
 from lowroll.envs.outcome import awaited
 from lowroll.envs.tools import with_counts
+from lowroll.envs.user_errors import describe
 from lowroll.envs.verifiers.source import VerifiersSource, refuse_missing
 from lowroll.types import Message, Prompt, Score
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lowroll.kernels import cxx
 from lowroll.kernels.build import pointer
-from lowroll.kernels.matmul import onednn
+from lowroll.kernels.matmul import w8a8_onednn
 from lowroll.kernels.support import NO_GRADIENT, YES, Support, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -50,7 +50,7 @@ def supports_device(device: torch.device) -> Support:
         return cxx.NO_CPU
     if not torch.cpu._is_amx_tile_supported():
         return no("three products of bytes are slower than one of floats on a CPU without AMX")
-    if not (found := onednn.supports_device(device)):
+    if not (found := w8a8_onednn.supports_device(device)):
         return found
     return cxx.supports(SOURCE, "frozen int8 codes are multiplied as floats")
 
@@ -66,7 +66,7 @@ def supports(x_MK: Tensor, codes_NK: Tensor) -> Support:
 
 
 def add_product(
-    y_MN: Tensor, x_MK: Tensor, packed: onednn.Packed, scale_K: Tensor | None = None
+    y_MN: Tensor, x_MK: Tensor, packed: w8a8_onednn.Packed, scale_K: Tensor | None = None
 ) -> Tensor:
     """Add (x * scale) times the transposed codes, each with its own scale, to y and return y. All
     are float32."""
@@ -77,7 +77,7 @@ def add_product(
     return y_MN
 
 
-def _add(y_MN: Tensor, x_MK: Tensor, packed: onednn.Packed, scale_K: Tensor | None) -> None:
+def _add(y_MN: Tensor, x_MK: Tensor, packed: w8a8_onednn.Packed, scale_K: Tensor | None) -> None:
     (M, K), N = x_MK.shape, y_MN.shape[1]
     bytes_LK = torch.empty(3 * M, K, dtype=torch.uint8)
     step_M = torch.empty(M)
@@ -86,6 +86,6 @@ def _add(y_MN: Tensor, x_MK: Tensor, packed: onednn.Packed, scale_K: Tensor | No
     made = pointer(bytes_LK), pointer(step_M)
     scale = None if scale_K is None else pointer(scale_K)
     cxx.run(SOURCE, "limbs_split", LimbsArguments(pointer(x_MK), scale, *made, None, None, *sizes))
-    sums_MN = onednn.multiply_digits(bytes_LK.split(M), packed)
+    sums_MN = w8a8_onednn.multiply_digits(bytes_LK.split(M), packed)
     last = pointer(sums_MN), pointer(y_MN)
     cxx.run(SOURCE, "limbs_join", LimbsArguments(None, None, *made, *last, *sizes))

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.matmul import exact, gemv, integers
+from lowroll.kernels.matmul import gemv, integers, w8a8_float32
 from lowroll.kernels.quantize.rows import E4M3, Product, QuantizedRows
 from lowroll.kernels.support import YES, Support, no
 
@@ -54,7 +54,7 @@ def multiply(
         if codes_NK.is_cuda:
             sums_MN = torch._int_mm(codes_MK, codes_NK.t()).float()
         else:
-            sums_MN = exact.multiply(codes_MK, exact.split(codes_NK))
+            sums_MN = w8a8_float32.multiply(codes_MK, w8a8_float32.split(codes_NK))
         return Product(sums_MN * scale_N.flatten(), rows.scale_M1, None, bias_N, rows.dtype)
     if not codes_NK.is_cuda or not scaled_mm_supports(codes_NK.device):
         sums_MN = F.linear(codes_MK.float(), codes_NK.float())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
-from lowroll.kernels.sampling.marks import SEEN, Marked, flat
+from lowroll.kernels.sampling.penalties import SEEN, Marked, flat
 
 
 def advance(

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 from lowroll.kernels.sampling import avx2
-from lowroll.kernels.sampling.chosen import log_prob
 from lowroll.kernels.sampling.filters import Filters, Kept, keep
 from lowroll.kernels.sampling.noise import STREAM, best_of, gumbel
 from lowroll.kernels.sampling.tiles import (
@@ -40,6 +39,7 @@ from lowroll.kernels.sampling.tiles import (
     temperature_of,
     tiles_of,
 )
+from lowroll.kernels.sampling.token_logprobs import log_prob
 
 NOISE_ROWS = 16  # noise rows that plain torch makes at a time
 

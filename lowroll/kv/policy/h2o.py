@@ -6,7 +6,7 @@ group, of the attention probability that each has given it. Kept keys keep their
 budget is for the last keys, the other half for the best scores before them.
 
 Attention kernels do not return probabilities: they are computed again for each token and layer,
-here in plain torch, on CUDA by `kernels.compact.watch`. As all queries of a prompt must be seen,
+here in plain torch, on CUDA by `kernels.kv_eviction.watch`. As all queries of a prompt must be seen,
 none of its tokens comes from the prefix cache.
 
 Legend: L layers, B rows, S slots, T tokens, C queries of a row, H query heads, G key-value heads, Q
@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.compact.choose import best_and_last
-from lowroll.kernels.compact.watch import add_attended, add_supports
+from lowroll.kernels.kv_eviction.choose import best_and_last
+from lowroll.kernels.kv_eviction.watch import add_attended, add_supports
 from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
 from lowroll.kv.policy.base import Selector, copy_slots, num_pages, num_slots
 from lowroll.kv.policy.bounded import Bounded

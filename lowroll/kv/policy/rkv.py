@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.kernels.compact import score
-from lowroll.kernels.compact.score import DUPLICATE, EPS
+from lowroll.kernels.kv_eviction import score
+from lowroll.kernels.kv_eviction.score import DUPLICATE, EPS
 from lowroll.kv.cache import DecodeRows, KVCache
 from lowroll.kv.policy.logits import MOST_SCORED
 from lowroll.kv.policy.snapkv import SnapKV, importance

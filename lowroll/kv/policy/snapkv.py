@@ -9,7 +9,7 @@ A KV head's score of a key, over the n cached keys and the last A = `window` que
 
 The last A keys always stay. Ties go to the older key.
 
-This file scores a layer at a time in plain torch; on CUDA `kernels.compact` scores all layers at
+This file scores a layer at a time in plain torch; on CUDA `kernels.kv_eviction` scores all layers at
 once.
 
 Legend: L layers, B rows, S slots, A queries of the window, H query heads, G key-value heads, d head
@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.compact import score
-from lowroll.kernels.compact.choose import best_and_last
-from lowroll.kernels.compact.watch import remember
+from lowroll.kernels.kv_eviction import score
+from lowroll.kernels.kv_eviction.choose import best_and_last
+from lowroll.kernels.kv_eviction.watch import remember
 from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
 from lowroll.kv.policy.base import Selector, copy_slots, num_slots
 from lowroll.kv.policy.bounded import Bounded

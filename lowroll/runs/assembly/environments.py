@@ -8,7 +8,7 @@ from lowroll import envs as room
 from lowroll.config import EnvConfig, RunConfig
 from lowroll.envs import Environment, child
 from lowroll.envs.output import readable
-from lowroll.envs.rewards import ScorerPool
+from lowroll.envs.scorer_pool import ScorerPool
 
 
 def make(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:

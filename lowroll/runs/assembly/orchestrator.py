@@ -16,7 +16,7 @@ from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import SamplingSettings, Settings
 from lowroll.runs.assembly import prompts
-from lowroll.runs.assembly.mirror import Mirror
+from lowroll.runs.assembly.settings_from_config import Mirror
 
 if TYPE_CHECKING:
     from lowroll.model.spec import ModelSpec

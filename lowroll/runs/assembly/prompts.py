@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from lowroll.config import RunConfig
 from lowroll.envs import Environment
 from lowroll.envs.tasks import prompt_at
-from lowroll.orchestrator.source import encode
+from lowroll.orchestrator.prompt_source import encode
 from lowroll.runs.assembly import caches
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from lowroll.config.rollout import NoiseConfig
 from lowroll.config.train import CriticConfig, GuardConfig, SftConfig, TrainConfig
 from lowroll.objectives.objective import select
 from lowroll.quant.budget import parse
-from lowroll.runs.assembly.mirror import Mirror
+from lowroll.runs.assembly.settings_from_config import Mirror
 from lowroll.trainer.critic import CriticSettings
 from lowroll.trainer.guard import Guard, GuardSettings
 from lowroll.trainer.optim import OptimSettings

@@ -37,7 +37,7 @@ from lowroll.runs.memory.weights import adapted, largest
 
 FLOAT = 4
 MOST_PREFILL = 8192  # prompt tokens of a pass (`engine.native`)
-MOST_SHORT = 1024  # of a pass that is a graph (`engine.prompts`)
+MOST_SHORT = 1024  # of a pass that is a graph (`engine.prefill_graphs`)
 
 
 @dataclass(frozen=True)

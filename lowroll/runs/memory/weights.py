@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from lowroll.config import RunConfig
-from lowroll.kernels.matmul import avx2, limbs, onednn
+from lowroll.kernels.matmul import limbs, w4_avx2, w8a8_onednn
 from lowroll.model.experts import StackedLinear
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
@@ -197,11 +197,11 @@ def _dense_copy(
         return item * _size(linear) if kept else 0
     if form.bits < 8:
         matrix = _matrix(linear, model)
-        known = avx2.supports_matrix(form.kernel, matrix, compute.device)
+        known = w4_avx2.supports_matrix(form.kernel, matrix, compute.device)
         return 0 if known else item * _size(linear)
     if form.dense:
         return item * _size(linear) if _size(linear) >= PACK_FROM else 0
-    if isinstance(form, Int8) and onednn.supports_device(compute.device):
+    if isinstance(form, Int8) and w8a8_onednn.supports_device(compute.device):
         return _size(linear)
     return MASTER * _size(linear)
 

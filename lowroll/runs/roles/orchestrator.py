@@ -21,7 +21,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.fault_injection import faultpoint
 from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.store import Store
 from lowroll.config import RunConfig

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.fault_injection import faultpoint
 from lowroll.config import RunConfig
 from lowroll.parallel.ranks import ALONE, RankGroup, Ranks
 from lowroll.parallel.sharding import Sharded

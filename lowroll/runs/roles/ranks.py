@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lowroll.checkpoint.space import NO_ROOM
+from lowroll.checkpoint.disk_space import NO_ROOM
 from lowroll.config import RunConfig
 from lowroll.metrics.record import read
 from lowroll.runs.attempt import RunResult

@@ -22,10 +22,10 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from lowroll.checkpoint.disk_space import NO_ROOM
 from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.lock import LOCK, RunLock, RunLockedError, refuse_locked
 from lowroll.checkpoint.logfile import Warnings
-from lowroll.checkpoint.space import NO_ROOM
 from lowroll.config import RunConfig
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import EVALUATIONS_FILE, METRICS_FILE, read, read_evaluations

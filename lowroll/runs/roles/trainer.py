@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.fault_injection import faultpoint
 from lowroll.checkpoint.files import write_file
 from lowroll.config import RunConfig
 from lowroll.metrics.live import LiveView

@@ -1,5 +1,5 @@
 """The engines' weight versions, as the orchestrator requests them
-(`orchestrator.client.WeightsWatch`), and the engines as `runs.batches` uses them.
+(`orchestrator.interfaces.WeightsWatch`), and the engines as `runs.batches` uses them.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.fault_injection import faultpoint
 from lowroll.engine.base import EngineStats, PartialSample
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.engine.remote.versions import Superseded
 from lowroll.kv.policy.base import CachePolicy
-from lowroll.orchestrator.client import Progress
+from lowroll.orchestrator.interfaces import Progress
 from lowroll.types import Group, Request
 from lowroll.weights.sync.base import Broadcast, Broadcasts
 

@@ -36,7 +36,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.fault_injection import faultpoint
 from lowroll.checkpoint.files import sync_folder, write_file
 from lowroll.checkpoint.publish import (
     MANIFEST,
@@ -47,7 +47,7 @@ from lowroll.checkpoint.publish import (
     remove_leftovers,
     verify_folder,
 )
-from lowroll.model import base as bases
+from lowroll.model import adapter_base as bases
 from lowroll.model import hf, lora, scaling
 from lowroll.model.headers import read_headers
 from lowroll.model.spec import ModelSpec, read_spec

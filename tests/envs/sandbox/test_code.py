@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from lowroll.envs import make
-from lowroll.envs.rewards import ScorerPool
 from lowroll.envs.sandbox import (
     Case,
     SandboxError,
     SandboxMissing,
     cases_of,
+    isolation,
     last_block,
     run,
     run_cases,
-    walls,
 )
 from lowroll.envs.sandbox.cases import SandboxLimits, same_text, same_value
+from lowroll.envs.scorer_pool import ScorerPool
 from lowroll.types import Score, ScoreError
 from tests.fixtures.sandbox import missing
 
@@ -114,10 +114,10 @@ def test_without_isolation_nothing_runs_and_the_error_says_what_helps(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = run.Walls("namespaces", lambda size: ["/bin/sh", "-c", "echo refused >&2; exit 1"])
-    monkeypatch.setattr(walls, "NAMESPACES", broken)
+    monkeypatch.setattr(isolation, "NAMESPACES", broken)
     settings = {"/proc/sys/kernel/unprivileged_userns_clone": "0"}
-    monkeypatch.setattr(walls, "_reads", settings.get)
-    walls.found.cache_clear()
+    monkeypatch.setattr(isolation, "_reads", settings.get)
+    isolation.found.cache_clear()
     try:
         with pytest.raises(SandboxMissing, match="none is run: namespaces: refused.*sysctl kernel"):
             make("code", args={"path": path})
@@ -128,7 +128,7 @@ def test_without_isolation_nothing_runs_and_the_error_says_what_helps(
         ):
             run_cases(ADD, [Case("1 2", "3")])
     finally:
-        walls.found.cache_clear()
+        isolation.found.cache_clear()
 
 
 @isolated

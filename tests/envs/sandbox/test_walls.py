@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lowroll.envs.sandbox import Case, SandboxError, SandboxMissing, inside, jail, run, walls
+from lowroll.envs.sandbox import Case, SandboxError, SandboxMissing, inside, isolation, jail, run
 from lowroll.envs.sandbox.cases import SandboxLimits
 from tests.fixtures.sandbox import missing
 
@@ -21,7 +21,7 @@ def kill(pid, number):
     os.write(2, f"os.kill({{pid}}, {{number}}) was reached".encode())
     os._exit(9)
 os.kill = kill
-runpy.run_path({str(walls.INSIDE)!r}, run_name="__main__")
+runpy.run_path({str(isolation.INSIDE)!r}, run_name="__main__")
 """
 NOTHING = run.Walls("nothing", lambda size: [sys.executable, "-c", BARE])
 
@@ -45,13 +45,13 @@ def test_walls_that_isolate_nothing_are_refused_before_they_take_a_program() -> 
 def test_a_machine_whose_walls_isolate_nothing_has_no_sandbox(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(walls, "NAMESPACES", NOTHING)
-    walls.found.cache_clear()
+    monkeypatch.setattr(isolation, "NAMESPACES", NOTHING)
+    isolation.found.cache_clear()
     try:
         with pytest.raises(SandboxMissing, match="none is run: nothing: it isolates nothing"):
-            walls.found()
+            isolation.found()
     finally:
-        walls.found.cache_clear()
+        isolation.found.cache_clear()
 
 
 def test_a_bwrap_on_the_path_is_not_believed(
@@ -62,11 +62,11 @@ def test_a_bwrap_on_the_path_is_not_believed(
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    walls.found.cache_clear()
+    isolation.found.cache_clear()
     try:
         missing()
     finally:
-        walls.found.cache_clear()
+        isolation.found.cache_clear()
     assert not mark.exists()
 
 
@@ -101,7 +101,7 @@ def test_process_1_of_a_container_is_refused_too(
 
 @isolated
 def test_each_namespace_is_another_than_the_machine_s() -> None:
-    own = {name: os.readlink(f"/proc/self/ns/{name}") for name in walls.NAMES}
+    own = {name: os.readlink(f"/proc/self/ns/{name}") for name in isolation.NAMES}
     for name, link in own.items():
         with pytest.raises(OSError, match=f"the {name} namespace is the machine's own"):
             jail.check_namespaces({name: link})
@@ -110,5 +110,7 @@ def test_each_namespace_is_another_than_the_machine_s() -> None:
 
 @isolated
 def test_a_program_that_sees_the_machine_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walls, "PROOF", "input()\nprint('True 1 1000 False')")
-    assert str(walls._try(walls.NAMESPACES)).startswith("namespaces: a program in it was not isol")
+    monkeypatch.setattr(isolation, "PROOF", "input()\nprint('True 1 1000 False')")
+    assert str(isolation._try(isolation.NAMESPACES)).startswith(
+        "namespaces: a program in it was not isol"
+    )

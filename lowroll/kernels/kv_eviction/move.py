@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowroll.kernels.compact.score import addresses
+from lowroll.kernels.kv_eviction.score import addresses
 from lowroll.kernels.launch import block, jit, tl, triton_supports
 
 Buffers = Sequence[Tensor]  # one a layer, [pages, page, G, ...], whatever a key or value takes

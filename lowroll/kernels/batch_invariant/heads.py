@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lowroll.kernels.batch_invariant.gradient import with_gradient_of
 from lowroll.kernels.fused import avx2, rope
-from lowroll.kernels.invariant.gradient import with_gradient_of
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize.rows import Product
 

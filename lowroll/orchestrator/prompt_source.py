@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from lowroll.envs.curriculum import LevelProgress
 from lowroll.envs.tasks import prompt_at
-from lowroll.orchestrator.client import Tokenizer
 from lowroll.orchestrator.conversations import Dialogue
 from lowroll.orchestrator.errors import NoSignal
+from lowroll.orchestrator.interfaces import Tokenizer
 from lowroll.orchestrator.ledger import Ledger, Planned
 from lowroll.orchestrator.settings import SamplingSettings, Settings
 from lowroll.types import Prompt, Request

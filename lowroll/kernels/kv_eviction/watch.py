@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lowroll.kernels.attention.decode import packed_heads
-from lowroll.kernels.compact.score import TYPES, load_keys
+from lowroll.kernels.kv_eviction.score import TYPES, load_keys
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 from lowroll.kernels.support import Support, no
 

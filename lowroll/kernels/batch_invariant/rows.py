@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import cxx
+from lowroll.kernels.batch_invariant.gradient import with_gradient_of
 from lowroll.kernels.build import pointer
 from lowroll.kernels.fused import norm, swiglu
-from lowroll.kernels.invariant.gradient import with_gradient_of
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
 from lowroll.kernels.support import Support

@@ -1,0 +1,145 @@
+"""A run's configuration: one frozen tree of settings whose values work together.
+
+Every section is a strict pydantic model: an unknown key, text for a number, a boolean for a count
+and a non-finite number are errors. `RunConfig` last checks the settings against each other and
+reports all problems at once. `null` means "the default of the algorithm"; `RunConfig.resolved()`
+fills all such gaps, `notes` gives reasons, and `dump()` writes the resolved tree as YAML that loads
+to the same tree.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import yaml
+from pydantic import model_validator
+from pydantic_core import PydanticCustomError
+
+from lowroll.config.auto import correction_of, thresholds_of
+from lowroll.config.checks import problems, warnings
+from lowroll.config.data import EnvConfig, named
+from lowroll.config.document import ConfigDumper, dotted
+from lowroll.config.schema import RunSettings
+from lowroll.config.section import CUSTOM
+from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
+
+
+class RunConfig(RunSettings):
+    """One run. Load it with `lowroll.config.load`; every field but `model` has a default."""
+
+    _notes: tuple[str, ...] = ()
+    _given: str | None = None
+    _source: str = "settings"
+    _chosen: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        found = list(problems(self))
+        if found:
+            text = "; ".join(f"{dotted(keys[0])}: {message}" for keys, message in found)
+            raise PydanticCustomError("combination", "{text}", {"text": text, "problems": found})
+        return self
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Automatic choices, and settings that deserve a second look, one line each."""
+        return self._notes
+
+    @property
+    def chosen_options(self) -> tuple[str, ...]:
+        """Options of the objective that `correction: auto` chose; the measured mismatch may widen
+        them."""
+        return self._chosen
+
+    @property
+    def given(self) -> str | None:
+        """The YAML text that an orchestrator started with orch.yaml alone leaves in the run's
+        folder for a trainer that has train.yaml alone (`surogate.roles.GIVEN`); else None."""
+        return self._given
+
+    @property
+    def source(self) -> str:
+        """The source file, for messages."""
+        return self._source
+
+    @property
+    def objective_options(self) -> dict[str, Any]:
+        """Return the options of `objectives.objective.select(cfg.algorithm, cfg.correction)`, with
+        the defaults filled in."""
+        cfg = self.resolved()
+        return cfg.loss.options(cfg.algorithm, cfg.correction, cfg.rollout.max_tokens)
+
+    def with_notes(self, *lines: str) -> RunConfig:
+        copy = self.model_copy()
+        copy._notes = self._notes + tuple(line for line in lines if line not in self._notes)
+        return copy
+
+    def with_origin(self, source: str | None = None, given: str | None = None) -> RunConfig:
+        """Return a copy with this source file, or this text for a trainer."""
+        copy = self.model_copy()
+        copy._source = source or self._source
+        copy._given = given or self._given
+        return copy
+
+    def sized(self) -> RunConfig:
+        """Return a copy whose open sizes of the learner's passes are those of a large device."""
+        return self.model_copy(update={"train": self.train.sized()})
+
+    def resolved(self) -> RunConfig:
+        """Return the run with every `auto` and null filled in, except device, dtype and the sizes
+        of the learner's passes, which depend on the machine. Idempotent."""
+        default = ALGORITHMS[self.algorithm]
+        advantage = default.advantage if self.advantage_function is None else CUSTOM
+        correction, reason = correction_of(self)
+        options = pair(self.algorithm, correction).options
+        # a correction that does not clip or cap has no bounds and no cap
+        defaults = {"cap": CAP, **dict.fromkeys(BOUNDS), **options}
+        loss = {
+            name: defaults[name]
+            for name in ("cap", *BOUNDS, "reduce")
+            if getattr(self.loss, name) is None
+        }
+        chosen = thresholds_of(self)
+        if chosen:
+            loss[correction] = getattr(self.loss, correction).model_copy(update=chosen)
+        copy = self.model_copy(
+            update={
+                "advantage": self.advantage or advantage,
+                "correction": correction,
+                "loss": self.loss.model_copy(update=loss),
+                "train": self.train.model_copy(update={"forward": self.forward}),
+                "rollout": self.rollout.with_kv(self.rollout.kv and self.rollout.kv.resolved()),
+                "dapo": self.dapo.model_copy(update={"dynamic_sampling": self.samples_dynamically}),
+                "env": tuple(named(env) for env in _environments(self)),
+                "data": None,
+                "reward_funcs": (),
+                "reward_weights": None,
+                "eval": self.eval.model_copy(
+                    update={"env": self.eval.env and tuple(map(named, self.eval.env))}
+                ),
+            }
+        )
+        copy._chosen = self._chosen or tuple(chosen)
+        because = (f"correction: {correction}, because {reason}",) if reason else ()
+        return copy.with_notes(*because, *warnings(copy))
+
+    def tree(self) -> dict[str, Any]:
+        """Return the resolved settings as plain values, equal to loading `dump()`."""
+        return self.resolved().model_dump(mode="json")
+
+    def dump(self) -> str:
+        """Return the resolved tree as YAML that loads to the same tree."""
+        return yaml.dump(
+            self.tree(), Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6
+        )
+
+
+def _environments(cfg: RunSettings) -> tuple[EnvConfig, ...]:
+    if cfg.data is None:
+        return cfg.env
+    args = cfg.data.model_dump(mode="json", exclude_defaults=True)
+    if cfg.reward_funcs:
+        args["reward_funcs"] = list(cfg.reward_funcs)
+    if cfg.reward_weights is not None:
+        args["reward_weights"] = list(cfg.reward_weights)
+    return (EnvConfig(id="data", args=args),)
