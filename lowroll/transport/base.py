@@ -25,6 +25,11 @@ class TransportError(RunFailed):
     """An error between two processes."""
 
 
+class OtherFormat(TransportError, ValueError):
+    """What another version of lowroll wrote. Waiting or a restart cannot help, so commands take it
+    for a mistake of the settings."""
+
+
 class DeadlineExceeded(TransportError):
     """A wait that ran out of time; the message names what it waited for and how long."""
 

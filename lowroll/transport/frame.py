@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from lowroll.transport.base import DamagedFrame, TransportError
+from lowroll.transport.base import DamagedFrame, OtherFormat
 from lowroll.transport.codec import (
     MAX_BYTES,
     CodecError,
@@ -72,7 +72,7 @@ def encode_frame(batch: Batch, run: str) -> bytes:
 
 def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
     """Return the batch of `step` of `run`. DamagedFrame, beginning with `where`, for anything else;
-    TransportError for a frame of another format."""
+    OtherFormat for a frame of another format."""
     payload = check_frame(data, run, step, where)
     try:
         batch = unpack_batch(payload)
@@ -85,7 +85,7 @@ def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
 
 def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
     """Return the bytes after the header, checked for size and digest. DamagedFrame otherwise;
-    TransportError for a frame of another format."""
+    OtherFormat for a frame of another format."""
     begins = data.find(b"\n", 0, MAX_LINE_BYTES) + 1
     try:
         if not begins:
@@ -94,7 +94,7 @@ def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
     except ValueError as error:
         raise DamagedFrame(f"{where}: {printable(error)}") from error
     if header.format != FORMAT:
-        raise TransportError(
+        raise OtherFormat(
             f"{where}: a frame of format {header.format}, this program reads {FORMAT}: finish the "
             "run with the version of lowroll that began it"
         )
