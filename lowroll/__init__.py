@@ -1,6 +1,6 @@
 """lowroll: reinforcement learning of language models with cheap rollouts.
 
-The public names load on first use, so that `import lowroll` and its torch-free rooms stay light.
+The public names load on first use, so that `import lowroll` and its torch-free packages stay light.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The nouns that the rooms exchange. Standard library only.
+"""The types that the packages exchange. Standard library only.
 
 A token id is an int, a log-prob a float in nats under the distribution that the token was drawn
 from. Everything here is plain data: it survives `lowroll.transport.codec` byte for byte.

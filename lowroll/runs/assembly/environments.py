@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lowroll import envs as room
+from lowroll import envs
 from lowroll.config import EnvConfig, RunConfig
 from lowroll.envs import Environment, child
 from lowroll.envs.output import readable
 from lowroll.envs.scorer_pool import ScorerPool
 
 
-def make(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
+def make(wanted: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
     """Make the environments, by name. ValueError for a shared name, or an unset variable that one
     passes on."""
-    passed = [child.named(env.pass_env, f"env {env.name or env.id!r}: pass_env") for env in envs]
-    made = [_environment(env, seed, secrets) for env, secrets in zip(envs, passed, strict=True)]
+    passed = [child.named(env.pass_env, f"env {env.name or env.id!r}: pass_env") for env in wanted]
+    made = [_environment(env, seed, secrets) for env, secrets in zip(wanted, passed, strict=True)]
     names = [env.name for env in made]
     if len(set(names)) < len(names):
         raise ValueError(
@@ -26,15 +26,15 @@ def make(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
 
 def _environment(env: EnvConfig, seed: int, secrets: Mapping[str, str]) -> Environment:
     try:
-        return room.make(env.id, name=env.name, args=env.args, seed=seed)
+        return envs.make(env.id, name=env.name, args=env.args, seed=seed)
     except ValueError as error:
         raise ValueError(readable(str(error), secrets)) from (None if secrets else error)
 
 
-def scorer(cfg: RunConfig, envs: tuple[EnvConfig, ...]) -> ScorerPool:
+def scorer(cfg: RunConfig, wanted: tuple[EnvConfig, ...]) -> ScorerPool:
     """Start scoring workers. Training and evaluation may use one name with different arguments."""
-    specs = {env.name or env.id: (env.id, dict(env.args), cfg.seed) for env in envs}
-    variables = sorted({name for env in envs for name in env.pass_env})
+    specs = {env.name or env.id: (env.id, dict(env.args), cfg.seed) for env in wanted}
+    variables = sorted({name for env in wanted for name in env.pass_env})
     return ScorerPool(
         specs, cfg.score.workers, cfg.score.time_limit, cfg.score.memory_limit_mb, variables
     )
