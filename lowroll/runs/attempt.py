@@ -34,8 +34,14 @@ from lowroll.runs.stop import StepDropped, Stop, leave_lost_outputs
 log = logging.getLogger(__name__)
 
 
-# last-step metrics in the short form of a result, if recorded
-_TOLD = ("reward/mean", "sft/loss", "mismatch/kl_k3", "rollout/length_mean", "optim/grad_norm")
+# The metrics of the last step that the short form of a result shows, if they are recorded.
+_RESULT_METRICS = (
+    "reward/mean",
+    "sft/loss",
+    "mismatch/kl_k3",
+    "rollout/length_mean",
+    "optim/grad_norm",
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,18 +69,22 @@ class RunResult:
         return bool(self.signal)
 
     def __repr__(self) -> str:
-        how = self.ended or (f"stopped by signal {self.signal}" if self.signal else "finished")
-        last = self.metrics
-        told = [f"{name} {last[name]:.4g}" for name in _TOLD if last.get(name) is not None]
-        told += [
+        outcome = self.ended or (f"stopped by signal {self.signal}" if self.signal else "finished")
+        last_metrics = self.metrics
+        shown_metrics = [
+            f"{name} {last_metrics[name]:.4g}"
+            for name in _RESULT_METRICS
+            if last_metrics.get(name) is not None
+        ]
+        shown_metrics += [
             f"{name} {value:.4g}"
-            for name, value in last.items()
+            for name, value in last_metrics.items()
             if re.fullmatch(r"eval/.+/reward", name) and value is not None
         ]
         return "\n".join(
             (
-                f"RunResult({str(self.folder)!r}, step {last.get('step', 0)}, {how})",
-                f"  last step: {', '.join(told) or 'no step has been recorded'}",
+                f"RunResult({str(self.folder)!r}, step {last_metrics.get('step', 0)}, {outcome})",
+                f"  last step: {', '.join(shown_metrics) or 'no step has been recorded'}",
                 f"  more: .metrics, .records ({len(self.records)}), .model; "
                 f"lowroll report {shlex.quote(str(self.folder))}",
             )
@@ -210,27 +220,30 @@ class LogFile(logging.FileHandler):
 def log_file(folder: Path, attempt: int, name: str = "attempt") -> Iterator[None]:
     """Write all log messages to logs/<name>_N.log, and warnings also to the terminal."""
     (folder / LOGS).mkdir(exist_ok=True)
-    file = LogFile(folder / LOGS / f"{name}_{attempt}.log", encoding="utf-8")
-    terminal = logging.StreamHandler()
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    terminal.setLevel(logging.WARNING)
-    terminal.addFilter(lambda record: not record.exc_info)  # errors are shown where they are caught
+    file_handler = LogFile(folder / LOGS / f"{name}_{attempt}.log", encoding="utf-8")
+    terminal_handler = logging.StreamHandler()
+    file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    terminal_handler.setLevel(logging.WARNING)
+    terminal_handler.addFilter(
+        lambda record: not record.exc_info
+    )  # errors are shown where they are caught
     root = logging.getLogger("lowroll")
-    before = root.level
+    previous_level = root.level
     root.setLevel(logging.INFO)
-    for handler in (file, terminal):
+    for handler in (file_handler, terminal_handler):
         root.addHandler(handler)
     try:
         yield
     finally:
-        root.setLevel(before)
-        for handler in (file, terminal):
+        root.setLevel(previous_level)
+        for handler in (file_handler, terminal_handler):
             root.removeHandler(handler)
             handler.close()
 
 
 @contextmanager
 def _told(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
+    """Log the attempt's environment, notes, duration and failure."""
     began = time.monotonic()
     log.info(
         "lowroll %s (version %s), attempt %d in %s: process %d on %s, Python %s, torch %s",

@@ -75,14 +75,14 @@ class BatchSource:
     ) -> None:
         self.alone = alone
         self._seen: EngineStats | None = None  # when the previous batch was full
-        # extra metrics from the owner
+        # The owner may set this to add metrics.
         self.more: Callable[[Batch], Mapping[str, float]] = lambda _: {}
         self.cfg = cfg
         self.spec = spec
         self.rollouts = rollouts
         prompts.check_stages(cfg, spec)
-        told = prompts.check(cfg, spec, chat, tasks.envs)
-        for line in told + prompts.check_held_out(cfg, spec, chat, tasks.held_out):
+        warnings = prompts.check(cfg, spec, chat, tasks.envs)
+        for line in warnings + prompts.check_held_out(cfg, spec, chat, tasks.held_out):
             log.warning("%s", line)
         self.stages = Stages(cfg)
         scorer = stack.enter_context(environments.scorer(cfg, cfg.env))
@@ -111,8 +111,10 @@ class BatchSource:
 
     def enter(self, step: int) -> None:
         if self.stages.enter(step):
-            now = orchestrator.settings(self.stages.now, self.spec, self.alone, self._own)
-            self.orchestrator.enter(now)
+            stage_settings = orchestrator.settings(
+                self.stages.now, self.spec, self.alone, self._own
+            )
+            self.orchestrator.enter(stage_settings)
 
     def step(self, step: int, version: int) -> Batch:
         self.enter(step)
@@ -144,9 +146,11 @@ class BatchSource:
         """Continue after a step. resumed: the user requested it, so the resumption settings of
         `ckpt`, `buffer` and `eval` apply. ValueError names what contradicts this run's plan, and a
         state of another step."""
-        stated = state.get("step", step)  # missing in the oldest states
-        if stated != step:
-            raise ValueError(f"orchestrator state: it is of step {stated}, and not of step {step}")
+        state_step = state.get("step", step)  # missing in the oldest states
+        if state_step != step:
+            raise ValueError(
+                f"orchestrator state: it is of step {state_step}, and not of step {step}"
+            )
         self.enter(step)
         ckpt = self.cfg.ckpt
         self.orchestrator.restore(
@@ -161,18 +165,18 @@ class BatchSource:
     def described(self, batch: Batch) -> dict[str, float]:
         """Return metrics of how a batch was drawn and what a bounded cache saves."""
         stats, kv = self.rollouts.stats(), self.rollouts.kv
-        drawn = {"rollout/weight_bits": stats.weight_bits}
+        metrics = {"rollout/weight_bits": stats.weight_bits}
         if self._seen is not None:
-            drawn |= replayed(self._seen, stats)
+            metrics |= replayed(self._seen, stats)
         self._seen = stats
         if self.cfg.noise is not None:
-            drawn["rollout/noise_sigma"] = max(
+            metrics["rollout/noise_sigma"] = max(
                 sample.rollout.behavior.noise_sigma for sample in batch.samples
             )
         if kv.budget is not None:
-            lengths = [turn for sample in batch.samples for turn in _turns(sample)]
-            drawn |= {f"kv/{name}": value for name, value in saving(kv, lengths).items()}
-        return drawn | {
+            turn_lengths = [turn for sample in batch.samples for turn in _lengths_by_turn(sample)]
+            metrics |= {f"kv/{name}": value for name, value in saving(kv, turn_lengths).items()}
+        return metrics | {
             "perf/generate_tokens_per_second": batch.stats["rollout/tokens"]
             / max(batch.stats["time/generate"], 1e-3),
             "perf/kv_pages_peak": float(stats.pages_peak),
@@ -181,9 +185,9 @@ class BatchSource:
         }
 
 
-def _turns(sample: Sample) -> list[tuple[int, int]]:
+def _lengths_by_turn(sample: Sample) -> list[tuple[int, int]]:
     """Return (prompt tokens, response tokens) of each turn."""
-    asked, rollout = len(sample.prompt_ids), sample.rollout
+    prompt_length, rollout = len(sample.prompt_ids), sample.rollout
     if rollout.turns is None:
-        return [(asked, len(rollout.token_ids))]
-    return [(asked + turn.start, turn.end - turn.start) for turn in rollout.turns]
+        return [(prompt_length, len(rollout.token_ids))]
+    return [(prompt_length + turn.start, turn.end - turn.start) for turn in rollout.turns]

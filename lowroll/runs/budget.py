@@ -73,7 +73,7 @@ def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool)
     cfg, path = home.cfg, home.path / FILE
     if not is_budget(cfg.rollout.weights):
         if path.is_file() and not resume:
-            _read(path)  # of an earlier run, to be replaced
+            _read_file(path)  # of an earlier run, to be replaced
             path.unlink()
         if cfg.rollout.weights == STORED and not cfg.train.lora:
             tell(
@@ -83,11 +83,11 @@ def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool)
         return with_weights(cfg, named(cfg.rollout.weights, cfg, compute, chat))
     if not (resume and (path.is_file() or home.has_steps())):
         if path.exists():
-            _read(path)  # refuses to overwrite other files
-        found = search(cfg, compute, dense_model(cfg, compute), chat)
-        text = _text(cfg.rollout.weights, found)
+            _read_file(path)  # refuses to overwrite other files
+        allocation = search(cfg, compute, dense_model(cfg, compute), chat)
+        text = _file_text(cfg.rollout.weights, allocation)
         home.space.write(path, lambda: write_file(path, text.encode()))
-        tell(*report(cfg.rollout.weights, found), f"rollout.weights: kept in {path}")
+        tell(*report(cfg.rollout.weights, allocation), f"rollout.weights: kept in {path}")
     return settled(cfg, home.path, compute)
 
 
@@ -98,27 +98,30 @@ def settled(cfg: RunConfig, folder: Path, compute: Compute) -> RunConfig:
     if not is_budget(budget):
         return with_weights(cfg, stored(cfg, compute.dtype) if budget == STORED else budget)
     path = folder / FILE
-    kept = _read(path)
-    if kept["budget"] != budget:
-        raise ValueError(f"rollout.weights: {budget}, and {path} is of {printable(kept['budget'])}")
+    saved = _read_file(path)
+    if saved["budget"] != budget:
+        raise ValueError(
+            f"rollout.weights: {budget}, and {path} is of {printable(saved['budget'])}"
+        )
     try:
-        _refuse_others(kept["weights"], cfg, compute)
-        return with_weights(cfg, mixed.read(kept["weights"], compute.dtype))
+        _check_layer_sizes(saved["weights"], cfg, compute)
+        return with_weights(cfg, mixed.read(saved["weights"], compute.dtype))
     except ValueError as error:
         raise ValueError(f"{path}: weights: {printable(error)}") from None
 
 
-def _refuse_others(weights: object, cfg: RunConfig, compute: Compute) -> None:
+def _check_layer_sizes(weights: object, cfg: RunConfig, compute: Compute) -> None:
+    """Raise ValueError when saved formats are for layers of other sizes than the model's."""
     model = models.outline("model", cfg.model, compute)
     sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
-    found: dict[str, object] = {}
+    saved_sizes: dict[str, object] = {}
     for layers in weights.values() if isinstance(weights, dict) else ():
-        found |= layers if isinstance(layers, dict) else {}
-    for name in sizes.keys() | found.keys():
-        if sizes.get(name) != found.get(name):
+        saved_sizes |= layers if isinstance(layers, dict) else {}
+    for name in sizes.keys() | saved_sizes.keys():
+        if sizes.get(name) != saved_sizes.get(name):
             raise ValueError(
                 f"{name} has {sizes.get(name, 'no')} weights in {cfg.model}, and "
-                f"{found.get(name, 'none')} here"
+                f"{saved_sizes.get(name, 'none')} here"
             )
 
 
@@ -127,9 +130,9 @@ def named(weights: str, cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -
     if not is_budget(weights):
         return stored(cfg, compute.dtype) if weights == STORED else weights
     cfg = with_weights(cfg, weights)
-    found = search(cfg, compute, dense_model(cfg, compute), chat)
-    tell(*report(weights, found))
-    return mixed.register(found.assignment, found.sizes, compute.dtype)
+    allocation = search(cfg, compute, dense_model(cfg, compute), chat)
+    tell(*report(weights, allocation))
+    return mixed.register(allocation.assignment, allocation.sizes, compute.dtype)
 
 
 def of_model(
@@ -146,15 +149,15 @@ def of_model(
     cfg = from_mapping({"model": str(source), "rollout": {"weights": weights}})
     compute = Compute(device, dtype or dtype_on(device))
     chat = models.chat_of(cfg)
-    given = None
+    calibration = None
     if text is not None:
-        rows = calibration_sequences(text, chat.tokenizer, NUM_PROMPTS, TEXT_TOKENS)
-        given = Calibration(rows, [0] * len(rows))
+        sequences = calibration_sequences(text, chat.tokenizer, NUM_PROMPTS, TEXT_TOKENS)
+        calibration = Calibration(sequences, [0] * len(sequences))
     model = dense_model(cfg, compute)
-    given = given or draw(cfg, compute, model, chat, PROMPTS)
-    found = search(cfg, compute, model, chat, given)
-    tell(*report(weights, found))
-    name = mixed.register(found.assignment, found.sizes, compute.dtype)
+    calibration = calibration or draw(cfg, compute, model, chat, PROMPTS)
+    allocation = search(cfg, compute, model, chat, calibration)
+    tell(*report(weights, allocation))
+    name = mixed.register(allocation.assignment, allocation.sizes, compute.dtype)
     return compute.format(name)
 
 
@@ -164,29 +167,29 @@ def again(
     """Search again with the learner's weights after a step, on its responses, and record the result
     in the run's file. Return the format's name and the layers of each format; None without samples,
     or when nothing meets the budget."""
-    seen = _calibration(samples)
-    if not seen.sequences:
+    calibration = _calibration_of_samples(samples)
+    if not calibration.sequences:
         log.warning("guard: step %d: no response to measure on; the formats stay", step)
         return None
     try:
-        kept = _read(home.path / FILE)
+        saved = _read_file(home.path / FILE)
         with phases() as on_phase, noise.muted(model):
-            found = allocate(
+            allocation = allocate(
                 model,
                 parse(budget),
-                seen,
+                calibration,
                 lambda done, total: on_phase("budget: layers", done, total),
             )
     except ValueError as error:
         log.warning("guard: step %d: the formats stay: %s", step, error)
         return None
-    kept["again"] = [*_up_to(kept, step - 1), {"step": step, **_found(found)}]
-    _write(home, kept)
-    for line in report(budget, found):
+    saved["again"] = [*_choices_up_to(saved, step - 1), {"step": step, **_as_json(allocation)}]
+    _write_file(home, saved)
+    for line in report(budget, allocation):
         log.info("%s", line)
-    assignment = mixed.in_dtype(found.assignment, model.dtype)
-    name = mixed.register(found.assignment, found.sizes, model.dtype)
-    return name, mixed.stated(assignment, found.sizes)
+    assignment = mixed.in_dtype(allocation.assignment, model.dtype)
+    name = mixed.register(allocation.assignment, allocation.sizes, model.dtype)
+    return name, mixed.stated(assignment, allocation.sizes)
 
 
 def cut(home: RunFolder, step: int) -> None:
@@ -194,52 +197,59 @@ def cut(home: RunFolder, step: int) -> None:
     path = home.path / FILE
     if not (is_budget(home.cfg.rollout.weights) and path.is_file()):
         return
-    kept = _read(path)
-    before = _up_to(kept, step)
-    if before != kept.get("again", []):
-        _write(home, {**kept, "again": before})
+    saved = _read_file(path)
+    earlier_choices = _choices_up_to(saved, step)
+    if earlier_choices != saved.get("again", []):
+        _write_file(home, {**saved, "again": earlier_choices})
 
 
-def _up_to(kept: Mapping[str, object], step: int) -> list[dict[str, object]]:
-    found = kept.get("again", [])
-    if not isinstance(found, list):
+def _choices_up_to(kept: Mapping[str, object], step: int) -> list[dict[str, object]]:
+    """Return the choices made during the run up to a step."""
+    choices = kept.get("again", [])
+    if not isinstance(choices, list):
         return []
-    rows = (one for one in found if isinstance(one, dict) and isinstance(one.get("step"), int))
-    return [one for one in rows if one["step"] <= step]
+    entries = (
+        choice
+        for choice in choices
+        if isinstance(choice, dict) and isinstance(choice.get("step"), int)
+    )
+    return [choice for choice in entries if choice["step"] <= step]
 
 
-def _write(home: RunFolder, kept: Mapping[str, object]) -> None:
+def _write_file(home: RunFolder, kept: Mapping[str, object]) -> None:
     path, text = home.path / FILE, json.dumps(kept, indent=1) + "\n"
     home.space.write(path, lambda: write_file(path, text.encode()))
 
 
-def _calibration(samples: Sequence[Sample]) -> Calibration:
+def _calibration_of_samples(samples: Sequence[Sample]) -> Calibration:
     """Return the first tokens of responses after the last tokens of their prompts, alternating
     between groups."""
-    said = [sample for sample in samples if sample.group >= 0 and sample.rollout.token_ids]
-    said.sort(key=lambda sample: sample.rollout.behavior.sample)
+    answered = [sample for sample in samples if sample.group >= 0 and sample.rollout.token_ids]
+    answered.sort(key=lambda sample: sample.rollout.behavior.sample)
     pairs = [
-        (s.prompt_ids[-PROMPT_TOKENS:], s.rollout.token_ids[:RESPONSE_TOKENS])
-        for s in said[:NUM_PROMPTS]
+        (sample.prompt_ids[-PROMPT_TOKENS:], sample.rollout.token_ids[:RESPONSE_TOKENS])
+        for sample in answered[:NUM_PROMPTS]
     ]
-    return Calibration([p + r for p, r in pairs], [len(p) for p, _ in pairs])
+    return Calibration(
+        [prompt + response for prompt, response in pairs], [len(prompt) for prompt, _ in pairs]
+    )
 
 
 def stored(cfg: RunConfig, dtype: torch.dtype) -> str:
     """Return the low-bit format of the run's model folder, whose dense layers have `dtype`;
     ValueError for a dense one."""
-    held = exact_format(resolve(cfg.model, weights=False), dtype)
-    if held is None and exact_format(resolve(cfg.model, weights=False), torch.float32):
+    stored_format = exact_format(resolve(cfg.model, weights=False), dtype)
+    if stored_format is None and exact_format(resolve(cfg.model, weights=False), torch.float32):
         raise ValueError(
             f"rollout.weights: {STORED}: the codes of {cfg.model} are exact in float32 alone; write "
             "dtype: float32"
         )
-    if held is None:
+    if stored_format is None:
         raise ValueError(
             f"rollout.weights: {STORED}, and {cfg.model} holds dense weights; write {OWN}, a format or "
             "a budget"
         )
-    return held
+    return stored_format
 
 
 def with_weights(cfg: RunConfig, weights: str) -> RunConfig:
@@ -258,10 +268,10 @@ def refuse_model(cfg: RunConfig) -> None:
             f"rollout.weights: {spec.architecture} has experts, whose matrices are not chosen for one "
             "by one; write a format"
         )
-    held = low_bit_format(folder)
-    if held is not None:
+    stored_format = low_bit_format(folder)
+    if stored_format is not None:
         raise ValueError(
-            f"rollout.weights: {cfg.model} holds {held} weights, and a budget needs the dense model; "
+            f"rollout.weights: {cfg.model} holds {stored_format} weights, and a budget needs the dense model; "
             f"write {STORED}, which keeps them"
         )
 
@@ -304,10 +314,12 @@ def answers(source: str | Path, model: Transformer, device: torch.device) -> lis
     try:
         with phases() as on_phase:
             on_phase("calibration: draw", 0, 1)
-            drawn = draw(cfg, compute, model, models.chat_of(cfg), PROMPTS, SAMPLES, LONG_TOKENS)
+            calibration = draw(
+                cfg, compute, model, models.chat_of(cfg), PROMPTS, SAMPLES, LONG_TOKENS
+            )
     except ValueError as error:
         raise ValueError(f"{error}; name a text to look at: --calibration FILE") from None
-    return [list(ids) for ids in drawn.sequences]
+    return [list(ids) for ids in calibration.sequences]
 
 
 def draw(
@@ -321,15 +333,16 @@ def draw(
 ) -> Calibration:
     """Return `n` responses of the dense model to each prompt of `texts`, or of the run's
     environments. most: tokens of a response."""
-    asked = first_requests(cfg, model.spec, chat, texts, NUM_PROMPTS, n)
-    longest = max(len(one.prompt_ids) for one in asked)
+    prompt_requests = first_requests(cfg, model.spec, chat, texts, NUM_PROMPTS, n)
+    longest = max(len(request.prompt_ids) for request in prompt_requests)
     most = max(1, min(most, cfg.rollout.max_tokens, model.spec.max_position - longest))
-    requests = [replace(one, max_tokens=most) for one in asked]
+    requests = [replace(request, max_tokens=most) for request in prompt_requests]
     engine = lowroll.Engine(
         model,
         weights=compute.format(OWN),
         tokenizer=chat.tokenizer,
-        cache_tokens=n * sum(_room(one, cfg.rollout.page_size) for one in requests),
+        cache_tokens=n
+        * sum(_pages_in_tokens(request, cfg.rollout.page_size) for request in requests),
         page_size=cfg.rollout.page_size,
         max_batch=n * len(requests),
     )
@@ -337,14 +350,22 @@ def draw(
         groups = engine.generate(requests)
     del engine
     gc.collect()  # engine and scheduler reference each other
-    rows = [(one.request.prompt_ids, drawn.token_ids) for one in groups for drawn in one.rollouts]
-    if not any(response for _, response in rows):
+    pairs = [
+        (group.request.prompt_ids, rollout.token_ids)
+        for group in groups
+        for rollout in group.rollouts
+    ]
+    if not any(response for _, response in pairs):
         raise ValueError("rollout.weights: the model says nothing that a KL could be measured on")
-    kept = [(prompt, response) for prompt, response in rows if response]
-    return Calibration([p + r for p, r in kept], [len(p) for p, _ in kept])
+    answered = [(prompt, response) for prompt, response in pairs if response]
+    return Calibration(
+        [prompt + response for prompt, response in answered],
+        [len(prompt) for prompt, _ in answered],
+    )
 
 
-def _room(request: Request, page_size: int) -> int:
+def _pages_in_tokens(request: Request, page_size: int) -> int:
+    """Return the cache tokens that one response to a request reserves: whole pages, and one more."""
     tokens = len(request.prompt_ids) + request.max_tokens
     return (-(-tokens // page_size) + 1) * page_size
 
@@ -354,26 +375,27 @@ def report(budget: str, found: Allocation) -> list[str]:
     shares: dict[str, int] = {}
     for layer, name in found.assignment.items():
         shares[name] = shares.get(name, 0) + found.sizes[layer]
-    parts = ", ".join(
+    shares_text = ", ".join(
         f"{name} {size / total:.0%}" for name, size in sorted(shares.items(), key=lambda s: -s[1])
     )
-    wide = [layer for layer, name in found.assignment.items() if name == OWN]
+    dense_layers = [layer for layer, name in found.assignment.items() if name == OWN]
     lines = [
         f"rollout.weights: {budget}: {found.bits:.3g} bits a weight, {found.nbytes / 1e6:.1f} MB of "
         f"linear weights, a KL of {found.kl:.2g} to the dense model on {found.tokens} tokens "
-        f"({found.seconds:.0f} s); of the weights {parts}"
+        f"({found.seconds:.0f} s); of the weights {shares_text}"
     ]
-    if wide:
-        more = f" and {len(wide) - NAMED} more" if len(wide) > NAMED else ""
-        lines.append(f"rollout.weights: dense stay {', '.join(wide[:NAMED])}{more}")
+    if dense_layers:
+        rest = f" and {len(dense_layers) - NAMED} more" if len(dense_layers) > NAMED else ""
+        lines.append(f"rollout.weights: dense stay {', '.join(dense_layers[:NAMED])}{rest}")
     return lines
 
 
-def _text(budget: str, found: Allocation) -> str:
-    return json.dumps({"budget": budget, **_found(found)}, indent=1) + "\n"
+def _file_text(budget: str, found: Allocation) -> str:
+    return json.dumps({"budget": budget, **_as_json(found)}, indent=1) + "\n"
 
 
-def _found(found: Allocation) -> dict[str, object]:
+def _as_json(found: Allocation) -> dict[str, object]:
+    """Return an allocation as the JSON data of the run's file."""
     return {
         "kl": found.kl,
         "bits": found.bits,
@@ -384,12 +406,13 @@ def _found(found: Allocation) -> dict[str, object]:
     }
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read_file(path: Path) -> dict[str, object]:
+    """Read the run's file of formats. ValueError when it is missing or damaged."""
     if not path.is_file():
         raise ValueError(
             f"{path}: missing; the run cannot go on with the formats that it began with"
         )
-    found = read_json(path)
-    if not isinstance(found, dict) or not {"budget", "weights"} <= found.keys():
+    content = read_json(path)
+    if not isinstance(content, dict) or not {"budget", "weights"} <= content.keys():
         raise ValueError(f"{path}: no budget and no weights in it")
-    return found
+    return content

@@ -42,20 +42,23 @@ def calibration_sequences(
     if not path.is_file():
         raise ValueError(f"calibration: {path}: no such file")
     if path.suffix == ".jsonl":
-        rows = _from_lines(path, tokenizer, length)
+        candidates = _sequences_from_jsonl(path, tokenizer, length)
     else:
-        rows = _from_text(path, tokenizer, length, num_samples * length * _CHARACTERS_PER_TOKEN)
-    sequences = list(islice((ids for ids in rows if ids), num_samples))
+        candidates = _sequences_from_text(
+            path, tokenizer, length, num_samples * length * _CHARACTERS_PER_TOKEN
+        )
+    sequences = list(islice((ids for ids in candidates if ids), num_samples))
     if not sequences:
         raise ValueError(f"calibration: {path}: no text in it")
     return sequences
 
 
-def _from_lines(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
-    for where, row in read_jsonl(str(path)):
+def _sequences_from_jsonl(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
+    """Yield the token ids of each document of a `.jsonl` file."""
+    for location, row in read_jsonl(str(path)):
         text = row.get("text")
-        if (drawn := _drawn(row)) is not None:
-            chats = drawn
+        if (conversations := _conversations_in(row)) is not None:
+            chats = conversations
         elif isinstance(text, str):
             yield tokenizer.encode(text)[:length]
             continue
@@ -63,39 +66,48 @@ def _from_lines(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
             chats = [messages]
         else:
             raise ValueError(
-                f"calibration: {where}: expected a 'text' or a list of 'messages', found "
+                f"calibration: {location}: expected a 'text' or a list of 'messages', found "
                 f"{', '.join(sorted(row)) or 'nothing'}"
             )
         for chat in chats:
             try:
                 yield ChatTokenizer(tokenizer).encode_chat(chat, open_turn=False)[:length]
-            # from the template; from messages that are not objects
+            # The template raises ValueError; messages that are not objects raise AttributeError.
             except (ValueError, AttributeError) as error:
                 raise ValueError(
-                    f"calibration: {where}: messages: the chat template refuses them ({error})"
+                    f"calibration: {location}: messages: the chat template refuses them ({error})"
                 ) from error
 
 
-def _drawn(row: dict[str, Any]) -> list[list[Any]] | None:
+def _conversations_in(row: dict[str, Any]) -> list[list[Any]] | None:
     """Return the conversations of a line of `lowroll eval`'s responses or a run's samples (possibly
     none); None for other lines."""
     prompt, responses = row.get("prompt"), row.get("responses")
     if row.get("kind") in ("asked", "scored", "batch"):
         return []
     if isinstance(responses, list) and isinstance(row.get("messages"), list):
-        asked = row["messages"]
+        prompt_messages = row["messages"]
     elif isinstance(prompt, dict) and isinstance(prompt.get("messages"), list):
-        asked, responses = prompt["messages"], [row]
+        prompt_messages, responses = prompt["messages"], [row]
     else:
         return None
     return [
-        [*asked, *(one.get("messages") or [{"role": "assistant", "content": one.get("text", "")}])]
-        for one in responses
-        if isinstance(one, dict)
+        [
+            *prompt_messages,
+            *(
+                response.get("messages")
+                or [{"role": "assistant", "content": response.get("text", "")}]
+            ),
+        ]
+        for response in responses
+        if isinstance(response, dict)
     ]
 
 
-def _from_text(path: Path, tokenizer: Any, length: int, characters: int) -> Iterator[list[int]]:
+def _sequences_from_text(
+    path: Path, tokenizer: Any, length: int, characters: int
+) -> Iterator[list[int]]:
+    """Yield pieces of `length` tokens of a plain text file."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(characters)
@@ -115,8 +127,10 @@ def first_requests(
 ) -> list[Request]:
     """Return untruncated requests with the run's sampling for `texts` or the first prompts of its
     environments."""
-    drawn = orchestrator.sampling(cfg)
-    sampling = replace(drawn, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_tokens=0)
+    run_sampling = orchestrator.sampling(cfg)
+    sampling = replace(
+        run_sampling, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_tokens=0
+    )
     if texts:
         return [
             Request(
@@ -129,10 +143,10 @@ def first_requests(
             for i, text in enumerate(texts)
         ]
     envs = list(environments.make(cfg.env, cfg.seed).values())
-    longest = prompts.longest(cfg, spec)
-    chosen = [(envs[i % len(envs)], i // len(envs)) for i in range(num_prompts)]
+    max_prompt_tokens = prompts.longest(cfg, spec)
+    positions = [(envs[i % len(envs)], i // len(envs)) for i in range(num_prompts)]
     draws = [
         draw_at(env, env.name, position, "train", chat, sampling, n, cfg.seed)
-        for env, position in chosen
+        for env, position in positions
     ]
-    return [draw.request for draw in draws if len(draw.request.prompt_ids) <= longest]
+    return [draw.request for draw in draws if len(draw.request.prompt_ids) <= max_prompt_tokens]

@@ -27,7 +27,14 @@ log = logging.getLogger(__name__)
 
 Tensors = dict[str, dict[str, Any]]
 State = dict[str, Any]
-META = ("command", "config", "base", "read", "step", "tensors")  # beside a checkpoint's state
+META = (
+    "command",
+    "config",
+    "base",
+    "read",
+    "step",
+    "tensors",
+)  # keys of a checkpoint other than its state
 
 
 class Checkpointing:
@@ -53,12 +60,12 @@ class Checkpointing:
         """
         home = self.home
         if home.command == "sft":
-            key, steps, needed = "sft.steps", home.cfg.sft.steps, {*META}
+            steps_key, num_steps, required_keys = "sft.steps", home.cfg.sft.steps, {*META}
         else:
-            key, steps = "train.max_steps", home.cfg.train.max_steps
-            needed = {*META, "cache_tokens"}
+            steps_key, num_steps = "train.max_steps", home.cfg.train.max_steps
+            required_keys = {*META, "cache_tokens"}
         try:
-            saved = home.store.load(home.asked_step, verified=home.verified)
+            checkpoint = home.store.load(home.asked_step, verified=home.verified)
         except FileNotFoundError as error:
             if home.asked_step is not None:
                 raise ValueError(f"ckpt.resume_step: {error}") from None
@@ -67,41 +74,49 @@ class Checkpointing:
             return None
         check_pieces(
             "checkpoint",
-            {"read": None, "cache_tokens": None, **saved.meta},
+            {"read": None, "cache_tokens": None, **checkpoint.meta},
             {*META, "cache_tokens"},
         )
-        before = yaml.safe_load(saved.meta["config"])
-        identity.refuse_other_settings(before, home.cfg, self._may_change(saved, before))
-        read = saved.meta.get("read")
+        saved_settings = yaml.safe_load(checkpoint.meta["config"])
+        identity.refuse_other_settings(
+            saved_settings, home.cfg, self._may_change(checkpoint, saved_settings)
+        )
+        saved_inputs = checkpoint.meta.get("read")
         identity.refuse_other_files(
-            read and {name: read[name] for name in read if name != identity.TEACHER},
+            saved_inputs
+            and {name: saved_inputs[name] for name in saved_inputs if name != identity.TEACHER},
             self._own_inputs,
         )
-        check_pieces("checkpoint", saved.meta, needed)
-        if steps < saved.step:
-            raise ValueError(f"{key}: {steps}, and the run has made {saved.step} steps")
-        return saved
+        check_pieces("checkpoint", checkpoint.meta, required_keys)
+        if num_steps < checkpoint.step:
+            raise ValueError(
+                f"{steps_key}: {num_steps}, and the run has made {checkpoint.step} steps"
+            )
+        return checkpoint
 
     def _written(self) -> dict[str, Any]:
+        """Return the settings in the run folder's config.yaml. ValueError when it is damaged."""
         path = self.home.path / CONFIG
         try:
-            written = yaml.safe_load(path.read_bytes())
+            settings = yaml.safe_load(path.read_bytes())
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ValueError(
                 f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins "
                 f"again ({' '.join(str(error).split())})"
             ) from error
-        if not isinstance(written, dict):
+        if not isinstance(settings, dict):
             raise ValueError(
                 f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins "
                 f"again"
             )
-        return written
+        return settings
 
     def _may_change(self, saved: Checkpoint, before: Mapping[str, Any]) -> tuple[str, ...]:
-        last = (read_meta(self.home.final) or {}).get("step")
-        ended = last == saved.step < before["train"]["max_steps"]
-        return identity.FOR_SIGNAL if ended else ()
+        """Return the settings that may also change because the run ended early without a learning
+        signal."""
+        final_step = (read_meta(self.home.final) or {}).get("step")
+        ended_early = final_step == saved.step < before["train"]["max_steps"]
+        return identity.FOR_SIGNAL if ended_early else ()
 
     def identify(self, base: str, beside: Mapping[str, str] | None = None) -> None:
         """Set the digests of the initial weights and other inputs, which a resumed run must share."""
@@ -115,17 +130,17 @@ class Checkpointing:
 
     def take(self) -> Checkpoint | None:
         """Return the checkpoint to continue, once, or None."""
-        saved, self.found = self.found, None
-        if saved is None:
+        checkpoint, self.found = self.found, None
+        if checkpoint is None:
             log.warning("the run ended before its first checkpoint; it begins again with step 1")
             return None
-        if saved.meta["base"] != self.base:
+        if checkpoint.meta["base"] != self.base:
             raise ValueError(
                 f"model: the weights of {self.home.cfg.model} are not those that the run began with"
             )
-        identity.refuse_other_files(saved.meta["read"], self.inputs)
-        self._newest = saved.step
-        return saved
+        identity.refuse_other_files(checkpoint.meta["read"], self.inputs)
+        self._newest = checkpoint.step
+        return checkpoint
 
     def save(
         self,
@@ -144,8 +159,8 @@ class Checkpointing:
         if ranks.size == 1:
             self.home.save(step, tensors, state, meta)
         elif ranks.leads:
-            keep = partial(self.home.save, step, tensors, state, meta, ranks.size)
-            sharded_checkpoint.lead(ranks, keep)
+            save_checkpoint = partial(self.home.save, step, tensors, state, meta, ranks.size)
+            sharded_checkpoint.lead(ranks, save_checkpoint)
         else:
             sharded_checkpoint.follow(ranks, tensors)
         self._newest = step

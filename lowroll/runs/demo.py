@@ -142,11 +142,11 @@ def build_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    fast = PreTrainedTokenizerFast(
+    fast_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>"
     )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    fast_tokenizer.chat_template = CHAT_TEMPLATE
+    return fast_tokenizer
 
 
 def build_model(folder: Path, seed: int, config: Mapping[str, Any]) -> Path:
@@ -221,7 +221,7 @@ def engine_speed(
     chat = models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
     (env,) = environments.make(cfg.env, cfg.seed).values()
-    made = {name: engines.make(cfg, compute, master, chat, name) for name in formats}
+    engine_by_format = {name: engines.make(cfg, compute, master, chat, name) for name in formats}
 
     def requests(turn: int) -> list[Request]:
         return [
@@ -234,17 +234,20 @@ def engine_speed(
             for i in range(cfg.num_groups)
         ]
 
-    return _in_turns(made, requests, rounds)
+    return _measure_in_turns(engine_by_format, requests, rounds)
 
 
 def larger_speed(cfg: RunConfig, formats: tuple[str, ...]) -> tuple[float, dict[str, float]]:
     """Measure layers of a real size with random weights: return their parameters in millions, and
     each format's median tokens a second on 64 sequences, 8 a prompt."""
-    compute, prompts, length, new = Compute.of(cfg), 8, 16, 8
+    compute, prompts, length, new_tokens = Compute.of(cfg), 8, 16, 8
     master = initialize(Transformer(spec_from_config(LARGER)), cfg.seed).to(compute.device)
     engines = {
         name: NativeEngine(
-            master, name, device=compute.device, cache_tokens=prompts * 8 * (length + new + 16)
+            master,
+            name,
+            device=compute.device,
+            cache_tokens=prompts * 8 * (length + new_tokens + 16),
         )
         for name in formats
     }
@@ -252,22 +255,27 @@ def larger_speed(cfg: RunConfig, formats: tuple[str, ...]) -> tuple[float, dict[
     def requests(turn: int) -> list[Request]:
         return [
             Request(
-                [2 + i + prompts * turn] * length, n=8, max_tokens=new, ignore_eos=True, seed=turn
+                [2 + i + prompts * turn] * length,
+                n=8,
+                max_tokens=new_tokens,
+                ignore_eos=True,
+                seed=turn,
             )
             for i in range(prompts)
         ]
 
-    return master.spec.num_parameters / 1e6, _in_turns(engines, requests, rounds=3)
+    return master.spec.num_parameters / 1e6, _measure_in_turns(engines, requests, rounds=3)
 
 
-def _in_turns(
+def _measure_in_turns(
     engines: Mapping[str, Engine], requests: Callable[[int], list[Request]], rounds: int
 ) -> dict[str, float]:
+    """Return each engine's median tokens a second; engines alternate within a round."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(rounds + 1):
-        asked = requests(turn)
+        batch = requests(turn)
         for name, engine in engines.items():
-            rate = _tokens_per_second(engine, asked)
+            rate = _tokens_per_second(engine, batch)
             if turn:  # the first turn packs weights and warms caches
                 rates[name].append(rate)
     return {name: statistics.median(values) for name, values in rates.items()}
@@ -277,7 +285,7 @@ def _tokens_per_second(engine: Engine, requests: list[Request]) -> float:
     began = time.perf_counter()
     groups = engine.generate(requests)
     seconds = time.perf_counter() - began
-    return sum(len(r.token_ids) for g in groups for r in g.rollouts) / seconds
+    return sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts) / seconds
 
 
 def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") -> int:
@@ -300,32 +308,32 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     )
     loss = warm_start(cfg, untrained, folder / "model")["sft/loss"]
     console.print(f"[bold]2[/] warm start: {cfg.sft.steps} SFT steps, loss {loss:.3f} nats a token")
-    before = rewards(cfg, folder / "model")
+    rewards_before = rewards(cfg, folder / "model")
     console.print(
-        f"[bold]3[/] held-out reward before: {before['sampled']:.3f}; {cfg.train.max_steps} steps "
+        f"[bold]3[/] held-out reward before: {rewards_before['sampled']:.3f}; {cfg.train.max_steps} steps "
         "of GRPO with INT8 rollouts and ACR"
     )
     result = run(cfg, overwrite=True)
     if result.signal:
         return interrupted(console, result, "lowroll demo")
-    after = rewards(cfg, result.folder / "final")
+    rewards_after = rewards(cfg, result.folder / "final")
     console.print("[bold]4[/] measuring the engines")
-    speed = engine_speed(cfg, result.folder / "final", ("int8", "fp32"))
-    size, larger = larger_speed(cfg, ("int8", "fp32", "bf16"))
-    summary(console, cfg, result.records, before, after)
-    _speeds(
+    speeds = engine_speed(cfg, result.folder / "final", ("int8", "fp32"))
+    size, larger_speeds = larger_speed(cfg, ("int8", "fp32", "bf16"))
+    summary(console, cfg, result.records, rewards_before, rewards_after)
+    _print_speeds(
         console,
         f"this model of {hf.load(untrained).spec.num_parameters / 1e6:.1f} M parameters",
-        speed,
+        speeds,
     )
-    _speeds(
+    _print_speeds(
         console,
         f"{LARGER['num_hidden_layers']} layers of Qwen2.5-0.5B's shape ({size:.0f} M parameters, "
         "random weights), 64 sequences",
-        larger,
+        larger_speeds,
     )
     console.print(f"report: {write_report(result.folder)}", soft_wrap=True)
-    return verdict(console, before, after, MIN_GAIN, MIN_GREEDY_GAIN, began)
+    return verdict(console, rewards_before, rewards_after, MIN_GAIN, MIN_GREEDY_GAIN, began)
 
 
 def interrupted(console: Console, result: RunResult, command: str) -> int:
@@ -347,13 +355,13 @@ def verdict(
 ) -> int:
     """Print the gains of the held-out reward; return the exit code: 1 unless it rose by `gain` as
     sampled and by `greedy` greedily. began: on the monotonic clock."""
-    rose, learnt = (after[name] - before[name] for name in ("sampled", "greedy"))
+    sampled_gain, greedy_gain = (after[name] - before[name] for name in ("sampled", "greedy"))
     console.print(
-        f"the held-out reward rose by {rose:.3f} as sampled and by {learnt:.3f} greedily (at least "
+        f"the held-out reward rose by {sampled_gain:.3f} as sampled and by {greedy_gain:.3f} greedily (at least "
         f"{gain} and {greedy} are required) in {time.monotonic() - began:.0f} s",
         soft_wrap=True,
     )
-    return 0 if rose >= gain and learnt >= greedy else 1
+    return 0 if sampled_gain >= gain and greedy_gain >= greedy else 1
 
 
 def clear(folder: Path, cfg: RunConfig) -> None:
@@ -380,13 +388,13 @@ def rewards(cfg: RunConfig, model: Path) -> dict[str, float]:
     and greedy."""
     compute, chat = Compute.of(cfg), models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
-    dense = engines.make(cfg, compute, master, chat, "fp32")
-    low = engines.make(cfg, compute, master, chat, cfg.rollout.weights)
+    dense_engine = engines.make(cfg, compute, master, chat, "fp32")
+    rollout_engine = engines.make(cfg, compute, master, chat, cfg.rollout.weights)
     return {
-        "sampled": held_out(cfg, low, chat, 1.0),
-        "fp32": held_out(cfg, dense, chat, 1.0),
-        "sharper": held_out(cfg, low, chat, SHARPER),
-        "greedy": held_out(cfg, low, chat, 0.0),
+        "sampled": held_out(cfg, rollout_engine, chat, 1.0),
+        "fp32": held_out(cfg, dense_engine, chat, 1.0),
+        "sharper": held_out(cfg, rollout_engine, chat, SHARPER),
+        "greedy": held_out(cfg, rollout_engine, chat, 0.0),
     }
 
 
@@ -397,28 +405,28 @@ def summary(
     before: Mapping[str, float],
     after: Mapping[str, float],
 ) -> None:
-    low = cfg.rollout.weights.upper()
+    rollout_format = cfg.rollout.weights.upper()
     table = Table(title="What was measured in this run")
     for name in ("", "before", "after"):
         table.add_column(name)
     for name, label in (
         ("sampled", f"held-out reward, {cfg.eval.num_examples} prompts, sampled at T = 1"),
         ("fp32", "the same, fp32 engine"),
-        ("sharper", f"the same, {low}, sampled at T = {SHARPER}"),
-        ("greedy", f"the same, {low}, greedy"),
+        ("sharper", f"the same, {rollout_format}, sampled at T = {SHARPER}"),
+        ("greedy", f"the same, {rollout_format}, greedy"),
     ):
         table.add_row(label, f"{before[name]:.3f}", f"{after[name]:.3f}")
     table.add_row(
         "training reward, first and last 5 steps",
         *(
-            f"{statistics.mean(r['reward/mean'] for r in part):.3f}"
+            f"{statistics.mean(record['reward/mean'] for record in part):.3f}"
             for part in (records[:5], records[-5:])
         ),
     )
     table.add_row(
         "KL of the rollouts to the learner, nats a token",
         *(
-            f"{statistics.median(r['mismatch/kl_k3'] for r in part):.1e}"
+            f"{statistics.median(record['mismatch/kl_k3'] for record in part):.1e}"
             for part in (records[:5], records[-5:])
         ),
     )
@@ -432,11 +440,11 @@ def summary(
     )
 
 
-def _speeds(console: Console, what: str, speed: Mapping[str, float]) -> None:
-    dense = max(rate for name, rate in speed.items() if name != "int8")
-    rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in speed.items())
+def _print_speeds(console: Console, what: str, speed: Mapping[str, float]) -> None:
+    fastest_dense = max(rate for name, rate in speed.items() if name != "int8")
+    rates_text = ", ".join(f"{name} {rate:,.0f}" for name, rate in speed.items())
     console.print(
-        f"{what}: {rates} tokens/s; INT8 is {speed['int8'] / dense:.2f} times as fast as the "
+        f"{what}: {rates_text} tokens/s; INT8 is {speed['int8'] / fastest_dense:.2f} times as fast as the "
         "fastest dense format",
         soft_wrap=True,
         highlight=False,

@@ -99,10 +99,10 @@ def main(output_dir: str = "outputs/demo-real", seed: int = 0, device: str = "au
     model, folder = resolve(MODEL), Path(output_dir)
     cfg = settings(folder, seed, device)
     demo.clear(folder, cfg)
-    before, first = demo.rewards(cfg, model), answers(cfg, model)
+    rewards_before, answers_before = demo.rewards(cfg, model), answers(cfg, model)
     console.print(
-        f"[bold]1[/] {MODEL}: held-out reward before {before['sampled']:.3f} as sampled, "
-        f"{before['greedy']:.3f} greedily; {cfg.train.max_steps} steps of GRPO with "
+        f"[bold]1[/] {MODEL}: held-out reward before {rewards_before['sampled']:.3f} as sampled, "
+        f"{rewards_before['greedy']:.3f} greedily; {cfg.train.max_steps} steps of GRPO with "
         f"{ROLLOUTS.upper()} rollouts and LoRA",
         soft_wrap=True,
     )
@@ -110,22 +110,29 @@ def main(output_dir: str = "outputs/demo-real", seed: int = 0, device: str = "au
     if result.signal:
         return demo.interrupted(console, result, "lowroll demo --real")
     console.print("[bold]2[/] the same prompts again")
-    after, last = demo.rewards(cfg, result.folder / "final"), answers(cfg, result.folder / "final")
-    _show(console, first, last)
-    demo.summary(console, cfg, result.records, before, after)
-    generated, learnt = (
+    rewards_after, answers_after = (
+        demo.rewards(cfg, result.folder / "final"),
+        answers(cfg, result.folder / "final"),
+    )
+    _print_answers(console, answers_before, answers_after)
+    demo.summary(console, cfg, result.records, rewards_before, rewards_after)
+    generate_speed, learn_speed = (
         statistics.median(record[f"perf/{name}_tokens_per_second"] for record in result.records)
         for name in ("generate", "learn")
     )
-    console.print(f"{generated:,.0f} tokens/s generated and {learnt:,.0f} learnt from (medians)")
+    console.print(
+        f"{generate_speed:,.0f} tokens/s generated and {learn_speed:,.0f} learnt from (medians)"
+    )
     console.print(f"report: {write_report(result.folder)}", soft_wrap=True)
-    return demo.verdict(console, before, after, MIN_GAIN, MIN_GREEDY_GAIN, began)
+    return demo.verdict(console, rewards_before, rewards_after, MIN_GAIN, MIN_GREEDY_GAIN, began)
 
 
-def _show(console: Console, before: list[tuple[str, str]], after: list[tuple[str, str]]) -> None:
+def _print_answers(
+    console: Console, before: list[tuple[str, str]], after: list[tuple[str, str]]
+) -> None:
     table = Table(title="Answers to held-out prompts, sampled at T = 1", show_lines=True)
     for name in ("prompt", "before", "after"):
         table.add_column(name)
-    for (prompt, first), (_, last) in zip(before, after, strict=True):
-        table.add_row(*(escape(text) for text in (prompt, first, last)))
+    for (prompt, answer_before), (_, answer_after) in zip(before, after, strict=True):
+        table.add_row(*(escape(text) for text in (prompt, answer_before, answer_after)))
     console.print(table)

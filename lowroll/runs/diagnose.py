@@ -8,7 +8,7 @@ Tokens are drawn once, and their log-probs taken at points from the engine to th
     aligned   the learner's forward in the engine's low-bit arithmetic (`weights.aligned`)
     quantized the learner's forward on the matrices that the codes stand for, activations unrounded; taken
               where the format rounds activations (`Format.rounds_activations`)
-    dense     the learner's forward on its own weights; with `train.forward: fp8` or `nvfp4` beside other
+    dense     the learner's forward on its own weights; with `train.forward: fp8` or `nvfp4` and other
               rollouts the forward in that format, under its name
 
 Each step has one cause:
@@ -75,12 +75,12 @@ ADVICE = {
     "kv": "the cache forgets or rounds what the learner sees; correction auto pays for it (sparse "
     "where keys are dropped)",
 }
-# causes of rounding that an aligned learner removes
+# The advice for rounding that an aligned learner removes.
 ALIGNABLE = (
     "the engine rounds activations and the learner does not; correction auto pays for it, and "
     "train.forward aligned makes it vanish"
 )
-# added where the whole is too far for a correction: SmolLM2 has an ESS of 0.92 at a KL of 0.05, and of
+# Added where the whole gap is too large for a correction: SmolLM2 has an ESS of 0.92 at a KL of 0.05, and of
 # 0.41 at 0.33 (docs/algorithms.md)
 FAR = 0.1  # nats a token; guard.kl_above of `config.guard` is the same bound in a run
 TOO_FAR = (
@@ -88,7 +88,7 @@ TOO_FAR = (
     "by a budget (rollout.weights: {{max_kl: 0.02}}) or a wider format; until then correction acr"
 )
 NEGLIGIBLE = 1e-4  # nats: below it, for the worst token, there is nothing to look for
-_NUMBERS = ("kl_k1", "kl_k3", "logp_diff_mean", "logp_diff_max", "ess")
+_MISMATCH_METRICS = ("kl_k1", "kl_k3", "logp_diff_mean", "logp_diff_max", "ess")
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,14 @@ class Diagnosis:
             )
         cause = max(CAUSES, key=self.share)
         advice = ADVICE[cause]
-        apart = [part.logp_diff_max for part in self.parts if part.start in ("decode", "prefill")]
-        if cause == "rounding" and max(apart, default=0.0) < NEGLIGIBLE:
+        engine_differences = [
+            part.logp_diff_max for part in self.parts if part.start in ("decode", "prefill")
+        ]
+        if cause == "rounding" and max(engine_differences, default=0.0) < NEGLIGIBLE:
             advice = ALIGNABLE
-        told = f"{self.share(cause):.0%} of the gap comes from {cause}: {advice}"
+        sentence = f"{self.share(cause):.0%} of the gap comes from {cause}: {advice}"
         is_low_bit = cause in ("weights", "rounding") and self.whole.kl_k3 > FAR
-        return told + ("." + TOO_FAR.format(kl=self.whole.kl_k3) if is_low_bit else "")
+        return sentence + ("." + TOO_FAR.format(kl=self.whole.kl_k3) if is_low_bit else "")
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {
@@ -154,22 +156,22 @@ def attribute(
     segments: each token's sequence. blames_kv: the cache dropped or rounds keys; otherwise its part
     is 0. A point `quantized` implies a format that rounds activations.
     """
-    arithmetic = "rounding" if "quantized" in log_probs else "kernels"
-    first = "kv" if blames_kv else arithmetic
-    *_, before, last = log_probs
-    legs = [
-        ("weights", before, last),
-        *([("rounding", "aligned", "quantized")] if before == "quantized" else []),
-        (arithmetic, "prefill", "aligned"),
-        (first, "decode", "prefill"),
+    arithmetic_cause = "rounding" if "quantized" in log_probs else "kernels"
+    decode_cause = "kv" if blames_kv else arithmetic_cause
+    *_, point_before, last_point = log_probs
+    steps = [
+        ("weights", point_before, last_point),
+        *([("rounding", "aligned", "quantized")] if point_before == "quantized" else []),
+        (arithmetic_cause, "prefill", "aligned"),
+        (decode_cause, "decode", "prefill"),
     ]
-    values = [_compare(log_probs[start], log_probs[stop], segments) for _, start, stop in legs]
+    values = [_compare(log_probs[start], log_probs[stop], segments) for _, start, stop in steps]
     total = sum(value["logp_diff_mean"] for value in values)
     parts = [
         MismatchPart(
             cause, start, stop, share=value["logp_diff_mean"] / total if total else 0.0, **value
         )
-        for (cause, start, stop), value in zip(legs, values, strict=True)
+        for (cause, start, stop), value in zip(steps, values, strict=True)
     ]
     if not blames_kv:
         parts.append(MismatchPart("kv", "", "", remark="the cache forgot and rounded nothing"))
@@ -179,18 +181,19 @@ def attribute(
     whole = MismatchPart(
         "all",
         "decode",
-        last,
+        last_point,
         share=float(total > 0),
-        **_compare(log_probs["decode"], log_probs[last], segments),
+        **_compare(log_probs["decode"], log_probs[last_point], segments),
     )
     return tuple(sorted(parts, key=lambda part: CAUSES.index(part.cause))), whole
 
 
 def _compare(start: Tensor, stop: Tensor, segments: Tensor) -> dict[str, Any]:
-    found = mismatch(
+    """Return the mismatch metrics between two points."""
+    metrics = mismatch(
         learner=stop, behavior=start, mask=torch.ones_like(segments), segments=segments
     )
-    return {name: found[f"mismatch/{name}"] for name in _NUMBERS}
+    return {name: metrics[f"mismatch/{name}"] for name in _MISMATCH_METRICS}
 
 
 def diagnose(
@@ -206,34 +209,38 @@ def diagnose(
     is used. prompts: user messages; without any `num_prompts` of the environments. n: responses a
     prompt. ValueError when nothing was drawn or the run cannot be read.
     """
-    given = cfg.resolved()
-    compute = Compute.of(given)
-    chat = models.chat_of(given)
-    held = _checkpoint(run)
-    if held is not None and held.meta.get("command") == "sft":
+    run_cfg = cfg.resolved()
+    compute = Compute.of(run_cfg)
+    chat = models.chat_of(run_cfg)
+    checkpoint = _newest_checkpoint(run)
+    if checkpoint is not None and checkpoint.meta.get("command") == "sft":
         raise ValueError(f"diagnose: {run} is a run of lowroll sft, which has drawn nothing")
-    cfg = _settled(given, run, compute, chat)
+    cfg = _with_formats(run_cfg, run, compute, chat)
     model = models.learner(cfg, compute)
     notes = _notes(cfg)
-    weights = cfg.rollout.weights if held is None else _weights(held, given, cfg.rollout.weights)
-    if held is not None:
-        restore_weights(model, held.tensors["model"], held.state["trainer"])
-        notes.append(f"weights of step {held.step}")
+    weights = (
+        cfg.rollout.weights
+        if checkpoint is None
+        else _rollout_format(checkpoint, run_cfg, cfg.rollout.weights)
+    )
+    if checkpoint is not None:
+        restore_weights(model, checkpoint.tensors["model"], checkpoint.state["trainer"])
+        notes.append(f"weights of step {checkpoint.step}")
     elif run is not None:
         notes.append("the run has no checkpoint yet: these are the weights that it starts from")
     requests = first_requests(cfg, model.spec, chat, prompts, num_prompts, n)
     lengths = [len(request.prompt_ids) for request in requests]
-    work = Workload(len(requests), n, max(lengths, default=1), cfg.rollout.max_tokens)
+    workload = Workload(len(requests), n, max(lengths, default=1), cfg.rollout.max_tokens)
     format = compute.format(weights)
-    with closing(engines.make(cfg, compute, model, chat, weights, [work])) as engine:
-        able = engine.capabilities
+    with closing(engines.make(cfg, compute, model, chat, weights, [workload])) as engine:
+        capabilities = engine.capabilities
         temperature = cfg.rollout.temperature
         drawn = draw(engine, requests, temperature)
     points = drawn.points | learner_points(model, format, drawn, temperature, cfg.train.forward)
-    evictions = saving(able.kv, drawn.responses)["evictions"]
-    blames_kv = evictions > 0 or able.kv_dtype is not None
+    evictions = saving(capabilities.kv, drawn.responses)["evictions"]
+    blames_kv = evictions > 0 or capabilities.kv_dtype is not None
     parts, whole = attribute(points, drawn.segments, blames_kv)
-    notes += _cache_notes(able, evictions)
+    notes += _cache_notes(capabilities, evictions)
     return Diagnosis(str(run or cfg.model), format, len(drawn.segments), parts, whole, tuple(notes))
 
 
@@ -265,18 +272,18 @@ def draw(engine: Engine, requests: list[Request], temperature: float) -> DrawnSe
     """Draw the rollouts and have the engine score them. ValueError for no tokens."""
     if not engine.capabilities.scores:
         raise ValueError("diagnose: this engine cannot score given tokens")
-    rows = [
+    pairs = [
         (group.request.prompt_ids, rollout)
         for group in engine.generate(requests)
         for rollout in group.rollouts
         if rollout.token_ids
     ]
-    if not rows:
+    if not pairs:
         raise ValueError("diagnose: no token was drawn")
-    sequences = [ids + rollout.token_ids for ids, rollout in rows]
-    lengths = [len(ids) for ids, _ in rows]
+    sequences = [ids + rollout.token_ids for ids, rollout in pairs]
+    lengths = [len(ids) for ids, _ in pairs]
     points = {
-        "decode": torch.tensor([p for _, rollout in rows for p in rollout.logprobs]),
+        "decode": torch.tensor([logprob for _, rollout in pairs for logprob in rollout.logprobs]),
         "prefill": torch.cat(engine.score(sequences, lengths, temperature)),
     }
     return DrawnSequences(sequences, lengths, points)
@@ -297,48 +304,52 @@ def learner_points(
 
     _align(model, format)
     points = {"aligned": scored()}
-    own = "dense" if forward in ("aligned", format) else forward
+    learner_forward = "dense" if forward in ("aligned", format) else forward
     with aligned.suspended(model):
-        if own != "dense":
-            aligned.align(model, own)
-        last = scored()
-    codes = [linear.aligned for _, linear in model.linears() if linear.aligned is not None]
-    if any(get_format(one.format).rounds_activations for one in codes):
-        if own == "dense" and model.weight_format is not None:  # LoRA shares the base
-            points["quantized"] = last
+        if learner_forward != "dense":
+            aligned.align(model, learner_forward)
+        learner_scores = scored()
+    aligned_codes = [linear.aligned for _, linear in model.linears() if linear.aligned is not None]
+    if any(get_format(code.format).rounds_activations for code in aligned_codes):
+        if learner_forward == "dense" and model.weight_format is not None:  # LoRA shares the base
+            points["quantized"] = learner_scores
         else:
             with aligned.dequantized(model):
                 points["quantized"] = scored()
-    return points | {own: last}
+    return points | {learner_forward: learner_scores}
 
 
 def _align(model: Transformer, format: str) -> None:
+    """Align the learner's forward with an engine in `format`."""
     base = model.weight_format
     if base not in (None, format) and get_format(format).dense:
-        # LoRA after a guard's fallback: the engine has the base's values
+        # After a guard's fallback under LoRA the engine has the base's values.
         aligned.realign(model, format)
     else:
         aligned.align(model, format)
 
 
-def _settled(cfg: RunConfig, run: Path | None, compute: Compute, chat: ChatTokenizer) -> RunConfig:
+def _with_formats(
+    cfg: RunConfig, run: Path | None, compute: Compute, chat: ChatTokenizer
+) -> RunConfig:
     """Return the settings with formats in place of a budget: the run's, or from a search."""
     if run is not None:
         return budget.settled(cfg, run, compute)
     return budget.with_weights(cfg, budget.named(cfg.rollout.weights, cfg, compute, chat))
 
 
-def _checkpoint(run: Path | None) -> Checkpoint | None:
+def _newest_checkpoint(run: Path | None) -> Checkpoint | None:
+    """Load a run's newest checkpoint; None without a run or a checkpoint."""
     store = Store((run or Path()) / "checkpoints")
     steps = store.steps() if run is not None else []
     return store.load(steps[-1], only=("model",)) if steps else None
 
 
-def _weights(held: Checkpoint, cfg: RunConfig, weights: str) -> str:
+def _rollout_format(held: Checkpoint, cfg: RunConfig, weights: str) -> str:
     """Return the rollouts' format: the guard's fallback, unless another than the run's own is
     requested. weights: the settings' format."""
-    own = yaml.safe_load(held.meta["config"])["rollout"]["weights"]
-    return (fallen_to(held.state) or weights) if cfg.rollout.weights == own else weights
+    run_weights = yaml.safe_load(held.meta["config"])["rollout"]["weights"]
+    return (fallen_to(held.state) or weights) if cfg.rollout.weights == run_weights else weights
 
 
 def _cache_notes(able: Capabilities, evictions: float) -> list[str]:
@@ -357,10 +368,11 @@ def _cache_notes(able: Capabilities, evictions: float) -> list[str]:
 
 
 def _notes(cfg: RunConfig) -> list[str]:
+    """Describe the settings that the diagnosis leaves out or that change how it reads."""
     rollout = cfg.rollout
     notes: list[str] = []
-    drawn = (rollout.top_k, rollout.top_p, rollout.min_p)
-    if (*drawn, rollout.repetition_penalty, rollout.min_tokens) != (0, 1.0, 0.0, 1.0, 0):
+    sampler = (rollout.top_k, rollout.top_p, rollout.min_p)
+    if (*sampler, rollout.repetition_penalty, rollout.min_tokens) != (0, 1.0, 0.0, 1.0, 0):
         notes.append(
             "drawn without the run's top_k, top_p, min_p, repetition_penalty and min_tokens; their "
             "part is not shown"

@@ -60,44 +60,50 @@ def evaluate(
     rollout.weights or, where that is not set, the model's own low-bit format. `kv` are caches; the
     default is dense and rollout.kv. All use the same prompts and seeds; the first unbounded cache
     sets everyone's size. A staged run uses the lengths of its last stage. `each` has responses to
-    an example by environment, beside eval.rollouts_per_example. Results go to `out`, from which a
+    an example by environment, in place of eval.rollouts_per_example. Results go to `out`, from which a
     killed evaluation continues. lowroll's own engine is used, even for a run with vLLM;
     `evaluate_server` uses another.
     """
     weights = weights or list(dict.fromkeys(["dense", _rollouts(cfg)]))
     cfg = engines.with_engine(cfg.resolved().at(cfg.train.max_steps), "native")
-    own = cfg.rollout.cache
-    distinct = {cache.name: cache for cache in kv or (own.another("dense"), own)}
-    caches = sorted(distinct.values(), key=lambda cache: cache.evicts)
+    run_cache = cfg.rollout.cache
+    caches_by_name = {cache.name: cache for cache in kv or (run_cache.another("dense"), run_cache)}
+    caches = sorted(caches_by_name.values(), key=lambda cache: cache.evicts)
     compute = Compute.of(cfg)
     chat = models.chat_of(cfg)
-    distinct_weights: dict[str, str] = {}  # two names may mean one format
-    for word in weights:
-        name = budget.named(word, cfg, compute, chat)
-        distinct_weights.setdefault(compute.format(name), name)
-    weights = list(distinct_weights.values())
+    weights_by_format: dict[str, str] = {}  # two names may mean one format
+    for requested in weights:
+        name = budget.named(requested, cfg, compute, chat)
+        weights_by_format.setdefault(compute.format(name), name)
+    weights = list(weights_by_format.values())
     model = hf.load(cfg.model, compute.device, compute.dtype)
-    chosen = cfg.eval.env or cfg.env
-    envs = environments.make(chosen, cfg.seed)
-    work = [engines.eval_workload(cfg, model.spec, chat, envs)]
-    measured: list[EngineAnswers] = []
-    told: set[str] = set()
-    with environments.scorer(cfg, chosen) as scorer, phases() as on_phase:
+    env_configs = cfg.eval.env or cfg.env
+    envs = environments.make(env_configs, cfg.seed)
+    workloads = [engines.eval_workload(cfg, model.spec, chat, envs)]
+    answers: list[EngineAnswers] = []
+    known_warnings: set[str] = set()
+    with environments.scorer(cfg, env_configs) as scorer, phases() as on_phase:
         for cache, name in product(caches, weights):
-            cfg = _under(cfg, cache)
-            engine = engines.make(cfg, compute, model, chat, name, work)
+            cfg = _with_kv(cfg, cache)
+            engine = engines.make(cfg, compute, model, chat, name, workloads)
             cfg = engines.with_cache(cfg, engine.stats().cache_tokens)  # the same for all
-            most = min(prompts.longest(_under(cfg, one), model.spec) for one in caches)
+            max_prompt_tokens = min(
+                prompts.longest(_with_kv(cfg, kv_config), model.spec) for kv_config in caches
+            )
             for line in prompts.check(cfg, model.spec, chat, envs, "test"):
-                if line not in told:  # once for engines of equal capacity
+                if line not in known_warnings:  # once for engines of equal capacity
                     log.warning("%s", line)
-                    told.add(line)
+                    known_warnings.add(line)
             about = {"weights": compute.format(name), "kv": cache.name}
-            held = {"cache": cache.resolved().model_dump(mode="json")}
-            asker = _Asker(cfg, chosen, envs, scorer, each or {}, out, on_phase, held)
-            tokens = min(prompts.sequence(_under(cfg, one), model.spec) for one in caches)
-            measured += asker.ask(engine, chat, (most, tokens), about)
-    return _finished(cfg, measured, out)
+            cache_settings = {"cache": cache.resolved().model_dump(mode="json")}
+            asker = _Asker(
+                cfg, env_configs, envs, scorer, each or {}, out, on_phase, cache_settings
+            )
+            max_sequence_tokens = min(
+                prompts.sequence(_with_kv(cfg, kv_config), model.spec) for kv_config in caches
+            )
+            answers += asker.ask(engine, chat, (max_prompt_tokens, max_sequence_tokens), about)
+    return _make_rows(cfg, answers, out)
 
 
 def evaluate_server(
@@ -111,19 +117,19 @@ def evaluate_server(
     space for a response."""
     cfg = cfg.resolved().at(cfg.train.max_steps)
     context = server.engine.capabilities.context_length
-    most = context - cfg.rollout.max_tokens
-    if most < 1:
+    max_prompt_tokens = context - cfg.rollout.max_tokens
+    if max_prompt_tokens < 1:
         raise ValueError(
             f"rollout.max_tokens: {cfg.rollout.max_tokens} leaves no room for a prompt in the "
             f"context of {server.url}, {context} tokens"
         )
-    chosen = cfg.eval.env or cfg.env
-    envs = environments.make(chosen, cfg.seed)
+    env_configs = cfg.eval.env or cfg.env
+    envs = environments.make(env_configs, cfg.seed)
     about = {"server": server.url, "model": server.model}
-    with environments.scorer(cfg, chosen) as scorer, phases() as on_phase:
-        asker = _Asker(cfg, chosen, envs, scorer, each or {}, out, on_phase)
-        limits = (most, context)
-        return _finished(cfg, asker.ask(server.engine, server.chat, limits, about), out)
+    with environments.scorer(cfg, env_configs) as scorer, phases() as on_phase:
+        asker = _Asker(cfg, env_configs, envs, scorer, each or {}, out, on_phase)
+        limits = (max_prompt_tokens, context)
+        return _make_rows(cfg, asker.ask(server.engine, server.chat, limits, about), out)
 
 
 @contextmanager
@@ -174,6 +180,8 @@ class _Asker:
         limits: tuple[int, int],
         about: Mapping[str, str],
     ) -> EngineAnswers:
+        """Draw and score an engine's responses to one environment, except those already in the
+        folder."""
         began = time.monotonic()
         n = self.each.get(env.name, self.cfg.eval.rollouts_per_example)
         sampling = orchestrator.eval_sampling(self.cfg)
@@ -187,7 +195,7 @@ class _Asker:
             max_prompt_tokens=limits[0],
             max_sequence_tokens=limits[1],
         )
-        asked = {
+        settings = {
             "env": env.name,
             **self._environment(env.name),
             **about,
@@ -197,53 +205,73 @@ class _Asker:
             "seed": self.cfg.seed,
             "policy": engine.behavior.policy[0].digest,
         }
-        kept = Responses(self._file(env.name, about), asked)
+        stored_responses = Responses(self._file(env.name, about), settings)
         label = f"{env.name}, {', '.join(about.values())}"
         on_draw = partial(self.on_phase, f"{label}: generate")
-        talking = Conversations(engine, self.scorer, chat)
-        responses_of.draw(kept.missing(draws), talking, chat, kept.keep_drawn, on_draw)
-        found = kept.of(draws)
-        unscored = [one for one in found if any(r.score is None for r in one.responses)]
+        conversations = Conversations(engine, self.scorer, chat)
+        responses_of.draw(
+            stored_responses.missing(draws),
+            conversations,
+            chat,
+            stored_responses.keep_drawn,
+            on_draw,
+        )
+        examples = stored_responses.of(draws)
+        unscored = [
+            example
+            for example in examples
+            if any(response.score is None for response in example.responses)
+        ]
         on_score = partial(self.on_phase, f"{label}: score")
-        responses_of.score(unscored, self.scorer, kept.keep_scored, on_score)
-        scores = [r.score for one in found for r in one.responses if r.score is not None]
+        responses_of.score(unscored, self.scorer, stored_responses.keep_scored, on_score)
+        scores = [
+            response.score
+            for example in examples
+            for response in example.responses
+            if response.score is not None
+        ]
         check_errors(scores, self.cfg.score.max_error_rate)
         if not any(isinstance(score, Score) for score in scores):
             raise ScoringFailed(
                 f"env {env.name!r}: no reward function says anything of any response"
             )
         on_vote = partial(self.on_phase, f"{label}: vote")
-        won = responses_of.votes(found, env, self.scorer, on_vote) if n > 1 else None
-        left_out = self.cfg.eval.count(env.size("test")) - len(draws)
-        return EngineAnswers(env.name, dict(about), found, won, time.monotonic() - began, left_out)
+        majority_right = responses_of.votes(examples, env, self.scorer, on_vote) if n > 1 else None
+        num_left_out = self.cfg.eval.count(env.size("test")) - len(draws)
+        return EngineAnswers(
+            env.name, dict(about), examples, majority_right, time.monotonic() - began, num_left_out
+        )
 
     def _environment(self, name: str) -> dict[str, Any]:
-        (one,) = (env for env in self.chosen if default_name(env) == name)
-        return {"id": one.id, "args": dict(one.args)}
+        (env_config,) = (env for env in self.chosen if default_name(env) == name)
+        return {"id": env_config.id, "args": dict(env_config.args)}
 
     def _file(self, env: str, about: Mapping[str, str]) -> Path | None:
+        """Return the file of an engine's responses to an environment; None without a folder."""
         if self.out is None:
             return None
-        side = quote(",".join(about.values()), safe=",+")
-        return self.out / "responses" / side / f"{quote(env, safe='')}.jsonl"
+        engine_name = quote(",".join(about.values()), safe=",+")
+        return self.out / "responses" / engine_name / f"{quote(env, safe='')}.jsonl"
 
 
-def _finished(cfg: RunConfig, measured: Sequence[EngineAnswers], out: Path | None) -> Rows:
+def _make_rows(cfg: RunConfig, measured: Sequence[EngineAnswers], out: Path | None) -> Rows:
+    """Return the rows of the answers, and write them and the page of failures into `out`."""
     rows = rows_of(measured, cfg.seed)
     if out is not None:
         leave(out, cfg, measured, rows)
     return rows
 
 
-def _under(cfg: RunConfig, kv: KvConfig) -> RunConfig:
+def _with_kv(cfg: RunConfig, kv: KvConfig) -> RunConfig:
     return cfg.model_copy(update={"rollout": cfg.rollout.with_kv(kv)})
 
 
 def _rollouts(cfg: RunConfig) -> str:
+    """Return the format of the run's rollouts; where none is set, the model's own low-bit format."""
     if cfg.rollout.weights == STORED:  # a dense model may replace the run's folder
         return exact_format(resolve(cfg.model), Compute.of(cfg).dtype) or OWN
     if "weights" in cfg.rollout.model_fields_set:
-        own = None
+        stored_format = None
     else:
-        own = exact_format(resolve(cfg.model), Compute.of(cfg).dtype)
-    return own or cfg.rollout.weights
+        stored_format = exact_format(resolve(cfg.model), Compute.of(cfg).dtype)
+    return stored_format or cfg.rollout.weights

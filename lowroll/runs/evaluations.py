@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# metrics kept of the second sampler and of the initial model
+# The metrics that are kept of the second sampler and of the initial model.
 COMPARED = ("reward", "pass_at_1")
 
 
@@ -76,8 +76,8 @@ class Evaluations:
         return self.measure(now, version, sampled=step == self.last, done=step)
 
     def due_before(self, step: int) -> bool:
-        first = step == 1 and self.cfg.eval_base_model
-        return bool(self.interval) and (first or step == self._again)
+        before_first_step = step == 1 and self.cfg.eval_base_model
+        return bool(self.interval) and (before_first_step or step == self._again)
 
     def resumed(self, step: int) -> None:
         """Record the next step of a resumed run."""
@@ -125,13 +125,15 @@ def held_out(
 
     With `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn like the rollouts of `cfg`.
     """
-    chosen = orchestrator.eval_sampling(cfg)
-    drawn = orchestrator.sampling(cfg)
-    metrics = {"eval/temperature": chosen.temperature}
+    eval_sampling = orchestrator.eval_sampling(cfg)
+    behavior_sampling = orchestrator.sampling(cfg)
+    metrics = {"eval/temperature": eval_sampling.temperature}
     for env in envs.values():
-        found = {}
-        for sampling in dict.fromkeys([chosen, drawn] if sampled else [chosen]):
-            found[sampling] = evaluate_env(
+        metrics_by_sampling = {}
+        for sampling in dict.fromkeys(
+            [eval_sampling, behavior_sampling] if sampled else [eval_sampling]
+        ):
+            metrics_by_sampling[sampling] = evaluate_env(
                 env,
                 engine,
                 scorer,
@@ -145,14 +147,16 @@ def held_out(
                 max_error_rate=cfg.score.max_error_rate,
                 step=step,
                 max_steps=cfg.train.max_steps,
-                on_phase=on_phase and partial(_within_evaluation, on_phase),
+                on_phase=on_phase and partial(_report_phase, on_phase),
             )
-        metrics |= found[chosen]
+        metrics |= metrics_by_sampling[eval_sampling]
         if sampled:
             metrics |= {
-                f"eval/{env.name}/sampled_{name}": found[drawn][f"eval/{env.name}/{name}"]
+                f"eval/{env.name}/sampled_{name}": metrics_by_sampling[behavior_sampling][
+                    f"eval/{env.name}/{name}"
+                ]
                 for name in COMPARED
-                if f"eval/{env.name}/{name}" in found[drawn]
+                if f"eval/{env.name}/{name}" in metrics_by_sampling[behavior_sampling]
             }
     return metrics
 
@@ -160,14 +164,16 @@ def held_out(
 def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
     """Return a step's evaluations: `then`, after it, and `first`, before it, under separate names.
     Either may be empty."""
-    compared = tuple(f"{joint}{name}" for joint in "/_" for name in COMPARED)
-    early = {f"{name}_before": value for name, value in first.items() if name.endswith(compared)}
+    compared_endings = tuple(f"{separator}{name}" for separator in "/_" for name in COMPARED)
+    metrics_before = {
+        f"{name}_before": value for name, value in first.items() if name.endswith(compared_endings)
+    }
     if first:
-        early["eval/temperature"] = first["eval/temperature"]
-    seconds = [found["time/eval"] for found in (first, then) if found]
-    total = {"time/eval": sum(seconds)} if seconds else {}
-    return early | dict(then) | total
+        metrics_before["eval/temperature"] = first["eval/temperature"]
+    seconds = [metrics["time/eval"] for metrics in (first, then) if metrics]
+    total_seconds = {"time/eval": sum(seconds)} if seconds else {}
+    return metrics_before | dict(then) | total_seconds
 
 
-def _within_evaluation(on_phase: PhaseProgress, phase: str, done: int, total: int) -> None:
+def _report_phase(on_phase: PhaseProgress, phase: str, done: int, total: int) -> None:
     on_phase(f"evaluate: {phase}", done, total)

@@ -45,7 +45,7 @@ from lowroll.types import Batch
 from lowroll.weights.publish import dequantize_base, digest, quantize_base, rollout_copy
 
 KINDS = ("merged", "adapter", "rollout")
-_STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STORED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,21 @@ def quantize_folder(
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"model: {model} is an adapter folder; merge it into its base first")
     if read_folder_layout(folder) is not None:
-        held = low_bit_format(folder) or "quantized"
-        raise ValueError(f"model: {model} holds {held} weights already; quantize the dense model")
-    dense = hf.load(folder, device, stored_dtype(folder))
+        stored_format = low_bit_format(folder) or "quantized"
+        raise ValueError(
+            f"model: {model} holds {stored_format} weights already; quantize the dense model"
+        )
+    dense_model = hf.load(folder, device, stored_dtype(folder))
     if transform is not None:
-        transform(dense)
-    hf.save(quantize_base(dense, format), out, tokenizer_from=folder)
-    return Exported(out, format, _weight_bytes(out), _weight_bytes(folder), note=_note(dense))
+        transform(dense_model)
+    hf.save(quantize_base(dense_model, format), out, tokenizer_from=folder)
+    return Exported(
+        out,
+        format,
+        _weight_bytes(out),
+        _weight_bytes(folder),
+        note=_compatibility_note(dense_model),
+    )
 
 
 def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = None) -> Exported:
@@ -110,47 +118,50 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
             f"{run}: not a run folder (no config.yaml), nor an adapter's (no adapter_config.json)"
         )
     cfg = load(run / "config.yaml").resolved()
-    inexact = cfg.rollout.model_copy(update={"exact": False})  # any machine may export
-    cfg = cfg.model_copy(update={"rollout": inexact})
+    inexact_rollout = cfg.rollout.model_copy(update={"exact": False})  # any machine may export
+    cfg = cfg.model_copy(update={"rollout": inexact_rollout})
     if kind == "adapter" and not cfg.train.lora:
         raise ValueError(
             f"--as: {run} trains all weights and has no adapter; export it as merged or rollout"
         )
-    saved = Store(run / "checkpoints").load(step)
-    supervised = saved.meta.get("command") == "sft"
-    if supervised and kind == "rollout" and is_budget(cfg.rollout.weights):
+    checkpoint = Store(run / "checkpoints").load(step)
+    is_sft = checkpoint.meta.get("command") == "sft"
+    if is_sft and kind == "rollout" and is_budget(cfg.rollout.weights):
         raise ValueError(
             f"--as: {run} is a run of lowroll sft, which searches for no formats; export it as merged"
         )
-    if supervised:
+    if is_sft:
         cfg = sft.plain(cfg)
-    model, compute = _learner(cfg, saved, run)
+    model, compute = _load_learner(cfg, checkpoint, run)
     source = resolve(cfg.model)
     gap = note = None
     if kind == "adapter":
-        gap = publish_adapter(cfg, model, out, newest_batch(run, saved.step), saved.step)
-        form = _format_of(model)
+        gap = publish_adapter(cfg, model, out, newest_batch(run, checkpoint.step), checkpoint.step)
+        weight_format = _format_of(model)
     elif kind == "merged":
-        batch = newest_batch(run, saved.step) if cfg.train.lora else None
+        batch = newest_batch(run, checkpoint.step) if cfg.train.lora else None
         gap = _save_merged(model, out, source, batch)
-        form = _format_of(model)
+        weight_format = _format_of(model)
     else:
-        settled = budget.settled(cfg, run, compute)
-        form = compute.format(fallen_to(saved.state) or settled.rollout.weights)
-        dtype = get_format(form).dtype or compute.dtype
-        note = _save_rollout(rollout_copy(model, form, dtype), out, source)
-    return Exported(out, form, _weight_bytes(out), _weight_bytes(source), saved.step, gap, note)
+        settled_cfg = budget.settled(cfg, run, compute)
+        weight_format = compute.format(fallen_to(checkpoint.state) or settled_cfg.rollout.weights)
+        dtype = get_format(weight_format).dtype or compute.dtype
+        note = _save_rollout(rollout_copy(model, weight_format, dtype), out, source)
+    return Exported(
+        out, weight_format, _weight_bytes(out), _weight_bytes(source), checkpoint.step, gap, note
+    )
 
 
 def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exported:
+    """Export an adapter folder in place of a run."""
     if kind == "adapter" or step is not None:
         raise ValueError(
             f"{folder} is an adapter folder: it has no checkpoints, and is exported as merged or "
             f"rollout"
         )
-    stated = adapter_base.read(folder)
+    base_record = adapter_base.read(folder)
     source = resolve(base_of(folder))
-    dtype = stored_dtype(source) if stated is None else _STORED[stated.dtype]
+    dtype = stored_dtype(source) if base_record is None else _STORED_DTYPES[base_record.dtype]
     model = hf.load(folder, dtype=dtype)
     note = None
     if kind == "merged":
@@ -161,17 +172,17 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
     return Exported(out, _format_of(model), _weight_bytes(out), _weight_bytes(source), note=note)
 
 
-def _learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer, Compute]:
+def _load_learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer, Compute]:
     """Load the learner after the checkpoint's step, on the CPU in the run's dtype."""
     cfg = cfg.model_copy(update={"device": "cpu"})
-    supervised = saved.meta.get("command") == "sft"
-    first = Compute.of(cfg)
-    dtypes = [first.dtype] if cfg.dtype != "auto" else [torch.float32, torch.bfloat16]
-    for compute in (replace(first, dtype=dtype) for dtype in dtypes):
+    is_sft = saved.meta.get("command") == "sft"
+    default_compute = Compute.of(cfg)
+    dtypes = [default_compute.dtype] if cfg.dtype != "auto" else [torch.float32, torch.bfloat16]
+    for compute in (replace(default_compute, dtype=dtype) for dtype in dtypes):
         model = models.learner(budget.settled(cfg, run, compute), compute)
         if digest(model) == saved.meta["base"]:
-            held = saved.state if supervised else saved.state["trainer"]
-            restore_weights(model, saved.tensors["model"], held)
+            trainer_state = saved.state if is_sft else saved.state["trainer"]
+            restore_weights(model, saved.tensors["model"], trainer_state)
             return model, compute
     raise ValueError(f"model: the weights of {cfg.model} are not those that the run began with")
 
@@ -183,9 +194,9 @@ def _save_merged(
     if batch is None:
         hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
         return None
-    before = scores(model, batch)
+    scores_before = scores(model, batch)
     hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
-    return gap_between(before, scores(model, batch))
+    return gap_between(scores_before, scores(model, batch))
 
 
 def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
@@ -194,25 +205,26 @@ def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
     adapters = {name: linear.adapter for name, linear in rollout.linears()}
     if all(adapter is None for adapter in adapters.values()):
         hf.save(rollout, out, tokenizer_from=source)
-        return _note(rollout)
+        return _compatibility_note(rollout)
     for _, linear in rollout.linears():
         linear.adapter = None
-    files = hf.contents(rollout)
+    base_files = hf.contents(rollout)
     for name, linear in rollout.linears():
         linear.adapter = adapters[name]
 
     def write(target: Path) -> None:
         (target / "base").mkdir()
-        hf.write(files, target / "base", source)
-        named = str(out.absolute() / "base")
-        lora.write(rollout, target, base=named, tokenizer_from=source)
-        card.write(target, named, adapter_base.of(rollout, 1.0))
+        hf.write(base_files, target / "base", source)
+        base_path = str(out.absolute() / "base")
+        lora.write(rollout, target, base=base_path, tokenizer_from=source)
+        card.write(target, base_path, adapter_base.of(rollout, 1.0))
 
     publish_folder(out, write, {"kind": "adapter"})
-    return _note(rollout)
+    return _compatibility_note(rollout)
 
 
-def _note(model: Transformer) -> str | None:
+def _compatibility_note(model: Transformer) -> str | None:
+    """Return what other tools cannot do with the model's folder, or None."""
     if model.weight_format is None or get_format(model.weight_format).dense:
         return None
     return unread_by_transformers(
@@ -237,7 +249,7 @@ def absent(out: str | Path) -> Path:
 def stored_dtype(folder: Path) -> torch.dtype:
     config = read_config(folder)
     name = str(config.get("dtype") or config.get("torch_dtype"))
-    return _STORED.get(name.removeprefix("torch."), torch.float32)
+    return _STORED_DTYPES.get(name.removeprefix("torch."), torch.float32)
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -57,15 +57,17 @@ CONFIG, FINAL, LOGS, ENVIRONMENTS = "config.yaml", "final", "logs", "environment
 WEIGHTS = "rollout_weights.json"  # formats by layer (`runs.budget`)
 BATCHES = ("rollouts", "offending")
 ROLES = ("roles", "orchestrator", "broadcasts")  # of a run with roles
-_MARK = re.compile(r"# lowroll (\w+): the settings of the run in this folder\n")
-_SPOOLED = re.compile(r"step_[0-9]{6,15}\.frame(\.damaged)?|(end|cursor|dismissed)\.json")
-_STEP = re.compile(r"step_[0-9]{6,}")
+_FIRST_LINE = re.compile(r"# lowroll (\w+): the settings of the run in this folder\n")
+_SPOOL_FILE = re.compile(r"step_[0-9]{6,15}\.frame(\.damaged)?|(end|cursor|dismissed)\.json")
+_STEP_FOLDER = re.compile(r"step_[0-9]{6,}")
 
 
 def goes_on(cfg: RunConfig) -> bool:
     """Return whether `ckpt.resume_step` requests a resumption and a run has begun."""
-    asked = cfg.ckpt.resume_step
-    return asked is not None and (asked >= 0 or RunFolder(cfg, "grpo").made_by() is not None)
+    resume_step = cfg.ckpt.resume_step
+    return resume_step is not None and (
+        resume_step >= 0 or RunFolder(cfg, "grpo").made_by() is not None
+    )
 
 
 class RunFolder:
@@ -86,10 +88,10 @@ class RunFolder:
         self.recorder: Recorder  # of a begun or resumed run
         self.published = False  # whether final/ is of this attempt
         self.trackers: Trackers | None = None  # of such a run, until the attempt ends
-        # the checkpoint's step to resume from, None the newest; a restarted role resumes where it
-        # was
-        asked = cfg.ckpt.resume_step
-        self.asked_step = None if asked == -1 or not alone else asked
+        # The step of the checkpoint to resume from; None is the newest. A restarted role resumes
+        # where it was.
+        resume_step = cfg.ckpt.resume_step
+        self.asked_step = None if resume_step == -1 or not alone else resume_step
 
     @cached_property
     def _settings(self) -> str:
@@ -99,15 +101,17 @@ class RunFolder:
 
     def made_by(self) -> str | None:
         """Return the command of the run here, or None."""
-        written = self.path / CONFIG
-        if written.is_file():
-            with written.open(encoding="utf-8", errors="replace") as file:
-                if mark := _MARK.fullmatch(file.readline(200)):
-                    return mark[1]
-        metas = (
+        config_path = self.path / CONFIG
+        if config_path.is_file():
+            with config_path.open(encoding="utf-8", errors="replace") as file:
+                if first_line := _FIRST_LINE.fullmatch(file.readline(200)):
+                    return first_line[1]
+        manifests = (
             read_meta(self.store.folder / f"step_{step:06d}") or {} for step in self.store.steps()
         )
-        return next((str(meta.get("command", "grpo")) for meta in metas if "config" in meta), None)
+        return next(
+            (str(meta.get("command", "grpo")) for meta in manifests if "config" in meta), None
+        )
 
     def has_steps(self) -> bool:
         """Return whether the run here has made a step or ended."""
@@ -124,36 +128,37 @@ class RunFolder:
         """Raise ValueError naming what makes the folder unusable; nothing is changed."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"output_dir: {self.path} is not a folder")
-        there = next(
+        existing_parent = next(
             path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists()
         )
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        if not existing_parent.is_dir() or not os.access(existing_parent, os.W_OK | os.X_OK):
             raise ValueError(
-                f"output_dir: {self.path} cannot be written: {there} is "
-                f"{'write-protected' if there.is_dir() else 'not a folder'}"
+                f"output_dir: {self.path} cannot be written: {existing_parent} is "
+                f"{'write-protected' if existing_parent.is_dir() else 'not a folder'}"
             )
-        made = self.made_by()
-        if resume and made is None and not (self.path / LOCK).exists():
+        command = self.made_by()
+        if resume and command is None and not (self.path / LOCK).exists():
             raise ValueError(f"output_dir: {self.path} holds no run to resume")
-        if resume and made not in (None, self.command):
+        if resume and command not in (None, self.command):
             raise ValueError(
-                f"output_dir: {self.path} holds a run of lowroll {made}: resume it with that "
+                f"output_dir: {self.path} holds a run of lowroll {command}: resume it with that "
                 f"command"
             )
-        if made is not None and not (resume or overwrite) and self.has_steps():
+        if command is not None and not (resume or overwrite) and self.has_steps():
             raise ValueError(
                 f"output_dir: {self.path} already holds a run; continue it with --resume, replace "
                 "it with --overwrite, or name another folder"
             )
-        for found in self._in_the_way(made, overwrite):
+        for obstacle in self._in_the_way(command, overwrite):
             raise ValueError(
-                f"output_dir: {found}. A run would write there: move it, or name another folder"
+                f"output_dir: {obstacle}. A run would write there: move it, or name another folder"
             )
         if not resume:
-            gone = (self.store.folder, self.final, *(self.path / name for name in BATCHES))
-            identity.refuse_to_remove(gone, self.cfg)
+            removed_paths = (self.store.folder, self.final, *(self.path / name for name in BATCHES))
+            identity.refuse_to_remove(removed_paths, self.cfg)
 
     def _in_the_way(self, made: str | None, overwrite: bool) -> Iterator[str]:
+        """Yield what a run of this folder would overwrite although no run of it made it."""
         folders = [
             self.path / name for name in (self.store.folder.name, LOGS, ENVIRONMENTS, *BATCHES)
         ]
@@ -167,20 +172,20 @@ class RunFolder:
             paths = [self.path / name for name in names if os.path.lexists(self.path / name)]
             paths += [path for name in BATCHES for _, path in rollout_files(self.path / name)]
             yield from (f"{path} is not of a run of this folder" for path in paths)
-        elif os.path.lexists(self.final) and (foreign := foreign_in(self.final)):
-            yield foreign
+        elif os.path.lexists(self.final) and (foreign_file := foreign_in(self.final)):
+            yield foreign_file
         if made is not None and overwrite:
             paths = [path for name in BATCHES for _, path in rollout_files(self.path / name)]
             yield from (
                 f"{path} does not begin as rollouts do" for path in paths if not is_rollouts(path)
             )
         for path in sorted(self.store.folder.glob("step_*")):
-            if not _STEP.fullmatch(path.name):
+            if not _STEP_FOLDER.fullmatch(path.name):
                 continue
             if made is None or not path.is_dir() or path.is_symlink():
                 yield f"{path} is not a checkpoint of a run of this folder"
-            elif overwrite and (foreign := foreign_in(path, contents=False)):
-                yield foreign
+            elif overwrite and (foreign_file := foreign_in(path, contents=False)):
+                yield foreign_file
 
     # -- beginning and going on --------------------------------------------------------------------
 
@@ -209,25 +214,26 @@ class RunFolder:
             self.path / ABOUT_FILE,
             lambda: write_about(self.path, {"command": self.command, **about}),
         )
-        for name, words in about.items():
-            log.info("%s: %s", name, words)
+        for name, description in about.items():
+            log.info("%s: %s", name, description)
         self.recorder = Recorder(self.path)
         self._track(0)
 
     def resume(self, step: int, about: Mapping[str, str]) -> None:
         """Continue after the checkpoint of a step: remove later files, and apply the current
         settings."""
-        for words in computed_otherwise(self.path, about):
+        for difference in computed_otherwise(self.path, about):
             log.warning(
-                "resumed elsewhere, so not bit for bit as the run would have gone on: %s", words
+                "resumed elsewhere, so not bit for bit as the run would have gone on: %s",
+                difference,
             )
         self.recorder = Recorder(self.path)
-        gone = [self.recorder.truncate, self.store.truncate]
+        truncations = [self.recorder.truncate, self.store.truncate]
         if self.alone:
-            gone.insert(1, partial(truncate_rollouts, self.path / "rollouts"))
+            truncations.insert(1, partial(truncate_rollouts, self.path / "rollouts"))
             self._clear_roles()  # the checkpoint holds the orchestrator's state
-        for later_gone in gone:
-            self.space.write(self.path, partial(later_gone, step))
+        for truncate in truncations:
+            self.space.write(self.path, partial(truncate, step))
         self._write_config()
         self._track(step)
 
@@ -242,8 +248,8 @@ class RunFolder:
             self.trackers.close()
 
     def _track(self, step: int) -> None:
-        run = Tracked(self.path, self.cfg.track_project, self.cfg.tree(), step)
-        self.trackers = Trackers(self.cfg.track, run)
+        tracked_run = Tracked(self.path, self.cfg.track_project, self.cfg.tree(), step)
+        self.trackers = Trackers(self.cfg.track, tracked_run)
 
     def keep_batch(self, name: str, batch: Batch) -> Path:
         """Write a batch into the folder `name`, one of BATCHES; return its file.
@@ -264,7 +270,7 @@ class RunFolder:
         parts: int = 1,
         share: Callable[[Path], object] | None = None,
     ) -> None:
-        """Save a checkpoint, with settings and command beside `meta`. parts, share: as
+        """Save a checkpoint, with settings and command in addition to `meta`. parts, share: as
         `Store.save`."""
         meta = {"config": self._settings, "command": self.command, **meta}
         self.space.write(
@@ -278,18 +284,18 @@ class RunFolder:
         self.published = True
 
     def _write_config(self) -> None:
-        mark = f"# lowroll {self.command}: the settings of the run in this folder\n"
-        assert _MARK.fullmatch(mark)
+        first_line = f"# lowroll {self.command}: the settings of the run in this folder\n"
+        assert _FIRST_LINE.fullmatch(first_line)
         self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / CONFIG
-        self.space.write(path, lambda: write_file(path, (mark + self._settings).encode()))
+        self.space.write(path, lambda: write_file(path, (first_line + self._settings).encode()))
 
     def _clear_roles(self) -> None:
         """Remove the roles' shared files: batches, evaluations, the ledger and broadcast weights."""
         orchestrator = self.path / "orchestrator"
         spool = orchestrator / "spool"
         for path in spool.iterdir() if spool.is_dir() else ():
-            if _SPOOLED.fullmatch(path.name):
+            if _SPOOL_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         if not self.alone or not self.store.steps():
             for name in ("evaluations.jsonl", "ledger.jsonl"):
@@ -304,7 +310,7 @@ class RunFolder:
         """Remove a run's files except logs, environments and settings, which go last."""
         if self.made_by() is None:
             return
-        # first: a run with a checkpoint has all its files
+        # Checkpoints go first, so that a run with a checkpoint has all its files.
         self.store.truncate(-1)
         damaged = self.store.folder / DAMAGED
         for path in [*(damaged.iterdir() if damaged.is_dir() else ()), self.final]:
@@ -322,12 +328,14 @@ class RunFolder:
         for folder in (damaged, self.store.folder, *(self.path / name for name in BATCHES)):
             if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
                 folder.rmdir()
-        stays = sorted(
+        foreign_files = sorted(
             path.name
             for path in self.path.iterdir()
             if path.name not in (LOCK, CONFIG, LOGS, ENVIRONMENTS, WEIGHTS, *ROLES)
         )
-        if stays:
+        if foreign_files:
             log.warning(
-                "%s: left as they are, for no run made them: %s", self.path, ", ".join(stays)
+                "%s: left as they are, for no run made them: %s",
+                self.path,
+                ", ".join(foreign_files),
             )

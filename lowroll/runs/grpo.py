@@ -71,28 +71,28 @@ def run(
     if problems := one_process_problems(cfg):
         raise ValueError("\n".join(problems))
     cfg = cfg.resolved()
-    last = cfg.train.max_steps
+    last_step = cfg.train.max_steps
     with ExitStack() as stack:
-        home = stack.enter_context(attempt(cfg, "grpo", resume, overwrite))
+        run_folder = stack.enter_context(attempt(cfg, "grpo", resume, overwrite))
         tell(*one_process_notes(cfg))
-        home.keep(texts)
-        steps = Run(home, stack, resume)
-        first = steps.resume() if resume else steps.begin()
-        title = f"{home.path}: {cfg.algorithm}, {cfg.correction}"
-        view = stack.enter_context(LiveView(last, title, every=cfg.logging_steps))
+        run_folder.keep(texts)
+        training_run = Run(run_folder, stack, resume)
+        first_step = training_run.resume() if resume else training_run.begin()
+        title = f"{run_folder.path}: {cfg.algorithm}, {cfg.correction}"
+        view = stack.enter_context(LiveView(last_step, title, every=cfg.logging_steps))
         stop = stack.enter_context(polite_stop())
-        steps.watch(view, stop)
+        training_run.watch(view, stop)
 
         def show(record: Record) -> str:
             view.step(record)
             return view.line()
 
         try:
-            signal = drive(steps, first, last, cfg.ckpt.interval, show, stop)
+            signal = drive(training_run, first_step, last_step, cfg.ckpt.interval, show, stop)
         except NoSignal as reason:
-            steps.end(reason)
-            return RunResult(home.path, read(home.path), ended=str(reason))
-    return RunResult(home.path, read(home.path), signal=signal)
+            training_run.end(reason)
+            return RunResult(run_folder.path, read(run_folder.path), ended=str(reason))
+    return RunResult(run_folder.path, read(run_folder.path), signal=signal)
 
 
 class Run:
@@ -100,25 +100,27 @@ class Run:
     is another run's."""
 
     def __init__(self, home: RunFolder, stack: ExitStack, resume: bool = False) -> None:
-        given = home.cfg
+        run_cfg = home.cfg
         self.home = home
         self.checkpoints = Checkpointing(home, resume)
-        self.compute = Compute.of(given)
-        engines.check(given)
-        outline = models.outline("model", given.model, self.compute)
+        self.compute = Compute.of(run_cfg)
+        engines.check(run_cfg)
+        outline = models.outline("model", run_cfg.model, self.compute)
         spec = outline.spec
-        prompts.check_stages(given, spec)
-        chat = models.chat_of(given)
-        given = budget.settle(home, self.compute, chat, resume)
-        tasks = RunEnvironments(given)
-        planner = self._planner(given, outline, chat, tasks)
-        cached = self.checkpoints.cache_tokens
-        given = sizes.chosen(planner, given)
-        tell(*(note for note in given.notes if note not in home.cfg.notes))
-        self.memory = fit.check(planner, given, cached)
+        prompts.check_stages(run_cfg, spec)
+        chat = models.chat_of(run_cfg)
+        run_cfg = budget.settle(home, self.compute, chat, resume)
+        tasks = RunEnvironments(run_cfg)
+        planner = self._planner(run_cfg, outline, chat, tasks)
+        saved_cache_tokens = self.checkpoints.cache_tokens
+        run_cfg = sizes.chosen(planner, run_cfg)
+        tell(*(note for note in run_cfg.notes if note not in home.cfg.notes))
+        self.memory = fit.check(planner, run_cfg, saved_cache_tokens)
         tell(*self.memory.lines())
-        policy = Policy.load(given, chat, self.compute)
-        self.rollouts = RolloutEngine(given, self.compute, policy.model, chat, planner, cached)
+        policy = Policy.load(run_cfg, chat, self.compute)
+        self.rollouts = RolloutEngine(
+            run_cfg, self.compute, policy.model, chat, planner, saved_cache_tokens
+        )
         stack.callback(self.rollouts.close)
         self.cfg = cfg = self.rollouts.cfg
         channel = MemoryRolloutChannel()
@@ -143,13 +145,14 @@ class Run:
     def _planner(
         self, cfg: RunConfig, outline: Transformer, chat: ChatTokenizer, tasks: RunEnvironments
     ) -> Planner:
-        uncached = engines.with_cache(cfg, None)
-        works = engines.workloads(uncached, outline.spec, chat, tasks.envs, tasks.held_out)
-        beside = {
+        """Return the memory planner of the run's workloads and models."""
+        uncached_cfg = engines.with_cache(cfg, None)
+        workloads = engines.workloads(uncached_cfg, outline.spec, chat, tasks.envs, tasks.held_out)
+        other_models = {
             name: models.outline(key, source, self.compute)
             for name, (key, source) in models.beside(cfg).items()
         }
-        return Planner.now(self.compute, outline, works, beside)
+        return Planner.now(self.compute, outline, workloads, other_models)
 
     def watch(self, view: LiveView, stop: Stop) -> None:
         """Report progress to a live view, and respect a request to stop."""
@@ -175,22 +178,22 @@ class Run:
     def resume(self) -> int:
         """Continue from the newest undamaged checkpoint, or begin again without one; return the
         next step. ValueError when it is another run's."""
-        saved = self.learner.restore()
-        if saved is None:
+        checkpoint = self.learner.restore()
+        if checkpoint is None:
             return self.begin()
-        self.batches.restore(saved.step, self.learner.drawn, resumed=True)
-        return self.learner.go_on(saved)
+        self.batches.restore(checkpoint.step, self.learner.drawn, resumed=True)
+        return self.learner.go_on(checkpoint)
 
     def step(self, step: int) -> Record:
         """Make one training step; return its record and any due evaluation."""
         began = time.monotonic()
         with self.stop.droppable():
-            first = self.batches.before(step, self.learner.version)
+            metrics_before = self.batches.before(step, self.learner.version)
             self.batches.step(step, self.learner.version)
         if self.cfg.rollout.release_cache:
             self.rollouts.release()
         metrics = self.learner.step(step)
-        metrics |= around(first, self.batches.after(step, self.learner.version))
+        metrics |= around(metrics_before, self.batches.after(step, self.learner.version))
         return self.learner.record(step, metrics, began)
 
     def checkpoint(self, step: int) -> None:

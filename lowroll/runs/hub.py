@@ -58,20 +58,22 @@ def push(folder: Path, name: str, run: Path, kind: str) -> str:
             f"push_to_hub: {folder} is an adapter that names its base by a path of this machine; "
             "push it --as merged or adapter"
         )
-    text = card(folder, name, run, kind)
-    files = [
+    card_text = card(folder, name, run, kind)
+    operations = [
         CommitOperationAdd(path.relative_to(folder).as_posix(), str(path))
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in (MANIFEST, CARD)
     ]
-    files.append(CommitOperationAdd(CARD, text.encode()))
+    operations.append(CommitOperationAdd(CARD, card_text.encode()))
     hub = HfApi(library_name="lowroll", library_version=lowroll.__version__)
     try:
         hub.create_repo(name, private=True, exist_ok=True)
-        done = hub.create_commit(name, files, commit_message=f"lowroll: {kind} of {run.name}")
+        commit = hub.create_commit(
+            name, operations, commit_message=f"lowroll: {kind} of {run.name}"
+        )
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise RunFailed(f"push_to_hub: {name}: {' '.join(str(error).split())[:500]}") from error
-    return str(getattr(done, "repo_url", None) or name)
+    return str(getattr(commit, "repo_url", None) or name)
 
 
 def offer(final: Path, cfg: RunConfig) -> None:
@@ -104,17 +106,18 @@ def card(folder: Path, name: str, run: Path, kind: str) -> str:
     """Return README.md of an upload: front matter for the hub, provenance, the last metrics, how to
     load it; for an adapter also its own card's text on its base."""
     cfg = load(run / "config.yaml") if (run / "config.yaml").is_file() else None
-    body = [f"# {name.partition('/')[2]}", *_said(folder)]
+    sections = [f"# {name.partition('/')[2]}", *_own_card_text(folder)]
     if cfg is not None:
-        body += ["## Training", _table(_training(cfg), "setting")]
-        last = _last(run)
-        if last:
-            body += ["## Last numbers", _table(last, "metric")]
-    body += ["## Use", *_use(name, kind, cfg)]
-    return _front(cfg, kind) + "\n\n".join(body) + "\n"
+        sections += ["## Training", _markdown_table(_training_rows(cfg), "setting")]
+        last_metrics = _last_metrics(run)
+        if last_metrics:
+            sections += ["## Last numbers", _markdown_table(last_metrics, "metric")]
+    sections += ["## Use", *_usage(name, kind, cfg)]
+    return _front_matter(cfg, kind) + "\n\n".join(sections) + "\n"
 
 
-def _front(cfg: RunConfig | None, kind: str) -> str:
+def _front_matter(cfg: RunConfig | None, kind: str) -> str:
+    """Return the card's front matter for the hub."""
     from huggingface_hub import ModelCardData
 
     base = cfg.model if cfg is not None and is_hub_id(cfg.model) else None
@@ -131,7 +134,7 @@ def _front(cfg: RunConfig | None, kind: str) -> str:
     return f"---\n{data.to_yaml()}\n---\n\n"
 
 
-def _public(name: str) -> str:
+def _public_name(name: str) -> str:
     """Return a hub id, or the last part of a local path."""
     return name if is_hub_id(name) else Path(name).name
 
@@ -141,7 +144,7 @@ def _data_sets(cfg: RunConfig | None) -> list[str]:
     return [path for path in dict.fromkeys(paths) if is_hub_id(path)]
 
 
-def _said(folder: Path) -> list[str]:
+def _own_card_text(folder: Path) -> list[str]:
     """Return the text of the folder's own card below its title."""
     path = folder / CARD
     if not path.is_file():
@@ -150,13 +153,13 @@ def _said(folder: Path) -> list[str]:
     return [text.partition("\n\n")[2].strip()] if text.startswith("# ") else [text]
 
 
-def _training(cfg: RunConfig) -> dict[str, Any]:
+def _training_rows(cfg: RunConfig) -> dict[str, Any]:
     rows: dict[str, Any] = {
-        "base": _public(cfg.model),
+        "base": _public_name(cfg.model),
         "algorithm": cfg.algorithm,
         "correction": cfg.correction,
         "rollouts": f"{cfg.rollout.weights} weights, {cfg.rollout.cache.policy} cache",
-        "data": ", ".join(_public(env.name or env.id) for env in cfg.env),
+        "data": ", ".join(_public_name(env.name or env.id) for env in cfg.env),
         "batch": f"{cfg.batch_size} rollouts, {cfg.rollouts_per_example} a prompt",
         "learning rate": f"{cfg.train.learning_rate:g}",
     }
@@ -165,23 +168,27 @@ def _training(cfg: RunConfig) -> dict[str, Any]:
     return rows | {"made with": f"lowroll {lowroll.__version__}"}
 
 
-def _last(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _last_metrics(run: Path) -> dict[str, Any]:
+    """Return the last value of each shown metric, with its step."""
+    metrics: dict[str, Any] = {}
     for record in read(run):
-        shown = {key: value for key, value in record.items() if key.startswith(SHOWN)}
-        found |= {key: f"{value:.4g}" for key, value in shown.items() if value is not None}
-        found["step"] = record["step"]
-    step = found.pop("step", None)
-    rows = dict(sorted(found.items())[:MOST_SHOWN])
+        shown_metrics = {key: value for key, value in record.items() if key.startswith(SHOWN)}
+        metrics |= {
+            key: f"{value:.4g}" for key, value in shown_metrics.items() if value is not None
+        }
+        metrics["step"] = record["step"]
+    step = metrics.pop("step", None)
+    rows = dict(sorted(metrics.items())[:MOST_SHOWN])
     return {"step": step, **rows} if step is not None else {}
 
 
-def _table(rows: Mapping[str, Any], title: str) -> str:
+def _markdown_table(rows: Mapping[str, Any], title: str) -> str:
     lines = [f"| {title} | |", "| --- | --- |"]
     return "\n".join([*lines, *(f"| {key} | {value} |" for key, value in rows.items())])
 
 
-def _use(name: str, kind: str, cfg: RunConfig | None) -> list[str]:
+def _usage(name: str, kind: str, cfg: RunConfig | None) -> list[str]:
+    """Return how to load the uploaded folder, as Markdown."""
     if kind == "rollout" and cfg is not None:
         return [
             f"Low-bit weights ({cfg.rollout.weights}), bit for bit what the rollouts were drawn "
@@ -190,7 +197,7 @@ def _use(name: str, kind: str, cfg: RunConfig | None) -> list[str]:
             f"    lowroll generate --model FOLDER --weights {cfg.rollout.weights}",
         ]
     if kind == "adapter":
-        base = "BASE" if cfg is None else _public(cfg.model)
+        base = "BASE" if cfg is None else _public_name(cfg.model)
         code = (
             "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
             f'model = AutoModelForCausalLM.from_pretrained("{base}")\n'

@@ -58,9 +58,9 @@ MAY_CHANGE = (
     "train.gpus",
     "train.sharding",
 )
-# may change too, after a run that ended for lack of a learning signal
+# These may change too, after a run that ended for lack of a learning signal.
 FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")
-# later settings, and the earlier behaviour
+# Settings that older checkpoints lack, with the values that describe the earlier behaviour.
 ADDED: dict[str, object] = {
     "rollout.engine": "native",
     "rollout.max_model_len": None,
@@ -87,65 +87,76 @@ IDLE_FILES = (
 
 
 def read_by(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
-    """Return the inputs of a command's run beside its settings and weights: name -> value or
+    """Return the inputs of a command's run other than its settings and weights: name -> value or
     digest."""
-    found = {f"model: {CONFIG}{key}": value for key, value in _meaning(cfg.model).items()}
+    inputs = {f"model: {CONFIG}{key}": value for key, value in _config_values(cfg.model).items()}
     folder = resolve(cfg.model)
-    found |= {
+    inputs |= {
         f"model: {name}": _digest(folder / name)
         for name in TOKENIZER_FILES
         if name not in IDLE_FILES and (folder / name).is_file()
     }
     if command == "sft":
         if cfg.sft.data is not None:
-            return found | {"sft.data": _digest(Path(cfg.sft.data))}
-        return found | _read_by_environments(cfg)
-    beside = {
+            return inputs | {"sft.data": _digest(Path(cfg.sft.data))}
+        return inputs | _read_by_environments(cfg)
+    other_models = {
         "train.teacher": cfg.train.teacher,
         "critic.model": cfg.critic.model if cfg.has_critic else None,
     }
-    for key, source in beside.items():
+    for key, source in other_models.items():
         if source is not None:
-            found |= {
-                f"{key}: {CONFIG}{name}": value for name, value in _meaning(source, key).items()
+            inputs |= {
+                f"{key}: {CONFIG}{name}": value
+                for name, value in _config_values(source, key).items()
             }
-    return found | _read_by_environments(cfg) | _read_by_advantages(cfg)
+    return inputs | _read_by_environments(cfg) | _read_by_advantages(cfg)
 
 
 def _read_by_environments(cfg: RunConfig) -> dict[str, str]:
+    """Return the digests of the environments' files."""
     return {
         f"env {env.name or env.id}: {name}": _digest(path)
         for env in cfg.env
-        for name, path in _files(env)
+        for name, path in _files_of_env(env)
     }
 
 
 def _read_by_advantages(cfg: RunConfig) -> dict[str, str]:
-    own = cfg.advantage_function
-    named = () if own is None else _named({"import_path": own.import_path, **own.kwargs})
-    return {f"{ADVANTAGES}{name}": _digest(path) for name, path in named}
+    """Return the digests of the advantage function's files."""
+    function_cfg = cfg.advantage_function
+    files = (
+        ()
+        if function_cfg is None
+        else _files_named_in({"import_path": function_cfg.import_path, **function_cfg.kwargs})
+    )
+    return {f"{ADVANTAGES}{name}": _digest(path) for name, path in files}
 
 
-def _meaning(source: str | Path, key: str = "model") -> dict[str, str]:
+def _config_values(source: str | Path, key: str = "model") -> dict[str, str]:
     """Return the keys of config.json that affect the model or the tokenizer's loader."""
     folder = resolve(source, key=key)
     spec = read_spec(folder)
-    said = {field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.compare}
-    return said | {"model_type": repr(read_config(folder).get("model_type"))}
+    spec_values = {
+        field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.compare
+    }
+    return spec_values | {"model_type": repr(read_config(folder).get("model_type"))}
 
 
-def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
+def _files_of_env(env: EnvConfig) -> Iterator[tuple[str, Path]]:
+    """Yield (name, path) of an environment's code and of the files that its arguments name."""
     code, _ = split_file(env.id)
     if code is not None:
         yield "its code", code
-    yield from _named(env.args)
+    yield from _files_named_in(env.args)
 
 
-def _named(args: Mapping[str, object]) -> Iterator[tuple[str, Path]]:
+def _files_named_in(args: Mapping[str, object]) -> Iterator[tuple[str, Path]]:
+    """Yield (name, path) of each existing file that arguments name."""
     for key, value in args.items():
         for text in texts(value):
-            start, colon, _ = text.partition(".py:")  # a function of a file
-            path = f"{start}.py" if colon else text
+            prefix, colon, _ = text.partition(".py:")  # a function of a file
+            path = f"{prefix}.py" if colon else text
             if os.path.isfile(path):  # Path.is_file raises for a long text
                 yield key if text == value else f"{key}: {text}", Path(path)
 
@@ -155,9 +166,9 @@ def texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
-        inner = value.values() if isinstance(value, dict) else value
-        for inside in inner:
-            yield from texts(inside)
+        children = value.values() if isinstance(value, dict) else value
+        for child in children:
+            yield from texts(child)
 
 
 def _digest(path: Path) -> str:
@@ -173,10 +184,16 @@ def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) 
             "resume: the checkpoint is of an older lowroll and does not say what the run reads "
             "(tokenizer, data): continue it there, or begin a run with the model that it exports"
         )
-    # older checkpoints lack these
-    later = (CONFIG, ADVANTAGES)
-    known = {k: v for k, v in now.items() if k in saved or not any(one in k for one in later)}
-    _refuse("the run does not read what it began with", saved, known, _text)
+    # Older checkpoints lack these inputs.
+    later_prefixes = (CONFIG, ADVANTAGES)
+    comparable = {
+        k: v
+        for k, v in now.items()
+        if k in saved or not any(prefix in k for prefix in later_prefixes)
+    }
+    _raise_if_changed(
+        "the run does not read what it began with", saved, comparable, _describe_input
+    )
 
 
 def refuse_other_settings(
@@ -188,31 +205,39 @@ def refuse_other_settings(
     What a step computes may not change, except for settings of `more`. A run may be lengthened when
     nothing is scheduled over its length.
     """
-    before = ADDED | _flatten({"chat_template_kwargs": {}} | renamed_tree(saved))
-    after = _flatten(cfg.tree())
+    saved_settings = ADDED | _flatten({"chat_template_kwargs": {}} | renamed_tree(saved))
+    current_settings = _flatten(cfg.tree())
     unscheduled = (
         cfg.train.lr_scheduler_type == "constant"
         and cfg.rollout.temp_scheduler is None
         and cfg.noise is None
     )
-    free = [*MAY_CHANGE, *more]
+    unchecked = [*MAY_CHANGE, *more]
     if unscheduled:
-        free.append("train.max_steps")
+        unchecked.append("train.max_steps")
     if cfg.sft.lr_scheduler_type == "constant":
-        free.append("sft.steps")
+        unchecked.append("sft.steps")
     if cfg.rollout.exact:  # any number of engines draws the same
-        free.append("rollout.engines")
-    held = {
+        unchecked.append("rollout.engines")
+    checked_keys = {
         key
-        for key in before.keys() | after.keys()
-        if not any(key == name or key.startswith(f"{name}.") for name in free)
+        for key in saved_settings.keys() | current_settings.keys()
+        if not any(key == name or key.startswith(f"{name}.") for name in unchecked)
     }
-    held -= {key for key in before.keys() & after.keys() if _same(before[key], after[key])}
-    apart = [one for key in held for one in _apart(key, before.get(key), after.get(key))]
-    _refuse(
+    checked_keys -= {
+        key
+        for key in saved_settings.keys() & current_settings.keys()
+        if _is_unchanged(saved_settings[key], current_settings[key])
+    }
+    differences = [
+        difference
+        for key in checked_keys
+        for difference in _differences(key, saved_settings.get(key), current_settings.get(key))
+    ]
+    _raise_if_changed(
         f"the configuration is not that of {of}",
-        {key: old for key, old, _ in apart},
-        {key: new for key, _, new in apart},
+        {key: old for key, old, _ in differences},
+        {key: new for key, _, new in differences},
         repr,
     )
 
@@ -231,61 +256,66 @@ def refuse_to_remove(gone: Iterable[Path], cfg: RunConfig) -> None:
             )
 
 
-def _apart(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
+def _differences(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the differences of two settings, as deep as they can be named: (place, before, after)."""
-    if _same(before, after):
+    if _is_unchanged(before, after):
         return
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         for i, (old, new) in enumerate(zip(before, after, strict=True)):
-            yield from _apart(f"{key}[{i}]", old, new)
+            yield from _differences(f"{key}[{i}]", old, new)
     elif isinstance(before, dict) and isinstance(after, dict):
         for name in dict.fromkeys((*before, *after)):
-            yield from _apart(f"{key}.{name}", before.get(name), after.get(name))
+            yield from _differences(f"{key}.{name}", before.get(name), after.get(name))
     else:
         yield key, before, after
 
 
-def _same(before: object, after: object) -> bool:
+def _is_unchanged(before: object, after: object) -> bool:
     """Return whether two settings are equal, or name files and folders that only moved: digests
     cover their content."""
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(
-            _same(before[key], after[key]) for key in before
+            _is_unchanged(before[key], after[key]) for key in before
         )
     if isinstance(before, list) and isinstance(after, list):
-        return len(before) == len(after) and all(map(_same, before, after))
-    moved = (
+        return len(before) == len(after) and all(map(_is_unchanged, before, after))
+    may_have_moved = (
         isinstance(before, str)
         and isinstance(after, str)
         and os.path.isabs(after)
         and os.path.exists(after)
     )
     return (
-        before == after or moved and os.path.basename(str(before)) == os.path.basename(str(after))
+        before == after
+        or may_have_moved
+        and os.path.basename(str(before)) == os.path.basename(str(after))
     )
 
 
-def _refuse(
+def _raise_if_changed(
     what: str, before: Mapping[str, Any], after: Mapping[str, Any], show: Callable[[Any], str]
 ) -> None:
-    changed = sorted(
+    """Raise ValueError naming the first keys whose values differ. show: formats a value."""
+    changed_keys = sorted(
         key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
     )
-    if changed:
-        words = "; ".join(
+    if changed_keys:
+        changes_text = "; ".join(
             f"{key} was {show(before.get(key))} and is {show(after.get(key))}"
-            for key in changed[:5]
+            for key in changed_keys[:5]
         )
-        raise ValueError(f"resume: {what}: {words}")
+        raise ValueError(f"resume: {what}: {changes_text}")
 
 
-def _text(value: str | None) -> str:
+def _describe_input(value: str | None) -> str:
+    """Format an input's value or digest for an error."""
     if value is None:
         return "not there"
     return f"{value[:19]}..." if value.startswith("sha256:") else value
 
 
 def _flatten(tree: object, prefix: str = "") -> dict[str, object]:
+    """Return a tree of settings as dotted keys and values."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     return {

@@ -84,8 +84,8 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True)
 class Policy:
-    """The model that learns, of which each of `ranks` may hold a part, and its tokens. base: the
-    digest of the initial weights of all ranks."""
+    """The model that learns and its tokenizer. Each of `ranks` may hold a part of the model. base:
+    the digest of the initial weights, equal on all ranks."""
 
     model: Transformer
     base: str
@@ -99,9 +99,9 @@ class Policy:
     ) -> Policy:
         """Load the model of the settings. Errors as `refuse_others`."""
         model = models.learner(cfg, compute)
-        base = digest(model)
-        refuse_others(ranks, base, cfg)
-        return cls(ranks.shard(model), base, chat, compute, ranks)
+        base_digest = digest(model)
+        refuse_others(ranks, base_digest, cfg)
+        return cls(ranks.shard(model), base_digest, chat, compute, ranks)
 
 
 def refuse_others(ranks: Ranks, base: str, cfg: RunConfig) -> None:
@@ -134,12 +134,12 @@ class Learner:
         self.whole = whole or model
         self.publisher = publisher
         self.stages = Stages(cfg)
-        asked = self.home.cfg.rollout.weights
-        self.budget = asked if is_budget(asked) else ""
+        requested_weights = self.home.cfg.rollout.weights
+        self.budget = requested_weights if is_budget(requested_weights) else ""
         self.monitor = Monitor(cfg, self.budget)
         teacher = models.teacher(cfg, compute, policy.chat)
-        beside = {} if teacher is None else {identity.TEACHER: digest(teacher)}
-        checkpoints.identify(policy.base, beside)
+        teacher_digest = {} if teacher is None else {identity.TEACHER: digest(teacher)}
+        checkpoints.identify(policy.base, teacher_digest)
         reference = models.reference(cfg, compute)
         self.trainer = Trainer(
             model,
@@ -179,18 +179,20 @@ class Learner:
 
     def restore(self) -> Checkpoint | None:
         """Restore the newest undamaged checkpoint, whose orchestrator state becomes `drawn`; None
-        when there is none. ValueError when it is another run's. Then `go_on`."""
-        saved = self.checkpoints.take()
-        if saved is None:
+        when there is none. ValueError when it is another run's. Call `go_on` afterwards."""
+        checkpoint = self.checkpoints.take()
+        if checkpoint is None:
             return None
-        check_pieces("checkpoint", saved.state, STATE)
-        if (saved.state["trainer"].get("last_step") or 0) != saved.step:
-            raise ValueError(f"{saved.path}: trainer state: last_step is not {saved.step}")
-        self.trainer.restore(saved.tensors, saved.state["trainer"])
-        self.drawn = saved.state["orchestrator"]
-        self.enter(saved.step)
-        self.monitor.restore(saved.state)
-        return saved
+        check_pieces("checkpoint", checkpoint.state, STATE)
+        if (checkpoint.state["trainer"].get("last_step") or 0) != checkpoint.step:
+            raise ValueError(
+                f"{checkpoint.path}: trainer state: last_step is not {checkpoint.step}"
+            )
+        self.trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
+        self.drawn = checkpoint.state["orchestrator"]
+        self.enter(checkpoint.step)
+        self.monitor.restore(checkpoint.state)
+        return checkpoint
 
     def go_on(self, saved: Checkpoint) -> int:
         """Publish a restored checkpoint's weights, and cut the run folder back to it. Return the
@@ -219,9 +221,9 @@ class Learner:
 
     def record(self, step: int, metrics: dict[str, float], began: float) -> Record:
         """Write the record of a step that began at `began` of `time.monotonic`."""
-        saving = self.checkpoints.seconds()
-        metrics |= {"perf/peak_memory_gb": self._peak_memory() / 1e9} | saving
-        metrics["time/step"] = time.monotonic() - began + sum(saving.values())
+        save_seconds = self.checkpoints.seconds()
+        metrics |= {"perf/peak_memory_gb": self._peak_memory() / 1e9} | save_seconds
+        metrics["time/step"] = time.monotonic() - began + sum(save_seconds.values())
         record = self.home.record(step, metrics)
         self.made = step
         return record
@@ -233,6 +235,7 @@ class Learner:
         self.checkpoints.save(step, self._state, ranks, cache_tokens=tokens)
 
     def _state(self) -> tuple[Tensors, State]:
+        """Return the tensors and the state of a checkpoint."""
         tensors, state = self.trainer.state()
         return tensors, {"trainer": state, "orchestrator": self.drawn} | self.monitor.state()
 
@@ -257,16 +260,17 @@ class Learner:
 
     def _first_look(self, batch: Batch) -> dict[str, float]:
         """Measure the mismatch before the first update, which may widen the objective's thresholds."""
-        first = probe(self.model, batch, self.trainer.settings, self.ranks)
-        metrics = self.monitor.first_look(first, self.stages.now)
+        initial_mismatch = probe(self.model, batch, self.trainer.settings, self.ranks)
+        metrics = self.monitor.first_look(initial_mismatch, self.stages.now)
         self._agree()
         self._set_options()
         return metrics
 
     def _agree(self) -> None:
+        """Give all ranks the monitor's state of rank 0."""
         if self.ranks.size > 1:
-            told = self.ranks.tell(json.dumps(self.monitor.state()).encode())
-            self.monitor.restore(json.loads(told))
+            leader_state = self.ranks.tell(json.dumps(self.monitor.state()).encode())
+            self.monitor.restore(json.loads(leader_state))
 
     def heed_monitor(self) -> None:
         """Apply the monitor's bounds and format to the next step."""
@@ -279,18 +283,20 @@ class Learner:
 
     def _choose_formats(self, guard: Guard) -> None:
         """Choose the budget's formats again on the latest rollouts."""
-        found = budget.again(self.home, self.budget, self.model, self._samples, self.version)
-        if found is None:
+        choice = budget.again(self.home, self.budget, self.model, self._samples, self.version)
+        if choice is None:
             guard.without_choice()
         else:
-            guard.chosen(*found)
+            guard.chosen(*choice)
         self._samples = []
 
     def _set_options(self) -> None:
+        """Give the trainer the objective's options of the stage and the monitor."""
         options = self.monitor.options(self.stages.now)
         self.trainer.settings = replace(self.trainer.settings, options=options)
 
     def _save_offending(self, batch: Batch) -> None:
+        """Keep the batch of an update that was not finite."""
         path = self.home.keep_batch("offending", batch)
         log.error(
             "step %d: the update was not finite and was skipped; its batch is in %s",
@@ -299,6 +305,7 @@ class Learner:
         )
 
     def _peak_memory(self) -> int:
+        """Return the peak bytes on the device; on a CPU those of the process."""
         if self.compute.device.type == "cuda":
             return torch.cuda.max_memory_allocated() + self.publisher.hidden_bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

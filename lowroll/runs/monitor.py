@@ -25,7 +25,7 @@ from lowroll.trainer.probe import Probe
 
 log = logging.getLogger(__name__)
 
-# share of tokens, or of sequences, that an objective may silence before any update
+# The share of tokens, or of sequences, that an objective may silence before any update.
 MOST_SILENT = 0.5
 MAX_WIDENED = 4
 
@@ -37,8 +37,10 @@ class Monitor:
     def __init__(self, cfg: RunConfig, budget: str = "") -> None:
         self.cfg = cfg
         self.guard = trainer.guard(cfg, budget)
-        late = cfg.asynchrony.max_async_level > 0 or cfg.asynchrony.partial != "none"
-        self.expects_bits = cfg.rollout.exact and not (late or rollouts_of(cfg).truncated)
+        is_asynchronous = cfg.asynchrony.max_async_level > 0 or cfg.asynchrony.partial != "none"
+        self.expects_bits = cfg.rollout.exact and not (
+            is_asynchronous or rollouts_of(cfg).truncated
+        )
         self.widened = 0  # doublings of the exponent of what `correction: auto` chose
         self.on_note: Callable[[str], object] = log.info
 
@@ -78,11 +80,12 @@ class Monitor:
         return first.spread | silent
 
     def _tell_widened(self, options: Mapping[str, Any], silent: Mapping[str, float]) -> None:
+        """Warn about widened thresholds, and about those that still silence too much."""
         if self.widened:
-            chosen = [f"{name} {options[name]:.3g}" for name in self.cfg.chosen_options]
+            widened_options = [f"{name} {options[name]:.3g}" for name in self.cfg.chosen_options]
             log.warning(
                 "the mismatch silences over half of the batch: %s in the place of what auto chose",
-                ", ".join(chosen),
+                ", ".join(widened_options),
             )
         if max(silent.values()) > MOST_SILENT:
             log.warning(
@@ -103,22 +106,22 @@ class Monitor:
         self._check_bits(step, metrics)
         if self.guard is None:
             return {}
-        values, told = self.guard.look(metrics)
-        for line in told:
+        values, warnings = self.guard.look(metrics)
+        for line in warnings:
             log.warning("guard: step %d: %s", step, line)
         return values
 
     def _check_bits(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn once when exact rollouts differ from the learner's bits."""
-        apart = metrics.get("mismatch/logp_diff_max", 0.0)
-        if not (self.expects_bits and apart > 0):
+        difference = metrics.get("mismatch/logp_diff_max", 0.0)
+        if not (self.expects_bits and difference > 0):
             return
         self.expects_bits = False
         log.warning(
             "rollout.exact: step %d: a recorded log-prob is %.2g nats off the learner's; they were to be "
             "the same number. Do engine and learner run on one kind of processor, with the same torch?",
             step,
-            apart,
+            difference,
         )
 
     def state(self) -> dict[str, Any]:
@@ -127,20 +130,27 @@ class Monitor:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a checkpoint's bounds and format. ValueError without a guard to hold them."""
-        held = state["guard"]
-        if self.guard is None and held and (_format_of(held) or held["tightened"]):
+        guard_state = state["guard"]
+        if (
+            self.guard is None
+            and guard_state
+            and (_format_of(guard_state) or guard_state["tightened"])
+        ):
             raise ValueError(
-                f"guard: the run went on with {held['weights']} rollouts and bounds tightened "
-                f"{held['tightened']} times; keep a guard section (action: warn leaves it so)"
+                f"guard: the run went on with {guard_state['weights']} rollouts and bounds tightened "
+                f"{guard_state['tightened']} times; keep a guard section (action: warn leaves it so)"
             )
-        if self.guard is not None and held:
-            self.guard.restore(held)
-            if _format_of(held) is None and held["weights"] != self.cfg.rollout.weights:
+        if self.guard is not None and guard_state:
+            self.guard.restore(guard_state)
+            if (
+                _format_of(guard_state) is None
+                and guard_state["weights"] != self.cfg.rollout.weights
+            ):
                 raise ValueError(
-                    f"rollout.weights: the run drew from {held['weights']}, and would go on with "
+                    f"rollout.weights: the run drew from {guard_state['weights']}, and would go on with "
                     f"{self.cfg.rollout.weights}: another model, or rollout_weights.json was changed"
                 )
-            _format_of(held)
+            _format_of(guard_state)
         self.widened = state["widened"]
 
 

@@ -54,31 +54,35 @@ def publish_adapter(
     scale = cfg.train.uaq_scale or 1.0
     source = resolve(cfg.model)
     gap = None
-    stands_on = adapter_base.of(model, scale)
-    holds = low_bit_format(source)
+    trained_base = adapter_base.of(model, scale)
+    low_bit_name = low_bit_format(source)
     revision = source.name if source.parent.name == "snapshots" else None  # of the hub's cache
 
     def write(target: Path) -> None:
         nonlocal gap
         lora.write(model, target, cfg.model, source, scale, revision)
-        if batch and stands_on.rounds and stored_format(str(stands_on.weights)) != holds:
-            gap = _gap_on(source, target, model, batch)
+        if (
+            batch
+            and trained_base.rounds
+            and stored_format(str(trained_base.weights)) != low_bit_name
+        ):
+            gap = _measure_gap(source, target, model, batch)
         measured = "" if gap is None else f"Measured: {gap}."
-        card.write(target, cfg.model, stands_on, holds, measured)
+        card.write(target, cfg.model, trained_base, low_bit_name, measured)
 
     publish_folder(out, write, {"kind": "adapter", "step": step})
     return gap
 
 
-def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> PolicyGap | None:
+def _measure_gap(source: Path, adapter: Path, model: Transformer, batch: Batch) -> PolicyGap | None:
     """Measure the gap of an adapter folder on a model folder; None, with a log line, without memory
     for a second model."""
-    needs = 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
-    free = free_memory(model.device)
+    needed_bytes = 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
+    free_bytes = free_memory(model.device)
     try:
-        if free is None or free > needs:
-            plain = lora.load(hf.load(source, model.device, model.dtype), adapter)
-            return gap_between(scores(model, batch), scores(plain, batch))
+        if free_bytes is None or free_bytes > needed_bytes:
+            policy = lora.load(hf.load(source, model.device, model.dtype), adapter)
+            return gap_between(scores(model, batch), scores(policy, batch))
     except (torch.OutOfMemoryError, MemoryError):
         pass
     log.warning(
@@ -93,7 +97,7 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
     """Return the newest logged rollouts up to a step, alternating between groups, at most `most`
     tokens; None without any. An unreadable file is logged, and an earlier one is used."""
     batch = None
-    paths = [path for made, path in rollout_files(run / "rollouts") if made <= step]
+    paths = [path for file_step, path in rollout_files(run / "rollouts") if file_step <= step]
     for path in reversed(paths):
         try:
             batch = read_rollouts(path)
@@ -106,15 +110,15 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
 def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
     """Return at most `most` tokens of a batch's rollouts, alternating between groups, without
     dropped ones; None without any."""
-    kept: list[Sample] = []
-    left = most
-    learned = [sample for sample in batch.samples if sample.group >= 0]
-    for sample in sorted(learned, key=lambda sample: sample.rollout.behavior.sample):
-        tokens = len(sample.prompt_ids) + len(sample.rollout.token_ids)
-        if sample.rollout.token_ids and tokens <= left:
-            kept.append(sample)
-            left -= tokens
-    return replace(batch, samples=kept) if kept else None
+    kept_samples: list[Sample] = []
+    tokens_left = most
+    learned_samples = [sample for sample in batch.samples if sample.group >= 0]
+    for sample in sorted(learned_samples, key=lambda sample: sample.rollout.behavior.sample):
+        num_tokens = len(sample.prompt_ids) + len(sample.rollout.token_ids)
+        if sample.rollout.token_ids and num_tokens <= tokens_left:
+            kept_samples.append(sample)
+            tokens_left -= num_tokens
+    return replace(batch, samples=kept_samples) if kept_samples else None
 
 
 def scores(model: Transformer, batch: Batch) -> Tensor:
@@ -127,7 +131,7 @@ def scores(model: Transformer, batch: Batch) -> Tensor:
 
 def gap_between(learner: Tensor, policy: Tensor) -> PolicyGap:
     """Return the gap between two models by their log-probs of the same responses."""
-    found = mismatch(
+    metrics = mismatch(
         learner=policy[None], behavior=learner[None], mask=torch.ones_like(learner[None])
     )
-    return PolicyGap(len(learner), found["mismatch/logp_diff_mean"], found["mismatch/kl_k3"])
+    return PolicyGap(len(learner), metrics["mismatch/logp_diff_mean"], metrics["mismatch/kl_k3"])

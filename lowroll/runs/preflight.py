@@ -58,66 +58,68 @@ class Findings:
         try:
             return look()
         except (ValueError, OSError) as error:
-            new = (line for line in str(error).splitlines() if line not in self.problems)
-            self.problems.extend(new)
+            new_problems = (line for line in str(error).splitlines() if line not in self.problems)
+            self.problems.extend(new_problems)
             return None
 
 
 def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
     """Check a run of `lowroll grpo`. cfg as loaded."""
-    found = Findings()
-    cfg = _planned(cfg.resolved(), found)
-    found.attempt(lambda: trackers.check(cfg.track))
-    found.attempt(lambda: hub.check(cfg.push_to_hub))
-    found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
+    findings = Findings()
+    cfg = _with_formats(cfg.resolved(), findings)
+    findings.attempt(lambda: trackers.check(cfg.track))
+    findings.attempt(lambda: hub.check(cfg.push_to_hub))
+    findings.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
     if cfg.launcher != "none":
-        found.attempt(lambda: refuse(cfg))
-        placed = found.attempt(lambda: devices.of_run(cfg))
-        found.lines += [] if placed is None else [placed.line()]
+        findings.attempt(lambda: refuse(cfg))
+        placement = findings.attempt(lambda: devices.of_run(cfg))
+        findings.lines += [] if placement is None else [placement.line()]
     else:
-        found.problems.extend(one_process_problems(cfg))
-        found.notes.extend(one_process_notes(cfg))
-        placed = devices.Placement()
-    compute = found.attempt(lambda: Compute.of(cfg))
-    model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
-    chat = found.attempt(lambda: models.chat_of(cfg)) if model else None
-    found.attempt(lambda: engines.check(cfg))
-    found.attempt(lambda: child.check_count(cfg.score.workers))
-    envs = _environments(cfg, cfg.env, found)
-    held_out = _environments(cfg, cfg.eval.env, found) if cfg.eval.env else envs
-    found.attempt(lambda: _settings(cfg))
+        findings.problems.extend(one_process_problems(cfg))
+        findings.notes.extend(one_process_notes(cfg))
+        placement = devices.Placement()
+    compute = findings.attempt(lambda: Compute.of(cfg))
+    model = findings.attempt(lambda: _learner(cfg, compute, findings)) if compute else None
+    chat = findings.attempt(lambda: models.chat_of(cfg)) if model else None
+    findings.attempt(lambda: engines.check(cfg))
+    findings.attempt(lambda: child.check_count(cfg.score.workers))
+    envs = _environments(cfg, cfg.env, findings)
+    held_out = _environments(cfg, cfg.eval.env, findings) if cfg.eval.env else envs
+    findings.attempt(lambda: _check_settings(cfg))
     if model is not None:
-        found.attempt(
+        findings.attempt(
             lambda: orchestrator.settings(cfg, model.spec, own=orchestrator.estimator(cfg))
         )
-        found.attempt(lambda: prompts.check_stages(cfg, model.spec))
+        findings.attempt(lambda: prompts.check_stages(cfg, model.spec))
     for env in envs.values():
-        _ask(env, cfg, cfg.env, found, chat)
+        _ask(env, cfg, cfg.env, findings, chat)
     if cfg.eval.interval:
         for env in held_out.values():
-            found.attempt(lambda env=env: prompts.check_tests(env))  # type: ignore[misc]
-    if compute is None or model is None or chat is None or found.problems:
-        return found
-    found.notes += found.attempt(lambda: _passed_over(cfg, model, chat, envs, held_out)) or []
-    beside = found.attempt(lambda: _beside(cfg, compute, model, chat))
-    works = found.attempt(lambda: _workloads(cfg, model, chat, envs, held_out))
+            findings.attempt(lambda env=env: prompts.check_tests(env))  # type: ignore[misc]
+    if compute is None or model is None or chat is None or findings.problems:
+        return findings
+    findings.notes += (
+        findings.attempt(lambda: _describe_skipped_prompts(cfg, model, chat, envs, held_out)) or []
+    )
+    other_models = findings.attempt(lambda: _outline_other_models(cfg, compute, model, chat))
+    workloads = findings.attempt(lambda: _workloads(cfg, model, chat, envs, held_out))
     if cfg.rollout.engine != "native":
-        found.lines.append(_vllm_memory(cfg, compute))
-    if beside is not None and works is not None and placed is not None:
-        planner = Planner.now(compute, model, works, beside, share_of(cfg, placed))
-        _plan(found, planner, cfg)
-    return found
+        findings.lines.append(_vllm_memory(cfg, compute))
+    if other_models is not None and workloads is not None and placement is not None:
+        planner = Planner.now(compute, model, workloads, other_models, share_of(cfg, placement))
+        _plan_memory(findings, planner, cfg)
+    return findings
 
 
-def _planned(cfg: RunConfig, found: Findings) -> RunConfig:
+def _with_formats(cfg: RunConfig, found: Findings) -> RunConfig:
     """Return the settings with the folder's format for `stored`, and 8 bits in place of a budget,
     whose search needs a run; unchanged with roles, which refuse both."""
     weights = cfg.rollout.weights
     if cfg.launcher != "none" or not (weights == STORED or is_budget(weights)):
         return cfg
     if weights == STORED:
-        held = found.attempt(lambda: budget.stored(cfg, Compute.of(cfg).dtype))
-        return budget.with_weights(cfg, held or EIGHT_BITS)
+        stored_format = found.attempt(lambda: budget.stored(cfg, Compute.of(cfg).dtype))
+        return budget.with_weights(cfg, stored_format or EIGHT_BITS)
     found.attempt(lambda: budget.refuse_model(cfg))
     found.notes.append(
         f"rollout.weights: {cfg.rollout.weights}: the formats are searched for when the run starts; "
@@ -126,11 +128,16 @@ def _planned(cfg: RunConfig, found: Findings) -> RunConfig:
     return budget.with_weights(cfg, EIGHT_BITS)
 
 
-def _plan(found: Findings, planner: Planner, cfg: RunConfig) -> None:
-    alone = cfg.launcher == "none"  # roles take the plain sizes
-    now = (found.attempt(lambda: sizes.chosen(planner, cfg)) if alone else None) or cfg
-    found.notes += [note for note in now.notes if note not in cfg.notes]
-    _memory(found, found.attempt(lambda: planner.plan(now)), lambda _: fit.advice(planner, now))
+def _plan_memory(found: Findings, planner: Planner, cfg: RunConfig) -> None:
+    """Add the run's memory plan to the findings."""
+    one_process = cfg.launcher == "none"  # roles take the plain sizes
+    chosen_cfg = (found.attempt(lambda: sizes.chosen(planner, cfg)) if one_process else None) or cfg
+    found.notes += [note for note in chosen_cfg.notes if note not in cfg.notes]
+    _add_memory(
+        found,
+        found.attempt(lambda: planner.plan(chosen_cfg)),
+        lambda _: fit.advice(planner, chosen_cfg),
+    )
 
 
 def share_of(cfg: RunConfig, placed: devices.Placement) -> Share:
@@ -140,37 +147,38 @@ def share_of(cfg: RunConfig, placed: devices.Placement) -> Share:
 
 def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
     cfg = sft.plain(cfg.resolved())
-    found = Findings()
-    found.attempt(lambda: sft.refuse_ranks(cfg))
-    found.attempt(lambda: RunFolder(cfg, "sft").check(resume, overwrite))
-    compute = found.attempt(lambda: Compute.of(cfg))
+    findings = Findings()
+    findings.attempt(lambda: sft.refuse_ranks(cfg))
+    findings.attempt(lambda: RunFolder(cfg, "sft").check(resume, overwrite))
+    compute = findings.attempt(lambda: Compute.of(cfg))
     if compute is not None:
-        folder = Path(cfg.output_dir)
-        cfg = found.attempt(lambda: budget.settled(cfg, folder, compute)) or cfg
-    model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
-    chat = found.attempt(lambda: models.chat_of(cfg)) if model else None
-    found.attempt(lambda: _settings(cfg))
-    examples = found.attempt(lambda: sft.examples(cfg))
+        existing_run = Path(cfg.output_dir)
+        cfg = findings.attempt(lambda: budget.settled(cfg, existing_run, compute)) or cfg
+    model = findings.attempt(lambda: _learner(cfg, compute, findings)) if compute else None
+    chat = findings.attempt(lambda: models.chat_of(cfg)) if model else None
+    findings.attempt(lambda: _check_settings(cfg))
+    examples = findings.attempt(lambda: sft.examples(cfg))
     if compute is None or model is None or chat is None or examples is None:
-        return found
-    samples = found.attempt(
+        return findings
+    samples = findings.attempt(
         lambda: encode_all(chat, examples, model.spec.vocab_size, model.spec.max_position)
     )
     if samples is not None:
         lengths = [len(sample.prompt_ids) + len(sample.rollout.token_ids) for sample in samples]
-        found.lines.append(
+        findings.lines.append(
             f"{len(samples):,} demonstrations of {sum(lengths) / len(lengths):,.0f} tokens on "
             f"average, {max(lengths):,} at most; {cfg.sft.steps} steps of {cfg.sft.batch_size} at "
             f"learning rate {cfg.sft.learning_rate:g}"
         )
-        together = max(lengths) * cfg.sft.batch_size
-        now = sizes.chosen_for_sft(cfg, compute, model, max(lengths), together)
-        found.notes += [note for note in now.notes if note not in cfg.notes]
-        _memory(found, plan_sft(now, compute, model, together))
-    return found
+        batch_tokens = max(lengths) * cfg.sft.batch_size
+        sized_cfg = sizes.chosen_for_sft(cfg, compute, model, max(lengths), batch_tokens)
+        findings.notes += [note for note in sized_cfg.notes if note not in cfg.notes]
+        _add_memory(findings, plan_sft(sized_cfg, compute, model, batch_tokens))
+    return findings
 
 
 def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
+    """Return the learner's shapes. ValueError for settings that it does not support."""
     models.refuse_adapter("model", cfg.model)
     model = _outline("model", cfg.model, compute, found)
     models.refuse_backward(cfg, compute, model.spec)
@@ -203,10 +211,10 @@ def _environments(
     cfg: RunConfig, wanted: tuple[EnvConfig, ...], found: Findings
 ) -> dict[str, Environment]:
     """Make the environments by name, without those that fail."""
-    made: dict[str, Environment] = {}
+    envs: dict[str, Environment] = {}
     for env in wanted:
-        made |= found.attempt(lambda env=env: environments.make((env,), cfg.seed)) or {}  # type: ignore[misc]
-    return made
+        envs |= found.attempt(lambda env=env: environments.make((env,), cfg.seed)) or {}  # type: ignore[misc]
+    return envs
 
 
 def _ask(
@@ -232,16 +240,16 @@ def _ask(
         found.problems.append(f"env {env.name!r}: its train split has no task")
         return
     try:
-        golds = [(prompt, env.gold(prompt)) for prompt in prompts]
+        own_answers = [(prompt, env.gold(prompt)) for prompt in prompts]
     except Exception as error:  # the run never uses own answers, so this is only a note
-        why = f"{type(error).__name__}: {error}".removesuffix(": ")
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
         found.notes.append(
             f"env {env.name!r}: it gives no answer of its own, so its scorer was tried on the "
-            f"prompts alone ({why})"
+            f"prompts alone ({reason})"
         )
         _score_prompts(env, cfg, envs, prompts, found, chat)
         return
-    results = _score(env, cfg, envs, golds, found, chat)
+    results = _score_by_worker(env, cfg, envs, own_answers, found, chat)
     errors = [result for result in results if isinstance(result, ScoreError) and result.failed]
     if len(errors) > cfg.score.max_error_rate * len(results):
         found.problems.append(
@@ -266,17 +274,19 @@ def _score_prompts(
 ) -> None:
     """Score arbitrary responses: a score of a wrong type is a problem, an exception is a note."""
     responses = [(prompt, "some text") for prompt in prompts]
-    results = _score(env, cfg, envs, responses, found, chat)
+    results = _score_by_worker(env, cfg, envs, responses, found, chat)
     errors = [result for result in results if isinstance(result, ScoreError) and result.failed]
     if errors:
-        said = found.problems if any(error.kind == "invalid" for error in errors) else found.notes
-        said.append(
+        messages = (
+            found.problems if any(error.kind == "invalid" for error in errors) else found.notes
+        )
+        messages.append(
             f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} responses "
             f"({errors[0].kind}: {errors[0].message})"
         )
 
 
-def _score(
+def _score_by_worker(
     env: Environment,
     cfg: RunConfig,
     envs: tuple[EnvConfig, ...],
@@ -285,19 +295,26 @@ def _score(
     chat: ChatTokenizer | None,
 ) -> list[Score | ScoreError]:
     """Return the scores of one real worker; [] when there is none, which is a problem."""
-    own = tuple(one for one in envs if one.name == env.name)
-    alone = cfg.model_copy(update={"score": cfg.score.model_copy(update={"workers": 1})})
+    env_configs = tuple(env_config for env_config in envs if env_config.name == env.name)
+    one_worker_cfg = cfg.model_copy(update={"score": cfg.score.model_copy(update={"workers": 1})})
     try:
-        with environments.scorer(alone, own) as pool:
+        with environments.scorer(one_worker_cfg, env_configs) as pool:
             return list(
-                pool.score([(_as_drawn(p, text, cfg, chat), text) for p, text in responses])
+                pool.score(
+                    [
+                        (_prompt_for_scorer(prompt, text, cfg, chat), text)
+                        for prompt, text in responses
+                    ]
+                )
             )
     except RuntimeError as error:  # no worker could build the environment
         found.problems.append(f"env {env.name!r}: {error}")
         return []
 
 
-def _as_drawn(prompt: Prompt, text: str, cfg: RunConfig, chat: ChatTokenizer | None) -> Prompt:
+def _prompt_for_scorer(
+    prompt: Prompt, text: str, cfg: RunConfig, chat: ChatTokenizer | None
+) -> Prompt:
     """Return the prompt as a scorer receives it with a rollout of this text."""
     if chat is None:  # reported separately
         return prompt
@@ -307,42 +324,44 @@ def _as_drawn(prompt: Prompt, text: str, cfg: RunConfig, chat: ChatTokenizer | N
 
 def _vllm_memory(cfg: RunConfig, compute: Compute) -> str:
     vllm = cfg.rollout.vllm
-    told = f"rollouts by {vllm.words}, whose memory is its own"
+    description = f"rollouts by {vllm.words}, whose memory is its own"
     if vllm.url is None and compute.device.type == "cuda":
-        told += f": {vllm.gpu_memory_utilization:.0%} of each of its GPUs"
-    return told
+        description += f": {vllm.gpu_memory_utilization:.0%} of each of its GPUs"
+    return description
 
 
-def _settings(cfg: RunConfig) -> None:
+def _check_settings(cfg: RunConfig) -> None:
     """Build the settings of the learner's parts, which raise ValueError for invalid ones."""
-    for make in (trainer.learn, trainer.optim, trainer.guard, trainer.noise):
-        make(cfg)
+    for build in (trainer.learn, trainer.optim, trainer.guard, trainer.noise):
+        build(cfg)
     if cfg.train.optimizer == "adamw8bit":
         adamw8bit.find()
 
 
-def _beside(
+def _outline_other_models(
     cfg: RunConfig, compute: Compute, model: Transformer, chat: ChatTokenizer
 ) -> dict[str, Transformer]:
-    shapes, scratch = {}, Findings()
+    """Return the shapes of the reference, the teacher and the critic, by name."""
+    outlines, ignored_findings = {}, Findings()
     for name, (key, source) in models.beside(cfg).items():
         if key == "model":
-            shapes[name] = model
+            outlines[name] = model
             continue
         if name == "critic":
             models.refuse_adapter(key, source)
         models.refuse_other_vocabulary(key, source, cfg, chat)
-        shapes[name] = _outline(key, source, compute, scratch)
-    return shapes
+        outlines[name] = _outline(key, source, compute, ignored_findings)
+    return outlines
 
 
-def _passed_over(
+def _describe_skipped_prompts(
     cfg: RunConfig,
     model: Transformer,
     chat: ChatTokenizer,
     envs: Mapping[str, Environment],
     held_out: Mapping[str, Environment],
 ) -> list[str]:
+    """Return lines on environments with some prompts that are too long."""
     lines = prompts.passed_over(cfg, model.spec, chat, envs)
     if cfg.eval.interval:
         lines += prompts.passed_over(cfg, model.spec, chat, held_out, "test")
@@ -363,7 +382,7 @@ def _workloads(
     return engines.workloads(engines.with_cache(cfg, None), model.spec, chat, envs, held_out)
 
 
-def _memory(
+def _add_memory(
     found: Findings, plan: MemoryPlan | None, advice: Callable[[MemoryPlan], str] = lambda plan: ""
 ) -> None:
     """Add the plan's table to the findings, and a problem with `advice` if it does not fit."""

@@ -28,13 +28,13 @@ class Preset:
 
     @property
     def settings(self) -> dict[str, object]:
-        found: dict[str, object] = {
+        values: dict[str, object] = {
             "eval.temperature": self.temperature,
             "eval.top_p": self.top_p,
             "eval.rollouts_per_example": self.n,
             "rollout.max_tokens": self.max_tokens,
         }
-        return {key: value for key, value in found.items() if value is not None}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 PRESETS = {

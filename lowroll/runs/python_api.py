@@ -16,7 +16,7 @@ from lowroll.config.train import TrainConfig
 from lowroll.runs.attempt import RunResult
 from lowroll.runs.grpo import run
 
-# settings that may be given without their section
+# The sections whose settings may be given without their section's name.
 SECTIONS: dict[str, type[Section]] = {"rollout": RolloutConfig, "train": TrainConfig}
 
 
@@ -38,29 +38,33 @@ def train(
     and `train` by their own names (`weights="int8"`, `max_steps=40`). ConfigError names an unknown
     one with the nearest known.
     """
-    given = {
+    data_settings = {
         "data": data,
-        "reward_funcs": _functions(reward_funcs),
-        "reward_weights": _weights(reward_weights),
+        "reward_funcs": _as_functions(reward_funcs),
+        "reward_weights": _as_weights(reward_weights),
     }
-    tree = {"model": str(model), **{key: given[key] for key in given if given[key] is not None}}
+    tree = {
+        "model": str(model),
+        **{key: data_settings[key] for key in data_settings if data_settings[key] is not None},
+    }
     return run(tree | _placed(settings), resume=resume, overwrite=overwrite)
 
 
-def _functions(given: Any) -> list[str | Callable[..., Any]]:
-    one = given is None or callable(given) or isinstance(given, str)
-    if not one and not isinstance(given, Iterable):
+def _as_functions(given: Any) -> list[str | Callable[..., Any]]:
+    """Return the reward functions as a list. ConfigError for other values."""
+    is_single = given is None or callable(given) or isinstance(given, str)
+    if not is_single and not isinstance(given, Iterable):
         raise ConfigError(f"reward_funcs: must be a function or a list of some, got {given!r}")
-    found = [] if given is None else [given] if one else list(given)
-    for i, function in enumerate(found):
+    functions = [] if given is None else [given] if is_single else list(given)
+    for i, function in enumerate(functions):
         if isinstance(function, type) or not (callable(function) or isinstance(function, str)):
             raise ConfigError(
                 f"reward_funcs[{i}]: must be a function or file.py:function, got {function!r}"
             )
-    return found
+    return functions
 
 
-def _weights(given: Any) -> list[Any] | None:
+def _as_weights(given: Any) -> list[Any] | None:
     if given is not None and (isinstance(given, str) or not isinstance(given, Iterable)):
         raise ConfigError(f"reward_weights: must be a list of numbers, got {given!r}")
     return None if given is None else list(given)
@@ -72,19 +76,23 @@ def _placed(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         if name in RunConfig.model_fields:
             continue
-        section = _section(name)
-        inside = dict(tree.get(section) or {})
-        if name in inside:
+        section = _section_of(name)
+        section_values = dict(tree.get(section) or {})
+        if name in section_values:
             raise ConfigError(f"{name}: it is given twice, also as {section}.{name}")
-        tree[section] = inside | {name: value}
+        tree[section] = section_values | {name: value}
     return tree
 
 
-def _section(name: str) -> str:
+def _section_of(name: str) -> str:
+    """Return the section of a setting given without one. ConfigError names the nearest known
+    setting."""
     for section, model in SECTIONS.items():
         if name in model.model_fields:
             return section
-    known = [*RunConfig.model_fields, *(k for m in SECTIONS.values() for k in m.model_fields)]
-    near = get_close_matches(name, known, n=1)
-    hint = explain((name,)) or (f"did you mean {near[0]}?" if near else "docs/configuration.md")
+    known_names = [*RunConfig.model_fields, *(k for m in SECTIONS.values() for k in m.model_fields)]
+    nearest = get_close_matches(name, known_names, n=1)
+    hint = explain((name,)) or (
+        f"did you mean {nearest[0]}?" if nearest else "docs/configuration.md"
+    )
     raise ConfigError(f"{name}: unknown setting ({hint})")

@@ -43,27 +43,33 @@ def reach(
 
     ValueError for a missing tokenizer or an unsupported server; RunFailed when it does not answer.
     """
-    here = None if tokenizer is None else resolve(tokenizer, weights=False, key="--tokenizer")
-    given = None if here is None else ChatTokenizer(load_tokenizer(here))
-    engine = _connected(url, model, _token(token_env), here)
+    tokenizer_folder = (
+        None if tokenizer is None else resolve(tokenizer, weights=False, key="--tokenizer")
+    )
+    given_chat = (
+        None if tokenizer_folder is None else ChatTokenizer(load_tokenizer(tokenizer_folder))
+    )
+    engine = _connect(url, model, _read_token(token_env), tokenizer_folder)
     try:
-        served = engine.server
-        chat = given or _served_tokenizer(url, dict.fromkeys((served.root, served.model)))
+        server_info = engine.server
+        chat = given_chat or _served_tokenizer(
+            url, dict.fromkeys((server_info.root, server_info.model))
+        )
         chat.template_kwargs = dict(template_kwargs or {})
-        return Server(url, served.model, engine, chat)
+        return Server(url, server_info.model, engine, chat)
     except BaseException:
         engine.close()
         raise
 
 
-def _token(name: str | None) -> str | None:
-    held = None if name is None else os.environ.get(name)
-    if name is not None and not held:
+def _read_token(name: str | None) -> str | None:
+    token = None if name is None else os.environ.get(name)
+    if name is not None and not token:
         raise ValueError(f"--token-env: {name} is not set")
-    return held
+    return token
 
 
-def _connected(url: str, model: str | None, token: str | None, folder: Path | None) -> EnginePool:
+def _connect(url: str, model: str | None, token: str | None, folder: Path | None) -> EnginePool:
     """Connect to the engine. ValueError names the wrong option. folder: of the tokenizer; a whole
     model's supplies what a vLLM does not report."""
     from lowroll.engine.remote import connect
@@ -73,10 +79,10 @@ def _connected(url: str, model: str | None, token: str | None, folder: Path | No
     try:
         return connect(url, model=model, token=token, folder=folder)
     except ValueError as error:
-        field, colon, rest = str(error).partition(":")
+        field, colon, detail = str(error).partition(":")
         option = {"url": "--server", "model": "--model", "folder": "--tokenizer"}.get(field, url)
-        told = rest if option.startswith("--") else f" {field}{colon}{rest}"
-        raise ValueError(f"{option}:{told}") from None
+        message = detail if option.startswith("--") else f" {field}{colon}{detail}"
+        raise ValueError(f"{option}:{message}") from None
 
 
 def _served_tokenizer(url: str, names: dict[str, None]) -> ChatTokenizer:
@@ -86,8 +92,8 @@ def _served_tokenizer(url: str, names: dict[str, None]) -> ChatTokenizer:
             return ChatTokenizer(load_tokenizer(resolve(name, weights=False)))
         except ValueError:
             continue
-    shown = " and ".join(printable(repr(name), 200) for name in names)
+    names_text = " and ".join(printable(repr(name), 200) for name in names)
     raise ValueError(
-        f"--tokenizer: {url} serves {shown}, which is neither a model folder of this machine nor "
+        f"--tokenizer: {url} serves {names_text}, which is neither a model folder of this machine nor "
         "a hub id that can be read; name a folder or hub id with its tokenizer"
     )

@@ -23,8 +23,8 @@ from lowroll.orchestrator.examples import Example, ExampleResponse
 from lowroll.orchestrator.prompt_source import Draw
 from lowroll.types import Prompt, Score, ScoreError
 
-_UNKNOWN = Prompt("", "", [])  # until its draw is known
-_OWN = ("kind", "crc")
+_UNKNOWN_PROMPT = Prompt("", "", [])  # until its draw is known
+_LINE_KEYS = ("kind", "crc")
 
 
 class Responses:
@@ -49,15 +49,18 @@ class Responses:
     def missing(self, draws: Sequence[Draw]) -> list[Draw]:
         """Return the draws without responses. ValueError when one had another prompt."""
         for draw in draws:
-            if self._prompts.get(draw.request.id, found := _digest(draw)) != found:
+            if (
+                self._prompts.get(draw.request.id, prompt_digest := _prompt_digest(draw))
+                != prompt_digest
+            ):
                 raise ValueError(
                     f"{self.path}: {draw.request.id} was asked with another prompt: the data, the "
                     f"template or the tokenizer has changed; name another folder by --out"
                 )
-            self._prompts[draw.request.id] = found
+            self._prompts[draw.request.id] = prompt_digest
         for draw in draws:
-            if (known := self.examples.get(draw.request.id)) is not None:
-                known.prompt = draw.prompt
+            if (example := self.examples.get(draw.request.id)) is not None:
+                example.prompt = draw.prompt
         return [draw for draw in draws if draw.request.id not in self.examples]
 
     def of(self, draws: Sequence[Draw]) -> list[Example]:
@@ -65,79 +68,88 @@ class Responses:
         return [self.examples[draw.request.id] for draw in draws]
 
     def keep_drawn(self, examples: Sequence[Example]) -> None:
-        self.examples |= {one.id: one for one in examples}
+        self.examples |= {example.id: example for example in examples}
         self._append(
             {
                 "kind": "drawn",
-                "id": one.id,
-                "prompt": self._prompts[one.id],
-                "messages": one.prompt.messages,
+                "id": example.id,
+                "prompt": self._prompts[example.id],
+                "messages": example.prompt.messages,
                 "responses": [
-                    {k: v for k, v in vars(response).items() if k != "score" and v is not None}
-                    for response in one.responses
+                    {
+                        field: value
+                        for field, value in vars(response).items()
+                        if field != "score" and value is not None
+                    }
+                    for response in example.responses
                 ],
             }
-            for one in examples
+            for example in examples
         )
 
     def keep_scored(self, examples: Sequence[Example]) -> None:
         self._append(
             {
                 "kind": "scored",
-                "id": one.id,
-                "scores": [_score_line(response.score) for response in one.responses],
+                "id": example.id,
+                "scores": [_score_fields(response.score) for response in example.responses],
             }
-            for one in examples
+            for example in examples
         )
 
     def _append(self, objects: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines with checksums to the file."""
         if self.path is None:
             return
-        lines = [json.dumps(one).encode() for one in objects]
-        sealed = [seal(line, self._lines + number) for number, line in enumerate(lines, 1)]
-        if sealed:
-            append_line(self.path, b"\n".join(sealed))
-            self._lines += len(sealed)
+        lines = [json.dumps(fields).encode() for fields in objects]
+        sealed_lines = [seal(line, self._lines + number) for number, line in enumerate(lines, 1)]
+        if sealed_lines:
+            append_line(self.path, b"\n".join(sealed_lines))
+            self._lines += len(sealed_lines)
 
     def _read(self, path: Path, asked: dict[str, Any]) -> None:
+        """Read the file, and remove a torn last line. ValueError for damage or other settings."""
         data = path.read_bytes()
         objects, problems = read_objects(path) if data else ([], [])
         if problems and not (len(problems) == 1 and not data.endswith(b"\n")):
             raise ValueError(f"{problems[0]}; remove the file to draw its responses again")
         if problems or not data.endswith(b"\n"):
-            whole = data[: data.rfind(b"\n") + 1]
-            objects = objects[: whole.count(b"\n")]
-            write_file(path, whole)
+            complete_lines = data[: data.rfind(b"\n") + 1]
+            objects = objects[: complete_lines.count(b"\n")]
+            write_file(path, complete_lines)
         self._lines = len(objects)
-        for number, found in enumerate(objects):
-            if (number == 0) != (found.get("kind") == "asked"):
+        for number, entry in enumerate(objects):
+            if (number == 0) != (entry.get("kind") == "asked"):
                 raise ValueError(f"{path}:{number + 1}: no responses of lowroll eval")
-            self._take(path, found, asked)
+            self._take(path, entry, asked)
 
     def _take(self, path: Path, found: dict[str, Any], asked: dict[str, Any]) -> None:
+        """Take one line of the file. ValueError when it holds other settings."""
         if found["kind"] == "asked":
             for key in {**asked, **found}:
-                if key not in _OWN and found.get(key) != asked.get(key):
+                if key not in _LINE_KEYS and found.get(key) != asked.get(key):
                     raise ValueError(
                         f"{path}: was drawn with {key} {json.dumps(found.get(key))}, and this asks "
                         f"for {json.dumps(asked.get(key))}; name another folder by --out"
                     )
         elif found["kind"] == "drawn":
-            responses = [ExampleResponse(**one) for one in found["responses"]]
+            responses = [ExampleResponse(**fields) for fields in found["responses"]]
             self._prompts[found["id"]] = found["prompt"]
-            self.examples[found["id"]] = Example(found["id"], _UNKNOWN, responses)
+            self.examples[found["id"]] = Example(found["id"], _UNKNOWN_PROMPT, responses)
         else:
-            scored = self.examples[found["id"]].responses
-            for response, line in zip(scored, found["scores"], strict=True):
-                response.score = ScoreError(**line) if "kind" in line else Score(**line)
+            scored_responses = self.examples[found["id"]].responses
+            for response, score_fields in zip(scored_responses, found["scores"], strict=True):
+                response.score = (
+                    ScoreError(**score_fields) if "kind" in score_fields else Score(**score_fields)
+                )
 
 
-def _score_line(score: Score | ScoreError | None) -> dict[str, Any]:
+def _score_fields(score: Score | ScoreError | None) -> dict[str, Any]:
     assert score is not None
     return {key: value for key, value in vars(score).items() if value is not None}
 
 
-def _digest(draw: Draw) -> str:
+def _prompt_digest(draw: Draw) -> str:
     return hashlib.sha256(
         json.dumps([draw.request.prompt_ids, draw.request.n]).encode()
     ).hexdigest()[:16]

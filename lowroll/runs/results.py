@@ -1,5 +1,5 @@
 """The results of an evaluation: a row of metrics for each engine and environment, their table, and
-the files beside the responses.
+the files written next to the responses.
 
     results.json    the rows
     failures.html   the unsolved examples
@@ -28,8 +28,18 @@ AVERAGE = "average"
 RESULTS = "results.json"
 PAGE = "failures.html"
 FOLDER = Path("outputs/eval")
-# settings that do not affect responses
-_ASIDE = ("output_dir", "name", "env", "train", "loss", "advantage", "ckpt", "score", "eval")
+# Settings that do not affect responses.
+_IGNORED_SETTINGS = (
+    "output_dir",
+    "name",
+    "env",
+    "train",
+    "loss",
+    "advantage",
+    "ckpt",
+    "score",
+    "eval",
+)
 
 
 @dataclass(frozen=True)
@@ -47,34 +57,36 @@ class EngineAnswers:
     @property
     def shares(self) -> dict[str, float]:
         """Return each example's share of solved responses, by id."""
-        return {one.id: fmean(one.solved) for one in self.examples if one.solved}
+        return {example.id: fmean(example.solved) for example in self.examples if example.solved}
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return the rows as a table: (head, cells), shares in percent, without empty columns."""
-    about = [key for key in ("weights", "kv", "server", "model") if any(key in row for row in rows)]
-    several = any((row.get("n") or 1) > 1 for row in rows)
+    engine_keys = [
+        key for key in ("weights", "kv", "server", "model") if any(key in row for row in rows)
+    ]
+    has_several = any((row.get("n") or 1) > 1 for row in rows)
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "set": lambda row: str(row["env"]),
-        **{key: partial(_word, key) for key in about},
-        "examples": partial(_number, "examples"),
-        "k": partial(_number, "n"),
-        "avg@k %": partial(_percent, "pass_at_1"),
-        "95 %": lambda row: _bounds(row, "low", "high"),
-        "pass@k %": partial(_percent, "pass_at_k"),
-        "maj@k %": partial(_percent, "maj_at_k"),
-        "difference": _difference,
-        "reward": partial(_figures, "reward"),
-        "tokens": partial(_number, "length_mean"),
-        "cut %": partial(_percent, "truncated"),
-        "no answer %": partial(_percent, "no_answer"),
-        "unscored %": partial(_percent, "unscored"),
-        "env failed": partial(_number, "env_failed"),
-        "too long": partial(_number, "left_out"),
-        "seconds": partial(_number, "seconds"),
+        **{key: partial(_format_text, key) for key in engine_keys},
+        "examples": partial(_format_count, "examples"),
+        "k": partial(_format_count, "n"),
+        "avg@k %": partial(_format_percent, "pass_at_1"),
+        "95 %": lambda row: _format_bounds(row, "low", "high"),
+        "pass@k %": partial(_format_percent, "pass_at_k"),
+        "maj@k %": partial(_format_percent, "maj_at_k"),
+        "difference": _format_difference,
+        "reward": partial(_format_number, "reward"),
+        "tokens": partial(_format_count, "length_mean"),
+        "cut %": partial(_format_percent, "truncated"),
+        "no answer %": partial(_format_percent, "no_answer"),
+        "unscored %": partial(_format_percent, "unscored"),
+        "env failed": partial(_format_count, "env_failed"),
+        "too long": partial(_format_count, "left_out"),
+        "seconds": partial(_format_count, "seconds"),
     }
-    idle = {} if several else {"k", "pass@k %", "maj@k %"}
-    silent = {
+    unused_columns = {} if has_several else {"k", "pass@k %", "maj@k %"}
+    neutral_texts = {
         "-": ("difference", "maj@k %", "no answer %"),
         "0": ("too long", "env failed"),
         "0.0": ("unscored %",),
@@ -82,38 +94,38 @@ def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     head, cells = [], []
     for name, cell in columns.items():
         column = [cell(row) for row in rows]
-        said = {text for text in column if name not in silent.get(text, ())} - {"-"}
-        if name not in idle and said:
+        shown_texts = {text for text in column if name not in neutral_texts.get(text, ())} - {"-"}
+        if name not in unused_columns and shown_texts:
             head.append(name)
             cells.append(column)
     return head, [list(line) for line in zip(*cells, strict=True)]
 
 
-def _word(key: str, row: dict[str, Any]) -> str:
+def _format_text(key: str, row: dict[str, Any]) -> str:
     return str(row.get(key, "-"))
 
 
-def _number(key: str, row: dict[str, Any]) -> str:
+def _format_count(key: str, row: dict[str, Any]) -> str:
     return "-" if row.get(key) is None else f"{row[key]:,.0f}"
 
 
-def _figures(key: str, row: dict[str, Any]) -> str:
+def _format_number(key: str, row: dict[str, Any]) -> str:
     return "-" if row.get(key) is None else f"{row[key]:.4g}"
 
 
-def _percent(key: str, row: dict[str, Any]) -> str:
+def _format_percent(key: str, row: dict[str, Any]) -> str:
     return "-" if row.get(key) is None else f"{100 * row[key]:.1f}"
 
 
-def _bounds(row: dict[str, Any], low: str, high: str) -> str:
+def _format_bounds(row: dict[str, Any], low: str, high: str) -> str:
     return f"{100 * row[low]:.1f} to {100 * row[high]:.1f}" if low in row else "-"
 
 
-def _difference(row: dict[str, Any]) -> str:
+def _format_difference(row: dict[str, Any]) -> str:
     """Format a difference: "-1.2 (-3.0 to 0.5)", in percentage points."""
     if "difference" not in row:
         return "-"
-    bounds = _bounds(row, "difference_low", "difference_high")
+    bounds = _format_bounds(row, "difference_low", "difference_high")
     return f"{100 * row['difference']:+.1f} ({bounds})"
 
 
@@ -127,28 +139,35 @@ def rows_of(measured: Sequence[EngineAnswers], seed: int = 0) -> list[dict[str, 
     difference_low and difference_high: its pass@1 less that of the first, paired by example.
     Intervals are 95 % percentiles of a bootstrap over examples.
     """
-    sides: dict[tuple[str, ...], list[EngineAnswers]] = {}
-    for one in measured:
-        sides.setdefault(tuple(one.about.values()), []).append(one)
-    first, *_ = sides.values()
+    answers_by_engine: dict[tuple[str, ...], list[EngineAnswers]] = {}
+    for answers in measured:
+        answers_by_engine.setdefault(tuple(answers.about.values()), []).append(answers)
+    first_engine, *_ = answers_by_engine.values()
     rows = []
-    for side in sides.values():
-        base = None if side is first else first
-        for place, one in enumerate(side):
-            rows.append(_row(one, seed) | _against([one], base and [base[place]], seed))
-        if len(side) > 1:
-            rows.append(_average(side, rows[-len(side) :], seed) | _against(side, base, seed))
+    for engine_answers in answers_by_engine.values():
+        baseline = None if engine_answers is first_engine else first_engine
+        for position, answers in enumerate(engine_answers):
+            rows.append(
+                _make_row(answers, seed)
+                | _paired_difference([answers], baseline and [baseline[position]], seed)
+            )
+        if len(engine_answers) > 1:
+            rows.append(
+                _average_row(engine_answers, rows[-len(engine_answers) :], seed)
+                | _paired_difference(engine_answers, baseline, seed)
+            )
     return rows
 
 
-def _row(one: EngineAnswers, seed: int) -> dict[str, Any]:
-    responses = [r for example in one.examples for r in example.responses]
-    scored = [r.score for r in responses if isinstance(r.score, Score)]
+def _make_row(one: EngineAnswers, seed: int) -> dict[str, Any]:
+    """Return the row of one engine and environment."""
+    responses = [response for example in one.examples for response in example.responses]
+    scored = [response.score for response in responses if isinstance(response.score, Score)]
     shares = list(one.shares.values())
     low, high = interval([shares], seed)
     n = max(len(example.responses) for example in one.examples)
-    curve = {k: _pass_at(one.examples, k) for k in _powers(n)}
-    told = [score.metrics["has_answer"] for score in scored if "has_answer" in score.metrics]
+    curve = {k: _pass_at(one.examples, k) for k in _powers_of_two(n)}
+    has_answer = [score.metrics["has_answer"] for score in scored if "has_answer" in score.metrics]
     return {
         "env": one.env,
         **one.about,
@@ -162,52 +181,56 @@ def _row(one: EngineAnswers, seed: int) -> dict[str, Any]:
         "pass_at_k": curve[n],
         "maj_at_k": fmean(one.won) if one.won else None,
         "pass_at": curve,
-        "length_mean": fmean(r.tokens for r in responses),
-        "truncated": fmean(r.finish_reason == "length" for r in responses),
-        "no_answer": 1 - fmean(told) if told else None,
+        "length_mean": fmean(response.tokens for response in responses),
+        "truncated": fmean(response.finish_reason == "length" for response in responses),
+        "no_answer": 1 - fmean(has_answer) if has_answer else None,
         "unscored": 1 - len(scored) / len(responses),
-        "env_failed": sum(r.failed is not None for r in responses),
+        "env_failed": sum(response.failed is not None for response in responses),
         "left_out": one.left_out,
         "seconds": one.seconds,
     }
 
 
 def _pass_at(examples: Sequence[Example], k: int) -> float | None:
-    solved = [one.solved for one in examples if len(one.solved) >= k]
+    """Return pass@k over the examples with at least k scored responses; None without any."""
+    solved = [example.solved for example in examples if len(example.solved) >= k]
     if not solved:
         return None
-    return fmean(pass_at_k(len(found), sum(found), k) for found in solved)
+    return fmean(pass_at_k(len(outcomes), sum(outcomes), k) for outcomes in solved)
 
 
-def _powers(n: int) -> list[int]:
+def _powers_of_two(n: int) -> list[int]:
     return sorted({n, *(1 << power for power in range(n.bit_length()))})
 
 
-def _average(
+def _average_row(
     side: Sequence[EngineAnswers], rows: Sequence[dict[str, Any]], seed: int
 ) -> dict[str, Any]:
-    low, high = interval([list(one.shares.values()) for one in side], seed)
+    """Return an engine's row averaged over environments."""
+    low, high = interval([list(answers.shares.values()) for answers in side], seed)
     row: dict[str, Any] = {"env": AVERAGE, **side[0].about}
     for name in ("examples", "env_failed", "left_out", "seconds"):
-        row[name] = sum(each[name] for each in rows)
+        row[name] = sum(env_row[name] for env_row in rows)
     for name in ("pass_at_1", "avg_at_k", "pass_at_k", "maj_at_k"):
-        values = [each[name] for each in rows]
+        values = [env_row[name] for env_row in rows]
         row[name] = None if None in values else fmean(values)
     return row | {"low": low, "high": high}
 
 
-def _against(
+def _paired_difference(
     side: Sequence[EngineAnswers], base: Sequence[EngineAnswers] | None, seed: int
 ) -> dict[str, float]:
     """Return the difference to the first engine over examples that both scored; {} for the first."""
     if base is None:
         return {}
-    sets = []
-    for one, other in zip(side, base, strict=True):
-        mine, theirs = one.shares, other.shares
-        sets.append([mine[id] - theirs[id] for id in mine if id in theirs])
-    low, high = interval(sets, seed)
-    difference = fmean(fmean(values) for values in sets)
+    differences_by_env = []
+    for answers, base_answers in zip(side, base, strict=True):
+        engine_shares, first_shares = answers.shares, base_answers.shares
+        differences_by_env.append(
+            [engine_shares[id] - first_shares[id] for id in engine_shares if id in first_shares]
+        )
+    low, high = interval(differences_by_env, seed)
+    difference = fmean(fmean(values) for values in differences_by_env)
     return {"difference": difference, "difference_low": low, "difference_high": high}
 
 
@@ -219,23 +242,23 @@ def folder_of(
     files: list[list[Any]] = []
     if model is not None:
         entries = sorted(os.scandir(model), key=lambda entry: entry.name)
-        files = [[one.name, one.stat().st_size, one.stat().st_mtime_ns] for one in entries]
+        files = [[entry.name, entry.stat().st_size, entry.stat().st_mtime_ns] for entry in entries]
     tree = cfg.model_dump(mode="json")
-    drawn = {key: value for key, value in tree.items() if key not in _ASIDE}
+    response_settings = {key: value for key, value in tree.items() if key not in _IGNORED_SETTINGS}
     sampler = {k: v for k, v in tree["eval"].items() if k not in ("env", "num_examples")}
-    known = json.dumps([drawn, sampler, dict(each), files, server], sort_keys=True)
+    key_text = json.dumps([response_settings, sampler, dict(each), files, server], sort_keys=True)
     name = Path(str(cfg.model)).name or "model"
-    return FOLDER / f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
+    return FOLDER / f"{name}-{hashlib.sha256(key_text.encode()).hexdigest()[:8]}"
 
 
 def leave(
     out: Path, cfg: RunConfig, measured: Sequence[EngineAnswers], rows: Sequence[dict[str, Any]]
 ) -> None:
     write_file(out / RESULTS, json.dumps({"rows": rows}, indent=1).encode())
-    drawn = cfg.eval
+    eval_cfg = cfg.eval
     facts = [
         ("model", str(cfg.model)),
-        ("sampler", f"temperature {drawn.temperature:g}, top-p {drawn.top_p:g}"),
+        ("sampler", f"temperature {eval_cfg.temperature:g}, top-p {eval_cfg.top_p:g}"),
         ("longest response", f"{cfg.rollout.max_tokens:,} tokens"),
         ("seed", str(cfg.seed)),
     ]
@@ -246,40 +269,45 @@ def leave(
 
 def failures(measured: Sequence[EngineAnswers]) -> dict[str, list[Failure]]:
     """Return the unsolved examples of each environment, with the attempts of all engines."""
-    found: dict[str, list[Failure]] = {}
-    for name in dict.fromkeys(one.env for one in measured):
-        sides = [one for one in measured if one.env == name]
-        found[name] = [
+    failures_by_env: dict[str, list[Failure]] = {}
+    for name in dict.fromkeys(answers.env for answers in measured):
+        per_engine = [answers for answers in measured if answers.env == name]
+        failures_by_env[name] = [
             Failure(
                 examples[0].prompt.id,
                 examples[0].prompt.messages,
                 examples[0].prompt.info,
-                [_attempt(side, one) for side, one in zip(sides, examples, strict=True)],
+                [
+                    _summarize_attempt(side, example)
+                    for side, example in zip(per_engine, examples, strict=True)
+                ],
             )
-            for examples in zip(*(side.examples for side in sides), strict=True)
-            if not all(r.solved for one in examples for r in one.responses)
+            for examples in zip(*(side.examples for side in per_engine), strict=True)
+            if not all(response.solved for example in examples for response in example.responses)
         ]
-    return found
+    return failures_by_env
 
 
-def _attempt(side: EngineAnswers, example: Example) -> Attempt:
-    wrong = next((one for one in example.responses if not one.solved), None)
+def _summarize_attempt(side: EngineAnswers, example: Example) -> Attempt:
+    """Return an engine's attempt at an example, with its first unsolved response."""
+    unsolved = next((response for response in example.responses if not response.solved), None)
     return Attempt(
         ", ".join(side.about.values()),
-        sum(one.solved for one in example.responses),
+        sum(response.solved for response in example.responses),
         len(example.responses),
-        None if wrong is None else _said(wrong),
-        "" if wrong is None else _note(wrong),
+        None if unsolved is None else _response_text(unsolved),
+        "" if unsolved is None else _explain_failure(unsolved),
     )
 
 
-def _said(response: ExampleResponse) -> str:
+def _response_text(response: ExampleResponse) -> str:
     if response.messages is None:
         return response.text
     return transcript(response.messages)
 
 
-def _note(response: ExampleResponse) -> str:
+def _explain_failure(response: ExampleResponse) -> str:
+    """Say why a response is not solved."""
     score = response.score
     if isinstance(score, ScoreError):
         return f"no score: {score.kind}: {score.message}"

@@ -52,13 +52,13 @@ class RolloutEngine:
         if cache_tokens is not None:
             self.engine = self._with_cache(cfg, cache_tokens)
         else:
-            sized = engines.with_cache(cfg, planner.plan(cfg).cache_tokens or None)
-            self.engine = engines.make(sized, compute, model, chat)
+            sized_cfg = engines.with_cache(cfg, planner.plan(cfg).cache_tokens or None)
+            self.engine = engines.make(sized_cfg, compute, model, chat)
         self.cfg = cfg
         self.cfg = engines.with_cache(cfg, self.cache_tokens)
         self.noise = trainer.noise(cfg)
         self.in_flight: InFlight = "replay" if cfg.asynchrony.partial == "replay" else "keep"
-        # called before the engine is replaced
+        # This is called before the engine is replaced.
         self.before_end: Callable[[], object] = lambda: None
         self.watch = self._watch()
 
@@ -69,10 +69,11 @@ class RolloutEngine:
     @property
     def cache_tokens(self) -> int | None:
         """The size of the KV cache in tokens; None for other engines than lowroll's."""
-        own = self.cfg.rollout.engine == "native"
-        return self.engine.stats().cache_tokens if own else None
+        is_native = self.cfg.rollout.engine == "native"
+        return self.engine.stats().cache_tokens if is_native else None
 
     def _with_cache(self, cfg: RunConfig, cache_tokens: int) -> Engine:
+        """Build the engine with a resumed run's cache size. ValueError when it does not fit."""
         cfg = engines.with_cache(cfg, cache_tokens)
         try:
             return engines.make(cfg, self.compute, self.model, self.chat)
@@ -113,13 +114,13 @@ class RolloutEngine:
     def without_noise(self, version: int) -> Iterator[None]:
         """Load a version's weights without noise for an evaluation in the block; afterwards the
         engine has the bits of a fresh one, if it supports that."""
-        noisy = self.engine.behavior.noise_sigma > 0
-        if noisy:
+        has_noise = self.engine.behavior.noise_sigma > 0
+        if has_noise:
             self.engine.update_weights(self._update(version), in_flight=self.in_flight)
         yield
         if self.cfg.rollout.engine == "native":
             self.engine.reset_prefix_cache()
-        if noisy:
+        if has_noise:
             self.update(version)
 
     def _update(self, version: int, noise: Noise | None = None) -> WeightUpdate:
@@ -153,9 +154,9 @@ class RolloutEngine:
         try:
             self.engine = engines.make(cfg, self.compute, self.model, self.chat, weights)
         except NoRoom as error:
-            smaller = engines.with_cache(cfg, None)
+            uncached_cfg = engines.with_cache(cfg, None)
             self.engine = engines.make(
-                smaller, self.compute, self.model, self.chat, weights, self.planner.workloads
+                uncached_cfg, self.compute, self.model, self.chat, weights, self.planner.workloads
             )
             log.warning(
                 "beside %s weights the KV cache is smaller than before, of %d tokens: %s",
@@ -167,9 +168,11 @@ class RolloutEngine:
         self.watch = self._watch()
 
     def _watch(self) -> WeightWatch | AdapterWatch | None:
+        """Return the measurement of `weights/*`; None where it is off or the engine shows no
+        weights."""
         if not self.cfg.train.weight_metrics:
             return None
         if self.cfg.train.lora:
             return AdapterWatch(self.model)
-        held = self.engine.linear_weights()
-        return WeightWatch(self.model, held) if held else None
+        linear_weights = self.engine.linear_weights()
+        return WeightWatch(self.model, linear_weights) if linear_weights else None

@@ -58,10 +58,10 @@ def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) ->
     refuse_ranks(cfg)
     cfg = cfg.resolved()
     with attempt(cfg, "sft", resume, overwrite) as folder:
-        steps = SftRun(folder, resume)
-        first = steps.resume() if resume else steps.begin()
+        sft_run = SftRun(folder, resume)
+        first_step = sft_run.resume() if resume else sft_run.begin()
         with progress(cfg.sft.steps) as show, polite_stop() as stop:
-            signal = drive(steps, first, cfg.sft.steps, cfg.ckpt.interval, show, stop)
+            signal = drive(sft_run, first_step, cfg.sft.steps, cfg.ckpt.interval, show, stop)
     return RunResult(folder.path, read(folder.path), signal=signal)
 
 
@@ -77,7 +77,7 @@ def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
     """Train the model of folder `source` on demonstrations and publish it as folder `target`;
     return the last step's metrics."""
     cfg = cfg.model_copy(update={"model": str(source)})
-    learner = _learner(cfg, Compute.of(cfg))
+    learner = _build_learner(cfg, Compute.of(cfg))
     metrics: dict[str, float] = {}
     with progress(cfg.sft.steps) as show:
         for step in range(1, cfg.sft.steps + 1):
@@ -96,24 +96,24 @@ class SftRun:
         self.home = home
         self.checkpoints = Checkpointing(home, resume)
         self.compute = Compute.of(self.cfg)
-        self.learner = _learner(self.cfg, self.compute)
+        self.learner = _build_learner(self.cfg, self.compute)
         self.checkpoints.identify(digest(self.learner.model))
 
     def begin(self) -> int:
         """Describe a new run in its folder; return the first step."""
-        self.home.begin(_about(self.cfg, self.compute, self.learner))
+        self.home.begin(_describe_run(self.cfg, self.compute, self.learner))
         return 1
 
     def resume(self) -> int:
         """Continue from the newest undamaged checkpoint, or begin again without one. Return the
         next step."""
-        saved = self.checkpoints.take()
-        if saved is None:
+        checkpoint = self.checkpoints.take()
+        if checkpoint is None:
             return self.begin()
-        self.learner.restore(saved.tensors, saved.state)
-        self.home.resume(saved.step, _about(self.cfg, self.compute, self.learner))
-        log.info("resumed after step %d", saved.step)
-        return saved.step + 1
+        self.learner.restore(checkpoint.tensors, checkpoint.state)
+        self.home.resume(checkpoint.step, _describe_run(self.cfg, self.compute, self.learner))
+        log.info("resumed after step %d", checkpoint.step)
+        return checkpoint.step + 1
 
     def step(self, step: int) -> Record:
         began = time.monotonic()
@@ -148,18 +148,18 @@ def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> Non
 def progress(steps: int) -> Iterator[Callable[[Record], str]]:
     """Yield `show(record)`, which formats a step: an occasional line, and a bar at a terminal."""
     began = time.monotonic()
-    first = 0
+    first_step = 0
     with phases() as on_phase:
 
         def show(record: Record) -> str:
-            nonlocal first
+            nonlocal first_step
             step = int(record["step"])
-            first = first or step
-            left = (time.monotonic() - began) / (step - first + 1) * (steps - step)
+            first_step = first_step or step
+            seconds_left = (time.monotonic() - began) / (step - first_step + 1) * (steps - step)
             line = (
-                f"step {step:>4}/{steps}  loss {_shown(record['sft/loss'], '.4f')}  lr "
-                f"{record['optim/lr']:.1e}  grad norm {_shown(record['optim/grad_norm'], '.3g')}  "
-                f"eta {duration(left)}"
+                f"step {step:>4}/{steps}  loss {_format_metric(record['sft/loss'], '.4f')}  lr "
+                f"{record['optim/lr']:.1e}  grad norm {_format_metric(record['optim/grad_norm'], '.3g')}  "
+                f"eta {duration(seconds_left)}"
             )
             on_phase("sft", step, steps)
             if step in (1, steps) or step % max(1, steps // LINES) == 0:
@@ -169,38 +169,42 @@ def progress(steps: int) -> Iterator[Callable[[Record], str]]:
         yield show
 
 
-def _shown(value: float | None, spec: str) -> str:
+def _format_metric(value: float | None, spec: str) -> str:
     return "nan" if value is None else format(value, spec)
 
 
-def _learner(cfg: RunConfig, compute: Compute) -> SftLearner:
+def _build_learner(cfg: RunConfig, compute: Compute) -> SftLearner:
+    """Load the model and the demonstrations of a supervised run."""
     cfg = budget.settled(plain(cfg), Path(cfg.output_dir), compute)
-    chat, given = models.chat_of(cfg), examples(cfg)
-    now = _sized(cfg, compute, chat, given)
-    tell(*(note for note in now.notes if note not in cfg.notes))
-    return SftLearner(models.learner(now, compute), chat, given, trainer.sft(now))
+    chat, training_examples = models.chat_of(cfg), examples(cfg)
+    sized_cfg = _choose_sizes(cfg, compute, chat, training_examples)
+    tell(*(note for note in sized_cfg.notes if note not in cfg.notes))
+    return SftLearner(
+        models.learner(sized_cfg, compute), chat, training_examples, trainer.sft(sized_cfg)
+    )
 
 
-def _sized(
+def _choose_sizes(
     cfg: RunConfig, compute: Compute, chat: ChatTokenizer, given: Sequence[Demonstration]
 ) -> RunConfig:
+    """Return the settings with the sizes that fit the longest demonstration."""
     outline = models.outline("model", cfg.model, compute)
     spec = outline.spec
     lengths = map(num_fed, encode_all(chat, given, spec.vocab_size, spec.max_position))
-    longest = max(lengths, default=1) + 1
-    return sizes.chosen_for_sft(cfg, compute, outline, longest, longest * cfg.sft.batch_size)
+    max_length = max(lengths, default=1) + 1
+    return sizes.chosen_for_sft(cfg, compute, outline, max_length, max_length * cfg.sft.batch_size)
 
 
-def _about(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapping[str, str]:
-    shared = about(cfg, compute, learner.model.spec)
+def _describe_run(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapping[str, str]:
+    common_lines = about(cfg, compute, learner.model.spec)
     source = cfg.sft.data or ", ".join(env.name or env.id for env in cfg.env)
     return {
-        "title": shared["title"],
-        "model": shared["model"],
+        "title": common_lines["title"],
+        "model": common_lines["model"],
         "learning": f"supervised, {learned(cfg)}, {cfg.train.optimizer}, learning rate "
         f"{cfg.sft.learning_rate:g}",
         "data": f"{len(learner.samples):,} demonstrations of {source}, {cfg.sft.batch_size} a step",
-        "device": shared["device"],
+        "device": common_lines["device"],
     }
 
 
@@ -208,7 +212,7 @@ def plain(cfg: RunConfig) -> RunConfig:
     """Return the settings without update-aware scaling, the aligned forward, low-bit gradients, a
     rollout budget and `rollout.exact`, which belong to the run that follows. ValueError for an
     adapter on the base of a budget."""
-    dense = {"uaq_scale": None, "forward": "dense", "backward": "dense"}
+    dense_settings = {"uaq_scale": None, "forward": "dense", "backward": "dense"}
     if is_budget(cfg.rollout.weights):
         if cfg.train.lora:
             raise ValueError(
@@ -219,7 +223,7 @@ def plain(cfg: RunConfig) -> RunConfig:
             update={"rollout": cfg.rollout.model_copy(update={"weights": DEFAULT})}
         )
     rollout = cfg.rollout.model_copy(update={"exact": False})
-    train = cfg.train.model_copy(update=dense)
+    train = cfg.train.model_copy(update=dense_settings)
     return cfg.model_copy(update={"train": train, "rollout": rollout})
 
 

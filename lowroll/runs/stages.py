@@ -22,8 +22,8 @@ class Stages:
         """Return the stage of a step, counted from 1, and its length; {} without stages."""
         if not self.cfg.stages:
             return {}
-        begun = sum(stage.step <= step for stage in self.cfg.stages)
+        num_begun = sum(stage.step <= step for stage in self.cfg.stages)
         return {
-            "rollout/stage": 1.0 + begun,
+            "rollout/stage": 1.0 + num_begun,
             "rollout/max_tokens": float(self.now.rollout.max_tokens),
         }

@@ -79,6 +79,7 @@ class Stop:
             self._speaker.join(SPEAK_S)
 
     def _wait(self) -> None:
+        """Log the signal, and end the process when the run has not stopped after END_S."""
         name = signal.Signals(self.signal).name
         log.warning(
             "%s: finishing this step, then stopping. A step that still generates in %.0f s is "
@@ -109,30 +110,30 @@ def leave_lost_outputs() -> None:
         poll = select.poll()
         poll.register(descriptor, 0)
         if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+            null_descriptor = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null_descriptor, descriptor)
+            os.close(null_descriptor)
 
 
 @contextmanager
 def polite_stop() -> Iterator[Stop]:
     """Let the signals of SIGNALS request a stop in the block. An ignored one (nohup) stays ignored."""
     stop = Stop()
-    before: dict[int, Any] = {}
+    previous_handlers: dict[int, Any] = {}
 
     def ask(number: int, _frame: FrameType | None) -> None:
         if not stop.ask(number):
-            for caught, handler in before.items():
-                signal.signal(caught, handler)
+            for signal_number, handler in previous_handlers.items():
+                signal.signal(signal_number, handler)
             signal.raise_signal(number)
 
     if threading.current_thread() is threading.main_thread():  # other threads cannot handle signals
         for number in SIGNALS:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                before[number] = signal.signal(number, ask)
+                previous_handlers[number] = signal.signal(number, ask)
     try:
         yield stop
     finally:
         stop.close()
-        for caught, handler in before.items():
-            signal.signal(caught, handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)

@@ -3,7 +3,7 @@
 
     configuration   the settings of a YAML file, a mapping, or Python code
     compute         device and dtype
-    models          the learner, and the frozen models and the critic beside it
+    models          the learner, the frozen models and the critic
     engines         the rollout engine and its workloads: a row each in native and vllm
     environments    environments and their scoring workers
     prompts         which prompts leave space for a response

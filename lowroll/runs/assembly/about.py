@@ -17,10 +17,10 @@ def about(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> Mapping[str, str
         "title": Path(cfg.output_dir).resolve().name,
         "model": f"{cfg.model} ({spec.architecture}, {spec.num_parameters / 1e6:.1f} M parameters)",
         "algorithm": cfg.algorithm,
-        "learning": _learning(cfg),
+        "learning": _describe_learning(cfg),
         "env": ", ".join(env.name or env.id for env in cfg.env),
-        "rollout": _rollouts(cfg, compute),
-        "correction": _correction(cfg),
+        "rollout": _describe_rollouts(cfg, compute),
+        "correction": _describe_correction(cfg),
         "device": f"{compute.device}, {str(compute.dtype).removeprefix('torch.')}, "
         f"{torch.get_num_threads()} threads",
     }
@@ -30,49 +30,51 @@ def learned(cfg: RunConfig) -> str:
     return f"LoRA rank {cfg.train.lora_rank}" if cfg.train.lora else "full fine-tuning"
 
 
-def _learning(cfg: RunConfig) -> str:
+def _describe_learning(cfg: RunConfig) -> str:
+    """Describe the learner: what is trained, the algorithm, the optimiser and any critic."""
     train = cfg.train
-    words = learned(cfg)
+    text = learned(cfg)
     if train.uaq_scale is not None:
-        words += f", update-aware scaling {train.uaq_scale:g}"
-    words += (
+        text += f", update-aware scaling {train.uaq_scale:g}"
+    text += (
         f", {cfg.algorithm}, {train.optimizer}, {train.forward} forward, {train.backward} backward, learning rate "
         f"{train.learning_rate:g}"
     )
     if cfg.has_critic:
         critic = cfg.critic
-        words += (
+        text += (
             f"; critic {critic.model or 'of the same model'}, learning rate "
             f"{critic.learning_rate:g}"
         )
-    return words
+    return text
 
 
-def _rollouts(cfg: RunConfig, compute: Compute) -> str:
+def _describe_rollouts(cfg: RunConfig, compute: Compute) -> str:
+    """Describe the rollouts: weights, samples, lengths, noise and the KV cache."""
     rollout, noise = cfg.rollout, cfg.noise
-    words = (
+    text = (
         f"{compute.format(rollout.weights)} weights, {cfg.rollouts_per_example} samples a prompt, "
         f"at most {rollout.max_tokens} tokens"
     )
     if rollout.engine != "native":
-        words += f", by {rollout.vllm.words}"
+        text += f", by {rollout.vllm.words}"
     for stage in cfg.stages:
-        words += f", {cfg.at(stage.step).rollout.max_tokens} from step {stage.step}"
+        text += f", {cfg.at(stage.step).rollout.max_tokens} from step {stage.step}"
     if noise is not None:
-        words += (
+        text += (
             f", noise {noise.sigma_start:g} to {noise.sigma_end:g} ({noise.schedule}, learner "
             f"{noise.learner})"
         )
     if rollout.kv is not None:
         options = ", ".join(f"{name} {value}" for name, value in rollout.kv.options.items())
-        words += f", a KV cache of {rollout.kv.name}" + (f" ({options})" if options else "")
+        text += f", a KV cache of {rollout.kv.name}" + (f" ({options})" if options else "")
     if rollout.cache_tokens is not None:
-        words += f", a KV cache of {rollout.cache_tokens:,} tokens"
-    return words
+        text += f", a KV cache of {rollout.cache_tokens:,} tokens"
+    return text
 
 
-def _correction(cfg: RunConfig) -> str:
+def _describe_correction(cfg: RunConfig) -> str:
     """Name the correction, with its reason when `auto` chose it."""
-    mark = "correction: "
-    reasons = [note.removeprefix(mark) for note in cfg.notes if note.startswith(mark)]
+    prefix = "correction: "
+    reasons = [note.removeprefix(prefix) for note in cfg.notes if note.startswith(prefix)]
     return reasons[0] if reasons else cfg.correction

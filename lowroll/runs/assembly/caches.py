@@ -29,7 +29,7 @@ def longest_prompt(cfg: RunConfig, cache_tokens: int) -> int:
     def pages(prompt: int) -> int:
         return footprint(kv, prompt, rollout.max_tokens, size).alone
 
-    lengths, have = range(1, cache_tokens + 1), cache_tokens // size
+    lengths, num_pages = range(1, cache_tokens + 1), cache_tokens // size
     limit = min(kv.room(0), cache_tokens + 1) - 1  # index of the first compacted prompt
-    short = bisect_right(lengths, have, hi=limit, key=pages)
-    return short if short < limit else bisect_right(lengths, have, lo=limit, key=pages)
+    length = bisect_right(lengths, num_pages, hi=limit, key=pages)
+    return length if length < limit else bisect_right(lengths, num_pages, lo=limit, key=pages)

@@ -10,12 +10,12 @@ from lowroll.runs.assembly import orchestrator
 
 def check(cfg: RunConfig, able: Capabilities) -> None:
     """Raise ValueError naming the settings that an engine does not support."""
-    drawn = vars(orchestrator.sampling(cfg))
-    plain = vars(SamplingSettings())
-    asked = [name for name, value in drawn.items() if value != plain[name]]
-    unheeded = [name for name in asked if name not in able.sampler]
-    if unheeded:
-        raise ValueError(f"rollout: this engine does not heed {', '.join(unheeded)}")
+    requested = vars(orchestrator.sampling(cfg))
+    defaults = vars(SamplingSettings())
+    changed = [name for name, value in requested.items() if value != defaults[name]]
+    unsupported = [name for name in changed if name not in able.sampler]
+    if unsupported:
+        raise ValueError(f"rollout: this engine does not heed {', '.join(unsupported)}")
     if not able.exact_logprobs:
         raise ValueError(
             "rollout: this engine's log-probs are not those of the distribution that it draws from"
@@ -23,12 +23,14 @@ def check(cfg: RunConfig, able: Capabilities) -> None:
     if cfg.noise is not None and not able.noise:
         raise ValueError("noise: this engine puts none on its norms")
     kv = cfg.rollout.cache
-    for key, wanted, has in (
+    for key, required, offered in (
         ("policy", kv.policy, able.kv_policy),
         ("dtype", kv.dtype, able.kv_dtype or "auto"),
     ):
-        if wanted != has:
-            raise ValueError(f"rollout.kv.{key}: {wanted} is asked for; this engine's is {has}")
+        if required != offered:
+            raise ValueError(
+                f"rollout.kv.{key}: {required} is asked for; this engine's is {offered}"
+            )
     partial = cfg.asynchrony.partial
     if (partial == "replay" and not able.replays) or (
         partial == "keep" and not able.updates_in_flight

@@ -20,21 +20,21 @@ def read(
     they need. An `env` may be, or have as its `id`, an Environment class; `reward_funcs` may be
     functions; `data` may be rows. Those of a notebook or script need a file in
     `output_dir/environments`, which is not written here."""
-    found: list[Any] = []
+    python_objects: list[Any] = []
     texts: dict[Path, str] = {}
 
     def made(write: Callable[[Any], str]) -> RunConfig:
         return as_config(cells.replaced(config, write), cells.replaced(overrides, write))
 
     def look(value: Any) -> str:
-        found.append(value)
+        python_objects.append(value)
         return "reverse-text"
 
     def name(value: Any) -> str:
-        named = cells.named(value, Path(cfg.output_dir) / ENVIRONMENTS)
-        if named.file is not None:
-            texts[named.file] = named.text
-        return named.id
+        env_file = cells.named(value, Path(cfg.output_dir) / ENVIRONMENTS)
+        if env_file.file is not None:
+            texts[env_file.file] = env_file.text
+        return env_file.id
 
     cfg = made(look)
-    return made(name) if found else cfg, texts
+    return made(name) if python_objects else cfg, texts

@@ -42,16 +42,16 @@ def make(
     """Build a rollout engine with the weights of `model` as version 0, in `weights` or the run's
     rollout format, with a cache for `workloads`. The caller closes it. The second format
     (`rollout.large_batch_weights`) is used only with the run's own format."""
-    name = compute.format(weights or cfg.rollout.weights)
-    row = _row(cfg)
-    made: Engine = row.make(cfg, compute, model, chat, name, workloads)
+    weight_format = compute.format(weights or cfg.rollout.weights)
+    module = _engine_module(cfg)
+    engine: Engine = module.make(cfg, compute, model, chat, weight_format, workloads)
     try:
-        capabilities.check(cfg, made.capabilities)
-        row.begin(cfg, model, made)
+        capabilities.check(cfg, engine.capabilities)
+        module.begin(cfg, model, engine)
     except BaseException:
-        made.close()
+        engine.close()
         raise
-    return made
+    return engine
 
 
 def update(
@@ -65,10 +65,11 @@ def update(
 
 def check(cfg: RunConfig) -> None:
     """Raise ValueError for what would keep the engine from being built."""
-    _row(cfg).check(cfg)
+    _engine_module(cfg).check(cfg)
 
 
-def _row(cfg: RunConfig) -> Any:
+def _engine_module(cfg: RunConfig) -> Any:
+    """Import the module of the run's engine, a row of ENGINES."""
     return import_module(ENGINES[cfg.rollout.engine])
 
 
@@ -97,23 +98,27 @@ def workloads(
     """
     if cfg.rollout.cache_tokens is not None:
         return []
-    found = []
-    train = _lengths(envs, "train", prompts.LOOKED_AT, chat)
-    for now in cfg.each_stage():
-        n = now.rollouts_per_example
-        found.append(_workload(now, spec, now.num_groups, n, train, _turns(envs)))
+    run_workloads = []
+    train_lengths = _first_lengths(envs, "train", prompts.LOOKED_AT, chat)
+    for stage_cfg in cfg.each_stage():
+        n = stage_cfg.rollouts_per_example
+        run_workloads.append(
+            _workload(stage_cfg, spec, stage_cfg.num_groups, n, train_lengths, _max_turns(envs))
+        )
         if cfg.eval.interval:
-            found.append(eval_workload(now, spec, chat, held_out))
-    return found
+            run_workloads.append(eval_workload(stage_cfg, spec, chat, held_out))
+    return run_workloads
 
 
 def eval_workload(
     cfg: RunConfig, spec: ModelSpec, chat: ChatTokenizer, envs: Mapping[str, Environment]
 ) -> Workload:
-    asked = cfg.eval.num_examples
-    examples = asked or max(cfg.eval.count(env.size("test")) for env in envs.values())
-    test = _lengths(envs, "test", min(examples, prompts.LOOKED_AT), chat)
-    return _workload(cfg, spec, examples, cfg.eval.rollouts_per_example, test, _turns(envs))
+    num_examples = cfg.eval.num_examples
+    examples = num_examples or max(cfg.eval.count(env.size("test")) for env in envs.values())
+    test_lengths = _first_lengths(envs, "test", min(examples, prompts.LOOKED_AT), chat)
+    return _workload(
+        cfg, spec, examples, cfg.eval.rollouts_per_example, test_lengths, _max_turns(envs)
+    )
 
 
 def _workload(
@@ -121,18 +126,21 @@ def _workload(
 ) -> Workload:
     """Return the workload of conversations of at most `turns` turns. An environment's messages
     count as long as a response."""
-    most = prompts.longest(cfg, spec)
+    max_prompt_tokens = prompts.longest(cfg, spec)
     response = cfg.rollout.max_tokens
-    prompt = max((length for length in lengths if length <= most), default=most)
-    whole = min((2 * turns - 1) * response, most + response - prompt)
-    return Workload(groups, n, prompt, whole, most + response)
+    prompt = max(
+        (length for length in lengths if length <= max_prompt_tokens), default=max_prompt_tokens
+    )
+    conversation_tokens = min((2 * turns - 1) * response, max_prompt_tokens + response - prompt)
+    return Workload(groups, n, prompt, conversation_tokens, max_prompt_tokens + response)
 
 
-def _turns(envs: Mapping[str, Environment]) -> int:
+def _max_turns(envs: Mapping[str, Environment]) -> int:
     return max(env.max_turns for env in envs.values())
 
 
-def _lengths(
+def _first_lengths(
     envs: Mapping[str, Environment], split: str, count: int, chat: ChatTokenizer
 ) -> list[int]:
-    return [n for env in envs.values() for n in prompts.lengths(env, split, count, chat)]
+    """Return the token counts of the first `count` prompts of every environment."""
+    return [length for env in envs.values() for length in prompts.lengths(env, split, count, chat)]

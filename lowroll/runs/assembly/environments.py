@@ -14,17 +14,23 @@ from lowroll.envs.scorer_pool import ScorerPool
 def make(wanted: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
     """Make the environments, by name. ValueError for a shared name, or an unset variable that one
     passes on."""
-    passed = [child.named(env.pass_env, f"env {env.name or env.id!r}: pass_env") for env in wanted]
-    made = [_environment(env, seed, secrets) for env, secrets in zip(wanted, passed, strict=True)]
-    names = [env.name for env in made]
+    env_secrets = [
+        child.named(env.pass_env, f"env {env.name or env.id!r}: pass_env") for env in wanted
+    ]
+    instances = [
+        _make_environment(env, seed, secrets)
+        for env, secrets in zip(wanted, env_secrets, strict=True)
+    ]
+    names = [env.name for env in instances]
     if len(set(names)) < len(names):
         raise ValueError(
             f"env: two environments are named {max(names, key=names.count)!r}; give each a name"
         )
-    return dict(zip(names, made, strict=True))
+    return dict(zip(names, instances, strict=True))
 
 
-def _environment(env: EnvConfig, seed: int, secrets: Mapping[str, str]) -> Environment:
+def _make_environment(env: EnvConfig, seed: int, secrets: Mapping[str, str]) -> Environment:
+    """Make one environment. Secrets are removed from the text of its ValueError."""
     try:
         return envs.make(env.id, name=env.name, args=env.args, seed=seed)
     except ValueError as error:

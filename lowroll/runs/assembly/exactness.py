@@ -28,22 +28,22 @@ def of_engine(cfg: RunConfig, compute: Compute, spec: ModelSpec, format: str) ->
     """Return whether an engine with weights in `format` computes exactly."""
     if cfg.rollout.exact is not None:
         return cfg.rollout.exact
-    if compute.device.type != "cpu" and not _faster_on_a_gpu(cfg):
+    if compute.device.type != "cpu" and not _is_faster_on_gpu(cfg):
         return False
-    if any(asked for _, asked, _ in bars_engine(cfg)):
+    if any(is_set for _, is_set, _ in bars_engine(cfg)):
         return False
     if get_format(format).dtype not in (None, compute.dtype):
         return False
     return exact.why_not(spec, compute.device, compute.dtype) is None
 
 
-def _faster_on_a_gpu(cfg: RunConfig) -> bool:
+def _is_faster_on_gpu(cfg: RunConfig) -> bool:
     weights = cfg.rollout.weights
     return cfg.train.lora and weights in FASTER_ON_A_GPU and cfg.forward_weights == weights
 
 
 def of_learner(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> bool:
-    """Return whether the learner computes exactly, which helps only beside an exact engine."""
+    """Return whether the learner computes exactly, which helps only with an exact engine."""
     if cfg.rollout.exact is not None:
         return cfg.rollout.exact
     weights = cfg.rollout.weights

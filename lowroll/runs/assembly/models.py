@@ -1,4 +1,4 @@
-"""The learner of a run, and the models beside it."""
+"""The learner of a run, and its other models: reference, teacher and critic."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
     """
     train = cfg.train
     format = compute.format(cfg.rollout.weights)
-    early = train.lora and train.uaq_scale is None  # dense weights are scaled
+    quantize_on_load = train.lora and train.uaq_scale is None  # dense weights are scaled
     refuse_adapter("model", cfg.model)
     refuse_scale(cfg)
-    model = hf.load(cfg.model, compute.device, compute.dtype, format if early else None)
+    model = hf.load(cfg.model, compute.device, compute.dtype, format if quantize_on_load else None)
     refuse_backward(cfg, compute, model.spec)
     if not train.lora and model.weight_format is not None:
         log.warning(
@@ -70,17 +70,19 @@ def outline(key: str, source: str, compute: Compute) -> Transformer:
 
 
 def beside(cfg: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return the models beside the learner, by name: their setting and their source."""
-    found = {}
+    """Return the other models of the run, by name: their setting and their source."""
+    sources = {}
     if asks_reference(cfg):
-        found["reference"] = "model", cfg.model
+        sources["reference"] = "model", cfg.model
     if asks_teacher(cfg):
         assert cfg.train.teacher is not None
-        found["teacher"] = "train.teacher", cfg.train.teacher
+        sources["teacher"] = "train.teacher", cfg.train.teacher
     if cfg.has_critic:
-        own = cfg.critic.model
-        found["critic"] = ("model", cfg.model) if own is None else ("critic.model", own)
-    return found
+        critic_model = cfg.critic.model
+        sources["critic"] = (
+            ("model", cfg.model) if critic_model is None else ("critic.model", critic_model)
+        )
+    return sources
 
 
 def tokenizer(
@@ -110,9 +112,11 @@ def critic(
     if source is not None:
         refuse_adapter("critic.model", source)
         refuse_other_vocabulary("critic.model", source, cfg, chat)
-    body = hf.load(source or cfg.model, compute.device, compute.dtype)
-    recompute.apply(dequantize_base(body), cfg.train.sized().activation_checkpointing or False)
-    return Critic(body, trainer.critic_optim(cfg), trainer.critic(cfg), ranks=ranks)
+    critic_model = hf.load(source or cfg.model, compute.device, compute.dtype)
+    recompute.apply(
+        dequantize_base(critic_model), cfg.train.sized().activation_checkpointing or False
+    )
+    return Critic(critic_model, trainer.critic_optim(cfg), trainer.critic(cfg), ranks=ranks)
 
 
 def reference(cfg: RunConfig, compute: Compute) -> Transformer | None:
@@ -156,10 +160,10 @@ def refuse_adapter(key: str, source: str | Path) -> None:
 
 def refuse_scale(cfg: RunConfig) -> None:
     """Raise ValueError where the weights to scale are frozen codes."""
-    held = low_bit_format(resolve(cfg.model, weights=False))
-    if cfg.train.uaq_scale is not None and cfg.train.lora and held is not None:
+    stored_format = low_bit_format(resolve(cfg.model, weights=False))
+    if cfg.train.uaq_scale is not None and cfg.train.lora and stored_format is not None:
         raise ValueError(
-            f"train.uaq_scale: {cfg.model} holds {held} weights, which an adapter's base keeps; scale the "
+            f"train.uaq_scale: {cfg.model} holds {stored_format} weights, which an adapter's base keeps; scale the "
             "dense model, or write null"
         )
 
@@ -173,14 +177,14 @@ def refuse_backward(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
             f"train.backward: {cfg.train.backward}: experts' products ({spec.architecture}) have no "
             "gradient in fp8; write dense"
         )
-    if compute.device.type == "cuda" and not (found := scaled_mm_supports(compute.device)):
-        raise ValueError(f"train.backward: {cfg.train.backward}: {found.why_not}; write dense")
+    if compute.device.type == "cuda" and not (support := scaled_mm_supports(compute.device)):
+        raise ValueError(f"train.backward: {cfg.train.backward}: {support.why_not}; write dense")
 
 
 def refuse_other_vocabulary(key: str, source: str, cfg: RunConfig, chat: ChatTokenizer) -> None:
     """Raise ValueError when a setting's model has another vocabulary than the run's."""
-    theirs = load_tokenizer(resolve(source, weights=False, key=key))
-    if theirs.get_vocab() != chat.tokenizer.get_vocab():
+    other_tokenizer = load_tokenizer(resolve(source, weights=False, key=key))
+    if other_tokenizer.get_vocab() != chat.tokenizer.get_vocab():
         raise ValueError(
             f"{key}: the vocabulary of {source} is not that of {cfg.model}: the same ids would be "
             f"other words"

@@ -30,7 +30,7 @@ def make(
     """Build the engine over the learner's weights in the format `weights`, with a cache for
     `workloads`."""
     rollout = cfg.rollout
-    own = compute.format(rollout.weights)
+    run_format = compute.format(rollout.weights)
     return NativeEngine(
         model,
         weights=weights,
@@ -44,7 +44,7 @@ def make(
         max_batch=rollout.max_batch,
         prefill_chunk=rollout.prefill_chunk,
         noisy=cfg.noise is not None,
-        large_batch_weights=rollout.large_batch_weights if weights == own else None,
+        large_batch_weights=rollout.large_batch_weights if weights == run_format else None,
         keep_dense=rollout.keep_dense,
         record_evictions=cfg.train.replay_kv,
         max_model_len=rollout.max_model_len,

@@ -70,8 +70,10 @@ def eval_sampling(cfg: RunConfig) -> SamplingSettings:
 def estimator(cfg: RunConfig) -> Estimator | None:
     """Load the run's own advantage function, which executes its file; None without one. ValueError
     for an invalid one."""
-    own = cfg.advantage_function
-    return None if own is None else custom.load(own.import_path, own.kwargs)
+    function_cfg = cfg.advantage_function
+    return (
+        None if function_cfg is None else custom.load(function_cfg.import_path, function_cfg.kwargs)
+    )
 
 
 def settings(
@@ -87,21 +89,21 @@ def settings(
         cfg.buffer,
         sampling=sampling(cfg),
         sampling_seed=cfg.rollout.seed,
-        temperature_schedule=_temperatures(cfg),
-        env_weights=_weights(cfg.env),
+        temperature_schedule=_temperature_schedule(cfg),
+        env_weights=_env_weights(cfg.env),
         advantage=cfg.advantage or "grpo",
         estimator=own,
         max_prompt_tokens=prompts.longest(cfg, spec),
         max_sequence_tokens=prompts.sequence(cfg, spec),
         dynamic_sampling=bool(cfg.dapo.dynamic_sampling),
-        filters=tuple(_filter(section, spec.vocab_size) for section in cfg.filters),
+        filters=tuple(_make_filter(section, spec.vocab_size) for section in cfg.filters),
         max_async_level=0 if alone else cfg.asynchrony.max_async_level,
         buffer_seed=cfg.buffer.seed,
         max_steps=cfg.train.max_steps,
     )
 
 
-def _temperatures(cfg: RunConfig) -> TemperatureSchedule | None:
+def _temperature_schedule(cfg: RunConfig) -> TemperatureSchedule | None:
     schedule = cfg.rollout.temp_scheduler
     if schedule is None:
         return None
@@ -110,11 +112,11 @@ def _temperatures(cfg: RunConfig) -> TemperatureSchedule | None:
     )
 
 
-def _weights(envs: tuple[EnvConfig, ...]) -> Mapping[str, float]:
+def _env_weights(envs: tuple[EnvConfig, ...]) -> Mapping[str, float]:
     return {env.name or env.id: env.weight for env in envs}
 
 
-def _filter(section: FilterConfig, vocab_size: int) -> Filter:
+def _make_filter(section: FilterConfig, vocab_size: int) -> Filter:
     if section.type == "gibberish":
         return _GIBBERISH(section, vocab_size=vocab_size)
     return _REPETITION(section)

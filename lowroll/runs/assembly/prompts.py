@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lowroll.model.tokenizer import ChatTokenizer
 
 LOOKED_AT = 128  # prompts of an environment whose lengths size the KV cache
-_known: WeakKeyDictionary[ChatTokenizer, dict[tuple[Environment, str], list[int]]] = (
+_length_cache: WeakKeyDictionary[ChatTokenizer, dict[tuple[Environment, str], list[int]]] = (
     WeakKeyDictionary()
 )
 
@@ -27,28 +27,35 @@ _known: WeakKeyDictionary[ChatTokenizer, dict[tuple[Environment, str], list[int]
 def lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> list[int]:
     """Return the token counts of a split's first prompts, cached for the cache's size, the memory
     plan and the prompt check."""
-    known = _known.setdefault(chat, {}).setdefault((env, split), [])
+    cached_lengths = _length_cache.setdefault(chat, {}).setdefault((env, split), [])
     count = min(count, env.size(split) or count)
-    known += [len(encode(env, prompt_at(env, i, split), chat)) for i in range(len(known), count)]
-    return known[:count]
+    cached_lengths += [
+        len(encode(env, prompt_at(env, i, split), chat)) for i in range(len(cached_lengths), count)
+    ]
+    return cached_lengths[:count]
 
 
 def longest(cfg: RunConfig, spec: ModelSpec) -> int:
-    """Return the most prompt tokens beside a whole response. ValueError when there are none."""
-    most, tokens, _, owner = _limit(cfg, spec)
-    if most < 1:
+    """Return the most prompt tokens that leave space for a whole response. ValueError when there
+    are none."""
+    max_prompt_tokens, limit_tokens, _, owner = _tightest_limit(cfg, spec)
+    if max_prompt_tokens < 1:
         raise ValueError(
             f"rollout.max_tokens: {cfg.rollout.max_tokens} leaves no room for a prompt in {owner} "
-            f"of {tokens} tokens"
+            f"of {limit_tokens} tokens"
         )
-    return most
+    return max_prompt_tokens
 
 
 def sequence(cfg: RunConfig, spec: ModelSpec) -> int:
     """Return the token limit of a conversation with its prompt. A bounded cache holds a later
     turn's prompt, and what is drawn after it, up to the longest prompt."""
-    most = longest(cfg, spec)
-    return most if cfg.rollout.cache.evicts else most + cfg.rollout.max_tokens
+    max_prompt_tokens = longest(cfg, spec)
+    return (
+        max_prompt_tokens
+        if cfg.rollout.cache.evicts
+        else max_prompt_tokens + cfg.rollout.max_tokens
+    )
 
 
 def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
@@ -61,22 +68,22 @@ def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
                 raise ValueError(f"env {env.name!r}: {error}") from None
 
 
-def _limit(cfg: RunConfig, spec: ModelSpec) -> tuple[int, int, str, str]:
+def _tightest_limit(cfg: RunConfig, spec: ModelSpec) -> tuple[int, int, str, str]:
     """Return the tightest limit on a prompt with its response: (tokens of the longest prompt,
     tokens of the limit itself, the key that sets it, what it is)."""
-    response, cached = cfg.rollout.max_tokens, cfg.rollout.cache_tokens
-    most = cfg.rollout.max_model_len or spec.max_position
+    response_tokens, cache_tokens = cfg.rollout.max_tokens, cfg.rollout.cache_tokens
+    max_tokens = cfg.rollout.max_model_len or spec.max_position
     limits = [
-        (tokens - response, tokens, key, what)
-        for tokens, key, what in (
+        (tokens - response_tokens, tokens, key, owner)
+        for tokens, key, owner in (
             (spec.max_position, "model", "the model's context"),
             (cfg.train.longest, "train.tokens_per_microbatch", "a micro-batch"),
-            (most, "rollout.max_model_len", "the longest sequence"),
+            (max_tokens, "rollout.max_model_len", "the longest sequence"),
         )
     ]
-    if cached is not None:
-        most = caches.longest_prompt(cfg, cached)
-        limits.append((most, cached, "rollout.cache_tokens", "the KV cache"))
+    if cache_tokens is not None:
+        max_tokens = caches.longest_prompt(cfg, cache_tokens)
+        limits.append((max_tokens, cache_tokens, "rollout.cache_tokens", "the KV cache"))
     return min(limits, key=lambda limit: limit[0])
 
 
@@ -88,17 +95,17 @@ def check(
     split: str = "train",
 ) -> list[str]:
     """Raise ValueError naming the setting that makes all first prompts of an environment too long,
-    or train.replay_kv beside conversations of several turns. Return lines on environments where
+    or train.replay_kv with conversations of several turns. Return lines on environments where
     only some are too long."""
     check_turns(chat, envs)
-    talking = [env.name for env in envs.values() if env.max_turns > 1]
-    if cfg.train.replay_kv and talking:
+    multi_turn = [env.name for env in envs.values() if env.max_turns > 1]
+    if cfg.train.replay_kv and multi_turn:
         raise ValueError(
-            f"train.replay_kv: env {talking[0]!r} has conversations of several turns, each turn is "
+            f"train.replay_kv: env {multi_turn[0]!r} has conversations of several turns, each turn is "
             "drawn with a cache of its own, and what those dropped is not put together; leave "
             "replay_kv out"
         )
-    return _check_room(cfg, spec, chat, envs, split)
+    return _check_prompt_lengths(cfg, spec, chat, envs, split)
 
 
 def check_held_out(
@@ -110,7 +117,7 @@ def check_held_out(
     check_turns(chat, envs)
     for env in envs.values():
         check_tests(env)
-    return _check_room(cfg, spec, chat, envs, "test")
+    return _check_prompt_lengths(cfg, spec, chat, envs, "test")
 
 
 def check_tests(env: Environment) -> None:
@@ -122,34 +129,39 @@ def check_tests(env: Environment) -> None:
         )
 
 
-def _check_room(
+def _check_prompt_lengths(
     cfg: RunConfig,
     spec: ModelSpec,
     chat: ChatTokenizer,
     envs: Mapping[str, Environment],
     split: str,
 ) -> list[str]:
+    """Raise ValueError for a stage in which every first prompt of an environment is too long;
+    return lines on environments with some."""
     lines = []
-    for now in cfg.each_stage():
-        most = longest(now, spec)
-        lines += passed_over(now, spec, chat, envs, split)
+    for stage_cfg in cfg.each_stage():
+        max_prompt_tokens = longest(stage_cfg, spec)
+        lines += passed_over(stage_cfg, spec, chat, envs, split)
         for env in envs.values():
-            found = _first(cfg, env, split, chat)
-            # an evaluation skips too long prompts, and fails where none is left
-            all_seen = split == "train" or len(found) == now.eval.count(env.size(split))
-            if found and all_seen and min(found) > most:
-                _, tokens, key, _ = _limit(now, spec)
-                response = now.rollout.max_tokens
+            prompt_lengths = _first_lengths(cfg, env, split, chat)
+            # An evaluation skips prompts that are too long, and fails when none is left.
+            all_seen = split == "train" or len(prompt_lengths) == stage_cfg.eval.count(
+                env.size(split)
+            )
+            if prompt_lengths and all_seen and min(prompt_lengths) > max_prompt_tokens:
+                _, tokens, key, _ = _tightest_limit(stage_cfg, spec)
+                response = stage_cfg.rollout.max_tokens
                 kind = "prompts" if split == "train" else "held-out prompts"
                 raise ValueError(
-                    f"{key}: {tokens} tokens are too few: the shortest of the first {len(found)} "
-                    f"{kind} of env {env.name!r} has {min(found)} and rollout.max_tokens is "
-                    f"{response}, which makes {min(found) + response}"
+                    f"{key}: {tokens} tokens are too few: the shortest of the first {len(prompt_lengths)} "
+                    f"{kind} of env {env.name!r} has {min(prompt_lengths)} and rollout.max_tokens is "
+                    f"{response}, which makes {min(prompt_lengths) + response}"
                 )
     return lines
 
 
-def _first(cfg: RunConfig, env: Environment, split: str, chat: ChatTokenizer) -> list[int]:
+def _first_lengths(cfg: RunConfig, env: Environment, split: str, chat: ChatTokenizer) -> list[int]:
+    """Return the token counts of a split's first prompts, at most as many as an evaluation uses."""
     count = LOOKED_AT
     if split != "train":
         count = min(count, cfg.eval.count(env.size(split)))
@@ -164,18 +176,18 @@ def passed_over(
     split: str = "train",
 ) -> list[str]:
     """Return a line for each environment with some too long first prompts."""
-    most, tokens, key, _ = _limit(cfg, spec)
-    counted = "rollout/passed_over_prompts counts them"
+    max_prompt_tokens, tokens, key, _ = _tightest_limit(cfg, spec)
+    counter_note = "rollout/passed_over_prompts counts them"
     if split != "train":
-        counted = "`lowroll eval` counts them in its column 'too long'"
+        counter_note = "`lowroll eval` counts them in its column 'too long'"
     lines = []
     for env in envs.values():
-        found = _first(cfg, env, split, chat)
-        if many := sum(length > most for length in found):
+        prompt_lengths = _first_lengths(cfg, env, split, chat)
+        if num_too_long := sum(length > max_prompt_tokens for length in prompt_lengths):
             lines.append(
-                f"env {env.name!r}: {many} of the first {len(found)} prompts have more than {most} "
-                f"tokens and are passed over ({key}: {tokens}, of which a response may take "
-                f"{cfg.rollout.max_tokens}); {counted}"
+                f"env {env.name!r}: {num_too_long} of the first {len(prompt_lengths)} prompts "
+                f"have more than {max_prompt_tokens} tokens and are passed over ({key}: {tokens}, "
+                f"of which a response may take {cfg.rollout.max_tokens}); {counter_note}"
             )
     return lines
 

@@ -41,12 +41,14 @@ class Mirror(Generic[T]):
         for name in names:
             if name in given or name in default:
                 continue
-            having = [i for i, section in enumerate(sections) if name in section.model_fields]
-            if not having:
+            section_indices = [
+                i for i, section in enumerate(sections) if name in section.model_fields
+            ]
+            if not section_indices:
                 raise TypeError(f"{settings.__name__}.{name} is a key of none of its sections")
-            self.source[name] = having[0]
+            self.source[name] = section_indices[0]
 
     def __call__(self, *sections: Section, **given: Any) -> T:
         assert tuple(map(type, sections)) == self.sections and given.keys() == self.given
-        read = {name: getattr(sections[i], name) for name, i in self.source.items()}
-        return self.settings(**read, **given)
+        values = {name: getattr(sections[i], name) for name, i in self.source.items()}
+        return self.settings(**values, **given)

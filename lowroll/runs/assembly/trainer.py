@@ -28,12 +28,13 @@ _CRITIC_OPTIM = Mirror(
     OptimSettings,
     CriticConfig,
     TrainConfig,
-    # a critic has a constant rate; its section's warmup_steps pause the policy
+    # A critic has a constant rate; its section's warmup_steps pause the policy.
     default=("lr_scheduler_type", "warmup_steps", "total_steps", "min_lr_ratio", "optimizer"),
 )
 _GUARD = Mirror(GuardSettings, GuardConfig)
 _NOISE = Mirror(NoiseSchedule, NoiseConfig, given=("total_steps", "seed"))
-# an alarm only above this multiple of the budget's KL, which was measured on other tokens
+# The guard raises an alarm only above this multiple of the budget's KL, which was measured on
+# other tokens.
 KL_ALARM_OVER_BUDGET = 2.0
 
 
@@ -49,8 +50,8 @@ def learn(cfg: RunConfig) -> LearnSettings:
 def optim(cfg: RunConfig) -> OptimSettings:
     """Return the policy's optimiser settings; its schedule spans the steps after a critic's
     warm-up."""
-    pause = cfg.critic.warmup_steps if cfg.has_critic else 0
-    return _OPTIM(cfg.train, total_steps=cfg.train.max_steps - pause)
+    warmup_steps = cfg.critic.warmup_steps if cfg.has_critic else 0
+    return _OPTIM(cfg.train, total_steps=cfg.train.max_steps - warmup_steps)
 
 
 def critic(cfg: RunConfig) -> CriticSettings:
@@ -63,8 +64,8 @@ def critic_optim(cfg: RunConfig) -> OptimSettings:
 
 
 def sft(cfg: RunConfig) -> SftSettings:
-    optim = _SFT_OPTIM(cfg.sft, cfg.train, total_steps=cfg.sft.steps)
-    return _SFT(cfg.sft, cfg.train.sized(), cfg, optim=optim)
+    optim_settings = _SFT_OPTIM(cfg.sft, cfg.train, total_steps=cfg.sft.steps)
+    return _SFT(cfg.sft, cfg.train.sized(), cfg, optim=optim_settings)
 
 
 def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
@@ -77,12 +78,12 @@ def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
     settings, rollouts = _GUARD(cfg.guard), rollouts_of(cfg)
     if rollouts.truncated or rollouts.noisy:
         settings = replace(settings, kl_above=None)
-    allowed = parse(budget).max_kl if budget else None
-    if allowed and settings.kl_above == GuardSettings.kl_above:  # else the user set it
-        settings = replace(settings, kl_above=KL_ALARM_OVER_BUDGET * allowed)
-    # no format is nearer: an adapter's base and an aligned learner share the engine's codes
-    differs = not cfg.train.lora and cfg.train.forward == "dense"
-    return Guard(settings, cfg.rollout.weights, cfg.train.lora, bool(budget) and differs)
+    budget_kl = parse(budget).max_kl if budget else None
+    if budget_kl and settings.kl_above == GuardSettings.kl_above:  # else the user set it
+        settings = replace(settings, kl_above=KL_ALARM_OVER_BUDGET * budget_kl)
+    # An adapter's base and an aligned learner share the engine's codes: no format is nearer.
+    has_nearer_format = not cfg.train.lora and cfg.train.forward == "dense"
+    return Guard(settings, cfg.rollout.weights, cfg.train.lora, bool(budget) and has_nearer_format)
 
 
 def noise(cfg: RunConfig) -> NoiseSchedule | None:

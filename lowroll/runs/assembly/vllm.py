@@ -40,38 +40,45 @@ from lowroll.weights.sync.base import Kind
 from lowroll.weights.sync.update import WeightUpdate
 
 PYTHON = "LOWROLL_VLLM_PYTHON"
-_LOOK = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+_VLLM_PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 
 
 def interpreter(vllm: VllmConfig) -> str:
     """Return the interpreter that has vLLM. ValueError for none, or one without vLLM."""
-    named = vllm.python or os.environ.get(PYTHON)
-    found = shutil.which(Path(named or sys.executable).expanduser())
-    if found is None:
-        raise ValueError(f"{_key(vllm)}: {named} is no program that can be run")
+    requested = vllm.python or os.environ.get(PYTHON)
+    executable = shutil.which(Path(requested or sys.executable).expanduser())
+    if executable is None:
+        raise ValueError(f"{_interpreter_key(vllm)}: {requested} is no program that can be run")
     try:
-        done = subprocess.run(
-            [found, "-c", _LOOK], capture_output=True, timeout=60, check=False, env=_environment()
+        probe = subprocess.run(
+            [executable, "-c", _VLLM_PROBE],
+            capture_output=True,
+            timeout=60,
+            check=False,
+            env=_probe_environment(),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ValueError(f"{_key(vllm)}: {found} is no Python that answers ({error})") from None
-    if done.returncode:
         raise ValueError(
-            f"{_key(vllm)}: {found} has no vLLM; install it into an environment of its own "
+            f"{_interpreter_key(vllm)}: {executable} is no Python that answers ({error})"
+        ) from None
+    if probe.returncode:
+        raise ValueError(
+            f"{_interpreter_key(vllm)}: {executable} has no vLLM; install it into an environment of its own "
             f"(docs/vllm.md), and name its interpreter here or in {PYTHON}"
         )
-    return found
+    return executable
 
 
-def _environment() -> dict[str, str]:
+def _probe_environment() -> dict[str, str]:
     """Return the environment for finding vLLM: LOWROLL_VLLM_PATH is the folder of a vLLM that is
     not installed."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    site = os.environ.get("LOWROLL_VLLM_PATH")
-    return kept if site is None else kept | {"PYTHONPATH": site}
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    vllm_path = os.environ.get("LOWROLL_VLLM_PATH")
+    return variables if vllm_path is None else variables | {"PYTHONPATH": vllm_path}
 
 
-def _key(vllm: VllmConfig) -> str:
+def _interpreter_key(vllm: VllmConfig) -> str:
+    """Return the setting or variable that names the interpreter, for errors."""
     return PYTHON if vllm.python is None and PYTHON in os.environ else "rollout.vllm.python"
 
 
@@ -79,10 +86,10 @@ def token(vllm: VllmConfig) -> str | None:
     """Return the token of the server at `url`. ValueError when its variable is not set."""
     if vllm.token_env is None:
         return None
-    held = os.environ.get(vllm.token_env)
-    if not held:
+    value = os.environ.get(vllm.token_env)
+    if not value:
         raise ValueError(f"rollout.vllm.token_env: {vllm.token_env} is not set")
-    return held
+    return value
 
 
 def check(cfg: RunConfig) -> None:
@@ -102,8 +109,8 @@ def check(cfg: RunConfig) -> None:
 
 def context(cfg: RunConfig, spec: ModelSpec) -> int:
     """Return the tokens of the longest possible prompt with its response."""
-    most = cfg.rollout.max_model_len or spec.max_position
-    return min(spec.max_position, most, cfg.train.longest)
+    max_model_len = cfg.rollout.max_model_len or spec.max_position
+    return min(spec.max_position, max_model_len, cfg.train.longest)
 
 
 def make(
@@ -120,7 +127,7 @@ def make(
         return _attach(cfg, model, weights)
     logs = Path(cfg.output_dir) / LOGS
     log = logs / "vllm.log" if logs.is_dir() else None
-    return _start(cfg, compute, lambda: model, weights, log, **_verified(model))
+    return _start(cfg, compute, lambda: model, weights, log, **_verification(model))
 
 
 def serve(cfg: RunConfig, log: Path, socket: Path) -> VllmEngine:
@@ -140,10 +147,12 @@ def _start(
     log: Path | None,
     **more: Any,
 ) -> VllmEngine:
+    """Start a vLLM on the folder that holds the rollouts' weights; a folder written for it lasts as
+    long as the engine."""
     vllm = cfg.rollout.vllm
-    written = tempfile.TemporaryDirectory(prefix="lowroll-vllm-", dir=vllm.folder)
-    base = base_folder(cfg, compute, learner, weights, Path(written.name))
-    made = _named(
+    temporary_folder = tempfile.TemporaryDirectory(prefix="lowroll-vllm-", dir=vllm.folder)
+    base = base_folder(cfg, compute, learner, weights, Path(temporary_folder.name))
+    engine = _with_setting_names(
         VllmEngine.start,
         base,
         log=log,
@@ -156,26 +165,26 @@ def _start(
         max_batch=cfg.rollout.max_batch,
         arguments=vllm.serve_args,
         tell=tell,
-        **_shared(cfg),
+        **_common_options(cfg),
         **more,
     )
-    weakref.finalize(made, written.cleanup)
-    return made
+    weakref.finalize(engine, temporary_folder.cleanup)
+    return engine
 
 
 def begin(cfg: RunConfig, model: Transformer, engine: Engine) -> None:
     """Send the learner's weights. ValueError names what the installed vLLM lacks."""
-    able, needed = engine.capabilities, context(cfg, model.spec)
-    if able.context_length < needed:
+    capabilities, needed_tokens = engine.capabilities, context(cfg, model.spec)
+    if capabilities.context_length < needed_tokens:
         raise ValueError(
-            f"train.tokens_per_microbatch: prompts and responses of up to {needed} tokens are "
-            f"asked for, and this vLLM's context is {able.context_length} (--max-model-len)"
+            f"train.tokens_per_microbatch: prompts and responses of up to {needed_tokens} tokens are "
+            f"asked for, and this vLLM's context is {capabilities.context_length} (--max-model-len)"
         )
     kind: Kind = "adapter" if cfg.train.lora else "full"
-    if kind not in able.updates:
-        takes = " and ".join(sorted(able.updates)) or "none"
+    if kind not in capabilities.updates:
+        supported = " and ".join(sorted(capabilities.updates)) or "none"
         raise ValueError(
-            f"train.lora: updates of kind {kind!r} are needed, and this vLLM takes {takes}"
+            f"train.lora: updates of kind {kind!r} are needed, and this vLLM takes {supported}"
         )
     engine.update_weights(WeightUpdate.local(model, 0).as_stream())
 
@@ -185,13 +194,18 @@ def _attach(cfg: RunConfig, model: Transformer, weights: str) -> VllmEngine:
     rollouts' format."""
     vllm = cfg.rollout.vllm
     source = resolve(cfg.model)
-    folder = source if _holds(source, weights) else None
-    return _named(
-        VllmEngine.attach, vllm.url, folder, token=token(vllm), **_shared(cfg), **_verified(model)
+    folder = source if _is_stored_in(source, weights) else None
+    return _with_setting_names(
+        VllmEngine.attach,
+        vllm.url,
+        folder,
+        token=token(vllm),
+        **_common_options(cfg),
+        **_verification(model),
     )
 
 
-def _named(make: Callable[..., VllmEngine], *args: Any, **options: Any) -> VllmEngine:
+def _with_setting_names(make: Callable[..., VllmEngine], *args: Any, **options: Any) -> VllmEngine:
     """Call `make`; rephrase its ValueError by the names of settings."""
     try:
         return make(*args, **options)
@@ -199,11 +213,13 @@ def _named(make: Callable[..., VllmEngine], *args: Any, **options: Any) -> VllmE
         raise ValueError(f"rollout.vllm: {error}") from None
 
 
-def _verified(model: Transformer) -> dict[str, Any]:
+def _verification(model: Transformer) -> dict[str, Any]:
+    """Return the option by which the engine compares its log-probs with the learner's."""
     return {"verify": lambda ids: score(model, [ids], [1])[0].tolist()}
 
 
-def _shared(cfg: RunConfig) -> dict[str, Any]:
+def _common_options(cfg: RunConfig) -> dict[str, Any]:
+    """Return the options shared by a started and an attached engine."""
     vllm, train = cfg.rollout.vllm, cfg.train
     return {
         "lora_rank": (vllm.max_lora_rank or train.lora_rank) if train.lora else None,
@@ -223,7 +239,7 @@ def base_folder(
     """Return the folder that a server loads: the run's model where it holds the rollouts' weights,
     else one written into `room`."""
     source = resolve(cfg.model)
-    if _holds(source, weights):
+    if _is_stored_in(source, weights):
         return source
     rollout = rollout_copy(learner(), weights, get_format(weights).dtype or compute.dtype)
     for _, linear in rollout.linears():
@@ -231,6 +247,7 @@ def base_folder(
     return hf.save(rollout, room / "base", tokenizer_from=source)
 
 
-def _holds(folder: Path, weights: str) -> bool:
-    wanted = None if get_format(weights).dense else stored_format(weights)
-    return low_bit_format(folder) == wanted
+def _is_stored_in(folder: Path, weights: str) -> bool:
+    """Return whether a model folder's weights are in the format `weights`."""
+    stored_name = None if get_format(weights).dense else stored_format(weights)
+    return low_bit_format(folder) == stored_name

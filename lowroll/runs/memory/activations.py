@@ -1,7 +1,7 @@
 """The memory of a learner's pass, by arithmetic on the shapes of a block: bytes held for the
 backward pass, and temporary bytes.
 
-Counted is what autograd keeps, tensor by tensor, as `model.transformer`'s block computes it. On
+It counts what autograd keeps, tensor by tensor, as `model.transformer`'s block computes it. On
 CUDA its kernels keep less than plain torch (`fused`); norms and SwiGLU's output are recomputed
 (`model.recompute`). A test counts the real tensors of both.
 
@@ -42,8 +42,8 @@ MOST_SHORT = 1024  # of a pass that is a graph (`engine.prefill_graphs`)
 
 @dataclass(frozen=True)
 class Learning:
-    """What decides how much of a token a block keeps. `low`: columns of l, by layer; without `lora`
-    all weights learn."""
+    """The properties of a run that decide how much of a token a block keeps. `low`: columns of
+    l, by layer; without `lora` all weights learn."""
 
     spec: ModelSpec
     item: int
@@ -71,23 +71,25 @@ class Learning:
             low,
             train.sized().activation_checkpointing or False,
             largest(model) * compute.dtype.itemsize if codes else 0,
-            _turned(compute, model.spec),
+            _uses_rotation_kernel(compute, model.spec),
         )
 
     def kept(self, tokens: int) -> int:
         """Return the bytes at the begin of a micro-batch's backward pass."""
         spec = self.spec
-        ends = (2 * spec.hidden_size) * self.item + self._norm_extra(1) + FLOAT * spec.head_dim
+        outer_bytes = (
+            (2 * spec.hidden_size) * self.item + self._norm_extra(1) + FLOAT * spec.head_dim
+        )
         if self.checkpointing is True:
             block = spec.hidden_size * self.item + self._places(tokens)
-            return tokens * (ends + spec.num_layers * block)
-        whole = self.block(tokens)
-        made_again = 0
+            return tokens * (outer_bytes + spec.num_layers * block)
+        block_bytes = self.block(tokens)
+        recomputed = 0
         if self.fused and not spec.num_experts:
             layers = spec.num_layers
-            below = sum(i < self.checkpointing * layers for i in range(layers))
-            made_again = below * 2 * spec.intermediate_size * self.item
-        return tokens * (ends + spec.num_layers * whole - made_again)
+            num_recomputed = sum(i < self.checkpointing * layers for i in range(layers))
+            recomputed = num_recomputed * 2 * spec.intermediate_size * self.item
+        return tokens * (outer_bytes + spec.num_layers * block_bytes - recomputed)
 
     def block(self, tokens: int) -> int:
         """Return the bytes of a token in a block whose norms and SwiGLU are recomputed."""
@@ -101,19 +103,19 @@ class Learning:
         )
 
     def backward(self, tokens: int) -> int:
-        """Return the bytes beside `kept` while a block runs backward: gradients of its widest part,
-        and recomputed tensors."""
+        """Return the bytes in addition to `kept` while a block runs backward: gradients of its
+        widest part, and recomputed tensors."""
         spec, item = self.spec, self.item
         if spec.num_experts:
             peak = tokens * item * self._experts_backward() + self.dense
         else:
-            wide = spec.intermediate_size
-            gates = 4 * wide + spec.hidden_size
-            product = 2 * wide + 2 * spec.hidden_size
-            done = 2 * spec.hidden_size  # the last norm's part of `kept`, already read
-            peak = max(tokens * item * (gates - done), tokens * item * product + self.dense)
+            intermediate = spec.intermediate_size
+            gates = 4 * intermediate + spec.hidden_size
+            product = 2 * intermediate + 2 * spec.hidden_size
+            already_read = 2 * spec.hidden_size  # the last norm's part of `kept`, already read
+            peak = max(tokens * item * (gates - already_read), tokens * item * product + self.dense)
             if self.fused and self.checkpointing == 1 and self.checkpointing is not True:
-                peak += tokens * item * 2 * wide
+                peak += tokens * item * 2 * intermediate
         if self.checkpointing is True:
             peak += tokens * (self.block(tokens) + item * self._not_made_again())
         return peak
@@ -121,66 +123,83 @@ class Learning:
     def _not_made_again(self) -> int:
         """Return the additional numbers of a token that a block keeps without recomputation."""
         spec = self.spec
-        wide = 0 if spec.num_experts or (self.fused and not self.lora) else spec.intermediate_size
-        return 2 * spec.hidden_size + wide
+        intermediate = (
+            0 if spec.num_experts or (self.fused and not self.lora) else spec.intermediate_size
+        )
+        return 2 * spec.hidden_size + intermediate
 
     def _norm_extra(self, norms: int) -> int:
-        """Return the bytes beside x itself: 1 / rms; in plain torch the float32 x of half
+        """Return the bytes of norms in addition to x: 1 / rms; in plain torch the float32 x of half
         precision, and x / rms where the norm's weight learns."""
-        each = FLOAT
+        norm_bytes = FLOAT
         if not self.fused:
             copies = (self.item < FLOAT) + (not self.lora)
-            each += copies * FLOAT * self.spec.hidden_size
-        return norms * each
+            norm_bytes += copies * FLOAT * self.spec.hidden_size
+        return norms * norm_bytes
 
     def _attention(self) -> int:
+        """Return the bytes of a token that attention keeps."""
         spec, item = self.spec, self.item
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        kept = (2 * q + 2 * kv) * item + FLOAT * spec.num_heads
+        kept_bytes = (2 * q + 2 * kv) * item + FLOAT * spec.num_heads
         if self.fused:
-            return kept + ((q + 2 * kv) * item if spec.qk_norm else 0)
+            return kept_bytes + ((q + 2 * kv) * item if spec.qk_norm else 0)
         if self.turned:
-            return kept
-        kept += (q + kv) * item  # qkv, because v is a view of it
+            return kept_bytes
+        kept_bytes += (q + kv) * item  # qkv, because v is a view of it
         if spec.qk_norm:
             copies = (item < FLOAT) + (not self.lora)
-            kept += copies * FLOAT * (q + kv) + FLOAT * (spec.num_heads + spec.num_kv_heads)
-        return kept
+            kept_bytes += copies * FLOAT * (q + kv) + FLOAT * (spec.num_heads + spec.num_kv_heads)
+        return kept_bytes
 
     def _mlp(self) -> int:
         return (2 if self.fused else 3) * self.spec.intermediate_size * self.item
 
     def _experts(self, tokens: int) -> int:
+        """Return the bytes of a token that a block of experts keeps."""
         spec, item = self.spec, self.item
-        slots, wide, hidden = spec.experts_per_token, spec.moe_intermediate_size, spec.hidden_size
-        kept = slots * (2 * wide + hidden) * item + 2 * FLOAT * slots + self._places(tokens)
+        slots, intermediate, hidden = (
+            spec.experts_per_token,
+            spec.moe_intermediate_size,
+            spec.hidden_size,
+        )
+        kept_bytes = (
+            slots * (2 * intermediate + hidden) * item + 2 * FLOAT * slots + self._places(tokens)
+        )
         if not self.fused:  # silu(gate); probabilities, and the order of all experts
-            kept += slots * wide * item + 3 * FLOAT * spec.num_experts
+            kept_bytes += slots * intermediate * item + 3 * FLOAT * spec.num_experts
         if not self.lora:
-            kept += slots * (hidden + wide) * item
-            kept += FLOAT * hidden if item < FLOAT and not self.fused else 0
-        return kept
+            kept_bytes += slots * (hidden + intermediate) * item
+            kept_bytes += FLOAT * hidden if item < FLOAT and not self.fused else 0
+        return kept_bytes
 
     def _places(self, tokens: int) -> int:
         """Return the bytes of a token's slot indices, by place and by slot."""
         slots = self.spec.experts_per_token
-        small = self.fused and tokens * slots <= 1 << 14
-        return 2 * slots * (4 if small else 8)
+        uses_int32 = self.fused and tokens * slots <= 1 << 14
+        return 2 * slots * (4 if uses_int32 else 8)
 
     def _experts_backward(self) -> int:
         """Return the numbers of a token in experts' backward: gradients of the slots' inputs, gates
         and outputs."""
         spec = self.spec
-        slots, wide, hidden = spec.experts_per_token, spec.moe_intermediate_size, spec.hidden_size
-        ends = (2 if self.fused else 4) * hidden  # of the slots' sum
-        return slots * max(hidden + 2 * wide, ends + (0 if self.lora else wide))
+        slots, intermediate, hidden = (
+            spec.experts_per_token,
+            spec.moe_intermediate_size,
+            spec.hidden_size,
+        )
+        output_numbers = (2 if self.fused else 4) * hidden  # of the slots' sum
+        return slots * max(
+            hidden + 2 * intermediate, output_numbers + (0 if self.lora else intermediate)
+        )
 
 
-def _turned(compute: Compute, spec: ModelSpec) -> bool:
-    fits = not spec.qk_norm and spec.head_dim % heads.MULTIPLE == 0
-    wide = spec.num_heads * spec.head_dim >= heads.LEAST
+def _uses_rotation_kernel(compute: Compute, spec: ModelSpec) -> bool:
+    """Return whether a CPU kernel rotates the heads."""
+    fits_vectors = not spec.qk_norm and spec.head_dim % heads.MULTIPLE == 0
+    is_wide = spec.num_heads * spec.head_dim >= heads.LEAST
     float32 = compute.dtype == torch.float32
-    return fits and wide and float32 and bool(heads.supports_device(compute.device))
+    return fits_vectors and is_wide and float32 and bool(heads.supports_device(compute.device))
 
 
 def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learns: bool) -> int:
@@ -188,23 +207,23 @@ def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learn
     whether the lm_head does."""
     chunk = min(cfg.train.sized().logprob_chunk or 0, tokens)
     item = compute.dtype.itemsize
-    wide = FLOAT if compute.device.type == "cuda" else item
+    logit_bytes = FLOAT if compute.device.type == "cuda" else item
     rows = chunk * spec.vocab_size
-    once = rows * (wide + item)
+    chunk_bytes = rows * (logit_bytes + item)
     if (
         compute.device.type != "cuda"
     ):  # of some rows: a product of float32 logits, and those themselves
         copies = 1 if item == FLOAT else 3
-        once += copies * FLOAT * min(rows, max(AT_ONCE, spec.vocab_size))
+        chunk_bytes += copies * FLOAT * min(rows, max(AT_ONCE, spec.vocab_size))
     hidden = tokens * spec.hidden_size * item
     if not learns:
-        return once + hidden
+        return chunk_bytes + hidden
     head = spec.vocab_size * spec.hidden_size
-    kept = 0
+    kept_bytes = 0
     if compute.device.type == "cuda" and item < FLOAT:
-        kept = min(KEPT, -(-tokens // chunk)) * rows * item
-    forward = kept + rows * wide
-    return max(forward, kept + FLOAT * head, once + (FLOAT + item) * head) + hidden
+        kept_bytes = min(KEPT, -(-tokens // chunk)) * rows * item
+    forward = kept_bytes + rows * logit_bytes
+    return max(forward, kept_bytes + FLOAT * head, chunk_bytes + (FLOAT + item) * head) + hidden
 
 
 def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> int:
@@ -214,14 +233,14 @@ def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> in
     if not (cfg.train.replay_kv and cache.evicts):
         return 0
     policy, item = caches.policy(cfg), compute.dtype.itemsize
-    held = policy.room(0)
+    cache_tokens = policy.room(0)
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     longest = min(spec.max_position, cfg.train.longest)
-    stretches = max(1, MOST_MARKED // (spec.num_kv_heads * longest))
-    first = min(tokens, round(tokens * held / longest))
+    portions = max(1, MOST_MARKED // (spec.num_kv_heads * longest))
+    unevicted_tokens = min(tokens, round(tokens * cache_tokens / longest))
     return (
-        spec.num_layers * (tokens * spec.num_kv_heads + first * (2 * q + 2 * kv) * item)
-        + stretches * held * 2 * kv * item
+        spec.num_layers * (tokens * spec.num_kv_heads + unevicted_tokens * (2 * q + 2 * kv) * item)
+        + portions * cache_tokens * 2 * kv * item
         + 3 * 8 * MOST_MARKED
     )
 
@@ -232,15 +251,20 @@ def generating(
     """Return the bytes of an engine step: its prompts in one pass, and the logits of new samples.
     prompts: tokens; samples: in flight at most."""
     item = (get_format(compute.format(cfg.rollout.weights)).dtype or compute.dtype).itemsize
-    block = _pass(model.spec, item, max(samples, min(MOST_PREFILL, prompts)))
-    return block + _dequantized(cfg, compute, model) + 2 * FLOAT * samples * model.spec.vocab_size
+    block = _pass_bytes(model.spec, item, max(samples, min(MOST_PREFILL, prompts)))
+    return (
+        block
+        + _dequantized_bytes(cfg, compute, model)
+        + 2 * FLOAT * samples * model.spec.vocab_size
+    )
 
 
-def _pass(spec: ModelSpec, item: int, tokens: int) -> int:
+def _pass_bytes(spec: ModelSpec, item: int, tokens: int) -> int:
+    """Return the temporary bytes of a block in a forward pass of `tokens` tokens."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     if spec.num_experts:
-        slots, wide = spec.experts_per_token, spec.moe_intermediate_size
-        mlp = slots * (spec.hidden_size * 2 + wide)
+        slots, intermediate = spec.experts_per_token, spec.moe_intermediate_size
+        mlp = slots * (spec.hidden_size * 2 + intermediate)
     else:
         mlp = 3 * spec.intermediate_size
     return tokens * item * (3 * spec.hidden_size + max(2 * heads, mlp))
@@ -253,14 +277,14 @@ def graphs(cfg: RunConfig, compute: Compute, model: Transformer, samples: int) -
     if compute.device.type != "cuda":
         return 0
     spec = model.spec
-    wide = spec.experts_per_token * spec.hidden_size or spec.intermediate_size
+    intermediate = spec.experts_per_token * spec.hidden_size or spec.intermediate_size
     item = compute.dtype.itemsize
-    each = FLOAT * spec.vocab_size + item * (4 * spec.hidden_size + 3 * wide)
-    short = _pass(spec, item, MOST_SHORT) + _dequantized(cfg, compute, model)
-    return 2 * samples * each + short
+    sample_bytes = FLOAT * spec.vocab_size + item * (4 * spec.hidden_size + 3 * intermediate)
+    prefill_bytes = _pass_bytes(spec, item, MOST_SHORT) + _dequantized_bytes(cfg, compute, model)
+    return 2 * samples * sample_bytes + prefill_bytes
 
 
-def _dequantized(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
+def _dequantized_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     """Return the bytes of the matrix that the engine dequantizes for a product of many rows, on
     CUDA."""
     format = get_format(compute.format(cfg.rollout.weights))
@@ -268,6 +292,6 @@ def _dequantized(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
         return 0
     if model.spec.num_experts:  # kernels read experts' codes
         return 0
-    few = [linear for name, linear in model.linears() if format.of(name).bits < 8]
-    most = max((prod(linear.weight.shape) for linear in few), default=0)
-    return most * torch.bfloat16.itemsize
+    low_bit_linears = [linear for name, linear in model.linears() if format.of(name).bits < 8]
+    largest_size = max((prod(linear.weight.shape) for linear in low_bit_linears), default=0)
+    return largest_size * torch.bfloat16.itemsize

@@ -27,34 +27,36 @@ def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> Memory
         if plan.missing:
             raise ValueError(f"{plan.problem}; {advice(planner, cfg)}")
         return plan
-    kept = engines.with_cache(cfg, cached)
-    plan = planner.plan(kept)
+    fixed_cfg = engines.with_cache(cfg, cached)
+    plan = planner.plan(fixed_cfg)
     if plan.missing:
-        enough = [one for one in _release(planner, kept) if _fits(planner, kept, one)]
-        offer = "; it would fit with " + _said(enough[0]) if enough else ""
+        fitting = [
+            change
+            for change in _release_cache(planner, fixed_cfg)
+            if _fits(planner, fixed_cfg, change)
+        ]
+        hint = "; it would fit with " + _describe(fitting[0]) if fitting else ""
         raise ValueError(
-            f"resume: a run keeps the KV cache that it began with: {plan.problem}{offer}"
+            f"resume: a run keeps the KV cache that it began with: {plan.problem}{hint}"
         )
     return plan
 
 
 def advice(planner: Planner, cfg: RunConfig) -> str:
     """Name the settings that would fit, as text."""
-    alone = list(fitting_alone(planner, cfg))
-    if alone:
-        return "it would fit with " + ", or with ".join(map(_said, alone[:NAMED]))
-    together, least = fitting_together(planner, cfg)
-    if least.missing:
-        return (
-            f"no setting of the run is enough: with {_said(together)} it needs {shown(least.peak)}"
-        )
-    return f"it would fit with {_said(together)} together"
+    single_changes = list(fitting_alone(planner, cfg))
+    if single_changes:
+        return "it would fit with " + ", or with ".join(map(_describe, single_changes[:NAMED]))
+    changes, smallest_plan = fitting_together(planner, cfg)
+    if smallest_plan.missing:
+        return f"no setting of the run is enough: with {_describe(changes)} it needs {shown(smallest_plan.peak)}"
+    return f"it would fit with {_describe(changes)} together"
 
 
 def fitting_alone(planner: Planner, cfg: RunConfig) -> Iterator[Change]:
     """Yield, for each setting, the mildest value with which the run fits."""
-    for values in KNOBS:
-        for change in values(planner, cfg):
+    for knob in KNOBS:
+        for change in knob(planner, cfg):
             if _fits(planner, cfg, change):
                 yield change
                 break
@@ -68,26 +70,24 @@ def _fits(planner: Planner, cfg: RunConfig, change: Change) -> bool:
 def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, MemoryPlan]:
     """Return a minimal set of changes with which the run fits, and their plan; if it never fits,
     all that save anything."""
-    chosen: list[Change] = []
+    changes: list[Change] = []
     best = planner.plan(cfg)
-    for values in KNOBS:
-        found = [
-            (change, changed(planner, cfg, *chosen, change)) for change in values(planner, cfg)
-        ]
-        saving = [(change, plan) for change, plan in found if plan and plan.peak < best.peak]
-        if not saving:
+    for knob in KNOBS:
+        plans = [(change, changed(planner, cfg, *changes, change)) for change in knob(planner, cfg)]
+        savings = [(change, plan) for change, plan in plans if plan and plan.peak < best.peak]
+        if not savings:
             continue
-        enough = [pair for pair in saving if not pair[1].missing]
-        change, best = enough[0] if enough else min(saving, key=lambda pair: pair[1].peak)
-        chosen.append(change)
-        if enough:
+        fitting = [pair for pair in savings if not pair[1].missing]
+        change, best = fitting[0] if fitting else min(savings, key=lambda pair: pair[1].peak)
+        changes.append(change)
+        if fitting:
             break
-    for change in list(chosen):
-        fewer = [one for one in chosen if one is not change]
+    for change in list(changes):
+        fewer = [other_change for other_change in changes if other_change is not change]
         planned = changed(planner, cfg, *fewer)
         if planned is not None and planned.missing <= best.missing and not best.missing:
-            chosen, best = fewer, planned
-    return {key: value for change in chosen for key, value in change.items()}, best
+            changes, best = fewer, planned
+    return {key: value for change in changes for key, value in change.items()}, best
 
 
 def changed(planner: Planner, cfg: RunConfig, *changes: Change) -> MemoryPlan | None:
@@ -105,7 +105,8 @@ def changed(planner: Planner, cfg: RunConfig, *changes: Change) -> MemoryPlan | 
         return None
 
 
-def _said(change: Change) -> str:
+def _describe(change: Change) -> str:
+    """Format a change as `key: value`."""
     return ", ".join(f"{dotted(key)}: {_yaml(value)}" for key, value in change.items())
 
 
@@ -118,65 +119,74 @@ def _yaml(value: Any) -> str:
 
 
 def _halves(first: int, least: int) -> list[int]:
-    found, now = [], first // 2
-    while now >= max(1, least):
-        found.append(now)
-        now //= 2
-    return found
+    """Return the halves of a value, down to `least`."""
+    values, value = [], first // 2
+    while value >= max(1, least):
+        values.append(value)
+        value //= 2
+    return values
 
 
-def _cache(planner: Planner, cfg: RunConfig) -> list[Change]:
+def _smaller_cache(planner: Planner, cfg: RunConfig) -> list[Change]:
     if cfg.rollout.cache_tokens is None:
         return []
     return [{("rollout", "cache_tokens"): None}]
 
 
-def _vllm(planner: Planner, cfg: RunConfig) -> list[Change]:
+def _less_vllm_memory(planner: Planner, cfg: RunConfig) -> list[Change]:
     if cfg.rollout.engine == "native":
         return []
-    key, now = ("rollout", "vllm", "gpu_memory_utilization"), cfg.rollout.vllm
-    return [{key: x} for x in (0.4, 0.3, 0.2) if x < now.gpu_memory_utilization]
+    key, vllm = ("rollout", "vllm", "gpu_memory_utilization"), cfg.rollout.vllm
+    return [
+        {key: memory_share}
+        for memory_share in (0.4, 0.3, 0.2)
+        if memory_share < vllm.gpu_memory_utilization
+    ]
 
 
-def _release(planner: Planner, cfg: RunConfig) -> list[Change]:
+def _release_cache(planner: Planner, cfg: RunConfig) -> list[Change]:
     return [] if cfg.rollout.release_cache else [{("rollout", "release_cache"): True}]
 
 
-def _metrics(planner: Planner, cfg: RunConfig) -> list[Change]:
+def _without_weight_metrics(planner: Planner, cfg: RunConfig) -> list[Change]:
     return [{("train", "weight_metrics"): False}] if cfg.train.weight_metrics else []
 
 
-def _keep_dense(planner: Planner, cfg: RunConfig) -> list[Change]:
+def _without_dense_copies(planner: Planner, cfg: RunConfig) -> list[Change]:
     return [{("rollout", "keep_dense"): False}] if cfg.rollout.keep_dense else []
 
 
-def _chunk(planner: Planner, cfg: RunConfig) -> list[Change]:
+def _smaller_chunks(planner: Planner, cfg: RunConfig) -> list[Change]:
     return [
         {("train", "logprob_chunk"): n} for n in _halves(cfg.train.sized().logprob_chunk or 0, 128)
     ]
 
 
-def _checkpointing(planner: Planner, cfg: RunConfig) -> list[Change]:
-    now = cfg.train.sized().activation_checkpointing or False
-    shares = [] if now is True else [x for x in (0.25, 0.5, 0.75, 1.0) if x > now] + [True]
-    return [{("train", "activation_checkpointing"): x} for x in shares]
+def _more_checkpointing(planner: Planner, cfg: RunConfig) -> list[Change]:
+    current = cfg.train.sized().activation_checkpointing or False
+    shares = (
+        []
+        if current is True
+        else [share for share in (0.25, 0.5, 0.75, 1.0) if share > current] + [True]
+    )
+    return [{("train", "activation_checkpointing"): share} for share in shares]
 
 
-def _microbatch(planner: Planner, cfg: RunConfig) -> list[Change]:
-    shortest = max((w.prompt + w.response for w in planner.workloads), default=1)
+def _smaller_microbatch(planner: Planner, cfg: RunConfig) -> list[Change]:
+    shortest = max((work.prompt + work.response for work in planner.workloads), default=1)
     sizes = _halves(cfg.train.together, shortest)
     return [{("train", "tokens_per_microbatch"): n} for n in sizes]
 
 
-def _batch(planner: Planner, cfg: RunConfig) -> list[Change]:
+def _smaller_batch(planner: Planner, cfg: RunConfig) -> list[Change]:
     return [{("rollout", "max_batch"): n} for n in _halves(cfg.rollout.max_batch, 8)]
 
 
-def _optimizer(planner: Planner, cfg: RunConfig) -> list[Change]:
+def _smaller_optimizer(planner: Planner, cfg: RunConfig) -> list[Change]:
     return [] if cfg.train.optimizer == "adamw8bit" else [{("train", "optimizer"): "adamw8bit"}]
 
 
-def _lora(planner: Planner, cfg: RunConfig) -> list[Change]:
+def _train_adapter(planner: Planner, cfg: RunConfig) -> list[Change]:
     if cfg.train.lora:
         return []
     change: dict[tuple[str, ...], Any] = {("train", "lora"): True}
@@ -185,17 +195,17 @@ def _lora(planner: Planner, cfg: RunConfig) -> list[Change]:
     return [change]
 
 
-# the cheapest first
+# The changes, the cheapest first.
 KNOBS: tuple[Callable[[Planner, RunConfig], list[Change]], ...] = (
-    _cache,
-    _vllm,
-    _release,
-    _metrics,
-    _keep_dense,
-    _chunk,
-    _checkpointing,
-    _microbatch,
-    _batch,
-    _optimizer,
-    _lora,
+    _smaller_cache,
+    _less_vllm_memory,
+    _release_cache,
+    _without_weight_metrics,
+    _without_dense_copies,
+    _smaller_chunks,
+    _more_checkpointing,
+    _smaller_microbatch,
+    _smaller_batch,
+    _smaller_optimizer,
+    _train_adapter,
 )

@@ -13,7 +13,7 @@ Of several learner ranks and engines the plan is that of one rank's GPU (`Share`
 learner, and the engines there, if any.
 
 Bytes are those that torch allocates; its allocator returns reserved memory when short. On CUDA
-`free` is what is left beside the process' context.
+`free` is what the process' context leaves.
 """
 
 from __future__ import annotations
@@ -85,33 +85,35 @@ class MemoryPlan:
 
     def lines(self) -> list[str]:
         """Return the table as text: a row a part, a column a phase."""
-        free = "" if self.free is None else f" of {shown(self.free)} that are free"
-        told = [
-            f"memory on {self.device}: {shown(self.peak)}{free}, while it {PHASES[self.largest]}"
+        free_text = "" if self.free is None else f" of {shown(self.free)} that are free"
+        text_lines = [
+            f"memory on {self.device}: {shown(self.peak)}{free_text}, while it {PHASES[self.largest]}"
         ]
         names = dict.fromkeys(
             name for parts in self.phases.values() for name, size in parts.items() if size
         )
         rows = [["", *self.phases]]
-        rows += [[name, *(_cell(parts, name) for parts in self.phases.values())] for name in names]
+        rows += [
+            [name, *(_format_cell(parts, name) for parts in self.phases.values())] for name in names
+        ]
         rows.append(["all", *(shown(self.total(phase)) for phase in self.phases)])
-        first = max(len(row[0]) for row in rows)
-        told += [
-            (f"  {row[0]:<{first}}" + "".join(f"{cell:>10}" for cell in row[1:])).rstrip()
+        name_width = max(len(row[0]) for row in rows)
+        text_lines += [
+            (f"  {row[0]:<{name_width}}" + "".join(f"{cell:>10}" for cell in row[1:])).rstrip()
             for row in rows
         ]
         if self.cache_tokens:
-            less = self.usable_tokens > self.cache_tokens
-            wanted = f" of {self.usable_tokens:,} that the run could use" if less else ""
-            told += [self.usable_by] if self.usable_by else []
-            told.append(f"the KV cache holds {self.cache_tokens:,} tokens{wanted}")
-        return told
+            is_short = self.usable_tokens > self.cache_tokens
+            wanted_text = f" of {self.usable_tokens:,} that the run could use" if is_short else ""
+            text_lines += [self.usable_by] if self.usable_by else []
+            text_lines.append(f"the KV cache holds {self.cache_tokens:,} tokens{wanted_text}")
+        return text_lines
 
 
 @dataclass(frozen=True)
 class Share:
     """The part of a run on the device. parts: ranks that share the learner, its optimiser and the
-    models beside it, which are gathered block by block. engines: the number of the run's engines
+    other models, which are gathered block by block. engines: the number of the run's engines
     there."""
 
     parts: int = 1
@@ -152,46 +154,65 @@ class Planner:
         return cls(compute, model, workloads, beside, free, total, share)
 
     def plan(self, cfg: RunConfig) -> MemoryPlan:
-        here = self.share.engines > 0
-        own = here and cfg.rollout.engine == "native"
-        stays = self._learner(cfg) | (self._engines(cfg) if here else self._kernels())
-        step, cache = {}, {}
-        if own:
+        has_engines = self.share.engines > 0
+        is_native = has_engines and cfg.rollout.engine == "native"
+        permanent = self._learner(cfg) | (self._engines(cfg) if has_engines else self._kernels())
+        step_parts, cache_parts = {}, {}
+        if is_native:
             size = generating(cfg, self.compute, self.model, self._prompts, self._samples(cfg))
-            step = {CACHE: 0, "prompts and logits": size}
-            cache = {} if cfg.rollout.release_cache else {CACHE: 0}
+            step_parts = {CACHE: 0, "prompts and logits": size}
+            cache_parts = {} if cfg.rollout.release_cache else {CACHE: 0}
         phases = {
-            "load": _loading(cfg, self.compute, self.model),
-            **({"generate": stays | step} if here else {}),
-            "learn": stays | cache | self._learning(cfg),
-            "publish": stays | cache | {"measuring weights/*": weights.watching(cfg, self.model)},
+            "load": _loading_bytes(cfg, self.compute, self.model),
+            **({"generate": permanent | step_parts} if has_engines else {}),
+            "learn": permanent | cache_parts | self._learning(cfg),
+            "publish": permanent
+            | cache_parts
+            | {"measuring weights/*": weights.watching(cfg, self.model)},
         }
-        usable, tokens, each = self._cache(cfg, phases) if own else (0, 0, 0)
-        held = {
-            name: {part: tokens * each if part == CACHE else size for part, size in parts.items()}
+        usable_tokens, cache_tokens, bytes_per_token = (
+            self._cache(cfg, phases) if is_native else (0, 0, 0)
+        )
+        phases_with_cache = {
+            name: {
+                part: cache_tokens * bytes_per_token if part == CACHE else size
+                for part, size in parts.items()
+            }
             for name, parts in phases.items()
         }
-        samples = self._together(cfg) if own and cfg.rollout.cache_tokens is None else ""
-        return MemoryPlan(held, self.free, str(self.compute.device), tokens, usable, samples)
+        usable_by = self._together(cfg) if is_native and cfg.rollout.cache_tokens is None else ""
+        return MemoryPlan(
+            phases_with_cache,
+            self.free,
+            str(self.compute.device),
+            cache_tokens,
+            usable_tokens,
+            usable_by,
+        )
 
     def _together(self, cfg: RunConfig) -> str:
-        size, rows, kv = cfg.rollout.page_size, cfg.rollout.max_batch, caches.policy(cfg)
+        """Describe the samples that the usable cache tokens are for."""
+        page_size, max_batch, kv = cfg.rollout.page_size, cfg.rollout.max_batch, caches.policy(cfg)
         if not self.workloads:
             return ""
-        most = max(self.workloads, key=lambda work: work.tokens(size, rows, kv))
-        each = f"{most.prompt:,} + {most.response:,} tokens"
-        return f"at most {most.rows(rows):,} samples of {each} are drawn together"
+        largest = max(self.workloads, key=lambda work: work.tokens(page_size, max_batch, kv))
+        lengths_text = f"{largest.prompt:,} + {largest.response:,} tokens"
+        return f"at most {largest.rows(max_batch):,} samples of {lengths_text} are drawn together"
 
     def _learner(self, cfg: RunConfig) -> dict[str, int]:
+        """Return the permanent bytes by part of the learner and the other models."""
         compute, model = self.compute, self.model
-        whole, codes = weights.learner(cfg, compute, model), weights.codes(cfg, compute, model)
+        all_bytes, code_bytes = (
+            weights.learner(cfg, compute, model),
+            weights.codes(cfg, compute, model),
+        )
         parts = {
-            "learner's weights": self.share.of(whole - codes) + codes,
+            "learner's weights": self.share.of(all_bytes - code_bytes) + code_bytes,
             "optimiser": self.share.of(weights.optimizer(cfg, compute, model)),
         }
-        for name, other in self.beside.items():
-            count = weights.critic if name == "critic" else weights.frozen
-            parts[name] = self.share.of(count(compute, other))
+        for name, other_model in self.beside.items():
+            count_bytes = weights.critic if name == "critic" else weights.frozen
+            parts[name] = self.share.of(count_bytes(compute, other_model))
         if self.share.parts > 1:
             parts["blocks, put together"] = 2 * weights.largest_unit(model) * compute.dtype.itemsize
         parts["before, for weights/*"] = weights.watch(cfg, compute, model)
@@ -214,7 +235,7 @@ class Planner:
             caches.policy(cfg),
             model.spec,
             rollout.max_batch,
-            _dtype(cfg, compute),
+            _rollout_dtype(cfg, compute),
             cfg.train.replay_kv,
         )
         return {
@@ -237,68 +258,84 @@ class Planner:
 
     @property
     def _prompts(self) -> int:
+        """The prompt tokens of the largest workload, all groups together."""
         return max((work.groups * work.prompt for work in self.workloads), default=0)
 
     def _samples(self, cfg: RunConfig) -> int:
-        most = max((work.groups * work.n for work in self.workloads), default=1 << 62)
-        return min(cfg.rollout.max_batch, most)
+        """Return the most samples in flight."""
+        max_samples = max((work.groups * work.n for work in self.workloads), default=1 << 62)
+        return min(cfg.rollout.max_batch, max_samples)
 
     def _learning(self, cfg: RunConfig) -> dict[str, int]:
         """Return the bytes by part of the learning policy, or of the critic if that is more: they
         learn one after the other."""
         tokens = max(
-            (_batch_tokens(now, self.workloads) for now in cfg.each_stage()), default=1 << 62
+            (_batch_tokens(stage_cfg, self.workloads) for stage_cfg in cfg.each_stage()),
+            default=1 << 62,
         )
-        found = [learning(cfg, self.compute, self.model, tokens, cfg.train.minibatches)]
+        candidates = [learning(cfg, self.compute, self.model, tokens, cfg.train.minibatches)]
         if "critic" in self.beside:
-            dense = {"lora": False, "forward": "dense", "backward": "dense"}
-            full = cfg.train.model_copy(update=dense)
-            alone = cfg.model_copy(update={"train": full})
-            found.append(
+            dense_settings = {"lora": False, "forward": "dense", "backward": "dense"}
+            critic_train = cfg.train.model_copy(update=dense_settings)
+            critic_cfg = cfg.model_copy(update={"train": critic_train})
+            candidates.append(
                 learning(
-                    alone, self.compute, self.beside["critic"], tokens, cfg.train.minibatches, False
+                    critic_cfg,
+                    self.compute,
+                    self.beside["critic"],
+                    tokens,
+                    cfg.train.minibatches,
+                    False,
                 )
             )
-        most = max(found, key=lambda parts: sum(parts.values()))
-        return most | {"gradients": self.share.of(most["gradients"])}
+        largest = max(candidates, key=lambda parts: sum(parts.values()))
+        return largest | {"gradients": self.share.of(largest["gradients"])}
 
     def _cache(
         self, cfg: RunConfig, phases: Mapping[str, Mapping[str, int]]
     ) -> tuple[int, int, int]:
         """Return (tokens that the run can use, tokens of the cache, bytes of each)."""
-        size, kv = cfg.rollout.page_size, caches.policy(cfg)
-        each = self.share.engines * storage(cfg.rollout.cache.kv_dtype).bytes_per_token(
-            self.model.spec, _dtype(cfg, self.compute)
+        page_size, kv = cfg.rollout.page_size, caches.policy(cfg)
+        bytes_per_token = self.share.engines * storage(cfg.rollout.cache.kv_dtype).bytes_per_token(
+            self.model.spec, _rollout_dtype(cfg, self.compute)
         )
-        usable = max((w.tokens(size, cfg.rollout.max_batch, kv) for w in self.workloads), default=0)
+        usable_tokens = max(
+            (work.tokens(page_size, cfg.rollout.max_batch, kv) for work in self.workloads),
+            default=0,
+        )
         if cfg.rollout.cache_tokens is not None:
-            return usable, cfg.rollout.cache_tokens, each
-        least = max(
-            (replace(w, groups=1, n=1, longest=0).tokens(size, 1, kv) for w in self.workloads),
+            return usable_tokens, cfg.rollout.cache_tokens, bytes_per_token
+        least_tokens = max(
+            (
+                replace(work, groups=1, n=1, longest=0).tokens(page_size, 1, kv)
+                for work in self.workloads
+            ),
             default=0,
         )
         if self.free is None:
-            room = UNKNOWN_FREE // SHARE
+            free_bytes = UNKNOWN_FREE // SHARE
         else:
-            held = max(sum(parts.values()) for parts in phases.values() if CACHE in parts)
-            room = round((1 - MARGIN) * self.free) - held
+            taken_bytes = max(sum(parts.values()) for parts in phases.values() if CACHE in parts)
+            free_bytes = round((1 - MARGIN) * self.free) - taken_bytes
         share = cfg.rollout.gpu_memory_utilization
         if share is not None and self.total is not None:
-            room = min(room, round(share * self.total) - sum(self._engines(cfg).values()))
-        tokens = min(usable, max(least, room // each))
-        return usable, tokens // size * size, each
+            free_bytes = min(
+                free_bytes, round(share * self.total) - sum(self._engines(cfg).values())
+            )
+        tokens = min(usable_tokens, max(least_tokens, free_bytes // bytes_per_token))
+        return usable_tokens, tokens // page_size * page_size, bytes_per_token
 
 
 def plan_sft(cfg: RunConfig, compute: Compute, model: Transformer, longest: int) -> MemoryPlan:
     """Plan the memory of `lowroll sft`. longest: tokens of a whole batch."""
-    stays = {
+    permanent = {
         "learner's weights": weights.learner(cfg, compute, model),
         "optimiser": weights.optimizer(cfg, compute, model),
         "graphs, kernels": KERNELS if compute.device.type == "cuda" else 0,
     }
     phases = {
-        "load": _loading(cfg, compute, model),
-        "learn": stays | learning(cfg, compute, model, longest, 1),
+        "load": _loading_bytes(cfg, compute, model),
+        "learn": permanent | learning(cfg, compute, model, longest, 1),
     }
     return MemoryPlan(phases, free_memory(compute.device), str(compute.device))
 
@@ -317,29 +354,36 @@ def learning(
 
     tokens: of a whole batch. has_head: whether log-probs are made; a critic has none.
     """
-    share = -(-tokens // minibatches)
-    together = min(cfg.train.together, share)
-    passes = -(-share // cfg.train.together)
+    minibatch_tokens = -(-tokens // minibatches)
+    pass_tokens = min(cfg.train.together, minibatch_tokens)
+    num_passes = -(-minibatch_tokens // cfg.train.together)
     spec, item = model.spec, compute.dtype.itemsize
-    form = Learning.of(cfg, compute, model)
+    estimator = Learning.of(cfg, compute, model)
     size = weights.learning_size(cfg, model)
-    first, last = (each * size for each in weights.gradient(cfg, compute, passes))
-    kept = {"activations": form.kept(together)}
+    first_gradients, last_gradients = (
+        bytes_each * size for bytes_each in weights.gradient(cfg, compute, num_passes)
+    )
+    held_parts = {"activations": estimator.kept(pass_tokens)}
     if has_head:
-        kept["replayed caches"] = replay(cfg, compute, spec, together)
-    head = item * spec.vocab_size * spec.hidden_size if has_head and not cfg.train.lora else 0
-    update = 4 * FLOAT * weights.largest_learning(cfg, model)
+        held_parts["replayed caches"] = replay(cfg, compute, spec, pass_tokens)
+    head_gradient = (
+        item * spec.vocab_size * spec.hidden_size if has_head and not cfg.train.lora else 0
+    )
+    update_bytes = 4 * FLOAT * weights.largest_learning(cfg, model)
     moments = [
-        {"gradients": first + head} | kept | {"a block's gradients": form.backward(together)},
-        {"gradients": last} | {"update": head if compute.device.type == "cuda" else update},
+        {"gradients": first_gradients + head_gradient}
+        | held_parts
+        | {"a block's gradients": estimator.backward(pass_tokens)},
+        {"gradients": last_gradients}
+        | {"update": head_gradient if compute.device.type == "cuda" else update_bytes},
     ]
     if has_head:
-        chunk = logits(cfg, compute, spec, together, not cfg.train.lora)
-        moments.append({"gradients": first} | kept | {"logits": chunk})
+        logits_bytes = logits(cfg, compute, spec, pass_tokens, not cfg.train.lora)
+        moments.append({"gradients": first_gradients} | held_parts | {"logits": logits_bytes})
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
-def _loading(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, int]:
+def _loading_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, int]:
     """Return the bytes of loading: dense weights that are quantized when they arrive, or after all
     have. Trainable weights stay dense."""
     item, lora = compute.dtype.itemsize, cfg.train.lora
@@ -347,28 +391,28 @@ def _loading(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, 
     format = compute.format(cfg.rollout.weights)
     codes = weights.linear_bytes(model, format) if lora else 0
     if lora and cfg.train.uaq_scale is not None and not get_format(format).dense:
-        before = weights.linear_size(model) * item - codes
-        return {"learner's weights": learner, "before quantizing": max(0, before)}
-    ahead = min(AHEAD + weights.largest(model) * item, weights.linear_size(model) * item)
-    return {"learner's weights": learner, "arriving": ahead if lora else 0}
+        dense_extra = weights.linear_size(model) * item - codes
+        return {"learner's weights": learner, "before quantizing": max(0, dense_extra)}
+    arriving = min(AHEAD + weights.largest(model) * item, weights.linear_size(model) * item)
+    return {"learner's weights": learner, "arriving": arriving if lora else 0}
 
 
 def _batch_tokens(cfg: RunConfig, workloads: Sequence[Workload]) -> int:
     """Return the most tokens that a batch feeds to the learner. The training workload is recognised
     by its size; evaluations do not count."""
-    mine = [
+    sequence_tokens = [
         work.prompt + work.response
         for work in workloads
         if (work.groups, work.n) == (cfg.num_groups, cfg.rollouts_per_example)
     ]
-    return cfg.batch_size * max(mine, default=cfg.train.together)
+    return cfg.batch_size * max(sequence_tokens, default=cfg.train.together)
 
 
-def _dtype(cfg: RunConfig, compute: Compute) -> torch.dtype:
+def _rollout_dtype(cfg: RunConfig, compute: Compute) -> torch.dtype:
     return get_format(compute.format(cfg.rollout.weights)).dtype or compute.dtype
 
 
-def _cell(parts: Mapping[str, int], name: str) -> str:
+def _format_cell(parts: Mapping[str, int], name: str) -> str:
     return shown(parts[name]) if parts.get(name) else ""
 
 

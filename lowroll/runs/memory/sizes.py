@@ -35,7 +35,7 @@ SMALL_CHUNK = 256
 def chosen(planner: Planner, cfg: RunConfig) -> RunConfig:
     """Return the settings with all sizes chosen, and a note on what was chosen and why."""
     longest = max((work.prompt + work.response for work in planner.workloads), default=1)
-    return _chosen(cfg, planner.compute, longest, planner.plan)
+    return _choose_sizes(cfg, planner.compute, longest, planner.plan)
 
 
 def chosen_for_sft(
@@ -43,29 +43,33 @@ def chosen_for_sft(
 ) -> RunConfig:
     """Return the same for `lowroll sft`. model: its shapes. longest: tokens of the longest sample;
     together: of a whole batch."""
-    return _chosen(cfg, compute, longest, lambda now: plan_sft(now, compute, model, together))
+    return _choose_sizes(cfg, compute, longest, lambda now: plan_sft(now, compute, model, together))
 
 
-def _chosen(
+def _choose_sizes(
     cfg: RunConfig, compute: Compute, longest: int, plan: Callable[[RunConfig], MemoryPlan]
 ) -> RunConfig:
-    whole = cfg.sized()
-    found = choose(
-        list(ladder(cfg.train, longest)) if compute.device.type == "cpu" else [whole.train],
+    """Return the settings with the first sizes that fit, and a note where they differ from the
+    defaults."""
+    default_cfg = cfg.sized()
+    chosen_train = choose(
+        list(ladder(cfg.train, longest)) if compute.device.type == "cpu" else [default_cfg.train],
         lambda train: plan(cfg.model_copy(update={"train": train})),
     )
-    now = cfg.model_copy(update={"train": found.keeping_longest(whole.train)})
-    changed = [
-        f"train.{key}: {str(getattr(found, key)).lower()}"
+    sized_cfg = cfg.model_copy(update={"train": chosen_train.keeping_longest(default_cfg.train)})
+    changed_sizes = [
+        f"train.{key}: {str(getattr(chosen_train, key)).lower()}"
         for key in SIZES
-        if _differs(found, whole, key)
+        if _differs(chosen_train, default_cfg, key)
     ]
-    if not changed:
-        return now
-    before, after = (resident(plan(each)) for each in (whole, now))
-    return now.with_notes(
-        f"{', '.join(changed)}: chosen for a CPU, where the run then takes about {shown(after)} "
-        f"instead of {shown(before)}; what the settings say stays as it is"
+    if not changed_sizes:
+        return sized_cfg
+    bytes_before, bytes_after = (
+        resident(plan(candidate_cfg)) for candidate_cfg in (default_cfg, sized_cfg)
+    )
+    return sized_cfg.with_notes(
+        f"{', '.join(changed_sizes)}: chosen for a CPU, where the run then takes about {shown(bytes_after)} "
+        f"instead of {shown(bytes_before)}; what the settings say stays as it is"
     )
 
 
@@ -85,11 +89,11 @@ def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], MemoryPla
 def ladder(train: TrainConfig, longest: int) -> Iterator[TrainConfig]:
     """Yield the settings with all sizes chosen, from no change to the least memory. longest: tokens
     of the longest sample."""
-    whole = train.sized()
-    tokens, chunks, again = (
-        [whole.together],
-        [whole.logprob_chunk],
-        [whole.activation_checkpointing],
+    defaults = train.sized()
+    tokens, chunks, checkpointing = (
+        [defaults.together],
+        [defaults.logprob_chunk],
+        [defaults.activation_checkpointing],
     )
     if train.tokens_per_microbatch is None:
         while tokens[-1] // 2 >= max(longest, LEAST):
@@ -97,10 +101,10 @@ def ladder(train: TrainConfig, longest: int) -> Iterator[TrainConfig]:
     if train.logprob_chunk is None:
         chunks.append(SMALL_CHUNK)
     if train.activation_checkpointing is None:
-        again.append(True)
-    for values in product(again, tokens, chunks):
+        checkpointing.append(True)
+    for values in product(checkpointing, tokens, chunks):
         names = ("activation_checkpointing", "tokens_per_microbatch", "logprob_chunk")
-        yield whole.model_copy(update=dict(zip(names, values, strict=True)))
+        yield defaults.model_copy(update=dict(zip(names, values, strict=True)))
 
 
 def resident(plan: MemoryPlan) -> int:

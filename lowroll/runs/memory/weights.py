@@ -30,7 +30,7 @@ META = torch.device("meta")
 
 
 def linear_size(model: Transformer) -> int:
-    return sum(_size(linear) for _, linear in model.linears())
+    return sum(_num_weights(linear) for _, linear in model.linears())
 
 
 def other_size(model: Transformer) -> int:
@@ -53,7 +53,7 @@ def linear_bytes(model: Transformer, format: str) -> int:
 
 def largest(model: Transformer) -> int:
     """Return the number of weights of the largest linear layer; all experts' matrices count as one."""
-    return max(_size(linear) for _, linear in model.linears())
+    return max(_num_weights(linear) for _, linear in model.linears())
 
 
 def largest_unit(model: Transformer) -> int:
@@ -73,10 +73,10 @@ def adapter_sizes(cfg: RunConfig, model: Transformer) -> list[int]:
     """Return the number of parameters of every A [R, K] and B [rows, R]."""
     rank = cfg.train.lora_rank
     return [
-        rank * side
+        rank * features
         for _, linear in model.linears()
         for rows in adapted(cfg, linear).values()
-        for side in (linear.in_features, rows)
+        for features in (linear.in_features, rows)
     ]
 
 
@@ -109,16 +109,22 @@ def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     if compute.dtype != torch.float32 or not limbs.supports_device(compute.device):
         return 0
     format = get_format(compute.format(cfg.rollout.weights))
-    sizes = (_size(each) for name, each in model.linears() if isinstance(format.of(name), Int8))
+    sizes = (
+        _num_weights(linear)
+        for name, linear in model.linears()
+        if isinstance(format.of(name), Int8)
+    )
     return sum(size for size in sizes if size >= limbs.LEAST)
 
 
 def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     """Return the bytes of an aligned learner's codes (under LoRA in that format they are the base),
     and of the transposed codes for gradients."""
-    rounds, size = cfg.forward_weights, 0
-    if rounds is not None and not (cfg.train.lora and rounds == cfg.rollout.weights):
-        size = linear_bytes(model, compute.format(rounds))
+    forward_format, size = cfg.forward_weights, 0
+    if forward_format is not None and not (
+        cfg.train.lora and forward_format == cfg.rollout.weights
+    ):
+        size = linear_bytes(model, compute.format(forward_format))
     if cfg.train.backward == "fp8":
         size += linear_size(model) + MASTER * sum(
             linear.in_features for _, linear in model.linears()
@@ -130,10 +136,10 @@ def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     """Return the bytes of float32 masters of other dtypes, and of moments."""
     kind = cfg.train.optimizer
     if cfg.train.lora:
-        return sum(_moments(kind, size, kind == "muon") for size in adapter_sizes(cfg, model))
+        return sum(_moment_bytes(kind, size, kind == "muon") for size in adapter_sizes(cfg, model))
     hidden = hidden_matrices(model) if kind == "muon" else {}
-    return _masters(compute) * sum(p.numel() for p in model.parameters()) + sum(
-        _moments(kind, p.numel(), name in hidden) for name, p in model.named_parameters()
+    return _master_bytes(compute) * sum(p.numel() for p in model.parameters()) + sum(
+        _moment_bytes(kind, p.numel(), name in hidden) for name, p in model.named_parameters()
     )
 
 
@@ -153,8 +159,10 @@ def gradient(cfg: RunConfig, compute: Compute, micro_batches: int) -> tuple[int,
     """Return the bytes of a parameter's gradient before and after the last micro-batch's backward
     pass (`trainer.optim`): on CUDA a first gradient stays as it came, a second one makes both
     float32."""
-    waits = not cfg.train.lora and compute.dtype.itemsize < MASTER and compute.device.type == "cuda"
-    if not waits:
+    keeps_dtype = (
+        not cfg.train.lora and compute.dtype.itemsize < MASTER and compute.device.type == "cuda"
+    )
+    if not keeps_dtype:
         return (0 if micro_batches == 1 else MASTER), MASTER
     item = compute.dtype.itemsize
     return ((0, item), (item, MASTER), (MASTER, MASTER))[min(micro_batches, 3) - 1]
@@ -165,50 +173,53 @@ def engine(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     base."""
     format = get_format(compute.format(cfg.rollout.weights))
     item = (format.dtype or compute.dtype).itemsize
-    noisy = sum(norm.weight.numel() for _, norm in noisy_norms(model)) if cfg.noise else 0
+    num_noisy = sum(norm.weight.numel() for _, norm in noisy_norms(model)) if cfg.noise else 0
     if cfg.train.lora:
         adapter = MASTER * sum(adapter_sizes(cfg, model)) + adapter_copies(cfg, model, item)
-        return adapter + MASTER * noisy
+        return adapter + MASTER * num_noisy
     weights = other_size(model) * item + linear_bytes(model, format.name)
-    return weights + (MASTER - item) * noisy
+    return weights + (MASTER - item) * num_noisy
 
 
 def large_batch(cfg: RunConfig, model: Transformer) -> int:
     """Return the bytes of the linear layers in the engine's second format."""
-    second = cfg.rollout.large_batch_weights
-    return 0 if second is None else linear_bytes(model, second)
+    second_format = cfg.rollout.large_batch_weights
+    return 0 if second_format is None else linear_bytes(model, second_format)
 
 
 def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the copies that the engine multiplies with beside the codes: on CUDA for
-    `keep_dense`, on a CPU for its products (`quant`)."""
+    """Return the bytes of the copies with which the engine multiplies, in addition to the codes: on
+    CUDA for `keep_dense`, on a CPU for its products (`quant`)."""
     format = get_format(compute.format(cfg.rollout.weights))
     item = (format.dtype or compute.dtype).itemsize
     layers = ((format.of(name), linear) for name, linear in model.linears())
-    return sum(_dense_copy(cfg, compute, model, form, linear, item) for form, linear in layers)
+    return sum(
+        _dense_copy_bytes(cfg, compute, model, layer_format, linear, item)
+        for layer_format, linear in layers
+    )
 
 
-def _dense_copy(
+def _dense_copy_bytes(
     cfg: RunConfig, compute: Compute, model: Transformer, form: Format, linear: Linear, item: int
 ) -> int:
     """Return the bytes of one layer's copy. item: bytes of an activation."""
     if compute.device.type == "cuda":
-        kept = cfg.rollout.keep_dense and form.bits < 8 and not isinstance(linear, StackedLinear)
-        return item * _size(linear) if kept else 0
+        is_kept = cfg.rollout.keep_dense and form.bits < 8 and not isinstance(linear, StackedLinear)
+        return item * _num_weights(linear) if is_kept else 0
     if form.bits < 8:
-        matrix = _matrix(linear, model)
-        known = w4_avx2.supports_matrix(form.kernel, matrix, compute.device)
-        return 0 if known else item * _size(linear)
+        matrix = _product_shape(linear, model)
+        has_kernel = w4_avx2.supports_matrix(form.kernel, matrix, compute.device)
+        return 0 if has_kernel else item * _num_weights(linear)
     if form.dense:
-        return item * _size(linear) if _size(linear) >= PACK_FROM else 0
+        return item * _num_weights(linear) if _num_weights(linear) >= PACK_FROM else 0
     if isinstance(form, Int8) and w8a8_onednn.supports_device(compute.device):
-        return _size(linear)
-    return MASTER * _size(linear)
+        return _num_weights(linear)
+    return MASTER * _num_weights(linear)
 
 
 def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     """Return the bytes of the weights that `weights/*` compares with (`weights.watch`)."""
-    if not _watches(cfg):
+    if not _is_watched(cfg):
         return 0
     if cfg.train.lora:
         return MASTER * sum(adapter_sizes(cfg, model))
@@ -225,21 +236,21 @@ def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 def watching(cfg: RunConfig, model: Transformer) -> int:
     """Return the temporary bytes of measuring `weights/*`: float32 matrices of one layer and, until
     they are replaced, of the layer before."""
-    if not _watches(cfg):
+    if not _is_watched(cfg):
         return 0
     if not cfg.train.lora:
         return 3 * MASTER * largest(model)
-    most = before = 0
+    peak = previous_size = 0
     for _, linear in model.linears():
-        size = _size(linear)
+        size = _num_weights(linear)
         rows = max(adapted(cfg, linear).values(), default=0)
         moments = (
-            2 * before + size,
-            before + 2 * size,
+            2 * previous_size + size,
+            previous_size + 2 * size,
             2 * size + 3 * rows * linear.in_features,
         )
-        most, before = max(most, *moments), size
-    return MASTER * most
+        peak, previous_size = max(peak, *moments), size
+    return MASTER * peak
 
 
 def frozen(compute: Compute, model: Transformer) -> int:
@@ -250,34 +261,34 @@ def frozen(compute: Compute, model: Transformer) -> int:
 def critic(compute: Compute, model: Transformer) -> int:
     """Return the bytes of PPO's critic with its optimiser, without gradients: all of a model but
     its lm_head learns."""
-    head = 0 if model.lm_head is None else model.lm_head.numel()
-    size = sum(p.numel() for p in model.parameters()) - head
-    return size * (compute.dtype.itemsize + _masters(compute) + 2 * MASTER)
+    head_size = 0 if model.lm_head is None else model.lm_head.numel()
+    num_learning = sum(p.numel() for p in model.parameters()) - head_size
+    return num_learning * (compute.dtype.itemsize + _master_bytes(compute) + 2 * MASTER)
 
 
-def _watches(cfg: RunConfig) -> bool:
+def _is_watched(cfg: RunConfig) -> bool:
     """Return whether `weights/*` is measured: a remote engine shows no codes to compare, but an
     adapter needs none."""
     return cfg.train.weight_metrics and (cfg.train.lora or cfg.rollout.engine == "native")
 
 
-def _matrix(linear: Linear, model: Transformer) -> tuple[int, int]:
+def _product_shape(linear: Linear, model: Transformer) -> tuple[int, int]:
     """Return the shape of one product, for experts that of one expert."""
     rows, columns = linear.weight.shape
     return rows // model.spec.num_experts if isinstance(linear, StackedLinear) else rows, columns
 
 
-def _size(linear: Linear) -> int:
+def _num_weights(linear: Linear) -> int:
     return prod(linear.weight.shape)
 
 
-def _masters(compute: Compute) -> int:
+def _master_bytes(compute: Compute) -> int:
     return 0 if compute.dtype == torch.float32 else MASTER
 
 
-def _moments(kind: str, size: int, hidden: bool) -> int:
+def _moment_bytes(kind: str, size: int, hidden: bool) -> int:
     """Return an optimiser's bytes of a parameter. hidden: muon's, which has one momentum."""
     if kind == "adamw8bit":
-        kept = adamw8bit.moments(torch.empty(size, device="meta")).values()
-        return sum(prod(shape) * dtype.itemsize for shape, dtype in kept)
+        moments = adamw8bit.moments(torch.empty(size, device="meta")).values()
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in moments)
     return MASTER * size * (1 if kind == "muon" and hidden else 2)

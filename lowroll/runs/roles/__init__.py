@@ -3,7 +3,7 @@
 The roles:
     engine         `lowroll serve FILE`: lowroll's own engine, or a vLLM
     orchestrator   `lowroll orchestrate`: makes batches; versions: the weights that engines draw from
-    trainer        `lowroll train`: learns from them; rank_follower: its ranks beside rank 0
+    trainer        `lowroll train`: learns from them; rank_follower: its ranks other than rank 0
     channels       the transport of rollouts
     run_paths      their files, names and tokens
     heartbeat      their heartbeats

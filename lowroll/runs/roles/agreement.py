@@ -19,7 +19,7 @@ from lowroll.runs.assembly import capabilities
 from lowroll.runs.folder import CONFIG
 from lowroll.types import printable
 
-# keys in every orchestrator's file; run.yaml holds more of the whole run's
+# Keys in every orchestrator's file; a run.yaml also holds those of OF_RUN.
 ALWAYS = (
     "model",
     "batch_size",
@@ -49,44 +49,55 @@ OURS = "policy"  # the model's name in a vLLM that lowroll started
 
 def check_trainer(cfg: RunConfig, run: Path, trainer: str) -> RunConfig:
     """Return the trainer's settings. ValueError names the file and the differing key."""
-    theirs = load(run / CONFIG)
+    trainer_cfg = load(run / CONFIG)
     for key in ALWAYS if cfg.given else (*ALWAYS, *OF_RUN):
-        mine, other = _value(cfg, key), _value(theirs, key)
-        if mine != other:
+        own_value, trainer_value = _setting(cfg, key), _setting(trainer_cfg, key)
+        if own_value != trainer_value:
             raise ValueError(
-                f"{cfg.source}: {key}: {_shown(mine)} here, and {_shown(other)} in {run / CONFIG}, "
-                f"which the {trainer} was given; the roles of a run share one value"
+                f"{cfg.source}: {key}: {_format_value(own_value)} here, and "
+                f"{_format_value(trainer_value)} in {run / CONFIG}, which the {trainer} "
+                "was given; the roles of a run share one value"
             )
-    return theirs
+    return trainer_cfg
 
 
 def check_engines(cfg: RunConfig, pool: EnginePool) -> None:
     """Raise ValueError for engines that do not match the trainer's settings."""
-    able, behavior, served = pool.capabilities, pool.behavior, pool.server.model
-    capabilities.check(cfg, able)
+    offered, behavior, served_model = pool.capabilities, pool.behavior, pool.server.model
+    capabilities.check(cfg, offered)
     folder = resolve(cfg.model, weights=False)
-    known = (cfg.model, folder.name, folder.resolve().name, str(folder), str(folder.resolve()))
-    if served not in (*known, OURS) and not cfg.client.skip_model_check:
+    accepted_names = (
+        cfg.model,
+        folder.name,
+        folder.resolve().name,
+        str(folder),
+        str(folder.resolve()),
+    )
+    if served_model not in (*accepted_names, OURS) and not cfg.client.skip_model_check:
         raise ValueError(
-            f"model: {cfg.model} is the run's, and the engines serve {printable(served)} "
+            f"model: {cfg.model} is the run's, and the engines serve {printable(served_model)} "
             "(client.skip_model_check: true takes them)"
         )
-    if able.lora_rank is None:
+    if offered.lora_rank is None:
         return  # a vLLM rejects what it does not support when it is requested
-    second = cfg.rollout.large_batch_weights
-    wanted = cfg.rollout.weights if second is None else f"{cfg.rollout.weights}+{second}"
-    if not _same_formats(wanted, behavior.weights):
-        key = "rollout.weights" if second is None else "rollout.large_batch_weights"
+    second_format = cfg.rollout.large_batch_weights
+    required_format = (
+        cfg.rollout.weights if second_format is None else f"{cfg.rollout.weights}+{second_format}"
+    )
+    if not _same_formats(required_format, behavior.weights):
+        key = "rollout.weights" if second_format is None else "rollout.large_batch_weights"
         raise ValueError(
-            f"{key}: {wanted} is asked for, and the engines have {printable(behavior.weights)}"
+            f"{key}: {required_format} is asked for, and the engines have {printable(behavior.weights)}"
         )
-    if cfg.train.lora and able.lora_rank < cfg.train.lora_rank:
-        told = f"adapters up to rank {able.lora_rank}" if able.lora_rank else "no adapters"
+    if cfg.train.lora and offered.lora_rank < cfg.train.lora_rank:
+        support_text = (
+            f"adapters up to rank {offered.lora_rank}" if offered.lora_rank else "no adapters"
+        )
         raise ValueError(
-            f"train.lora_rank: {cfg.train.lora_rank} is learned, and the engines take {told} "
+            f"train.lora_rank: {cfg.train.lora_rank} is learned, and the engines take {support_text} "
             "(train.lora_rank of run.yaml, max_lora_rank of infer.yaml, --lora-rank)"
         )
-    if not cfg.train.lora and able.lora_rank:
+    if not cfg.train.lora and offered.lora_rank:
         raise ValueError("train.lora: all weights learn, and the engines take adapters alone")
 
 
@@ -97,9 +108,9 @@ def _same_formats(wanted: str, held: str) -> bool:
     return all(a == b or (is_dense(a) and is_dense(b)) for a, b in pairs)
 
 
-def _value(cfg: RunConfig, key: str) -> Any:
+def _setting(cfg: RunConfig, key: str) -> Any:
     return reduce(getattr, key.split("."), cfg.sized())
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return printable(repr(value) if isinstance(value, str | tuple) else value, 200)

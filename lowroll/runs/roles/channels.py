@@ -21,17 +21,17 @@ TURN_S = 0.2  # between two looks for a repeated batch
 
 
 def sender(cfg: RunConfig, place: RunPaths, attempt: int, alive: Alive) -> filesystem.Sender:
-    way = cfg.rollout_transport
-    if way.type == "filesystem":
-        return filesystem.Sender(place.spool, way.hwm, SEND_S, alive=alive)
+    transport_cfg = cfg.rollout_transport
+    if transport_cfg.type == "filesystem":
+        return filesystem.Sender(place.spool, transport_cfg.hwm, SEND_S, alive=alive)
     from lowroll.transport import zmq
 
     raise_file_limit()  # each unauthenticated connection has a file until its handshake fails
     return zmq.Sender(
         place.spool,
-        way.host,
-        way.port,
-        way.hwm,
+        transport_cfg.host,
+        transport_cfg.port,
+        transport_cfg.hwm,
         SEND_S,
         attempt=attempt,
         publish=place.address,
@@ -43,8 +43,8 @@ def sender(cfg: RunConfig, place: RunPaths, attempt: int, alive: Alive) -> files
 def receiver(
     cfg: RunConfig, place: RunPaths, attempt: int, committed: int, alive: Alive
 ) -> RolloutReceiver:
-    way = cfg.rollout_transport
-    if way.type == "filesystem":
+    transport_cfg = cfg.rollout_transport
+    if transport_cfg.type == "filesystem":
         return Patient(filesystem.Receiver(place.spool, attempt, committed, alive=alive), alive)
     from lowroll.transport import zmq
 
@@ -64,17 +64,17 @@ class Patient:
         self.close = channel.close
 
     def receive(self, deadline_s: float) -> Batch:
-        until, told = time.monotonic() + deadline_s, False
+        deadline, has_warned = time.monotonic() + deadline_s, False
         while True:
             try:
-                return self.channel.receive(max(0.0, until - time.monotonic()))
+                return self.channel.receive(max(0.0, deadline - time.monotonic()))
             except PeerSilent:
                 self.alive()
             except FrameGone as error:
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise
-                if not told:
+                if not has_warned:
                     log.warning("%s. Waiting until it is made again", error)
-                told = True
+                has_warned = True
                 self.alive()
                 time.sleep(TURN_S)

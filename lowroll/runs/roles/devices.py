@@ -35,28 +35,32 @@ class Placement:
     @property
     def shares(self) -> int:
         """Return the most engines on one rank's GPU."""
-        return max((sum(gpu in own for own in self.engines) for gpu in self.ranks), default=0)
+        return max(
+            (sum(gpu in engine_gpus for engine_gpus in self.engines) for gpu in self.ranks),
+            default=0,
+        )
 
     def line(self) -> str:
         """Describe the placement in one line."""
         if not self.ranks:
             return "devices: the learner and the engines share one"
-        told = [f"rank {rank}: GPU {gpu}" for rank, gpu in enumerate(self.ranks)]
-        if len(told) == 1:
-            told = [f"learner: GPU {self.ranks[0]}"]
-        told += [
-            f"engine {number}: GPU {', '.join(own)}" for number, own in enumerate(self.engines)
+        assignments = [f"rank {rank}: GPU {gpu}" for rank, gpu in enumerate(self.ranks)]
+        if len(assignments) == 1:
+            assignments = [f"learner: GPU {self.ranks[0]}"]
+        assignments += [
+            f"engine {number}: GPU {', '.join(engine_gpus)}"
+            for number, engine_gpus in enumerate(self.engines)
         ]
-        how = "shared with engines" if self.shares else "each on its own"
-        return f"devices: {'; '.join(told)} (the learner's are {how})"
+        sharing_text = "shared with engines" if self.shares else "each on its own"
+        return f"devices: {'; '.join(assignments)} (the learner's are {sharing_text})"
 
 
 def visible(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return this process's GPUs by name: CUDA_VISIBLE_DEVICES, else all of the machine."""
     if VISIBLE in environ:
-        return [one.strip() for one in environ[VISIBLE].split(",") if one.strip()]
-    found = (path.name[6:] for path in Path("/dev").glob("nvidia[0-9]*"))
-    return sorted(found, key=int)
+        return [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
+    names = (path.name[6:] for path in Path("/dev").glob("nvidia[0-9]*"))
+    return sorted(names, key=int)
 
 
 def place(gpus: Sequence[str], ranks: int = 1, engines: int = 1, each: int = 1) -> Placement:
@@ -74,17 +78,21 @@ def place(gpus: Sequence[str], ranks: int = 1, engines: int = 1, each: int = 1) 
             f"rollout.vllm.tensor_parallel_size: an engine needs {each} GPUs, and there are "
             f"{len(gpus)} ({', '.join(gpus)}; {VISIBLE} says which are used)"
         )
-    own, others = tuple(gpus[:ranks]), gpus[ranks:]
-    room = others if len(others) >= each else gpus
-    shares = [tuple(room[i : i + each]) for i in range(0, len(room) - each + 1, each)]
-    return Placement(own, tuple(shares[number % len(shares)] for number in range(engines)))
+    rank_gpus, other_gpus = tuple(gpus[:ranks]), gpus[ranks:]
+    engine_gpus = other_gpus if len(other_gpus) >= each else gpus
+    gpu_sets = [
+        tuple(engine_gpus[i : i + each]) for i in range(0, len(engine_gpus) - each + 1, each)
+    ]
+    return Placement(
+        rank_gpus, tuple(gpu_sets[number % len(gpu_sets)] for number in range(engines))
+    )
 
 
 def of_run(cfg: RunConfig) -> Placement:
     """Place the roles of a run on this machine. ValueError as `place`."""
-    each = 1 if cfg.rollout.engine == "native" else cfg.rollout.vllm.tensor_parallel_size
+    gpus_per_engine = 1 if cfg.rollout.engine == "native" else cfg.rollout.vllm.tensor_parallel_size
     gpus = [] if cfg.device == "cpu" else visible()
-    return place(gpus, cfg.train.gpus, cfg.rollout.engines, each)
+    return place(gpus, cfg.train.gpus, cfg.rollout.engines, gpus_per_engine)
 
 
 def check_ranks(cfg: RunConfig) -> None:

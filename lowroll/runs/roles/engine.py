@@ -56,28 +56,32 @@ def build(cfg: RunConfig) -> NativeEngine:
     refuse_budget(cfg)
     compute = Compute.of(cfg)
     chat = models.chat_of(cfg)
-    made = engines.make(cfg, compute, models.learner(cfg, compute), chat)
-    assert isinstance(made, NativeEngine)
-    return made
+    engine = engines.make(cfg, compute, models.learner(cfg, compute), chat)
+    assert isinstance(engine, NativeEngine)
+    return engine
 
 
 def arguments_of(cfg: RunConfig, given: argparse.Namespace) -> argparse.Namespace:
     """Return a run's options of `lowroll serve`."""
     paths = RunPaths(cfg.output_dir)
     paths.broadcasts.mkdir(parents=True, exist_ok=True)
-    found = argparse.Namespace(**vars(given))
-    found.model = cfg.model
-    found.weights_dir = given.weights_dir or str(paths.broadcasts)
-    found.host, found.port = cfg.serve.host, cfg.serve.port
-    way = cfg.weight_broadcast
-    if way.type != "filesystem" and found.weights_from is None:
-        found.weights_from = f"{way.host}:{way.port}" if way.port else str(paths.direct)
-    found.device = cfg.device
-    found.tool_call_parser = cfg.rollout.tool_call_parser
-    groups = [stage.rollouts_per_example for stage in cfg.each_stage()]
-    found.max_n = max(given.max_n, *groups, cfg.eval.rollouts_per_example)
-    found.max_requests = max(given.max_requests, 8192)
-    return found
+    arguments = argparse.Namespace(**vars(given))
+    arguments.model = cfg.model
+    arguments.weights_dir = given.weights_dir or str(paths.broadcasts)
+    arguments.host, arguments.port = cfg.serve.host, cfg.serve.port
+    broadcast_cfg = cfg.weight_broadcast
+    if broadcast_cfg.type != "filesystem" and arguments.weights_from is None:
+        arguments.weights_from = (
+            f"{broadcast_cfg.host}:{broadcast_cfg.port}"
+            if broadcast_cfg.port
+            else str(paths.direct)
+        )
+    arguments.device = cfg.device
+    arguments.tool_call_parser = cfg.rollout.tool_call_parser
+    group_sizes = [stage.rollouts_per_example for stage in cfg.each_stage()]
+    arguments.max_n = max(given.max_n, *group_sizes, cfg.eval.rollouts_per_example)
+    arguments.max_requests = max(given.max_requests, 8192)
+    return arguments
 
 
 def serve_vllm(cfg: RunConfig, paths: RunPaths, role: str, heartbeat: Heartbeat) -> NoReturn:
@@ -86,32 +90,32 @@ def serve_vllm(cfg: RunConfig, paths: RunPaths, role: str, heartbeat: Heartbeat)
     from lowroll.engine.remote.vllm_process import lasting_folder
     from lowroll.runs.assembly import vllm
 
-    socket = lasting_folder(f"{paths.run.resolve()} {role}")
-    with _ended_by_signals():
-        engine = vllm.serve(cfg, paths.run / LOGS / f"{role}-vllm.log", socket)
+    socket_folder = lasting_folder(f"{paths.run.resolve()} {role}")
+    with _exit_on_signals():
+        engine = vllm.serve(cfg, paths.run / LOGS / f"{role}-vllm.log", socket_folder)
         process = engine.process
         assert process is not None
         try:
             heartbeat.update(url=process.url, phase="serving")
             print(f"serving {cfg.model} at {process.url}", flush=True)
-            while (why := process.lost()) is None:
+            while (reason := process.lost()) is None:
                 time.sleep(POLL_S)
-            raise RunFailed(why)
+            raise RunFailed(reason)
         finally:
             engine.close()
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def _exit_on_signals() -> Iterator[None]:
     """Exit at a signal in the block and unwind, also while vLLM starts."""
 
     def end(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, end) for number in numbers}
+    previous_handlers = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

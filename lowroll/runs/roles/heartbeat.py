@@ -80,11 +80,11 @@ class Heartbeat:
     def _write(self) -> None:
         with self._lock:
             self.report["beat"] += 1
-            new = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                new.write_text(json.dumps(self.report))
-                os.replace(new, self.path)
+                temporary.write_text(json.dumps(self.report))
+                os.replace(temporary, self.path)
                 self._trouble = ""
             except OSError as error:  # a full disk must not end the run; the next beat may work
                 if self._trouble != str(error):
@@ -95,8 +95,8 @@ class Heartbeat:
 def read_heartbeat(path: Path) -> dict[str, Any] | None:
     """Return a role's last heartbeat; None if unreadable."""
     try:
-        found = json.loads(read_file(path))
-        return found if isinstance(found, dict) and isinstance(found.get("beat"), int) else None
+        report = json.loads(read_file(path))
+        return report if isinstance(report, dict) and isinstance(report.get("beat"), int) else None
     except (OSError, ValueError):
         return None
 
@@ -151,8 +151,8 @@ class HeartbeatMonitor:
         """Describe the role's last report."""
         report = self.report or {}
         step = "" if report.get("step") is None else f"step {report['step']}"
-        words = (step, report.get("phase"), report.get("doing"))
-        return printable(", ".join(str(word) for word in words if word)) or "nothing"
+        parts = (step, report.get("phase"), report.get("doing"))
+        return printable(", ".join(str(part) for part in parts if part)) or "nothing"
 
     def check(self) -> None:
         """Warn once when the role is silent, and raise PeerSilent when it stays so."""
@@ -168,8 +168,8 @@ class HeartbeatMonitor:
                     self.path,
                 )
             else:
-                words = self.describe_silence("has ended, is stopped or hangs")
-                log.warning("%s. Waiting for it", words)
+                description = self.describe_silence("has ended, is stopped or hangs")
+                log.warning("%s. Waiting for it", description)
         if silent > GONE_S:
             raise PeerSilent(
                 f"a sign of life of the {self.name}; last it said: {self.describe_report()}", GONE_S

@@ -19,12 +19,12 @@ def refuse(cfg: RunConfig) -> None:
             "eval.interval: an evaluation without noise beside a noise section is for one process"
         )
     ckpt = cfg.ckpt
-    for key, asked in (
+    for key, is_set in (
         ("resume_step", ckpt.resume_step not in (None, -1)),
         ("skip_progress", ckpt.skip_progress),
         ("skip_buffer", ckpt.skip_buffer),
     ):
-        if asked:
+        if is_set:
             raise ValueError(
                 f"ckpt.{key}: roles go on from where they were, however often one is started "
                 "again; resume so in one process"
@@ -51,7 +51,7 @@ def refuse_budget(cfg: RunConfig) -> None:
 
 def refuse_engine(cfg: RunConfig) -> None:
     """Raise ValueError for what a vLLM does only in one process."""
-    rollout, way = cfg.rollout, cfg.weight_broadcast.type
+    rollout, broadcast_type = cfg.rollout, cfg.weight_broadcast.type
     if rollout.engine == "native":
         return
     if rollout.vllm.url is not None:
@@ -59,8 +59,8 @@ def refuse_engine(cfg: RunConfig) -> None:
             "rollout.vllm.url: with roles a vLLM that runs already is named in client.base_url "
             "(docs/vllm.md says how it is started), and needs no lowroll serve"
         )
-    if rollout.vllm.transfer == "nccl" or way != "filesystem":
-        key = "weight_broadcast.type" if way != "filesystem" else "rollout.vllm.transfer"
+    if rollout.vllm.transfer == "nccl" or broadcast_type != "filesystem":
+        key = "weight_broadcast.type" if broadcast_type != "filesystem" else "rollout.vllm.transfer"
         raise ValueError(f"{key}: with roles a vLLM reads new weights from the run's folder alone")
     if not cfg.train.lora and not is_dense(rollout.weights):
         raise ValueError(

@@ -47,10 +47,13 @@ def processes(cfg: RunConfig, paths: RunPaths) -> dict[str, LocalProcess]:
         env |= {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
     placement = devices.of_run(cfg)
     log.info("%s", placement.line())
-    own = {TRAINER: placement.learner, ORCHESTRATOR: {}}
+    env_by_role = {TRAINER: placement.learner, ORCHESTRATOR: {}}
     for number, role in enumerate(engines):
-        own[role] = placement.engine(number) | {ENGINE_ROLE: role}
-    return {role: LocalProcess(env | more, paths.log(role)) for role, more in own.items()}
+        env_by_role[role] = placement.engine(number) | {ENGINE_ROLE: role}
+    return {
+        role: LocalProcess(env | role_env, paths.log(role))
+        for role, role_env in env_by_role.items()
+    }
 
 
 class LocalProcess(RoleProcess):
@@ -136,18 +139,18 @@ def die_with_parent() -> None:
 def reserve_port(host: str) -> socket.socket:
     """Return a socket that reserves a port: the system does not choose it for others, but a process
     that names it may listen there."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((host, 0))
-    return held
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
+    return reserved
 
 
 def is_port_free(host: str, port: int) -> bool:
     """Return whether a server could listen there."""
-    with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            trial.bind((host, port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True

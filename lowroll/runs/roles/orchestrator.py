@@ -97,12 +97,12 @@ def orchestrate(cfg: RunConfig) -> int:
 
 def overheard(urls: Sequence[str]) -> list[str]:
     """Return those that reach another machine unencrypted."""
-    found = []
+    unencrypted = []
     for url in urls:
         parts = urlsplit(url)
-        if parts.scheme != "https" and not _leads_here(parts.hostname or ""):
-            found.append(url)
-    return found
+        if parts.scheme != "https" and not _is_this_machine(parts.hostname or ""):
+            unencrypted.append(url)
+    return unencrypted
 
 
 class Orchestration:
@@ -134,17 +134,19 @@ class Orchestration:
         heartbeat.update(phase="meeting", doing="the trainer")
         tell(f"waiting for the trainer in {paths.run} (lowroll train)")
         self._meet_trainer()
-        theirs = check_trainer(cfg, paths.run, self.trainer.name)
+        trainer_cfg = check_trainer(cfg, paths.run, self.trainer.name)
         heartbeat.update(doing="engines")
         tell(f"waiting for engines: {', '.join(cfg.client.base_url) or 'lowroll serve'}")
         self.pool = stack.enter_context(self._pool(cfg))
-        check_engines(theirs, self.pool)
-        cached = self.pool.server.cache_tokens or None
-        sized = cfg.rollout.model_copy(update={"cache_tokens": cached})
-        self.cfg = cfg = cfg.model_copy(update={"rollout": sized})
+        check_engines(trainer_cfg, self.pool)
+        cache_tokens = self.pool.server.cache_tokens or None
+        sized_rollout = cfg.rollout.model_copy(update={"cache_tokens": cache_tokens})
+        self.cfg = cfg = cfg.model_copy(update={"rollout": sized_rollout})
         self.level = cfg.asynchrony.max_async_level
-        patience = cfg.ckpt.wait_for_weights_timeout or cfg.weight_broadcast.timeout
-        self.versions = Versions(Broadcasts(paths.broadcasts), self.pool, self.abreast, patience)
+        weights_deadline_s = cfg.ckpt.wait_for_weights_timeout or cfg.weight_broadcast.timeout
+        self.versions = Versions(
+            Broadcasts(paths.broadcasts), self.pool, self.abreast, weights_deadline_s
+        )
         self.channel = sender(cfg, paths, attempt, self.alive)
         stack.callback(self.channel.close)
         paths.ledger.parent.mkdir(parents=True, exist_ok=True)
@@ -190,10 +192,10 @@ class Orchestration:
         """Wait until the trainer has begun or resumed, because files here may be of an earlier run."""
 
         def has_begun() -> bool:
-            alive, said = self.trainer.alive, self.trainer.report or {}
-            is_over = said.get("step") == self.last or (self.paths.spool / END).exists()
-            has_ended = said.get("phase") == "ended" and is_over
-            return has_ended or (alive and said.get("phase") not in ("starting", "ended"))
+            alive, report = self.trainer.alive, self.trainer.report or {}
+            is_over = report.get("step") == self.last or (self.paths.spool / END).exists()
+            has_ended = report.get("phase") == "ended" and is_over
+            return has_ended or (alive and report.get("phase") not in ("starting", "ended"))
 
         wait_until(
             has_begun,
@@ -242,16 +244,16 @@ class Orchestration:
             for role in self.paths.engines():
                 watches.setdefault(role, HeartbeatMonitor(self.paths.heartbeat(role)))
             alive = [watch.report or {} for watch in watches.values() if watch.alive]
-            shown = [one for one in alive if one.get("url")]
-            for one in shown:
-                _check_reached(one)
-            urls[:] = [str(one["url"]) for one in shown]
+            registered = [report for report in alive if report.get("url")]
+            for report in registered:
+                _check_reached(report)
+            urls[:] = [str(report["url"]) for report in registered]
             return len(urls) >= count and len(urls) == len(alive)
 
-        what = "an engine" if count == 1 else f"{count} engines (rollout.engines)"
+        description = "an engine" if count == 1 else f"{count} engines (rollout.engines)"
         wait_until(
             ready,
-            f"{what} in {self.paths.roles} (lowroll serve), or client.base_url",
+            f"{description} in {self.paths.roles} (lowroll serve), or client.base_url",
             GONE_S,
             self.stopped,
         )
@@ -271,6 +273,7 @@ class Orchestration:
         tell("the trainer has learned from every batch; nothing is left to make")
 
     def _make_after(self, made: int) -> None:
+        """Make the batches after the step `made`, and wait for the trainer's last checkpoint."""
         try:
             if (ended := self.channel.spool.ended()) is not None:
                 raise NoSignal(ended)  # recorded before this process was started
@@ -304,17 +307,19 @@ class Orchestration:
         self._commit()
 
     def _pace(self, batch: Batch) -> dict[str, float]:
-        before, self._made = self._made, time.monotonic()
-        found = self.pool.report().metrics()
+        """Return metrics of the engines and of the time spent waiting for weights."""
+        previous_time, self._made = self._made, time.monotonic()
+        metrics = self.pool.report().metrics()
         if self.level == 0:
-            idle = self._waited + batch.stats["time/generate"]
-            found["time/wait_weights"] = self._waited
-            found["perf/orchestrator_idle_fraction"] = min(
-                1.0, idle / max(self._made - before, 1e-9)
+            idle_s = self._waited + batch.stats["time/generate"]
+            metrics["time/wait_weights"] = self._waited
+            metrics["perf/orchestrator_idle_fraction"] = min(
+                1.0, idle_s / max(self._made - previous_time, 1e-9)
             )
-        return found
+        return metrics
 
     def _commit(self) -> None:
+        """Record in the ledger what the trainer has committed."""
         cursor = self.channel.cursor()
         if cursor is not None and cursor.committed > self.committed:
             self.committed = cursor.committed
@@ -344,21 +349,21 @@ class Orchestration:
         if cursor.committed == 0:
             self.batches.restore(0, self.begun)
             return 0
-        saved = Store(self.paths.run / "checkpoints").load(cursor.committed, only=())
-        state: Mapping[str, Any] = saved.state["orchestrator"]
-        self.batches.restore(saved.step, state, resumed=True)
-        log.info("going on after the checkpoint of step %d", saved.step)
-        return saved.step
+        checkpoint = Store(self.paths.run / "checkpoints").load(cursor.committed, only=())
+        state: Mapping[str, Any] = checkpoint.state["orchestrator"]
+        self.batches.restore(checkpoint.step, state, resumed=True)
+        log.info("going on after the checkpoint of step %d", checkpoint.step)
+        return checkpoint.step
 
     def _cursor(self) -> Cursor:
         """Wait for the cursor of the current trainer, or of one that has ended."""
 
         def has_spoken() -> bool:
             self.trainer.look()
-            said, cursor = self.trainer.report or {}, self.channel.cursor()
+            report, cursor = self.trainer.report or {}, self.channel.cursor()
             if cursor is None:
                 return False
-            return said.get("phase") == "ended" or cursor.attempt >= said.get("attempt", 0)
+            return report.get("phase") == "ended" or cursor.attempt >= report.get("attempt", 0)
 
         wait_until(
             has_spoken,
@@ -366,9 +371,9 @@ class Orchestration:
             GONE_S * 48,
             self.alive,
         )
-        found = self.channel.cursor()
-        assert found is not None
-        return found
+        cursor = self.channel.cursor()
+        assert cursor is not None
+        return cursor
 
     # -- evaluations -------------------------------------------------------------------------------
 
@@ -405,7 +410,7 @@ def _check_reached(said: Mapping[str, Any]) -> None:
             "start one by itself (docs/vllm.md), and name its address in client.base_url"
         )
     host = urlsplit(str(said["url"])).hostname or ""
-    if _leads_here(host):
+    if _is_this_machine(host):
         raise ValueError(
             f"{said.get('role')}: on {printable(said.get('host'))} it listens at {host}, which leads "
             "nowhere from here: start it with serve.host=ADDRESS, one that this machine reaches, or "
@@ -413,7 +418,7 @@ def _check_reached(said: Mapping[str, Any]) -> None:
         )
 
 
-def _leads_here(host: str) -> bool:
+def _is_this_machine(host: str) -> bool:
     try:
         address = ip_address(host)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The learner's ranks beside rank 0, which follow its orders.
+"""The learner's ranks other than rank 0, which follow its orders.
 
     rank 0        learn + batch    checkpoint    ...    finish    end
     the others    the same calls on a learner of the same kind, whose run folder writes nothing
@@ -55,7 +55,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Begin:
-    """What the other ranks need to begin. step: of the checkpoint to resume from."""
+    """The message with which the other ranks begin. step: of the checkpoint to resume from."""
 
     attempt: int
     step: int | None
@@ -71,8 +71,8 @@ def join_ranks(cfg: RunConfig, environment: RankEnvironment | None) -> Iterator[
     device = Compute.of(cfg).device
     if device.type == "cuda":
         device = torch.device("cuda", 0)  # its own comes first (`runs.roles.devices`)
-    kind = Sharded if cfg.is_sharded else RankGroup
-    ranks = kind(
+    ranks_class = Sharded if cfg.is_sharded else RankGroup
+    ranks = ranks_class(
         environment.rank, environment.size, environment.host, environment.port, device, GONE_S
     )
     try:
@@ -129,12 +129,12 @@ class Follower:
         self.learner = Learner(cfg, policy, checkpoints, self.orders, publisher, deadline_s=ORDER_S)
         self.learner.watch(self._phase, lambda _: None)
         if begin.step is not None:
-            saved = self.learner.restore()
-            assert saved is not None
-            self.learner.go_on(saved)
+            checkpoint = self.learner.restore()
+            assert checkpoint is not None
+            self.learner.go_on(checkpoint)
 
     def run(self) -> None:
-        does: Mapping[str, Callable[[int], object]] = {
+        actions: Mapping[str, Callable[[int], object]] = {
             "learn": self.learner.step,
             "checkpoint": self._checkpoint,
             "finish": self.learner.finish,
@@ -146,7 +146,7 @@ class Follower:
             if order.do == "end":
                 return
             self.heartbeat.update(phase=order.do, step=order.step, doing="")
-            does[order.do](order.step)
+            actions[order.do](order.step)
 
     def _checkpoint(self, step: int) -> None:
         self.learner.enter(step)
@@ -253,9 +253,11 @@ class MirrorPublisher:
 
 def check_settings(cfg: RunConfig, begin: Begin) -> None:
     """Raise ValueError that names the first setting that is not rank 0's."""
-    for mine, theirs in zip(cfg.dump().splitlines(), begin.settings.splitlines(), strict=False):
-        if mine != theirs:
+    for own_line, leader_line in zip(
+        cfg.dump().splitlines(), begin.settings.splitlines(), strict=False
+    ):
+        if own_line != leader_line:
             raise ValueError(
-                f"{cfg.source}: {mine.strip()}: rank 0 has {theirs.strip()}; all ranks have one run's "
+                f"{cfg.source}: {own_line.strip()}: rank 0 has {leader_line.strip()}; all ranks have one run's "
                 "settings"
             )

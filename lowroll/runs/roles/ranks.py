@@ -59,17 +59,17 @@ class RankEnvironment:
     ) -> RankEnvironment | None:
         """Return this process's rank; None if the environment names none. ValueError names a
         missing or wrong variable."""
-        given = [name for name in NAMES[:2] if environ.get(name)]
-        if not given:
+        present = [name for name in NAMES[:2] if environ.get(name)]
+        if not present:
             return None
         if missing := [name for name in NAMES if not environ.get(name)]:
             raise ValueError(
-                f"{missing[0]}: not set, and {given[0]} is: a rank of the learner needs "
+                f"{missing[0]}: not set, and {present[0]} is: a rank of the learner needs "
                 f"{', '.join(NAMES)} (torchrun sets them); without RANK and WORLD_SIZE lowroll train "
                 "starts all ranks itself"
             )
         rank, size, port = (
-            _number(name, environ) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+            _read_number(name, environ) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
         )
         if size != cfg.train.gpus:
             raise ValueError(
@@ -80,7 +80,7 @@ class RankEnvironment:
             raise ValueError(
                 f"RANK: {rank}, of {size} ranks (WORLD_SIZE), which are counted from 0"
             )
-        local = _number(LOCAL, environ) if environ.get(LOCAL) else rank
+        local = _read_number(LOCAL, environ) if environ.get(LOCAL) else rank
         return cls(rank, size, local, environ["MASTER_ADDR"], port)
 
     @property
@@ -90,7 +90,7 @@ class RankEnvironment:
         return dict(zip((*NAMES, LOCAL), map(str, (*values, self.local)), strict=True))
 
 
-def _number(name: str, environ: Mapping[str, str]) -> int:
+def _read_number(name: str, environ: Mapping[str, str]) -> int:
     text = environ[name]
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"{name}: expected a whole number, got {text!r}")
@@ -112,10 +112,10 @@ def launch_ranks(cfg: RunConfig, words: Sequence[str], resume: bool, overwrite: 
     with polite_stop() as stop:
         supervisor = RankSupervisor(cfg, paths, words, stop)
         try:
-            number = supervisor.run()
+            signal_number = supervisor.run()
         finally:
             supervisor.close()
-    return RunResult(paths.run, read(paths.run), signal=number)
+    return RunResult(paths.run, read(paths.run), signal=signal_number)
 
 
 class RankSupervisor:
@@ -138,20 +138,20 @@ class RankSupervisor:
         """Run to the end; return the signal that ended the ranks early, else 0."""
         for rank in self.ranks:
             rank.start()
-        first, is_told = self.ranks[0], False
-        while first.process.is_alive():
-            if self.stop and not is_told:
-                first.process.signal(signal.SIGTERM)
-                is_told = True
+        leader, is_signaled = self.ranks[0], False
+        while leader.process.is_alive():
+            if self.stop and not is_signaled:
+                leader.process.signal(signal.SIGTERM)
+                is_signaled = True
             self.check()
             self._print_log()
             time.sleep(POLL_S)
-        until = time.monotonic() + LEAVING_S
-        while self._is_any_alive() and time.monotonic() < until:
+        deadline = time.monotonic() + LEAVING_S
+        while self._is_any_alive() and time.monotonic() < deadline:
             self.check()
             time.sleep(POLL_S)
         self.check()
-        return self.stop.signal or (signal.SIGTERM if first.exit_code == STOPPED else 0)
+        return self.stop.signal or (signal.SIGTERM if leader.exit_code == STOPPED else 0)
 
     def check(self) -> None:
         """Raise RunFailed when a rank has ended before its time, or hangs."""
@@ -160,8 +160,8 @@ class RankSupervisor:
             if (hang := rank.find_hang()) is not None:
                 raise RunFailed(f"{rank.name}: {hang} (log: {rank.process.log})")
         if self._failed():
-            until = time.monotonic() + BLAME_S
-            while time.monotonic() < until and self._is_any_alive():
+            deadline = time.monotonic() + BLAME_S
+            while time.monotonic() < deadline and self._is_any_alive():
                 time.sleep(POLL_S)
             self._blame()
 
@@ -176,6 +176,7 @@ class RankSupervisor:
         raise RunFailed(rank.describe_exit())
 
     def _failed(self) -> list[Role]:
+        """Return the ranks that ended with an error."""
         ended = [rank for rank in self.ranks if not rank.process.is_alive()]
         for rank in ended:
             rank.process.kill()  # what is left of its group
@@ -185,6 +186,7 @@ class RankSupervisor:
         return any(rank.process.is_alive() for rank in self.ranks)
 
     def _print_log(self) -> None:
+        """Print what rank 0 has added to its log."""
         if self._log_size() == self._printed:
             return
         with self.ranks[0].process.log.open("rb") as file:

@@ -35,11 +35,11 @@ from lowroll.transport.base import wait_until
 from lowroll.types import RunFailed, printable
 
 MODE, RAYS_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-# prefixes of the variables that a remote role inherits from the command's environment
+# Prefixes of the variables that a remote role inherits from the command's environment.
 PASSED = ("LOWROLL_", "HF_", "WANDB_", "MLFLOW_", "TRACKIO_", "NCCL_", "GLOO_")
 POLL_S = 0.1
-# a separate program, since Ray reads its token settings at import: it exits with 0 where the
-# cluster at the address answers a client without a token
+# The probe is a separate program, since Ray reads its token settings at import. It exits with 0
+# when the cluster at the address answers a client without a token.
 AUTH_PROBE = """
 import sys
 from ray._raylet import GcsClient
@@ -56,37 +56,41 @@ STORE = 80 << 20  # bytes of our own cluster's object store, which carries nothi
 def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, ActorProcess]:
     """Return the roles' processes, each with a node on the cluster; none is started. ValueError
     names a node that does not see the run folder, RunFailed a role without a node."""
-    stack.enter_context(_cluster(cfg))
-    met = (os.getcwd(), *stack.enter_context(role_variables(cfg, paths)))
-    wanted, deadline_s = demands(cfg, _gpus()), cfg.ray.node_deadline
-    group = stack.enter_context(_group(wanted, deadline_s))
-    made = {}
-    for index, (role, demand) in enumerate(wanted.items()):
+    stack.enter_context(_connect_cluster(cfg))
+    meeting_arguments = (os.getcwd(), *stack.enter_context(role_variables(cfg, paths)))
+    demand_by_role, deadline_s = demands(cfg, _cluster_gpus()), cfg.ray.node_deadline
+    group = stack.enter_context(_reserve_group(demand_by_role, deadline_s))
+    actor_processes = {}
+    for index, (role, demand) in enumerate(demand_by_role.items()):
         bundle = Bundle(group, index, *demand)
-        process = ActorProcess(role, bundle, met, deadline_s, paths.log(role), paths.lock(role))
+        process = ActorProcess(
+            role, bundle, meeting_arguments, deadline_s, paths.log(role), paths.lock(role)
+        )
         stack.callback(process.leave)
-        made[role] = process
-    late_s = deadline_s + POLL_S  # a process reports a missing node earlier
+        actor_processes[role] = process
+    timeout_s = deadline_s + POLL_S  # a process reports a missing node earlier
     wait_until(
-        lambda: all([process.is_placed() for process in made.values()]), "the actors of Ray", late_s
+        lambda: all([process.is_placed() for process in actor_processes.values()]),
+        "the actors of Ray",
+        timeout_s,
     )
-    for role, process in made.items():
+    for role, process in actor_processes.items():
         tell(f"{role} on {process.address} ({printable(process.node['host'])})")
-    return made
+    return actor_processes
 
 
 def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
     """Return the (CPUs, GPUs) of each role on one node. gpus: of the cluster."""
     ray = cfg.ray
-    rollout, has = cfg.rollout, float(bool(gpus) and cfg.device != "cpu")
-    each = 1 if rollout.engine == "native" else rollout.vllm.tensor_parallel_size
-    learner = has * cfg.train.gpus if ray.trainer_gpus is None else ray.trainer_gpus
-    engine = has * each if ray.engine_gpus is None else ray.engine_gpus
-    wanted: dict[str, tuple[float, float]] = {
-        TRAINER: (ray.trainer_cpus, learner),
+    rollout, uses_gpus = cfg.rollout, float(bool(gpus) and cfg.device != "cpu")
+    gpus_per_engine = 1 if rollout.engine == "native" else rollout.vllm.tensor_parallel_size
+    trainer_gpus = uses_gpus * cfg.train.gpus if ray.trainer_gpus is None else ray.trainer_gpus
+    engine_gpus = uses_gpus * gpus_per_engine if ray.engine_gpus is None else ray.engine_gpus
+    demand_by_role: dict[str, tuple[float, float]] = {
+        TRAINER: (ray.trainer_cpus, trainer_gpus),
         ORCHESTRATOR: (ray.orchestrator_cpus, 0.0),
     }
-    return wanted | {role: (ray.engine_cpus, engine) for role in engine_roles(cfg)}
+    return demand_by_role | {role: (ray.engine_cpus, engine_gpus) for role in engine_roles(cfg)}
 
 
 def package(address: str | None) -> Any:
@@ -114,21 +118,21 @@ def package(address: str | None) -> Any:
 
 
 @contextmanager
-def _cluster(cfg: RunConfig) -> Iterator[None]:
+def _connect_cluster(cfg: RunConfig) -> Iterator[None]:
     """Connect to the cluster of ray.address, or to our own, which ends with the block."""
     ray = package(cfg.ray.address)
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "lowroll"}
     try:
         if cfg.ray.address is None:
-            with _own(cfg, ray, quiet):
+            with _own_cluster(cfg, ray, quiet):
                 yield
             return
         try:
             if is_loopback(cfg.ray.address.rpartition(":")[0]):
-                _stay_here()
+                _keep_loopback()
             ray.init(address=cfg.ray.address, **quiet)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise ValueError(_unreached(cfg.ray.address, error)) from None
+            raise ValueError(_describe_failure(cfg.ray.address, error)) from None
         if os.environ[MODE] == "token":
             refuse_open(cfg.ray.address, ray.get_runtime_context().gcs_address)
         else:
@@ -142,16 +146,16 @@ def _cluster(cfg: RunConfig) -> Iterator[None]:
 
 
 @contextmanager
-def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
+def _own_cluster(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
     """Start a cluster at this machine's loopback address, with its own token."""
-    least = sum(int(cpus) for cpus, _ in demands(cfg, 0).values())
-    # for this user alone, which Ray does not ensure; names of sockets must be short
+    min_cpus = sum(int(cpus) for cpus, _ in demands(cfg, 0).values())
+    # The folder is for this user alone, which Ray does not ensure; socket names must be short.
     folder = tempfile.mkdtemp(prefix="lowroll-ray-", dir="/tmp")
-    _stay_here()
+    _keep_loopback()
     try:
         try:
-            found = ray.init(
-                num_cpus=max(least, os.cpu_count() or 1),
+            context = ray.init(
+                num_cpus=max(min_cpus, os.cpu_count() or 1),
                 include_dashboard=False,
                 object_store_memory=STORE,
                 _node_ip_address="127.0.0.1",
@@ -164,7 +168,7 @@ def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
                 f"launcher: ray: Ray does not start here: {printable(error, 300)} On a machine that is "
                 "busy its parts miss deadlines of their own, of 15 and 30 s"
             ) from error
-        host = found.address_info["node_ip_address"]
+        host = context.address_info["node_ip_address"]
         if not is_loopback(host):
             raise RunFailed(f"Ray listens at {host}, and was asked to at 127.0.0.1")
         yield
@@ -174,7 +178,7 @@ def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _stay_here() -> None:
+def _keep_loopback() -> None:
     """Keep Ray from replacing 127.0.0.1 by a reachable address."""
     from ray._private import ray_constants
 
@@ -192,7 +196,7 @@ def is_loopback(host: str) -> bool:
 def refuse_open(named: str, address: str) -> None:
     """Raise ValueError when the cluster at an address accepts clients without a token."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | {MODE: "disabled"}
-    asked = subprocess.Popen(
+    probe = subprocess.Popen(
         [sys.executable, "-P", "-c", AUTH_PROBE, address],
         env=env,
         stdout=subprocess.DEVNULL,
@@ -200,23 +204,30 @@ def refuse_open(named: str, address: str) -> None:
         text=True,
     )
     try:
-        _, said = asked.communicate(timeout=AUTH_PROBE_S)
+        _, error_output = probe.communicate(timeout=AUTH_PROBE_S)
     except subprocess.TimeoutExpired:
-        asked.kill()
-        _, said = asked.communicate(timeout=AUTH_PROBE_S)
-    if asked.returncode == 0:
+        probe.kill()
+        _, error_output = probe.communicate(timeout=AUTH_PROBE_S)
+    if probe.returncode == 0:
         raise ValueError(
             f"ray.address: {named}: this cluster asks nobody for a token: whoever reaches it can run "
             f"programs on it. Start it with {MODE}=token (docs/ray.md), or, where nobody else reaches "
             f"it, write {MODE}=disabled before this command"
         )
-    if "token" not in said.lower():
-        told = printable((said.strip().splitlines() or ["no answer"])[-1], 200)
-        tell(f"warning: whether the Ray cluster asks for a token was not to be found out: {told}")
+    if "token" not in error_output.lower():
+        last_line = printable((error_output.strip().splitlines() or ["no answer"])[-1], 200)
+        tell(
+            f"warning: whether the Ray cluster asks for a token was not to be found out: {last_line}"
+        )
 
 
-def _unreached(address: str, error: Exception) -> str:
-    causes = [str(one) for one in (error, error.__cause__, error.__context__) if one is not None]
+def _describe_failure(address: str, error: Exception) -> str:
+    """Say why a cluster was not reached."""
+    causes = [
+        str(exception)
+        for exception in (error, error.__cause__, error.__context__)
+        if exception is not None
+    ]
     if any("token" in cause.lower() for cause in causes):
         return (
             f"ray.address: {address}: no token, or not the cluster's, which is RAY_AUTH_TOKEN, or in "
@@ -225,14 +236,14 @@ def _unreached(address: str, error: Exception) -> str:
     return f"ray.address: {address}: {printable(causes[0].strip().partition(chr(10))[0], 300)}"
 
 
-def _gpus() -> float:
+def _cluster_gpus() -> float:
     import ray
 
     return float(ray.cluster_resources().get("GPU", 0))
 
 
 @contextmanager
-def _group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterator[Any]:
+def _reserve_group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterator[Any]:
     """Reserve a placement group with a bundle for each role, for the block."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -241,14 +252,14 @@ def _group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterato
     group = placement_group(bundles, strategy="SPREAD")
     try:
         if not group.wait(deadline_s):
-            has = ray.cluster_resources()
-            asked = ", ".join(
+            resources = ray.cluster_resources()
+            demands_text = ", ".join(
                 f"{role} {cpus:g} CPUs and {gpus:g} GPUs" for role, (cpus, gpus) in wanted.items()
             )
             raise RunFailed(
                 f"the Ray cluster has had no room within {deadline_s:.0f} s (ray.node_deadline) for "
-                f"{asked}, each on one node: it has {has.get('CPU', 0):g} CPUs and "
-                f"{has.get('GPU', 0):g} GPUs in all"
+                f"{demands_text}, each on one node: it has {resources.get('CPU', 0):g} CPUs and "
+                f"{resources.get('GPU', 0):g} GPUs in all"
             )
         yield group
     finally:
@@ -261,12 +272,12 @@ def role_variables(cfg: RunConfig, paths: RunPaths) -> Iterator[tuple[str, str]]
     this user alone; yield its path and the word. Secrets do not go through Ray."""
     names = {THREADS, cfg.client.api_key_var, *cfg.ray.pass_env}
     names.update(name for env in (*cfg.env, *(cfg.eval.env or ())) for name in env.pass_env)
-    passed = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED)}
+    inherited = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED)}
     roles = engine_roles(cfg)
     if roles:
-        passed |= {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
+        inherited |= {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
     word = secrets.token_hex(16)
-    given: dict[str, Any] = {WORD: word, "all": passed} | {
+    content: dict[str, Any] = {WORD: word, "all": inherited} | {
         role: {ENGINE_ROLE: role} for role in roles
     }
     path = (paths.roles / "variables.json").absolute()
@@ -274,7 +285,7 @@ def role_variables(cfg: RunConfig, paths: RunPaths) -> Iterator[tuple[str, str]]
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(given, file)
+            json.dump(content, file)
         yield str(path), word
     finally:
         Path(path).unlink(missing_ok=True)

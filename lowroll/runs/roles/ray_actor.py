@@ -25,8 +25,8 @@ from lowroll.runs.roles.role import Exit, RoleProcess, is_writer
 from lowroll.types import RunFailed, printable
 
 WORD = "word"  # identifies the launcher's own file
-# variables of a worker that a role does not get: it uses no cluster, and Ray sets the number of
-# threads by default
+# A role does not get these variables of a worker: it uses no cluster, and Ray sets the number of
+# threads by default.
 OURS, THREADS = "RAY_", "OMP_NUM_THREADS"
 ANSWER_S = 20.0  # for a known actor
 POLL_S = 0.25  # between two checks of a process
@@ -43,7 +43,7 @@ class RoleActor:
         there. variables: the file of the role's environment variables, in the run folder."""
         import ray
 
-        told = {
+        node_info = {
             "address": ray.util.get_node_ip_address(),
             "host": socket.gethostname(),
             "node": ray.get_runtime_context().get_node_id(),
@@ -51,17 +51,19 @@ class RoleActor:
         path = Path(variables)
         run = printable(path.parent.parent)
         try:
-            found = json.loads(read_file(path))
+            content = json.loads(read_file(path))
         except (OSError, ValueError) as error:
-            return told | {"wrong": f"does not see the run folder: {printable(error)}"}
-        if found.get(WORD) != word:
-            return told | {"wrong": f"has another {run}, which is not the run folder"}
+            return node_info | {"wrong": f"does not see the run folder: {printable(error)}"}
+        if content.get(WORD) != word:
+            return node_info | {"wrong": f"has another {run}, which is not the run folder"}
         if not os.access(path.parent, os.W_OK):
-            return told | {"wrong": f"may not write to the run folder {run}"}
+            return node_info | {"wrong": f"may not write to the run folder {run}"}
         if not Path(folder).is_dir():
-            return told | {"wrong": f"has no {printable(folder)}, where this command was started"}
-        self.variables = found
-        return told
+            return node_info | {
+                "wrong": f"has no {printable(folder)}, where this command was started"
+            }
+        self.variables = content
+        return node_info
 
     def start(self, role: str, words: list[str], folder: str, log: str) -> tuple[int, int]:
         """Start the role's process; return its ID, and the size of its log before."""
@@ -164,6 +166,7 @@ class ActorProcess(RoleProcess):
         return self._meet() and not self._is_left()
 
     def _meet(self) -> bool:
+        """Return whether the actor has reported a usable node; create it if there is none."""
         if self.node:
             return True
         if self.actor is None:
@@ -171,32 +174,32 @@ class ActorProcess(RoleProcess):
             self.actor = self.bundle.create_actor()
             self._meeting = self.actor.meet.remote(*self.met)
         try:
-            told = answer(self._meeting)
+            reply = answer(self._meeting)
         except ActorLost:
             self.leave()
-            told = None
-        if told is None:
+            reply = None
+        if reply is None:
             if time.monotonic() - self._unplaced_since > self.deadline_s:
                 raise RunFailed(self._no_room())
             return False
-        if "wrong" in told:
-            where = f"{told['address']} ({printable(told['host'])})"
+        if "wrong" in reply:
+            node_text = f"{reply['address']} ({printable(reply['host'])})"
             raise ValueError(
-                f"launcher: ray: node {where}, where the {self.role} is placed, {told['wrong']}; "
+                f"launcher: ray: node {node_text}, where the {self.role} is placed, {reply['wrong']}; "
                 "all nodes need the same output_dir and working directory, on a shared file system"
             )
-        self.node, self.address = told, told["address"]
+        self.node, self.address = reply, reply["address"]
         self._unplaced_since = 0.0
         return True
 
     def _no_room(self) -> str:
         import ray
 
-        free = ray.available_resources()
+        resources = ray.available_resources()
         return (
             f"{self.role}: no node of the Ray cluster has had room for it ({self.bundle.cpus:g} CPUs, "
             f"{self.bundle.gpus:g} GPUs) within {self.deadline_s:.0f} s (ray.node_deadline); free are "
-            f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs in all"
+            f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs in all"
         )
 
     def _is_left(self) -> bool:
@@ -230,7 +233,7 @@ class ActorProcess(RoleProcess):
         try:
             if self._ends is None and time.monotonic() >= self._ask_at:
                 self._ends = self.actor.ends.remote()
-            if self._ends is None or (ends := answer(self._ends)) is None:
+            if self._ends is None or (exits := answer(self._ends)) is None:
                 return
         except ActorAway:
             self._ends, self._ask_at = None, time.monotonic() + POLL_S
@@ -238,8 +241,8 @@ class ActorProcess(RoleProcess):
         except ActorLost as error:
             return self._lose(error)
         self._ends, self._ask_at = None, time.monotonic() + POLL_S
-        if ends:
-            (self.exit,) = ends
+        if exits:
+            (self.exit,) = exits
 
     def wrote(self, heartbeat: Mapping[str, object]) -> bool:
         return is_writer(self.pid, heartbeat) and self.node.get("host") == heartbeat.get("host")
@@ -273,9 +276,9 @@ class ActorProcess(RoleProcess):
 
         if self.actor is None:
             raise ActorLost("there is none")
-        asked = getattr(self.actor, method).remote(*words)
+        request = getattr(self.actor, method).remote(*words)
         try:
-            return ray.get(asked, timeout=ANSWER_S)
+            return ray.get(request, timeout=ANSWER_S)
         except ray.exceptions.GetTimeoutError:
             raise ActorLost(f"it has not answered for {ANSWER_S:.0f} s") from None
         except ray.exceptions.RayActorError as error:
@@ -298,8 +301,8 @@ class ActorProcess(RoleProcess):
 
     def _lose(self, error: ActorLost) -> None:
         """Record that the process has ended with its actor or node."""
-        what = f"node {self.address}" if self.is_node_lost() else "actor"
-        cause = f"its {what} was lost: {error}"
+        lost_part = f"node {self.address}" if self.is_node_lost() else "actor"
+        cause = f"its {lost_part} was lost: {error}"
         self.exit = exit_of(-signal.SIGKILL, self.log, self._log_start, cause)
         self._lost_at = time.monotonic()
         self.leave()
@@ -325,5 +328,5 @@ def first_cause(error: Exception) -> str:
     """Return the cause of an actor's end, from Ray's first sentence about it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "because" in line]
-    told = (causes or lines or [type(error).__name__])[0]
-    return printable(told.partition(". ")[0].rstrip("."), 160)
+    sentence = (causes or lines or [type(error).__name__])[0]
+    return printable(sentence.partition(". ")[0].rstrip("."), 160)

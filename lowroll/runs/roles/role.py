@@ -164,12 +164,12 @@ class Role:
         """Return why the process counts as hanging, or None."""
         if not self.process.is_alive():
             return None
-        deadline = START_S
+        deadline_s = START_S
         if (heartbeat := self._own_heartbeat()) is not None:
-            usual = self.monitor.silent_s
-            deadlines = {"starting": STARTING_FACTOR * usual, "ended": ENDING_S}
-            deadline = deadlines.get(str(heartbeat["phase"]), usual)
-        if self.monitor.silent_for <= deadline:
+            usual_silence_s = self.monitor.silent_s
+            deadlines = {"starting": STARTING_FACTOR * usual_silence_s, "ended": ENDING_S}
+            deadline_s = deadlines.get(str(heartbeat["phase"]), usual_silence_s)
+        if self.monitor.silent_for <= deadline_s:
             return None
         return self.monitor.describe_silence("is stopped or hangs")
 
@@ -186,7 +186,7 @@ class Role:
     def stop(self, deadline_s: float) -> None:
         """Ask the process to end, and kill it after the deadline."""
         self.process.signal(signal.SIGTERM)
-        until = time.monotonic() + deadline_s
-        while self.process.is_alive() and time.monotonic() < until:
+        deadline = time.monotonic() + deadline_s
+        while self.process.is_alive() and time.monotonic() < deadline:
             time.sleep(POLL_S)
         self.process.kill()

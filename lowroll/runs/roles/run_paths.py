@@ -68,27 +68,27 @@ class RunPaths:
         """Return the tokens (of clients, of the admin): the environment's, else those of this run
         folder, created on the first call for this user alone. ValueError for an environment with
         one of the two, or with a short one."""
-        given = [os.environ.get(name, "") for name in (TOKEN, ADMIN)]
-        if any(given):
-            for name, token in zip((TOKEN, ADMIN), given, strict=True):
+        env_tokens = [os.environ.get(name, "") for name in (TOKEN, ADMIN)]
+        if any(env_tokens):
+            for name, token in zip((TOKEN, ADMIN), env_tokens, strict=True):
                 if len(token) < SHORTEST:
                     raise ValueError(
                         f"{name}: expected at least {SHORTEST} characters, as of the other of "
                         f"{TOKEN} and {ADMIN}: every role needs both, or has those of "
                         f"{self.roles / 'tokens.json'}"
                     )
-            return given[0], given[1]
+            return env_tokens[0], env_tokens[1]
         path = self.roles / "tokens.json"
         self.roles.mkdir(parents=True, exist_ok=True)
-        made = self.roles / f".tokens-{os.getpid()}-{secrets.token_hex(4)}"
-        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        temporary = self.roles / f".tokens-{os.getpid()}-{secrets.token_hex(4)}"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump({"token": secrets.token_hex(16), "admin": secrets.token_hex(16)}, file)
         try:
-            os.link(made, path)  # atomically, and only if there is none
+            os.link(temporary, path)  # atomically, and only if there is none
         except FileExistsError:
             pass
         finally:
-            made.unlink()
-        found = json.loads(read_file(path))
-        return str(found["token"]), str(found["admin"])
+            temporary.unlink()
+        saved_tokens = json.loads(read_file(path))
+        return str(saved_tokens["token"]), str(saved_tokens["admin"])

@@ -81,7 +81,7 @@ def launch(
         folder.keep(texts or {})
         settings = paths.roles / "launch.yaml"
         write_file(settings, cfg.dump().encode())
-        processes = _processes(resolved, paths, stack)
+        processes = _make_processes(resolved, paths, stack)
         stop = stack.enter_context(polite_stop())  # Ray has taken signals for itself
         title = (
             f"{paths.run}: {resolved.algorithm}, {resolved.correction}; logs in {paths.run / LOGS}"
@@ -93,11 +93,12 @@ def launch(
         flags = ["--resume"] if resume else ["--overwrite"] if overwrite else []
         supervisor = Supervisor(resolved, paths, settings, processes, display, stop, flags)
         stack.callback(supervisor.close)
-        number = supervisor.run()
-    return RunResult(paths.run, read(paths.run), signal=number)
+        signal_number = supervisor.run()
+    return RunResult(paths.run, read(paths.run), signal=signal_number)
 
 
-def _processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> Mapping[str, RoleProcess]:
+def _make_processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> Mapping[str, RoleProcess]:
+    """Return the roles' processes by the configured launcher."""
     if cfg.launcher == "local":
         return local.processes(cfg, paths)
     from lowroll.runs.roles import ray
@@ -108,12 +109,12 @@ def _processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> Mapping[str
 def await_unlocked(folder: Path) -> None:
     """Raise RunLockedError when a process runs in the folder. Roles of a launcher that has just
     died get DYING_S to end."""
-    until = time.monotonic() + DYING_S
+    deadline = time.monotonic() + DYING_S
     while True:
         try:
             return refuse_locked(folder)
         except RunLockedError:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
         time.sleep(POLL_S)
 
@@ -174,8 +175,8 @@ class Supervisor:
     def _stop(self) -> int:
         """Stop after a signal: the trainer finishes its step, then all end."""
         self.trainer.process.signal(signal.SIGTERM)
-        until = time.monotonic() + STOPPING_S
-        while self.trainer.process.is_alive() and time.monotonic() < until:
+        deadline = time.monotonic() + STOPPING_S
+        while self.trainer.process.is_alive() and time.monotonic() < deadline:
             self.trainer.update()
             if (hang := self.trainer.find_hang()) is not None:
                 log.warning("%s; it is ended, and --resume goes on from its checkpoint", hang)
@@ -230,6 +231,7 @@ class Supervisor:
             self.orchestrator.is_done, self.orchestrator.start_at = False, time.monotonic()
 
     def _restart(self, role: Role, why: str) -> None:
+        """Schedule a restart. RunFailed when the role's budget is spent."""
         if role.exit_code == NO_ROOM:
             return self._restart_after_full_disk(role, why)
         pause_s = role.budget.pause_s()
@@ -267,8 +269,8 @@ class Supervisor:
         address = role.process.address
         if role in self.engines:
             # for direct weights: the trainer writes its address into the run folder
-            listens = [f"serve.host={address}", f"serve.port={self._engine_port(role)}"]
-            return [*listens, *self._weight_words("127.0.0.1")]
+            serve_settings = [f"serve.host={address}", f"serve.port={self._engine_port(role)}"]
+            return [*serve_settings, *self._weight_words("127.0.0.1")]
         if role is self.trainer:
             return [*self._weight_words(address), *(["--resume"] if role.is_ready else self.flags)]
         if ip_address(address).is_loopback:
@@ -276,6 +278,7 @@ class Supervisor:
         return [f"rollout_transport.host={address}"]
 
     def _weight_words(self, address: str) -> list[str]:
+        """Return the address settings of the direct route of weights."""
         if not self.engines:
             return []
         return [f"weight_broadcast.host={address}", "weight_broadcast.port=0"]
@@ -295,13 +298,13 @@ class Supervisor:
         host, port = self.addresses.get(engine.name, ("", 0))
         if not port or (host == address and engine.process.is_port_free(port)):
             return port
-        why = f"its port {port} was taken by another process"
+        reason = f"its port {port} was taken by another process"
         if host != address:
-            why = f"it has moved from {host} to {address}"
+            reason = f"it has moved from {host} to {address}"
         log.warning(
             "%s: %s: it gets a new port, and the orchestrator is started again to find it",
             engine.name,
-            why,
+            reason,
         )
         self.orchestrator.process.kill()
         del self.addresses[engine.name]
@@ -335,24 +338,26 @@ class Display:
         for role, warnings in self.warnings.items():
             for line in warnings.new():
                 self.view.note(f"{role}: {line}")
-        self.view.phase(" | ".join(map(_activity, roles)), 0, 0)
+        self.view.phase(" | ".join(map(_describe_activity, roles)), 0, 0)
 
     def _show_records(self) -> None:
-        with_record = set()
+        """Show new records and evaluations."""
+        recorded_steps = set()
         for record in read(self.run):
             if record["step"] > self.step:
                 self.step = record["step"]
-                with_record.add(self.step)
+                recorded_steps.add(self.step)
                 self.view.step(record)
                 log.info("%s", self.view.line())
         for step, evaluation in read_evaluations(self.run).items():
             if self.evaluations.get(step) != evaluation and max(1, step) <= self.step:
                 self.evaluations[step] = evaluation
-                if max(1, step) not in with_record:
+                if max(1, step) not in recorded_steps:
                     self.view.evaluation(evaluation)
 
 
-def _activity(role: Role) -> str:
+def _describe_activity(role: Role) -> str:
+    """Describe what a role is doing, in one line."""
     role.update()
     if not role.process.is_alive():
         return f"{role.name}: {'done' if role.is_done else 'ended'}"

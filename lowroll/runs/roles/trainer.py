@@ -62,16 +62,16 @@ def train(
     resume = resume or goes_on(cfg)
     cfg = cfg.resolved()
     refuse(cfg)
-    last = cfg.train.max_steps
+    last_step = cfg.train.max_steps
     paths = RunPaths(cfg.output_dir)
     with ExitStack() as stack:
         home = stack.enter_context(attempt(cfg, "grpo", resume, overwrite, alone=False))
         heartbeat = stack.enter_context(Heartbeat(paths.heartbeat(TRAINER), TRAINER, home.attempt))
         ranks = stack.enter_context(join_ranks(cfg, environment))
         role = Training(home, paths, heartbeat, resume, ranks)
-        first = role.go_on() if resume else role.begin()
+        first_step = role.go_on() if resume else role.begin()
         view = stack.enter_context(
-            LiveView(last, f"{home.path}: {cfg.algorithm}, {cfg.correction}")
+            LiveView(last_step, f"{home.path}: {cfg.algorithm}, {cfg.correction}")
         )
         role.stop = stop = stack.enter_context(polite_stop())
         view.asked_to_stop = stop
@@ -82,7 +82,7 @@ def train(
             return view.line()
 
         try:
-            signal = drive(role, first, last, cfg.ckpt.interval, show, stop)
+            signal = drive(role, first_step, last_step, cfg.ckpt.interval, show, stop)
         except ChannelClosed as reason:
             role.finish(role.learner.made)
             role.orders.send("end")
@@ -150,15 +150,15 @@ class Training:
     def go_on(self) -> int:
         """Continue from the newest undamaged checkpoint, or from the first batch without one;
         return the next step."""
-        saved = self.learner.restore()
+        checkpoint = self.learner.restore()
         spool = Spool(self.paths.spool)
-        if not spool.reaches(0 if saved is None else saved.step):
-            self.publisher.forget_after(0 if saved is None else saved.step)
+        if not spool.reaches(0 if checkpoint is None else checkpoint.step):
+            self.publisher.forget_after(0 if checkpoint is None else checkpoint.step)
         spool.reopen()  # it is ended again where it was ended
-        if saved is None:
+        if checkpoint is None:
             return self.begin(again=True)
-        step = self.learner.go_on(saved)
-        self._open(saved.step)
+        step = self.learner.go_on(checkpoint)
+        self._open(checkpoint.step)
         return step
 
     def _open(self, committed: int) -> None:
@@ -181,11 +181,11 @@ class Training:
         self.heartbeat.update(step=step, phase="waiting", doing=f"for batch {step}")
         metrics = self.learner.step(step)
         ended = time.monotonic()
-        wall = max(ended - self._ended, 1e-9)
+        wall_s = max(ended - self._ended, 1e-9)
         self._ended = ended
         metrics |= {
             "time/wait_batch": self.channel.waited,
-            "perf/trainer_idle_fraction": min(1.0, self.channel.waited / wall),
+            "perf/trainer_idle_fraction": min(1.0, self.channel.waited / wall_s),
         }
         self.heartbeat.update(phase="recording", doing="")
         record = self.learner.record(step, metrics, began)
@@ -254,23 +254,23 @@ class Broadcasting:
         self.cfg = cfg
         self.model = policy.model
         self.ranks = policy.ranks
-        # writing files alone reads the host's memory
-        writes = cfg.weight_broadcast.type == "filesystem" and not cfg.train.weight_metrics
-        on_host = writes and cfg.forward_weights is None
-        whole = self.ranks.mirror(self.model, "cpu" if on_host else compute.device)
-        assert whole is not None, "rank 0 leads"
-        self.whole = whole
+        # Where versions are only written to files, they are read from the host's memory.
+        only_files = cfg.weight_broadcast.type == "filesystem" and not cfg.train.weight_metrics
+        on_host = only_files and cfg.forward_weights is None
+        gathered_model = self.ranks.mirror(self.model, "cpu" if on_host else compute.device)
+        assert gathered_model is not None, "rank 0 leads"
+        self.whole = gathered_model
         self.weights = cfg.rollout.weights
         self.noise = trainer.noise(cfg)
         self.publisher = FolderPublisher(
             paths.broadcasts,
-            whole,
+            gathered_model,
             attempt=attempt,
             keep=cfg.asynchrony.max_async_level + STEPS_IN_USE,
             base=cfg.model,
             noise=self.noise,
-            shadow=_shadow(cfg, compute, whole),
-            server=_server(cfg, compute, paths),
+            shadow=_make_shadow(cfg, compute, gathered_model),
+            server=_open_weight_server(cfg, compute, paths),
         )
         self.watch = self._watch(compute)
 
@@ -309,6 +309,7 @@ class Broadcasting:
         """Do nothing: engines keep their memory."""
 
     def _watch(self, compute: Compute) -> AdapterWatch | CopyWatch | None:
+        """Return the measurement of `weights/*`; None where it is off or no weights have codes."""
         if not self.cfg.train.weight_metrics:
             return None
         if self.cfg.train.lora:
@@ -317,7 +318,7 @@ class Broadcasting:
         return watch if watch.held else None
 
 
-def _shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | None:
+def _make_shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | None:
     """Return the engines' codes where the learner has the same ones, so that only changes travel;
     else None."""
     rollout = cfg.rollout
@@ -329,24 +330,34 @@ def _shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | No
     return Shadow(model, weights, get_format(weights).dtype or compute.dtype)
 
 
-def _server(cfg: RunConfig, compute: Compute, paths: RunPaths) -> WeightServer | None:
+def _open_weight_server(cfg: RunConfig, compute: Compute, paths: RunPaths) -> WeightServer | None:
     """Open the direct route of whole models, and write its address for engines; None for
     `filesystem`."""
-    way = cfg.weight_broadcast
-    if way.type == "filesystem":
+    broadcast_cfg = cfg.weight_broadcast
+    if broadcast_cfg.type == "filesystem":
         return None
     try:
         token = transfer_token(paths.tokens()[1])
-        level = cfg.asynchrony
-        keep = level.max_async_level + 1 if level.strict_async_level else 1
-        made = WeightServer(way.type, compute.device, way.host, way.port, way.timeout, token, keep)
+        asynchrony = cfg.asynchrony
+        keep = asynchrony.max_async_level + 1 if asynchrony.strict_async_level else 1
+        server = WeightServer(
+            broadcast_cfg.type,
+            compute.device,
+            broadcast_cfg.host,
+            broadcast_cfg.port,
+            broadcast_cfg.timeout,
+            token,
+            keep,
+        )
     except ValueError as error:
         raise ValueError(f"weight_broadcast.{error}") from None
     except OSError as error:
-        raise ValueError(f"weight_broadcast: {way.host}:{way.port}: {error}") from None
+        raise ValueError(
+            f"weight_broadcast: {broadcast_cfg.host}:{broadcast_cfg.port}: {error}"
+        ) from None
     paths.direct.parent.mkdir(parents=True, exist_ok=True)
-    write_file(paths.direct, json.dumps({"host": way.host, "port": made.port}).encode())
-    return made
+    write_file(paths.direct, json.dumps({"host": broadcast_cfg.host, "port": server.port}).encode())
+    return server
 
 
 class CopyWatch:

@@ -58,12 +58,12 @@ class Versions:
 
     def exactly(self, version: int) -> int:
         """Wait for exactly this version, load it, and return it."""
-        found = self.broadcasts.at(version)
-        if found is None and version == 0:
+        broadcast = self.broadcasts.at(version)
+        if broadcast is None and version == 0:
             return self.version
-        if found is None:
-            found = self.broadcasts.wait(version, self.deadline_s, self.alive)
-        return self._take(found, lambda: self.broadcasts.at(version))
+        if broadcast is None:
+            broadcast = self.broadcasts.wait(version, self.deadline_s, self.alive)
+        return self._take(broadcast, lambda: self.broadcasts.at(version))
 
     def newer(self, most: int) -> int | None:
         """Load a newer version up to `most`, or rewritten weights of the same version, and return
@@ -71,7 +71,7 @@ class Versions:
         newest = self.broadcasts.newest(most)
         if newest is None or newest.version < self.version:
             return None
-        if newest.version == self.version and not _is_undone(self.held, newest):
+        if newest.version == self.version and not _is_replaced(self.held, newest):
             return None
         return self._take(newest, lambda: self.broadcasts.newest(most))
 
@@ -86,34 +86,44 @@ class Versions:
                 broadcast = allowed() or broadcast
                 continue
             self.held = self._taken[broadcast.version] = broadcast
-            for old in sorted(self._taken)[:-MOST]:
-                del self._taken[old]
+            for old_version in sorted(self._taken)[:-MOST]:
+                del self._taken[old_version]
             faultpoint(f"orchestrate.took/{broadcast.version}")
         return broadcast.version
 
     def _is_superseded(self, broadcast: Broadcast, allowed: Callable[[], Broadcast | None]) -> bool:
-        found = allowed()
-        return found is not None and found != broadcast and found.version >= broadcast.version
+        """Return whether an allowed broadcast replaces this one."""
+        newest = allowed()
+        return newest is not None and newest != broadcast and newest.version >= broadcast.version
 
     def _go_back(self, version: int) -> None:
         """Drop versions that this one invalidates, and report it."""
-        undone = [one for one, taken in self._taken.items() if self._is_gone(taken, version)]
-        if not undone:
+        replaced_versions = [
+            old_version
+            for old_version, taken in self._taken.items()
+            if self._is_gone(taken, version)
+        ]
+        if not replaced_versions:
             return
         log.warning(
             "the trainer has gone back: what was drawn from its version %d on is drawn again",
-            min(undone),
+            min(replaced_versions),
         )
-        for one in [v for v in self._taken if v >= min(undone)]:
-            del self._taken[one]
-        self.retract(min(undone) - 1)
+        for old_version in [
+            taken_version
+            for taken_version in self._taken
+            if taken_version >= min(replaced_versions)
+        ]:
+            del self._taken[old_version]
+        self.retract(min(replaced_versions) - 1)
 
     def _is_gone(self, taken: Broadcast, version: int) -> bool:
-        found = self.broadcasts.at(taken.version)
-        return taken.version > version if found is None else _is_undone(taken, found)
+        """Return whether a taken version was replaced, or is missing and later than `version`."""
+        current = self.broadcasts.at(taken.version)
+        return taken.version > version if current is None else _is_replaced(taken, current)
 
 
-def _is_undone(taken: Broadcast | None, found: Broadcast) -> bool:
+def _is_replaced(taken: Broadcast | None, found: Broadcast) -> bool:
     """Return whether a later attempt of the trainer has replaced the weights of a version. Files
     rewritten by the same attempt hold the same weights."""
     if taken is None:
@@ -154,7 +164,7 @@ class Engines:
 
     def stats(self) -> EngineStats:
         server = self.pool.server
-        told = self.pool.stats() if self.replay else None
+        pool_stats = self.pool.stats() if self.replay else None
         return EngineStats(
             weights=server.behavior.weights,
             weight_bits=server.weight_bits,
@@ -166,8 +176,8 @@ class Engines:
             prefix_hits=0,
             running=0,
             waiting=0,
-            tokens=sum(one.tokens for one in self.pool.report().engines),
-            replays=told.replays if told else 0,
-            replayed_tokens=told.replayed_tokens if told else 0,
-            kept_tokens=told.kept_tokens if told else 0,
+            tokens=sum(engine.tokens for engine in self.pool.report().engines),
+            replays=pool_stats.replays if pool_stats else 0,
+            replayed_tokens=pool_stats.replayed_tokens if pool_stats else 0,
+            kept_tokens=pool_stats.kept_tokens if pool_stats else 0,
         )
