@@ -61,7 +61,7 @@ class EngineStats:
     weight_bits: float  # bits of one weight, with the scales of its group
     cache_tokens: int  # capacity of the KV cache
     cache_bytes: int = 0
-    policy_bytes: int = 0  # beside the cache: the state of its policy and the record of evictions
+    policy_bytes: int = 0  # outside the cache: the state of its policy and the record of evictions
     virtual_memory_bytes: int = 0  # of the cache, in device memory that torch does not count
     pages_peak: int = 0  # most pages of the cache ever held at once
     prefix_hits: int = 0  # pages that a request found in the cache
@@ -133,8 +133,8 @@ class Engine(Protocol):
     def generate(
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
-        """Return the groups of all requests, in their order. on_progress(done, total): what it
-        raises ends the call. ValueError names the request and the field."""
+        """Return the groups of all requests, in their order. on_progress(done, total): an exception
+        in it ends the call. ValueError names the request and the field."""
         ...
 
     def score(
@@ -190,10 +190,10 @@ def replayed(before: EngineStats, after: EngineStats) -> dict[str, float]:
     if samples <= 0:  # an engine that was restarted counts from zero
         return {}
     tokens = after.replayed_tokens - before.replayed_tokens
-    kept = after.kept_tokens - before.kept_tokens
+    kept_tokens = after.kept_tokens - before.kept_tokens
     return {
         "rollout/replay_samples": float(samples),
-        "rollout/replay_kept_mean": kept / samples,
-        "rollout/replay_kept_fraction": kept / tokens,
-        "rollout/replay_redrawn_tokens": float(tokens - kept),
+        "rollout/replay_kept_mean": kept_tokens / samples,
+        "rollout/replay_kept_fraction": kept_tokens / tokens,
+        "rollout/replay_redrawn_tokens": float(tokens - kept_tokens),
     }

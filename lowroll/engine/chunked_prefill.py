@@ -26,6 +26,8 @@ def plan_passes(
 def _plan_pass(
     prompts: deque[LiveGroup], budget: int, longest: int | None, may_exceed: bool
 ) -> list[PrefillChunk]:
+    """Return the chunks of one pass, of at most `budget` tokens, and remove whole prompts from the
+    queue."""
     chunks: list[PrefillChunk] = []
     unfinished: list[LiveGroup] = []
     while prompts:

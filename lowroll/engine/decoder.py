@@ -89,7 +89,7 @@ class Decoder:
         self.cache = cache
         self.device = model.device
         self._captures = cuda_graphs and self.device.type == "cuda"
-        most = bucket(max_batch) if self.device.type == "cuda" else max_batch
+        max_rows = bucket(max_batch) if self.device.type == "cuda" else max_batch
         self._rows: list[Sequence] = []
         self._last: list[int] = []  # the token that the device drew last for each row
         self._until: list[int] = []  # the position at which the device stops each row
@@ -97,21 +97,23 @@ class Decoder:
         # the page table on the host, by slot: the sequence, its compactions, its pages
         self._known: list[tuple[Sequence | None, int, int]] = [(None, 0, 0)] * max_batch
         self._widest = 0  # most pages of any row
-        self._sampling = SamplingState(most, max_batch, model.spec.vocab_size, self.device)
+        self._sampling = SamplingState(max_rows, max_batch, model.spec.vocab_size, self.device)
         # on the host, what will be uploaded: one row of `state` a quantity
-        pinned = self.device.type == "cuda"
-        self._state = torch.zeros(8, most, dtype=torch.int64, pin_memory=pinned)
+        is_pinned = self.device.type == "cuda"
+        self._state = torch.zeros(8, max_rows, dtype=torch.int64, pin_memory=is_pinned)
         self._pages_of_slot = torch.zeros(max_batch, max_pages, dtype=torch.int32)
-        self._table = torch.zeros(most, max_pages, dtype=torch.int32, pin_memory=pinned)
+        self._table = torch.zeros(max_rows, max_pages, dtype=torch.int32, pin_memory=is_pinned)
         self.state = torch.zeros_like(self._state, device=self.device)
         self.table_BP = torch.zeros_like(self._table, device=self.device)
         # keys of each row, with the new token's; 0 is dead
-        self.lengths_B = torch.zeros(most, dtype=torch.int32, device=self.device)
-        self.temperature_B = torch.ones(most, device=self.device)
-        self.greedy_B = torch.zeros(most, dtype=torch.bool, device=self.device)
+        self.lengths_B = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
+        self.temperature_B = torch.ones(max_rows, device=self.device)
+        self.greedy_B = torch.zeros(max_rows, dtype=torch.bool, device=self.device)
         self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.tokens_SB = torch.zeros(MOST_STEPS, most, dtype=torch.int64, device=self.device)
-        self.logprobs_SB = torch.zeros(MOST_STEPS, most, dtype=torch.float32, device=self.device)
+        self.tokens_SB = torch.zeros(MOST_STEPS, max_rows, dtype=torch.int64, device=self.device)
+        self.logprobs_SB = torch.zeros(
+            MOST_STEPS, max_rows, dtype=torch.float32, device=self.device
+        )
         # the logits of steps of all sizes, for rows that are drawn outside the graph
         self.logits: Tensor | None = None
         self._graphs: dict[tuple[int, DrawMode | None], torch.cuda.CUDAGraph] = {}
@@ -125,32 +127,33 @@ class Decoder:
         """
         size = self.size(len(sequences))
         self.upload(sequences, size)
-        drawing = draw_of(sequences)
-        if drawing:
-            self._sampling.upload(sequences, size, drawing)
-        rows = len(sequences)
+        mode = draw_of(sequences)
+        if mode:
+            self._sampling.upload(sequences, size, mode)
+        num_rows = len(sequences)
         ranks = TopLogprobs(sequences)
-        host = any(map(needs_host, sequences))
-        if host and steps > 1:
+        needs_logits_on_host = any(map(needs_host, sequences))
+        if needs_logits_on_host and steps > 1:
             raise ValueError(f"steps: {steps}, where the host needs the token before")
         for _ in range(steps):
-            if not ranks.asking and not host:
-                self._step(size, drawing)
+            if not ranks.asking and not needs_logits_on_host:
+                self._step(size, mode)
                 continue
             self._step(size, None)
             assert self.logits is not None
-            logits_BV = by_host(self._shaped(rows, self.logits[:rows], drawing), sequences)
+            logits_BV = by_host(self._shaped(num_rows, self.logits[:num_rows], mode), sequences)
             ranks.see(logits_BV)
-            self._draw(rows, logits_BV, drawing)
-        if drawing is DrawMode.MARKED:
+            self._draw(num_rows, logits_BV, mode)
+        if mode is DrawMode.MARKED:
             self._sampling.drew(sequences, steps)
-        return PendingSteps(rows, steps, ranks)
+        return PendingSteps(num_rows, steps, ranks)
 
     def read(
         self, begun: PendingSteps
     ) -> tuple[list[list[int]], list[list[float]], list[list[list[tuple[int, float]]] | None]]:
-        """Wait for what was started. Return (ids, log-probs), both [B, S], and each row's likeliest
-        tokens (`sampler.TopLogprobs`). ValueError when the model gives a row no distribution."""
+        """Wait for the steps that were started. Return (ids, log-probs), both [B, S], and each
+        row's likeliest tokens (`sampler.TopLogprobs`). ValueError when the model gives a row no
+        distribution."""
         tokens_SB = self.tokens_SB[: begun.steps, : begun.rows].cpu()
         logprobs_SB = self.logprobs_SB[: begun.steps, : begun.rows].cpu()
         if not all_finite(logprobs_SB):
@@ -169,6 +172,7 @@ class Decoder:
         return self.state[0, :size], self._live(size)
 
     def _live(self, size: int) -> DecodeRows:
+        """Return the device's rows, dead ones included, for attention in a batch of this size."""
         lengths_B = self.lengths_B[:size]
         slots_B = self.state[6, :size]
         if self.watcher is not None:
@@ -187,8 +191,8 @@ class Decoder:
     def warm_up(self) -> None:
         if not self._captures:
             return
-        most = self.state.shape[1]
-        for size in sorted({bucket(rows) for rows in range(1, most + 1)}):
+        max_rows = self.state.shape[1]
+        for size in sorted({bucket(num_rows) for num_rows in range(1, max_rows + 1)}):
             if (size, DrawMode.PLAIN) not in self._graphs:
                 self._capture(size, DrawMode.PLAIN)
 
@@ -205,24 +209,24 @@ class Decoder:
         """Bring state and page tables on the device up to date. It has moved the rows that are the
         same on itself."""
         self.step_1.zero_()
-        last = [s.last_token for s in sequences]
+        last_tokens = [s.last_token for s in sequences]
         until = [s.until for s in sequences]
-        if sequences != self._rows or last != self._last or until != self._until:
-            wanted = [s.request.temperature or 1 for s in sequences]
-            temperature = torch.tensor(wanted, dtype=torch.float32)
-            greedy = torch.tensor([s.request.temperature == 0 for s in sequences])
-            rows = [
-                last,
+        if sequences != self._rows or last_tokens != self._last or until != self._until:
+            temperatures = [s.request.temperature or 1 for s in sequences]
+            temperature_B = torch.tensor(temperatures, dtype=torch.float32)
+            is_greedy = torch.tensor([s.request.temperature == 0 for s in sequences])
+            state_rows = [
+                last_tokens,
                 [s.position for s in sequences],
                 [s.length for s in sequences],
                 until,
                 [signed(s.noise_key) for s in sequences],
-                (temperature.view(torch.int32).long() | greedy.long() << 32).tolist(),
+                (temperature_B.view(torch.int32).long() | is_greedy.long() << 32).tolist(),
                 [s.slot for s in sequences],
                 [s.cached_len + 1 for s in sequences],
             ]
             self._state[:, :size] = 0
-            self._state[:, : len(sequences)] = torch.tensor(rows)
+            self._state[:, : len(sequences)] = torch.tensor(state_rows)
             self.state[:, :size].copy_(self._state[:, :size], non_blocking=True)
             settings_B = self.state[5, :size]
             self.lengths_B[:size] = self.state[7, :size]
@@ -237,24 +241,26 @@ class Decoder:
         its pages until it is compacted, so only new ones are read."""
         slots, columns, pages = list[int](), list[int](), list[int]()
         for sequence in sequences:
-            owner, compactions, known = self._known[sequence.slot]
-            if owner is not sequence or compactions != sequence.num_compactions:
-                known = 0
-            now = len(sequence.pages)
-            if known == now:
+            known_sequence, compactions, num_known = self._known[sequence.slot]
+            if known_sequence is not sequence or compactions != sequence.num_compactions:
+                num_known = 0
+            num_pages = len(sequence.pages)
+            if num_known == num_pages:
                 continue
-            slots += [sequence.slot] * (now - known)
-            columns += range(known, now)
-            pages += sequence.pages[known:]
-            self._known[sequence.slot] = (sequence, sequence.num_compactions, now)
+            slots += [sequence.slot] * (num_pages - num_known)
+            columns += range(num_known, num_pages)
+            pages += sequence.pages[num_known:]
+            self._known[sequence.slot] = (sequence, sequence.num_compactions, num_pages)
         if pages:
             self._pages_of_slot[slots, columns] = torch.tensor(pages, dtype=torch.int32)
         if not pages and sequences == self._paged:
             return
         self._paged = list(sequences)
         self._widest = max(len(s.pages) for s in sequences)
-        rows = [s.slot for s in sequences]
-        self._table[: len(rows), : self._widest] = self._pages_of_slot[rows, : self._widest]
+        row_slots = [s.slot for s in sequences]
+        self._table[: len(row_slots), : self._widest] = self._pages_of_slot[
+            row_slots, : self._widest
+        ]
         self.table_BP[:size].copy_(self._table[:size], non_blocking=True)  # whole rows lie together
 
     def _step(self, size: int, drawing: DrawMode | None) -> None:
@@ -270,35 +276,36 @@ class Decoder:
     def _capture(self, size: int, drawing: DrawMode | None) -> None:
         """Capture one step. The rows are dead, since the steps before it, which compile and warm
         up, must leave no trace."""
-        state = self.state[:, :size].clone()
-        lengths_B = self.lengths_B[:size].clone()
+        saved_state = self.state[:, :size].clone()
+        saved_lengths_B = self.lengths_B[:size].clone()
         self.state[:, :size] = 0
         self.lengths_B[:size] = 0
         if self._side is None:  # one for all: memory is kept by stream
             self._side = torch.cuda.Stream(self.device)
-        side = self._side
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+        stream = self._side
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
             for _ in range(2):
                 self._advance(size, drawing)
                 self.step_1.zero_()
-        torch.cuda.current_stream(self.device).wait_stream(side)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = captured(lambda: self._advance(size, drawing), self._pool)
         self._pool = self._pool or graph.pool()
         self._graphs[size, drawing] = graph
-        self.state[:, :size] = state
-        self.lengths_B[:size] = lengths_B
+        self.state[:, :size] = saved_state
+        self.lengths_B[:size] = saved_lengths_B
         self.step_1.zero_()
 
     def _advance(self, size: int, drawing: DrawMode | None) -> None:
-        ids_B, rows = self.state[0, :size], self._live(size)
-        attend = PagedDecode(self.cache, rows, self.watcher)
+        """Run the model on each row's last token. Draw the next one unless `drawing` is None."""
+        ids_B, decode_rows = self.state[0, :size], self._live(size)
+        attend = PagedDecode(self.cache, decode_rows, self.watcher)
         if self.large_batch_model is not None and self.runs_large_batch(size):
             model = self.large_batch_model
         else:
             model = self.model
         with overlapping(self.device):
-            logits_BV = model.logits(model(ids_B, rows.positions_B, attend))
+            logits_BV = model.logits(model(ids_B, decode_rows.positions_B, attend))
             if drawing is None:
                 if self.logits is None:
                     self.logits = logits_BV.new_empty(self.state.shape[1], logits_BV.shape[1])
@@ -307,12 +314,14 @@ class Decoder:
             self._draw(size, self._shaped(size, logits_BV, drawing), drawing)
 
     def _shaped(self, rows: int, logits_BV: Tensor, drawing: DrawMode) -> Tensor:
+        """Return the logits after penalties and bans, where a row has any."""
         if drawing is not DrawMode.MARKED:
             return logits_BV
         return shape(logits_BV, self._sampling.marked(self.state[6, :rows]), self.state[2, :rows])
 
     def _draw(self, rows: int, logits_BV: Tensor, drawing: DrawMode) -> None:
-        ids_B, pos_B, next_B, end_B, keys_B, _, slots_B, _ = self.state[:, :rows].unbind()
+        """Draw a token of each row and advance the rows' state."""
+        ids_B, pos_B, next_B, until_B, keys_B, _, slots_B, _ = self.state[:, :rows].unbind()
         tokens_B, logprobs_B = draw(
             logits_BV,
             keys_B,
@@ -330,7 +339,7 @@ class Decoder:
             ids_B,
             pos_B,
             next_B,
-            end_B,
+            until_B,
             self.lengths_B[:rows],
             self._sampling.marked(slots_B) if drawing is DrawMode.MARKED else None,
         )

@@ -23,7 +23,7 @@ from lowroll.model.attention import upload
 log = logging.getLogger(__name__)
 
 MOST_KEPT = 32  # grammars that stay compiled
-MOST_TEXT = 1 << 18  # characters of one
+MOST_TEXT = 1 << 18  # characters of one grammar
 # by the library's documentation a mask ends after about 15 ms at most with these
 STEP_ITEMS, STEP_FUEL, LEXER_STATES = 50_000, 200_000, 50_000
 
@@ -41,25 +41,25 @@ class Grammar:
         """Return the ids that may follow, one bit each, the lowest first, in `width` bytes.
 
         Only the difference from the last call is read, so that another draft of a sample can be
-        tried. A text that cannot go on, because the vocabulary or the limits end there, may end.
+        tried. A text that cannot continue, because of the vocabulary or the limits, may end.
         """
         if sample not in self._states:
             self._states[sample] = self._compiled.deep_copy(), []
-        state, seen = self._states[sample]
-        same = _common(seen, token_ids)
-        if same < len(seen):
-            state.rollback(len(seen) - same)
-            del seen[same:]
-        fresh = list(token_ids[same:])
-        taken = state.try_consume_tokens(fresh) if fresh else 0
-        seen += fresh[:taken]
+        state, seen_ids = self._states[sample]
+        num_common = _common_prefix_len(seen_ids, token_ids)
+        if num_common < len(seen_ids):
+            state.rollback(len(seen_ids) - num_common)
+            del seen_ids[num_common:]
+        new_ids = list(token_ids[num_common:])
+        num_consumed = state.try_consume_tokens(new_ids) if new_ids else 0
+        seen_ids += new_ids[:num_consumed]
         mask = b""
-        if taken == len(fresh) and not state.is_error() and not state.is_stopped():
+        if num_consumed == len(new_ids) and not state.is_error() and not state.is_stopped():
             mask = state.compute_bitmask()
         if state.is_error():
-            log.warning("a grammar cannot be followed further: %s", _reason(state.get_error()))
+            log.warning("a grammar cannot be followed further: %s", _first_line(state.get_error()))
         if not any(mask):
-            mask = _bits(self._eos_ids, width)
+            mask = _bitmask(self._eos_ids, width)
         return mask[:width].ljust(width, b"\0")
 
 
@@ -102,6 +102,8 @@ class Grammars:
         return Grammar(compiled, self.eos_ids)
 
     def _compile(self, text: str) -> Any:
+        """Compile a grammar with the limits of this module. ValueError says where the text is
+        wrong."""
         from llguidance import LLMatcher, LLParserLimits
 
         if len(text) > MOST_TEXT:
@@ -111,7 +113,7 @@ class Grammars:
         )
         compiled = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if compiled.is_error():
-            raise ValueError(f"grammar: {_reason(compiled.get_error())}")
+            raise ValueError(f"grammar: {_first_line(compiled.get_error())}")
         return compiled
 
 
@@ -121,35 +123,40 @@ def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]])
     returned when there are no rows."""
     vocab_size = logits_BV.shape[1]
     width = -(-vocab_size // 8)
-    masks, numbers = bytearray(), list[int]()
+    masks, row_numbers = bytearray(), list[int]()
     for row, grammar, sample, token_ids in rows:
-        numbers.append(row)
+        row_numbers.append(row)
         masks += grammar.allowed(sample, token_ids, width)
-    if not numbers:
+    if not row_numbers:
         return logits_BV
     device = logits_BV.device
     packed_NW = upload(torch.frombuffer(masks, dtype=torch.uint8).view(-1, width), device)
     bits_8 = upload(torch.arange(8, dtype=torch.uint8), device)
     allowed_NV = (packed_NW[..., None] >> bits_8 & 1).bool().flatten(1)[:, :vocab_size]
-    rows_N = upload(torch.tensor(numbers), device)
+    rows_N = upload(torch.tensor(row_numbers), device)
     logits_BV = logits_BV.float()
     return logits_BV.index_put((rows_N,), logits_BV[rows_N].masked_fill(~allowed_NV, -math.inf))
 
 
-def _common(seen: Many[int], now: Many[int]) -> int:
-    most = min(len(seen), len(now))
-    if seen[:most] == now[:most]:
-        return most
-    return next(i for i in range(most) if seen[i] != now[i])
+def _common_prefix_len(seen: Many[int], now: Many[int]) -> int:
+    """Return how many tokens the two lists have in common from the beginning."""
+    max_len = min(len(seen), len(now))
+    if seen[:max_len] == now[:max_len]:
+        return max_len
+    return next(i for i in range(max_len) if seen[i] != now[i])
 
 
-def _bits(ids: Iterable[int], width: int) -> bytes:
+def _bitmask(ids: Iterable[int], width: int) -> bytes:
+    """Return a mask of `width` bytes in which these ids are set, the lowest first."""
     mask = bytearray(width)
     for i in ids:
         mask[i // 8] |= 1 << i % 8
     return bytes(mask)
 
 
-def _reason(error: str) -> str:
-    line = next((one.strip() for one in error.splitlines() if one.strip()), "not a grammar")
+def _first_line(error: str) -> str:
+    """Return the first line of a grammar error that has text."""
+    line = next(
+        (raw_line.strip() for raw_line in error.splitlines() if raw_line.strip()), "not a grammar"
+    )
     return line.removeprefix("Error: ")[:300]

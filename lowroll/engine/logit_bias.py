@@ -14,14 +14,15 @@ def needs_host(s: Sequence | DrawnPosition) -> bool:
 
 def is_biased(s: Sequence | DrawnPosition) -> bool:
     """Return whether the next logits depend on a bias, or on how often the response has a token."""
-    r = s.request
-    return bool(r.logit_bias or r.presence_penalty or r.frequency_penalty)
+    request = s.request
+    return bool(request.logit_bias or request.presence_penalty or request.frequency_penalty)
 
 
 def biases_of(s: Sequence | DrawnPosition) -> dict[int, float]:
-    r, found = s.request, dict(s.request.logit_bias or ())
-    if r.presence_penalty or r.frequency_penalty:
+    """Return what is added to each token's next logit: the request's bias, less its penalties."""
+    request, biases = s.request, dict(s.request.logit_bias or ())
+    if request.presence_penalty or request.frequency_penalty:
         for token, count in Counter(s.token_ids).items():
-            less = (r.presence_penalty or 0) + (r.frequency_penalty or 0) * count
-            found[token] = found.get(token, 0.0) - less
-    return found
+            penalty = (request.presence_penalty or 0) + (request.frequency_penalty or 0) * count
+            biases[token] = biases.get(token, 0.0) - penalty
+    return biases

@@ -58,7 +58,8 @@ from lowroll.weights.sync.update import UpdateReceiver, WeightUpdate
 log = logging.getLogger(__name__)
 
 
-def _device_of(model: Transformer | str | Path, device: str | torch.device) -> torch.device:
+def _resolve_device(model: Transformer | str | Path, device: str | torch.device) -> torch.device:
+    """Return the device to run on; "auto" takes that of a loaded model."""
     if isinstance(model, Transformer) and str(device) == "auto":
         device = model.device
     return pick_device(device)
@@ -66,9 +67,9 @@ def _device_of(model: Transformer | str | Path, device: str | torch.device) -> t
 
 @cache
 def warn_if_slow(device: torch.device, weights: str) -> None:
-    """Say once that a format is slower than float32 on this device, and why."""
-    if why := get_format(weights).slower_than_float32(device):
-        log.warning("weights: %s is slower than float32 on this machine: %s", weights, why)
+    """Warn once that a format is slower than float32 on this device, with the reason."""
+    if reason := get_format(weights).slower_than_float32(device):
+        log.warning("weights: %s is slower than float32 on this machine: %s", weights, reason)
 
 
 class NativeEngine:
@@ -86,10 +87,10 @@ class NativeEngine:
                        (`engine.decoder`); each token's policy span has the digest of its weights
         dtype          of activations, norms and KV cache; default float32 on CPU, bfloat16 on CUDA,
                        and what a dense format says
-        keep_dense     hold the dequantized matrices of a 4-bit format beside its codes (2 bytes a
-                       weight in bfloat16): faster for prompts and many rows on CUDA
+        keep_dense     keep the dequantized matrices of a 4-bit format as well as its codes (2
+                       bytes a weight in bfloat16): faster for prompts and many rows on CUDA
         noisy          `update_weights` may put noise on the norms
-        exact          a request has the same bits whatever runs beside it; None: as a loaded model
+        exact          a request has the same bits in any batch; None: as a loaded model
 
     The KV cache
         kv             the policy (`kv.policy`); None is the dense one
@@ -114,7 +115,7 @@ class NativeEngine:
                        requests, for requests that come one by one. None is for requests that are
                        there from the beginning: 16 on CUDA, and as many passes over prompts
         gather         decode steps before other prompts run together; default `lookahead` - 1
-        one_pass       rows that decode beside prompts take their step in the pass over those (dense
+        one_pass       rows that decode while prompts run take their step in the same pass (dense
                        cache, no large_batch_weights)
         cuda_graphs    False launches the kernels of a decode step or a short pass one by one, for
                        debugging
@@ -155,7 +156,7 @@ class NativeEngine:
         self.kv = _policy_or_dense(kv, turn_caching, kv_dtype, large_batch_weights)
         self.storage = storage(kv_dtype)
         self.folder = None if isinstance(model, Transformer) else resolve(model)
-        device = _device_of(model, device)
+        device = _resolve_device(model, device)
         weights = weights or self._own_format(model, dtype, device)
         self.format = get_format(weights)
         dtype = self._pick_dtype(weights, dtype, device)
@@ -212,17 +213,19 @@ class NativeEngine:
         dtype: torch.dtype,
         noisy: bool,
     ) -> tuple[Transformer, Transformer | None]:
+        """Return the model in the engine's format, and one in the second format if it is set."""
         if large_batch_weights is None and self.folder is not None:
             return rollout_load(self.folder, weights, device, dtype, noisy), None
         master = model if isinstance(model, Transformer) else hf.load(model, device, dtype)
-        made = rollout_copy(master, weights, dtype, noisy)
+        few_rows_model = rollout_copy(master, weights, dtype, noisy)
         if large_batch_weights is None:
-            return made, None
-        return made, beside(master, made, get_format(large_batch_weights).name)
+            return few_rows_model, None
+        return few_rows_model, beside(master, few_rows_model, get_format(large_batch_weights).name)
 
     def _be_exact(self) -> None:
-        unlike = self.storage is not KVCache or self.kv.budget is not None
-        if unlike or self.large_batch_model is not None:
+        """Make the model exact. ValueError for options that exclude it."""
+        is_bounded_or_rounded = self.storage is not KVCache or self.kv.budget is not None
+        if is_bounded_or_rounded or self.large_batch_model is not None:
             raise ValueError("exact: needs the dense cache, unrounded, and one format")
         exactness.make(self.model, key="exact")
 
@@ -252,20 +255,20 @@ class NativeEngine:
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
         handles = [self.scheduler.add(request) for request in requests]
-        mine = frozenset(handles)
-        done: dict[int, Group] = {}
+        own_handles = frozenset(handles)
+        groups: dict[int, Group] = {}
         try:
-            while len(done) < len(handles):
+            while len(groups) < len(handles):
                 self._advance()
-                done |= self.scheduler.finished(mine)
+                groups |= self.scheduler.finished(own_handles)
                 if on_progress is not None:
-                    on_progress(len(done), len(handles))
+                    on_progress(len(groups), len(handles))
         except BaseException:
             for handle in handles:
                 self.abort(handle)
-            self.scheduler.finished(mine)
+            self.scheduler.finished(own_handles)
             raise
-        return [done[handle] for handle in handles]
+        return [groups[handle] for handle in handles]
 
     def text(self, rollout: Rollout) -> str:
         """Return a rollout's text without special tokens. ValueError when the engine has no
@@ -279,6 +282,7 @@ class NativeEngine:
     def _as_requests(
         self, given: str | Request | Sequence[Request | str], chat: bool, sampling: dict[str, Any]
     ) -> list[Request]:
+        """Turn texts into requests with the sampling fields. ValueError names the argument."""
         if isinstance(given, str | Request):
             given = [given]
         if not isinstance(given, list | tuple):
@@ -286,29 +290,32 @@ class NativeEngine:
                 f"requests: expected a text, a Request or a list of them, got "
                 f"{type(given).__name__}"
             )
-        for i, one in enumerate(given):
-            if not isinstance(one, str | Request):
+        for i, item in enumerate(given):
+            if not isinstance(item, str | Request):
                 raise ValueError(
                     f"requests[{i}]: expected a text or a Request (token ids: "
-                    f"Request(prompt_ids=...)), got {type(one).__name__}"
+                    f"Request(prompt_ids=...)), got {type(item).__name__}"
                 )
-        if sampling and not any(isinstance(one, str) for one in given):
+        if sampling and not any(isinstance(item, str) for item in given):
             raise ValueError(
                 f"{', '.join(sampling)}: a Request says this itself; it is for prompts that are "
                 f"texts"
             )
-        known = [field.name for field in fields(Request) if field.name != "prompt_ids"]
+        field_names = [field.name for field in fields(Request) if field.name != "prompt_ids"]
         for name in sampling:
-            if name not in known:
-                raise ValueError(f"{name}: a request has no such field; it has {', '.join(known)}")
+            if name not in field_names:
+                raise ValueError(
+                    f"{name}: a request has no such field; it has {', '.join(field_names)}"
+                )
         requests = []
-        for one in given:
-            if isinstance(one, str):
-                one = Request(prompt_ids=self._encode(one, chat), **sampling)
-            requests.append(one)
+        for item in given:
+            if isinstance(item, str):
+                item = Request(prompt_ids=self._encode(item, chat), **sampling)
+            requests.append(item)
         return requests
 
     def _encode(self, text: str, chat: bool) -> list[int]:
+        """Encode a text: with `chat` as a user's message in the chat template."""
         if chat:
             return ChatTokenizer(self.tokenizer).encode_chat([{"role": "user", "content": text}])
         return [int(token) for token in self.tokenizer.encode(text)]
@@ -322,17 +329,20 @@ class NativeEngine:
         return self.scheduler.finished()
 
     def _advance(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Plan and run one step and commit its tokens. A failed step drops everything in flight."""
         plan = self.scheduler.plan()
         try:
-            drawn = self.runner.run(plan, meanwhile)
+            results = self.runner.run(plan, meanwhile)
         except BaseException:
             self._give_up()
             raise
-        for row in drawn:
-            self.scheduler.policy = self.behavior.policy[-1 if row.large_batch else 0]
-            before = len(row.sequence.token_ids)
-            self.scheduler.commit_run(row.sequence, row.token_ids, row.logprobs, row.tops)
-            self._tokens += len(row.sequence.token_ids) - before
+        for result in results:
+            self.scheduler.policy = self.behavior.policy[-1 if result.large_batch else 0]
+            num_before = len(result.sequence.token_ids)
+            self.scheduler.commit_run(
+                result.sequence, result.token_ids, result.logprobs, result.tops
+            )
+            self._tokens += len(result.sequence.token_ids) - num_before
 
     def score(
         self,
@@ -344,7 +354,9 @@ class NativeEngine:
         `large_batch_weights` the weights are those of few rows. Rollouts in flight are not
         disturbed.
         """
-        return [one.logprobs_T for one in self.score_top(sequences, prompt_lens, 0, temperature)]
+        return [
+            scored.logprobs_T for scored in self.score_top(sequences, prompt_lens, 0, temperature)
+        ]
 
     def score_top(
         self,
@@ -368,8 +380,8 @@ class NativeEngine:
                 raise ValueError(
                     f"sequences[{i}]: an id is outside the vocabulary of {self.spec.vocab_size}"
                 )
-            found = self.runner.score(ids, prompt_len, temperature, top)
-            scores.append(Ranked(*(tensor.cpu() for tensor in found)))
+            tensors = self.runner.score(ids, prompt_len, temperature, top)
+            scores.append(Ranked(*(tensor.cpu() for tensor in tensors)))
         return scores
 
     def keep_dense(self) -> None:
@@ -379,13 +391,17 @@ class NativeEngine:
         if self.model.device.type != "cuda":
             return
         for name, linear in self.model.linears():
-            few = self.format.of(name).bits < 8
-            if few and isinstance(linear.weight, QTensor) and not isinstance(linear, StackedLinear):
+            is_low_bit = self.format.of(name).bits < 8
+            if (
+                is_low_bit
+                and isinstance(linear.weight, QTensor)
+                and not isinstance(linear, StackedLinear)
+            ):
                 linear.weight.keep_dense(self.model.dtype)
 
     def warm_up(self) -> None:
-        """Compile and capture now what decode steps of all batch sizes and short passes over
-        prompts need (seconds, on CUDA)."""
+        """Compile and capture the kernels of decode steps of all batch sizes, and of short passes
+        over prompts (seconds, on CUDA)."""
         self.runner.cache.restore()
         self.runner.decoder.warm_up()
         if self.runner.short is not None:
@@ -503,6 +519,7 @@ class NativeEngine:
         return self.behavior
 
     def _check_replays(self) -> None:
+        """Raise ValueError when this engine cannot replay."""
         if not self.capabilities.replays:
             raise ValueError(
                 f"in_flight: replay needs every key of a sample; this engine's cache policy is "
@@ -554,6 +571,7 @@ class NativeEngine:
     def _own_format(
         self, model: Transformer | str | Path, dtype: torch.dtype | None, device: torch.device
     ) -> str:
+        """Return the model's own low-bit format, or the default one."""
         if isinstance(model, Transformer):
             return model.weight_format or DEFAULT
         assert self.folder is not None
@@ -566,6 +584,7 @@ class NativeEngine:
         self.runner.cache.clear()
 
     def _validate(self, request: Request, where: str) -> None:
+        """Raise ValueError, with `where` in front of the field, for a request that cannot run."""
         try:
             validate(
                 request,
@@ -583,14 +602,15 @@ class NativeEngine:
             raise ValueError(f"{where}{error}") from None
 
     def _eos_ids(self) -> set[int]:
+        """Return the end-of-sequence ids of the model and of its tokenizer."""
         ids = set(self.spec.eos_ids)
         if self._has_tokenizer:
             if self._tokenizer is None and self.folder:
-                known = eos_id(self.folder)
+                tokenizer_eos_id = eos_id(self.folder)
             else:
-                known = self.tokenizer.eos_token_id
-            if known is not None:
-                ids.add(known)
+                tokenizer_eos_id = self.tokenizer.eos_token_id
+            if tokenizer_eos_id is not None:
+                ids.add(tokenizer_eos_id)
         return ids
 
     def _pick_dtype(
@@ -598,11 +618,13 @@ class NativeEngine:
     ) -> torch.dtype:
         """Return the dtype that a format computes in, and warn of a format that is slow here."""
         warn_if_slow(device, weights)
-        fixed = get_format(weights).dtype
-        if fixed is not None and dtype not in (None, fixed):
-            raise ValueError(f"dtype: weights={weights!r} computes in {fixed}, not in {dtype}")
-        if fixed is not None:
-            return fixed
+        format_dtype = get_format(weights).dtype
+        if format_dtype is not None and dtype not in (None, format_dtype):
+            raise ValueError(
+                f"dtype: weights={weights!r} computes in {format_dtype}, not in {dtype}"
+            )
+        if format_dtype is not None:
+            return format_dtype
         return dtype or dtype_on(device)
 
     def _schedule(
@@ -613,6 +635,7 @@ class NativeEngine:
         lookahead: int | None,
         gather: int | None,
     ) -> Scheduler:
+        """Return a scheduler with the engine's options."""
         decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
         return Scheduler(
             self.pool,
@@ -633,11 +656,12 @@ class NativeEngine:
     def _num_pages(
         self, cache_tokens: int | None, workloads: Sequence[Workload], page_size: int
     ) -> int:
+        """Return the pages of the KV cache. ValueError when there is not even one."""
         num_tokens = self._cache_tokens(cache_tokens, workloads, page_size)
         if num_tokens < page_size:
-            why = ", which is all that the free memory allows" if cache_tokens is None else ""
+            hint = ", which is all that the free memory allows" if cache_tokens is None else ""
             raise ValueError(
-                f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens{why}"
+                f"cache_tokens: {num_tokens} is less than one page of {page_size} tokens{hint}"
             )
         return num_tokens // page_size
 
@@ -647,36 +671,42 @@ class NativeEngine:
         workloads: Sequence[Workload],
         page_size: int,
     ) -> int:
-        each = self.storage.bytes_per_token(self.spec, self.model.dtype)
-        free, beside = free_memory(self.model.device), self._policy_bytes
+        """Return the tokens of the KV cache: the given number, or what the workloads and the free
+        memory allow. NoRoom when the given number does not fit."""
+        bytes_per_token = self.storage.bytes_per_token(self.spec, self.model.dtype)
+        free_bytes, state_bytes = free_memory(self.model.device), self._policy_bytes
         if cache_tokens is None:
             return capacity(
                 workloads,
                 page_size=page_size,
                 max_batch=self._max_batch,
                 context=self.context,
-                bytes_per_token=each,
-                free=max(0, (UNKNOWN_FREE if free is None else free) - beside),
+                bytes_per_token=bytes_per_token,
+                free=max(0, (UNKNOWN_FREE if free_bytes is None else free_bytes) - state_bytes),
                 kv=self.kv,
-                most=self._budget(free, beside),
+                most=self._budget(free_bytes, state_bytes),
             )
-        if free is not None and cache_tokens * each + beside > free:
-            state = f" and the state of {self.kv.name} {beside / 1e9:.3g} GB" if beside else ""
+        if free_bytes is not None and cache_tokens * bytes_per_token + state_bytes > free_bytes:
+            policy_note = (
+                f" and the state of {self.kv.name} {state_bytes / 1e9:.3g} GB"
+                if state_bytes
+                else ""
+            )
             raise NoRoom(
                 f"cache_tokens: a KV cache of {cache_tokens:,} tokens takes "
-                f"{cache_tokens * each / 1e9:.3g} GB{state}, and {free / 1e9:.3g} GB are free"
+                f"{cache_tokens * bytes_per_token / 1e9:.3g} GB{policy_note}, and {free_bytes / 1e9:.3g} GB are free"
             )
         return cache_tokens
 
     def _budget(self, free: int | None, beside: int) -> int | None:
         """Return the bytes that memory_share leaves for the cache; None without one."""
         device = self.model.device
-        total = total_memory(device)
-        if self._share is None or total is None:
+        total_bytes = total_memory(device)
+        if self._share is None or total_bytes is None:
             return None
-        own = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        left = round(self._share * total) - own - beside
-        return max(0, left if free is None else min(left, free - beside))
+        allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        budget = round(self._share * total_bytes) - allocated - beside
+        return max(0, budget if free is None else min(budget, free - beside))
 
     @property
     def _policy_bytes(self) -> int:
@@ -696,12 +726,12 @@ def _policy_or_dense(
             "kv: expected a CachePolicy, as lowroll.kv.policy.table.make gives, or None, the dense "
             f"cache, got {type(kv).__name__}"
         )
-    reasons = {
+    conflicts = {
         "a cache policy that drops keys": kv is not None and kv.budget is not None,
         f"a cache in {kv_dtype}": kv_dtype is not None,
         "large_batch_weights": large_batch_weights is not None,
     }
-    for reason, stands in reasons.items():
-        if turn_caching and stands:
-            raise ValueError(f"turn_caching: it does not go with {reason}")
+    for feature, is_present in conflicts.items():
+        if turn_caching and is_present:
+            raise ValueError(f"turn_caching: it does not go with {feature}")
     return DENSE if kv is None else kv

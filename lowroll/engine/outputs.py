@@ -43,6 +43,7 @@ def rollouts_of(group: LiveGroup, behavior: BehaviorTag, policy: PolicySpan) -> 
 
 
 def drawn_by(samples: Iterable[Sequence] | Iterable[Rollout]) -> list[PartialSample]:
+    """Return the tokens that samples have drawn so far, without copies."""
     return [
         PartialSample(s.token_ids, s.logprobs, s.finish_reason, s.top_logprobs, s.stop_reason)
         for s in samples

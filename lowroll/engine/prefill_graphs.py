@@ -7,7 +7,7 @@ first pass of a size starts its kernels one by one, which compiles them; the sec
 later ones replay it.
 
 The padding is a sequence of its own behind the prompts, whose keys are written to no page. A
-prompt's numbers depend on the size that it runs in, and on nothing else beside it. New weights are
+prompt's numbers depend on the size that it runs in, and on no other prompt in it. New weights are
 written in place, so the graphs stay valid.
 
 Legend: T tokens, D hidden size, P prompts.
@@ -105,6 +105,7 @@ class ShortPasses:
         self._pool = None
 
     def _start(self, size: int) -> None:
+        """Run a pass of a size: its first time directly, later as a captured graph."""
         if not self._captures or size not in self._graphs:
             self._pass(size)
             self._graphs[size] = None  # a pass that failed has not compiled what a capture needs
@@ -117,6 +118,7 @@ class ShortPasses:
         self.replays += 1
 
     def _pass(self, size: int) -> None:
+        """Run the model on the uploaded tokens, and store the prompts' last hidden states."""
         ids_T, positions_T, slots_T = self._tokens_3T[:, :size].unbind()
         attend = PackedPrompts(self.cache, slots_T, self._bounds, size)
         with overlapping(self.model.device):

@@ -68,11 +68,11 @@ def drawn(sequence: Sequence) -> list[int]:
 def agreed(sequence: Sequence, token_ids: Many[int]) -> int:
     """Return how many of the tokens drawn behind a draft's are valid: those that the draft has too,
     and the next one."""
-    guessed = sequence.draft[len(sequence.token_ids) :]
-    for i, (token, guess) in enumerate(zip(token_ids, guessed, strict=False)):
-        if token != guess:
+    draft_ids = sequence.draft[len(sequence.token_ids) :]
+    for i, (token, draft_id) in enumerate(zip(token_ids, draft_ids, strict=False)):
+        if token != draft_id:
             return i + 1
-    return min(len(token_ids), len(guessed) + 1)
+    return min(len(token_ids), len(draft_ids) + 1)
 
 
 def plan_checks(
@@ -85,9 +85,9 @@ def plan_checks(
     for sequence in samples:
         if not sequence.draft:
             continue
-        most = max(FIRST, len(sequence.token_ids))
-        most = min(most, chunk or most, sequence.num_left)
-        ids = drawn(sequence)[len(sequence.token_ids) - 1 :][:most]
+        max_piece = max(FIRST, len(sequence.token_ids))
+        max_piece = min(max_piece, chunk or max_piece, sequence.num_left)
+        ids = drawn(sequence)[len(sequence.token_ids) - 1 :][:max_piece]
         if checks and tokens + len(ids) > budget:
             break
         checks.append(Check(sequence, ids))

@@ -44,7 +44,7 @@ def validate(
 
     `context_length`: the model's limit in tokens. `cache_tokens`: the KV cache's size (num_pages *
     page_size). `has_tokenizer`: the engine can decode, which stop strings need. `kv`: the cache
-    policy, which may bound what a sample takes of the cache. `eos_ids`: the model's own stops.
+    policy, which may bound a sample's share of the cache. `eos_ids`: the model's own stops.
     """
     _check_ids("prompt_ids", request.prompt_ids, vocab_size)
     if not request.prompt_ids:
@@ -57,7 +57,7 @@ def validate(
             f"min_tokens: {request.min_tokens} is more than max_tokens {request.max_tokens}"
         )
     _check_length(request, context_length)
-    _check_room(request, cache_tokens, kv, page_size)
+    _check_cache_size(request, cache_tokens, kv, page_size)
     if _check_float("temperature", request.temperature) != 0:
         _check_range("temperature", request.temperature, *TEMPERATURES, hint=" or 0 for greedy")
     _check_int("top_k", request.top_k, 0, None)
@@ -76,7 +76,7 @@ def validate(
     _check_stop_strings(request.stop_strings, has_tokenizer)
     if type(request.ignore_eos) is not bool:
         raise ValueError(f"ignore_eos: expected true or false, got {_show(request.ignore_eos)}")
-    _check_choice(request, vocab_size, () if request.ignore_eos else eos_ids)
+    _check_drawable(request, vocab_size, () if request.ignore_eos else eos_ids)
     _check_int("seed", request.seed, 0, MAX_SEED)
     if type(request.id) is not str:
         raise ValueError(f"id: expected a string, got {_show(request.id)}")
@@ -84,6 +84,7 @@ def validate(
 
 
 def noise_key(request: Request, sample: int) -> int:
+    """Return the key of a sample's noise."""
     digest = blake2b(digest_size=8)
     digest.update(request.seed.to_bytes(8, "little") + sample.to_bytes(4, "little"))
     if request.id:
@@ -94,6 +95,7 @@ def noise_key(request: Request, sample: int) -> int:
 
 
 def sampler_settings(request: Request) -> dict[str, float]:
+    """Return the sampling settings of a request by name, for its rollouts' tags."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens")
     settings = {name: float(getattr(request, name)) for name in names}
     for name in ("presence_penalty", "frequency_penalty"):
@@ -108,30 +110,33 @@ def _check_length(request: Request, context_length: int) -> None:
     total = len(request.prompt_ids) + request.max_tokens
     if total > context_length:
         raise ValueError(
-            f"{_length(request)} = {total} is over the model's context of {context_length} tokens"
+            f"{_describe_length(request)} = {total} is over the model's context of {context_length} tokens"
         )
 
 
-def _check_room(request: Request, cache_tokens: int, kv: CachePolicy, page_size: int) -> None:
+def _check_cache_size(request: Request, cache_tokens: int, kv: CachePolicy, page_size: int) -> None:
+    """Raise ValueError when one sample alone cannot fit in the KV cache."""
     total = len(request.prompt_ids) + request.max_tokens
-    need = footprint(kv, len(request.prompt_ids), request.max_tokens, page_size)
-    if not (need.evicts or need.compacted):
+    page_needs = footprint(kv, len(request.prompt_ids), request.max_tokens, page_size)
+    if not (page_needs.evicts or page_needs.compacted):
         if total > cache_tokens:
             raise ValueError(
-                f"{_length(request)} = {total} is over the KV cache of {cache_tokens} tokens"
+                f"{_describe_length(request)} = {total} is over the KV cache of {cache_tokens} tokens"
             )
-    elif need.alone * page_size > cache_tokens:
+    elif page_needs.alone * page_size > cache_tokens:
         raise ValueError(
-            f"{_length(request)} take {need.alone * page_size} tokens of the cache under kv "
+            f"{_describe_length(request)} take {page_needs.alone * page_size} tokens of the cache under kv "
             f"{kv.name!r}, which is over the KV cache of {cache_tokens} tokens"
         )
 
 
-def _length(request: Request) -> str:
+def _describe_length(request: Request) -> str:
+    """Return the beginning of an error about the request's length."""
     return f"max_tokens: {len(request.prompt_ids)} prompt tokens + max_tokens {request.max_tokens}"
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
+    """Raise ValueError naming the first item that is not a token id of the vocabulary."""
     if not isinstance(ids, list | tuple):
         raise ValueError(f"{name}: expected a list of token ids, got {_show(ids)}")
     if (
@@ -140,16 +145,16 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
     ):
         return
     for i, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token < vocab_size:  # a bool is no token id
+        if type(token) is not int or not 0 <= token < vocab_size:  # a bool is not a token id
             raise ValueError(
                 f"{name}[{i}]: expected an integer in 0..{vocab_size - 1}, got {_show(token)}"
             )
 
 
-def _check_choice(request: Request, vocab_size: int, eos_ids: Collection[int]) -> None:
+def _check_drawable(request: Request, vocab_size: int, eos_ids: Collection[int]) -> None:
     """Raise ValueError when no token can be drawn: such a row would fail the whole step."""
-    most = len(request.stop_ids) + len(eos_ids)
-    if request.min_tokens and most >= vocab_size <= len({*request.stop_ids, *eos_ids}):
+    max_stops = len(request.stop_ids) + len(eos_ids)
+    if request.min_tokens and max_stops >= vocab_size <= len({*request.stop_ids, *eos_ids}):
         raise ValueError(
             f"stop_ids: every token is a stop, so none can be drawn within min_tokens "
             f"{request.min_tokens}; leave one out, or set min_tokens to 0"
@@ -199,7 +204,7 @@ def _check_int(name: str, value: Any, low: int, high: int | None) -> None:
 
 
 def _check_float(name: str, value: Any) -> float:
-    if type(value) not in (int, float):  # a bool is no number; the range check refuses NaN
+    if type(value) not in (int, float):  # a bool is not a number; the range check refuses NaN
         raise ValueError(f"{name}: expected a number, got {_show(value)}")
     return value
 
@@ -212,6 +217,7 @@ def _check_range(name: str, value: float, low: float, high: float, hint: str = "
 
 
 def _show(value: Any) -> str:
+    """Return the value's repr, shortened."""
     # repr refuses integers of thousands of digits
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"

@@ -78,13 +78,13 @@ class First:
         require_finite(logprobs)
         tokens_B1, logprobs_B1 = (
             [[i] for i in self.tokens_B.tolist()],
-            [[logp] for logp in logprobs],
+            [[logprob] for logprob in logprobs],
         )
-        told = self.ranks.told(tokens_B1, logprobs_B1)
+        top_lists = self.ranks.told(tokens_B1, logprobs_B1)
         return [
             StepResult(sequence, ids, logps, large_batch, tops)
             for sequence, ids, logps, tops in zip(
-                self.sequences, tokens_B1, logprobs_B1, told, strict=True
+                self.sequences, tokens_B1, logprobs_B1, top_lists, strict=True
             )
         ]
 
@@ -92,8 +92,8 @@ class First:
 class Runner:
     """The KV cache and the device side of a step. large_batch_model: the model for many rows
     (`engine.decoder`). storage: how keys and values are stored. record_evictions: keep track of
-    what the policy drops. one_pass: rows that decode beside prompts take their step in the pass
-    over those, where a dense cache and a single model allow it, and no draft is checked: the
+    what the policy drops. one_pass: rows that decode while prompts run take their step in the
+    same pass, where a dense cache and a single model allow it, and no draft is checked: the
     weights are read once for both."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Runner:
         self.cache = storage(model.spec, num_pages, page_size, model.dtype, model.device)
         self.cache.exact = model.exact
         self.cache.adapt(model)
-        longest = min(num_pages, -(-model.spec.max_position // page_size))
+        max_pages = min(num_pages, -(-model.spec.max_position // page_size))
         self.selector = kv.selector(model.spec, self.cache, max_batch)
         self.recorder: CompactionRecorder | None = None
         if record_evictions and self.selector is not None:
@@ -123,9 +123,9 @@ class Runner:
                 spec.num_layers, slots, spec.num_kv_heads, most_held(kv, spec), model.device
             )
         self.one_pass = one_pass and large_batch_model is None and self.selector is None
-        self.states = [one for one in (self.selector, self.recorder) if one is not None]
+        self.states = [state for state in (self.selector, self.recorder) if state is not None]
         self.decoder = Decoder(
-            model, large_batch_model, self.cache, max_batch, longest, self.selector, cuda_graphs
+            model, large_batch_model, self.cache, max_batch, max_pages, self.selector, cuda_graphs
         )
         self.short: ShortPasses | None = None
         if self.decoder.watcher is None and ShortPasses.supports(model, self.cache):
@@ -161,62 +161,67 @@ class Runner:
             for state in self.states:
                 state.copy(plan.forks)
         self.cache.copy_pages(plan.copies)
-        together = self.one_pass and bool(plan.passes) and not plan.checks
-        steps = None
-        if plan.decodes and not together:
-            steps = self.decoder.start(plan.decodes, plan.steps)
+        is_one_pass = self.one_pass and bool(plan.passes) and not plan.checks
+        pending = None
+        if plan.decodes and not is_one_pass:
+            pending = self.decoder.start(plan.decodes, plan.steps)
         if plan.begun:
             for state in self.states:
                 state.begin(plan.begun)
-        firsts, checked_TD = list[First](), None
-        checks, beside = plan.checks, plan.decodes if together else []
+        all_first_tokens, checked_TD = list[First](), None
+        checks, decodes = plan.checks, plan.decodes if is_one_pass else []
         for prefills in plan.passes:
-            first, hidden_TD = self._prefill(prefills, checks, beside)
-            if first is not None:
-                firsts.append(first)
+            first_tokens, hidden_TD = self._prefill(prefills, checks, decodes)
+            if first_tokens is not None:
+                all_first_tokens.append(first_tokens)
             if checks:
                 checked_TD = hidden_TD
-            checks, beside = [], []
+            checks, decodes = [], []
         if self.model.device.type == "cuda":
             meanwhile()
-        drawn = [] if steps is None else self._read(plan, steps)
-        for first in firsts:
-            drawn += first.read(self.large_batch_model is not None)
+        results = [] if pending is None else self._read(plan, pending)
+        for first_tokens in all_first_tokens:
+            results += first_tokens.read(self.large_batch_model is not None)
         if checked_TD is not None:
-            drawn += self._follow(checked_TD, plan.checks)
+            results += self._follow(checked_TD, plan.checks)
         if self.recorder is not None:
             self.recorder.settle()
-        return drawn
+        return results
 
     def _read(self, plan: StepPlan, steps: PendingSteps) -> list[StepResult]:
-        tokens_BS, logprobs_BS, told = self.decoder.read(steps)
+        """Wait for decode steps, and return each row's tokens up to its limit."""
+        tokens_BS, logprobs_BS, top_lists = self.decoder.read(steps)
         large_batch = self.decoder.runs_large_batch(self.decoder.size(len(plan.decodes)))
         return [
-            StepResult(sequence, tokens[:most], logprobs[:most], large_batch, tops and tops[:most])
-            for sequence, tokens, logprobs, most, tops in zip(
-                plan.decodes, tokens_BS, logprobs_BS, plan.limits, told, strict=True
+            StepResult(
+                sequence, tokens[:limit], logprobs[:limit], large_batch, tops and tops[:limit]
+            )
+            for sequence, tokens, logprobs, limit, tops in zip(
+                plan.decodes, tokens_BS, logprobs_BS, plan.limits, top_lists, strict=True
             )
         ]
 
     def _compact(self, compactions: list[Compaction]) -> None:
+        """Run compactions, together those that keep equally many keys."""
         by_kept: dict[int, list[Compaction]] = {}
         for compaction in compactions:
             by_kept.setdefault(compaction.kept, []).append(compaction)
-        for kept, some in by_kept.items():
-            for first in range(0, len(some), MOST_COMPACTED):
-                self._compact_together(some[first : first + MOST_COMPACTED], kept)
+        for num_kept, batch in by_kept.items():
+            for start in range(0, len(batch), MOST_COMPACTED):
+                self._compact_together(batch[start : start + MOST_COMPACTED], num_kept)
 
     def _compact_together(self, compactions: list[Compaction], kept: int) -> None:
+        """Have the policy choose the keys that stay in each cache, and move them to the targets."""
         assert self.selector is not None, "a policy without a selector compacts nothing"
         device = self.model.device
         page_size = self.cache.page_size
         rows = DecodeRows(
             slots_B=torch.tensor([c.slot for c in compactions], device=device),
-            table_BP=_table([c.pages for c in compactions]).to(device),
+            table_BP=_page_table([c.pages for c in compactions]).to(device),
             lengths_B=torch.tensor([c.cached for c in compactions], dtype=torch.int32).to(device),
             positions_B=torch.tensor([c.position for c in compactions], device=device),
         )
-        targets_BP = _table([c.targets for c in compactions]).long()
+        targets_BP = _page_table([c.targets for c in compactions]).long()
         slots_BK = (targets_BP[..., None] * page_size + torch.arange(page_size)).flatten(1)
         slots_BK = slots_BK[:, :kept].to(device)
         kept_LBGK = self.selector.compact(rows, kept)
@@ -232,10 +237,14 @@ class Runner:
         Return a token of each of those and then of each sample whose prompt is through, and the
         hidden states along the drafts."""
         hidden_TD = self._forward(prefills, checks, beside)
-        drawing: list[tuple[Sequence, ...]] = [(sequence,) for sequence in beside]
-        drawing += [chunk.samples for chunk in prefills if chunk.samples]
-        first = self._begin(hidden_TD[: len(drawing)], drawing) if drawing else None
-        return first, hidden_TD[len(drawing) :] if checks else None
+        samples_by_row: list[tuple[Sequence, ...]] = [(sequence,) for sequence in beside]
+        samples_by_row += [chunk.samples for chunk in prefills if chunk.samples]
+        first = (
+            self._begin(hidden_TD[: len(samples_by_row)], samples_by_row)
+            if samples_by_row
+            else None
+        )
+        return first, hidden_TD[len(samples_by_row) :] if checks else None
 
     def _begin(self, hidden_PD: Tensor, drawing: list[tuple[Sequence, ...]]) -> First:
         """Draw a token of each of these samples; those of one tuple draw from one row."""
@@ -252,33 +261,39 @@ class Runner:
 
     def _follow(self, hidden_TD: Tensor, checks: list[Check]) -> list[StepResult]:
         """Draw behind each token of the checks, as if those before it had been drawn."""
-        places = [place for check in checks for place in places_of(check)]
+        drawn_positions = [
+            drawn_position for check in checks for drawn_position in places_of(check)
+        ]
         pieces = []
         tops: list[list[list[tuple[int, float]]] | None] = []
-        for start in range(0, len(places), SCORE_ROWS):
-            some = places[start : start + SCORE_ROWS]
+        for start in range(0, len(drawn_positions), SCORE_ROWS):
+            positions = drawn_positions[start : start + SCORE_ROWS]
             logits_CV = self.model.logits(hidden_TD[start : start + SCORE_ROWS])
-            ids_C, logprobs_C, ranks = self._draw(logits_CV, some)
+            ids_C, logprobs_C, ranks = self._draw(logits_CV, positions)
             pieces.append((ids_C, logprobs_C))
             if ranks.asking:
                 ids_C1, logprobs_C1 = ids_C[:, None].tolist(), logprobs_C[:, None].tolist()
                 tops += ranks.told(ids_C1, logprobs_C1)
             else:
-                tops += [None] * len(some)
-        ids, logprobs = (torch.cat(some).tolist() for some in zip(*pieces, strict=True))
+                tops += [None] * len(positions)
+        ids, logprobs = (torch.cat(column).tolist() for column in zip(*pieces, strict=True))
         require_finite(logprobs)
-        drawn, stop = [], 0
+        results, stop = [], 0
         for check in checks:
             start, stop = stop, stop + len(check.ids)
-            told = [one[0] for one in tops[start:stop] if one is not None]
+            check_tops = [row_tops[0] for row_tops in tops[start:stop] if row_tops is not None]
             large_batch = self.large_batch_model is not None
             ids_S, logprobs_S = ids[start:stop], logprobs[start:stop]
-            drawn.append(StepResult(check.sequence, ids_S, logprobs_S, large_batch, told or None))
-        return drawn
+            results.append(
+                StepResult(check.sequence, ids_S, logprobs_S, large_batch, check_tops or None)
+            )
+        return results
 
     def _draw(
         self, logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]
     ) -> tuple[Tensor, Tensor, TopLogprobs]:
+        """Draw a token for each row after penalties and bans, and rank the likeliest ones where
+        requested."""
         device = self.model.device
         logits_BV = shaped(logits_BV, sequences)
         params = SamplingBatch.of(sequences, self.model.spec.vocab_size, device)
@@ -321,24 +336,27 @@ class Runner:
         prompts, then of all tokens of the checks."""
         pieces = [(c.sequence, c.start, c.sequence.prompt_ids[c.start : c.stop]) for c in prefills]
         pieces += [(c.sequence, c.sequence.position, c.ids) for c in checks]
-        chunks = [PromptChunk(at, at + len(some), s.pages, s.slot) for s, at, some in pieces]
-        fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
-        later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
+        chunks = [
+            PromptChunk(start, start + len(piece_ids), s.pages, s.slot)
+            for s, start, piece_ids in pieces
+        ]
+        first_chunks = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
+        later_chunks = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
         ids: list[int] = []
         last_rows = [0] * len(chunks)
-        for i in (*fresh, *later):
+        for i in (*first_chunks, *later_chunks):
             ids += pieces[i][2]
             last_rows[i] = len(ids) - 1
-        through = [i for i, chunk in enumerate(prefills) if chunk.samples]
-        whole = len(through) == len(chunks) and not beside
-        if self.short is not None and whole and self.short.takes(chunks):
+        ended_prompts = [i for i, chunk in enumerate(prefills) if chunk.samples]
+        only_ended_prompts = len(ended_prompts) == len(chunks) and not beside
+        if self.short is not None and only_ended_prompts and self.short.takes(chunks):
             return self.short.run(ids, chunks)
-        checked = range(len(ids) - sum(len(check.ids) for check in checks), len(ids))
-        wanted = [*(last_rows[i] for i in through), *checked]
+        check_rows = range(len(ids) - sum(len(check.ids) for check in checks), len(ids))
+        output_rows = [*(last_rows[i] for i in ended_prompts), *check_rows]
         prompts = PagedAttention(
             self.cache,
-            [chunks[i] for i in fresh],
-            [chunks[i] for i in later],
+            [chunks[i] for i in first_chunks],
+            [chunks[i] for i in later_chunks],
             self.decoder.watcher,
         )
         model = self.large_batch_model or self.model
@@ -347,19 +365,22 @@ class Runner:
             torch.cat([torch.arange(c.start, c.stop) for c in prompts.chunks]), model.device
         )
         if not beside:
-            wanted_P = upload(torch.tensor(wanted or [0]), model.device)  # kernels want a row
-            return model(ids_T, pos_T, prompts, wanted_P)
+            # the kernels need at least one row
+            output_rows_P = upload(torch.tensor(output_rows or [0]), model.device)
+            return model(ids_T, pos_T, prompts, output_rows_P)
         ids_B, rows = self.decoder.place(beside)
-        wanted = [*range(len(beside)), *(len(ids_B) + row for row in wanted)]
+        output_rows = [*range(len(beside)), *(len(ids_B) + row for row in output_rows)]
         return model(
             torch.cat([ids_B, ids_T]),
             torch.cat([rows.positions_B, pos_T]),
             MixedAttention(PagedDecode(self.cache, rows), prompts),
-            upload(torch.tensor(wanted), model.device),
+            upload(torch.tensor(output_rows), model.device),
         )
 
 
-def _table(pages: list[list[int]]) -> Tensor:
+def _page_table(pages: list[list[int]]) -> Tensor:
     """Return page tables as one int32 tensor, padded with page 0, which is not read there."""
-    widest = max(len(row) for row in pages)
-    return torch.tensor([row + [0] * (widest - len(row)) for row in pages], dtype=torch.int32)
+    max_pages = max(len(row_pages) for row_pages in pages)
+    return torch.tensor(
+        [row_pages + [0] * (max_pages - len(row_pages)) for row_pages in pages], dtype=torch.int32
+    )

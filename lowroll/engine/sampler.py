@@ -10,7 +10,7 @@ Per row, in fp32 and in this order (the order of Hugging Face's processors):
  2. ids banned until `min_tokens` are drawn: logit -inf;
  2b. presence and frequency penalties, subtracted from the logits of the tokens of the response (once,
     and for each time), and the request's own bias of logits, added;
- 2c. ids that its grammar has no place for (`engine.grammar`): logit -inf;
+ 2c. ids that its grammar excludes (`engine.grammar`): logit -inf;
  3. logits / temperature;
  4. top-k: the k largest (0 is off);
  5. top-p (Holtzman et al. 2020, arXiv:1904.09751): of what is left, the smallest set of largest
@@ -72,19 +72,19 @@ class SamplingBatch:
         vocab_size: int,
         device: torch.device | str = "cpu",
     ) -> SamplingBatch:
-        wanted = [s.request.temperature or 1 for s in sequences]
-        temperature = torch.tensor(wanted, dtype=torch.float32)
+        temperatures = [s.request.temperature or 1 for s in sequences]
+        temperature_B = torch.tensor(temperatures, dtype=torch.float32)
         filters = None
         if any(map(is_filtered, sequences)):
-            asked = filters_of(sequences, vocab_size)
+            host_filters = filters_of(sequences, vocab_size)
             filters = Filters(
-                upload(asked.top_k_B, device),
-                upload(asked.top_p_B, device),
-                upload(asked.log_min_p_B, device),
+                upload(host_filters.top_k_B, device),
+                upload(host_filters.top_p_B, device),
+                upload(host_filters.log_min_p_B, device),
             )
         return cls(
             keys_B=upload(torch.tensor([signed(s.noise_key) for s in sequences]), device),
-            temperature_B=upload(temperature, device),
+            temperature_B=upload(temperature_B, device),
             greedy_B=upload(torch.tensor([s.request.temperature == 0 for s in sequences]), device),
             filters=filters,
         )
@@ -120,7 +120,9 @@ def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
 def shaped(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
     """Return float32 logits after penalties, bans, bias and grammar, or the unchanged input where
     no row needs a change."""
-    return by_host(_banned(_penalised(logits_BV, sequences), sequences), sequences)
+    return by_host(
+        _apply_bans(_apply_repetition_penalty(logits_BV, sequences), sequences), sequences
+    )
 
 
 def by_host(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
@@ -130,28 +132,33 @@ def by_host(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Ten
         for row, s in enumerate(sequences)
         if s.group.grammar is not None
     ]
-    return held(_biased(logits_BV, sequences), rows)
+    return held(_apply_biases(logits_BV, sequences), rows)
 
 
-def _biased(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
+def _apply_biases(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
     """Return float32 logits after step 2b, or the unchanged input where no row needs a change."""
-    added = [(row, biases_of(s)) for row, s in enumerate(sequences) if is_biased(s)]
-    rows_N, ids_N = _pairs_of([(row, list(of)) for row, of in added if of], logits_BV.device)
+    biases_by_row = [(row, biases_of(s)) for row, s in enumerate(sequences) if is_biased(s)]
+    rows_N, ids_N = _index_pairs(
+        [(row, list(biases)) for row, biases in biases_by_row if biases], logits_BV.device
+    )
     if rows_N is None or ids_N is None:
         return logits_BV
-    values = [value for _, of in added for value in of.values()]
+    values = [value for _, biases in biases_by_row for value in biases.values()]
     values_N = upload(torch.tensor(values, dtype=torch.float32), logits_BV.device)
     logits_BV = logits_BV.float()
     return logits_BV.index_put((rows_N, ids_N), logits_BV[rows_N, ids_N] + values_N)
 
 
-def _banned(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    banned = [(row, s.banned_ids()) for row, s in enumerate(sequences)]
-    rows_N, ids_N = _pairs_of([(row, ids) for row, ids in banned if ids], logits_BV.device)
+def _apply_bans(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
+    """Return logits in which the ids that would end a sample too early are -inf."""
+    banned_by_row = [(row, s.banned_ids()) for row, s in enumerate(sequences)]
+    rows_N, ids_N = _index_pairs(
+        [(row, ids) for row, ids in banned_by_row if ids], logits_BV.device
+    )
     if rows_N is None:
         return logits_BV
-    never = torch.full((), -math.inf, device=logits_BV.device)
-    return logits_BV.float().index_put((rows_N, ids_N), never)
+    minus_inf = torch.full((), -math.inf, device=logits_BV.device)
+    return logits_BV.float().index_put((rows_N, ids_N), minus_inf)
 
 
 def likeliest(logp_BV: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -159,19 +166,19 @@ def likeliest(logp_BV: Tensor, most: int) -> tuple[Tensor, Tensor]:
     id first among equals, on every device and in any batch."""
     most = min(most, logp_BV.shape[-1])
     if most == 0:
-        nothing_B0 = logp_BV[:, :0]
-        return nothing_B0.long(), nothing_B0
-    ids_BK = torch.cat([_order(logp_CV, most) for logp_CV in logp_BV.split(RANKED_ROWS)])
+        empty_B0 = logp_BV[:, :0]
+        return empty_B0.long(), empty_B0
+    ids_BK = torch.cat([_likeliest_ids(logp_CV, most) for logp_CV in logp_BV.split(RANKED_ROWS)])
     return ids_BK, logp_BV.gather(-1, ids_BK)
 
 
-def _order(logp_CV: Tensor, most: int) -> Tensor:
+def _likeliest_ids(logp_CV: Tensor, most: int) -> Tensor:
     """Return the ids ordered by the bits of the log-prob, which as an integer have its order, and
     then by id: a strict order."""
     bits_CV = (logp_CV + 0.0).view(torch.int32)  # -0.0 is 0.0
-    rising_CV = torch.where(bits_CV < 0, bits_CV ^ 0x7FFFFFFF, bits_CV)
-    last_V = torch.arange(logp_CV.shape[-1], device=logp_CV.device).flip(0)
-    return (rising_CV.long() << 32 | last_V).topk(most, dim=-1).indices
+    ordered_CV = torch.where(bits_CV < 0, bits_CV ^ 0x7FFFFFFF, bits_CV)
+    tie_break_V = torch.arange(logp_CV.shape[-1], device=logp_CV.device).flip(0)
+    return (ordered_CV.long() << 32 | tie_break_V).topk(most, dim=-1).indices
 
 
 class TopLogprobs:
@@ -189,17 +196,18 @@ class TopLogprobs:
         self._steps: list[tuple[Tensor, Tensor]] = []  # ids and log-probs [A, K]
 
     def see(self, logits_BV: Tensor) -> None:
+        """Rank the tokens of one step from its logits."""
         if not self.asking:
             return
         if self._batch is None:
             device = logits_BV.device
-            rows = [self._sequences[i] for i in self.asking]
-            params = SamplingBatch.of(rows, logits_BV.shape[-1], device)
+            asking_sequences = [self._sequences[i] for i in self.asking]
+            params = SamplingBatch.of(asking_sequences, logits_BV.shape[-1], device)
             self._batch = upload(torch.tensor(self.asking), device), params
         rows_A, params = self._batch
         logp_AV = distribution(logits_BV[rows_A], params)
-        most = max(self._sequences[i].request.top_logprobs for i in self.asking)
-        self._steps.append(likeliest(logp_AV, most))
+        max_top = max(self._sequences[i].request.top_logprobs for i in self.asking)
+        self._steps.append(likeliest(logp_AV, max_top))
 
     def told(
         self, tokens_BS: list[list[int]], logprobs_BS: list[list[float]]
@@ -209,20 +217,23 @@ class TopLogprobs:
 
         The drawn token gets the recorded log-prob, which on a GPU another kernel has summed.
         """
-        found: list[list[list[tuple[int, float]]] | None] = [None] * len(tokens_BS)
+        top_lists: list[list[list[tuple[int, float]]] | None] = [None] * len(tokens_BS)
         if not self.asking:
-            return found
-        ids_ASK, logp_ASK = (torch.stack(one, 1).tolist() for one in zip(*self._steps, strict=True))
+            return top_lists
+        ids_ASK, logp_ASK = (
+            torch.stack(per_step, 1).tolist() for per_step in zip(*self._steps, strict=True)
+        )
         for i, ids_SK, logp_SK in zip(self.asking, ids_ASK, logp_ASK, strict=True):
-            most = self._sequences[i].request.top_logprobs
-            drawn = zip(ids_SK, logp_SK, tokens_BS[i], logprobs_BS[i], strict=True)
-            found[i] = [_pairs(*place, most=most) for place in drawn]
-        return found
+            num_top = self._sequences[i].request.top_logprobs
+            steps = zip(ids_SK, logp_SK, tokens_BS[i], logprobs_BS[i], strict=True)
+            top_lists[i] = [_top_pairs(*step, most=num_top) for step in steps]
+        return top_lists
 
 
-def _pairs(
+def _top_pairs(
     ids: list[int], logps: list[float], token: int, logprob: float, most: int
 ) -> list[tuple[int, float]]:
+    """Return the likeliest tokens of one position, the drawn one with its recorded log-prob."""
     return [
         (i, logprob if i == token else logp)
         for i, logp in zip(ids[:most], logps[:most], strict=True)
@@ -240,29 +251,33 @@ def require_finite(logprobs: Collection[float]) -> None:
         )
 
 
-def _penalised(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
+def _apply_repetition_penalty(
+    logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]
+) -> Tensor:
+    """Return logits after the repetition penalty on ids seen in prompt or response."""
     rows = [row for row, s in enumerate(sequences) if s.request.repetition_penalty != 1]
     if not rows:
         return logits_BV
-    prompts: dict[int, set[int]] = {}  # siblings share theirs
-    seen = []
+    prompt_id_sets: dict[int, set[int]] = {}  # siblings share theirs
+    seen_ids = []
     for row in rows:
         s = sequences[row]
-        prompt = prompts.setdefault(id(s.prompt_ids), set(s.prompt_ids))
-        seen.append((row, list(prompt.union(s.token_ids))))
+        prompt = prompt_id_sets.setdefault(id(s.prompt_ids), set(s.prompt_ids))
+        seen_ids.append((row, list(prompt.union(s.token_ids))))
     device = logits_BV.device
-    rows_N, ids_N = _pairs_of(seen, device)
-    penalty = [s.request.repetition_penalty for s in sequences]
-    penalty_N = upload(torch.tensor(penalty, dtype=torch.float32), device)[rows_N]
+    rows_N, ids_N = _index_pairs(seen_ids, device)
+    penalties = [s.request.repetition_penalty for s in sequences]
+    penalty_N = upload(torch.tensor(penalties, dtype=torch.float32), device)[rows_N]
     logits_BV = logits_BV.float()
-    seen_N = logits_BV[rows_N, ids_N]
-    seen_N = torch.where(seen_N > 0, seen_N / penalty_N, seen_N * penalty_N)
-    return logits_BV.index_put((rows_N, ids_N), seen_N)
+    logits_N = logits_BV[rows_N, ids_N]
+    logits_N = torch.where(logits_N > 0, logits_N / penalty_N, logits_N * penalty_N)
+    return logits_BV.index_put((rows_N, ids_N), logits_N)
 
 
-def _pairs_of(
+def _index_pairs(
     found: Many[tuple[int, Many[int]]], device: torch.device
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return rows [N] and ids [N] on the device for lists of ids by row; None for no lists."""
     if not found:
         return None, None
     rows_N = torch.cat([torch.full((len(ids),), row) for row, ids in found])

@@ -1,10 +1,10 @@
-"""The sampling parameters of rows beside their temperature, resident on the device: filters, a
+"""The sampling parameters of rows except their temperature, resident on the device: filters, a
 repetition penalty, and no end before `min_tokens`.
 
 The last two depend on earlier tokens, which are marked by the sample's slot
 (`kernels.sampling.penalties`): the prompt when the sample first decodes, drawn tokens by the step
-itself, and tokens drawn elsewhere (the first, a draft's, one beside a prompt) before the next step.
-A slot with another sample is marked anew.
+itself, and tokens drawn elsewhere (the first, a draft's, one in a pass over prompts) before the next
+step. A slot with another sample is marked anew.
 
 Legend: B rows, S slots, V vocabulary.
 """
@@ -35,10 +35,11 @@ class DrawMode(IntEnum):
 
 
 def draw_of(sequences: Collection[Sequence | DrawnPosition]) -> DrawMode:
-    return max((_draw_of(s) for s in sequences), default=DrawMode.PLAIN)
+    return max((_sequence_draw_mode(s) for s in sequences), default=DrawMode.PLAIN)
 
 
-def _draw_of(s: Sequence | DrawnPosition) -> DrawMode:
+def _sequence_draw_mode(s: Sequence | DrawnPosition) -> DrawMode:
+    """Return the work that one sequence's draw needs."""
     if s.request.repetition_penalty != 1 or s.banned_ids():
         return DrawMode.MARKED
     return DrawMode.FILTERED if is_filtered(s) else DrawMode.PLAIN
@@ -47,17 +48,20 @@ def _draw_of(s: Sequence | DrawnPosition) -> DrawMode:
 def is_filtered(s: Sequence | DrawnPosition) -> bool:
     """Return whether filters matter; the likeliest token, which a greedy row takes, passes all of
     them."""
-    r = s.request
-    return r.temperature != 0 and (r.top_k > 0 or r.top_p < 1 or r.min_p > 0)
+    request = s.request
+    return request.temperature != 0 and (
+        request.top_k > 0 or request.top_p < 1 or request.min_p > 0
+    )
 
 
 def filters_of(sequences: Collection[Sequence | DrawnPosition], vocab_size: int) -> Filters:
+    """Return the filters of these sequences' requests, on the host."""
     requests = [s.request for s in sequences]
-    top_k = [min(r.top_k or vocab_size, vocab_size) for r in requests]
-    log_min_p = [math.log(r.min_p) if r.min_p else -math.inf for r in requests]
+    top_k = [min(request.top_k or vocab_size, vocab_size) for request in requests]
+    log_min_p = [math.log(request.min_p) if request.min_p else -math.inf for request in requests]
     return Filters(
         torch.tensor(top_k),
-        torch.tensor([r.top_p for r in requests], dtype=torch.float64),
+        torch.tensor([request.top_p for request in requests], dtype=torch.float64),
         torch.tensor(log_min_p, dtype=torch.float64),
     )
 
@@ -94,60 +98,66 @@ class SamplingState:
             self._mark(sequences)
 
     def drew(self, sequences: list[Sequence], steps: int) -> None:
-        """Note that the device has marked the tokens of so many steps."""
+        """Note that the device has marked the tokens of `steps` steps."""
         for s in sequences:
             if s.request.repetition_penalty != 1:
                 self._marked[s.slot] = s, len(s.token_ids) + min(steps, s.until - s.position)
 
     def _upload(self, sequences: list[Sequence], size: int) -> None:
-        rows = len(sequences)
+        """Copy the settings of these rows, padded to `size`, to the device."""
+        num_rows = len(sequences)
         filters = filters_of(sequences, self.vocab_size)
-        packed = torch.zeros(5, size, dtype=torch.int64)
-        numbers = packed.view(torch.float64)
-        packed[0] = self.vocab_size
-        packed[0, :rows] = filters.top_k_B
-        numbers[1], numbers[2], numbers[3] = 1, -torch.inf, 1
-        numbers[1, :rows], numbers[2, :rows] = filters.top_p_B, filters.log_min_p_B
-        numbers[3, :rows] = torch.tensor(
+        settings = torch.zeros(5, size, dtype=torch.int64)
+        float_settings = settings.view(torch.float64)
+        settings[0] = self.vocab_size
+        settings[0, :num_rows] = filters.top_k_B
+        float_settings[1], float_settings[2], float_settings[3] = 1, -torch.inf, 1
+        float_settings[1, :num_rows], float_settings[2, :num_rows] = (
+            filters.top_p_B,
+            filters.log_min_p_B,
+        )
+        float_settings[3, :num_rows] = torch.tensor(
             [s.request.repetition_penalty for s in sequences], dtype=torch.float64
         )
-        packed[4, :rows] = torch.tensor(
+        settings[4, :num_rows] = torch.tensor(
             [len(s.prompt_ids) + s.request.min_tokens if s.group.stop_ids else 0 for s in sequences]
         )
-        self._device[:, :size].copy_(upload(packed, self._device.device))
+        self._device[:, :size].copy_(upload(settings, self._device.device))
 
     def _marks(self) -> Tensor:
+        """Return the marks of all slots, allocated at first use."""
         if self._marks_SV is None:
             self._marks_SV = blank(self.slots, self.vocab_size, self._device.device)
         return self._marks_SV
 
     def _mark(self, sequences: list[Sequence]) -> None:
-        fresh, seen, stops = (
+        """Mark the tokens that the device has not marked yet, and clear slots of new samples."""
+        cleared_slots, seen_ids, stop_ids = (
             list[int](),
             list[tuple[int, list[int]]](),
             list[tuple[int, Many[int]]](),
         )
         for s in sequences:
-            penalised = s.request.repetition_penalty != 1
-            if not penalised and not s.banned_ids():
+            is_penalised = s.request.repetition_penalty != 1
+            if not is_penalised and not s.banned_ids():
                 continue
-            owner, known = self._marked[s.slot]
-            if owner is not s:
-                fresh.append(s.slot)
-                known = 0
+            marked_sequence, num_marked = self._marked[s.slot]
+            if marked_sequence is not s:
+                cleared_slots.append(s.slot)
+                num_marked = 0
                 if s.banned_ids():
-                    stops.append((s.slot, s.group.stop_ids))
-                if penalised:
-                    seen.append((s.slot, s.prompt_ids))
-            if penalised and known < len(s.token_ids):
-                seen.append((s.slot, s.token_ids[known:]))
+                    stop_ids.append((s.slot, s.group.stop_ids))
+                if is_penalised:
+                    seen_ids.append((s.slot, s.prompt_ids))
+            if is_penalised and num_marked < len(s.token_ids):
+                seen_ids.append((s.slot, s.token_ids[num_marked:]))
             self._marked[s.slot] = s, len(s.token_ids)
         marks_SV = self._marks()
-        if fresh:
-            clear(marks_SV, upload(torch.tensor(fresh), marks_SV.device))
-        for mark, found in ((STOPS, stops), (SEEN, seen)):
-            if found:
-                slots, tokens = zip(*found, strict=True)
+        if cleared_slots:
+            clear(marks_SV, upload(torch.tensor(cleared_slots), marks_SV.device))
+        for mark, entries in ((STOPS, stop_ids), (SEEN, seen_ids)):
+            if entries:
+                slots, tokens = zip(*entries, strict=True)
                 lengths = torch.tensor([len(ids) for ids in tokens])
                 slots_N = torch.tensor(slots).repeat_interleave(lengths)
                 tokens_N = torch.tensor([*chain.from_iterable(tokens)])

@@ -163,8 +163,10 @@ class Scheduler:
 
     def add(self, request: Request) -> int:
         """Queue a request that `validate` accepted, and return its handle."""
-        need = footprint(self.kv, len(request.prompt_ids), request.max_tokens, self.pool.page_size)
-        assert need.alone <= self.pool.num_pages, (
+        pages_needed = footprint(
+            self.kv, len(request.prompt_ids), request.max_tokens, self.pool.page_size
+        )
+        assert pages_needed.alone <= self.pool.num_pages, (
             "request larger than the cache: it was not validated"
         )
         assert self.decode or not request.stop_strings, (
@@ -175,12 +177,15 @@ class Scheduler:
         if request.grammar is not None:
             assert self.compile_grammar, "a grammar without a tokenizer: it was not validated"
             grammar = self.compile_grammar(request.grammar)
-        group = LiveGroup(self._next_handle, request, tuple(sorted(stop_ids)), need, grammar)
+        group = LiveGroup(
+            self._next_handle, request, tuple(sorted(stop_ids)), pages_needed, grammar
+        )
         self._next_handle += 1
         self._enqueue(group, [[]] * request.n)
         return group.handle
 
     def _enqueue(self, group: LiveGroup, drafts: list[list[int]]) -> None:
+        """Open a group and let its samples wait for admission."""
         begin(group, drafts)
         self._groups[group.handle] = group
         self._waiting.append(group)
@@ -201,9 +206,15 @@ class Scheduler:
         self._groups.clear()
         self._running.clear()
         self._free_slots = list(reversed(range(self.max_batch)))
-        for old in groups:
-            again = LiveGroup(old.handle, old.request, old.stop_ids, old.footprint, old.grammar)
-            self._enqueue(again, [drawn(sequence) for sequence in old.sequences])
+        for old_group in groups:
+            restarted = LiveGroup(
+                old_group.handle,
+                old_group.request,
+                old_group.stop_ids,
+                old_group.footprint,
+                old_group.grammar,
+            )
+            self._enqueue(restarted, [drawn(sequence) for sequence in old_group.sequences])
 
     def abort(self, handle: int) -> bool:
         """End a request's open samples with "abort". Return False if it had ended already."""
@@ -219,6 +230,7 @@ class Scheduler:
             self.abort(handle)
 
     def so_far(self, handle: int) -> list[PartialSample]:
+        """Return what each sample has drawn, as `Engine.so_far`."""
         if not 0 <= handle < self._next_handle:
             raise ValueError(f"handle: {handle} is of no request")
         samples: list[Sequence] | list[Rollout] = []
@@ -231,39 +243,43 @@ class Scheduler:
     def finished(self, handles: Container[int] | None = None) -> list[tuple[int, Group]]:
         """Return (handle, group) of completed requests, of `handles` if given, once each and in
         order of completion."""
-        taken = [handle for handle in self._finished if handles is None or handle in handles]
-        return [(handle, self._finished.pop(handle)) for handle in taken]
+        done_handles = [handle for handle in self._finished if handles is None or handle in handles]
+        return [(handle, self._finished.pop(handle)) for handle in done_handles]
 
     def plan(self) -> StepPlan:
-        """Compact full caches, admit what fits, then allocate pages for the tokens of every decode
-        row."""
+        """Compact full caches, admit samples that fit, then allocate pages for the tokens of every
+        decode row."""
         compactions = self._compact_all()
         self._admit()
-        # the prompts of the others are running
-        begun = [sequence for sequence in self._running if sequence.token_ids]
-        forks, copies = self._fork_all(begun)
-        rows = [sequence for sequence in begun if not sequence.draft]
-        budget, longest = self.max_prefill_tokens, self.prefill_chunk
-        checks, tokens = plan_checks(begun, budget, longest)
-        due = checks or not rows or self._prompts_are_due()
-        count = self.passes if due else 0
-        passes = plan_passes(self._prefilling, count, budget, longest, tokens)
+        # the prompts of the other samples are still running
+        decoding = [sequence for sequence in self._running if sequence.token_ids]
+        forks, copies = self._fork_all(decoding)
+        decodes = [sequence for sequence in decoding if not sequence.draft]
+        max_tokens, max_chunk = self.max_prefill_tokens, self.prefill_chunk
+        checks, tokens = plan_checks(decoding, max_tokens, max_chunk)
+        prompts_are_due = checks or not decodes or self._prompts_are_due()
+        num_passes = self.passes if prompts_are_due else 0
+        passes = plan_passes(self._prefilling, num_passes, max_tokens, max_chunk, tokens)
         # half as many while others wait for rows to end
-        most = max(1, self.lookahead // 2) if self._waiting else self.lookahead
-        ahead = [s.until - s.position for s in rows]
-        host = passes or any(map(needs_host, rows))
-        steps = 1 if host else min(most, max(ahead, default=1))
+        max_steps = max(1, self.lookahead // 2) if self._waiting else self.lookahead
+        ahead = [s.until - s.position for s in decodes]
+        is_single_step = passes or any(map(needs_host, decodes))
+        steps = 1 if is_single_step else min(max_steps, max(ahead, default=1))
         limits = [min(steps, tokens) for tokens in ahead]
-        growing = [*zip(rows, limits, strict=True), *((c.sequence, len(c.ids)) for c in checks)]
+        growing = [
+            *zip(decodes, limits, strict=True),
+            *((check.sequence, len(check.ids)) for check in checks),
+        ]
         for sequence, tokens in growing:
-            last = sequence.cached_len + tokens - 1  # position in the cache of this plan's last key
-            missing = last // self.pool.page_size + 1 - len(sequence.pages)
-            if missing > 0:
-                sequence.pages += self.pool.allocate(missing)
-                self._reserve(sequence, sequence.reserved_pages - missing)
+            # the position in the cache of this plan's last key
+            last_position = sequence.cached_len + tokens - 1
+            num_missing = last_position // self.pool.page_size + 1 - len(sequence.pages)
+            if num_missing > 0:
+                sequence.pages += self.pool.allocate(num_missing)
+                self._reserve(sequence, sequence.reserved_pages - num_missing)
         self._steps = 0 if any(passes) else self._steps + steps
         slots, self._begun = self._begun, []
-        return StepPlan(compactions, forks, copies, rows, steps, limits, slots, passes, checks)
+        return StepPlan(compactions, forks, copies, decodes, steps, limits, slots, passes, checks)
 
     def commit(
         self,
@@ -348,13 +364,16 @@ class Scheduler:
 
     def _look_ahead(self, sequence: Sequence) -> None:
         """Compute when a sample ends or must be compacted next."""
-        room = self.kv.room(sequence.cached_len)
-        assert room > 0, f"{self.kv.name}: a cache of {sequence.cached_len} keys takes no other"
-        sequence.until = sequence.position + min(sequence.num_left, room)
+        num_free_keys = self.kv.room(sequence.cached_len)
+        assert num_free_keys > 0, (
+            f"{self.kv.name}: a cache of {sequence.cached_len} keys takes no other"
+        )
+        sequence.until = sequence.position + min(sequence.num_left, num_free_keys)
 
     # -- admission ---------------------------------------------------------------------------------
 
     def _admit(self) -> None:
+        """Admit waiting samples in order, as long as slots and pages are free."""
         while self._waiting:
             group = self._waiting[0]
             if not group.waiting:
@@ -376,28 +395,28 @@ class Scheduler:
         """Allocate the prompt's pages (from the prefix cache where possible) and reserve the
         leader's others."""
         prompt_ids, page_size = group.request.prompt_ids, self.pool.page_size
-        need = group.footprint
+        page_needs = group.footprint
         # tokens at the end always run, the last for its logits: their pages are never taken from
         # the cache
-        served = max(0, len(prompt_ids) - self.kv.window)
+        max_cached = max(0, len(prompt_ids) - self.kv.window)
         if group.page_keys is None or group.salt != self.salt:
             group.page_keys = page_keys(prompt_ids, page_size, self.salt)
             group.salt = self.salt
-        hits = self.pool.match(group.page_keys[: served // page_size])
-        missing = need.prompt - sum(self.pool.refcount(page) > 0 for page in hits)
-        if missing + need.compacted + need.writer > self._available():
+        hits = self.pool.match(group.page_keys[: max_cached // page_size])
+        missing = page_needs.prompt - sum(self.pool.refcount(page) > 0 for page in hits)
+        if missing + page_needs.compacted + page_needs.writer > self._available():
             return False
         self.pool.reuse(hits)
-        group.prompt_pages = hits + self.pool.allocate(need.prompt - len(hits))
-        group.compacted_pages = self.pool.allocate(need.compacted)
+        group.prompt_pages = hits + self.pool.allocate(page_needs.prompt - len(hits))
+        group.compacted_pages = self.pool.allocate(page_needs.compacted)
         group.num_prefilled = len(hits) * page_size
         leader = group.tail_writer = group.leader
         leader.slot = group.state_slot = self._free_slots.pop()
         leader.cached_len = group.num_prefilled
-        if need.compacted:  # it forks later, from what the compaction leaves
+        if page_needs.compacted:  # it forks later, from what the compaction leaves
             self.pool.share(group.prompt_pages)
             leader.pages = list(group.prompt_pages)
-            self._reserve(leader, need.writer)
+            self._reserve(leader, page_needs.writer)
         else:
             self._fork(leader)
         self._begun.append(leader.slot)
@@ -405,15 +424,16 @@ class Scheduler:
         return True
 
     def _admit_sibling(self, sequence: Sequence) -> bool:
+        """Reserve the pages of a sample that shares its leader's prompt. Return whether it fits."""
         group = sequence.group
         writes_tail = group.tail_writer is None  # the former one has ended
-        own = group.footprint.writer if writes_tail else group.footprint.sibling
-        if own > self._available():
+        pages_needed = group.footprint.writer if writes_tail else group.footprint.sibling
+        if pages_needed > self._available():
             return False
         if writes_tail:
             group.tail_writer = sequence
         sequence.slot = self._free_slots.pop()
-        self._reserve(sequence, own)
+        self._reserve(sequence, pages_needed)
         return True
 
     def _fork_all(
@@ -441,19 +461,20 @@ class Scheduler:
         if group.tail_writer is None:
             group.tail_writer = sequence
         writes_tail = group.tail_writer is sequence
-        full = group.footprint.base // self.pool.page_size
-        sequence.num_shared = len(group.prompt_pages) if writes_tail else full
+        num_full = group.footprint.base // self.pool.page_size
+        sequence.num_shared = len(group.prompt_pages) if writes_tail else num_full
         shared = group.prompt_pages[: sequence.num_shared]
         tail = group.prompt_pages[sequence.num_shared :]
-        own = self.pool.allocate(len(tail))
+        new_pages = self.pool.allocate(len(tail))
         self.pool.share(shared)
-        sequence.pages = shared + own
-        most = group.footprint.writer if writes_tail else group.footprint.sibling
-        self._reserve(sequence, most - len(own))
+        sequence.pages = shared + new_pages
+        max_new_pages = group.footprint.writer if writes_tail else group.footprint.sibling
+        self._reserve(sequence, max_new_pages - len(new_pages))
         self._forked(sequence)
-        return list(zip(tail, own, strict=True))
+        return list(zip(tail, new_pages, strict=True))
 
     def _forked(self, sequence: Sequence) -> None:
+        """Note that a sample does not need the prompt any more. Free its pages after the last."""
         group = sequence.group
         sequence.forked = True
         group.num_unforked -= 1
@@ -463,9 +484,11 @@ class Scheduler:
             group.compacted_pages = []
 
     def _available(self) -> int:
+        """Return the pages that are free and not reserved."""
         return self.pool.num_free - self.reserved_pages
 
     def _reserve(self, sequence: Sequence, pages: int) -> None:
+        """Set the number of pages that are reserved for a sample."""
         assert pages >= 0, "a sample needs more pages than its worst case"
         self.reserved_pages += pages - sequence.reserved_pages
         sequence.reserved_pages = pages
@@ -480,14 +503,14 @@ class Scheduler:
         if self.kv.budget is None:
             return []
         compactions: list[Compaction] = []
-        given_up: list[int] = []
+        freed_pages: list[int] = []
         for group in self._through:
             if group.num_open and group.compacted_pages:
-                compactions.append(self._compact_prompt(group, given_up))
+                compactions.append(self._compact_prompt(group, freed_pages))
         for sequence in self._running:
             if sequence.forked and sequence.token_ids and sequence.until == sequence.position:
-                compactions.append(self._compact(sequence, given_up))
-        self.pool.free(given_up)
+                compactions.append(self._compact(sequence, freed_pages))
+        self.pool.free(freed_pages)
         return compactions
 
     def _compact_prompt(self, group: LiveGroup, given_up: list[int]) -> Compaction:
@@ -509,30 +532,32 @@ class Scheduler:
 
     def _compact(self, sequence: Sequence, given_up: list[int]) -> Compaction:
         """Compact a sample into the first of its own pages, and new ones if these are too few."""
-        cached = sequence.cached_len
+        num_cached = sequence.cached_len
         pages = sequence.pages
-        kept = self.kv.kept(cached)
-        needed = num_pages(kept, self.pool.page_size)
-        shared = pages[: sequence.num_shared]
-        own = pages[sequence.num_shared :]
-        targets = own[:needed] + self.pool.allocate(max(0, needed - len(own)))
-        given_up += shared + own[needed:]
+        num_kept = self.kv.kept(num_cached)
+        num_needed = num_pages(num_kept, self.pool.page_size)
+        shared_pages = pages[: sequence.num_shared]
+        own_pages = pages[sequence.num_shared :]
+        targets = own_pages[:num_needed] + self.pool.allocate(max(0, num_needed - len(own_pages)))
+        given_up += shared_pages + own_pages[num_needed:]
         if sequence.group.tail_writer is sequence:
             sequence.group.tail_writer = None
         sequence.pages = list(targets)
         sequence.num_shared = 0
         sequence.num_compactions += 1
-        sequence.cached_len = kept
+        sequence.cached_len = num_kept
         self._look_ahead(sequence)
-        most = num_pages(self.kv.peak(kept, sequence.num_left), self.pool.page_size)
-        self._reserve(sequence, most - needed)
+        max_pages = num_pages(self.kv.peak(num_kept, sequence.num_left), self.pool.page_size)
+        self._reserve(sequence, max_pages - num_needed)
         return Compaction(
-            sequence.slot, pages, targets, cached, kept, position=sequence.position - 1
+            sequence.slot, pages, targets, num_cached, num_kept, position=sequence.position - 1
         )
 
     # -- prefill -----------------------------------------------------------------------------------
 
     def _prompts_are_due(self) -> bool:
+        """Return whether prompts run in this step: `gather` steps have passed, one has begun, or
+        they fill a pass."""
         if self._steps >= self.gather or any(group.num_prefilled for group in self._prefilling):
             return True
         tokens = sum(len(group.request.prompt_ids) for group in self._prefilling)
@@ -549,16 +574,16 @@ class Scheduler:
     def _finish(
         self, sequence: Sequence, reason: FinishReason, stop: int | str | None = None
     ) -> None:
+        """End a sample, free what it holds, and close its group if it was the last one."""
         if sequence.finish_reason is not None:
             return
         group = sequence.group
         sequence.finish_reason = reason
         sequence.stop_reason = stop
         if self.evictions is not None:
-            decoded = (
-                len(sequence.token_ids) > 1
-            )  # before that its slot may hold an earlier sample's
-            sequence.evictions = self.evictions(sequence.slot if decoded else None)
+            # before its second token its slot may hold an earlier sample's evictions
+            has_decoded = len(sequence.token_ids) > 1
+            sequence.evictions = self.evictions(sequence.slot if has_decoded else None)
         give_up(self.pool, sequence, self.salt)
         if not sequence.forked:
             self._forked(sequence)  # it will not fork: one sample fewer needs the prompt's pages
@@ -575,6 +600,7 @@ class Scheduler:
             self._close(group)
 
     def _close(self, group: LiveGroup) -> None:
+        """Remove a group whose samples have all ended, and keep its rollouts for `finished`."""
         del self._groups[group.handle]
         for queue in (self._waiting, self._prefilling):
             if group in queue:

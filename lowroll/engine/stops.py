@@ -38,8 +38,8 @@ def _decode_tail(
     """
     window = num_chars + 4
     while True:
-        first = max(start, len(token_ids) - window)
-        text = decode(token_ids[first:])
-        if len(text) >= num_chars + 4 or first == start:
+        first_token = max(start, len(token_ids) - window)
+        text = decode(token_ids[first_token:])
+        if len(text) >= num_chars + 4 or first_token == start:
             return text
         window *= 2

@@ -42,7 +42,7 @@ async def is_paused(request: web.Request) -> web.Response:
 
 
 async def abort(request: web.Request) -> web.Response:
-    """`POST /abort`: end every request; each is answered with what it has drawn."""
+    """`POST /abort`: end every request; each is answered with the tokens drawn so far."""
     return web.json_response({"aborted": await request.app[STATE].engine.abort_all()})
 
 
@@ -55,10 +55,10 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 async def weights(request: web.Request) -> web.Response:
     """`GET /weights`: return the current weights, and the available versions."""
     state, store = request.app[STATE], request.app[WEIGHTS]
-    found = await state.engine.health()
+    health = await state.engine.health()
     available = await asyncio.to_thread(store.versions)
-    held = _held(store.current) | _policy(found.behavior)
-    return web.json_response({**held, "available": available})
+    current = _version_fields(store.current) | _policy_fields(health.behavior)
+    return web.json_response({**current, "available": available})
 
 
 async def update_weights(request: web.Request) -> web.Response:
@@ -80,29 +80,34 @@ async def update_weights(request: web.Request) -> web.Response:
 
 
 async def _update(app: web.Application, version: str, in_flight: InFlight) -> dict[str, Any]:
-    began = time.monotonic()
+    """Take a version, from a complete one if the engine missed a change. Return the answer."""
+    began_at = time.monotonic()
     try:
         try:
-            found, behavior = await _take(app, version, in_flight)
+            weight_version, behavior = await _take_version(app, version, in_flight)
         except Gap:  # it missed what the version changes
-            found, behavior = await _take(app, version, in_flight, gap=True)
+            weight_version, behavior = await _take_version(app, version, in_flight, gap=True)
     except Refused:
         raise
     except ValueError as error:
         raise wrong_field("version", str(error), 409) from error
-    return {**_held(found), **_policy(behavior), "seconds": time.monotonic() - began}
+    return {
+        **_version_fields(weight_version),
+        **_policy_fields(behavior),
+        "seconds": time.monotonic() - began_at,
+    }
 
 
-async def _take(
+async def _take_version(
     app: web.Application, version: str, in_flight: InFlight, gap: bool = False
 ) -> tuple[WeightVersion, BehaviorTag]:
     """Read a version and have the engine take it. ValueError as of `Engine.update_weights`."""
     state, store = app[STATE], app[WEIGHTS]
     behavior = (await state.engine.health()).behavior
-    limit = state.limits.update_s
+    limit_s = state.limits.update_s
     try:
-        async with asyncio.timeout(limit):
-            found, updates = await asyncio.to_thread(
+        async with asyncio.timeout(limit_s):
+            weight_version, updates = await asyncio.to_thread(
                 store.load,
                 version,
                 behavior.policy[-1].version,
@@ -111,7 +116,7 @@ async def _take(
                 gap,
             )
     except TimeoutError:
-        raise EngineStalled(f"weights: {version} was not read in {limit:g} s") from None
+        raise EngineStalled(f"weights: {version} was not read in {limit_s:g} s") from None
 
     faultpoint(f"serve.read/{version}")
 
@@ -119,18 +124,18 @@ async def _take(
         if in_flight == "replay" and (streams := state.engine.loop.num_streams()):
             reason = f"{streams} requests in flight are streams, whose tokens cannot be taken back"
             raise wrong_field("in_flight", reason, 409)
-        for one, update in updates:
+        for step_version, update in updates:
             engine.update_weights(update, in_flight=in_flight)
-            store.current = one  # also when the client has gone
-            faultpoint(f"serve.took/{one.name}")
+            store.current = step_version  # also when the client has gone
+            faultpoint(f"serve.took/{step_version.name}")
         return engine.behavior
 
     if updates:
-        behavior = await state.engine.call(take, f"weights {version}", limit)
-    return found, behavior
+        behavior = await state.engine.call(take, f"weights {version}", limit_s)
+    return weight_version, behavior
 
 
-def _held(version: WeightVersion | None) -> dict[str, Any]:
+def _version_fields(version: WeightVersion | None) -> dict[str, Any]:
     """Return the engine's last version, and its manifest's digest, which differs from those of what
     the engine then holds."""
     if version is None:
@@ -142,6 +147,7 @@ def _held(version: WeightVersion | None) -> dict[str, Any]:
     }
 
 
-def _policy(behavior: BehaviorTag) -> dict[str, Any]:
+def _policy_fields(behavior: BehaviorTag) -> dict[str, Any]:
+    """Return the engine's weight format and policy spans."""
     spans = [{"version": span.version, "digest": span.digest} for span in behavior.policy]
     return {"weights": behavior.weights, "policy": spans}

@@ -47,9 +47,9 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_S = 1.0
-LAST_S = 5.0  # for the answers of aborted requests
+LAST_S = 5.0  # grace for the answers of aborted requests
 BACKLOG = 512
-THREADS = 4  # that encode texts and read weights
+THREADS = 4  # threads that encode texts and read weights
 
 
 async def health(request: web.Request) -> web.Response:
@@ -57,23 +57,23 @@ async def health(request: web.Request) -> web.Response:
     else 503 and the reason."""
     state = request.app[STATE]
     try:
-        found = await state.engine.health(state.limits.health_s)
+        engine_health = await state.engine.health(state.limits.health_s)
     except EngineStalled as error:
         return web.json_response({"status": "stalled", "waits_for": str(error)}, status=503)
-    if not found.healthy:
-        why = f"{found.failures} steps of the engine have failed, one after the other"
-        return web.json_response({"status": "failing", "waits_for": why}, status=503)
-    return web.json_response({"status": found.state})
+    if not engine_health.healthy:
+        reason = f"{engine_health.failures} steps of the engine have failed, one after the other"
+        return web.json_response({"status": "failing", "waits_for": reason}, status=503)
+    return web.json_response({"status": engine_health.state})
 
 
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    found: EngineHealth | None = None
+    engine_health: EngineHealth | None = None
     try:
-        found = await state.engine.health(state.limits.health_s)
+        engine_health = await state.engine.health(state.limits.health_s)
     except EngineStalled:
         pass  # lowroll_engine_up says it
-    body = state.engine.metrics.render(found)
+    body = state.engine.metrics.render(engine_health)
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 
 
@@ -163,9 +163,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _address_error(address: tuple[Any, ...], error: Exception) -> ValueError:
+    """Return the error of an address that cannot be bound."""
     host, port = address[:2]
-    in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-    hint = "; --port 0 takes one that is free" if in_use else ""
+    is_in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    hint = "; --port 0 takes one that is free" if is_in_use else ""
     return ValueError(f"--port: {host}:{port}: {error}{hint}")
 
 
@@ -182,30 +183,31 @@ async def run(
     runner = make_runner(app)
     await runner.setup()
     engine.start()
-    with catch_signals() as (first, second):
+    with catch_signals() as (first_signal, second_signal):
         try:
             connections = await listen(app, runner, listening)
             ready()
-            number = await first
+            signal_number = await first_signal
             connections.close()
-            log.warning("%s: ending", signal.Signals(number).name)
-            settled = asyncio.ensure_future(engine.settle(grace_s))
-            await asyncio.wait({settled, second}, return_when=asyncio.FIRST_COMPLETED)
-            settled.cancel()
+            log.warning("%s: ending", signal.Signals(signal_number).name)
+            settle_task = asyncio.ensure_future(engine.settle(grace_s))
+            await asyncio.wait({settle_task, second_signal}, return_when=asyncio.FIRST_COMPLETED)
+            settle_task.cancel()
         finally:
             await asyncio.to_thread(engine.stop)
             await runner.cleanup()
-    return number
+    return signal_number
 
 
 def make_runner(app: web.Application) -> web.AppRunner:
     """Return aiohttp's server with settings for untrusted clients."""
-    quiet = logging.getLogger(f"{__name__}.http")
-    quiet.setLevel(logging.CRITICAL)  # clients that send no HTTP would fill the log with tracebacks
+    quiet_log = logging.getLogger(f"{__name__}.http")
+    # clients that send no HTTP would fill the log with tracebacks
+    quiet_log.setLevel(logging.CRITICAL)
     return web.AppRunner(
         app,
         access_log=None,
-        logger=quiet,
+        logger=quiet_log,
         handler_cancellation=True,  # a dropped connection ends its request
         auto_decompress=False,  # no decompression bombs
         keepalive_timeout=75.0,
@@ -219,29 +221,29 @@ async def listen(
 ) -> asyncio.Server:
     """Accept connections up to the limit, and to half of the process's file limit. Drop one that
     sends no request in `head_s`."""
-    limits, silent, server = app[STATE].limits, app[SILENT], runner.server
+    limits, silence_timers, server = app[STATE].limits, app[SILENT], runner.server
     assert server is not None
-    events = asyncio.get_running_loop()
-    files = raise_file_limit()
-    most = max(1, min(limits.connections, files // 2))
-    # so many are accepted before the first is counted
-    backlog = max(1, min(BACKLOG, files // 8))
-    events.set_exception_handler(_FileShortageHandler())
+    event_loop = asyncio.get_running_loop()
+    max_files = raise_file_limit()
+    max_connections = max(1, min(limits.connections, max_files // 2))
+    # the number that are accepted before the first is counted
+    backlog = max(1, min(BACKLOG, max_files // 8))
+    event_loop.set_exception_handler(_FileShortageHandler())
 
     def connection() -> asyncio.Protocol:
-        if len(server.connections) >= most:
+        if len(server.connections) >= max_connections:
             return _RefusedConnection()
-        protocol = _Connection(server, events, limits.write_s, silent)
-        silent[protocol] = events.call_later(limits.head_s, drop, protocol)
+        protocol = _Connection(server, event_loop, limits.write_s, silence_timers)
+        silence_timers[protocol] = event_loop.call_later(limits.head_s, drop, protocol)
         return protocol
 
     def drop(protocol: web.RequestHandler) -> None:
-        del silent[protocol]
+        del silence_timers[protocol]
         if protocol.transport is not None:
             protocol.transport.abort()
 
     try:
-        return await events.create_server(connection, sock=listening, backlog=backlog)
+        return await event_loop.create_server(connection, sock=listening, backlog=backlog)
     except OSError as error:  # a socket that does not listen yet blocks no client
         raise _address_error(listening.getsockname(), error) from None
 
@@ -267,8 +269,8 @@ class _Connection(web.RequestHandler):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        events = asyncio.get_running_loop()
-        self.unread = events.call_later(self.patience_s, self._drop)
+        loop = asyncio.get_running_loop()
+        self.unread = loop.call_later(self.patience_s, self._drop)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -334,8 +336,8 @@ class _FileShortageHandler:
 def catch_signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
     """Yield the numbers of the first and the second signal, as they come. An ignored signal (nohup)
     stays ignored."""
-    events = asyncio.get_running_loop()
-    first, second = events.create_future(), events.create_future()
+    loop = asyncio.get_running_loop()
+    first, second = loop.create_future(), loop.create_future()
     asked_at = 0.0
 
     def ask(number: int) -> None:
@@ -346,11 +348,15 @@ def catch_signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]
         elif time.monotonic() - asked_at > ECHO_S and not second.done():
             second.set_result(number)
 
-    caught = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
-    for number in caught:
-        events.add_signal_handler(number, ask, number)
+    caught_signals = [
+        signal_number
+        for signal_number in SIGNALS
+        if signal.getsignal(signal_number) not in (signal.SIG_IGN, None)
+    ]
+    for number in caught_signals:
+        loop.add_signal_handler(number, ask, number)
     try:
         yield first, second
     finally:
-        for number in caught:
-            events.remove_signal_handler(number)
+        for number in caught_signals:
+            loop.remove_signal_handler(number)

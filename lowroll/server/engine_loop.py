@@ -30,7 +30,7 @@ from lowroll.types import FinishReason, Group, Request, Rollout
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-NEWS_SENT_AT_ONCE = 8  # requests: so few delay the thread little
+NEWS_SENT_AT_ONCE = 8  # requests; sending the updates of so few delays the thread little
 JOBS_S = 0.02  # seconds for posted jobs in an iteration, before requests in flight go on
 
 
@@ -71,6 +71,7 @@ class Delta:
         )
 
     def then(self, later: Delta) -> Delta:
+        """Return this delta with a later one appended."""
         top = self.top_logprobs
         if top is not None and later.top_logprobs is not None:
             top = top + later.top_logprobs
@@ -165,8 +166,8 @@ class InFlightRequest:
     def receive(self, deltas: list[Delta], end: Group | Exception | None) -> None:
         """Take updates from the engine's thread."""
         for delta in deltas:
-            before = self.pending.get(delta.sample)
-            self.pending[delta.sample] = delta if before is None else before.then(delta)
+            earlier = self.pending.get(delta.sample)
+            self.pending[delta.sample] = delta if earlier is None else earlier.then(delta)
         if end is not None and self._end is None:
             self._end = end
             self._over.set()
@@ -179,6 +180,7 @@ class InFlightRequest:
         self._over.set()
 
     def _result(self) -> Group:
+        """Return the finished group, or raise the error that ended the request."""
         assert self._end is not None
         if isinstance(self._end, Exception):
             raise self._end
@@ -187,14 +189,16 @@ class InFlightRequest:
     # -- on the engine's thread --------------------------------------------------------------------
 
     def new_deltas(self, samples: Sequence[PartialSample]) -> list[Delta]:
+        """Return a delta for each sample that has drawn tokens or has ended since the last call."""
         deltas = []
-        for sample, drawn in enumerate(samples):
-            over = drawn.finish_reason is not None and sample not in self._ended
-            if len(drawn.token_ids) > self._num_sent.get(sample, 0) or over:
-                deltas.append(self._delta(sample, drawn))
+        for sample, partial_sample in enumerate(samples):
+            has_ended = partial_sample.finish_reason is not None and sample not in self._ended
+            if len(partial_sample.token_ids) > self._num_sent.get(sample, 0) or has_ended:
+                deltas.append(self._delta(sample, partial_sample))
         return deltas
 
     def last_deltas(self, group: Group) -> list[Delta]:
+        """Return the last delta of each sample whose end was not sent yet."""
         return [
             self._delta(sample, rollout)
             for sample, rollout in enumerate(group.rollouts)
@@ -245,51 +249,58 @@ class Outbox:
         self._without_token: deque[InFlightRequest] = deque()  # as far as is known
 
     def expect_first_token(self, request: InFlightRequest) -> None:
-        """Watch for the first token of a request that is no stream."""
+        """Watch for the first token of a request that is not a stream."""
         self._without_token.append(request)
 
     def add(self, request: InFlightRequest, deltas: list[Delta], end: Group | Exception) -> None:
         self._news.append((request, deltas, end))
 
     def collect(self, in_flight: dict[int, InFlightRequest]) -> None:
-        """Add what a step has drawn for the requests that go on. First tokens are sent at once, and
-        so is the rest if it is little."""
-        moved: list[News] = []
+        """Add the tokens that a step has drawn for unfinished requests. First tokens are sent at
+        once; the other updates too if they are few."""
+        updates: list[News] = []
         for handle, request in in_flight.items():
             if request.stream:
                 deltas = request.new_deltas(self._engine.so_far(handle))
                 if deltas:
-                    moved.append((request, deltas, None))
-        first = [one for one in moved if one[0].times.first_at is None]
-        later = [one for one in moved if one[0].times.first_at is not None]
+                    updates.append((request, deltas, None))
+        first_updates = [update for update in updates if update[0].times.first_at is None]
+        later_updates = [update for update in updates if update[0].times.first_at is not None]
         self._metrics.moved(
-            [(one.times, max(len(d.token_ids) for d in deltas)) for one, deltas, _ in moved]
+            [
+                (update.times, max(len(sample_delta.token_ids) for sample_delta in deltas))
+                for update, deltas, _ in updates
+            ]
         )
-        if first:
-            waiting, self._news = self._news, first
+        if first_updates:
+            unsent, self._news = self._news, first_updates
             self.send()
-            self._news = waiting
+            self._news = unsent
         self._observe_first_tokens(in_flight)
-        self._news += later
+        self._news += later_updates
         if len(self._news) <= NEWS_SENT_AT_ONCE:
             self.send()
 
     def send(self) -> None:
         """Send the updates, with one wake-up for each event loop."""
-        news, self._news = self._news, []
+        items, self._news = self._news, []
         by_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
-        for one in news:
-            by_loop.setdefault(one[0].events, []).append(one)
-        for events, some in by_loop.items():
-            if not events.is_closed():
-                events.call_soon_threadsafe(_receive, some)
+        for item in items:
+            by_loop.setdefault(item[0].events, []).append(item)
+        for loop, loop_news in by_loop.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_receive_all, loop_news)
 
     def _observe_first_tokens(self, in_flight: dict[int, InFlightRequest]) -> None:
+        """Record the first tokens of requests that are not streams."""
         while self._without_token:
             request = self._without_token[0]
             assert request.handle is not None
             if request.handle in in_flight:
-                if not any(drawn.token_ids for drawn in self._engine.so_far(request.handle)):
+                if not any(
+                    partial_sample.token_ids
+                    for partial_sample in self._engine.so_far(request.handle)
+                ):
                     return
                 self._metrics.first_token(request.times)
             self._without_token.popleft()
@@ -335,6 +346,7 @@ class PauseControl:
         self._answer(EngineStalled("pause: the server is ending"))
 
     def _answer(self, error: Exception | None) -> None:
+        """Answer the waiting pause, if there is one."""
         drained, self.drained = self.drained, None
         if drained is None or not drained.set_running_or_notify_cancel():
             return
@@ -432,6 +444,7 @@ class EngineLoop:
     # -- iterations --------------------------------------------------------------------------------
 
     def _iterate(self) -> None:
+        """Run posted jobs, then one step if there is work."""
         try:
             self._run_jobs()
             if self._can_step():
@@ -455,15 +468,15 @@ class EngineLoop:
         while self.held and not self._holds_back():
             self._admit(self.held.popleft())
         try:
-            busy = self.stopping or self._can_step() or self.pausing.state == "draining"
+            is_busy = self.stopping or self._can_step() or self.pausing.state == "draining"
             if not self._can_step():
                 self.outbox.send()
-            wait_s = 0.0 if busy else self.idle_s
+            wait_s = 0.0 if is_busy else self.idle_s
             job = self.jobs.get(timeout=wait_s)
-            until = time.monotonic() + JOBS_S
+            end = time.monotonic() + JOBS_S
             while True:
                 job()
-                if time.monotonic() > until and self._can_step():
+                if time.monotonic() > end and self._can_step():
                     return
                 job = self.jobs.get_nowait()
         except queue.Empty:
@@ -478,7 +491,7 @@ class EngineLoop:
         return self.pausing.state == "draining" or self._all_aborted()
 
     def _all_aborted(self) -> bool:
-        return bool(self.in_flight) and all(one.aborted for one in self.in_flight.values())
+        return bool(self.in_flight) and all(request.aborted for request in self.in_flight.values())
 
     def _add(self, request: InFlightRequest) -> None:
         request.handle = self.engine.add(request.request)
@@ -487,6 +500,7 @@ class EngineLoop:
             self.outbox.expect_first_token(request)
 
     def _admit(self, request: InFlightRequest) -> None:
+        """Add a request that was held back; the engine's refusal becomes its end."""
         try:
             self._add(request)
         except ValueError as error:
@@ -496,6 +510,7 @@ class EngineLoop:
     # -- ends --------------------------------------------------------------------------------------
 
     def _end(self, ended: list[tuple[int, Group]]) -> None:
+        """Send the groups of requests that have ended."""
         for handle, group in ended:
             request = self.in_flight.pop(handle, None)
             if request is not None:
@@ -515,6 +530,7 @@ class EngineLoop:
             log.exception("the engine could not give up what was in flight")
 
     def _fail(self, error: Exception, held: Iterable[InFlightRequest]) -> None:
+        """End all requests in flight, and those in `held`, with an error."""
         requests = [*self.in_flight.values(), *held]
         self.in_flight.clear()
         for request in requests:
@@ -523,6 +539,7 @@ class EngineLoop:
         self.outbox.send()
 
 
-def _receive(news: list[News]) -> None:
+def _receive_all(news: list[News]) -> None:
+    """Pass updates to their requests, in the event loop."""
     for request, deltas, end in news:
         request.receive(deltas, end)

@@ -90,33 +90,35 @@ class EngineThread:
             raise ServerBusy(
                 f"{self._open_samples} samples are open, of {self.max_samples} at most"
             )
-        submitted = InFlightRequest(self.loop, request, stream, self.check_alive, self.forget)
-        self.open.add(submitted)
+        submitted_request = InFlightRequest(
+            self.loop, request, stream, self.check_alive, self.forget
+        )
+        self.open.add(submitted_request)
         self._open_samples += request.n
         if self._watch is None:
-            self._watch = submitted.events.call_later(self.loop.idle_s, self._watch_thread)
+            self._watch = submitted_request.events.call_later(self.loop.idle_s, self._watch_thread)
         try:
-            await self.call(lambda engine: self.loop.submit(submitted), "a new request")
+            await self.call(lambda engine: self.loop.submit(submitted_request), "a new request")
         except BaseException:
-            submitted.abort()
-            self.forget(submitted)
+            submitted_request.abort()
+            self.forget(submitted_request)
             raise
-        return submitted
+        return submitted_request
 
     async def call(self, fn: Callable[[Engine], T], what: str, allowed_s: float | None = None) -> T:
-        """Run fn(engine) on the thread between two steps; return or raise what it does.
+        """Run fn(engine) on the thread between two steps; return its result or raise its exception.
 
         Raises EngineStalled when the thread does not get there, or when fn takes longer than
         allowed (default: an iteration). A call that has not begun by then is cancelled."""
         job: Future[T] = Future()
-        answer = asyncio.wrap_future(job)
+        call_result = asyncio.wrap_future(job)
         self.check_alive(what)
         self.loop.post(lambda: self.loop.perform(job, fn, what, allowed_s))
         try:
-            await self._wait_while_alive(lambda: asyncio.wait([answer]), what)
-            return await answer
+            await self._wait_while_alive(lambda: asyncio.wait([call_result]), what)
+            return await call_result
         finally:
-            answer.cancel()  # cancelled by the caller
+            call_result.cancel()  # cancelled by the caller
 
     def compile_grammar(self, text: str) -> None:
         """Compile the grammar of a later request in the caller's thread, so that the engine finds
@@ -134,21 +136,21 @@ class EngineThread:
         pause when a resume or another pause comes first.
         """
         drained: Future[None] = Future()
-        answer = asyncio.wrap_future(drained)
+        drain_result = asyncio.wrap_future(drained)
         try:
             async with asyncio.timeout(self.drain_s):
                 await self.call(lambda engine: self.loop.pause(mode, drained), "pause")
-                await self._wait_while_alive(lambda: asyncio.wait([answer]), "pause")
-                await answer
+                await self._wait_while_alive(lambda: asyncio.wait([drain_result]), "pause")
+                await drain_result
         except TimeoutError:
             await self.call(lambda engine: self.loop.pausing.cancel_drain(drained), "pause")
             if not drained.done():
                 raise EngineStalled(
                     f"pause: {len(self.open)} requests still run after {self.drain_s:g} s"
                 ) from None
-            await answer
+            await drain_result
         finally:
-            answer.cancel()  # cancelled by the caller
+            drain_result.cancel()  # cancelled by the caller
 
     async def resume(self) -> None:
         await self.call(lambda engine: self.loop.pausing.resume(), "resume")
@@ -159,7 +161,7 @@ class EngineThread:
         return self.loop.pausing.state == "paused"
 
     async def abort_all(self) -> int:
-        """End every request now, with what it has drawn. Return their number."""
+        """End every request now, with the tokens drawn so far. Return their number."""
         return await self.call(lambda engine: self.loop.abort_all(), "abort")
 
     async def health(self, deadline_s: float | None = None) -> EngineHealth:
@@ -167,21 +169,21 @@ class EngineThread:
         is none in time (default: an iteration's)."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self.ask_health())
-        allowed = self.watchdog.deadline_s if deadline_s is None else deadline_s
-        done, _ = await asyncio.wait([self._probe], timeout=allowed)
+        allowed_s = self.watchdog.deadline_s if deadline_s is None else deadline_s
+        done, _ = await asyncio.wait([self._probe], timeout=allowed_s)
         if not done:
-            raise EngineStalled(f"health: no answer in {allowed:g} s: {self.watchdog}")
-        found = await self._probe
-        if isinstance(found, EngineStalled):
-            raise EngineStalled(str(found))
-        return found
+            raise EngineStalled(f"health: no answer in {allowed_s:g} s: {self.watchdog}")
+        engine_health = await self._probe
+        if isinstance(engine_health, EngineStalled):
+            raise EngineStalled(str(engine_health))
+        return engine_health
 
     async def settle(self, grace_s: float) -> int:
         """Take no new requests, and wait at most `grace_s` for the open ones. Return how many are
         left."""
         self.closing = True
-        until = time.monotonic() + grace_s
-        while self.open and not self.paused and time.monotonic() < until:
+        end = time.monotonic() + grace_s
+        while self.open and not self.paused and time.monotonic() < end:
             await asyncio.sleep(0.02)
         return len(self.open)
 
@@ -214,8 +216,8 @@ class EngineThread:
                 request.wake()
         self._watch = None
         if self.open:
-            events = asyncio.get_running_loop()
-            self._watch = events.call_later(self.loop.idle_s, self._watch_thread)
+            loop = asyncio.get_running_loop()
+            self._watch = loop.call_later(self.loop.idle_s, self._watch_thread)
 
     async def ask_health(self) -> EngineHealth | EngineStalled:
         """Ask the engine's thread for its health; return EngineStalled when it does not answer in time."""

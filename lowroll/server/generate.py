@@ -17,6 +17,7 @@ from lowroll.types import Group, Rollout
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
+    """`POST /inference/v1/generate`: draw from token ids, in vLLM's format."""
     state = request.app[STATE]
     body = await read_body(request, GenerateRequest)
     params, prompt_ids = body.sampling_params, body.token_ids
@@ -31,15 +32,15 @@ async def generate(request: web.Request) -> web.StreamResponse:
             prompt_field="token_ids",
             asked_by="sampling_params.prompt_logprobs",
         )
-    left = state.tokens_left(prompt_ids)
-    asked = params.to_engine_request(
+    tokens_left = state.tokens_left(prompt_ids)
+    engine_request = params.to_engine_request(
         prompt_ids,
-        max_tokens=left if params.max_tokens is None else params.max_tokens,
+        max_tokens=tokens_left if params.max_tokens is None else params.max_tokens,
         top_logprobs=params.logprobs or 0,
         request_id=body.request_id,
     )
     answer = await state.in_worker(GenerateAnswer, request, body, scores)
-    return await respond(request, answer, [asked], GENERATE_ENGINE_FIELDS)
+    return await respond(request, answer, [engine_request], GENERATE_ENGINE_FIELDS)
 
 
 class GenerateAnswer(Answer):
@@ -65,19 +66,22 @@ class GenerateAnswer(Answer):
         return self.head | self.of_prompt | super().whole(groups)
 
     def whole_choice(self, prompt: int, delta: Delta, rollout: Rollout) -> Tree:
-        more = {"weight_versions": weight_versions(rollout), "lowroll": origin(rollout)}
-        return self._choice(delta) | more
+        origin_fields = {"weight_versions": weight_versions(rollout), "lowroll": origin(rollout)}
+        return self._choice(delta) | origin_fields
 
     def chunk(self, prompt: int, delta: Delta) -> Tree:
         return self.head | {"choices": [self._choice(delta)]}
 
     def _choice(self, delta: Delta) -> Tree:
-        asked = self.body.sampling_params.logprobs
+        num_top = self.body.sampling_params.logprobs
         content = None
-        if asked is not None:
+        if num_top is not None:
             # vLLM has called the id "token" in one version and "token_id" in the next: both
-            told = logprob_objects(self.names, delta, asked)
-            content = [one | {"token_id": i} for one, i in zip(told, delta.token_ids, strict=True)]
+            token_objects = logprob_objects(self.names, delta, num_top)
+            content = [
+                token_object | {"token_id": i}
+                for token_object, i in zip(token_objects, delta.token_ids, strict=True)
+            ]
         return {
             "index": delta.sample,
             "token_ids": delta.token_ids,

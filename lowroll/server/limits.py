@@ -4,7 +4,7 @@
 403  a name of the server, or a page in a browser, that is not of this machine (DNS rebinding)
 404  no such route; said only to those who may ask
 408  the body came too slowly
-413, 415, 431  too large, no plain JSON, too many headers
+413, 415, 431  too large, not plain JSON, too many headers
 500  the reason is in the log, under the X-Request-Id of the response
 503  too many requests are open, or the engine does not answer: try again later
 """
@@ -58,11 +58,11 @@ Routes = Mapping[tuple[str, str], tuple[Access, Handler]]  # by method and path
 WORKERS = 2  # threads that encode texts and write long answers
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 LARGE_BODY = 1 << 16  # bytes from which a body is parsed in a worker, and counted
-_SHOWN_PATH = 100  # characters of a path that an error repeats
-_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_ALIKE = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_MAX_SHOWN_PATH = 100  # characters of a path that an error repeats
+_REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_BRACES_TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_OTHER_BYTES = bytes(set(range(256)) - set(b"[]{}"))
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class ServerState:
     async def in_worker(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run fn in one of a few threads, which keeps the event loop free and bounds the memory of
         concurrent requests."""
-        call = partial(fn, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self.workers, call)
+        job = partial(fn, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self.workers, job)
 
     def check_model(self, model: str | None) -> None:
         """Refuse a model that is not served."""
@@ -153,11 +153,11 @@ class Credentials:
 def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None) -> Middleware:
     """Return the middleware that admits requests and answers errors. hosts: the names by which
     clients may call the server; None allows any."""
-    open_requests = held = 0  # held: bytes of large bodies
+    open_requests = held_bytes = 0  # held_bytes: of large bodies
 
     @web.middleware
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-        nonlocal open_requests, held
+        nonlocal open_requests, held_bytes
         state = request.app[STATE]
         request[REQUEST_ID] = _request_id(request)
         _stop_silence_timer(request)
@@ -165,26 +165,28 @@ def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None
         path = "" if resource is None else resource.canonical
         # paths without a route are hidden behind the token too
         access = routes[request.method, path][0] if (request.method, path) in routes else "token"
-        counted = access == "token" and request.method == "POST"
-        open_requests += counted
+        is_counted = access == "token" and request.method == "POST"
+        open_requests += is_counted
         size = 0
         try:
             _check_version(request)
             _check_headers(request, state.limits)
             _check_host(request, hosts)
             _check_token(request, access, credentials)
-            if counted and open_requests > state.limits.requests:
+            if is_counted and open_requests > state.limits.requests:
                 raise ServerBusy(f"{open_requests - 1} requests are open, as many as may be")
             size = _held_bytes(request, state.limits)
-            held += size
-            if size and held > state.limits.bodies:
-                raise ServerBusy(f"{held - size:,} bytes of bodies are held, as many as may be")
+            held_bytes += size
+            if size and held_bytes > state.limits.bodies:
+                raise ServerBusy(
+                    f"{held_bytes - size:,} bytes of bodies are held, as many as may be"
+                )
             response = await handler(request)
         except Exception as error:  # the client gets an answer and the log the error
             response = _error_response(request, error)
         finally:
-            open_requests -= counted
-            held -= size
+            open_requests -= is_counted
+            held_bytes -= size
         state.engine.metrics.answered(path or "none", response.status)
         return response
 
@@ -214,11 +216,12 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
         return parse_request(parse_json(data, state.limits.depth), kind, state.check_model)
 
     state = request.app[STATE]
-    data = await _read(request)
+    data = await _read_bytes(request)
     return await state.in_worker(parse, data) if len(data) > LARGE_BODY else parse(data)
 
 
-async def _read(request: web.Request) -> bytes:
+async def _read_bytes(request: web.Request) -> bytes:
+    """Return the body of a request. Refuse one that is not JSON, too large or too late."""
     limits = request.app[STATE].limits
     if request.content_type != "application/json":
         raise wrong_field("Content-Type", "expected application/json", 415)
@@ -243,7 +246,7 @@ def parse_json(body: bytes, depth: int) -> dict[str, Any]:
         text = body.decode()
         if _too_deep(body, depth):
             raise Refused(f"body: more than {depth} lists and objects inside each other")
-        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -266,17 +269,17 @@ def _too_deep(body: bytes, depth: int) -> bool:
     the parser then has few levels to enter."""
     if body.count(b"[") + body.count(b"{") <= depth:
         return False
-    left = _STRING.sub(b"", body).translate(_ALIKE, _NO_BRACKETS)
+    brackets = _JSON_STRING.sub(b"", body).translate(_BRACES_TO_BRACKETS, _OTHER_BYTES)
     for _ in range(depth):  # each round removes the innermost ones
-        left = left.replace(b"[]", b"")
-    return b"[]" in left or len(left) > depth
+        brackets = brackets.replace(b"[]", b"")
+    return b"[]" in brackets or len(brackets) > depth
 
 
-def _no_number(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise Refused(f"body: {name} is no number in JSON")
 
 
-def _finite(text: str) -> float:
+def _finite_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise Refused(f"body: {text[:40]} is too large for a number")
@@ -284,14 +287,15 @@ def _finite(text: str) -> float:
 
 
 def _stop_silence_timer(request: web.Request) -> None:
+    """Stop the timer that drops a connection without a request."""
     timer = request.app[SILENT].pop(request.protocol, None)
     if timer is not None:
         timer.cancel()
 
 
 def _request_id(request: web.Request) -> str:
-    given = request.headers.get("X-Request-Id", "")
-    return given if _ID.fullmatch(given) else secrets.token_hex(12)
+    sent_id = request.headers.get("X-Request-Id", "")
+    return sent_id if _REQUEST_ID_PATTERN.fullmatch(sent_id) else secrets.token_hex(12)
 
 
 def _check_version(request: web.Request) -> None:
@@ -312,8 +316,8 @@ def _check_host(request: web.Request, hosts: frozenset[str] | None) -> None:
     """Refuse a web page whose own name points at this machine; a browser sends both names."""
     if hosts is None:
         return
-    named = request.headers.getall("Host", [])
-    if len(named) != 1 or _host_name(named[0]) not in hosts:
+    host_headers = request.headers.getall("Host", [])
+    if len(host_headers) != 1 or _host_name(host_headers[0]) not in hosts:
         raise wrong_field("Host", "it is none of this server's names", 403)
     for origin in request.headers.getall("Origin", []):
         if _origin_host(origin) not in hosts:
@@ -332,19 +336,20 @@ def _origin_host(origin: str) -> str | None:
 
 
 def _check_token(request: web.Request, access: Access, credentials: Credentials) -> None:
+    """Refuse a request without the token that its route needs."""
     if access == "open":
         return
-    sent = request.headers.getall("Authorization", [])
-    said = sent[0] if len(sent) == 1 else ""
-    given = said.removeprefix("Bearer ") if said.startswith("Bearer ") else ""
-    is_admin = same_token(given, credentials.admin)
-    is_client = same_token(given, credentials.token)
+    headers = request.headers.getall("Authorization", [])
+    header = headers[0] if len(headers) == 1 else ""
+    token = header.removeprefix("Bearer ") if header.startswith("Bearer ") else ""
+    is_admin = same_token(token, credentials.admin)
+    is_client = same_token(token, credentials.token)
     if not is_admin and (access == "admin" or (credentials.token is not None and not is_client)):
         raise wrong_field("Authorization", "expected this server's token", 401)
 
 
 def same_token(given: str, token: str | None) -> bool:
-    """Compare in a time that says nothing about the token."""
+    """Compare in constant time."""
     expected = (token or "").encode()
     same = hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected)
     return same and token is not None
@@ -352,7 +357,7 @@ def same_token(given: str, token: str | None) -> bool:
 
 def _error_response(request: web.Request, error: Exception) -> web.StreamResponse:
     """Return the answer to an error. ConnectionResetError when a response has begun already,
-    because its end would look like that of a whole one."""
+    because its end would look like that of a complete one."""
     if isinstance(error, ConnectionResetError):
         raise error
     if request.get(_BEGUN):
@@ -360,31 +365,33 @@ def _error_response(request: web.Request, error: Exception) -> web.StreamRespons
         raise ConnectionResetError("the response cannot be finished") from error
     if isinstance(error, Refused):
         headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-        return _response(error.body(), error.status, headers)
+        return _json_response(error.body(), error.status, headers)
     if isinstance(error, web.HTTPNotFound):
-        return _response(error_body(_no_route(request), 404), 404, {})
+        return _json_response(error_body(_unknown_path_text(request), 404), 404, {})
     if isinstance(error, web.HTTPException):
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return _response(error_body(error.reason, error.status), error.status, allow)
+        return _json_response(error_body(error.reason, error.status), error.status, allow)
     if isinstance(error, ServerBusy):
-        return _response(error_body(str(error), 503, code="busy"), 503, {"Retry-After": "1"})
+        return _json_response(error_body(str(error), 503, code="busy"), 503, {"Retry-After": "1"})
     if isinstance(error, EngineStalled):
         log.error("request %s: %s", request[REQUEST_ID], error)
         body = error_body(str(error), 503, code="stalled")
-        return _response(body, 503, {"Retry-After": "10"})
+        return _json_response(body, 503, {"Retry-After": "10"})
     log.error("request %s: failed", request[REQUEST_ID], exc_info=error)
-    told = f"the server failed; its log says why, at request {request[REQUEST_ID]}"
-    return _response(error_body(told, 500), 500, {})
+    message = f"the server failed; its log says why, at request {request[REQUEST_ID]}"
+    return _json_response(error_body(message, 500), 500, {})
 
 
-def _no_route(request: web.Request) -> str:
+def _unknown_path_text(request: web.Request) -> str:
     """Name the nearest route for an unknown path: most clients omit /v1, or repeat it."""
-    path = request.path[:_SHOWN_PATH]
-    known = [route.resource.canonical for route in request.app.router.routes() if route.resource]
-    near = get_close_matches(path, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    path = request.path[:_MAX_SHOWN_PATH]
+    known_paths = [
+        route.resource.canonical for route in request.app.router.routes() if route.resource
+    ]
+    similar_paths = get_close_matches(path, known_paths, n=1)
+    hint = f"; did you mean {similar_paths[0]}?" if similar_paths else ""
     return f"there is no {printable(path)} here{hint}"
 
 
-def _response(body: dict[str, Any], status: int, headers: dict[str, str]) -> web.Response:
+def _json_response(body: dict[str, Any], status: int, headers: dict[str, str]) -> web.Response:
     return web.json_response(body, status=status, headers=headers)

@@ -60,9 +60,9 @@ class _EngineTotals(Collector):
         self.stats: EngineStats | None = None
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        for name, (shown, meaning) in TOTALS.items():
+        for name, (metric_name, help_text) in TOTALS.items():
             value = 0 if self.stats is None else getattr(self.stats, name)
-            yield CounterMetricFamily(f"lowroll_{shown}", meaning, value=value)
+            yield CounterMetricFamily(f"lowroll_{metric_name}", help_text, value=value)
 
 
 class Metrics:
@@ -70,9 +70,9 @@ class Metrics:
     the engine's own state is read from its health."""
 
     def __init__(self) -> None:
-        own = self.registry = CollectorRegistry()
-        gauge, counter = partial(Gauge, registry=own), partial(Counter, registry=own)
-        histogram = partial(Histogram, registry=own)
+        registry = self.registry = CollectorRegistry()
+        gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self._up = gauge("lowroll_engine_up", "1 when the engine's thread answers")
         self._open = gauge("lowroll_requests_open", "requests in the server")
         self._paused = gauge("lowroll_paused", "1 while nothing is drawn")
@@ -81,8 +81,8 @@ class Metrics:
         self._cache = gauge("lowroll_cache_tokens", "tokens that the KV cache holds")
         self._used = gauge("lowroll_cache_used_tokens", "tokens of it in pages that requests hold")
         self._totals = _EngineTotals()
-        own.register(self._totals)
-        self._weights = Info("lowroll_weights", "the policy that is drawn from", registry=own)
+        registry.register(self._totals)
+        self._weights = Info("lowroll_weights", "the policy that is drawn from", registry=registry)
         self._requests = counter("lowroll_requests", "requests that ended, by how", ["outcome"])
         self._prompt = counter("lowroll_prompt_tokens", "tokens of prompts")
         self._response = counter("lowroll_response_tokens", "tokens of responses")
@@ -108,14 +108,14 @@ class Metrics:
         """Record new tokens of streams, and how many of each. All moved by as many steps, so the
         gap between two tokens is measured on one of them."""
         now = time.monotonic()
-        counted = False
+        is_gap_recorded = False
         for times, tokens in streams:
             if times.first_at is None:
                 self.first_token(times)
                 continue
-            if not counted:
+            if not is_gap_recorded:
                 self._gap.observe((now - times.moved_at) / max(1, tokens))
-                counted = True
+                is_gap_recorded = True
             times.moved_at = now
 
     def ended(self, times: RequestTimes, group: Group) -> None:
@@ -123,7 +123,7 @@ class Metrics:
             self.first_token(times)
         self._whole.observe(time.monotonic() - times.began_at)
         reasons = {rollout.finish_reason for rollout in group.rollouts}
-        outcome = next(one for one in ("abort", "length", "stop") if one in reasons)
+        outcome = next(reason for reason in ("abort", "length", "stop") if reason in reasons)
         self._requests.labels(outcome).inc()
         self._prompt.inc(len(group.request.prompt_ids))
         self._response.inc(sum(len(rollout.token_ids) for rollout in group.rollouts))

@@ -47,16 +47,17 @@ from lowroll.types import Group, Rollout
 
 
 async def list_models(request: web.Request) -> web.StreamResponse:
-    return json_response({"object": "list", "data": [await _model(request.app[STATE])]})
+    return json_response({"object": "list", "data": [await _model_card(request.app[STATE])]})
 
 
 async def one_model(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     state.check_model(request.match_info["name"])
-    return json_response(await _model(state))
+    return json_response(await _model_card(state))
 
 
-async def _model(state: ServerState) -> Tree:
+async def _model_card(state: ServerState) -> Tree:
+    """Return the model as an object of /v1/models, with the facts that lowroll's clients read."""
     health = await state.engine.health(state.limits.health_s)
     return {
         "id": state.name,
@@ -68,7 +69,7 @@ async def _model(state: ServerState) -> Tree:
         "permission": [],
         "max_model_len": state.capabilities.context_length,
         "lowroll": {
-            "capabilities": _capabilities(state.capabilities),
+            "capabilities": _capability_fields(state.capabilities),
             "behavior": asdict(health.behavior),
             "engine": {
                 "weight_bits": health.stats.weight_bits,
@@ -79,7 +80,7 @@ async def _model(state: ServerState) -> Tree:
     }
 
 
-def _capabilities(can: Capabilities) -> Tree:
+def _capability_fields(can: Capabilities) -> Tree:
     return {
         "context_length": can.context_length,
         "updates": sorted(can.updates),
@@ -119,16 +120,16 @@ class ChoiceText:
         self.begun = True
         if self.text is None:
             return ""
-        ids, ends = delta.token_ids, delta.finish_reason is not None
+        ids, is_last = delta.token_ids, delta.finish_reason is not None
         if offsets is None:
-            return self.text.end(ids, delta.stop_reason) if ends else self.text.feed(ids)
+            return self.text.end(ids, delta.stop_reason) if is_last else self.text.feed(ids)
         text = ""
         for i, token in enumerate(ids):
             offsets.append(self.start + self.text.decoded)
-            if ends and i == len(ids) - 1:
+            if is_last and i == len(ids) - 1:
                 return text + self.text.end([token], delta.stop_reason)
             text += self.text.feed([token])
-        return text + self.text.end([], None) if ends else text
+        return text + self.text.end([], None) if is_last else text
 
 
 # -- /v1/completions ---------------------------------------------------------------------------------
@@ -144,32 +145,33 @@ async def completions(request: web.Request) -> web.StreamResponse:
     if body.request_id and len(prompts) > 1:
         reason = f"it names one request, and there are {len(prompts)} prompts"
         raise wrong_field("request_id", reason)
-    grammar, named = await grammar_of(state, body)
-    answer = CompletionAnswer(request, body, prompts, await _scores(state, body, prompts))
+    grammar, grammar_names = await grammar_of(state, body)
+    answer = CompletionAnswer(request, body, prompts, await _prompt_scores(state, body, prompts))
     if body.max_tokens == 0:
         return await json_response_in_worker(state, answer.scored, sum(map(len, answer.prompts)))
     requests = []
     for ids in answer.prompts:
-        most = body.max_tokens
-        if most is None:
-            most = max(min(DEFAULT_MAX_TOKENS, state.tokens_left(ids)), body.min_tokens)
+        max_tokens = body.max_tokens
+        if max_tokens is None:
+            max_tokens = max(min(DEFAULT_MAX_TOKENS, state.tokens_left(ids)), body.min_tokens)
         requests.append(
             body.to_engine_request(
                 ids,
-                max_tokens=most,
+                max_tokens=max_tokens,
                 top_logprobs=body.logprobs or 0,
                 request_id=body.request_id,
                 grammar=grammar,
             )
         )
-    return await respond(request, answer, requests, ENGINE_FIELDS | named)
+    return await respond(request, answer, requests, ENGINE_FIELDS | grammar_names)
 
 
-async def _scores(
+async def _prompt_scores(
     state: ServerState, body: CompletionRequest, prompts: Sequence[EncodedPrompt]
 ) -> Sequence[PromptScores | None]:
-    echoed = body.echo and body.logprobs is not None
-    if body.prompt_logprobs is None and not echoed:
+    """Return the log-probs of the prompts where they were requested, None for each where not."""
+    scores_echo = body.echo and body.logprobs is not None
+    if body.prompt_logprobs is None and not scores_echo:
         return [None] * len(prompts)
     return await score_prompts(
         state,
@@ -213,18 +215,19 @@ class CompletionAnswer(Answer):
 
     def scored(self) -> Tree:
         """Return the prompts alone, with their log-probs."""
-        nothing = Delta(0, [], [], None, "length", None)
-        choices = [self._choice(i, nothing) for i in range(len(self.prompts))]
+        empty_delta = Delta(0, [], [], None, "length", None)
+        choices = [self._choice(i, empty_delta) for i in range(len(self.prompts))]
         return self.head | {"choices": choices, "usage": self.usage([])}
 
     def chunk(self, prompt: int, delta: Delta) -> Tree | None:
         choice = self._choice(prompt, delta)
-        silent = not choice["text"] and delta.finish_reason is None
-        if silent and self.body.logprobs is None and not self.body.return_token_ids:
+        is_empty = not choice["text"] and delta.finish_reason is None
+        if is_empty and self.body.logprobs is None and not self.body.return_token_ids:
             return None
         return self.event(choice)
 
     def _echo(self, prompt: EncodedPrompt) -> str:
+        """Return the prompt's text if it is repeated before the answer, else ""."""
         if not self.body.echo:
             return ""
         if prompt.text is not None:
@@ -233,30 +236,33 @@ class CompletionAnswer(Answer):
         return "" if vocabulary is None else vocabulary.decode(prompt.token_ids)
 
     def _choice(self, i: int, delta: Delta) -> Tree:
+        """Return new tokens of a sample as a choice. The first one has the prompt's fields too."""
         body, scores = self.body, self.scores[i]
         index = i * body.n + delta.sample
         choice: Tree = {"index": index, "text": ""}
-        ends = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        end_fields = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self.packed:
-            return choice | {"packed": pack(delta.token_ids, delta.logprobs)} | ends
-        first = not self.texts[index].begun
-        lists = None
+            return choice | {"packed": pack(delta.token_ids, delta.logprobs)} | end_fields
+        is_first = not self.texts[index].begun
+        logprob_lists = None
         if body.logprobs is not None:
-            lists = _LogprobLists(self.names)
-            if first and body.echo:
+            logprob_lists = _LogprobLists(self.names)
+            if is_first and body.echo:
                 assert scores is not None
-                lists.add_prompt(self.prompts[i], scores.cut(body.logprobs))
-            lists.add(delta.token_ids, delta.logprobs, delta.top_logprobs)
-        text = self.texts[index].take(delta, None if lists is None else lists.text_offset)
-        choice["text"] = self.echoes[i] + text if first else text
-        choice |= {"logprobs": None if lists is None else lists.tree()} | ends
+                logprob_lists.add_prompt(self.prompts[i], scores.cut(body.logprobs))
+            logprob_lists.add(delta.token_ids, delta.logprobs, delta.top_logprobs)
+        text = self.texts[index].take(
+            delta, None if logprob_lists is None else logprob_lists.text_offset
+        )
+        choice["text"] = self.echoes[i] + text if is_first else text
+        choice |= {"logprobs": None if logprob_lists is None else logprob_lists.tree()} | end_fields
         if body.return_token_ids:
             choice["token_ids"] = delta.token_ids
-            if first:
+            if is_first:
                 choice["prompt_token_ids"] = self.prompts[i]
-        if first and body.prompt_logprobs is not None and scores is not None:
-            cut = scores.cut(body.prompt_logprobs)
-            choice["prompt_logprobs"] = prompt_logprobs(self.names, self.prompts[i], cut)
+        if is_first and body.prompt_logprobs is not None and scores is not None:
+            top_scores = scores.cut(body.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(self.names, self.prompts[i], top_scores)
         return choice
 
 
@@ -281,15 +287,16 @@ class _LogprobLists:
             self.top_logprobs += [{t: v} for t, v in zip(tokens, values, strict=True)]
             return
         for token, value, top in zip(tokens, values, tops, strict=True):
-            likeliest: dict[str, float] = {}
-            for other, logprob in top:
-                likeliest.setdefault(
-                    name(other), finite_logprob(logprob)
+            logprobs_by_name: dict[str, float] = {}
+            for other_id, logprob in top:
+                logprobs_by_name.setdefault(
+                    name(other_id), finite_logprob(logprob)
                 )  # two may have the same text
-            likeliest.setdefault(token, value)
-            self.top_logprobs.append(likeliest)
+            logprobs_by_name.setdefault(token, value)
+            self.top_logprobs.append(logprobs_by_name)
 
     def add_prompt(self, ids: list[int], scores: PromptScores) -> None:
+        """Add the tokens of a prompt, of which the first has no log-prob."""
         self.tokens.append(self.names.name(ids[0]))
         self.token_logprobs.append(None)
         self.top_logprobs.append(None)
@@ -310,19 +317,20 @@ class _LogprobLists:
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/chat/completions`: answer a conversation, perhaps with tool calls."""
     state = request.app[STATE]
     body = await read_body(request, ChatRequest)
     state.check_n(body.n)
     offered = offered_tools(state, body)
     tools = offered.tools if offered is not None else ()
     prompt = await encode_conversation(state, body.messages, body, tools)
-    grammar, named = await grammar_of(state, body, offered)
-    most, names = body.max_tokens, CHAT_ENGINE_FIELDS | named
+    grammar, grammar_names = await grammar_of(state, body, offered)
+    max_tokens, field_names = body.max_tokens, CHAT_ENGINE_FIELDS | grammar_names
     if body.max_completion_tokens is not None:
-        most, names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
-    asked = body.to_engine_request(
+        max_tokens, field_names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
+    engine_request = body.to_engine_request(
         prompt.token_ids,
-        max_tokens=state.tokens_left(prompt.token_ids) if most is None else most,
+        max_tokens=state.tokens_left(prompt.token_ids) if max_tokens is None else max_tokens,
         top_logprobs=body.top_logprobs or 0,
         request_id=body.request_id,
         grammar=grammar,
@@ -338,7 +346,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             prompt_field="messages",
         )
     answer = ChatAnswer(request, body, prompt.token_ids, scores, offered)
-    return await respond(request, answer, [asked], names)
+    return await respond(request, answer, [engine_request], field_names)
 
 
 class ChatAnswer(Answer):
@@ -379,9 +387,9 @@ class ChatAnswer(Answer):
         return choice
 
     def first(self) -> list[Tree]:
-        turn = {"role": "assistant", "content": ""}
+        start_delta = {"role": "assistant", "content": ""}
         events = [
-            self.event({"index": i, "delta": turn, "logprobs": None, "finish_reason": None})
+            self.event({"index": i, "delta": start_delta, "logprobs": None, "finish_reason": None})
             for i in range(self.body.n)
         ]
         events[0] |= self._prompt()
@@ -392,12 +400,13 @@ class ChatAnswer(Answer):
         if not content and delta.finish_reason is None:
             if not self.body.logprobs and not self.body.return_token_ids:
                 return None
-        said: Tree = {"content": content} if content else {}
+        message: Tree = {"content": content} if content else {}
         if calls:
-            said["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
-        return self.event(self._choice(delta, bool(calls)) | {"delta": said})
+            message["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
+        return self.event(self._choice(delta, bool(calls)) | {"delta": message})
 
     def _said(self, delta: Delta) -> tuple[str, list[Tree]]:
+        """Return the new text of a sample, and at its end the tool calls that were in it."""
         content = self.texts[delta.sample].take(delta)
         if self.speeches is None:
             return content, []
@@ -414,7 +423,7 @@ class ChatAnswer(Answer):
             {
                 "id": call.id or self._call_id(sample, number),
                 "type": "function",
-                "function": {"name": call.name, "arguments": _arguments(call, self.offered)},
+                "function": {"name": call.name, "arguments": _json_arguments(call, self.offered)},
             }
             for number, call in enumerate(calls if self.offered.several else calls[:1])
         ]
@@ -422,10 +431,11 @@ class ChatAnswer(Answer):
     def _call_id(self, sample: int, number: int) -> str:
         """Return an id of nine characters, as some templates require. It differs in each turn of a
         conversation, and is the same for the same request."""
-        seen = repr((self.prompts[0], sample, number))
-        return hashlib.sha256(seen.encode()).hexdigest()[:9]
+        identity = repr((self.prompts[0], sample, number))
+        return hashlib.sha256(identity.encode()).hexdigest()[:9]
 
     def _choice(self, delta: Delta, calls: bool) -> Tree:
+        """Return the fields of a choice but its text."""
         reason: str | None = delta.finish_reason
         if calls and reason == "stop":
             reason = "tool_calls"
@@ -444,15 +454,16 @@ class ChatAnswer(Answer):
         return choice
 
     def _prompt(self) -> Tree:
-        told: Tree = {}
+        """Return the fields of the prompt that were requested."""
+        fields: Tree = {}
         if self.body.return_token_ids:
-            told["prompt_token_ids"] = self.prompts[0]
+            fields["prompt_token_ids"] = self.prompts[0]
         if self.scores is not None:
-            told["prompt_logprobs"] = prompt_logprobs(self.names, self.prompts[0], self.scores)
-        return told
+            fields["prompt_logprobs"] = prompt_logprobs(self.names, self.prompts[0], self.scores)
+        return fields
 
 
-def _arguments(call: ToolInvocation, offered: OfferedTools) -> str:
+def _json_arguments(call: ToolInvocation, offered: OfferedTools) -> str:
     """Return the arguments of a call as JSON. If the format has them as text, they are converted to
     the types of the tool's schema."""
     arguments = call.arguments

@@ -57,20 +57,20 @@ async def encode_prompts(
     prompts: Sequence[Any] = given
     if isinstance(given, str) or not given or isinstance(given[0], int):
         prompts = [given]  # one; an empty list is a prompt without tokens
-    most = state.limits.prompts
-    if len(prompts) > most:
-        raise wrong_field("prompt", f"{len(prompts)} prompts; {most} at most")
-    encoded = []
+    max_prompts = state.limits.prompts
+    if len(prompts) > max_prompts:
+        raise wrong_field("prompt", f"{len(prompts)} prompts; {max_prompts} at most")
+    encoded_prompts = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             field = "prompt" if prompt is given else f"prompt[{i}]"
             vocabulary = state.require_vocabulary(field)
             _check_length(state, vocabulary, prompt, field)
             ids = await state.in_worker(vocabulary.encode, prompt, special)
-            encoded.append(EncodedPrompt(ids, prompt))
+            encoded_prompts.append(EncodedPrompt(ids, prompt))
         else:
-            encoded.append(EncodedPrompt(prompt))
-    return encoded
+            encoded_prompts.append(EncodedPrompt(prompt))
+    return encoded_prompts
 
 
 async def encode_conversation(
@@ -92,10 +92,14 @@ async def encode_conversation(
         raise Refused(str(error), "chat_template_kwargs") from None
 
     def encode() -> list[int]:
-        turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        shown = [tool.schema_shown for tool in tools]
+        template_messages = [
+            _template_message(message, f"messages[{i}]") for i, message in enumerate(messages)
+        ]
+        tool_schemas = [tool.schema_shown for tool in tools]
         try:
-            text = vocabulary.render_chat(chat, turns, body.add_generation_prompt, shown, kwargs)
+            text = vocabulary.render_chat(
+                chat, template_messages, body.add_generation_prompt, tool_schemas, kwargs
+            )
             _check_length(state, vocabulary, text, "messages")
             return vocabulary.encode(text, False)
         except Refused:
@@ -107,21 +111,23 @@ async def encode_conversation(
 
 
 def _check_length(state: ServerState, vocabulary: Vocabulary, text: str, field: str) -> None:
-    context, fewest = state.capabilities.context_length, vocabulary.fewest_tokens(text)
-    if fewest > context:
+    """Refuse a text that has more tokens than the context, before it is encoded."""
+    context, min_tokens = state.capabilities.context_length, vocabulary.fewest_tokens(text)
+    if min_tokens > context:
         raise too_long(
             field,
-            f"{len(text):,} characters are {fewest:,} tokens or more, over the model's "
+            f"{len(text):,} characters are {min_tokens:,} tokens or more, over the model's "
             f"context of {context} tokens",
         )
 
 
-def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
+def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
+    """Return a message as chat templates expect it."""
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     calls = [
-        _tool_call(call, f"{where}.tool_calls[{i}].function.arguments")
+        _template_tool_call(call, f"{where}.tool_calls[{i}].function.arguments")
         for i, call in enumerate(message.tool_calls or ())
     ]
     if calls and content is None:
@@ -136,7 +142,8 @@ def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
     }
 
 
-def _tool_call(call: ToolCall, field: str) -> dict[str, Any]:
+def _template_tool_call(call: ToolCall, field: str) -> dict[str, Any]:
+    """Return a tool call as chat templates expect it, with parsed arguments."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
@@ -158,9 +165,9 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
         ids = (await encode_conversation(state, body.messages, body, body.tools)).token_ids
     else:
         assert body.prompt is not None
-        encode, most = state.require_vocabulary("prompt").encode, state.limits.text
-        if len(body.prompt) > most:
-            raise too_long("prompt", f"{len(body.prompt):,} characters; {most:,} at most")
+        encode, max_chars = state.require_vocabulary("prompt").encode, state.limits.text
+        if len(body.prompt) > max_chars:
+            raise too_long("prompt", f"{len(body.prompt):,} characters; {max_chars:,} at most")
         ids = await state.in_worker(encode, body.prompt, body.add_special_tokens is not False)
     vocabulary = state.require_vocabulary("prompt")
 
@@ -200,24 +207,25 @@ async def score_prompts(
     """Return the scores of prompts, with the `top` likeliest tokens. They are scored one by one, so
     that the engine draws in between. asked_by: the field for them. Raises Refused for prompts that
     cannot be scored, or that are more than one answer may hold."""
-    most = state.limits.told_streamed if stream else state.limits.told
+    max_logprobs = state.limits.told_streamed if stream else state.limits.told
     count = sum(len(prompt.token_ids) for prompt in prompts) * (top + 1)
-    if count > most:
-        where = " in a stream" if stream else ""
-        reason = f"{count:,} log-probs of prompts in one answer; {most:,} at most{where}"
+    if count > max_logprobs:
+        note = " in a stream" if stream else ""
+        reason = f"{count:,} log-probs of prompts in one answer; {max_logprobs:,} at most{note}"
         raise wrong_field(asked_by, reason)
     if not state.capabilities.scores:
         raise wrong_field("prompt_logprobs", "this engine does not score")
     scores = []
     for i, prompt in enumerate(prompts):
         field = f"{prompt_field}[{i}]" if len(prompts) > 1 else prompt_field
-        scores.append(await _score(state, prompt.token_ids, top, temperature, field))
+        scores.append(await _score_one(state, prompt.token_ids, top, temperature, field))
     return scores
 
 
-async def _score(
+async def _score_one(
     state: ServerState, token_ids: list[int], top: int, temperature: float, field: str
 ) -> PromptScores:
+    """Score one prompt in the engine. Refuse one that is empty or too long."""
     context = state.capabilities.context_length
     if not token_ids:
         raise wrong_field(field, "the prompt is empty")
@@ -231,7 +239,7 @@ async def _score(
     def score(engine: Engine) -> PromptScores:
         (ranked,) = engine.score_top([token_ids], [1], top, temperature)
         ids, logprobs = ranked.top_ids_TK.tolist(), ranked.top_logprobs_TK.tolist()
-        tops = [list(zip(*place, strict=True)) for place in zip(ids, logprobs, strict=True)]
+        tops = [list(zip(*pairs, strict=True)) for pairs in zip(ids, logprobs, strict=True)]
         return PromptScores(ranked.logprobs_T.tolist(), tops)
 
     try:
@@ -250,9 +258,12 @@ def prompt_logprobs(
         name = names.name(token_id)
         return {"logprob": finite_logprob(logprob), "rank": rank, "decoded_token": name}
 
-    places: list[dict[str, dict[str, Any]] | None] = [None]
-    for token, logprob, top in zip(token_ids[1:], scores.logprobs, scores.tops, strict=True):
-        place = {str(other): ranked(other, value, i) for i, (other, value) in enumerate(top, 1)}
-        place.setdefault(str(token), ranked(token, logprob, None))
-        places.append(place)
-    return places
+    entries: list[dict[str, dict[str, Any]] | None] = [None]
+    for token, logprob, top_tokens in zip(token_ids[1:], scores.logprobs, scores.tops, strict=True):
+        entry = {
+            str(other_id): ranked(other_id, value, i)
+            for i, (other_id, value) in enumerate(top_tokens, 1)
+        }
+        entry.setdefault(str(token), ranked(token, logprob, None))
+        entries.append(entry)
+    return entries

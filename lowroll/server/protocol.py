@@ -31,7 +31,7 @@ MAX_STOPS = 64
 MAX_TOOLS = 2048
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
 PauseMode = Literal["keep", "wait", "abort"]
-SEED_BITS = 53  # every JSON reader keeps so many
+SEED_BITS = 53  # bits of an integer that every JSON reader keeps
 
 Text = Annotated[str, StringConstraints(max_length=1 << 24)]
 Name = Annotated[str, StringConstraints(max_length=256)]
@@ -102,7 +102,7 @@ def error_body(
 
 
 class RequestBody(BaseModel):
-    """A JSON object with strict types: "1" is no number."""
+    """A JSON object with strict types: "1" is not a number."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 
@@ -111,7 +111,9 @@ class RequestBody(BaseModel):
     def _drop_null(cls, tree: Any) -> Any:
         if not isinstance(tree, dict):
             return tree
-        return {k: v for k, v in tree.items() if v is not None or k not in cls.model_fields}
+        return {
+            k: item for k, item in tree.items() if item is not None or k not in cls.model_fields
+        }
 
     def check(self) -> None:
         """Refuse combinations of fields that pydantic cannot check."""
@@ -225,7 +227,7 @@ class StreamOptions(RequestBody):
 
 
 class GenerationFields(RequestBody):
-    """The fields beside prompt and sampling of any generation request."""
+    """The fields of any generation request except its prompt and sampling."""
 
     model: Name | None = None
     stream: bool = False
@@ -339,12 +341,12 @@ class Tool(RequestBody):
     @property
     def schema_shown(self) -> dict[str, Any]:
         """The part that chat templates show."""
-        shown = self.function.model_dump(exclude_unset=True, exclude={"strict"})
-        return {"type": "function", "function": shown}
+        function_schema = self.function.model_dump(exclude_unset=True, exclude={"strict"})
+        return {"type": "function", "function": function_schema}
 
 
 class ConversationFields(RequestBody):
-    """The fields beside its messages with which a conversation is rendered."""
+    """The fields except its messages with which a conversation is rendered."""
 
     add_generation_prompt: bool = True
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
@@ -367,10 +369,14 @@ class ChatRequest(SamplingFields, GenerationFields, StructuredOutputFields, Conv
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise wrong_field("top_logprobs", "it goes with logprobs: true")
-        most = self.max_completion_tokens
-        if most is not None and self.max_tokens not in (None, most):
+        max_completion_tokens = self.max_completion_tokens
+        if max_completion_tokens is not None and self.max_tokens not in (
+            None,
+            max_completion_tokens,
+        ):
             raise wrong_field(
-                "max_tokens", f"{self.max_tokens}, and max_completion_tokens is {most}"
+                "max_tokens",
+                f"{self.max_tokens}, and max_completion_tokens is {max_completion_tokens}",
             )
 
 
@@ -472,7 +478,7 @@ def parse_request(
     except ValidationError as error:
         if error.errors()[0]["type"] == "missing":  # it may be there under another name
             _check_names(kind, tree, "")
-        raise _refusal(error) from None
+        raise _to_refused(error) from None
     _check_extra(body, "")
     check_model(getattr(body, "model", None))
     body.check()
@@ -494,59 +500,61 @@ def refuse_engine_error(error: ValueError, names: Mapping[str, str]) -> NoReturn
 
 def _check_ids(ids: Iterable[int | Text | TokenIds], where: str) -> None:
     """Refuse numbers, also in lists, that are no token ids of any model."""
-    for i, one in enumerate(ids):
-        if isinstance(one, list):
-            _check_ids(one, f"{where}[{i}]")
-        elif isinstance(one, int) and not 0 <= one < 1 << 31:
-            raise wrong_field(f"{where}[{i}]", f"expected a token id, got {one}")
+    for i, item in enumerate(ids):
+        if isinstance(item, list):
+            _check_ids(item, f"{where}[{i}]")
+        elif isinstance(item, int) and not 0 <= item < 1 << 31:
+            raise wrong_field(f"{where}[{i}]", f"expected a token id, got {item}")
 
 
 def _check_extra(body: RequestBody, where: str) -> None:
-    extra = body.model_extra or {}
-    _check_names(type(body), extra, where)
-    for name, value in extra.items():
+    """Refuse unknown fields and unsupported values of known ones, also in nested objects."""
+    extra_fields = body.model_extra or {}
+    _check_names(type(body), extra_fields, where)
+    for name, value in extra_fields.items():
         if name not in IGNORED_FIELDS and not _is_neutral(name, value):
             raise wrong_field(f"{where}{name}", "not supported by this server", code="unsupported")
     for name, value in body:
         if isinstance(value, RequestBody):
             _check_extra(value, f"{where}{name}.")
         elif isinstance(value, list):
-            for i, one in enumerate(value):
-                if not isinstance(one, RequestBody):
+            for i, item in enumerate(value):
+                if not isinstance(item, RequestBody):
                     break
-                _check_extra(one, f"{where}{name}[{i}].")
+                _check_extra(item, f"{where}{name}[{i}].")
 
 
 def _check_names(kind: type[RequestBody], names: Iterable[str], where: str) -> None:
-    known = (*kind.model_fields, *NEUTRAL_VALUES, *IGNORED_FIELDS)
+    """Refuse a field that does not exist, with a hint at a similar one or at its route."""
+    known_names = (*kind.model_fields, *NEUTRAL_VALUES, *IGNORED_FIELDS)
     for name in names:
-        if name in known:
+        if name in known_names:
             continue
-        routes = [route for route, other in ROUTES.items() if name in other.model_fields]
+        routes = [route for route, route_body in ROUTES.items() if name in route_body.model_fields]
         hint = f"; it is one of {routes[0]}" if routes and not where else ""
-        if not hint and (near := get_close_matches(name, known, 1)):
-            hint = f"; did you mean {near[0]}?"
-        shown = name
+        if not hint and (similar_names := get_close_matches(name, known_names, 1)):
+            hint = f"; did you mean {similar_names[0]}?"
+        shown_name = name
         if len(name) > 64 or not name.isprintable():
-            shown = ascii(name[:12])[1:-1] + "..."
+            shown_name = ascii(name[:12])[1:-1] + "..."
         reason = f"there is no such field{hint}"
-        raise wrong_field(f"{where}{shown}", reason, code="unknown_field")
+        raise wrong_field(f"{where}{shown_name}", reason, code="unknown_field")
 
 
-def _refusal(error: ValidationError) -> Refused:
+def _to_refused(error: ValidationError) -> Refused:
     """Return one of pydantic's errors: for a union, that of the type that came furthest."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    mine = [
-        (_path(one["loc"]), _reason(one["type"], one["msg"]))
-        for one in errors
-        if one["loc"][0] == errors[0]["loc"][0]
+    same_field = [
+        (_body_path(detail["loc"]), _plain_reason(detail["type"], detail["msg"]))
+        for detail in errors
+        if detail["loc"][0] == errors[0]["loc"][0]
     ]
-    path = max((where for where, _ in mine), key=lambda where: (len(where), where))
-    reasons = dict.fromkeys(reason for where, reason in mine if where == path)
+    path = max((where for where, _ in same_field), key=lambda where: (len(where), where))
+    reasons = dict.fromkeys(reason for where, reason in same_field if where == path)
     return wrong_field(path, ", or ".join(reason[:1].lower() + reason[1:] for reason in reasons))
 
 
-def _reason(kind: str, message: str) -> str:
+def _plain_reason(kind: str, message: str) -> str:
     """Return why a field is wrong, without pydantic's own words."""
     if kind == "model_type":
         return "an object is expected"
@@ -555,7 +563,7 @@ def _reason(kind: str, message: str) -> str:
     return message.removeprefix("Value error, ") if kind == "value_error" else message
 
 
-def _path(loc: tuple[int | str, ...]) -> str:
+def _body_path(loc: tuple[int | str, ...]) -> str:
     """Return a path into the body, without the type names that pydantic inserts."""
     path = str(loc[0])
     for part in loc[1:]:

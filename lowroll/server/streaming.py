@@ -52,7 +52,7 @@ class Answer:
         raise NotImplementedError
 
     def chunk(self, prompt: int, delta: Delta) -> Tree | None:
-        """Return the event of new tokens of a prompt's sample; None when it would say nothing."""
+        """Return the event of new tokens of a prompt's sample; None when it would be empty."""
         raise NotImplementedError
 
     def first(self) -> list[Tree]:
@@ -86,50 +86,51 @@ class Answer:
 
     def usage(self, groups: Sequence[Group]) -> dict[str, int]:
         """Return the number of tokens. A prompt with several samples counts once."""
-        read, drawn = sum(map(len, self.prompts)), num_drawn(groups)
+        num_read, num_completed = sum(map(len, self.prompts)), num_drawn(groups)
         return {
-            "prompt_tokens": read,
-            "completion_tokens": drawn,
-            "total_tokens": read + drawn,
+            "prompt_tokens": num_read,
+            "completion_tokens": num_completed,
+            "total_tokens": num_read + num_completed,
         }
 
 
 async def respond(
     request: web.Request, answer: Answer, requests: Sequence[Request], names: Mapping[str, str]
 ) -> web.StreamResponse:
-    """Answer a generation request with what the engine draws for `requests`, one for each prompt.
+    """Answer a generation request with the engine's groups for `requests`, one for each prompt.
 
-    When one of them fails, or the client disconnects, all end. names: the client's names of the
-    engine's fields. Raises Refused, which names what the engine refuses."""
+    When one request fails, or the client disconnects, all are aborted. names: the client's names of
+    the engine's fields. Raises Refused, which names what the engine refuses."""
     if answer.body.stream:
-        return await _stream(request, answer, requests, names)
-    state, by_prompt = request.app[STATE], _names_by_prompt(names, len(requests))
-    async with _submitted(state, requests, by_prompt, stream=False) as in_flight:
+        return await _stream_answer(request, answer, requests, names)
+    state, client_names = request.app[STATE], _names_by_prompt(names, len(requests))
+    async with _submitted_requests(state, requests, client_names, stream=False) as in_flight:
         groups = await _gather(
-            _group(one, own) for one, own in zip(in_flight, by_prompt, strict=True)
+            _checked_group(request_in_flight, own_names)
+            for request_in_flight, own_names in zip(in_flight, client_names, strict=True)
         )
     tokens = sum(map(len, answer.prompts)) + num_drawn(groups)
     return await json_response_in_worker(state, lambda: answer.whole(groups), tokens)
 
 
-async def _stream(
+async def _stream_answer(
     request: web.Request, answer: Answer, requests: Sequence[Request], names: Mapping[str, str]
 ) -> web.StreamResponse:
     """Send the events of an answer.
 
-    The engine does not wait for the client: what it draws meanwhile comes in one event. Raises
+    The engine does not wait for the client: tokens drawn meanwhile come in one event. Raises
     Refused before the first event; later an event reports the error."""
-    state, by_prompt = request.app[STATE], _names_by_prompt(names, len(requests))
-    async with _submitted(state, requests, by_prompt, stream=True) as in_flight:
+    state, client_names = request.app[STATE], _names_by_prompt(names, len(requests))
+    async with _submitted_requests(state, requests, client_names, stream=True) as in_flight:
         events = _EventStream(request, state.limits.write_s)
         await events.begin()
 
         async def send(i: int, one: InFlightRequest) -> Group:
-            async for delta in _deltas(one, by_prompt[i]):
+            async for delta in _checked_deltas(one, client_names[i]):
                 tree = answer.chunk(i, delta)
                 if tree is not None:
                     await events.send(tree)
-            return await _group(one, by_prompt[i])
+            return await _checked_group(one, client_names[i])
 
         try:
             for tree in answer.first():
@@ -149,13 +150,14 @@ async def _stream(
 
 
 @asynccontextmanager
-async def _submitted(
+async def _submitted_requests(
     state: ServerState,
     requests: Sequence[Request],
     names: Sequence[Mapping[str, str]],
     *,
     stream: bool,
 ) -> AsyncIterator[list[InFlightRequest]]:
+    """Submit the requests, and abort those that are open when the block is left."""
     async with AsyncExitStack() as stack:
 
         async def submit(request: Request, own: Mapping[str, str]) -> InFlightRequest:
@@ -173,13 +175,17 @@ def _names_by_prompt(names: Mapping[str, str], count: int) -> list[Mapping[str, 
     return [{**names, "prompt_ids": f"{names['prompt_ids']}[{i}]"} for i in range(count)]
 
 
-async def _deltas(in_flight: InFlightRequest, names: Mapping[str, str]) -> AsyncIterator[Delta]:
+async def _checked_deltas(
+    in_flight: InFlightRequest, names: Mapping[str, str]
+) -> AsyncIterator[Delta]:
+    """Yield a request's deltas; the engine's refusals name the client's fields."""
     with _engine_errors(names):
         async for delta in in_flight:
             yield delta
 
 
-async def _group(in_flight: InFlightRequest, names: Mapping[str, str]) -> Group:
+async def _checked_group(in_flight: InFlightRequest, names: Mapping[str, str]) -> Group:
+    """Return a request's group; the engine's refusals name the client's fields."""
     with _engine_errors(names):
         return await in_flight.group()
 
@@ -227,6 +233,7 @@ class _EventStream:
         await self.response.write_eof()
 
     async def _write(self, data: str) -> None:
+        """Write one event, and wait when the client reads slowly."""
         event = f"data: {data}\n\n".encode()
         transport = self.request.transport
         if (
@@ -250,7 +257,7 @@ class _EventStream:
 
 
 def json_response(tree: Tree) -> web.Response:
-    """Return a whole answer. Its floats round-trip."""
+    """Return a complete answer. Its floats round-trip."""
     return web.Response(text=compact_json(tree), content_type="application/json")
 
 
@@ -275,18 +282,20 @@ def openai_head(request: web.Request, prefix: str, object: str) -> Tree:
 
 
 def origin(rollout: Rollout, packed: bool = False) -> Tree:
-    """Return what a learner needs of a rollout beside its tokens: their log-probs as plain numbers
-    (unless they are packed with the tokens), who drew it, how it ended, and what its cache dropped.
-    """
-    behavior, dropped = rollout.behavior, rollout.evictions
-    plain = {} if packed else {"logprobs": [finite_logprob(one) for one in rollout.logprobs]}
-    return plain | {
+    """Return what a learner needs of a rollout in addition to its tokens: their log-probs as plain
+    numbers (unless they are packed with the tokens), who drew it, how it ended, and what its cache
+    dropped."""
+    behavior, evictions = rollout.behavior, rollout.evictions
+    logprob_fields = (
+        {} if packed else {"logprobs": [finite_logprob(logprob) for logprob in rollout.logprobs]}
+    )
+    return logprob_fields | {
         "behavior": vars(behavior) | {"policy": [vars(span) for span in behavior.policy]},
         "finish_reason": rollout.finish_reason,
         "stop_reason": rollout.stop_reason,
         "evictions": None
-        if dropped is None
-        else asdict(dropped) | {"numbers": base64.b64encode(dropped.numbers).decode()},
+        if evictions is None
+        else asdict(evictions) | {"numbers": base64.b64encode(evictions.numbers).decode()},
     }
 
 
@@ -302,7 +311,7 @@ def logprob_objects(names: TokenNames, delta: Delta, top: int) -> list[Tree]:
 
     tops = delta.top_logprobs or [[]] * len(delta.token_ids)
     return [
-        one(token, logprob) | {"top_logprobs": [one(*other) for other in likeliest[:top]]}
+        one(token, logprob) | {"top_logprobs": [one(*pair) for pair in likeliest[:top]]}
         for token, logprob, likeliest in zip(delta.token_ids, delta.logprobs, tops, strict=True)
     ]
 

@@ -25,8 +25,8 @@ from lowroll.server.protocol import (
 from lowroll.tool_calls import MOST_CALLS
 
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_OBJECT = {"type": "object"}
-_MISTRAL = "[TOOL_CALLS]"
+_ANY_OBJECT = {"type": "object"}
+_MISTRAL_MARK = "[TOOL_CALLS]"
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class CallSyntax:
     arguments: str = "arguments"
 
 
-_SYNTAX = {
+_CALL_SYNTAX = {
     "hermes": CallSyntax("\n", open="<tool_call>", close="</tool_call>"),
     "llama3_json": CallSyntax("; ", arguments="parameters"),
-    "mistral": CallSyntax(", ", first=_MISTRAL, last="]"),
+    "mistral": CallSyntax(", ", first=_MISTRAL_MARK, last="]"),
 }
 
 
@@ -55,7 +55,7 @@ class OfferedTools:
     (`lowroll.tool_calls`).
 
     several: it may call more than once in a turn. required: the tools of which the answer must call
-    one, and then says nothing else; none where the model decides.
+    one, without other text; empty where the model decides.
     """
 
     tools: Sequence[Tool]
@@ -81,6 +81,7 @@ def offered_tools(state: ServerState, body: ChatRequest) -> OfferedTools | None:
 
 
 def _required_tools(body: ChatRequest) -> Sequence[Tool]:
+    """Return the tools of which the answer must call one. Refuse an unknown `tool_choice`."""
     choice = body.tool_choice
     if choice in ("auto", "none"):
         return ()
@@ -94,19 +95,20 @@ def _required_tools(body: ChatRequest) -> Sequence[Tool]:
             "tool_choice",
             'auto, none, required or {"type": "function", "function": {"name": ...}}',
         )
-    named = [tool for tool in body.tools if tool.function.name == function.get("name")]
-    if not named:
+    named_tools = [tool for tool in body.tools if tool.function.name == function.get("name")]
+    if not named_tools:
         raise Refused("tool_choice: no tool has this name", "tool_choice.function.name")
-    return named
+    return named_tools
 
 
 def check_tool_names(tools: Sequence[Tool]) -> None:
-    known = set[str]()
+    """Refuse two tools of one name."""
+    seen_names = set[str]()
     for i, tool in enumerate(tools):
         name = tool.function.name
-        if name in known:
+        if name in seen_names:
             raise wrong_field(f"tools[{i}].function.name", f"two tools are called {name!r}")
-        known.add(name)
+        seen_names.add(name)
 
 
 async def grammar_of(
@@ -114,21 +116,21 @@ async def grammar_of(
 ) -> tuple[str | None, dict[str, str]]:
     """Return the grammar of an answer, None where anything is allowed, and the client's name of it.
     Refuse the field for an impossible one."""
-    found = _forms(body)
+    writers = _requested_grammars(body)
     if offered is not None and offered.required:
-        found["tool_choice"] = lambda: _of_calls(state, offered)
-    if not found:
+        writers["tool_choice"] = lambda: _of_calls(state, offered)
+    if not writers:
         return None, {}
-    if len(found) > 1:
-        first, second, *_ = found
-        raise wrong_field(second, f"it does not go with {first}")
-    ((field, write),) = found.items()
+    if len(writers) > 1:
+        first_field, second_field, *_ = writers
+        raise wrong_field(second_field, f"it does not go with {first_field}")
+    ((field, write_grammar),) = writers.items()
     if "grammar" not in state.capabilities.sampler:
         raise wrong_field(field, "not supported by this engine", code="unsupported")
 
     def compiled() -> str:
         try:
-            text = write()
+            text = write_grammar()
             state.engine.compile_grammar(text)
         except ValueError as error:
             refuse_engine_error(error, {"grammar": field})
@@ -137,34 +139,36 @@ async def grammar_of(
     return await state.in_worker(compiled), {"grammar": field}
 
 
-def _forms(body: StructuredOutputFields) -> dict[str, Callable[[], str]]:
-    found: dict[str, Callable[[], str]] = {}
-    asked = body.response_format
-    if asked is not None and asked.type == "json_object":
-        found["response_format"] = partial(_of_json, _OBJECT)
-    elif asked is not None and asked.type == "json_schema":
-        if asked.json_schema is None:
+def _requested_grammars(body: StructuredOutputFields) -> dict[str, Callable[[], str]]:
+    """Return, by field, functions that write the grammars that a body requests."""
+    writers: dict[str, Callable[[], str]] = {}
+    response_format = body.response_format
+    if response_format is not None and response_format.type == "json_object":
+        writers["response_format"] = partial(_json_grammar, _ANY_OBJECT)
+    elif response_format is not None and response_format.type == "json_schema":
+        if response_format.json_schema is None:
             raise wrong_field("response_format.json_schema", "it goes with type json_schema")
-        found["response_format"] = partial(_of_json, asked.json_schema.form)
+        writers["response_format"] = partial(_json_grammar, response_format.json_schema.form)
     if (structured := body.structured_outputs) is not None:
         kinds = {
             "json": structured.form,
-            "json_object": _OBJECT if structured.json_object else None,
+            "json_object": _ANY_OBJECT if structured.json_object else None,
             "regex": structured.regex,
             "choice": structured.choice,
             "grammar": structured.grammar,
         }
-        found |= _writers("structured_outputs.", kinds)
+        writers |= _grammar_writers("structured_outputs.", kinds)
     kinds = {
         "json": body.guided_json,
         "regex": body.guided_regex,
         "choice": body.guided_choice,
         "grammar": body.guided_grammar,
     }
-    return found | _writers("guided_", kinds)
+    return writers | _grammar_writers("guided_", kinds)
 
 
-def _writers(prefix: str, kinds: dict[str, Any]) -> dict[str, Callable[[], str]]:
+def _grammar_writers(prefix: str, kinds: dict[str, Any]) -> dict[str, Callable[[], str]]:
+    """Return a writer for each kind of grammar that has a value."""
     return {
         f"{prefix}{kind}": partial(_WRITERS[kind], value)
         for kind, value in kinds.items()
@@ -172,16 +176,17 @@ def _writers(prefix: str, kinds: dict[str, Any]) -> dict[str, Callable[[], str]]
     }
 
 
-def _of_json(schema: dict[str, Any]) -> str:
-    return str(_matcher().grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
+def _json_grammar(schema: dict[str, Any]) -> str:
+    return str(_import_matcher().grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
 
 
-def _of_regex(regex: str) -> str:
+def _regex_grammar(regex: str) -> str:
     """Return the grammar of a full match of a regular expression in Rust's syntax."""
-    return str(_matcher().grammar_from_regex(regex))
+    return str(_import_matcher().grammar_from_regex(regex))
 
 
-def _matcher() -> Any:
+def _import_matcher() -> Any:
+    """Return llguidance's compiler. ValueError when it is not installed."""
     try:
         from llguidance import LLMatcher
     except ImportError:
@@ -191,7 +196,8 @@ def _matcher() -> Any:
     return LLMatcher
 
 
-def _of_schema(schema: dict[str, Any] | str) -> str:
+def _schema_grammar(schema: dict[str, Any] | str) -> str:
+    """Return the grammar of JSON by a schema, given as an object or as text."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -199,26 +205,28 @@ def _of_schema(schema: dict[str, Any] | str) -> str:
             schema = ""
     if not isinstance(schema, dict):
         raise ValueError("grammar: expected a JSON schema, an object")
-    return _of_json(schema)
+    return _json_grammar(schema)
 
 
-def _of_choice(choice: list[str]) -> str:
+def _choice_grammar(choice: list[str]) -> str:
+    """Return the grammar of one of several texts."""
     if not choice or "" in choice:
         raise ValueError("grammar: expected one text or more, none of them empty")
     return "start: " + " | ".join(map(json.dumps, choice))
 
 
 _WRITERS: dict[str, Callable[[Any], str]] = {
-    "json": _of_schema,
-    "json_object": _of_schema,
-    "regex": _of_regex,
-    "choice": _of_choice,
+    "json": _schema_grammar,
+    "json_object": _schema_grammar,
+    "regex": _regex_grammar,
+    "choice": _choice_grammar,
     "grammar": str,
 }
 
 
 def _of_calls(state: ServerState, offered: OfferedTools) -> str:
-    syntax = _SYNTAX.get(offered.format)
+    """Return the grammar of tool calls in the model's format."""
+    syntax = _CALL_SYNTAX.get(offered.format)
     if syntax is None:
         raise ValueError(f"grammar: calls written as {offered.format} are the model's; use auto")
     assert state.vocabulary is not None
@@ -228,18 +236,18 @@ def _of_calls(state: ServerState, offered: OfferedTools) -> str:
         """Write a special token by its id, any other text literally."""
         return tokens.get(text, json.dumps(text)) if text else ""
 
-    more = f"({literal(syntax.between)} call){{0,{MOST_CALLS - 1}}}" if offered.several else ""
-    opened = '"["' if syntax.first else ""
+    repeated = f"({literal(syntax.between)} call){{0,{MOST_CALLS - 1}}}" if offered.several else ""
+    open_list = '"["' if syntax.first else ""
     count = range(len(offered.required))
     rules = [
-        f"start: {literal(syntax.first)} {opened} call {more} {literal(syntax.last)}",
+        f"start: {literal(syntax.first)} {open_list} call {repeated} {literal(syntax.last)}",
         f"call: {literal(syntax.open)} named {literal(syntax.close)}",
         f"named: {' | '.join(f'named{i}' for i in count)}",
     ]
     for i, tool in enumerate(offered.required):
         function = tool.function
-        schema = (function.parameters or _OBJECT) | {"x-guidance": JSON_OPTIONS}
-        head = f'{{"name": {json.dumps(function.name)}, "{syntax.arguments}": '
-        rules.append(f'named{i}: {json.dumps(head)} arguments{i} "}}"')
+        schema = (function.parameters or _ANY_OBJECT) | {"x-guidance": JSON_OPTIONS}
+        call_head = f'{{"name": {json.dumps(function.name)}, "{syntax.arguments}": '
+        rules.append(f'named{i}: {json.dumps(call_head)} arguments{i} "}}"')
         rules.append(f"arguments{i}: %json {json.dumps(schema)}")
     return "\n".join(rules)

@@ -19,20 +19,20 @@ from lowroll.tool_calls import WORDS, overlap
 if TYPE_CHECKING:
     from lowroll.model.tokenizer import ChatTokenizer
 
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-_LEAST_LOGPROB = -9999.0  # as vLLM writes minus infinity
-_BEFORE = 8  # tokens of the prompt that are decoded with the first one
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MIN_LOGPROB = -9999.0  # as vLLM writes minus infinity
+_NUM_PROMPT_TOKENS = 8  # tokens of the prompt that are decoded with the first one
 _WINDOW = 32  # tokens that are decoded again with the next one, at least
 
 
 class TokenDecoder(Protocol):
-    """A decoder of tokens that come one after the other. Its text does not depend on how many come
+    """An incremental decoder of tokens. Its text does not depend on how many tokens come
     together."""
 
     def feed(self, token_ids: Iterable[int]) -> str: ...
 
     def end(self) -> str:
-        """Return what was held back. Nothing may be fed after it."""
+        """Return the text that was held back. Nothing may be fed after it."""
         ...
 
 
@@ -42,12 +42,14 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
-        added = self.backend.get_added_tokens_decoder()
-        self.special = frozenset(i for i, token in added.items() if token.special)
-        self.marks = {i: added[i].content for i in self.special if added[i].content in WORDS}
+        added_tokens = self.backend.get_added_tokens_decoder()
+        self.special = frozenset(i for i, token in added_tokens.items() if token.special)
+        self.marks = {
+            i: added_tokens[i].content for i in self.special if added_tokens[i].content in WORDS
+        }
         self._bytes = type(self.backend.decoder).__name__ == "ByteLevel"
         self.longest = _longest_token(self.backend, self._bytes)
-        self.pieces = _Pieces(self._piece)
+        self.pieces = _PieceCache(self._piece)
         self._names: dict[int, str] = {}
         self._lock = Lock()  # of encoding: a tokenizer changes its own settings on the way
 
@@ -69,16 +71,16 @@ class Vocabulary:
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def piece(self, token_id: int) -> bytes:
-        """Return what one token adds to a text, in UTF-8 or a part of it: the name of a special
-        token, nothing for an unknown id."""
+        """Return the bytes that one token adds to a text, in UTF-8 or a part of it: the name of a
+        special token, nothing for an unknown id."""
         return self.pieces[token_id]
 
     def name(self, token_id: int) -> str:
         """Return one token's text, with replacement characters for invalid bytes."""
-        known = self._names.get(token_id)
-        if known is None:
-            known = self._names[token_id] = self.piece(token_id).decode("utf-8", "replace")
-        return known
+        name = self._names.get(token_id)
+        if name is None:
+            name = self._names[token_id] = self.piece(token_id).decode("utf-8", "replace")
+        return name
 
     def decoder(self, prompt_ids: Sequence[int] = (), marks: bool = False) -> TokenDecoder:
         """Return a decoder of one response to a prompt. It drops special tokens; marks: except
@@ -100,13 +102,14 @@ class Vocabulary:
             return chat.render(messages, open_turn, tools, template_kwargs)
 
     def _piece(self, token_id: int) -> bytes:
+        """Compute `piece` for one token."""
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
         if not self._bytes or token_id in self.special:
             return self.decode([token_id], skip_special_tokens=False).encode()
         try:
-            return bytes(_BYTES[char] for char in token)
+            return bytes(_BYTE_OF_CHAR[char] for char in token)
         except KeyError:  # an added token: its text is literal
             return str(token).encode()
 
@@ -114,26 +117,28 @@ class Vocabulary:
 def _longest_token(backend: Any, in_bytes: bool) -> int:
     """Return the most bytes (of a tokenizer of bytes) or characters that one token can stand for; 0
     where that is unknown, because something shortens or drops text."""
-    whole = in_bytes or getattr(backend.model, "byte_fallback", False)
-    dropping = ("Removed", "Whitespace", "Bert", "Punctuation")
-    if not whole or any(word in repr(backend.pre_tokenizer) for word in dropping):
+    keeps_all_text = in_bytes or getattr(backend.model, "byte_fallback", False)
+    lossy_types = ("Removed", "Whitespace", "Bert", "Punctuation")
+    if not keeps_all_text or any(word in repr(backend.pre_tokenizer) for word in lossy_types):
         return 0
     if backend.normalizer is not None and not _keeps_length(backend.normalizer):
         return 0
-    added = backend.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip or token.normalized for token in added):
+    added_tokens = backend.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip or token.normalized for token in added_tokens):
         return 0
-    words = [len(word) for word in backend.get_vocab(with_added_tokens=False)]
-    named = [len(token.content.encode() if in_bytes else token.content) for token in added]
-    return max([*words, *named], default=0)
+    word_lengths = [len(word) for word in backend.get_vocab(with_added_tokens=False)]
+    added_lengths = [
+        len(token.content.encode() if in_bytes else token.content) for token in added_tokens
+    ]
+    return max([*word_lengths, *added_lengths], default=0)
 
 
 def _keeps_length(normalizer: Any) -> bool:
     """Return True for normalizers that replace spaces and drop nothing."""
-    shown = repr(normalizer)
-    inner = shown.removeprefix("Sequence(normalizers=[").removesuffix("])").split("), ")
+    description = repr(normalizer)
+    parts = description.removeprefix("Sequence(normalizers=[").removesuffix("])").split("), ")
     return all(
-        one.startswith(("Prepend(", 'Replace(pattern=String(" "), content="▁"')) for one in inner
+        part.startswith(("Prepend(", 'Replace(pattern=String(" "), content="▁"')) for part in parts
     )
 
 
@@ -155,10 +160,10 @@ class TokenNames:
 
 def finite_logprob(logprob: float) -> float:
     """Return a log-prob as JSON, which has no infinity."""
-    return max(logprob, _LEAST_LOGPROB)
+    return max(logprob, _MIN_LOGPROB)
 
 
-class _Pieces(dict[int, bytes]):
+class _PieceCache(dict[int, bytes]):
     """The pieces of tokens by id, computed at first use: no Python runs for a known one."""
 
     def __init__(self, find: Callable[[int], bytes]) -> None:
@@ -182,14 +187,14 @@ def is_unicode(text: str) -> bool:
 def _byte_alphabet() -> dict[str, int]:
     """Return the characters that stand for bytes in the tokens of GPT-2 and its successors:
     printable Latin-1 for itself, the others from 256 on (openai/gpt-2, encoder.py)."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(shown)]
-    return {chr(byte): byte for byte in shown} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
+    printable_bytes = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    other_bytes = [byte for byte in range(256) if byte not in set(printable_bytes)]
+    return {chr(byte): byte for byte in printable_bytes} | {
+        chr(256 + i): byte for i, byte in enumerate(other_bytes)
     }
 
 
-_BYTES = _byte_alphabet()
+_BYTE_OF_CHAR = _byte_alphabet()
 
 
 class _ByteDecoder:
@@ -214,7 +219,7 @@ class _WindowDecoder:
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
         self.decode = vocabulary.decode
-        self.window = list(prompt_ids[-_BEFORE:])
+        self.window = list(prompt_ids[-_NUM_PROMPT_TOKENS:])
         self.text = self.decode(self.window)
         self.shown = len(self.text)  # characters of it that were emitted
 
@@ -225,20 +230,22 @@ class _WindowDecoder:
         return self._show(len(self.text))
 
     def _next(self, token_id: int) -> str:
+        """Decode the window with one more token, and return the text that is final."""
         self.window.append(token_id)
         self.text = self.decode(self.window)
-        settled = not self.text.endswith(_UNKNOWN)
-        if len(self.window) >= 4 * _WINDOW and not settled:
+        is_complete = not self.text.endswith(_REPLACEMENT)
+        if len(self.window) >= 4 * _WINDOW and not is_complete:
             return self._give_up()
-        new = self._show(len(self.text.rstrip(_UNKNOWN)))
-        if len(self.window) >= 2 * _WINDOW and settled:
+        new_text = self._show(len(self.text.rstrip(_REPLACEMENT)))
+        if len(self.window) >= 2 * _WINDOW and is_complete:
             self._slide()
-        return new
+        return new_text
 
     def _show(self, until: int) -> str:
-        new = self.text[self.shown : until]
+        """Return the characters up to `until` that were not emitted yet."""
+        new_text = self.text[self.shown : until]
         self.shown = max(self.shown, until)
-        return new
+        return new_text
 
     def _slide(self) -> None:
         """Drop the first half, up to the beginning of a character."""
@@ -250,9 +257,9 @@ class _WindowDecoder:
 
     def _give_up(self) -> str:
         """Emit invalid bytes that will not become characters."""
-        new = self._show(len(self.text))
+        new_text = self._show(len(self.text))
         self.window, self.text, self.shown = [], "", 0
-        return new
+        return new_text
 
 
 class _MarkedDecoder:
@@ -269,11 +276,12 @@ class _MarkedDecoder:
         return self.inner.end()
 
     def _next(self, token_id: int) -> str:
+        """Return the text that a token makes final, or its mark."""
         mark = self.vocabulary.marks.get(token_id)
         if mark is None:
             return self.inner.feed([token_id])
-        before, self.inner = self.inner.end(), self.vocabulary.decoder()
-        return before + mark
+        text_before, self.inner = self.inner.end(), self.vocabulary.decoder()
+        return text_before + mark
 
 
 class ResponseText:
@@ -299,24 +307,26 @@ class ResponseText:
         """Return the rest, with the last tokens. stop_reason: the engine's."""
         if stop_reason is None:
             return self.feed(token_ids) + self._rest()
-        begun = self.feed(token_ids[:-1])
+        text = self.feed(token_ids[:-1])
         if isinstance(stop_reason, int):  # the last token is the stop
-            return begun + self._rest()
-        left = self._held + self._decode(token_ids[-1:]) + self.decoder.end()
-        cut = left.find(stop_reason)  # missing when special tokens are a part of it
-        return begun + (left if cut < 0 else left[:cut])
+            return text + self._rest()
+        last_text = self._held + self._decode(token_ids[-1:]) + self.decoder.end()
+        stop_at = last_text.find(stop_reason)  # missing when special tokens are a part of it
+        return text + (last_text if stop_at < 0 else last_text[:stop_at])
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        new = self.decoder.feed(token_ids)
-        self.decoded += len(new)
-        return new
+        """Decode tokens and count their characters."""
+        new_text = self.decoder.feed(token_ids)
+        self.decoded += len(new_text)
+        return new_text
 
     def _rest(self) -> str:
         rest, self._held = self._held + self.decoder.end(), ""
         return rest
 
     def _release(self, new: str) -> str:
+        """Return the text that cannot be the beginning of a stop string, and hold back the rest."""
         text = self._held + new
-        keep = max(overlap(text, stop) for stop in self.stop)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        num_held = max(overlap(text, stop) for stop in self.stop)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]

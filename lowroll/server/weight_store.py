@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from lowroll.weights.sync.client import WeightClient
     from lowroll.weights.sync.update import WeightUpdate
 
-_VERSION = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}", re.ASCII)
-_NUMBER = re.compile(r"\d{1,18}$", re.ASCII)
-_READS = 3  # of a broadcast that is written again while it is read
+_VERSION_ID = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}", re.ASCII)
+_TRAILING_NUMBER = re.compile(r"\d{1,18}$", re.ASCII)
+_MAX_READS = 3  # attempts to read a broadcast that is written again meanwhile
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class WeightVersion:
         after the newest."""
         if self.broadcast is not None:
             return self.broadcast.version
-        found = _NUMBER.search(self.name)
-        return newest + 1 if found is None else int(found[0])
+        match = _TRAILING_NUMBER.search(self.name)
+        return newest + 1 if match is None else int(match[0])
 
 
 class WeightStore:
@@ -84,7 +84,7 @@ class WeightStore:
         return sorted(
             path.name
             for path in self.folder.iterdir()
-            if _VERSION.fullmatch(path.name) and _is_published(path)
+            if _VERSION_ID.fullmatch(path.name) and _is_published(path)
         )
 
     @property
@@ -97,7 +97,7 @@ class WeightStore:
         """Return the version of an id and the updates to it; none if the engine holds it. newest:
         the number of the engine's policy. A version that is written again meanwhile is read again.
         Refuse what `find` and `read` refuse."""
-        for _ in range(_READS):
+        for _ in range(_MAX_READS):
             version = self.find(id)
             if version.broadcast is not None and version.broadcast == self.held:
                 return version, []
@@ -121,9 +121,9 @@ class WeightStore:
         Refuse with 404 an unknown version, with 409 one that is damaged or not for this engine."""
         updates = []
         try:
-            for one in self._chain(version, gap):
-                with nullcontext() if one.broadcast is None else reading(one.broadcast):
-                    updates.append((one, self._read(one, one.number(newest), able, weights)))
+            for link in self._chain(version, gap):
+                with nullcontext() if link.broadcast is None else reading(link.broadcast):
+                    updates.append((link, self._read(link, link.number(newest), able, weights)))
             return updates
         except Replaced:
             raise
@@ -132,35 +132,40 @@ class WeightStore:
 
     def _chain(self, version: WeightVersion, gap: bool) -> list[WeightVersion]:
         """Return a version behind those that it changes and the engine lacks, the oldest first."""
-        held = None if gap else self.held
-        chain = [version]
-        while (first := chain[0].broadcast) is not None and first.since is not None:
-            if held is not None and held.version == first.since:
+        held_broadcast = None if gap else self.held
+        versions = [version]
+        while (oldest := versions[0].broadcast) is not None and oldest.since is not None:
+            if held_broadcast is not None and held_broadcast.version == oldest.since:
                 break
-            if not 0 <= first.since < first.version:
-                raise ValueError(f"{first.path.name}: since: {first.since} is no version before it")
-            before = self.folder / folder_name(first.since)
-            chain.insert(0, WeightVersion(before.name, before, read_broadcast(before)))
-        return chain
+            if not 0 <= oldest.since < oldest.version:
+                raise ValueError(
+                    f"{oldest.path.name}: since: {oldest.since} is no version before it"
+                )
+            base_folder = self.folder / folder_name(oldest.since)
+            versions.insert(
+                0, WeightVersion(base_folder.name, base_folder, read_broadcast(base_folder))
+            )
+        return versions
 
     def _read(
         self, version: WeightVersion, number: int, able: Capabilities, weights: str
     ) -> WeightUpdate:
+        """Verify a version's folder and read its update."""
         from lowroll.weights.sync.folder import read_update
 
         folder, broadcast = version.folder, version.broadcast
         verify_folder(folder)
         kind = version.kind
         if kind not in able.updates:
-            takes = ", ".join(sorted(able.updates)) or "none"
-            raise ValueError(f"kind {kind!r}: this engine takes updates of kind {takes}")
+            kinds = ", ".join(sorted(able.updates)) or "none"
+            raise ValueError(f"kind {kind!r}: this engine takes updates of kind {kinds}")
         update = read_update(folder, number, kind, self.model, weights, broadcast, self.client)
-        return replace(update, noise=_noise(broadcast, able))
+        return replace(update, noise=_noise_of(broadcast, able))
 
     def find(self, version: str) -> WeightVersion:
         """Return the version of an id; `step_7` and `step_000007` are one. Refuse with 400 an
         invalid id, with 404 an unknown version, with 409 one whose marker is of other files."""
-        if not _VERSION.fullmatch(version):
+        if not _VERSION_ID.fullmatch(version):
             raise wrong_field(
                 "version",
                 "expected up to 64 letters, digits, '.', '_' and '-', without a '.' in "
@@ -189,7 +194,8 @@ def _is_published(folder: Path) -> bool:
     return not folder.is_symlink() and (folder / MANIFEST).is_file()
 
 
-def _noise(broadcast: Broadcast | None, able: Capabilities) -> Noise | None:
+def _noise_of(broadcast: Broadcast | None, able: Capabilities) -> Noise | None:
+    """Return the noise of a broadcast. ValueError when the engine supports none."""
     from lowroll.weights.noise import Noise
 
     if broadcast is None or broadcast.noise is None:

@@ -30,7 +30,7 @@ def connect(
     request. concurrency, stream: as of `PoolOptions`. ValueError names what does not fit;
     ServerError when no known server answers.
     """
-    options = PoolOptions(
+    pool_options = PoolOptions(
         model=model,
         token=token,
         folder=None if folder is None else Path(folder),
@@ -40,4 +40,4 @@ def connect(
         stream=stream,
         fail_fast=True,
     )
-    return EnginePool([url], options)
+    return EnginePool([url], pool_options)

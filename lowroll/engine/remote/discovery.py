@@ -1,4 +1,4 @@
-"""Discovery of engines by a DNS name, which is resolved again and again.
+"""Discovery of engines by a DNS name, which is resolved periodically.
 
 A new address is a new engine; one that is not listed any more gets no new requests. A failed query
 changes nothing.
@@ -43,8 +43,8 @@ class Elastic:
 
 def resolve(host: str, port: int) -> list[str]:
     """Return the addresses of a name. OSError when it has none, or no resolver answers."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return sorted({str(place[0]) for *_, place in found})
+    address_infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({str(socket_address[0]) for *_, socket_address in address_infos})
 
 
 class Discovery:
@@ -80,26 +80,27 @@ class Discovery:
             self._end.wait(self.elastic.sync_interval)
 
     def _ask(self) -> None:
+        """Query the addresses once, and report them if they have changed."""
         name = self.elastic.hostname
         if self._asking is not None and self._asking.is_alive():
             return  # the last query still hangs
-        answer: list[Sequence[str] | Exception] = []
+        answers: list[Sequence[str] | Exception] = []
 
         def ask() -> None:
             try:
-                answer.append(self._resolver(name, self.elastic.port))
+                answers.append(self._resolver(name, self.elastic.port))
             except (OSError, ValueError) as error:  # UnicodeError: an invalid label
-                answer.append(error)
+                answers.append(error)
 
         self._asking = threading.Thread(target=ask, name="resolver", daemon=True)
         self._asking.start()
         self._asking.join(timeout=self._answer_s)
-        if not answer:
+        if not answers:
             return self._failed(f"{name}: no answer of the resolver within {self._answer_s:g} s")
-        if isinstance(answer[0], Exception):
-            why = getattr(answer[0], "strerror", None) or answer[0]
-            return self._failed(f"{name}: {printable(why)}")
-        urls = sorted({self._url(address) for address in answer[0]})
+        if isinstance(answers[0], Exception):
+            reason = getattr(answers[0], "strerror", None) or answers[0]
+            return self._failed(f"{name}: {printable(reason)}")
+        urls = sorted({self._url(address) for address in answers[0]})
         if not urls:
             return self._failed(f"{name}: it leads to no address")
         self.last_error = ""

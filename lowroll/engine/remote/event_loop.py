@@ -34,9 +34,9 @@ class CappedClock(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._count(self._turn_s)
-        found = self.wait(timeout)
+        events = self.wait(timeout)
         self._count(float("inf") if timeout is None else max(0.0, timeout) + self._turn_s)
-        return found
+        return events
 
     def wait(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         return super().select(timeout)
@@ -46,6 +46,7 @@ class CappedClock(selectors.DefaultSelector):
         return self._counted + min(self._clock() - self._since, self._turn_s)
 
     def _count(self, most: float) -> None:
+        """Add the time since the last count, of at most `most` seconds."""
         now = self._clock()
         self._counted += min(now - self._since, most)
         self._since = now
@@ -92,13 +93,13 @@ class LoopThread:
         alive: Callable[[], None] = lambda: None,
     ) -> Any:
         """Run a coroutine and return its result. LoopStalled when it has none after the deadline,
-        which the coroutine should keep itself. alive: called meanwhile; what it raises ends the
+        which the coroutine should keep itself. alive: called meanwhile; an exception in it ends the
         wait."""
         future = self.begin(work)
         end = time.monotonic() + deadline_s + MARGIN
         try:
-            while (left := end - time.monotonic()) > 0:
-                if wait([future], timeout=min(LOOK, left)).done:
+            while (seconds_left := end - time.monotonic()) > 0:
+                if wait([future], timeout=min(LOOK, seconds_left)).done:
                     return future.result(0)
                 alive()
         finally:
@@ -111,8 +112,9 @@ class LoopThread:
         self._loop.close()
 
     async def _cancel_all(self) -> None:
-        mine = asyncio.current_task()
-        others = [task for task in asyncio.all_tasks() if task is not mine]
-        for task in others:
+        """Cancel all other tasks of the loop and wait for them."""
+        this_task = asyncio.current_task()
+        other_tasks = [task for task in asyncio.all_tasks() if task is not this_task]
+        for task in other_tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*other_tasks, return_exceptions=True)

@@ -51,7 +51,7 @@ class HttpCall:
     deadline_s: float = 30.0
     most_bytes: int = MOST_JSON
     again: bool = False
-    text: bool = False  # the answer is no JSON
+    text: bool = False  # the answer is not JSON
     token: str | None = field(default=None, repr=False)  # in place of the client's own
 
 
@@ -72,7 +72,7 @@ class HttpClient:
         lost: Callable[[], str | None] | None = None,
     ) -> None:
         self.url = url.rstrip("/")
-        self._socket, self._base = _address(self.url)
+        self._socket, self._base = _split_url(self.url)
         self.token = token
         self._concurrency = concurrency
         self._lost = lost
@@ -99,12 +99,12 @@ class HttpClient:
             await self._session.close()
 
     async def get(self, path: str, what: str, deadline_s: float = 30.0) -> Any:
-        """Return the JSON of a GET, which may be retried. ServerError says what was waited for."""
+        """Return the JSON of a GET, which may be retried. ServerError names the call."""
         return await self.answer(HttpCall("GET", path, what, deadline_s=deadline_s, again=True))
 
     async def answer(self, call: HttpCall) -> Any:
         """Return the JSON of an answer, or the text of one without JSON. ServerError."""
-        return _parsed(call, await self.body(call))
+        return _parse_answer(call, await self.body(call))
 
     async def answers(self, calls: Sequence[HttpCall]) -> list[Any]:
         """Return the answers to several calls. The first error ends the others."""
@@ -126,36 +126,38 @@ class HttpClient:
                 raise self._late(call) from None
 
     async def _tries(self, call: HttpCall, on_line: Callable[[bytes], None] | None) -> bytes:
+        """Send a call, several times if it may be retried. Return the body of the answer."""
         pause = PAUSE
-        for left in reversed(range(TRIES if call.again else 1)):
+        for tries_left in reversed(range(TRIES if call.again else 1)):
             try:
                 return await self._once(call, on_line)
             except ServerError as error:
-                if error.status not in AGAIN or not left:
+                if error.status not in AGAIN or not tries_left:
                     raise await self._explained(error) from None
             except (aiohttp.ClientError, OSError) as error:
-                if not left:
-                    why = printable(str(error) or type(error).__name__)
-                    failed = f"{call.what}: the connection to {self.url} failed: {why}"
-                    raise await self._explained(EngineLost(failed)) from None
+                if not tries_left:
+                    reason = printable(str(error) or type(error).__name__)
+                    message = f"{call.what}: the connection to {self.url} failed: {reason}"
+                    raise await self._explained(EngineLost(message)) from None
             await asyncio.sleep(pause)
             pause *= 2
         raise AssertionError("the last try returns or raises")
 
     async def _once(self, call: HttpCall, on_line: Callable[[bytes], None] | None) -> bytes:
+        """Send a call and return the body of the answer. ServerError for an error status."""
         data = None if call.body is None else json.dumps(call.body, allow_nan=False).encode()
-        other = None if call.token is None else {"Authorization": f"Bearer {call.token}"}
+        headers = None if call.token is None else {"Authorization": f"Bearer {call.token}"}
         assert self._session is not None
         async with self._session.request(
-            call.method, self._base + call.path, data=data, headers=other, allow_redirects=False
+            call.method, self._base + call.path, data=data, headers=headers, allow_redirects=False
         ) as response:
             if response.status >= 300:
-                text = await _read(response, 1 << 16, call.what, None, whole=False)
+                text = await _read_body(response, 1 << 16, call.what, None, whole=False)
                 raise ServerError(
-                    f"{call.what}: {self.url} answered {response.status}: {_reason(text)}",
+                    f"{call.what}: {self.url} answered {response.status}: {_error_text(text)}",
                     response.status,
                 )
-            return await _read(response, call.most_bytes, call.what, on_line)
+            return await _read_body(response, call.most_bytes, call.what, on_line)
 
     async def _explained(self, error: ServerError) -> ServerError:
         """Return the error with the reason why the server has ended, if it has: a process that
@@ -163,18 +165,19 @@ class HttpClient:
         if self._lost is None or (error.status is not None and error.status < 500):
             return error
         for _ in range(DYING):
-            if (why := self._lost()) is not None:
-                return EngineLost(f"{error}; {why}", error.status)
+            if (reason := self._lost()) is not None:
+                return EngineLost(f"{error}; {reason}", error.status)
             await asyncio.sleep(0.1)
         return error
 
     def _late(self, call: HttpCall) -> ServerError:
-        why = None if self._lost is None else self._lost()
-        late = f"{call.what}: no answer from {self.url} within {call.deadline_s:g} s"
-        return DeadlineExceeded(late) if why is None else EngineLost(f"{late}; {why}")
+        """Return the error of a call that got no answer within its deadline."""
+        reason = None if self._lost is None else self._lost()
+        message = f"{call.what}: no answer from {self.url} within {call.deadline_s:g} s"
+        return DeadlineExceeded(message) if reason is None else EngineLost(f"{message}; {reason}")
 
 
-def _address(url: str) -> tuple[str | None, str]:
+def _split_url(url: str) -> tuple[str | None, str]:
     """Return (path of a Unix socket or None, prefix of request paths). ValueError."""
     parts = urlsplit(url)
     if parts.scheme == "unix" and parts.path and not parts.netloc:
@@ -189,7 +192,7 @@ def _address(url: str) -> tuple[str | None, str]:
     )
 
 
-async def _read(
+async def _read_body(
     response: aiohttp.ClientResponse,
     most: int,
     what: str,
@@ -197,24 +200,25 @@ async def _read(
     whole: bool = True,
 ) -> bytes:
     """Read the body, of at most `most` bytes; a longer one is an error, or is cut unless `whole`."""
-    kept = bytearray()
-    seen = 0
+    buffer = bytearray()
+    num_bytes = 0
     async for chunk in response.content.iter_any():
-        kept += chunk
-        seen += len(chunk)
-        if seen > most:
+        buffer += chunk
+        num_bytes += len(chunk)
+        if num_bytes > most:
             if whole:
                 raise ServerError(f"{what}: the answer is longer than {most:,} bytes")
-            return bytes(kept[:most])
-        if on_line is not None and b"\n" in chunk:  # a long line goes on: do not read it again
-            *lines, rest = bytes(kept).split(b"\n")
-            kept = bytearray(rest)
+            return bytes(buffer[:most])
+        # a line that spans chunks is split only at its end, not read again with each chunk
+        if on_line is not None and b"\n" in chunk:
+            *lines, rest = bytes(buffer).split(b"\n")
+            buffer = bytearray(rest)
             for line in lines:
                 on_line(line)
     if on_line is not None:
-        on_line(bytes(kept))
+        on_line(bytes(buffer))
         on_line(b"")
-    return bytes(kept)
+    return bytes(buffer)
 
 
 def parse_json(text: bytes, what: str) -> Any:
@@ -222,21 +226,22 @@ def parse_json(text: bytes, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        shown = printable(text[:200].decode(errors="replace"))
-        raise ServerError(f"{what}: the answer is no JSON: {shown}") from None
+        excerpt = printable(text[:200].decode(errors="replace"))
+        raise ServerError(f"{what}: the answer is no JSON: {excerpt}") from None
 
 
-def _parsed(call: HttpCall, text: bytes) -> Any:
+def _parse_answer(call: HttpCall, text: bytes) -> Any:
     """Parse the answer of a control route: JSON, a line of text, or nothing."""
     if call.text or (call.method == "POST" and text[:1] not in (b"{", b"[")):
         return text.decode(errors="replace")
     return parse_json(text, call.what)
 
 
-def _reason(text: bytes) -> str:
+def _error_text(text: bytes) -> str:
+    """Return the message of an error answer, from its JSON if it has one."""
     try:
-        said = json.loads(text)
-        error = said.get("error", said) if isinstance(said, dict) else said
+        parsed = json.loads(text)
+        error = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
         message = error.get("message", error) if isinstance(error, dict) else error
     except (ValueError, RecursionError, AttributeError):
         message = text.decode(errors="replace")
@@ -244,6 +249,7 @@ def _reason(text: bytes) -> str:
 
 
 async def happens_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event. Return whether it was set within the time."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -27,13 +27,13 @@ from lowroll.types import BehaviorTag, Evictions, PolicySpan, Request, printable
 
 ANY_ID = 2**31  # where a server does not state it: it refuses what lies outside
 WHAT = "the list of models"
-_GAUGE = re.compile(r"^lowroll_(\w+?)(?:_total)? (\S+)$", re.MULTILINE)
+_METRIC_LINE = re.compile(r"^lowroll_(\w+?)(?:_total)? (\S+)$", re.MULTILINE)
 
 
 class LowrollServer(EngineServer):
     """A server of lowroll's. answer: its list of models. model: the one to use, None for the first.
     admin_token: without one it takes no weights and is never paused. update_mode: the fate of
-    requests in flight at an update. ServerError when it is no lowroll server; ValueError for a
+    requests in flight at an update. ServerError when it is not a lowroll server; ValueError for a
     model that it does not serve."""
 
     def __init__(
@@ -48,19 +48,24 @@ class LowrollServer(EngineServer):
         self.admin_token = admin_token
         self.update_mode = update_mode
         try:
-            served = {one["id"]: one["lowroll"] for one in answer["data"]}
-            self.model = self.root = next(iter(served)) if model is None else model
-            if self.model in served:
-                self._read(served[self.model])
+            facts_by_model = {
+                model_card["id"]: model_card["lowroll"] for model_card in answer["data"]
+            }
+            self.model = self.root = next(iter(facts_by_model)) if model is None else model
+            if self.model in facts_by_model:
+                self._read(facts_by_model[self.model])
         except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
-            shown = printable(repr(answer), 200)
-            raise ServerError(f"{WHAT}: {http.url} is no server of lowroll's: {shown}") from None
-        if self.model not in served:
-            raise ValueError(f"model: {http.url} serves {', '.join(served)}, and not {self.model}")
+            excerpt = printable(repr(answer), 200)
+            raise ServerError(f"{WHAT}: {http.url} is no server of lowroll's: {excerpt}") from None
+        if self.model not in facts_by_model:
+            raise ValueError(
+                f"model: {http.url} serves {', '.join(facts_by_model)}, and not {self.model}"
+            )
 
     def _read(self, stated: dict[str, Any]) -> None:
-        self.capabilities = _capabilities(stated["capabilities"])
-        self.behavior = _tag(stated["behavior"])
+        """Read the facts that the server states about the model."""
+        self.capabilities = _parse_capabilities(stated["capabilities"])
+        self.behavior = _parse_tag(stated["behavior"])
         self.held = HeldPolicy.of(self.behavior)
         vocab_size = self.capabilities.vocab_size
         self.vocab_size = vocab_size or ANY_ID
@@ -103,41 +108,41 @@ class LowrollServer(EngineServer):
         if one.stated is None and one.given_up:
             return super().tag(request, behavior, index, one)
         try:
-            tag = _tag(one.stated["behavior"])
+            tag = _parse_tag(one.stated["behavior"])
         except (KeyError, TypeError, AttributeError, ValueError):
-            shown = printable(repr(one.stated), 200)
-            raise ServerError(f"request {request.id}: no behavior of a sample: {shown}") from None
+            excerpt = printable(repr(one.stated), 200)
+            raise ServerError(f"request {request.id}: no behavior of a sample: {excerpt}") from None
         if (tag.sample, tag.seed, tag.request_id) != (index, request.seed, request.id):
             raise ServerError(f"request {request.id}: sample {index} has the tag of another")
         return tag
 
     def evictions(self, one: ArrivingSample) -> Evictions | None:
-        stated = one.stated.get("evictions") if isinstance(one.stated, dict) else None
-        if stated is None:
+        eviction_fields = one.stated.get("evictions") if isinstance(one.stated, dict) else None
+        if eviction_fields is None:
             return None
         try:
             return Evictions(
-                int(stated["layers"]),
-                int(stated["heads"]),
-                tuple(int(i) for i in stated["after"]),
-                base64.b64decode(stated["numbers"], validate=True),
+                int(eviction_fields["layers"]),
+                int(eviction_fields["heads"]),
+                tuple(int(i) for i in eviction_fields["after"]),
+                base64.b64decode(eviction_fields["numbers"], validate=True),
             )
         except (KeyError, TypeError, ValueError, binascii.Error):
-            raise ServerError(f"evictions: {printable(repr(stated), 200)}") from None
+            raise ServerError(f"evictions: {printable(repr(eviction_fields), 200)}") from None
 
     def stats(self, metrics: str) -> EngineStats:
-        found = _metrics(metrics)
+        values = _parse_metrics(metrics)
         return EngineStats(
             weights=self.behavior.weights,
             weight_bits=self.weight_bits,
-            cache_tokens=int(found.get("cache_tokens", 0)),
-            prefix_hits=int(found.get("prefix_hit_pages", 0)),
-            running=int(found.get("samples_running", 0)),
-            waiting=int(found.get("samples_waiting", 0)),
-            tokens=int(found.get("drawn_tokens", 0)),
-            replays=int(found.get("replayed_samples", 0)),
-            replayed_tokens=int(found.get("replayed_tokens", 0)),
-            kept_tokens=int(found.get("replay_kept_tokens", 0)),
+            cache_tokens=int(values.get("cache_tokens", 0)),
+            prefix_hits=int(values.get("prefix_hit_pages", 0)),
+            running=int(values.get("samples_running", 0)),
+            waiting=int(values.get("samples_waiting", 0)),
+            tokens=int(values.get("drawn_tokens", 0)),
+            replays=int(values.get("replayed_samples", 0)),
+            replayed_tokens=int(values.get("replayed_tokens", 0)),
+            kept_tokens=int(values.get("replay_kept_tokens", 0)),
         )
 
     async def health(self, deadline_s: float) -> str:
@@ -146,22 +151,24 @@ class LowrollServer(EngineServer):
         return str(answer.get("status")) if isinstance(answer, dict) else ""
 
     async def progress(self, deadline_s: float) -> ServerProgress:
-        found = _metrics(await self.metrics(deadline_s))
-        return ServerProgress(int(found.get("requests_open", 0)), int(found.get("drawn_tokens", 0)))
+        values = _parse_metrics(await self.metrics(deadline_s))
+        return ServerProgress(
+            int(values.get("requests_open", 0)), int(values.get("drawn_tokens", 0))
+        )
 
     async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
         name = broadcast.path.name
-        what = f"taking {name}"
+        label = f"taking {name}"
         body = {"version": name} | (
             {"in_flight": self.update_mode} if self.update_mode != "keep" else {}
         )
-        answer = await self.http.answer(self._order("/weights", what, body, deadline_s))
-        held = acknowledged(answer, what)
-        read = answer.get("manifest_digest")
-        if read != broadcast.digest and read != broadcast.lies():
-            shown = printable(repr(read), 80)
-            raise ServerError(f"{what}: it read {shown}, and {broadcast.digest} was published")
-        return held
+        answer = await self.http.answer(self._order("/weights", label, body, deadline_s))
+        held_policy = acknowledged(answer, label)
+        manifest_digest = answer.get("manifest_digest")
+        if manifest_digest != broadcast.digest and manifest_digest != broadcast.lies():
+            excerpt = printable(repr(manifest_digest), 80)
+            raise ServerError(f"{label}: it read {excerpt}, and {broadcast.digest} was published")
+        return held_policy
 
     async def resume(self) -> None:
         await self.http.answer(self._order("/resume", "the end of its pause"))
@@ -169,10 +176,11 @@ class LowrollServer(EngineServer):
     def _order(
         self, path: str, what: str, body: Any = None, deadline_s: float = CONTROL_S
     ) -> HttpCall:
+        """Return a control call with the admin's token."""
         return HttpCall("POST", path, what, body, deadline_s, token=self.admin_token)
 
 
-def _capabilities(stated: dict[str, Any]) -> Capabilities:
+def _parse_capabilities(stated: dict[str, Any]) -> Capabilities:
     """Updates go by the server's own version ids, not from here."""
     kv = stated["kv"]
     policy: CachePolicy = DENSE
@@ -190,24 +198,24 @@ def _capabilities(stated: dict[str, Any]) -> Capabilities:
         kv_dtype=stated["kv_dtype"],
         records_evictions=bool(stated["records_evictions"]),
         replays=bool(stated["replays"]),
-        vocab_size=_size(stated.get("vocab_size")),
-        lora_rank=_size(stated.get("lora_rank")),
+        vocab_size=_int_or_none(stated.get("vocab_size")),
+        lora_rank=_int_or_none(stated.get("lora_rank")),
     )
 
 
-def _size(stated: Any) -> int | None:
+def _int_or_none(stated: Any) -> int | None:
     """Return None for older servers, which do not state a number."""
     return None if stated is None else int(stated)
 
 
-def _tag(stated: dict[str, Any]) -> BehaviorTag:
+def _parse_tag(stated: dict[str, Any]) -> BehaviorTag:
     """Parse a tag. KeyError, TypeError, AttributeError or ValueError for anything else."""
-    known = {field.name for field in fields(BehaviorTag)}
-    if set(stated) - known:
-        raise TypeError(f"unknown fields: {set(stated) - known}")
+    field_names = {field.name for field in fields(BehaviorTag)}
+    if set(stated) - field_names:
+        raise TypeError(f"unknown fields: {set(stated) - field_names}")
     spans = tuple(
-        PolicySpan(int(one["version"]), str(one["digest"]), int(one["start"]))
-        for one in stated["policy"]
+        PolicySpan(int(span["version"]), str(span["digest"]), int(span["start"]))
+        for span in stated["policy"]
     )
     if not spans or type(stated["weights"]) is not str:
         raise TypeError("no policy")
@@ -221,10 +229,11 @@ def acknowledged(answer: Any, what: str) -> HeldPolicy:
         spans = [(int(span["version"]), str(span["digest"])) for span in answer["policy"]]
         newest = max(version for version, _ in spans)
     except (KeyError, TypeError, ValueError):
-        shown = printable(repr(answer), 200)
-        raise ServerError(f"{what}: no policy is acknowledged: {shown}") from None
+        excerpt = printable(repr(answer), 200)
+        raise ServerError(f"{what}: no policy is acknowledged: {excerpt}") from None
     return HeldPolicy(newest, frozenset(digest for version, digest in spans if version == newest))
 
 
-def _metrics(text: str) -> dict[str, float]:
-    return {name: float(value) for name, value in _GAUGE.findall(text)}
+def _parse_metrics(text: str) -> dict[str, float]:
+    """Return the values of a /metrics page by name, without prefix and `_total`."""
+    return {name: float(value) for name, value in _METRIC_LINE.findall(text)}

@@ -89,6 +89,7 @@ class OpenRequests:
         self._open.clear()
 
     def _land(self, handle: int, outcome: Group | Exception) -> None:
+        """Keep the group of an open request. Raise the error of one, or of handle -1."""
         if isinstance(outcome, Exception) and (handle < 0 or handle in self._open):
             raise outcome
         if self._open.pop(handle, None) is not None and isinstance(outcome, Group):
@@ -98,8 +99,8 @@ class OpenRequests:
 class EnginePool:
     """An `Engine` over HTTP.
 
-    urls: with or without /v1. elastic: engines by a DNS name, beside `urls`. alive: called while
-    the first engine, or an update, is waited for; what it raises ends the wait.
+    urls: with or without /v1. elastic: engines by a DNS name, added to `urls`. alive: called while
+    the first engine, or an update, is waited for; an exception in it ends the wait.
 
     ValueError for engines that do not fit together, ServerError when none answers; both name the
     address and its last answer.
@@ -127,11 +128,11 @@ class EnginePool:
         try:
             self.run(self._replicas.begin(urls), start_s if self.options.fail_fast else MARGIN)
             if elastic is not None:
-                meet = self._replicas.meet
-                self._discovery = found = Discovery(
-                    elastic, lambda urls: self._thread.call(meet, urls), resolver
+                on_urls = self._replicas.meet
+                self._discovery = discovery = Discovery(
+                    elastic, lambda urls: self._thread.call(on_urls, urls), resolver
                 )
-                self._replicas.discovery_error = lambda: found.last_error
+                self._replicas.discovery_error = lambda: discovery.last_error
             until_ready = self._replicas.until_ready(self._requests.has_outcome)
             self.run(until_ready, start_s + MARGIN, alive)
             self._requests.wait(0.0)
@@ -146,7 +147,8 @@ class EnginePool:
         self.close()
 
     def close(self) -> None:
-        """Abort what is in flight and close the connections. The engines go on. Idempotent."""
+        """Abort the requests in flight and close the connections. The engines keep running.
+        Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -163,12 +165,20 @@ class EnginePool:
 
     @property
     def behavior(self) -> BehaviorTag:
-        versions, told = self._replicas.versions, self.server.behavior
+        versions, server_tag = self._replicas.versions, self.server.behavior
         if versions.newest is None:
-            return told
-        held = versions.held or HeldPolicy(0, frozenset({""}))
-        spans = tuple(PolicySpan(held.version, digest) for digest in sorted(held.digests))
-        return BehaviorTag(spans, told.weights, told.kv_policy, told.kv_budget, told.kv_dtype)
+            return server_tag
+        held_policy = versions.held or HeldPolicy(0, frozenset({""}))
+        spans = tuple(
+            PolicySpan(held_policy.version, digest) for digest in sorted(held_policy.digests)
+        )
+        return BehaviorTag(
+            spans,
+            server_tag.weights,
+            server_tag.kv_policy,
+            server_tag.kv_budget,
+            server_tag.kv_dtype,
+        )
 
     @property
     def server(self) -> EngineServer:
@@ -194,12 +204,12 @@ class EnginePool:
         """Wait a moment for answers. Return the requests that have ended, by handle; [] at once
         when nothing is in flight."""
         meanwhile()
-        ended = self._requests.ended
-        if self._requests and not ended:
+        ended_groups = self._requests.ended
+        if self._requests and not ended_groups:
             self._turn()
-        found = list(ended.items())
-        ended.clear()
-        return found
+        groups = list(ended_groups.items())
+        ended_groups.clear()
+        return groups
 
     def abort(self, handle: int) -> bool:
         """Abort a request by closing its connection. Its group comes back with finish reason
@@ -212,8 +222,8 @@ class EnginePool:
         return True
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """Return what was read of each sample: nothing before the end without `stream`. [] after
-        its group was returned."""
+        """Return the tokens read of each sample: none before the end without `stream`. [] after its
+        group was returned."""
         entry = self._requests.get(handle)
         return [] if entry is None else self._replicas.router.so_far(entry)
 
@@ -223,23 +233,25 @@ class EnginePool:
         for i, request in enumerate(requests):
             self.server.check(request, f"requests[{i}].")
         entries = [self._requests.add(request) for request in requests]
-        mine = {entry.handle for entry in entries}
+        own_handles = {entry.handle for entry in entries}
         if entries:
             self._thread.call(self._replicas.router.add, entries)
-        ended = self._requests.ended
-        done: dict[int, Group] = {}
+        ended_groups = self._requests.ended
+        done_groups: dict[int, Group] = {}
         try:
-            while len(done) < len(entries):
+            while len(done_groups) < len(entries):
                 self._turn()
-                done |= {handle: ended.pop(handle) for handle in ended.keys() & mine}
+                done_groups |= {
+                    handle: ended_groups.pop(handle) for handle in ended_groups.keys() & own_handles
+                }
                 if on_progress is not None:
-                    on_progress(len(done), len(entries))
+                    on_progress(len(done_groups), len(entries))
         except BaseException:
             for entry in entries:
                 self._thread.call(self._replicas.router.abort, entry)
-            self._requests.forget(mine)
+            self._requests.forget(own_handles)
             raise
-        return [done[entry.handle] for entry in entries]
+        return [done_groups[entry.handle] for entry in entries]
 
     # -- scores ------------------------------------------------------------------------------------
 
@@ -249,7 +261,9 @@ class EnginePool:
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        return [one.logprobs_T for one in self.score_top(sequences, prompt_lens, 0, temperature)]
+        return [
+            scored.logprobs_T for scored in self.score_top(sequences, prompt_lens, 0, temperature)
+        ]
 
     def score_top(
         self,
@@ -290,8 +304,8 @@ class EnginePool:
         different weights afterwards.
         """
         options = self.options
-        longest = options.update_s + options.silent_s + options.start_s
-        self.run(self._replicas.update(broadcast, superseded), longest, self._alive)
+        deadline_s = options.update_s + options.silent_s + options.start_s
+        self.run(self._replicas.update(broadcast, superseded), deadline_s, self._alive)
         return self.behavior
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
@@ -299,19 +313,19 @@ class EnginePool:
         raise ValueError(f"update: {self._replicas.ready().http.url} takes no weights from here")
 
     def stats(self) -> EngineStats:
-        found: EngineStats = self.run(self._replicas.stats(), self.options.silent_s)
-        return found
+        stats: EngineStats = self.run(self._replicas.stats(), self.options.silent_s)
+        return stats
 
     def report(self) -> PoolReport:
-        found: PoolReport = self.run(self._replicas.report(), MARGIN)
-        return found
+        report: PoolReport = self.run(self._replicas.report(), MARGIN)
+        return report
 
     def linear_weights(self) -> Mapping[str, QTensor]:
         return {}
 
     def reset_prefix_cache(self) -> None:
-        what, token = "reset_prefix_cache", self.options.admin_token
-        call = HttpCall("POST", f"/{what}", what, {}, 3 * CONTROL_S, token=token)
+        name, token = "reset_prefix_cache", self.options.admin_token
+        call = HttpCall("POST", f"/{name}", name, {}, 3 * CONTROL_S, token=token)
         self.run(self._replicas.ask_all(call), call.deadline_s)
 
     def release(self, in_flight: InFlight = "keep") -> None:
@@ -332,19 +346,21 @@ class EnginePool:
         deadline_s: float,
         alive: Callable[[], None] = lambda: None,
     ) -> Any:
+        """Run a coroutine on the pool's loop. ServerError when the loop does not answer."""
         try:
             return self._thread.run(work, deadline_s, alive)
         except LoopStalled:
-            told = self._replicas.describe()
-            raise ServerError(f"the pool's loop did not answer; {told}") from None
+            states = self._replicas.describe()
+            raise ServerError(f"the pool's loop did not answer; {states}") from None
 
     def _turn(self) -> None:
+        """Wait a moment for an outcome. ServerError when no engine has been ready for too long."""
         try:
             self._requests.wait(TURN)
             since, seconds = self._replicas.none_since, self.options.start_s
             if since is not None and time.monotonic() - since > seconds:
-                told = self._replicas.describe()
-                raise ServerError(f"no engine has answered for {seconds:g} s: {told}")
+                states = self._replicas.describe()
+                raise ServerError(f"no engine has answered for {seconds:g} s: {states}")
         except BaseException:
             self.give_up()
             raise

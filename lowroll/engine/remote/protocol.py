@@ -60,12 +60,13 @@ def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> 
 
 
 def _biases(request: Request) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    """Return the penalties and the bias of a request, where it has any."""
+    fields: dict[str, Any] = {
         "presence_penalty": request.presence_penalty,
         "frequency_penalty": request.frequency_penalty,
         "logit_bias": {str(token): bias for token, bias in request.logit_bias or ()},
     }
-    return {name: value for name, value in told.items() if value}
+    return {name: value for name, value in fields.items() if value}
 
 
 def tagged(behavior: BehaviorTag, request: Request, index: int) -> BehaviorTag:
@@ -80,9 +81,9 @@ def tagged(behavior: BehaviorTag, request: Request, index: int) -> BehaviorTag:
 
 def most_bytes(request: Request) -> int:
     """Return the length limit of a valid answer, in which the prompt comes back with each choice."""
-    each = TOKEN_BYTES + TOP_BYTES * (request.top_logprobs + 1)
+    bytes_per_token = TOKEN_BYTES + TOP_BYTES * (request.top_logprobs + 1)
     tokens = request.n * (len(request.prompt_ids) + request.max_tokens)
-    return BYTES + each * tokens
+    return BYTES + bytes_per_token * tokens
 
 
 @dataclass
@@ -92,7 +93,7 @@ class ArrivingSample:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    stated: Any = None  # what lowroll's server says beside the tokens
+    stated: Any = None  # the origin that lowroll's server states for the sample
     given_up: bool = False  # aborted before the answer was complete
 
     def read(self) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
@@ -126,47 +127,54 @@ class ResponseAssembler:
         self.samples = [ArrivingSample() for _ in range(request.n)]
 
     def take(self, answer: Any) -> None:
+        """Take an answer, or an event of a stream, with its choices."""
         if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
-            raise self._lie(f"no list of choices: {_show(answer)}")
+            raise self._lie(f"no list of choices: {_excerpt(answer)}")
         model = answer.get("model")
         if model != self.model:
-            raise self._lie(f"model {self.model} was asked for, and {_show(model)} answered")
+            raise self._lie(f"model {self.model} was asked for, and {_excerpt(model)} answered")
         for choice in answer["choices"]:
             self._take_choice(choice)
 
     def on_line(self, line: bytes) -> None:
+        """Take one line of a stream of server-sent events."""
         kind, _, data = line.strip().partition(b":")
         if kind != b"data" or data.strip() == b"[DONE]":
             return
         event = parse_json(data.strip(), self.what)
         if isinstance(event, dict) and "error" in event:
-            raise ServerError(f"{self.what}: {_show(event['error'])}", 500)
+            raise ServerError(f"{self.what}: {_excerpt(event['error'])}", 500)
         if isinstance(event, dict) and event.get("choices"):
             self.take(event)
-        for stated in (event.get("lowroll") or []) if isinstance(event, dict) else []:
-            index = stated.get("index") if isinstance(stated, dict) else None
+        for origin in (event.get("lowroll") or []) if isinstance(event, dict) else []:
+            index = origin.get("index") if isinstance(origin, dict) else None
             if type(index) is not int or not 0 <= index < self.request.n:
-                raise self._lie(f"the origin of a sample {_show(index)}; n is {self.request.n}")
-            self.samples[index].stated = stated
+                raise self._lie(f"the origin of a sample {_excerpt(index)}; n is {self.request.n}")
+            self.samples[index].stated = origin
 
     def group(self, origin: Origin) -> Group:
+        """Return the finished group. ServerError when a choice has not ended properly."""
         for i, sample in enumerate(self.samples):
             self._check_end(i, sample)
         return self._group(origin)
 
     def aborted(self, origin: Origin) -> Group:
+        """Return the group with the tokens that have come; samples that had not ended get
+        "abort"."""
         for sample in self.samples:
             sample.finish_reason = sample.finish_reason or "abort"
             sample.given_up = True
         return self._group(origin)
 
     def so_far(self) -> list[PartialSample]:
-        drawn = []
-        for one in self.samples:
-            ids, logprobs, top = one.read()
-            shown = top if self.request.top_logprobs else None
-            drawn.append(PartialSample(ids, logprobs, one.finish_reason, shown, one.stop_reason))
-        return drawn
+        partial_samples = []
+        for sample in self.samples:
+            ids, logprobs, top = sample.read()
+            top_logprobs = top if self.request.top_logprobs else None
+            partial_samples.append(
+                PartialSample(ids, logprobs, sample.finish_reason, top_logprobs, sample.stop_reason)
+            )
+        return partial_samples
 
     def _group(self, origin: Origin) -> Group:
         rollouts = []
@@ -187,9 +195,10 @@ class ResponseAssembler:
         return Group(self.request, rollouts)
 
     def _take_choice(self, choice: Any) -> None:
+        """Append a choice to its sample, with its end if it has one."""
         index = choice.get("index") if isinstance(choice, dict) else None
         if type(index) is not int or not 0 <= index < self.request.n:
-            raise self._lie(f"a choice of index {_show(index)}; n is {self.request.n}")
+            raise self._lie(f"a choice of index {_excerpt(index)}; n is {self.request.n}")
         sample = self.samples[index]
         if sample.finish_reason is not None:
             raise self._lie(f"choice {index} goes on after its end")
@@ -197,31 +206,32 @@ class ResponseAssembler:
         self._take_tokens(index, sample, choice)
         reason = choice.get("finish_reason")
         if reason is not None and reason not in REASONS:
-            raise self._lie(f"choice {index} ended with {_show(reason)}")
+            raise self._lie(f"choice {index} ended with {_excerpt(reason)}")
         sample.finish_reason = reason
         sample.stop_reason = self._stop_reason(index, choice.get("stop_reason"))
         sample.stated = choice.get("lowroll", sample.stated)
 
     def _take_tokens(self, index: int, sample: ArrivingSample, choice: dict[str, Any]) -> None:
-        stated = choice.get("logprobs") or {}
+        """Check the tokens and log-probs of a choice, and append them to its sample."""
+        fields = choice.get("logprobs") or {}
         if "packed" in choice:
             ids, logprobs = self._unpacked(index, choice["packed"])
         else:
             ids = choice.get("token_ids") or []
-            logprobs = (stated.get("token_logprobs") if isinstance(stated, dict) else None) or []
+            logprobs = (fields.get("token_logprobs") if isinstance(fields, dict) else None) or []
         if not isinstance(ids, list) or not _are_ids(ids, self.vocab_size):
             raise self._lie(f"choice {index}: token ids of 0..{self.vocab_size - 1} were expected")
         if not isinstance(logprobs, list) or len(logprobs) != len(ids):
             raise self._lie(
-                f"choice {index}: {len(ids)} token ids and {_count(logprobs)} log-probs"
+                f"choice {index}: {len(ids)} token ids and {_describe_count(logprobs)} log-probs"
             )
         if len(sample.token_ids) + len(ids) > self.request.max_tokens:
             raise self._lie(f"choice {index}: more than max_tokens {self.request.max_tokens}")
         for logprob in () if _are_logprobs(logprobs) else logprobs:
             if type(logprob) not in (int, float) or not -math.inf < logprob <= ABOVE_ZERO:
-                raise self._lie(f"choice {index}: {_show(logprob)} is no log-prob")
+                raise self._lie(f"choice {index}: {_excerpt(logprob)} is no log-prob")
         if self.request.top_logprobs:
-            sample.top_logprobs += self._top(index, stated.get("top_logprobs"), len(ids))
+            sample.top_logprobs += self._top(index, fields.get("top_logprobs"), len(ids))
         sample.token_ids += ids
         sample.logprobs += map(float, logprobs)
 
@@ -229,35 +239,38 @@ class ResponseAssembler:
         try:
             return unpack(packed)
         except (KeyError, TypeError, ValueError):
-            raise self._lie(f"choice {index}: {_show(packed)} are no packed tokens") from None
+            raise self._lie(f"choice {index}: {_excerpt(packed)} are no packed tokens") from None
 
     def _top(self, index: int, rows: Any, count: int) -> list[list[tuple[int, float]]]:
         """Return the likeliest tokens of each position, largest first: fewer where no more can be
         drawn. A server adds the drawn token where it is none of them."""
-        most = self.request.top_logprobs
+        num_top = self.request.top_logprobs
         try:
             tops = [
-                [(int(name.removeprefix("token_id:")), float(p)) for name, p in row.items()]
-                for row in rows or []
+                [(int(name.removeprefix("token_id:")), float(p)) for name, p in entries.items()]
+                for entries in rows or []
             ]
         except (AttributeError, TypeError, ValueError):
             raise self._lie(f"choice {index}: top_logprobs are not by token id") from None
         tops = [[pair for pair in top if pair[1] > NEVER] for top in tops]
-        if len(tops) != count or any(len(top) < most and not _is_all(top) for top in tops):
-            raise self._lie(f"choice {index}: {most} top_logprobs a token were asked for")
+        if len(tops) != count or any(len(top) < num_top and not _has_all_mass(top) for top in tops):
+            raise self._lie(f"choice {index}: {num_top} top_logprobs a token were asked for")
         by_size = [sorted(top, key=lambda pair: (-pair[1], pair[0])) for top in tops]
-        return [top[:most] for top in by_size]
+        return [top[:num_top] for top in by_size]
 
     def _check_prompt(self, index: int, ids: Any) -> None:
         if ids is not None and ids != list(self.request.prompt_ids):
-            raise self._lie(f"choice {index} answers another prompt of {_count(ids)} tokens")
+            raise self._lie(
+                f"choice {index} answers another prompt of {_describe_count(ids)} tokens"
+            )
 
     def _stop_reason(self, index: int, reason: Any) -> int | str | None:
         if reason is None or type(reason) in (int, str):
             return reason
-        raise self._lie(f"choice {index}: stop_reason {_show(reason)}")
+        raise self._lie(f"choice {index}: stop_reason {_excerpt(reason)}")
 
     def _check_end(self, index: int, sample: ArrivingSample) -> None:
+        """Raise ServerError when the sample's end does not fit its tokens."""
         count = len(sample.token_ids)
         if sample.finish_reason is None:
             raise self._lie(f"choice {index} of {self.request.n} has not come, or not ended")
@@ -279,20 +292,23 @@ def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tu
     rank) of tokens by id, itself among them; its rank is `UNRANKED` where the server does not state
     it. ServerError for an invalid answer."""
     try:
-        rows = answer["choices"][0]["prompt_logprobs"]
-        found = [
-            {int(token): (float(one["logprob"]), _rank(one["rank"])) for token, one in row.items()}
-            for row in rows[1:]
+        positions = answer["choices"][0]["prompt_logprobs"]
+        scores = [
+            {
+                int(token): (float(entry["logprob"]), _rank_or_unranked(entry["rank"]))
+                for token, entry in entries.items()
+            }
+            for entries in positions[1:]
         ]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        raise ServerError(f"{what}: no prompt_logprobs: {_show(answer)}") from None
-    if len(rows) != len(ids):
-        raise ServerError(f"{what}: {len(rows)} prompt_logprobs for {len(ids)} tokens")
-    for i, (row, token) in enumerate(zip(found, ids[1:], strict=True)):
-        logprob = row.get(token, (math.nan, 0))[0]
+        raise ServerError(f"{what}: no prompt_logprobs: {_excerpt(answer)}") from None
+    if len(positions) != len(ids):
+        raise ServerError(f"{what}: {len(positions)} prompt_logprobs for {len(ids)} tokens")
+    for i, (entries, token) in enumerate(zip(scores, ids[1:], strict=True)):
+        logprob = entries.get(token, (math.nan, 0))[0]
         if not -math.inf < logprob <= ABOVE_ZERO:
             raise ServerError(f"{what}: no log-prob of token {token} at {i + 1}")
-    return found
+    return scores
 
 
 def check_sequences(
@@ -310,27 +326,33 @@ def check_sequences(
 
 
 def scoring_call(i: int, body: dict[str, Any], top: int, deadline_s: float) -> HttpCall:
-    most = BYTES + SCORE_BYTES * (top + 1) * len(body["prompt"])
-    return HttpCall("POST", PATH, f"score of sequences[{i}]", body, deadline_s, most, True)
+    max_bytes = BYTES + SCORE_BYTES * (top + 1) * len(body["prompt"])
+    return HttpCall("POST", PATH, f"score of sequences[{i}]", body, deadline_s, max_bytes, True)
 
 
 def ranked(answer: Any, call: HttpCall, prompt_len: int, top: int) -> Ranked:
+    """Parse the answer of `scoring_call`: the log-probs of the response and the `top` likeliest
+    tokens."""
     import torch
 
     ids = call.body["prompt"]
-    rows = prompt_logprobs(answer, ids, call.what)[prompt_len - 1 :]
+    scores_by_position = prompt_logprobs(answer, ids, call.what)[prompt_len - 1 :]
     response = ids[prompt_len:]
     likeliest = [
-        sorted((rank, token, logprob) for token, (logprob, rank) in row.items() if rank <= top)
-        for row in rows
+        sorted((rank, token, logprob) for token, (logprob, rank) in entries.items() if rank <= top)
+        for entries in scores_by_position
     ]
-    if any(len(row) < top for row in likeliest):
+    if any(len(entries) < top for entries in likeliest):
         raise ServerError(f"{call.what}: {top} likeliest tokens a place were asked for")
-    likeliest = [row[:top] for row in likeliest]
+    likeliest = [entries[:top] for entries in likeliest]
     return Ranked(
-        torch.tensor([row[t][0] for row, t in zip(rows, response, strict=True)]),
-        torch.tensor([[token for _, token, _ in row] for row in likeliest], dtype=torch.int64),
-        torch.tensor([[p for _, _, p in row] for row in likeliest], dtype=torch.float32),
+        torch.tensor(
+            [entries[t][0] for entries, t in zip(scores_by_position, response, strict=True)]
+        ),
+        torch.tensor(
+            [[token for _, token, _ in entries] for entries in likeliest], dtype=torch.int64
+        ),
+        torch.tensor([[p for _, _, p in entries] for entries in likeliest], dtype=torch.float32),
     )
 
 
@@ -366,21 +388,21 @@ def _are_logprobs(values: list[Any]) -> bool:
     """Return whether all can be log-probs; the sum is not finite where one of them is not."""
     if not values:
         return True
-    plain = set(map(type, values)) <= {int, float}
-    return plain and max(values) <= ABOVE_ZERO and math.isfinite(sum(map(float, values)))
+    are_numbers = set(map(type, values)) <= {int, float}
+    return are_numbers and max(values) <= ABOVE_ZERO and math.isfinite(sum(map(float, values)))
 
 
-def _is_all(top: list[tuple[int, float]]) -> bool:
+def _has_all_mass(top: list[tuple[int, float]]) -> bool:
     return sum(math.exp(min(logprob, 0.0)) for _, logprob in top) > ALL
 
 
-def _rank(stated: Any) -> int:
+def _rank_or_unranked(stated: Any) -> int:
     return UNRANKED if stated is None else int(stated)
 
 
-def _count(value: Any) -> str:
+def _describe_count(value: Any) -> str:
     return str(len(value)) if isinstance(value, list) else "no list of"
 
 
-def _show(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     return printable(repr(value), 200)

@@ -49,8 +49,8 @@ HEARTBEATS_BEFORE_EVICTION = 4  # without an answer
 ONCE_MORE_S = 0.2  # pause before an unreachable engine is probed again
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds between two attempts to connect
 FLAPS_S = 600.0  # in which evictions count: the pause doubles with each
-LONGEST_AWAY = 60.0  # pause of one that is evicted again and again
-OURS = 16  # connections beside those of requests
+LONGEST_AWAY = 60.0  # pause of an engine that is evicted repeatedly
+OURS = 16  # connections in addition to those of requests
 REFUSED = (401, 403, 404)  # statuses that waiting does not change
 
 Connect = Callable[[HttpClient, "PoolOptions"], Awaitable[EngineServer]]
@@ -137,7 +137,7 @@ class ReplicaOwner(Protocol):
     replicas: list[Replica]
 
     def agree(self, replica: Replica) -> None:
-        """Raise ValueError when it is not as the others are."""
+        """Raise ValueError when it differs from the other replicas."""
         ...
 
     def admitted(self, replica: Replica) -> None: ...
@@ -145,7 +145,7 @@ class ReplicaOwner(Protocol):
     def heard(self, replica: Replica) -> None: ...
 
     def misfit(self, replica: Replica, error: Exception) -> None:
-        """Report a replica that will never fit."""
+        """Report a replica that will never fit into the pool."""
         ...
 
 
@@ -154,14 +154,14 @@ async def connect_server(http: HttpClient, options: PoolOptions) -> EngineServer
     not fit."""
     call = HttpCall("GET", "/v1/models", WHAT, None, options.heartbeat_s)
     answer = await http.answer(call)
-    wanted = options.model if options.check_model else None
+    model = options.model if options.check_model else None
     try:
         is_vllm = answer["data"][0]["owned_by"] == "vllm"
     except (KeyError, IndexError, TypeError):
         is_vllm = False
     if is_vllm:
-        return await VllmServer.meet(http, wanted, options.folder)
-    return LowrollServer(http, answer, wanted, options.admin_token, options.in_flight)
+        return await VllmServer.meet(http, model, options.folder)
+    return LowrollServer(http, answer, model, options.admin_token, options.in_flight)
 
 
 class Replica:
@@ -196,6 +196,7 @@ class Replica:
         self._evictions: deque[float] = deque()
 
     async def live(self) -> None:
+        """Connect, watch the engine, evict it when it fails, and begin again, until cancelled."""
         await self.http.open()
         pause = FIRST_PAUSE
         try:
@@ -203,11 +204,11 @@ class Replica:
                 try:
                     await self.connect()
                     pause = FIRST_PAUSE
-                    why = await self._watch()
+                    reason = await self._watch()
                 except (ServerError, ValueError) as error:
-                    why = str(error)
+                    reason = str(error)
                     self._judge(error)
-                await self._away(self._evict(why))
+                await self._away(self._evict(reason))
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         finally:
@@ -233,8 +234,9 @@ class Replica:
         return self._taking.locked()
 
     def takes_work(self, now: float) -> bool:
-        unhealthy = self._why is not None
-        if self.state != "ready" or unhealthy or self.suspect or self.leaving:
+        """Return whether new requests may be sent to the engine now."""
+        is_unhealthy = self._why is not None
+        if self.state != "ready" or is_unhealthy or self.suspect or self.leaving:
             return False
         if now < self.busy_until:
             return False
@@ -244,26 +246,30 @@ class Replica:
         return self.server.in_flight and not self.owner.versions.settled.is_set()
 
     async def take(self, broadcast: Published) -> HeldPolicy:
-        """Have the engine take weights. ServerError when it does not, or reports others."""
+        """Have the engine take weights. ServerError when it does not, or when it acknowledges
+        another version."""
         assert self.server is not None
         async with self._taking:
-            late = asyncio.get_running_loop().call_later(self.options.silent_s, self._tell_late)
+            warning_timer = asyncio.get_running_loop().call_later(
+                self.options.silent_s, self._tell_late
+            )
             try:
-                held = await self.server.take(broadcast, self.options.update_s, self.models)
+                held_policy = await self.server.take(broadcast, self.options.update_s, self.models)
             finally:
-                late.cancel()
-            if held.version != broadcast.version:
+                warning_timer.cancel()
+            if held_policy.version != broadcast.version:
                 raise ServerError(
                     f"{self.url} was told version {broadcast.version} and acknowledges "
-                    f"{held.version}"
+                    f"{held_policy.version}"
                 )
-            self.held, self.version = held, held.version
-            return held
+            self.held, self.version = held_policy, held_policy.version
+            return held_policy
 
     # -- its life ----------------------------------------------------------------------------------
 
     async def connect(self) -> None:
-        """Connect to the server, check it, and work. ServerError; ValueError for what will not fit."""
+        """Connect to the server, check it, and begin to take requests. ServerError; ValueError for
+        a server that will never fit."""
         options = self.options
         self._why = None
         self.server = await (options.connect or connect_server)(self.http, options)
@@ -272,10 +278,14 @@ class Replica:
             await self.server.resume()  # paused by a client that has ended
         self.owner.agree(self)
         self.held = self.server.held
-        known, proven = self.owner.versions, None
-        while proven is None or proven != known.held or not known.settled.is_set():
+        versions, checked_policy = self.owner.versions, None
+        while (
+            checked_policy is None
+            or checked_policy != versions.held
+            or not versions.settled.is_set()
+        ):
             await self._catch_up()
-            proven = known.held
+            checked_policy = versions.held
             await self._check_logprobs()
         self.state, self.suspect, self.busy_until = "ready", False, 0.0
         self._met = True
@@ -284,34 +294,35 @@ class Replica:
         self.owner.admitted(self)
 
     async def _catch_up(self) -> None:
-        known = self.owner.versions
-        while (newest := known.newest) is not None:
-            if known.settled.is_set():
-                if self.held is not None and known.agrees(self.held):
+        """Have the engine take the newest weights, or check that it holds those of the others."""
+        versions = self.owner.versions
+        while (newest := versions.newest) is not None:
+            if versions.settled.is_set():
+                if self.held is not None and versions.agrees(self.held):
                     break
-                if not known.agrees(await self.take(newest)) and newest is known.newest:
+                if not versions.agrees(await self.take(newest)) and newest is versions.newest:
                     raise ServerError(
                         f"{self.url}: its weights of version {newest.version} have another digest "
                         f"than those of the other engines"
                     )
-            elif known.broadcasting:
-                await happens_within(known.settled, self.options.update_s)
+            elif versions.broadcasting:
+                await happens_within(versions.settled, self.options.update_s)
             else:
-                held = await self.take(newest)
-                if newest is known.newest and not known.settled.is_set():
-                    known.settle(held)
+                held_policy = await self.take(newest)
+                if newest is versions.newest and not versions.settled.is_set():
+                    versions.settle(held_policy)
         else:
-            held = self.held or HeldPolicy(0, frozenset({""}))
-            if known.held is None:
-                known.settle(held)
-            if not known.agrees(held):
-                assert known.held is not None
+            held_policy = self.held or HeldPolicy(0, frozenset({""}))
+            if versions.held is None:
+                versions.settle(held_policy)
+            if not versions.agrees(held_policy):
+                assert versions.held is not None
                 raise ValueError(
-                    f"{self.url} draws from version {held.version} with other weights than the "
-                    f"engines before it, which draw from version {known.held.version}"
+                    f"{self.url} draws from version {held_policy.version} with other weights than the "
+                    f"engines before it, which draw from version {versions.held.version}"
                 )
-        assert known.held is not None
-        self.version = known.held.version
+        assert versions.held is not None
+        self.version = versions.held.version
 
     async def _check_logprobs(self) -> None:
         """Raise ServerError when the engine's log-probs differ from those of one that works. Does
@@ -321,63 +332,78 @@ class Replica:
         if witness is None or witness.server is None or not self.server.scores:
             return
         seconds = self.options.silent_s
-        mine, theirs = await asyncio.gather(
+        own_logprobs, witness_logprobs = await asyncio.gather(
             canary_logprobs(self.server, seconds),
             canary_logprobs(witness.server, seconds),
             return_exceptions=True,
         )
-        if isinstance(mine, BaseException):
-            raise mine
-        if isinstance(theirs, BaseException) or self._witness() is not witness:
+        if isinstance(own_logprobs, BaseException):
+            raise own_logprobs
+        if isinstance(witness_logprobs, BaseException) or self._witness() is not witness:
             return  # its own watch says what is wrong with it
-        check_canary(mine, theirs, witness.url)
+        check_canary(own_logprobs, witness_logprobs, witness.url)
 
     def _witness(self) -> Replica | None:
+        """Return another ready engine with the same version, whose log-probs are compared."""
         if not self.owner.versions.settled.is_set():
             return None
-        working = (m for m in self.owner.replicas if m.state == "ready" and not m.taking)
-        return next((m for m in working if m is not self and m.version == self.version), None)
+        candidates = (
+            replica
+            for replica in self.owner.replicas
+            if replica.state == "ready" and not replica.taking
+        )
+        return next(
+            (
+                replica
+                for replica in candidates
+                if replica is not self and replica.version == self.version
+            ),
+            None,
+        )
 
     def _others_work(self) -> bool:
-        return any(m.state == "ready" and m is not self for m in self.owner.replicas)
+        return any(
+            replica.state == "ready" and replica is not self for replica in self.owner.replicas
+        )
 
     async def _watch(self) -> str:
+        """Send heartbeats until the engine fails, and return the reason."""
         clock = asyncio.get_running_loop().time
         heartbeat_s = self.options.heartbeat_s
-        heard = moved = knew = clock()
+        heard_at = moved_at = knew_at = clock()
         tokens = -1
-        answered = self.counts.requests
+        num_answered = self.counts.requests
         while True:
             if await happens_within(self._wake, heartbeat_s):
                 self._wake.clear()
             if self._why is not None:
                 return self._why
-            if self.taking or answered != self.counts.requests:  # taking has its own deadline
-                heard = moved = clock()
-                answered = self.counts.requests
+            if self.taking or num_answered != self.counts.requests:  # taking has its own deadline
+                heard_at = moved_at = clock()
+                num_answered = self.counts.requests
             if self.taking:
-                knew = clock()
+                knew_at = clock()
                 continue
             try:
-                status, now = await self._heartbeat(heartbeat_s)
+                status, progress = await self._heartbeat(heartbeat_s)
             except ServerError as error:
                 self.last_error = str(error)
                 if isinstance(error, EngineLost):
                     return self.last_error
-                if clock() - heard > (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s:
-                    return f"silent for {clock() - heard:.1f} s: {error}"
+                if clock() - heard_at > (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s:
+                    return f"silent for {clock() - heard_at:.1f} s: {error}"
                 continue
-            heard = clock()
+            heard_at = clock()
             self.suspect = False
             self.owner.heard(self)
-            if not self.flights or now.tokens != tokens or status != "running":
-                moved, tokens = clock(), now.tokens
-            elif clock() - moved > (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s:
-                return f"has drawn nothing for {clock() - moved:.1f} s"
-            if now.open >= len(self.flights):
-                knew = clock()
-            elif clock() - knew > (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s:
-                return f"knows of {now.open} requests, and {len(self.flights)} wait for its answer"
+            if not self.flights or progress.tokens != tokens or status != "running":
+                moved_at, tokens = clock(), progress.tokens
+            elif clock() - moved_at > (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s:
+                return f"has drawn nothing for {clock() - moved_at:.1f} s"
+            if progress.open >= len(self.flights):
+                knew_at = clock()
+            elif clock() - knew_at > (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s:
+                return f"knows of {progress.open} requests, and {len(self.flights)} wait for its answer"
 
     def _tell_late(self) -> None:
         log.warning(
@@ -403,40 +429,42 @@ class Replica:
     def _evict(self, why: str) -> float:
         """Take its requests away. Return the seconds before it may connect again: 0 unless this
         happens often."""
-        away = 0.0
+        away_s = 0.0
         if self.state == "ready":
             self.counts.evicted += 1
-            away = self._flaps()
-            rest = (
-                f"; it was evicted {len(self._evictions)} times lately: for {away:g} s"
-                if away
+            away_s = self._flaps()
+            note = (
+                f"; it was evicted {len(self._evictions)} times lately: for {away_s:g} s"
+                if away_s
                 else ""
             )
-            log.warning("engine %s is evicted: %s%s", self.url, why, rest)
+            log.warning("engine %s is evicted: %s%s", self.url, why, note)
         elif why != self.last_error and (self._met or self._others_work()):
             log.warning("engine %s does not work yet: %s", self.url, why)
         self.state = "evicted"
         self.last_error = why
         self.tried.set()
         self.owner.evicted(self)
-        return away
+        return away_s
 
     def _flaps(self) -> float:
+        """Count an eviction. Return the seconds to stay away, 0 for the first one lately."""
         now = asyncio.get_running_loop().time()
         self._evictions.append(now)
         while now - self._evictions[0] > FLAPS_S:
             self._evictions.popleft()
-        again = len(self._evictions) - 1
-        return min(FIRST_PAUSE * 2.0**again, LONGEST_AWAY) if again else 0.0
+        num_repeats = len(self._evictions) - 1
+        return min(FIRST_PAUSE * 2.0**num_repeats, LONGEST_AWAY) if num_repeats else 0.0
 
     async def _away(self, seconds: float) -> None:
+        """Wait so many seconds, or until no other engine works."""
         clock = asyncio.get_running_loop().time
-        until = clock() + seconds
-        while clock() < until and self._others_work():
-            await asyncio.sleep(min(FIRST_PAUSE, until - clock()))
+        end = clock() + seconds
+        while clock() < end and self._others_work():
+            await asyncio.sleep(min(FIRST_PAUSE, end - clock()))
 
     def _judge(self, error: Exception) -> None:
         """End the run for one that the configuration names and that will never fit."""
-        wrong = isinstance(error, ValueError) or getattr(error, "status", None) in REFUSED
-        if wrong and self.named and not self._met:
+        is_misfit = isinstance(error, ValueError) or getattr(error, "status", None) in REFUSED
+        if is_misfit and self.named and not self._met:
             self.owner.misfit(self, error)

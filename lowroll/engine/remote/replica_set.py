@@ -52,13 +52,15 @@ class PoolReport:
 
     def metrics(self) -> dict[str, float]:
         """Return the totals, by the names of `metrics.names`."""
-        all_of = (*self.engines, self.left)
+        all_counts = (*self.engines, self.left)
         totals = {
-            f"perf/engine_{METRIC.get(name, name)}": float(sum(getattr(e, name) for e in all_of))
+            f"perf/engine_{METRIC.get(name, name)}": float(
+                sum(getattr(e, name) for e in all_counts)
+            )
             for name in asdict(self.left)
         }
-        healthy = float(sum(e.state == "ready" for e in self.engines))
-        return {"perf/engines_healthy": healthy, **totals}
+        num_healthy = float(sum(e.state == "ready" for e in self.engines))
+        return {"perf/engines_healthy": num_healthy, **totals}
 
 
 class ReplicaSet:
@@ -103,10 +105,10 @@ class ReplicaSet:
         """Wait until one engine works, and a moment for the others. is_over: returns whether an
         engine does not fit, which ends the wait."""
         loop, start_s = asyncio.get_running_loop(), self.options.start_s
-        late = loop.call_later(self.options.silent_s, self._tell_late)
+        warning_timer = loop.call_later(self.options.silent_s, self._tell_late)
         try:
             async with asyncio.timeout(start_s):
-                while not any(m.state == "ready" for m in self.replicas):
+                while not any(candidate.state == "ready" for candidate in self.replicas):
                     await asyncio.sleep(0.01)
                     if is_over():
                         return
@@ -115,7 +117,7 @@ class ReplicaSet:
                 f"no engine has answered within {start_s:g} s: {self.describe()}"
             ) from None
         finally:
-            late.cancel()
+            warning_timer.cancel()
         seconds = min(TOGETHER_S, start_s)
         await asyncio.gather(*(happens_within(replica.tried, seconds) for replica in self.replicas))
 
@@ -125,9 +127,9 @@ class ReplicaSet:
         for replica in self.replicas:
             if not replica.named:
                 replica.leaving = replica.url not in urls
-        known = {replica.url for replica in self.replicas}
+        known_urls = {replica.url for replica in self.replicas}
         for url in urls:
-            if url not in known:
+            if url not in known_urls:
                 replica = Replica(url, self, self.options, named=False)
                 self.replicas.append(replica)
                 self._begin_life(replica)
@@ -136,10 +138,10 @@ class ReplicaSet:
 
     async def end(self) -> None:
         self.router.drop_all()
-        lives = list(self._lives.values())
-        for life in lives:
-            life.cancel()
-        await asyncio.gather(*lives, return_exceptions=True)
+        life_tasks = list(self._lives.values())
+        for life_task in life_tasks:
+            life_task.cancel()
+        await asyncio.gather(*life_tasks, return_exceptions=True)
         await asyncio.gather(*(replica.http.close() for replica in self.replicas))
 
     async def update(self, broadcast: Published, superseded: Callable[[], bool]) -> None:
@@ -160,41 +162,45 @@ class ReplicaSet:
 
     async def stats(self) -> EngineStats:
         """Sum the engines' metrics; one that does not answer counts nothing, unless it fails fast."""
-        servers = [m.server for m in self.replicas if m.server is not None]
+        servers = [replica.server for replica in self.replicas if replica.server is not None]
         texts = await asyncio.gather(
             *(server.metrics(self.options.heartbeat_s) for server in servers),
             return_exceptions=not self.options.fail_fast,
         )
-        told = [text if isinstance(text, str) else "" for text in texts]
-        found = [one.stats(text) for one, text in zip(servers, told, strict=True)]
-        sums = {name: sum(getattr(one, name) for one in found) for name in COUNTED}
+        pages = [text if isinstance(text, str) else "" for text in texts]
+        all_stats = [server.stats(text) for server, text in zip(servers, pages, strict=True)]
+        sums = {name: sum(getattr(stats, name) for stats in all_stats) for name in COUNTED}
         return replace(self.router.server.stats(""), **sums)
 
     async def report(self) -> PoolReport:
-        return PoolReport(tuple(_report(one) for one in self.replicas), replace(self._left))
+        return PoolReport(
+            tuple(_engine_report(replica) for replica in self.replicas), replace(self._left)
+        )
 
     def describe(self) -> str:
-        told = [f"{m.url}: {m.state}: {m.last_error}" for m in self.replicas]
-        if why := self.discovery_error():
-            told.append(why)
-        return printable("; ".join(told) or "none is known", 2000)
+        states = [
+            f"{replica.url}: {replica.state}: {replica.last_error}" for replica in self.replicas
+        ]
+        if error := self.discovery_error():
+            states.append(error)
+        return printable("; ".join(states) or "none is known", 2000)
 
     # -- for the replicas --------------------------------------------------------------------------
 
     def agree(self, replica: Replica) -> None:
         """Check an engine against the first one. ValueError names what differs."""
         assert replica.server is not None
-        found = dict(replica.server.facts())
+        facts = dict(replica.server.facts())
         if self.options.check_model and not self.options.model:
-            found["model"] = replica.server.model
+            facts["model"] = replica.server.model
         if self._facts is None:
-            self._facts = replica.url, found
-        first, wanted = self._facts
-        for name, value in wanted.items():
-            if found[name] != value:
+            self._facts = replica.url, facts
+        first_url, first_facts = self._facts
+        for name, value in first_facts.items():
+            if facts[name] != value:
                 raise ValueError(
-                    f"engines do not agree: {name}: {replica.url} has {printable(found[name])}, and "
-                    f"{first} has {printable(value)}"
+                    f"engines do not agree: {name}: {replica.url} has {printable(facts[name])}, and "
+                    f"{first_url} has {printable(value)}"
                 )
 
     def admitted(self, replica: Replica) -> None:
@@ -217,24 +223,28 @@ class ReplicaSet:
             self._say_goodbye()
 
     def misfit(self, replica: Replica, error: Exception) -> None:
-        said = error if isinstance(error, ValueError) else ValueError(f"{replica.url}: {error}")
-        self._answer(-1, said)
+        outcome = error if isinstance(error, ValueError) else ValueError(f"{replica.url}: {error}")
+        self._answer(-1, outcome)
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _begin_life(self, replica: Replica) -> None:
+        """Start the task that connects to an engine and watches it."""
         life = self._lives[replica] = asyncio.ensure_future(replica.live())
 
         def over(life: asyncio.Task[None]) -> None:
             if not life.cancelled() and (error := life.exception()) is not None:
-                told = ServerError(f"engine {replica.url} is not watched any more: {error!r}")
-                told.__cause__ = error
-                self._answer(-1, told)
+                outcome = ServerError(f"engine {replica.url} is not watched any more: {error!r}")
+                outcome.__cause__ = error
+                self._answer(-1, outcome)
 
         life.add_done_callback(over)
 
     def _say_goodbye(self) -> None:
-        for replica in [m for m in self.replicas if m.leaving and not m.flights]:
+        """Remove the engines that are leaving and have no requests."""
+        for replica in [
+            leaver for leaver in self.replicas if leaver.leaving and not leaver.flights
+        ]:
             self._lives.pop(replica).cancel()
             self.replicas.remove(replica)
             for name, count in asdict(replica.counts).items():
@@ -243,17 +253,18 @@ class ReplicaSet:
         self._note()
 
     def _note(self) -> None:
-        if any(m.state == "ready" for m in self.replicas):
+        """Note since when no engine has been ready."""
+        if any(replica.state == "ready" for replica in self.replicas):
             self.none_since = None
         elif self.none_since is None:
             self.none_since = time.monotonic()
 
     def _tell_late(self) -> None:
-        seconds, told = self.options.silent_s, self.describe()
-        log.warning("no engine has answered for %g s: %s. Waiting for one", seconds, told)
+        seconds, states = self.options.silent_s, self.describe()
+        log.warning("no engine has answered for %g s: %s. Waiting for one", seconds, states)
 
 
-def _report(replica: Replica) -> EngineReport:
+def _engine_report(replica: Replica) -> EngineReport:
     return EngineReport(
         **asdict(replica.counts),
         url=replica.url,

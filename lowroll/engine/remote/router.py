@@ -33,11 +33,11 @@ from lowroll.types import Group, Request
 
 log = logging.getLogger(__name__)
 
-FAILURES = 4  # of one request before it ends the run: at an engine that goes on
+FAILURES = 4  # of one request, at engines that go on, before it ends the run
 LOSSES = 32  # evictions that one request may see
 BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # pauses of an engine that answered "busy"
-# caches full of tokens that an engine is sent; a group counts until its last sample has ended, and
-# with less an engine runs out of work meanwhile (docs/log/engine.md)
+# caches full of tokens that are sent to an engine; a group counts until its last sample has ended,
+# and with less an engine runs out of work meanwhile (docs/log/engine.md)
 AHEAD = 3.0
 BEHIND = 1.25  # times the least load that the engine with a turn's pages may have
 LEARNED = 1 / 64  # weight of an answer in the running mean of used token budgets
@@ -49,40 +49,45 @@ Answer = Callable[[int, "Group | Exception"], None]
 class LoadBalancer:
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency
-        self._share = 1.0  # of the tokens that requests may draw, those that they do
+        self._share = 1.0  # share of their max_tokens that requests draw
         self._homes: dict[str, str] = {}  # request id -> url of the engine that drew it
 
     def choose(self, able: Sequence[Replica], entry: QueuedRequest) -> Replica | None:
         """Return the engine for a request; None when all are full."""
-        free = [replica for replica in able if self._is_free(replica, entry)]
-        if not free:
+        free_replicas = [replica for replica in able if self._is_free(replica, entry)]
+        if not free_replicas:
             return None
-        least = min(free, key=lambda m: (m.url in entry.avoid, m.outstanding))
-        url = self._homes.get(entry.request.follows or "")  # of the turn before
-        home = next((m for m in free if m.url == url and url not in entry.avoid), least)
-        most = BEHIND * least.outstanding + self.load(entry)
-        return home if home.outstanding <= most else least
+        least_loaded = min(free_replicas, key=lambda m: (m.url in entry.avoid, m.outstanding))
+        turn_url = self._homes.get(entry.request.follows or "")  # of the turn before
+        turn_replica = next(
+            (m for m in free_replicas if m.url == turn_url and turn_url not in entry.avoid),
+            least_loaded,
+        )
+        max_outstanding = BEHIND * least_loaded.outstanding + self.load(entry)
+        return turn_replica if turn_replica.outstanding <= max_outstanding else least_loaded
 
     def load(self, entry: QueuedRequest) -> int:
-        """Return the tokens that a request is likely to hold: samples end before their longest."""
+        """Return the tokens that a request will probably hold: samples often end early."""
         request = entry.request
         return int(request.n * request.max_tokens * self._share) + len(request.prompt_ids)
 
     def learn(self, flight: InFlightRequest, group: Group) -> None:
+        """Update the mean of drawn tokens, and remember which engine has the request's pages."""
         request = flight.entry.request
-        drawn = sum(len(one.token_ids) for one in group.rollouts)
-        self._share += LEARNED * (drawn / (request.n * request.max_tokens) - self._share)
+        num_drawn = sum(len(rollout.token_ids) for rollout in group.rollouts)
+        self._share += LEARNED * (num_drawn / (request.n * request.max_tokens) - self._share)
         if request.id:
             self._homes[request.id] = flight.replica.url
             if len(self._homes) > MOST_HOMES:
                 del self._homes[next(iter(self._homes))]
 
     def _is_free(self, replica: Replica, entry: QueuedRequest) -> bool:
+        """Return whether an engine can take one more request."""
         assert replica.server is not None
         if not replica.flights:
             return True
-        cache = replica.server.cache_tokens
-        if cache and replica.outstanding + self.load(entry) > AHEAD * cache:
+        cache_tokens = replica.server.cache_tokens
+        if cache_tokens and replica.outstanding + self.load(entry) > AHEAD * cache_tokens:
             return False
         return len(replica.flights) < self._concurrency
 
@@ -119,12 +124,15 @@ class RequestRouter:
     @property
     def server(self) -> EngineServer:
         """Return the server of the first engine; when all have left, of the last one."""
-        found = next((m.server for m in [*self.replicas] if m.server is not None), self.known)
-        assert found is not None, "no engine was met"
-        return found
+        server = next(
+            (replica.server for replica in [*self.replicas] if replica.server is not None),
+            self.known,
+        )
+        assert server is not None, "no engine was met"
+        return server
 
     def abort(self, entry: QueuedRequest) -> None:
-        """Abort a request; its group comes back with what was read of a stream, and else without
+        """Abort a request; its group comes back with the tokens read of a stream, or without
         tokens."""
         if entry.ended:
             return
@@ -138,12 +146,13 @@ class RequestRouter:
         else:
             server = self.server
             arrivals = self._arrivals(entry, server)
-            group = arrivals.aborted(_origin(entry.request, server))
+            group = arrivals.aborted(_origin_of_samples(entry.request, server))
         self._end(entry, group)
         self.dispatch()
 
     def so_far(self, entry: QueuedRequest) -> list[PartialSample]:
-        """Return what was read of each sample of a stream, and else empty samples. Thread-safe."""
+        """Return the tokens read of each sample of a stream, or empty samples without one.
+        Thread-safe."""
         flight = self._flights.get(entry.handle)
         if flight is None or not self.options.stream:
             return [PartialSample([], [], None) for _ in range(entry.request.n)]
@@ -156,21 +165,23 @@ class RequestRouter:
             self._drop(flight)
 
     def hand_over(self, replica: Replica) -> None:
-        lost = sorted(replica.flights, key=lambda flight: flight.entry.handle)
-        for flight in lost:
+        """Queue the requests in flight of an engine again, for other engines."""
+        lost_flights = sorted(replica.flights, key=lambda flight: flight.entry.handle)
+        for flight in lost_flights:
             self._drop(flight)
             replica.counts.handed_over += not flight.entry.ended
-        self._waiting.extendleft(flight.entry for flight in reversed(lost))
+        self._waiting.extendleft(flight.entry for flight in reversed(lost_flights))
         self.dispatch()
 
     def dispatch(self) -> None:
+        """Send waiting requests to engines that can take them."""
         self._dispatch_due = False
         if not self._waiting:
             return
         now = asyncio.get_running_loop().time()
-        able = [replica for replica in self.replicas if replica.takes_work(now)]
+        able_replicas = [replica for replica in self.replicas if replica.takes_work(now)]
         while self._waiting:
-            replica = self._balancer.choose(able, self._waiting[0])
+            replica = self._balancer.choose(able_replicas, self._waiting[0])
             if replica is None:
                 return
             self._send(replica, self._waiting.popleft())
@@ -178,6 +189,7 @@ class RequestRouter:
     # -- one request -------------------------------------------------------------------------------
 
     def _send(self, replica: Replica, entry: QueuedRequest) -> None:
+        """Start a request on an engine."""
         assert replica.server is not None
         entry.attempt += 1
         request, server = entry.request, replica.server
@@ -185,10 +197,10 @@ class RequestRouter:
         stream = self.options.stream
         body = server.body(request) | ({"stream": True} if stream else {})
         # the only engine is retried, unless a stream may have been read
-        again = self.options.fail_fast and not stream
-        most, seconds = most_bytes(request), self.options.timeout_s
-        call = HttpCall("POST", PATH, arrivals.what, body, seconds, most, again)
-        origin = _origin(request, server)
+        is_retried = self.options.fail_fast and not stream
+        max_bytes, seconds = most_bytes(request), self.options.timeout_s
+        call = HttpCall("POST", PATH, arrivals.what, body, seconds, max_bytes, is_retried)
+        origin = _origin_of_samples(request, server)
         load = self._balancer.load(entry)
         flight = InFlightRequest(entry, replica, replica.version, call, arrivals, origin, load)
         self._flights[entry.handle] = flight
@@ -197,6 +209,7 @@ class RequestRouter:
         flight.task = self._start(self._fly(flight))
 
     async def _fly(self, flight: InFlightRequest) -> None:
+        """Send a request, read its answer, and end it or handle its error."""
         replica, arrivals = flight.replica, flight.arrivals
         try:
             if self.options.stream:
@@ -212,7 +225,7 @@ class RequestRouter:
         if not self._over(flight):
             return
         replica.counts.requests += 1
-        replica.counts.tokens += sum(len(one.token_ids) for one in group.rollouts)
+        replica.counts.tokens += sum(len(rollout.token_ids) for rollout in group.rollouts)
         replica.busy_s = 0.0
         self._balancer.learn(flight, group)
         self._end(flight.entry, group)
@@ -221,12 +234,12 @@ class RequestRouter:
     async def _believe(self, flight: InFlightRequest, group: Group) -> None:
         """Raise ServerError when a group was drawn from another version than its engine had been
         sent."""
-        spoken = self.versions.problem(group, flight.sent)
-        if spoken is not None and not self.versions.settled.is_set():
+        problem = self.versions.problem(group, flight.sent)
+        if problem is not None and not self.versions.settled.is_set():
             await happens_within(self.versions.settled, self.options.update_s)
-            spoken = self.versions.problem(group, flight.sent)
-        if spoken is not None:
-            raise ServerError(f"{flight.arrivals.what}: {flight.replica.url}: {spoken}")
+            problem = self.versions.problem(group, flight.sent)
+        if problem is not None:
+            raise ServerError(f"{flight.arrivals.what}: {flight.replica.url}: {problem}")
 
     def _over(self, flight: InFlightRequest) -> bool:
         """Remove a request in flight; return False when it is not waited for any more."""
@@ -246,12 +259,12 @@ class RequestRouter:
         if self.options.fail_fast:
             self._end(entry, error)
             return
-        final = self._weigh(flight, error)
+        is_requests_fault = self._weigh(flight, error)
         if entry.ended:
             pass
-        elif final or entry.failures >= FAILURES or entry.losses >= LOSSES:
-            told = ServerError(f"{error} (sent {entry.attempt} times)", error.status)
-            self._end(entry, error if entry.attempt == 1 else told)
+        elif is_requests_fault or entry.failures >= FAILURES or entry.losses >= LOSSES:
+            last_error = ServerError(f"{error} (sent {entry.attempt} times)", error.status)
+            self._end(entry, error if entry.attempt == 1 else last_error)
             return
         else:
             replica.counts.retries += 1
@@ -295,6 +308,7 @@ class RequestRouter:
         return now - entry.busy_since > self.options.start_s
 
     def _drop(self, flight: InFlightRequest) -> None:
+        """Cancel a request in flight, and remove it from its engine's load."""
         if self._flights.get(flight.entry.handle) is flight:
             del self._flights[flight.entry.handle]
         if flight in flight.replica.flights:
@@ -309,10 +323,11 @@ class RequestRouter:
             self._answer(entry.handle, outcome)
 
     def _arrivals(self, entry: QueuedRequest, server: EngineServer) -> ResponseAssembler:
+        """Return an empty assembler of the request's answer."""
         request = entry.request
-        what = f"request {request.id or entry.handle}"
+        label = f"request {request.id or entry.handle}"
         stop_ids = server.stop_ids(request)
-        return ResponseAssembler(request, what, server.vocab_size, server.model, stop_ids)
+        return ResponseAssembler(request, label, server.vocab_size, server.model, stop_ids)
 
     def _start(self, work: object) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
@@ -326,6 +341,7 @@ class RequestRouter:
             self._answer(-1, error if isinstance(error, Exception) else RuntimeError(str(error)))
 
 
-def _origin(request: Request, server: EngineServer) -> Origin:
+def _origin_of_samples(request: Request, server: EngineServer) -> Origin:
+    """Return a function from a sample to the policy that drew it and its evictions."""
     behavior = server.behavior
     return lambda i, one: (server.tag(request, behavior, i, one), server.evictions(one))

@@ -42,7 +42,9 @@ class HeldPolicy:
     @classmethod
     def of(cls, behavior: BehaviorTag) -> HeldPolicy:
         newest = behavior.policy[-1].version
-        return cls(newest, frozenset(s.digest for s in behavior.policy if s.version == newest))
+        return cls(
+            newest, frozenset(span.digest for span in behavior.policy if span.version == newest)
+        )
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,8 @@ class EngineServer(ABC):
 
     @abstractmethod
     async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
-        """Have it draw from a broadcast; return what it acknowledges. in_use: models that requests
-        in flight were sent to."""
+        """Have the engine draw from a broadcast; return the policy that it acknowledges. in_use:
+        models that requests in flight were sent to."""
 
     @abstractmethod
     async def resume(self) -> None:
@@ -143,15 +145,15 @@ class EngineServer(ABC):
     def facts(self) -> Mapping[str, Any]:
         """Return the facts on which all engines of a pool must agree, by the name that an error
         uses."""
-        able, behavior = self.capabilities, self.behavior
+        capabilities, behavior = self.capabilities, self.behavior
         return {
             "kind of server": type(self).__name__.removesuffix("Server").lower(),
-            "vocabulary": able.vocab_size or self.vocab_size,
-            "context length": able.context_length,
+            "vocabulary": capabilities.vocab_size or self.vocab_size,
+            "context length": capabilities.context_length,
             "weights": behavior.weights,
-            "KV policy": able.kv,
-            "KV dtype": able.kv_dtype,
-            "sampler": sorted(able.sampler),
-            "exact log-probs": able.exact_logprobs,
-            "recorded evictions": able.records_evictions,
+            "KV policy": capabilities.kv,
+            "KV dtype": capabilities.kv_dtype,
+            "sampler": sorted(capabilities.sampler),
+            "exact log-probs": capabilities.exact_logprobs,
+            "recorded evictions": capabilities.records_evictions,
         }

@@ -1,9 +1,9 @@
 """Checks of an engine's weights by a few log-probs.
 
-An engine that joins a pool has to agree with one that works (`check_canary`). Beside the stated
-version and digest, this finds what the engine does not know: bad memory, a model that was read
-wrongly, a vLLM that kept its old weights. Both run the same tokens alone, so only the rounding of
-other kernels or another GPU is allowed.
+An engine that joins a pool has to agree with one that works (`check_canary`). In addition to the
+stated version and digest, this finds what the engine does not know: bad memory, a model that was
+read wrongly, a vLLM that kept its old weights. Both run the same tokens alone, so only the rounding
+of other kernels or another GPU is allowed.
 
 After an update of a run's vLLM its log-probs are compared with the learner's (`Verifier`) by two
 tests, since neither alone is enough:
@@ -27,12 +27,12 @@ from lowroll.engine.remote.http_client import HttpCall, ServerError
 from lowroll.engine.remote.protocol import PATH, prompt_logprobs
 from lowroll.engine.remote.server_base import EngineServer
 
-CLEAR = 5.0  # how many times the distance a movement must be, to be judged
+CLEAR = 5.0  # a movement is judged when it is so many times the distance
 LEAST = 1e-4  # nats: below this, no movement is judged
 SHARE = 0.5
 TOKENS = 24  # of the text that is scored; fewer in a short context
 CANARY_BOUND = 0.1  # nats a token, root mean square
-CANARY_BYTES = 1 << 20  # of its answer
+CANARY_BYTES = 1 << 20  # length limit of the canary's answer
 
 Learner = Callable[[list[int]], Sequence[float]]  # ids -> log-probs of ids[1:], at temperature 1
 
@@ -42,7 +42,7 @@ class NotArrived(ServerError):
 
 
 @dataclass(frozen=True)
-class _Pair:
+class _LogprobPair:
     learner: list[float]
     engine: list[float]
 
@@ -58,48 +58,52 @@ class Verifier:
     def __init__(self, vocab_size: int, context_length: int, bound: float) -> None:
         self.ids = text(vocab_size, context_length)
         self.bound = bound
-        self._reference: _Pair | None = None
+        self._reference: _LogprobPair | None = None
 
     def check(self, learner: Sequence[float], engine: Sequence[float], version: int) -> float:
         """Return the distance to the learner in nats. NotArrived names the version."""
-        now = _Pair([float(x) for x in learner], [float(x) for x in engine])
-        if not now.apart <= self.bound:  # also true for NaN
+        pair = _LogprobPair([float(x) for x in learner], [float(x) for x in engine])
+        if not pair.apart <= self.bound:  # also true for NaN
             raise NotArrived(
-                f"update to version {version}: vLLM's log-probs are {now.apart:.3g} nats from the "
+                f"update to version {version}: vLLM's log-probs are {pair.apart:.3g} nats from the "
                 f"learner's, and {self.bound:g} are allowed; it does not hold these weights"
             )
-        before = self._reference
-        if before is None:
-            self._reference = now
-            return now.apart
-        d = [b - a for a, b in zip(before.learner, now.learner, strict=True)]
-        m = [b - a for a, b in zip(before.engine, now.engine, strict=True)]
-        noise = max(before.apart, now.apart) if _moved(m) else before.apart
-        if _size(d) > max(CLEAR * noise, LEAST):
-            share = sum(a * b for a, b in zip(m, d, strict=True)) / sum(a * a for a in d)
+        reference = self._reference
+        if reference is None:
+            self._reference = pair
+            return pair.apart
+        learner_change = [b - a for a, b in zip(reference.learner, pair.learner, strict=True)]
+        engine_change = [b - a for a, b in zip(reference.engine, pair.engine, strict=True)]
+        noise = max(reference.apart, pair.apart) if _has_moved(engine_change) else reference.apart
+        if _root_mean_square(learner_change) > max(CLEAR * noise, LEAST):
+            share = sum(a * b for a, b in zip(engine_change, learner_change, strict=True)) / sum(
+                a * a for a in learner_change
+            )
             if share < SHARE:
                 raise NotArrived(
                     f"update to version {version}: the learner's log-probs have moved by "
-                    f"{_size(d):.3g} nats, and vLLM's by {share:.0%} of that; it still draws from "
-                    f"older weights"
+                    f"{_root_mean_square(learner_change):.3g} nats, and vLLM's by {share:.0%} of that; "
+                    f"it still draws from older weights"
                 )
-            self._reference = now
-        return now.apart
+            self._reference = pair
+        return pair.apart
 
 
 async def canary_logprobs(server: EngineServer, deadline_s: float) -> list[float]:
+    """Score the canary's tokens on a server."""
     ids = text(server.vocab_size, server.capabilities.context_length)
-    what = "its canary score"
-    call = HttpCall("POST", PATH, what, server.scoring(ids, 0, 1.0), deadline_s, CANARY_BYTES)
-    rows = prompt_logprobs(await server.http.answer(call), ids, what)
-    return [row[token][0] for row, token in zip(rows, ids[1:], strict=True)]
+    label = "its canary score"
+    call = HttpCall("POST", PATH, label, server.scoring(ids, 0, 1.0), deadline_s, CANARY_BYTES)
+    scores_by_position = prompt_logprobs(await server.http.answer(call), ids, label)
+    return [scores[token][0] for scores, token in zip(scores_by_position, ids[1:], strict=True)]
 
 
 def check_canary(mine: list[float], theirs: list[float], witness: str) -> None:
-    apart = distance(mine, theirs) if mine else 0.0
-    if math.isnan(apart) or apart > CANARY_BOUND:
+    """Raise ServerError when an engine's log-probs are too far from the witness's."""
+    distance_nats = distance(mine, theirs) if mine else 0.0
+    if math.isnan(distance_nats) or distance_nats > CANARY_BOUND:
         raise ServerError(
-            f"canary: its log-probs are {apart:.3g} nats a token from those of {witness}, and "
+            f"canary: its log-probs are {distance_nats:.3g} nats a token from those of {witness}, and "
             f"{CANARY_BOUND:g} are allowed: it does not compute with the same weights"
         )
 
@@ -112,12 +116,12 @@ def text(vocab_size: int, context_length: int) -> list[int]:
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the root mean square of the differences, in nats a token."""
-    return _size([x - y for x, y in zip(a, b, strict=True)])
+    return _root_mean_square([x - y for x, y in zip(a, b, strict=True)])
 
 
-def _moved(change: list[float]) -> bool:
+def _has_moved(change: list[float]) -> bool:
     return any(change)
 
 
-def _size(values: list[float]) -> float:
+def _root_mean_square(values: list[float]) -> float:
     return math.sqrt(sum(x * x for x in values) / len(values))

@@ -39,12 +39,14 @@ class PolicyVersions:
     def begin(self, broadcast: Published) -> bool:
         """Begin a broadcast. Return whether it replaces a version that is newer or has the same
         name."""
-        back = self.held is not None and broadcast.version <= self.held.version
-        for version in [v for v in self._agreed if v >= broadcast.version]:
+        is_replacement = self.held is not None and broadcast.version <= self.held.version
+        for version in [
+            agreed_version for agreed_version in self._agreed if agreed_version >= broadcast.version
+        ]:
             del self._agreed[version]
         self.newest = broadcast
         self.settled.clear()
-        return back
+        return is_replacement
 
     def settle(self, held: HeldPolicy) -> None:
         self.held = held
@@ -60,11 +62,11 @@ class PolicyVersions:
         """Return what is wrong with the versions that drew a group, or None. sent: the version its
         engine had acknowledged when it was sent."""
         for i, rollout in enumerate(group.rollouts):
-            last = sent
+            last_version = sent
             for span in rollout.behavior.policy:
-                if span.version < last:
-                    return f"sample {i} was drawn from version {span.version} after {last}"
-                last = span.version
+                if span.version < last_version:
+                    return f"sample {i} was drawn from version {span.version} after {last_version}"
+                last_version = span.version
                 if span.version not in self._agreed:
                     return f"sample {i} was drawn from version {span.version}, told to no engine"
                 if span.digest not in self._agreed[span.version]:
@@ -74,11 +76,11 @@ class PolicyVersions:
 
 def agreed(acknowledged: Mapping[str, HeldPolicy]) -> HeldPolicy:
     """Return what most engines, by address, acknowledge. Disagreement when two are as frequent."""
-    counted = Counter(acknowledged.values()).most_common()
-    if len(counted) > 1 and counted[0][1] == counted[1][1]:
-        said = "; ".join(
-            f"{url} version {held.version} with digest {', '.join(sorted(held.digests))}"
-            for url, held in acknowledged.items()
+    policy_counts = Counter(acknowledged.values()).most_common()
+    if len(policy_counts) > 1 and policy_counts[0][1] == policy_counts[1][1]:
+        statements = "; ".join(
+            f"{url} version {policy.version} with digest {', '.join(sorted(policy.digests))}"
+            for url, policy in acknowledged.items()
         )
-        raise Disagreement(f"engines took one broadcast and hold different weights: {said}")
-    return counted[0][0]
+        raise Disagreement(f"engines took one broadcast and hold different weights: {statements}")
+    return policy_counts[0][0]

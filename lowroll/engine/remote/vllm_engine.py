@@ -8,9 +8,9 @@ Three ways of weights, by the kind of update and how vLLM was started:
 
     adapter     a new folder and a new name, `pol-v{version}`, for each version. Requests in flight
                 keep the adapter that they began with; the old one is unloaded after their end
-    folder      the whole model, in the format of the folder that vLLM was started with, is laid
-                beside it and read by `reload_weights`. vLLM is paused, after what is in flight has
-                ended, and the cache of prompts is forgotten
+    folder      the whole model, in the format of the folder that vLLM was started with, is
+                written to a new folder and read by `reload_weights`. vLLM is paused, after
+                what is in flight has ended, and the cache of prompts is forgotten
     nccl        the whole dense model by vLLM's own transfer, between GPUs (`vllm_nccl`)
 
 After each, log-probs of a short text are compared with the learner's (`verify`).
@@ -96,11 +96,11 @@ class VllmEngine(EnginePool):
         async def meet(http: HttpClient, options: PoolOptions) -> VllmServer:
             from lowroll.engine.remote.vllm_folders import served
 
-            found = await probe(http)
-            self.folder = model_folder(url, folder or found.root)
+            probed = await probe(http)
+            self.folder = model_folder(url, folder or probed.root)
             facts = served(self.folder, dtype)
-            kind = _kind(found, facts, lora_rank, way)
-            self._server = VllmServer(http, found, facts, kind, kind == "adapter")
+            kind = _update_kind(probed, facts, lora_rank, way)
+            self._server = VllmServer(http, probed, facts, kind, kind == "adapter")
             return self._server
 
         try:
@@ -166,7 +166,7 @@ class VllmEngine(EnginePool):
             raise ValueError(f"folder: {folder} holds no model (no config.json)")
         log = log or Path(tempfile.mkdtemp(prefix="lowroll-vllm-log-")) / "vllm.log"
         dtype = dtype or served(folder).dtype
-        serve_options = _options(
+        serve_options = _serve_arguments(
             folder, dtype, tensor_parallel, gpu_memory, context_length, max_batch, lora_rank, way
         )
         process = VllmProcess(
@@ -207,15 +207,15 @@ class VllmEngine(EnginePool):
         this engine is closed.
 
         folder: of the model that it serves, readable here; default what it states. token: its
-        bearer token. options: as of the class; exchange, where weights are laid, has the same path
+        bearer token. options: as of the class; exchange, where weights are written, has the same path
         on its machine, and vLLM must have been started with the options of docs/vllm.md. ValueError
         names what it lacks.
         """
         return cls(url, folder, token=token, lora_rank=lora_rank, way=way, **options)
 
     def close(self) -> None:
-        """Abort what is in flight; unload what was loaded into a server that goes on, end one that
-        was started here. Idempotent."""
+        """Abort the requests in flight. Unload adapters from a server that was attached to; end one
+        that was started here. Idempotent."""
         if self.closed:
             return
         if self._transfer is not None:
@@ -236,8 +236,8 @@ class VllmEngine(EnginePool):
     # -- pause -------------------------------------------------------------------------------------
 
     def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
-        """Stop drawing: freeze what is in flight, wait for its end, or end it with finish reason
-        "abort". New requests wait for `resume`."""
+        """Stop drawing: freeze the requests in flight, wait for their end, or end them with finish
+        reason "abort". New requests wait for `resume`."""
         self.found.needs("pause", "/pause", "/resume")
         self.run(self._server.pause(mode, self.request_s), self.request_s)
 
@@ -270,10 +270,11 @@ class VllmEngine(EnginePool):
         return self.behavior
 
     def _check_update(self, update: WeightUpdate) -> None:
+        """Raise ValueError for an update that this vLLM cannot take."""
         if update.kind not in self.capabilities.updates:
-            able = " or ".join(sorted(self.capabilities.updates)) or "none"
+            kinds = " or ".join(sorted(self.capabilities.updates)) or "none"
             raise ValueError(
-                f"update: kind {update.kind!r}: this vLLM takes updates of kind {able}"
+                f"update: kind {update.kind!r}: this vLLM takes updates of kind {kinds}"
             )
         if update.noise is not None and update.noise.sigma != 0:
             raise ValueError("update: noise: vLLM puts none on its norms")
@@ -284,6 +285,7 @@ class VllmEngine(EnginePool):
             )
 
     def _load_adapter(self, update: WeightUpdate) -> None:
+        """Write the adapter as a folder, load it, and unload the ones not in use."""
         from lowroll.engine.remote.vllm_folders import write_adapter
 
         count = self._versions[update.version]
@@ -295,27 +297,31 @@ class VllmEngine(EnginePool):
         self._unload(keep=name)
 
     def _unload(self, keep: str | None) -> None:
+        """Unload the adapters that neither `keep` names nor a request in flight uses."""
+
         async def unload() -> None:
-            held = self.models_in_use | {keep}
-            for name in [name for name in self._loaded if name not in held]:
+            kept_names = self.models_in_use | {keep}
+            for name in [name for name in self._loaded if name not in kept_names]:
                 await self._server.unload_adapter(name, self.request_s)
                 shutil.rmtree(self._loaded.pop(name), ignore_errors=True)
 
         self.run(unload(), self.request_s * max(1, len(self._loaded)))
 
     def _reload(self, update: WeightUpdate) -> None:
+        """Write all weights as a folder, and have vLLM read it."""
         from lowroll.engine.remote.vllm_folders import write_model
 
         self._versions[update.version] += 1
         name = f"v{update.version}-{self._versions[update.version]}"
         folder = write_model(update, self._exchange / name, self.folder, self._server.served.dtype)
-        what = f"reloading the weights of version {name}"
+        label = f"reloading the weights of version {name}"
         try:
-            self.run(self._server.reload(folder, what, self.request_s), 4 * self.request_s)
+            self.run(self._server.reload(folder, label, self.request_s), 4 * self.request_s)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _transfer_all(self, update: WeightUpdate) -> None:
+        """Send all weights over NCCL while vLLM is paused."""
         assert self._transfer is not None
         tensors = self._transfer.check(update)
         self.pause("wait")
@@ -324,25 +330,26 @@ class VllmEngine(EnginePool):
         self.resume()
 
     def _check_arrival(self, update: WeightUpdate) -> None:
+        """Compare vLLM's log-probs with the learner's. NotArrived when they differ."""
         ids = self._verifier.ids
         if self._verify is not None:
-            learner: Sequence[float] = self._verify(ids)
+            learner_logprobs: Sequence[float] = self._verify(ids)
         elif update.master is not None:
             from lowroll.model.scoring import score
 
-            learner = score(update.master, [ids], [1])[0].tolist()
+            learner_logprobs = score(update.master, [ids], [1])[0].tolist()
         else:
             return
         try:
-            held = self.score([ids], [1])[0].tolist()
+            engine_logprobs = self.score([ids], [1])[0].tolist()
         except EngineLost:
             raise
         except ServerError as error:  # for example, of log-probs that are no numbers
             raise NotArrived(f"update to version {update.version}: {error}") from None
-        self._verifier.check(learner, held, update.version)
+        self._verifier.check(learner_logprobs, engine_logprobs, update.version)
 
 
-def _options(
+def _serve_arguments(
     folder: Path,
     dtype: str,
     tensor_parallel: int,
@@ -354,36 +361,38 @@ def _options(
 ) -> list[str]:
     """Return the arguments of `vllm serve`. The linear layers are named, because a wrapped head
     ends vLLM at the first score on a CPU."""
-    options = ["--model", str(folder), "--served-model-name", BASE, "--dtype", dtype]
-    options += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    options += ["--skip-tokenizer-init", "--max-num-seqs", str(max_batch)]
-    options += ["--tensor-parallel-size", str(tensor_parallel)]
+    arguments = ["--model", str(folder), "--served-model-name", BASE, "--dtype", dtype]
+    arguments += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    arguments += ["--skip-tokenizer-init", "--max-num-seqs", str(max_batch)]
+    arguments += ["--tensor-parallel-size", str(tensor_parallel)]
     if gpu_memory is not None:
-        options += ["--gpu-memory-utilization", str(gpu_memory)]
+        arguments += ["--gpu-memory-utilization", str(gpu_memory)]
     if context_length is not None:
-        options += ["--max-model-len", str(context_length)]
+        arguments += ["--max-model-len", str(context_length)]
     if lora_rank is not None:
-        options += ["--enable-lora", "--max-lora-rank", str(_rank(lora_rank))]
-        options += ["--max-loras", str(ADAPTERS_TOGETHER)]
-        options += ["--lora-target-modules", *LINEARS]
+        arguments += ["--enable-lora", "--max-lora-rank", str(_supported_rank(lora_rank))]
+        arguments += ["--max-loras", str(ADAPTERS_TOGETHER)]
+        arguments += ["--lora-target-modules", *LINEARS]
     elif way == "nccl":
-        options += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
-    return options
+        arguments += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
+    return arguments
 
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.20 and newer take
 
 
-def _rank(wanted: int) -> int:
+def _supported_rank(wanted: int) -> int:
+    """Return the smallest rank that vLLM supports for adapters of the wanted rank."""
     for rank in RANKS:
         if rank >= wanted:
             return rank
     raise ValueError(f"lora_rank: vLLM holds adapters of rank {RANKS[-1]} at most, not {wanted}")
 
 
-def _kind(
+def _update_kind(
     found: ProbedVllm, model: ServedModel, lora_rank: int | None, way: Way | None
 ) -> Kind | None:
+    """Return the kind of update that vLLM takes, None for none. ValueError says what it lacks."""
     if lora_rank is not None:
         found.needs("updates of an adapter", *ADAPTERS)
         if not found.lora:

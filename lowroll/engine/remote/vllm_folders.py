@@ -24,8 +24,8 @@ from lowroll.weights.sync.update import WeightUpdate, arrivals, check_content, d
 
 
 def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
-    """Read the facts about a vLLM's model from its folder. dtype_name: that the server computes in;
-    default the folder's. ValueError as the readers of folders raise it."""
+    """Read the facts about a vLLM's model from its folder. dtype_name: the server's dtype; default
+    the folder's. ValueError as the readers of folders raise it."""
     config = read_config(folder)
     spec = read_spec(folder)
     name = dtype_name or str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -34,8 +34,8 @@ def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
         raise ValueError(f"{folder / 'config.json'}: dtype: {name} is no dtype of weights")
     weights = low_bit_format(folder) or dense.of(dtype)
     eos = {*spec.eos_ids}
-    if (folder / "tokenizer.json").is_file() and (known := eos_id(folder)) is not None:
-        eos.add(known)
+    if (folder / "tokenizer.json").is_file() and (tokenizer_eos_id := eos_id(folder)) is not None:
+        eos.add(tokenizer_eos_id)
     return ServedModel(
         vocab_size=spec.vocab_size,
         eos_ids=frozenset(eos),

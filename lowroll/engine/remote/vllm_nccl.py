@@ -76,16 +76,16 @@ class NcclTransfer:
         return tensors
 
     def send(self, tensors: Mapping[str, Tensor], dtype_name: str) -> None:
-        """Broadcast what was checked, in a dtype, to workers that draw nothing now."""
+        """Broadcast checked tensors, in a dtype, to paused workers."""
         dtype = getattr(torch, dtype_name)
         communicator = self.meet(next(iter(tensors.values())).device)
         self._order(START, {})
-        described = {
+        tensor_facts = {
             "names": list(tensors),
             "dtype_names": [dtype_name] * len(tensors),
             "shapes": [list(tensor.shape) for tensor in tensors.values()],
         }
-        answer = self._begin(UPDATE, {"update_info": described})
+        answer = self._begin(UPDATE, {"update_info": tensor_facts})
 
         def broadcast() -> None:
             for tensor in tensors.values():
@@ -105,29 +105,29 @@ class NcclTransfer:
         if self._communicator is not None:
             return self._communicator
         call = HttpCall("GET", "/get_world_size", "the number of vLLM's workers", again=True)
-        world = self._begin_call(call).result(call.deadline_s + MARGIN)["world_size"]
-        made = Communicator(int(world) + 1, device)
-        where: dict[str, Any] = {"rank_offset": 1, "world_size": made.world}
+        num_workers = self._begin_call(call).result(call.deadline_s + MARGIN)["world_size"]
+        communicator = Communicator(int(num_workers) + 1, device)
+        init_info: dict[str, Any] = {"rank_offset": 1, "world_size": communicator.world}
         if self.found.version >= ID_IN_REQUEST:
-            where["nccl_unique_id_b64"] = base64.b64encode(made.unique_id).decode()
+            init_info["nccl_unique_id_b64"] = base64.b64encode(communicator.unique_id).decode()
         else:
-            self._store, port = stored_id(made.unique_id)
-            where |= {"master_address": "127.0.0.1", "master_port": port}
-        answer = self._begin(INIT, {"init_info": where})
-        self._communicator = made
-        self._beside(answer, made.join, "meeting vLLM's workers")
-        return made
+            self._store, port = stored_id(communicator.unique_id)
+            init_info |= {"master_address": "127.0.0.1", "master_port": port}
+        answer = self._begin(INIT, {"init_info": init_info})
+        self._communicator = communicator
+        self._beside(answer, communicator.join, "meeting vLLM's workers")
+        return communicator
 
     def _beside(self, answer: Future[Any], work: Callable[[], None], what: str) -> None:
         """Do `work` while the server does its part and answers. When either fails, or takes too
         long, the other is given up."""
-        failed: list[BaseException] = []
+        errors: list[BaseException] = []
 
         def run() -> None:
             try:
                 work()
             except RuntimeError as error:
-                failed.append(error)
+                errors.append(error)
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
@@ -136,18 +136,18 @@ class NcclTransfer:
             thread.join(timeout=TURN)
             if answer.done() and answer.exception(timeout=0) is not None:
                 break
-        if failed or thread.is_alive():
+        if errors or thread.is_alive():
             self.close()
             if answer.done():
                 answer.result(timeout=0)
             answer.cancel()
-            why = str(failed[0]) if failed else f"not done within {self.deadline_s:g} s"
-            raise ServerError(f"{what}: {why}")
+            reason = str(errors[0]) if errors else f"not done within {self.deadline_s:g} s"
+            raise ServerError(f"{what}: {reason}")
         answer.result(timeout=max(TURN, end - time.monotonic()))
 
     def _begin(self, path: str, body: object) -> Future[Any]:
-        what = f"weight transfer ({path})"
-        return self._begin_call(HttpCall("POST", path, what, body, self.deadline_s))
+        label = f"weight transfer ({path})"
+        return self._begin_call(HttpCall("POST", path, label, body, self.deadline_s))
 
     def _order(self, path: str, body: object) -> None:
         self._begin(path, body).result(self.deadline_s + MARGIN)
@@ -183,8 +183,8 @@ def as_vllm_reads_it(unique_id: bytes) -> bytes:
 
 
 ID_BYTES = 128
-_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # ncclDataType_t
-_SUM = 0  # ncclRedOp_t
+_NCCL_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # ncclDataType_t
+_NCCL_SUM = 0  # ncclRedOp_t
 
 
 class UniqueId(ctypes.Structure):
@@ -208,27 +208,30 @@ class Communicator:
         return bytes(self._id)
 
     def join(self) -> None:
-        """Meet the others. vLLM's workers sum one number as they arrive, and so does this one."""
+        """Join the communicator. vLLM's workers sum one number as they join, and so does this
+        rank."""
         with torch.cuda.device(self.device):
             self._call("ncclCommInitRank", ctypes.byref(self._comm), self.world, self._id, 0)
-            one = torch.zeros(1, device=self.device)
-            here = ctypes.c_void_p(one.data_ptr())
-            self._call("ncclAllReduce", here, here, ctypes.c_size_t(1), 7, _SUM, *self._tail)
+            arrival_count = torch.zeros(1, device=self.device)
+            pointer = ctypes.c_void_p(arrival_count.data_ptr())
+            self._call(
+                "ncclAllReduce", pointer, pointer, ctypes.c_size_t(1), 7, _NCCL_SUM, *self._tail
+            )
             self._stream.synchronize()
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send a contiguous tensor of this device, on its current stream."""
-        here = ctypes.c_void_p(tensor.data_ptr())
+        pointer = ctypes.c_void_p(tensor.data_ptr())
         count = ctypes.c_size_t(tensor.numel())
         with torch.cuda.device(self.device):
-            kind = _TYPES[tensor.dtype]
-            self._call("ncclBroadcast", here, here, count, kind, 0, *self._tail)
+            nccl_type = _NCCL_TYPES[tensor.dtype]
+            self._call("ncclBroadcast", pointer, pointer, count, nccl_type, 0, *self._tail)
 
     def finish(self) -> None:
         self._stream.synchronize()
 
     def abort(self) -> None:
-        """Abort, from any thread; the communicator is gone."""
+        """Abort, from any thread. The communicator cannot be used afterwards."""
         if self._comm:
             self._nccl.ncclCommAbort(self._comm)
             self._comm = ctypes.c_void_p()
@@ -242,6 +245,7 @@ class Communicator:
         return self._comm, ctypes.c_void_p(self._stream.cuda_stream)
 
     def _call(self, name: str, *arguments: object) -> None:
+        """Call a function of NCCL. RuntimeError with NCCL's reason."""
         status = getattr(self._nccl, name)(*arguments)
         if status:
             reason = self._nccl.ncclGetErrorString(status).decode()

@@ -66,15 +66,15 @@ class ProbedVllm:
 
 
 async def probe(http: HttpClient) -> ProbedVllm:
-    """Probe a vLLM. ValueError names what rollouts cannot do without; ServerError as any request."""
-    version = _version(await http.get("/version", "the version of vLLM"))
-    described = await http.get("/openapi.json", "vLLM's description of its routes")
-    paths = _keys(described, "paths")
-    fields = _keys(described, "components", "schemas", "CompletionRequest", "properties")
+    """Probe a vLLM. ValueError names what it lacks for rollouts; ServerError as any request."""
+    version = _parse_version(await http.get("/version", "the version of vLLM"))
+    openapi = await http.get("/openapi.json", "vLLM's description of its routes")
+    paths = _keys_at(openapi, "paths")
+    fields = _keys_at(openapi, "components", "schemas", "CompletionRequest", "properties")
     name = "vLLM " + ".".join(map(str, version))
-    if lacking := [field for field in FIELDS if field not in fields]:
-        raise ValueError(f"{name}: {PATH} does not take {', '.join(lacking)}")
-    model, root, length = _served(await http.get("/v1/models", "the list of models"))
+    if missing_fields := [field for field in FIELDS if field not in fields]:
+        raise ValueError(f"{name}: {PATH} does not take {', '.join(missing_fields)}")
+    model, root, length = _base_model(await http.get("/v1/models", "the list of models"))
     return ProbedVllm(
         version=version,
         model=model,
@@ -87,45 +87,52 @@ async def probe(http: HttpClient) -> ProbedVllm:
     )
 
 
-def _version(answer: Any) -> tuple[int, ...]:
-    told = answer if isinstance(answer, dict) else {}
-    if told.get("server") == "lowroll":
+def _parse_version(answer: Any) -> tuple[int, ...]:
+    """Parse the answer of /version. ValueError for another server, or a vLLM that is too old."""
+    fields = answer if isinstance(answer, dict) else {}
+    if fields.get("server") == "lowroll":
         raise ValueError("url: a lowroll server answers there, and no vLLM")
-    text = told.get("version")
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text) if isinstance(text, str) else None
-    if found is None:
+    text = fields.get("version")
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text) if isinstance(text, str) else None
+    if match is None:
         raise ValueError(f"version: {printable(repr(answer), 200)} is no version of vLLM")
-    version = tuple(int(part) for part in found.groups() if part is not None)
+    version = tuple(int(part) for part in match.groups() if part is not None)
     if version < OLDEST:
         raise ValueError(f"version: vLLM {text} is older than {'.'.join(map(str, OLDEST))}")
     return version
 
 
-def _keys(described: Any, *names: str) -> set[str]:
+def _keys_at(described: Any, *names: str) -> set[str]:
+    """Return the keys of the object at a path into the description; none where it is missing."""
     for name in names:
         described = described.get(name, {}) if isinstance(described, dict) else {}
     return set(described) if isinstance(described, dict) else set()
 
 
-def _served(answer: Any) -> tuple[str, str, int]:
+def _base_model(answer: Any) -> tuple[str, str, int]:
     """Return (name, folder, context length) of the base model."""
     try:
-        base = next(one for one in answer["data"] if one.get("parent") is None)
-        model, root, length = base["id"], base["root"], base["max_model_len"]
+        base_card = next(
+            model_card for model_card in answer["data"] if model_card.get("parent") is None
+        )
+        model, root, length = base_card["id"], base_card["root"], base_card["max_model_len"]
     except (KeyError, TypeError, AttributeError, StopIteration):
         raise ServerError(f"the list of models: {printable(repr(answer), 200)}") from None
     if type(model) is not str or type(root) is not str or type(length) is not int or length < 2:
-        raise ServerError(f"the list of models: {printable(repr(base), 200)}")
+        raise ServerError(f"the list of models: {printable(repr(base_card), 200)}")
     return model, root, length
 
 
 async def _is_processed(http: HttpClient, model: str) -> bool:
     """Return whether log-probs are those after temperature and top-k: then the two tokens that are
     left have all the mass, and are half as far apart at temperature 2 as at 1."""
-    plain = await _two_likeliest(http, model, 1.0, 0)
-    hot = await _two_likeliest(http, model, HOTTEST, 2)
-    mass = sum(math.exp(one) for one in hot)
-    return abs(mass - 1) < 1e-3 and hot[1] - hot[0] < 0.75 * (plain[1] - plain[0]) + 1e-3
+    full_pair = await _two_likeliest(http, model, 1.0, 0)
+    top_k_pair = await _two_likeliest(http, model, HOTTEST, 2)
+    mass = sum(math.exp(logprob) for logprob in top_k_pair)
+    return (
+        abs(mass - 1) < 1e-3
+        and top_k_pair[1] - top_k_pair[0] < 0.75 * (full_pair[1] - full_pair[0]) + 1e-3
+    )
 
 
 async def _two_likeliest(
@@ -143,21 +150,24 @@ async def _two_likeliest(
         "return_tokens_as_token_ids": True,
         "ignore_eos": True,
     }
-    what = "the probe of log-probs"
-    answer = await http.answer(HttpCall("POST", PATH, what, body, 120.0, again=True))
+    label = "the probe of log-probs"
+    answer = await http.answer(HttpCall("POST", PATH, label, body, 120.0, again=True))
     try:
-        top = answer["choices"][0]["logprobs"]["top_logprobs"][0]
-        first, second = sorted(float(one) for one in top.values())[-2:]
+        logprobs_by_token = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+        second_largest, largest = sorted(float(logprob) for logprob in logprobs_by_token.values())[
+            -2:
+        ]
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-        raise ServerError(f"{what}: {printable(repr(answer), 200)}") from None
-    return [first, second]
+        raise ServerError(f"{label}: {printable(repr(answer), 200)}") from None
+    return [second_largest, largest]
 
 
 async def _on_cpu(http: HttpClient) -> bool | None:
+    """Return whether vLLM computes on a CPU; None when it does not say."""
     info = await http.get("/server_info?config_format=text", "vLLM's settings")
     text = str(info.get("vllm_config", "")) if isinstance(info, dict) else ""
-    found = re.search(r"device_config=(\w+)", text)
-    return None if found is None else found[1] == "cpu"
+    match = re.search(r"device_config=(\w+)", text)
+    return None if match is None else match[1] == "cpu"
 
 
 async def _takes_adapters(http: HttpClient) -> bool:

@@ -1,5 +1,5 @@
 """A vLLM server as a child: in a process group of its own, with a Unix socket in a private folder,
-and gone when this process is.
+and ended with this process.
 
 No port, because vLLM's control routes (`VLLM_SERVER_DEV_MODE`) need no token, and on loopback every
 user of the machine could call them.
@@ -26,7 +26,7 @@ from lowroll.engine.remote.http_client import EngineLost
 from lowroll.types import printable
 
 REAPER = Path(__file__).with_name("vllm_reaper.py")
-ENDING = 15.0  # seconds: the reaper's grace, and some
+ENDING = 15.0  # seconds: the reaper's grace with a margin
 TELLING = 15.0  # seconds between two lines about a start, which takes a minute or more
 PASSED = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "HF_HOME", "XDG_CACHE_HOME", "OMP_NUM_THREADS")
 PREFIXES = ("VLLM_", "NCCL_", "TRITON_", "TORCH")
@@ -63,7 +63,7 @@ class VllmProcess:
     ) -> None:
         self.log = log
         if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="lowroll-vllm-", dir=_short_temporary()))
+            folder = Path(tempfile.mkdtemp(prefix="lowroll-vllm-", dir=_short_temporary_folder()))
         else:
             _make_private(folder)
         self.folder = folder
@@ -72,13 +72,13 @@ class VllmProcess:
         command = [python, "-P", str(REAPER), *arguments, "--uds", str(self.folder / "socket")]
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with log.open("ab") as out:
-                self._began = out.tell()
+            with log.open("ab") as log_file:
+                self._began = log_file.tell()
                 self.child = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
-                    stdout=out,
-                    stderr=out,
+                    stdout=log_file,
+                    stderr=log_file,
                     env={
                         **_environment(site or os.environ.get("LOWROLL_VLLM_PATH"), devices),
                         "VLLM_RPC_BASE_PATH": str(folder),  # sockets that it leaves behind
@@ -95,24 +95,24 @@ class VllmProcess:
     def wait_ready(self, deadline_s: float, tell: Callable[[str], object]) -> None:
         """Wait until it accepts connections. tell: called now and then with the state of the wait.
         EngineLost with the last error of its log."""
-        began = told = time.monotonic()
-        end = began + deadline_s
+        began_at = told_at = time.monotonic()
+        end = began_at + deadline_s
         tell(f"starting vLLM, which takes a minute or more; what it says: {self.log}")
         while (now := time.monotonic()) < end:
-            if now - told >= TELLING:
-                told = now
-                tell(f"vLLM is starting: {now - began:.0f} s of {deadline_s:g} at most")
-            if (why := self.lost()) is not None:
+            if now - told_at >= TELLING:
+                told_at = now
+                tell(f"vLLM is starting: {now - began_at:.0f} s of {deadline_s:g} at most")
+            if (reason := self.lost()) is not None:
                 self.close()
-                raise EngineLost(f"vLLM did not start: {why}")
+                raise EngineLost(f"vLLM did not start: {reason}")
             if _accepts(self.folder / "socket"):
-                tell(f"vLLM answers after {now - began:.0f} s")
+                tell(f"vLLM answers after {now - began_at:.0f} s")
                 return
             time.sleep(0.1)
-        last = last_error(self.log, self._began)
+        error_text = last_error(self.log, self._began)
         self.close()
         raise EngineLost(
-            f"vLLM was not ready within {deadline_s:g} s; the end of {self.log}: {last}"
+            f"vLLM was not ready within {deadline_s:g} s; the end of {self.log}: {error_text}"
         )
 
     def lost(self) -> str | None:
@@ -138,17 +138,18 @@ class VllmProcess:
 
 
 def _environment(site: str | None, devices: str | None) -> Mapping[str, str]:
-    named = [name for name in os.environ if name.startswith(PREFIXES)]
-    kept = machine.kept_env(*PASSED, *named)
-    kept.pop("VIRTUAL_ENV", None)  # it has an environment of its own
-    kept |= {name: value for name, value in UNLESS_SET.items() if name not in kept}
-    kept |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-    return kept | ALWAYS | ({} if site is None else {"PYTHONPATH": site})
+    """Return the environment of the process: what is passed on, and vLLM's own settings."""
+    prefixed_names = [name for name in os.environ if name.startswith(PREFIXES)]
+    environment = machine.kept_env(*PASSED, *prefixed_names)
+    environment.pop("VIRTUAL_ENV", None)  # it has an environment of its own
+    environment |= {name: value for name, value in UNLESS_SET.items() if name not in environment}
+    environment |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+    return environment | ALWAYS | ({} if site is None else {"PYTHONPATH": site})
 
 
 def lasting_folder(of: str) -> Path:
     name = hashlib.sha256(f"{os.getuid()} {of}".encode()).hexdigest()[:16]
-    return Path(_short_temporary() or tempfile.gettempdir()) / f"lowroll-vllm-{name}"
+    return Path(_short_temporary_folder() or tempfile.gettempdir()) / f"lowroll-vllm-{name}"
 
 
 def _make_private(folder: Path) -> None:
@@ -156,19 +157,20 @@ def _make_private(folder: Path) -> None:
     when it is somebody else's."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ValueError(f"{folder}: it is no folder that this user alone can open; remove it")
     (folder / "socket").unlink(missing_ok=True)
 
 
-def _short_temporary() -> str | None:
+def _short_temporary_folder() -> str | None:
     """Return a folder short enough for a socket's path, of 107 bytes at most, whatever TMPDIR is;
     None for the usual place."""
     return None if len(tempfile.gettempdir()) < 60 else "/tmp"
 
 
 def _accepts(path: Path) -> bool:
+    """Return whether a process accepts connections on the socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:

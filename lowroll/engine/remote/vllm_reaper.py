@@ -22,8 +22,8 @@ def main() -> None:
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *sys.argv[1:]]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     while child.poll() is None:
-        readable, _, _ = select.select([0], [], [], LOOK)
-        if readable and not os.read(0, 1):
+        readable_files, _, _ = select.select([0], [], [], LOOK)
+        if readable_files and not os.read(0, 1):
             child.terminate()
             try:
                 child.wait(timeout=GRACE)

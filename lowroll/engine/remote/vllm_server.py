@@ -6,7 +6,7 @@ Where vLLM differs from lowroll's engine, the client adapts, or refuses by name:
                    the digest of both (`request.noise_key`). The tokens repeat; they are not those
                    of lowroll's own engine.
     end            the model's end-of-sequence ids are sent as stop ids with every request, so that
-                   no file beside the model adds any or takes one away
+                   no other file of the model's folder adds or removes any
     vocabulary     both engines and the learner normalise over all `vocab_size` logits, rows that
                    pad the tokenizer's included: such an id may be drawn, and its log-prob is right
     min-p          vLLM cuts by min-p before top-p, lowroll after it: both together are refused
@@ -66,7 +66,7 @@ MOST_CONFIG = 64 << 20  # bytes of a model's small files
 DENSE = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 BITS = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0}
 SEEDS = 2**62  # vLLM adds the number of the sample to the seed
-_SERIES = re.compile(r"^vllm:(\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_METRIC_LINE = re.compile(r"^vllm:(\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -118,11 +118,11 @@ class VllmServer(EngineServer):
     async def meet(cls, http: HttpClient, model: str | None, folder: Path | None) -> VllmServer:
         """Probe a vLLM of a pool. ValueError names what it lacks, or what of its model cannot be
         read here."""
-        found = await probe(http)
-        if model not in (None, found.model):
-            raise ValueError(f"model: {http.url} serves {found.model}, and not {model}")
-        served = read_served(model_folder(http.url, folder or found.root), http.url)
-        return cls(http, found, served, None, found.lora)
+        probed = await probe(http)
+        if model not in (None, probed.model):
+            raise ValueError(f"model: {http.url} serves {probed.model}, and not {model}")
+        served = read_served(model_folder(http.url, folder or probed.root), http.url)
+        return cls(http, probed, served, None, probed.lora)
 
     def check_fields(self, request: Request) -> None:
         """Raise ValueError that names a field that vLLM would not treat as lowroll does."""
@@ -145,8 +145,8 @@ class VllmServer(EngineServer):
             raise ValueError("min_p: vLLM cuts by it before top_p, and lowroll after; use one")
 
     def stop_ids(self, request: Request) -> list[int]:
-        own = set() if request.ignore_eos else self.served.eos_ids
-        return sorted({*request.stop_ids, *own})
+        model_eos_ids = set() if request.ignore_eos else self.served.eos_ids
+        return sorted({*request.stop_ids, *model_eos_ids})
 
     def body(self, request: Request) -> dict[str, Any]:
         seed = noise_key(request, 0) % SEEDS
@@ -172,21 +172,24 @@ class VllmServer(EngineServer):
 
     def stats(self, metrics: str) -> EngineStats:
         """Parse vLLM's /metrics, summed over its engines."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         labels: dict[str, str] = {}
-        for name, inside, value in _SERIES.findall(metrics):
-            found[name] = found.get(name, 0.0) + float(value)
+        for name, label_text, value in _METRIC_LINE.findall(metrics):
+            values[name] = values.get(name, 0.0) + float(value)
             if name == "cache_config_info":
-                labels = dict(_LABEL.findall(inside))
-        blocks, block = _int(labels.get("num_gpu_blocks")), _int(labels.get("block_size"))
+                labels = dict(_LABEL.findall(label_text))
+        num_blocks, block_size = (
+            _int_or_zero(labels.get("num_gpu_blocks")),
+            _int_or_zero(labels.get("block_size")),
+        )
         return EngineStats(
             weights=self.behavior.weights,
             weight_bits=self.weight_bits,
-            cache_tokens=blocks * block,
-            prefix_hits=int(found.get("prefix_cache_hits_total", 0)) // max(block, 1),
-            running=int(found.get("num_requests_running", 0)),
-            waiting=int(found.get("num_requests_waiting", 0)),
-            tokens=int(found.get("generation_tokens_total", 0)),
+            cache_tokens=num_blocks * block_size,
+            prefix_hits=int(values.get("prefix_cache_hits_total", 0)) // max(block_size, 1),
+            running=int(values.get("num_requests_running", 0)),
+            waiting=int(values.get("num_requests_waiting", 0)),
+            tokens=int(values.get("generation_tokens_total", 0)),
         )
 
     async def health(self, deadline_s: float) -> str:
@@ -208,10 +211,10 @@ class VllmServer(EngineServer):
             await self._take_model(broadcast, deadline_s)
         else:
             raise ServerError(f"{broadcast.path.name}: vLLM takes no broadcast of {broadcast.kind}")
-        held = HeldPolicy(broadcast.version, frozenset({broadcast.digest}))
+        held_policy = HeldPolicy(broadcast.version, frozenset({broadcast.digest}))
         span = PolicySpan(broadcast.version, broadcast.digest)
         self.behavior = BehaviorTag((span,), weights=self.behavior.weights)
-        return held
+        return held_policy
 
     async def pause(self, mode: str, deadline_s: float) -> None:
         """Stop drawing, as `VllmEngine.pause`."""
@@ -230,8 +233,8 @@ class VllmServer(EngineServer):
         await self.ask("POST", ADAPTERS[1], f"unloading adapter {name}", deadline_s, body)
 
     async def reload(self, folder: Path, what: str, deadline_s: float) -> None:
-        """Load all weights from a folder, after what is in flight has ended, and forget the prefix
-        cache. After a failure it stays paused."""
+        """Load all weights from a folder, after the requests in flight have ended, and forget the
+        prefix cache. After a failure it stays paused."""
         await self.pause("wait", deadline_s)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self.ask("POST", "/collective_rpc", what, deadline_s, body)
@@ -250,28 +253,31 @@ class VllmServer(EngineServer):
     async def _take_adapter(
         self, broadcast: Published, deadline_s: float, in_use: Set[str]
     ) -> None:
+        """Load the broadcast's adapter, and unload those that no request uses."""
         self._needs("updates of an adapter", *ADAPTERS)
         if not self.found.lora:
             raise ServerError(f"{self.http.url}: {self.found.shown} runs without --enable-lora")
         name = f"{NAME}{broadcast.version}-{broadcast.digest[:12]}"
-        loaded = await self._loaded()
-        if name not in loaded:
+        loaded_names = await self._loaded()
+        if name not in loaded_names:
             await self.load_adapter(name, broadcast.path.resolve(), deadline_s)
         self.model = name
-        for old in loaded - in_use - {name}:
+        for old_name in loaded_names - in_use - {name}:
             with suppress(ServerError):  # it may be gone
-                await self.unload_adapter(old, deadline_s)
+                await self.unload_adapter(old_name, deadline_s)
 
     async def _loaded(self) -> set[str]:
+        """Return the names of the adapters that the server has loaded for us."""
         call = HttpCall("GET", "/v1/models", "the list of models", deadline_s=CONTROL_S)
         answer = await self.http.answer(call)
         try:
-            names = {str(one["id"]) for one in answer["data"]}
+            names = {str(model_card["id"]) for model_card in answer["data"]}
         except (KeyError, TypeError):
             raise ServerError(f"{call.what}: {printable(repr(answer), 200)}") from None
         return {name for name in names if name.startswith(NAME)}
 
     async def _take_model(self, broadcast: Published, deadline_s: float) -> None:
+        """Load all weights from the broadcast's folder."""
         self._needs("updates of all weights", *RELOAD)
         if self.served.tied and self.found.cpu is not False:
             raise ServerError(
@@ -282,13 +288,14 @@ class VllmServer(EngineServer):
         self.model = self.found.model
 
     def _needs(self, what: str, *paths: str) -> None:
+        """Raise ServerError when the server lacks a route."""
         try:
             self.found.needs(what, *paths)
         except ValueError as error:
             raise ServerError(f"{self.http.url}: {error}") from None
 
 
-def _int(text: str | None) -> int:
+def _int_or_zero(text: str | None) -> int:
     return int(text) if text is not None and text.isdecimal() else 0
 
 
@@ -296,45 +303,48 @@ def model_folder(url: str, named: str | Path) -> Path:
     """Return the folder on this machine that holds the model of a server. ValueError when it is not
     readable here."""
     try:
-        place = resolve(named, weights=False, connect=False).resolve()
+        folder = resolve(named, weights=False, connect=False).resolve()
     except ValueError:
-        place = Path(named)
-    if not (place / "config.json").is_file():
+        folder = Path(named)
+    if not (folder / "config.json").is_file():
         raise ValueError(
             f"folder: {printable(named)}, which vLLM at {printable(url)} serves, is not readable "
             f"here; name the model's folder on this machine"
         )
-    return place
+    return folder
 
 
 def read_served(place: Path, url: str) -> ServedModel:
     """Read the facts about a served model from its folder, without torch. ValueError names what
     cannot be read."""
-    config = _json(place / "config.json", url)
+    config = _read_json(place / "config.json", url)
     vocab_size = config.get("vocab_size")
     if type(vocab_size) is not int:
         raise ValueError(f"{printable(place / 'config.json')}: vocab_size: expected a number")
-    weights = _weights(config)
+    weights = _weight_format(config)
     return ServedModel(
         vocab_size=vocab_size,
         eos_ids=_eos_ids(config, place),
         tied=bool(config.get("tie_word_embeddings", False)),
-        dtype=_dtype(config),
+        dtype=_dtype_name(config),
         weights=weights,
         weight_bits=BITS.get(weights, 0.0),
     )
 
 
-def _dtype(config: dict[str, Any]) -> str:
-    stated = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    return stated.removeprefix("torch.")
+def _dtype_name(config: dict[str, Any]) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return name.removeprefix("torch.")
 
 
-def _weights(config: dict[str, Any]) -> str:
-    stored = config.get("quantization_config")
-    if isinstance(stored, dict):
-        return printable(stored.get("format") or stored.get("quant_method") or "quantized", 80)
-    name = _dtype(config)
+def _weight_format(config: dict[str, Any]) -> str:
+    """Return the name of the weights' format, dense or quantized."""
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, dict):
+        return printable(
+            quantization.get("format") or quantization.get("quant_method") or "quantized", 80
+        )
+    name = _dtype_name(config)
     return DENSE.get(name, printable(name, 80))
 
 
@@ -342,39 +352,46 @@ def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
     """Return the end-of-sequence ids of the config, of generation_config.json (vLLM reads it too),
     and of the tokenizer where its files state one."""
     ids: set[int] = set()
-    for said in (config, _json_or_nothing(place / "generation_config.json")):
-        stated = said.get("eos_token_id")
+    for config_part in (config, _read_json_or_empty(place / "generation_config.json")):
+        eos_value = config_part.get("eos_token_id")
         ids |= {
-            one for one in (stated if isinstance(stated, list) else [stated]) if type(one) is int
+            entry
+            for entry in (eos_value if isinstance(eos_value, list) else [eos_value])
+            if type(entry) is int
         }
     try:
-        token = _json(place / "tokenizer_config.json", "")["eos_token"]
+        token = _read_json(place / "tokenizer_config.json", "")["eos_token"]
         token = token["content"] if isinstance(token, dict) else token
-        added = _json(place / "tokenizer.json", "")["added_tokens"]
-        ids |= {one["id"] for one in added if one["content"] == token and type(one["id"]) is int}
+        added_tokens = _read_json(place / "tokenizer.json", "")["added_tokens"]
+        ids |= {
+            entry["id"]
+            for entry in added_tokens
+            if entry["content"] == token and type(entry["id"]) is int
+        }
     except (ValueError, KeyError, TypeError):
         pass  # no tokenizer, or one without an end token
     return frozenset(ids)
 
 
-def _json_or_nothing(path: Path) -> dict[str, Any]:
-    """Read a JSON file, {} when it is missing or broken: the server has read it, and reports
-    errors."""
+def _read_json_or_empty(path: Path) -> dict[str, Any]:
+    """Read a JSON object; return {} when the file is missing or broken, since the server itself
+    reports errors."""
     try:
-        return _json(path, "")
+        return _read_json(path, "")
     except ValueError:
         return {}
 
 
-def _json(path: Path, url: str) -> dict[str, Any]:
+def _read_json(path: Path, url: str) -> dict[str, Any]:
+    """Read a JSON object. ValueError when the file is missing or broken."""
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(MOST_CONFIG))
+            parsed = json.loads(file.read(MOST_CONFIG))
     except (OSError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise ValueError(
             f"folder: {printable(path)} of the model that vLLM at {url} serves is not readable "
             f"here; name the model's folder on this machine"
         )
-    return found
+    return parsed

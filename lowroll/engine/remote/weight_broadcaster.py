@@ -42,36 +42,37 @@ class WeightBroadcaster:
     async def update(self, broadcast: Published, superseded: Callable[[], bool]) -> bool:
         """Have engines draw from a broadcast, as `EnginePool.update`. Return whether it replaces a
         version that is newer or has the same name."""
-        known = self.versions
-        if broadcast == known.newest and known.settled.is_set():
+        versions = self.versions
+        if broadcast == versions.newest and versions.settled.is_set():
             return False
         ready = [replica for replica in self.replicas if replica.state == "ready"]
-        back = known.begin(broadcast)
-        known.broadcasting = bool(ready)
+        is_replacement = versions.begin(broadcast)
+        versions.broadcasting = bool(ready)
         try:
-            taken, gone = await self._tell(ready, broadcast, superseded)
-            if taken:
-                held = agreed(taken)
+            policies_by_url, is_superseded = await self._tell(ready, broadcast, superseded)
+            if policies_by_url:
+                agreed_policy = agreed(policies_by_url)
                 for replica in ready:
-                    if taken.get(replica.url, held) != held:
+                    if policies_by_url.get(replica.url, agreed_policy) != agreed_policy:
                         replica.mark_unhealthy(
                             "its weights have another digest than those of most engines"
                         )
-                known.settle(held)
+                versions.settle(agreed_policy)
         except Disagreement as error:
             raise ServerError(str(error)) from None
         finally:
-            known.broadcasting = False
-        if gone:
+            versions.broadcasting = False
+        if is_superseded:
             raise Superseded(broadcast.path.name)
         await self._until_taken(broadcast, superseded)
-        return back
+        return is_replacement
 
     async def _until_taken(self, broadcast: Published, superseded: Callable[[], bool]) -> None:
-        known, options = self.versions, self.options
+        """Wait until an engine that connects later has taken the version."""
+        versions, options = self.versions, self.options
         name, clock = broadcast.path.name, asyncio.get_running_loop().time
-        end, remind = clock() + options.start_s, clock() + options.silent_s
-        while not await happens_within(known.settled, min(LOOK_S, max(0.0, end - clock()))):
+        end, remind_at = clock() + options.start_s, clock() + options.silent_s
+        while not await happens_within(versions.settled, min(LOOK_S, max(0.0, end - clock()))):
             now = clock()
             if now >= end:
                 raise ServerError(
@@ -79,8 +80,8 @@ class WeightBroadcaster:
                 )
             if superseded():
                 raise Superseded(name)
-            if now >= remind:
-                remind = now + options.silent_s
+            if now >= remind_at:
+                remind_at = now + options.silent_s
                 log.warning(
                     "no engine has taken %s yet: %s. Waiting for one, %.0f s more at most",
                     name,
@@ -91,42 +92,49 @@ class WeightBroadcaster:
     async def _tell(
         self, ready: list[Replica], broadcast: Published, superseded: Callable[[], bool]
     ) -> tuple[dict[str, HeldPolicy], bool]:
-        """Return what each acknowledges, and whether one did not find the version any more. Others
-        that cannot take it are evicted; those that need longer than twice the time of the first
-        finish in the background (`_await_late`)."""
+        """Have all engines take the version in parallel. Return the policy that each acknowledges,
+        and whether a newer version replaced this one. Engines that cannot take it are evicted;
+        those that need longer than twice the time of the first finish in the background
+        (`_await_late`)."""
         loop = asyncio.get_running_loop()
-        asked = {asyncio.ensure_future(replica.take(broadcast)): replica for replica in ready}
-        taken: dict[str, HeldPolicy] = {}
-        gone = False
-        pending = set(asked)
-        began = loop.time()
-        end = began + self.options.update_s
-        while pending and (left := end - loop.time()) > 0:
+        replicas_by_task = {
+            asyncio.ensure_future(replica.take(broadcast)): replica for replica in ready
+        }
+        policies_by_url: dict[str, HeldPolicy] = {}
+        is_superseded = False
+        pending = set(replicas_by_task)
+        began_at = loop.time()
+        end = began_at + self.options.update_s
+        while pending and (seconds_left := end - loop.time()) > 0:
             done, pending = await asyncio.wait(
-                pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                pending, timeout=seconds_left, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
-                replica = asked[task]
+                replica = replicas_by_task[task]
                 try:
-                    taken[replica.url] = await task
+                    policies_by_url[replica.url] = await task
                     now = loop.time()
-                    end = min(end, now + max(ABREAST_S, now - began))
+                    end = min(end, now + max(ABREAST_S, now - began_at))
                 except ServerError as error:
                     if error.status == GONE and superseded():
-                        gone = True
+                        is_superseded = True
                     else:
                         replica.mark_unhealthy(f"it did not take {broadcast.path.name}: {error}")
-        if taken:
+        if policies_by_url:
             grace = self._grace(ready)
             for task in pending:
-                late = asyncio.ensure_future(self._await_late(asked[task], task, broadcast, grace))
-                self._late.add(late)
-                late.add_done_callback(self._late.discard)
+                late_task = asyncio.ensure_future(
+                    self._await_late(replicas_by_task[task], task, broadcast, grace)
+                )
+                self._late.add(late_task)
+                late_task.add_done_callback(self._late.discard)
         else:
             for task in pending:
                 task.cancel()
-                asked[task].mark_unhealthy(f"it has not taken {broadcast.path.name} in time")
-        return taken, gone
+                replicas_by_task[task].mark_unhealthy(
+                    f"it has not taken {broadcast.path.name} in time"
+                )
+        return policies_by_url, is_superseded
 
     async def _await_late(
         self,
@@ -135,9 +143,10 @@ class WeightBroadcaster:
         broadcast: Published,
         seconds: float,
     ) -> None:
+        """Wait for an engine that takes longer than the others; mark it unhealthy when it fails."""
         try:
             async with asyncio.timeout(seconds):
-                held = await task
+                held_policy = await task
         except TimeoutError:
             replica.mark_unhealthy(
                 f"it had not taken {broadcast.path.name} {seconds:g} s after the others"
@@ -146,7 +155,7 @@ class WeightBroadcaster:
         except ServerError as error:
             replica.mark_unhealthy(f"it did not take {broadcast.path.name}: {error}")
             return
-        if broadcast == self.versions.newest and not self.versions.agrees(held):
+        if broadcast == self.versions.newest and not self.versions.agrees(held_policy):
             replica.mark_unhealthy(
                 "its weights have another digest than those of the other engines"
             )
@@ -155,5 +164,7 @@ class WeightBroadcaster:
     def _grace(self, replicas: list[Replica]) -> float:
         """Return the seconds for the others after the first has the weights: some finish their
         requests first."""
-        drains = any(m.server is not None and not m.server.in_flight for m in replicas)
-        return max(self.options.silent_s, self.options.timeout_s if drains else 0.0)
+        any_drains = any(
+            replica.server is not None and not replica.server.in_flight for replica in replicas
+        )
+        return max(self.options.silent_s, self.options.timeout_s if any_drains else 0.0)
