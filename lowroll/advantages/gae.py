@@ -69,18 +69,20 @@ def whiten(advantages: Sequence[Sequence[float]], masks: Sequence[Mask]) -> list
     """
     if [len(row) for row in advantages] != [len(mask) for mask in masks]:
         raise ValueError("masks: their lengths differ from those of the advantages")
-    active = [
+    unmasked = [
         a
         for row, mask in zip(advantages, masks, strict=True)
         for a, m in zip(row, mask, strict=True)
         if m
     ]
-    if not all(map(math.isfinite, active)):
+    if not all(map(math.isfinite, unmasked)):
         raise ValueError("advantages: an unmasked entry is not finite")
     mean = scale = 0.0
-    if len(active) > 1 and min(active) != max(active):
-        mean = math.fsum(active) / len(active)
-        scale = 1 / math.sqrt(math.fsum((a - mean) ** 2 for a in active) / (len(active) - 1) + 1e-8)
+    if len(unmasked) > 1 and min(unmasked) != max(unmasked):
+        mean = math.fsum(unmasked) / len(unmasked)
+        scale = 1 / math.sqrt(
+            math.fsum((a - mean) ** 2 for a in unmasked) / (len(unmasked) - 1) + 1e-8
+        )
     return [
         [(a - mean) * scale if m else 0.0 for a, m in zip(row, mask, strict=True)]
         for row, mask in zip(advantages, masks, strict=True)

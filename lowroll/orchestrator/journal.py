@@ -53,7 +53,7 @@ def read(path: Path) -> tuple[list[Event], int]:
         try:
             if number == len(lines):
                 raise ValueError("torn: no newline at its end")
-            events.append(_event(line, number))
+            events.append(_parse_event(line, number))
         except ValueError as error:
             if is_last:
                 break
@@ -62,15 +62,15 @@ def read(path: Path) -> tuple[list[Event], int]:
     return events, length
 
 
-def _event(line: bytes, number: int) -> Event:
-    content, has_sum = unseal(line, number)
-    if not has_sum:
+def _parse_event(line: bytes, number: int) -> Event:
+    content, has_checksum = unseal(line, number)
+    if not has_checksum:
         raise ValueError("damaged: no checksum")
-    found = json.loads(content)
-    fields = FIELDS.get(str(found.get("event"))) if isinstance(found, dict) else None
-    if fields is None or set(found) != {"event", *fields}:
+    event = json.loads(content)
+    fields = FIELDS.get(str(event.get("event"))) if isinstance(event, dict) else None
+    if fields is None or set(event) != {"event", *fields}:
         raise ValueError("no event of a ledger")
-    return found
+    return event
 
 
 class Journal:

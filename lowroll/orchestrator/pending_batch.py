@@ -73,15 +73,15 @@ class PendingBatch:
     def fall_back(self, count: int) -> None:
         """Keep the first `count` groups that were dropped for their rewards."""
         self.kept = self.without_signal[:count]
-        taken = {id(group) for group in self.kept}
-        self.dropped = [drop for drop in self.dropped if id(drop.group) not in taken]
+        kept_ids = {id(group) for group in self.kept}
+        self.dropped = [drop for drop in self.dropped if id(drop.group) not in kept_ids]
 
     def samples(self) -> list[Sample]:
         """Number the kept groups and return their samples."""
         for index, group in enumerate(self.kept):
-            other = None if group.temperature == self.temperature else group.temperature
+            own_temperature = None if group.temperature == self.temperature else group.temperature
             for sample in group.samples:
-                sample.group, sample.temperature = index, other
+                sample.group, sample.temperature = index, own_temperature
         return [sample for group in self.kept for sample in group.samples]
 
     def rollouts(self) -> list[Rollout]:

@@ -84,8 +84,8 @@ class Settings:
         )
         multiple = f"a multiple of rollouts_per_example={group_size}"
         self._require("batch_size", self.batch_size % group_size == 0, multiple)
-        known = sorted([*TABLE, "custom"])
-        self._require("advantage", self.advantage in known, f"one of {known}")
+        advantages = sorted([*TABLE, "custom"])
+        self._require("advantage", self.advantage in advantages, f"one of {advantages}")
         self._require(
             "estimator",
             (self.estimator is not None) == (self.advantage == "custom"),
