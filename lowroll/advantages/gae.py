@@ -54,10 +54,10 @@ def gae(
 
 def place(reward: float, mask: Mask) -> list[float]:
     """Return a response's token rewards: its score on the last unmasked token, else 0.0."""
-    last = max((t for t, m in enumerate(mask) if m), default=-1)
+    last_index = max((t for t, m in enumerate(mask) if m), default=-1)
     rewards = [0.0] * len(mask)
-    if last >= 0:
-        rewards[last] = reward
+    if last_index >= 0:
+        rewards[last_index] = reward
     return rewards
 
 
@@ -67,12 +67,12 @@ def whiten(advantages: Sequence[Sequence[float]], masks: Sequence[Mask]) -> list
 
     ValueError for lengths that differ or a non-finite entry.
     """
-    if [len(row) for row in advantages] != [len(mask) for mask in masks]:
+    if [len(response) for response in advantages] != [len(mask) for mask in masks]:
         raise ValueError("masks: their lengths differ from those of the advantages")
     unmasked = [
         a
-        for row, mask in zip(advantages, masks, strict=True)
-        for a, m in zip(row, mask, strict=True)
+        for response, mask in zip(advantages, masks, strict=True)
+        for a, m in zip(response, mask, strict=True)
         if m
     ]
     if not all(map(math.isfinite, unmasked)):
@@ -84,6 +84,6 @@ def whiten(advantages: Sequence[Sequence[float]], masks: Sequence[Mask]) -> list
             math.fsum((a - mean) ** 2 for a in unmasked) / (len(unmasked) - 1) + 1e-8
         )
     return [
-        [(a - mean) * scale if m else 0.0 for a, m in zip(row, mask, strict=True)]
-        for row, mask in zip(advantages, masks, strict=True)
+        [(a - mean) * scale if m else 0.0 for a, m in zip(response, mask, strict=True)]
+        for response, mask in zip(advantages, masks, strict=True)
     ]

@@ -101,11 +101,13 @@ TABLE: dict[str, Estimator] = {
 
 
 def _centre(scored: list[float]) -> list[float]:
+    """Return the rewards less their mean."""
     mean = math.fsum(scored) / len(scored)
     return [r - mean for r in scored]
 
 
 def _check_rewards(rewards: Rewards) -> None:
+    """Raise ValueError for an empty group or a reward that is not finite."""
     if not rewards:
         raise ValueError("rewards: the group is empty")
     for index, r in enumerate(rewards):

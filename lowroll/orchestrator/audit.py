@@ -89,12 +89,14 @@ class Audit:
         ]
 
     def _begin(self, event: Event) -> None:
+        """Restart with the open groups of a `begun` event."""
         self.states = dict.fromkeys(event["open"], "planned")
         self.batches = {}
         self.consumed = event["step"]
         self._undo = [event["step"]]
 
     def _move(self, number: int, kind: str, ids: Sequence[str]) -> None:
+        """Move groups to the state after an event."""
         allowed_states, new_state = MOVES[kind]
         for request_id in ids:
             state = self.states.get(request_id)
@@ -106,6 +108,7 @@ class Audit:
             self.states[request_id] = new_state
 
     def _batch(self, number: int, event: Event) -> None:
+        """Record a batch, and check the versions of its tokens."""
         step, learner = event["step"], event["learner"]
         last_step = max(self.batches, default=None)
         if last_step is not None and step != last_step + 1:
@@ -127,11 +130,13 @@ class Audit:
                 )
 
     def _consume(self, number: int, step: int) -> None:
+        """Record that a checkpoint covers all batches up to a step."""
         if step not in self.batches and step != self.consumed:
             self.found.append(f"line {number}: batch {step} is consumed, and none of it stands")
         self.consumed = max(self.consumed, step)
 
     def _roll_back(self, number: int, step: int) -> None:
+        """Undo all events after the batch of a step."""
         if step not in self._undo:
             self.found.append(f"line {number}: rolled back to batch {step}, which does not stand")
             return

@@ -141,7 +141,7 @@ class Talk:
         request = self.dialogue
         try:
             reply_ids = tokenizer.encode_turn(reply, self.turns[-1], self.messages[-1])
-        except ValueError as error:  # from the chat template
+        except ValueError as error:  # raised by the chat template
             self.ended, self.error = "error", ScoreError("invalid", f"{self.named}: {error}")
             return
         if request.room(self.length + len(reply_ids)) < max(1, request.min_tokens):
@@ -155,6 +155,7 @@ class Talk:
 
     @property
     def request(self) -> Request:
+        """The request of the next turn."""
         dialogue = self.dialogue
         prompt_ids = [*dialogue.prompt_ids, *self.token_ids]
         turn, talk_id = len(self.turns), f"{dialogue.id}/{self.sample}"
@@ -166,6 +167,7 @@ class Talk:
 
     @property
     def rollout(self) -> Rollout:
+        """All turns as one rollout."""
         assert self.tag is not None and self.ended is not None
         last_turn = self.turns[-1]
         finish_reason: FinishReason = "stop"
@@ -190,6 +192,7 @@ class Talk:
         return Conversation(self.messages, self.ended, self.error)
 
     def _span(self, span: PolicySpan) -> None:
+        """Append a policy span, unless the last one has the same weights."""
         last_span = self.spans[-1] if self.spans else None
         if last_span is None or (last_span.version, last_span.digest) != (
             span.version,
@@ -334,11 +337,13 @@ class Conversations:
         return handle
 
     def _begin(self, exchange: _Exchange, group: Group) -> None:
+        """Start one conversation for each first turn of a group."""
         exchange.talks = [Talk(exchange.dialogue, i) for i in range(len(group.rollouts))]
         for talk, rollout in zip(exchange.talks, group.rollouts, strict=True):
             self._take(talk, [rollout])
 
     def _take(self, talk: Talk, rollouts: list[Rollout]) -> None:
+        """Append a returned turn. InvalidRollout unless there is exactly one."""
         if len(rollouts) != 1:
             raise InvalidRollout(
                 f"request {talk.request.id!r}: {len(rollouts)} rollouts, expected 1"

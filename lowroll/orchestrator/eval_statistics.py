@@ -32,8 +32,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(classes: Sequence[int | None]) -> int | None:
-    """Return the most frequent class; ties take the first seen. None is no vote; all None gives
-    None."""
+    """Return the most frequent class; ties take the first seen. None does not vote; the result
+    is None when all are."""
     counts = Counter(answer_class for answer_class in classes if answer_class is not None)
     return max(counts, key=counts.__getitem__) if counts else None
 

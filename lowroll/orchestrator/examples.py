@@ -22,7 +22,7 @@ from lowroll.types import FinishReason, Message, Prompt, Sample, Score, ScoreErr
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
 
-TOGETHER = 1024  # responses a scorer call
+TOGETHER = 1024  # responses per call of the scorer
 
 
 @dataclass
@@ -102,6 +102,7 @@ def draw(
 
 
 def _build_response(sample: Sample) -> ExampleResponse:
+    """Return a sample as an unscored response."""
     score, rollout = sample.score, sample.rollout
     env_failed = isinstance(score, ScoreError) and sample.ended == "error"
     return ExampleResponse(
@@ -177,6 +178,7 @@ def votes(
 
 
 def _scorer_batches(examples: Sequence[Example]) -> Iterator[list[Example]]:
+    """Yield the examples in batches of about TOGETHER responses."""
     max_responses = max((len(example.responses) for example in examples), default=1)
     size = max(1, TOGETHER // max(1, max_responses))
     for start in range(0, len(examples), size):
@@ -194,25 +196,29 @@ def _answer_classes(
     ]
     while any(unclassified):
         pairs = []
-        for example_index, others in enumerate(unclassified):
-            if others:
-                class_index = others.pop(0)
+        for example_index, other_indices in enumerate(unclassified):
+            if other_indices:
+                class_index = other_indices.pop(0)
                 classes[example_index][class_index] = class_index
-                pairs += [(example_index, class_index, other) for other in others]
+                pairs += [
+                    (example_index, class_index, other_index) for other_index in other_indices
+                ]
         outcomes = scorer.score([_comparison(env, examples[p], a, b) for p, a, b in pairs])
-        for (example_index, class_index, other), outcome in zip(pairs, outcomes, strict=True):
+        for (example_index, class_index, other_index), outcome in zip(pairs, outcomes, strict=True):
             if isinstance(outcome, Score) and outcome.reward >= SOLVED:
-                classes[example_index][other] = class_index
-                unclassified[example_index].remove(other)
+                classes[example_index][other_index] = class_index
+                unclassified[example_index].remove(other_index)
     return classes
 
 
 def _has_answer(response: ExampleResponse) -> bool:
+    """Return whether a scored response states an answer."""
     score = response.score
     return isinstance(score, Score) and score.metrics.get("has_answer", 1.0) > 0
 
 
 def _comparison(env: Environment, example: Example, first: int, other: int) -> tuple[Prompt, str]:
+    """Return the scorer's item that compares the answers of two responses."""
     task = env.matching(example.prompt, example.responses[first].text)
     assert task is not None
     return task, example.responses[other].text

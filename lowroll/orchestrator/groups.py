@@ -49,8 +49,8 @@ class ScoredGroup:
 
     samples: list[Sample]
     flags: dict[str, int]
-    id: str = ""  # of its request
-    temperature: float | None = None  # of sampling
+    id: str = ""  # id of its request
+    temperature: float | None = None  # sampling temperature
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -239,6 +239,7 @@ def samples_of(draw: Draw, group: Group, tokenizer: Tokenizer) -> list[Sample]:
 def _build_sample(
     draw: Draw, rollout: Rollout, conversation: Conversation | None, tokenizer: Tokenizer
 ) -> Sample:
+    """Return a rollout as an unscored sample."""
     unscored = ScoreError("invalid", f"rollout aborted after {rollout.num_drawn} tokens")
     sample = Sample(
         prompt=draw.prompt,
@@ -254,12 +255,14 @@ def _build_sample(
 
 
 def _last_turn_ids(rollout: Rollout) -> list[int]:
+    """Return the token ids of a rollout's last turn."""
     if not rollout.turns:
         return rollout.token_ids
     return rollout.token_ids[rollout.turns[-1].start : rollout.turns[-1].end]
 
 
 def _shaped_reward(sample: Sample, settings: Settings) -> float | None:
+    """Return a sample's reward with the length penalty; None for an unscored sample."""
     if not isinstance(sample.score, Score):
         return None
     if settings.overlong_max is None or settings.overlong_cache is None:

@@ -44,7 +44,7 @@ def read(path: Path) -> tuple[list[Event], int]:
     first other invalid line."""
     data = read_file(path)
     events: list[Event] = []
-    length = 0
+    valid_length = 0
     lines = data.split(b"\n")
     for number, line in enumerate(lines, 1):
         is_last = number >= len(lines) - 1 and not any(lines[number:])
@@ -58,11 +58,12 @@ def read(path: Path) -> tuple[list[Event], int]:
             if is_last:
                 break
             raise ValueError(f"{path}: line {number}: {error}") from None
-        length += len(line) + 1
-    return events, length
+        valid_length += len(line) + 1
+    return events, valid_length
 
 
 def _parse_event(line: bytes, number: int) -> Event:
+    """Parse a line of the ledger's file. ValueError names the fault."""
     content, has_checksum = unseal(line, number)
     if not has_checksum:
         raise ValueError("damaged: no checksum")
@@ -131,6 +132,7 @@ class Journal:
         self.sync()
 
     def _note(self, event: Event) -> None:
+        """Update `step` and `marks` by an event."""
         self._lines += 1
         kind = event["event"]
         if kind == "begun":

@@ -92,7 +92,7 @@ class Orchestrator:
         )
         self.last = 0  # the step of the last batch
         self._journal_in_sync = False
-        self._restart_journal = False  # discard earlier events when it is synced
+        self._restart_journal = False  # whether the next sync discards earlier events
         self._waits = {"time/wait_weights": 0.0, "time/wait_trainer": 0.0}
         self._last_batch_at = time.monotonic()
         if settings.skip_verification:
@@ -136,15 +136,16 @@ class Orchestrator:
         return batch
 
     def _make(self, pending: PendingBatch) -> Batch:
-        stale = self._load_weights(pending)
+        """Collect and score the groups of a step, and make its batch."""
+        stale_groups = self._load_weights(pending)
         if self.settings.streams:
-            self._drop(pending, stale, "stale")
+            self._drop(pending, stale_groups, "stale")
             self._collect_as_they_end(pending)
         else:
             self._collect_in_rounds(pending)
         self._check_signal(pending)
-        scored = [(group.samples[0].prompt, group.scores()) for group in pending.groups]
-        self.source.learn(pending.ledger, scored)
+        rewards_by_prompt = [(group.samples[0].prompt, group.scores()) for group in pending.groups]
+        self.source.learn(pending.ledger, rewards_by_prompt)
         batch = Batch(pending.step, pending.samples(), pending.temperature)
         batch.stats = batch_stats(pending, self.ledger, self.settings)
         if self.settings.streams or self.weights is not None:
@@ -172,11 +173,13 @@ class Orchestrator:
         settings = self.settings
         max_rounds = settings.max_rounds if settings.filters_groups else 1
         while pending.rounds < max_rounds and len(pending.kept) < settings.num_groups:
-            missing = settings.num_groups - len(pending.kept)
-            draws = self.source.draw(pending.ledger, missing, pending.temperature)
-            ids = [draw.request.id for draw in draws]
-            self.rollout_buffer.note("planned", step=pending.step, ids=ids)
-            self.rollout_buffer.note("dispatched", version=self.rollout_buffer.version, ids=ids)
+            num_missing = settings.num_groups - len(pending.kept)
+            draws = self.source.draw(pending.ledger, num_missing, pending.temperature)
+            request_ids = [draw.request.id for draw in draws]
+            self.rollout_buffer.note("planned", step=pending.step, ids=request_ids)
+            self.rollout_buffer.note(
+                "dispatched", version=self.rollout_buffer.version, ids=request_ids
+            )
             started = time.monotonic()
             answers = self.engine.generate(
                 [draw.request for draw in draws],
@@ -184,12 +187,12 @@ class Orchestrator:
             )
             groups = grouping.in_planned_order(draws, answers)
             pending.seconds["time/generate"] += time.monotonic() - started
-            self.rollout_buffer.note("done", ids=ids)
-            scored = self._score(pending, draws, groups)
+            self.rollout_buffer.note("done", ids=request_ids)
+            scored_groups = self._score(pending, draws, groups)
             if pending.version is not None:
-                for group in scored:
+                for group in scored_groups:
                     grouping.check_versions(group, pending.version, 0)
-            pending.take(scored, settings)
+            pending.take(scored_groups, settings)
             pending.rounds += 1
 
     def _collect_as_they_end(self, pending: PendingBatch) -> None:
@@ -207,9 +210,9 @@ class Orchestrator:
             )
             started = time.monotonic()
             if settings.carries or not (batch_is_full or rounds_are_spent):
-                missing = settings.num_open - len(ledger.open)
-                if missing > 0 and not rounds_are_spent:
-                    rollout_buffer.plan(ledger, missing, pending.step, pending.temperature)
+                num_missing = settings.num_open - len(ledger.open)
+                if num_missing > 0 and not rounds_are_spent:
+                    rollout_buffer.plan(ledger, num_missing, pending.step, pending.temperature)
                     pending.rounds += 1
                 rollout_buffer.send(ledger)  # engines continue while a full batch is made
             if batch_is_full or rounds_are_spent:
@@ -222,8 +225,8 @@ class Orchestrator:
                     [open_group.draw for open_group, _ in answers],
                     [group for _, group in answers],
                 )
-                scored = self._score(pending, draws, groups)
-                for (open_group, _), group in zip(answers, scored, strict=True):
+                scored_groups = self._score(pending, draws, groups)
+                for (open_group, _), group in zip(answers, scored_groups, strict=True):
                     open_group.scored = group
             self._drop(pending, self._load_newer_weights(pending.step), "stale")
         chosen = ready[:num_groups]
@@ -237,6 +240,7 @@ class Orchestrator:
     def _score(
         self, pending: PendingBatch, draws: list[Draw], groups: list[Group]
     ) -> list[ScoredGroup]:
+        """Score the groups, check the error rate, and set advantages."""
         started = time.monotonic()
         samples = grouping.score(
             draws,
@@ -248,14 +252,16 @@ class Orchestrator:
             self.settings.max_steps,
         )
         pending.errors.check(sample.score for group in samples for sample in group)
-        scored = [
+        scored_groups = [
             grouping.credit(group, self.settings, draw.request)
             for draw, group in zip(draws, samples, strict=True)
         ]
         pending.seconds["time/score"] += time.monotonic() - started
-        return scored
+        return scored_groups
 
     def _drop_unusable(self, pending: PendingBatch) -> None:
+        """Drop returned groups that are too old or without signal. InvalidRollout for a newer
+        version."""
         version, max_lag = pending.version, self.settings.max_off_policy_steps
         for open_group in self.rollout_buffer.ready(pending.ledger):
             group = open_group.scored
@@ -273,10 +279,12 @@ class Orchestrator:
                 self._drop(pending, [open_group], reason)
 
     def _drop(self, pending: PendingBatch, groups: Sequence[Open], reason: str) -> None:
+        """Record groups as dropped and close them."""
         pending.dropped += [Drop(open_group.id, reason, open_group.scored) for open_group in groups]
         self.rollout_buffer.close(pending.ledger, groups)
 
     def _check_signal(self, pending: PendingBatch) -> None:
+        """Raise NoSignal, or fall back on constant groups, when no group was kept."""
         settings, num_groups = self.settings, self.settings.num_groups
         check_any(
             [sample.score for scored_group in pending.groups for sample in scored_group.samples],
@@ -313,11 +321,11 @@ class Orchestrator:
             version = pending.version
             return [] if version is None else self.rollout_buffer.swap(version)
         started = time.monotonic()
-        oldest = max(0, pending.step - 1 - self.settings.max_async_level)
+        oldest_version = max(0, pending.step - 1 - self.settings.max_async_level)
         if self.settings.strict_async_level:
-            loaded = self.weights.exactly(oldest)
+            loaded = self.weights.exactly(oldest_version)
         else:
-            loaded = self.weights.at_least(oldest, pending.step - 1)
+            loaded = self.weights.at_least(oldest_version, pending.step - 1)
         self._waits["time/wait_weights"] += time.monotonic() - started
         return self.rollout_buffer.swap(loaded)
 
@@ -345,11 +353,11 @@ class Orchestrator:
         """Continue from `state()`. ValueError names the field that this run's plan contradicts.
         `skip_progress`: restart the prompts. `skip_buffer`: empty the pools."""
         state = upgraded(state)
-        saved, plan = state["plan"], self.source.plan()
-        for name in sorted(saved.keys() | plan.keys()):
-            if saved.get(name) != plan.get(name):
+        saved_plan, plan = state["plan"], self.source.plan()
+        for name in sorted(saved_plan.keys() | plan.keys()):
+            if saved_plan.get(name) != plan.get(name):
                 raise ValueError(
-                    f"orchestrator state: {name} is {saved.get(name)!r} in the checkpoint and "
+                    f"orchestrator state: {name} is {saved_plan.get(name)!r} in the checkpoint and "
                     f"{plan.get(name)!r} in this run"
                 )
         ledger = Ledger.of(state["ledger"], set(self.source.envs))
@@ -384,8 +392,8 @@ class Orchestrator:
     def _sync_journal(self) -> None:
         """Align the ledger's file with the last batch."""
         if self.journal is not None and not self._journal_in_sync:
-            ids = [open_group.id for open_group in self.rollout_buffer.opened(self.ledger)]
-            self.journal.go_on(self.last, ids, again=self._restart_journal)
+            open_ids = [open_group.id for open_group in self.rollout_buffer.opened(self.ledger)]
+            self.journal.go_on(self.last, open_ids, again=self._restart_journal)
         self._journal_in_sync, self._restart_journal = True, False
 
     def _record_outcome(self, pending: PendingBatch) -> None:
@@ -412,9 +420,11 @@ class Orchestrator:
     def _idle_stats(self, pending: PendingBatch) -> dict[str, float]:
         """Return the time waited, and the idle fraction of the orchestrator's time."""
         last_batch_at, self._last_batch_at = self._last_batch_at, time.monotonic()
-        idle = pending.seconds["time/generate"] + sum(self._waits.values())
-        wall = max(self._last_batch_at - last_batch_at, 1e-9)
-        return self._waits | {"perf/orchestrator_idle_fraction": min(1.0, idle / wall)}
+        idle_seconds = pending.seconds["time/generate"] + sum(self._waits.values())
+        wall_seconds = max(self._last_batch_at - last_batch_at, 1e-9)
+        return self._waits | {
+            "perf/orchestrator_idle_fraction": min(1.0, idle_seconds / wall_seconds)
+        }
 
 
 def logged(batch: Batch, dropped: Sequence[ScoredGroup] = ()) -> Batch:

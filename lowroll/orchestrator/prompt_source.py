@@ -33,9 +33,9 @@ from lowroll.types import Prompt, Request
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
 
-# too long prompts in a row that make the limit itself implausible
+# consecutive too long prompts, after which the limit counts as wrong
 MAX_PASSED_OVER = 1000
-PASSES = 10  # over all data, before it counts as exhausted
+PASSES = 10  # passes over all data without a usable prompt, before it counts as exhausted
 
 
 def seed_of(*parts: str | int) -> int:
@@ -73,7 +73,7 @@ class PromptSource:
         self.settings = settings
         self.envs = dict(envs)
         self.tokenizer = tokenizer
-        # independent of the configuration's order
+        # sorted, so that the order in the configuration does not matter
         self._names = sorted(self.envs)
         self._shares = list(accumulate(settings.env_weights.get(name, 1.0) for name in self._names))
         self._sizes = {name: env.size("train") for name, env in self.envs.items()}
@@ -154,6 +154,7 @@ class PromptSource:
             ledger.levels[name] = progress.after(curriculum, mean_rewards)
 
     def _position(self, ledger: Ledger, name: str) -> int:
+        """Return the next position in an environment, at its curriculum's level."""
         cursor, curriculum = ledger.cursors.get(name, 0), self.envs[name].curriculum
         if curriculum is None:
             return cursor
@@ -175,6 +176,7 @@ class PromptSource:
         )
 
     def _is_unwanted(self, ledger: Ledger, name: str, position: int) -> bool:
+        """Return whether a prompt is a duplicate or in a pool, and count it."""
         size = self._sizes[name]
         uses_pools = (
             self.settings.easy_threshold is not None or self.settings.hard_threshold is not None
@@ -196,6 +198,7 @@ class PromptSource:
         return False
 
     def _refuse_emptiness(self, ledger: Ledger, unwanted: int) -> None:
+        """Raise NoSignal after too many unwanted prompts in a row."""
         if unwanted < MAX_PASSED_OVER + PASSES * sum(size or 0 for size in self._sizes.values()):
             return
         raise NoSignal(
@@ -209,7 +212,7 @@ class Firsts:
     """The first prompt of each content in one data set."""
 
     def __init__(self) -> None:
-        self.read = 0  # positions read
+        self.read = 0  # number of positions read
         self._ids: dict[bytes, str] = {}
 
     def take(self, prompt: Prompt, keys: tuple[str, ...]) -> None:

@@ -48,9 +48,9 @@ class Open:
 
     planned: Planned
     draw: Draw
-    handle: int | None = None  # of its request, while in flight
+    handle: int | None = None  # engine's handle of the request in flight
     swaps: int = 0  # weight updates while in flight
-    scored: ScoredGroup | None = None  # once returned
+    scored: ScoredGroup | None = None  # set when it has returned
 
     @property
     def id(self) -> str:
@@ -71,9 +71,9 @@ class RolloutBuffer:
         self.source = source
         self.engine = engine
         self.journal = journal
-        self.version: int | None = None  # of the engines' weights
+        self.version: int | None = None  # version of the engines' weights
         self._known: dict[Planned, Open] = {}
-        self._flights: dict[int, Open] = {}  # by handle
+        self._flights: dict[int, Open] = {}  # groups in flight by handle
         self._aborted: set[int] = set()  # handles whose groups may still return
         self._landed = time.monotonic()
 
@@ -87,7 +87,7 @@ class RolloutBuffer:
     def opened(self, ledger: Ledger) -> list[Open]:
         """Return a ledger's open groups in planned order, and abort other requests."""
         still_open = set(ledger.open)
-        for planned in [known for known in self._known if known not in still_open]:
+        for planned in [known_plan for known_plan in self._known if known_plan not in still_open]:
             self.abort(self._known.pop(planned))
         for planned in ledger.open:
             if planned not in self._known:
@@ -95,6 +95,7 @@ class RolloutBuffer:
         return [self._known[planned] for planned in ledger.open]
 
     def ready(self, ledger: Ledger) -> list[Open]:
+        """Return the returned and scored groups in planned order."""
         return [open_group for open_group in self.opened(ledger) if open_group.scored is not None]
 
     def plan(self, ledger: Ledger, count: int, step: int, temperature: float) -> list[Open]:
@@ -211,13 +212,15 @@ class RolloutBuffer:
             or self.settings.partial == "replay"
         ):
             return []
-        limit = self.settings.max_off_policy_steps
-        stale = [open_group for open_group in self._flights.values() if open_group.swaps >= limit]
+        max_swaps = self.settings.max_off_policy_steps
+        stale_groups = [
+            open_group for open_group in self._flights.values() if open_group.swaps >= max_swaps
+        ]
         for open_group in self._flights.values():
             open_group.swaps += 1
-        for open_group in stale:
+        for open_group in stale_groups:
             self.abort(open_group)
-        return stale
+        return stale_groups
 
     # -- numbers -----------------------------------------------------------------------------------
 

@@ -102,15 +102,15 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return lengths, finish reasons and sampled entropy."""
     lengths = [rollout.num_drawn for rollout in rollouts]
     logprobs = [logprob for rollout in rollouts for logprob in rollout.drawn_logprobs]
-    endings = [rollout.finish_reason for rollout in rollouts]
+    finish_reasons = [rollout.finish_reason for rollout in rollouts]
     return {
         "rollout/tokens": float(sum(lengths)),
         "rollout/length_mean": fmean(lengths),
         "rollout/length_p50": percentile(lengths, 0.50),
         "rollout/length_p95": percentile(lengths, 0.95),
         "rollout/length_max": float(max(lengths)),
-        "rollout/truncated_fraction": endings.count("length") / len(endings),
-        "rollout/stop_fraction": endings.count("stop") / len(endings),
+        "rollout/truncated_fraction": finish_reasons.count("length") / len(finish_reasons),
+        "rollout/stop_fraction": finish_reasons.count("stop") / len(finish_reasons),
         "rollout/entropy_estimate": -fmean(logprobs) if logprobs else 0.0,
     }
 
@@ -162,13 +162,13 @@ def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, floa
     prefix_lengths: list[int] = []
     for rollout in rollouts:
         spans = rollout.behavior.policy
-        ends = [*(span.start for span in spans[1:]), len(rollout.token_ids)]
-        drawn = rollout.drawn
-        for span, end in zip(spans, ends, strict=True):
+        span_ends = [*(span.start for span in spans[1:]), len(rollout.token_ids)]
+        drawn_mask = rollout.drawn
+        for span, end in zip(spans, span_ends, strict=True):
             lag = learner - span.version
-            tokens[lag] = tokens.get(lag, 0) + sum(drawn[span.start : end])
+            tokens[lag] = tokens.get(lag, 0) + sum(drawn_mask[span.start : end])
         lengths_before_change = [
-            sum(drawn[: next_span.start])
+            sum(drawn_mask[: next_span.start])
             for span, next_span in zip(spans, spans[1:], strict=False)
             if next_span.version != span.version
         ]
