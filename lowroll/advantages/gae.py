@@ -25,7 +25,7 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[list[float], list[float]]:
-    """Return (advantages, returns) of one response, one entry a token, 0.0 where the mask is 0.
+    """Return (advantages, returns) of one response, one entry per token, 0.0 where the mask is 0.
 
     Masked entries are ignored. ValueError for lengths that differ, a non-finite entry, or gamma or
     lam outside of [0, 1].

@@ -59,9 +59,9 @@ def rloo(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
 
 
 def length_weighted(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """Return r - sum(r len) / sum(len). `lengths` are response lengths in tokens, one a reward.
+    """Return r - sum(r len) / sum(len). `lengths` are response lengths in tokens, one per reward.
 
-    ValueError when lengths are missing, of another number, negative, or zero for every scored
+    ValueError when lengths are missing, of the wrong count, negative, or zero for every scored
     rollout.
     """
     if lengths is None or len(lengths) != len(rewards):

@@ -103,13 +103,13 @@ def _box_content(text: str, box: re.Match[str], closing: dict[int, int]) -> tupl
 
 
 def _bare_content(text: str, start: int) -> tuple[str, int] | None:
-    r"""Return (content, end) of `\\boxed x`, without braces, or None."""
+    r"""Return (content, end) of `\boxed x`, without braces, or None."""
     bare = BARE.match(text, start)
     return (bare[0].rstrip(".,"), bare.end()) if bare and text[start - 1].isspace() else None
 
 
 def last_answer(text: str, joined: bool = True) -> str | None:
-    """Return the answer of the last convention in the text."""
+    """Return the last answer in the text, after `####` or in a box, or None."""
     text = plain(text)
     line, box = _last_hash_line(text), boxed_answer(text, joined)
     if line is None or box is None:
@@ -119,7 +119,7 @@ def last_answer(text: str, joined: bool = True) -> str | None:
 
 def same_number(gold: str, answer: str) -> bool | None:
     """Return whether two plain numbers (`1,234.50`, `$7`, `4.5e33`) are exactly equal; None if
-    either is none."""
+    either is not a number."""
     a, b = quantity(tidy(gold)), quantity(tidy(answer))
     return None if a is None or b is None else a == b
 

@@ -99,7 +99,7 @@ class Environment(ABC):
         """Return new messages (user, tool or system) after the assistant's, or None when done; may
         be async.
 
-        It must be pure: a turn may be asked again after a restart and in another process.
+        It must be pure: a turn may be requested again after a restart and in another process.
         Exceptions become a ScoreError of the sample. `max_turns` bounds the calls.
         """
         return None

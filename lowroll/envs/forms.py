@@ -153,7 +153,7 @@ def _split_list(text: str, braces: bool) -> list[str]:
 
 
 def _expand_signs(text: str) -> list[str]:
-    r"""Return both values of a `\\pm` or `\\mp`."""
+    r"""Return both values of a `\pm` or `\mp`."""
     if not re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
         return [text]
     return [

@@ -134,7 +134,7 @@ def _admits_text(hint: Any) -> bool:
 
 
 async def _await_within(value: Any, seconds: float) -> Any:
-    """Await a value; ToolTimeout after so many seconds."""
+    """Await a value; ToolTimeout after `seconds`."""
     import asyncio  # imported only to wait
 
     try:
@@ -145,8 +145,8 @@ async def _await_within(value: Any, seconds: float) -> Any:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise ToolTimeout after so many seconds of Python code in a main thread, as in scoring
-    workers; elsewhere only the worker's limit holds."""
+    """Raise ToolTimeout after `seconds` of Python code in a main thread, as in scoring workers;
+    elsewhere only the worker's limit holds."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -152,7 +152,7 @@ def score(
     step: int = 1,
     max_steps: int = 0,
 ) -> list[list[Sample]]:
-    """Decode and score every rollout: one list of samples a draw. Aborted rollouts and failed
+    """Decode and score every rollout: one list of samples per draw. Aborted rollouts and failed
     environments are not scored. `step`, `max_steps`: see `for_scorer`."""
     samples = [
         samples_of(draw, group, tokenizer) for draw, group in zip(draws, groups, strict=True)

@@ -40,8 +40,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def read(path: Path) -> tuple[list[Event], int]:
-    """Return the events of a file, and its bytes without a torn last line. ValueError names the
-    first other invalid line."""
+    """Return the events of a file, and its length in bytes without a torn last line. ValueError
+    names the first other invalid line."""
     data = read_file(path)
     events: list[Event] = []
     valid_length = 0

@@ -372,7 +372,7 @@ class Orchestrator:
 
     def promote(self) -> dict[str, int]:
         """Release the configured shares of the easy and the hard pool when a run resumes. Return
-        each number of prompts."""
+        the number of prompts of each."""
         shares = (self.settings.easy_fraction, self.settings.hard_fraction)
         draws = self.ledger.draws
         return {

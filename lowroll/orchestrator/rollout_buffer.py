@@ -95,7 +95,7 @@ class RolloutBuffer:
         return [self._known[planned] for planned in ledger.open]
 
     def ready(self, ledger: Ledger) -> list[Open]:
-        """Return the returned and scored groups in planned order."""
+        """Return the open groups that have returned and are scored, in planned order."""
         return [open_group for open_group in self.opened(ledger) if open_group.scored is not None]
 
     def plan(self, ledger: Ledger, count: int, step: int, temperature: float) -> list[Open]:

@@ -90,8 +90,8 @@ class Data(Environment):
         self._kinds: dict[str, tuple[str, str]] = {}  # kind of prompts and first row, by source
 
     def size(self, split: str = "train") -> int | None:
-        """Return the number of usable rows. ValueError for a function's parameter that is no
-        column."""
+        """Return the number of usable rows. ValueError for a function's parameter that is not
+        a column."""
         size = len(self.rows[split])
         if size and not self._looked:
             self._look(self.rows[split][0])

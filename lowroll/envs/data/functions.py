@@ -107,7 +107,7 @@ class Logged:
         return {name: self.columns[name][i] for name in self.columns} or None
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Log one value a response, kept with its sample."""
+        """Log one value per response, kept with its sample."""
         column = metric_name(column)
         if column in self.columns:
             raise InvalidScore(f"log_extra: {column!r} was logged before")
@@ -225,7 +225,7 @@ class RewardFunction:
         return inspect.iscoroutinefunction(_unwrapped(self.function))
 
     def rewards(self, asked: PromptResponses) -> list[float | None]:
-        """Return one reward a response. InvalidScore for another value, ScorerFailed for an
+        """Return one reward per response. InvalidScore for another value, ScorerFailed for an
         exception; both name function, file and line."""
         returned = [self._call(arguments) for arguments in self._calls(asked)]
         return self._read(returned, len(asked.said))
