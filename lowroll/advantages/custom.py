@@ -48,23 +48,23 @@ def load(import_path: str, kwargs: Mapping[str, Any] | None = None) -> Estimator
         inspect.signature(function).bind([], [], **(kwargs or {}))
     except TypeError as error:
         raise ValueError(f"advantage: {import_path} and its kwargs: {error}") from None
-    return partial(_checked, f"{file.name}:{name}", partial(function, **(kwargs or {})))
+    return partial(_checked_advantages, f"{file.name}:{name}", partial(function, **(kwargs or {})))
 
 
-def _checked(
+def _checked_advantages(
     name: str, function: Estimator, rewards: Rewards, lengths: Sequence[int] | None = None
 ) -> list[float]:
-    """Return the function's advantages. ValueError, with its name, unless they are a finite number
-    a rollout."""
+    """Return the function's advantages. ValueError, with its name, unless there is one finite
+    number per rollout."""
     try:
-        given = list(function(list(rewards), None if lengths is None else list(lengths)))
+        advantages = list(function(list(rewards), None if lengths is None else list(lengths)))
     except Exception as error:
         raise ValueError(f"advantage {name}: {error!r} for rewards {list(rewards)}") from error
-    if len(given) != len(rewards):
-        raise ValueError(f"advantage {name}: {len(given)} numbers for {len(rewards)} rollouts")
-    for index, value in enumerate(given):
+    if len(advantages) != len(rewards):
+        raise ValueError(f"advantage {name}: {len(advantages)} numbers for {len(rewards)} rollouts")
+    for index, value in enumerate(advantages):
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ValueError(f"advantage {name}: [{index}] is {value!r}, not a number")
         if not math.isfinite(value):
             raise ValueError(f"advantage {name}: [{index}] is {value}, not a finite number")
-    return [float(value) for value in given]
+    return [float(value) for value in advantages]

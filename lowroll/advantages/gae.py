@@ -25,7 +25,7 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[list[float], list[float]]:
-    """Return (advantages, returns) of one response, one entry a token, 0.0 where the mask is 0.
+    """Return (advantages, returns) of one response, one entry per token, 0.0 where the mask is 0.
 
     Masked entries are ignored. ValueError for lengths that differ, a non-finite entry, or gamma or
     lam outside of [0, 1].
@@ -54,10 +54,10 @@ def gae(
 
 def place(reward: float, mask: Mask) -> list[float]:
     """Return a response's token rewards: its score on the last unmasked token, else 0.0."""
-    last = max((t for t, m in enumerate(mask) if m), default=-1)
+    last_index = max((t for t, m in enumerate(mask) if m), default=-1)
     rewards = [0.0] * len(mask)
-    if last >= 0:
-        rewards[last] = reward
+    if last_index >= 0:
+        rewards[last_index] = reward
     return rewards
 
 
@@ -67,21 +67,23 @@ def whiten(advantages: Sequence[Sequence[float]], masks: Sequence[Mask]) -> list
 
     ValueError for lengths that differ or a non-finite entry.
     """
-    if [len(row) for row in advantages] != [len(mask) for mask in masks]:
+    if [len(response) for response in advantages] != [len(mask) for mask in masks]:
         raise ValueError("masks: their lengths differ from those of the advantages")
-    active = [
+    unmasked = [
         a
-        for row, mask in zip(advantages, masks, strict=True)
-        for a, m in zip(row, mask, strict=True)
+        for response, mask in zip(advantages, masks, strict=True)
+        for a, m in zip(response, mask, strict=True)
         if m
     ]
-    if not all(map(math.isfinite, active)):
+    if not all(map(math.isfinite, unmasked)):
         raise ValueError("advantages: an unmasked entry is not finite")
     mean = scale = 0.0
-    if len(active) > 1 and min(active) != max(active):
-        mean = math.fsum(active) / len(active)
-        scale = 1 / math.sqrt(math.fsum((a - mean) ** 2 for a in active) / (len(active) - 1) + 1e-8)
+    if len(unmasked) > 1 and min(unmasked) != max(unmasked):
+        mean = math.fsum(unmasked) / len(unmasked)
+        scale = 1 / math.sqrt(
+            math.fsum((a - mean) ** 2 for a in unmasked) / (len(unmasked) - 1) + 1e-8
+        )
     return [
-        [(a - mean) * scale if m else 0.0 for a, m in zip(row, mask, strict=True)]
-        for row, mask in zip(advantages, masks, strict=True)
+        [(a - mean) * scale if m else 0.0 for a, m in zip(response, mask, strict=True)]
+        for response, mask in zip(advantages, masks, strict=True)
     ]

@@ -59,9 +59,9 @@ def rloo(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
 
 
 def length_weighted(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """Return r - sum(r len) / sum(len). `lengths` are response lengths in tokens, one a reward.
+    """Return r - sum(r len) / sum(len). `lengths` are response lengths in tokens, one per reward.
 
-    ValueError when lengths are missing, of another number, negative, or zero for every scored
+    ValueError when lengths are missing, of the wrong count, negative, or zero for every scored
     rollout.
     """
     if lengths is None or len(lengths) != len(rewards):
@@ -87,7 +87,7 @@ def length_weighted(rewards: Rewards, lengths: Sequence[int] | None = None) -> l
 
 def reward(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
     """Return the reward itself, 0.0 for None. `lengths` and errors as for `rloo`."""
-    _check(rewards)
+    _check_rewards(rewards)
     return [0.0 if r is None else float(r) for r in rewards]
 
 
@@ -101,11 +101,13 @@ TABLE: dict[str, Estimator] = {
 
 
 def _centre(scored: list[float]) -> list[float]:
+    """Return the rewards less their mean."""
     mean = math.fsum(scored) / len(scored)
     return [r - mean for r in scored]
 
 
-def _check(rewards: Rewards) -> None:
+def _check_rewards(rewards: Rewards) -> None:
+    """Raise ValueError for an empty group or a reward that is not finite."""
     if not rewards:
         raise ValueError("rewards: the group is empty")
     for index, r in enumerate(rewards):
@@ -115,11 +117,11 @@ def _check(rewards: Rewards) -> None:
 
 def _estimate(rewards: Rewards, estimate: Callable[[list[float]], list[float]]) -> list[float]:
     """Apply `estimate` to the scored rewards under the shared rules."""
-    _check(rewards)
+    _check_rewards(rewards)
     scored = [float(r) for r in rewards if r is not None]
     if len(rewards) == 1:
         return scored or [0.0]
     if len(scored) < 2 or min(scored) == max(scored):
         return [0.0] * len(rewards)
-    values = iter(estimate(scored))
-    return [0.0 if r is None else next(values) for r in rewards]
+    advantages = iter(estimate(scored))
+    return [0.0 if r is None else next(advantages) for r in rewards]

@@ -15,11 +15,11 @@ from math import inf, log2, prod
 
 import sympy
 
-MAX_BITS = 100_000  # of a number
-MAX_ARGUMENT = 10_000  # of a function that the parser evaluates
-MAX_DEPTH = 20  # of braces and brackets
-MAX_BARS = 16  # of absolute values, whose nesting is ambiguous
-MAX_ROWS, MAX_ENTRIES = 4, 64  # of a determinant, of a matrix
+MAX_BITS = 100_000  # bits of a number
+MAX_ARGUMENT = 10_000  # largest argument of a function that the parser evaluates
+MAX_DEPTH = 20  # nested braces and brackets
+MAX_BARS = 16  # bars of absolute values, whose nesting is ambiguous
+MAX_ROWS, MAX_ENTRIES = 4, 64  # rows of a determinant, entries of a matrix
 
 EAGER = re.compile(r"\\(binom|Gamma|gcd|lcm|operatorname)(?![A-Za-z])")
 ARGUMENT = re.compile(r"\s*(?:\{((?:[^{}]|\{[^{}]*\})*)\}|\(([^()]*)\)|(\S))")
@@ -49,16 +49,17 @@ def cpu_limit(seconds: float) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise AnswerTimeout
 
-    before = signal.signal(signal.SIGVTALRM, stop)
+    previous_handler = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGVTALRM, previous_handler)
 
 
 def refuse_text(text: str) -> None:
+    """Raise Costly for a text that is too deep, or whose parsing is too expensive."""
     depth = 0
     for sign in text:
         depth += (sign in "([{") - (sign in ")]}")
@@ -66,16 +67,19 @@ def refuse_text(text: str) -> None:
             raise Costly(f"more than {MAX_DEPTH} brackets deep")
     if text.count("|") > MAX_BARS:
         raise Costly(f"more than {MAX_BARS} bars")
-    for found in EAGER.finditer(text):
-        first = ARGUMENT.match(text, found.end())
-        second = ARGUMENT.match(text, first.end()) if first is not None else None
-        for argument in (first, second if found[1] == "binom" else None):
-            inside = "".join(filter(None, argument.groups())) if argument is not None else ""
+    for command in EAGER.finditer(text):
+        first_argument = ARGUMENT.match(text, command.end())
+        second_argument = (
+            ARGUMENT.match(text, first_argument.end()) if first_argument is not None else None
+        )
+        for argument in (first_argument, second_argument if command[1] == "binom" else None):
+            argument_text = "".join(filter(None, argument.groups())) if argument is not None else ""
             if (
-                re.search(r"[\^!\\]", inside.replace(r"\cdot", "").replace(r"\times", ""))
-                or prod(int(digits[:9]) + 1 for digits in re.findall(r"\d+", inside)) > MAX_ARGUMENT
+                re.search(r"[\^!\\]", argument_text.replace(r"\cdot", "").replace(r"\times", ""))
+                or prod(int(digits[:9]) + 1 for digits in re.findall(r"\d+", argument_text))
+                > MAX_ARGUMENT
             ):
-                raise Costly(rf"the argument of \{found[1]} is too large")
+                raise Costly(rf"the argument of \{command[1]} is too large")
     if OPERATIONS.search(text) or SUBSTITUTION.search(text):
         raise Costly("an operation that is no final answer")
     for kind, body in MATRIX.findall(text):
@@ -108,23 +112,24 @@ def _bits(tree: object) -> float:
     if isinstance(tree, sympy.Float):
         return abs(float(sympy.log(abs(tree), 2).evalf(5))) + 1 if tree else 1
     if not isinstance(tree, (sympy.Basic, sympy.MatrixBase)) or not getattr(tree, "args", ()):
-        return 2  # symbols take small numbers
-    bits = [_bits(part) for part in tree.args]
+        return 2  # symbols get small values
+    bits = [_bits(argument) for argument in tree.args]
     if isinstance(tree, (sympy.Pow, sympy.MatPow)):
         if not bits[0]:
             return bits[1]  # 1, or -1
-        return max(bits[1], bits[0] * max(1, _bound(tree.args[1], bits[1])))
+        return max(bits[1], bits[0] * max(1, _value_bound(tree.args[1], bits[1])))
     if isinstance(tree, sympy.exp):
-        return 2 * _bound(tree.args[0], bits[0])
+        return 2 * _value_bound(tree.args[0], bits[0])
     if isinstance(tree, (sympy.factorial, sympy.factorial2, sympy.gamma)):
-        value = _bound(tree.args[0], bits[0])
+        value = _value_bound(tree.args[0], bits[0])
         return value * log2(value + 2)
     if isinstance(tree, sympy.binomial):
-        return _bound(tree.args[0], bits[0])
+        return _value_bound(tree.args[0], bits[0])
     return sum(bits)
 
 
-def _bound(tree: object, bits: float) -> float:
+def _value_bound(tree: object, bits: float) -> float:
+    """Return an upper bound of a tree's absolute value, from its bits."""
     if isinstance(tree, sympy.Rational):
         return abs(int(tree.p)) / int(tree.q) if bits < 1000 else inf
     return 2.0**bits if bits < 1000 else inf

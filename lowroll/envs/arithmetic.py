@@ -74,21 +74,22 @@ class Arithmetic(GeneratedEnvironment):
         return text[1:-1], {"answer": str(value), "steps": lines}
 
     def _expression(self, rng: Random, steps: int, lines: list[str]) -> tuple[str, int]:
+        """Return the text and the value of a drawn expression, and add its steps to `lines`."""
         if steps == 0:
             value = rng.randint(1, self.max_operand)
             return str(value), value
         op = rng.choice(self.ops)
         left_steps = steps - 1 if op == "/" else rng.randrange(steps)
-        left, a = self._expression(rng, left_steps, lines)
+        left_text, a = self._expression(rng, left_steps, lines)
         if op == "/":
             b = rng.choice([d for d in range(1, self.max_operand + 1) if a % d == 0])
-            right = str(b)
+            right_text = str(b)
         else:
-            right, b = self._expression(rng, steps - 1 - left_steps, lines)
+            right_text, b = self._expression(rng, steps - 1 - left_steps, lines)
         result = apply(op, a, b)
         assert result is not None
         lines.append(f"{a} {op} {b} = {result}")
-        return f"({left} {op} {right})", result
+        return f"({left_text} {op} {right_text})", result
 
     def score(self, prompt: Prompt, text: str) -> Score:
         text = bounded(text)
@@ -101,6 +102,7 @@ class Arithmetic(GeneratedEnvironment):
         )
 
     def _is_tidy(self, text: str, num_steps: int) -> bool:
+        """Return whether the lines before `####` are `num_steps` true statements."""
         lines = [line.strip() for line in text.rpartition("####")[0].splitlines() if line.strip()]
         matches = [STEP.fullmatch(line) for line in lines]
         return len(lines) == num_steps and all(

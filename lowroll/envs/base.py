@@ -48,9 +48,9 @@ class Validation:
     split: str
     count: int
     gold_accepted: int
-    gold_missing: int  # tasks without a stored answer
+    gold_missing: int  # tasks without a gold or a perturbed answer
     perturbed_rejected: int
-    failures: tuple[str, ...] = ()  # the first few, one line each
+    failures: tuple[str, ...] = ()  # the first NUM_FAILURES, one line each
 
     @property
     def ok(self) -> bool:
@@ -59,8 +59,8 @@ class Validation:
 
 
 class Environment(ABC):
-    """The base class of environments. Subclasses take keywords beside `name` and `seed`, and
-    validate them."""
+    """The base class of environments. Subclasses take further keywords than `name` and
+    `seed`, and validate them."""
 
     exact = False  # no partial rewards, so a perturbed answer must score 0
     # the score of a response that exceeds the pool's time limit; None: an error
@@ -68,12 +68,12 @@ class Environment(ABC):
     together = False  # `score_together` scores all responses to a prompt
     # set by a worker: reports what a slow scorer is doing
     tell: Callable[[str], object] = staticmethod(lambda doing: None)
-    max_turns = 1  # of the assistant; with 1 `respond` is never called
+    max_turns = 1  # turns of the assistant; with 1 `respond` is never called
     # tokens of a whole conversation with its prompt; None: the run's limit
     max_sequence_tokens: int | None = None
     # JSON schemas of callable functions, for the chat template
     tools: Sequence[dict[str, Any]] = ()
-    curriculum: Curriculum | None = None  # levels of its tasks, as `info["level"]`
+    curriculum: Curriculum | None = None  # its tasks have their level as `info["level"]`
 
     def __init__(
         self, *, name: str, seed: int = 0, system: str | None = None, template: str = "{text}"
@@ -92,22 +92,26 @@ class Environment(ABC):
         """Score the response `text` by a number or a Score; may be async. Exceptions become
         ScoreErrors."""
 
-    def prepare(self) -> None:  # noqa: B027  # most have nothing to load
+    def prepare(self) -> None:  # noqa: B027  # most environments have nothing to load
         """Load slow parts, such as a reward model, once in a worker before it is ready."""
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> Reply:
         """Return new messages (user, tool or system) after the assistant's, or None when done; may
         be async.
 
-        It must be pure: a turn may be asked again after a restart and in another process.
+        It must be pure: a turn may be requested again after a restart and in another process.
         Exceptions become a ScoreError of the sample. `max_turns` bounds the calls.
         """
         return None
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome:
         """Score a conversation, prompt included; by default by the assistant's last message."""
-        said = [one for one in messages[len(prompt.messages) :] if one["role"] == "assistant"]
-        return self.score(prompt, bounded(str(said[-1].get("content") or "")) if said else "")
+        replies = [
+            message
+            for message in messages[len(prompt.messages) :]
+            if message["role"] == "assistant"
+        ]
+        return self.score(prompt, bounded(str(replies[-1].get("content") or "")) if replies else "")
 
     def score_together(
         self, prompt: Prompt, said: Sequence[str | list[Message]]
@@ -158,7 +162,7 @@ class Environment(ABC):
         for index in range(count):
             prompt = self.prompt(index, split)
             try:
-                gold, wrong = self.gold(prompt), self.perturbed(prompt)
+                gold, perturbed = self.gold(prompt), self.perturbed(prompt)
             except NotImplementedError:
                 missing += 1
                 continue
@@ -167,16 +171,17 @@ class Environment(ABC):
                 accepted += 1
             else:
                 failures.append(f"{prompt.id}: gold {gold[-80:]!r} scored {reward}")
-            reward = self._reward_or_error(prompt, wrong)
+            reward = self._reward_or_error(prompt, perturbed)
             if isinstance(reward, float) and (reward == 0.0 if self.exact else reward < 1.0):
                 rejected += 1
             else:
-                failures.append(f"{prompt.id}: perturbed {wrong[-80:]!r} scored {reward}")
+                failures.append(f"{prompt.id}: perturbed {perturbed[-80:]!r} scored {reward}")
         return Validation(
             self.name, split, count, accepted, missing, rejected, tuple(failures[:NUM_FAILURES])
         )
 
     def _reward_or_error(self, prompt: Prompt, text: str) -> float | str:
+        """Return the reward of a response, or the scorer's exception as text."""
         try:
             return judge(self, prompt, text).reward
         except Exception as error:  # failures of a scorer are reported

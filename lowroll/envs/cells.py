@@ -46,8 +46,12 @@ def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
     """Replace Environment classes (as `id` or alone), functions, and rows at their keys by
     `write(value)`."""
     if isinstance(tree, Mapping):
-        found = {key: _value(str(key).rpartition(".")[2], tree[key], write) for key in tree}
-        return {"name": tree["id"].__name__, **found} if _is_environment(tree.get("id")) else found
+        values = {
+            key: _replaced_value(str(key).rpartition(".")[2], tree[key], write) for key in tree
+        }
+        return (
+            {"name": tree["id"].__name__, **values} if _is_environment(tree.get("id")) else values
+        )
     if isinstance(tree, list | tuple):
         return [replaced(value, write) for value in tree]
     if callable(tree) and not isinstance(tree, type):
@@ -55,7 +59,8 @@ def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
     return {"id": write(tree), "name": tree.__name__} if _is_environment(tree) else tree
 
 
-def _value(key: str, value: Any, write: Callable[[Any], str]) -> Any:
+def _replaced_value(key: str, value: Any, write: Callable[[Any], str]) -> Any:
+    """Return the value of one key, with classes, functions and rows replaced."""
     if _is_environment(value) and key == "id":
         return write(value)
     if isinstance(value, Path):
@@ -64,8 +69,8 @@ def _value(key: str, value: Any, write: Callable[[Any], str]) -> Any:
         return write(value)
     if key == "data" and isinstance(value, Mapping) and "train" in value:  # several splits
         test = next((name for name in TEST_SPLITS if name in value), None)
-        beside = {} if test is None else {"test_path": write(value[test])}
-        return {"path": write(value["train"]), **beside}
+        test_part = {} if test is None else {"test_path": write(value[test])}
+        return {"path": write(value["train"]), **test_part}
     return replaced(value, write)
 
 
@@ -80,13 +85,14 @@ def named(value: Any, folder: Path) -> CellReference:
     ValueError without text, also of something it uses, or without a name to find it.
     """
     if not callable(value):
-        return _as_rows(value, folder)
+        return _rows_reference(value, folder)
     if isinstance(value, type | types.FunctionType | types.MethodType | types.BuiltinFunctionType):
-        return _as_definition(value, folder)
-    return _as_object(value, folder)
+        return _definition_reference(value, folder)
+    return _object_reference(value, folder)
 
 
-def _as_definition(value: Any, folder: Path) -> CellReference:
+def _definition_reference(value: Any, folder: Path) -> CellReference:
+    """Return the reference of a class, a function or a method."""
     if not isinstance(value, type):
         _refuse_nameless(value)
         module = sys.modules.get(value.__module__)
@@ -104,19 +110,19 @@ def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tupl
     if value.__module__ != MAIN:
         return Path(inspect.getfile(value)).resolve(), None
     text = source(value)
-    return _file(folder, value.__name__, text, ".py"), text
+    return _digest_path(folder, value.__name__, text, ".py"), text
 
 
-def _as_object(value: Callable[..., Any], folder: Path) -> CellReference:
+def _object_reference(value: Callable[..., Any], folder: Path) -> CellReference:
     """Return the reference of a callable object: its name in a module, or a partial's parts."""
     function = value.func if isinstance(value, functools.partial) else None
-    if (home := _holder(value)) is not None:
-        module, name = home
+    if (global_name := _global_of(value)) is not None:
+        module, name = global_name
         if module.__name__ != MAIN:
             file = getattr(module, "__file__", None)
-            alone = file is not None and not getattr(module, "__package__", "")
+            is_single_file = file is not None and not getattr(module, "__package__", "")
             return CellReference(
-                f"{Path(str(file)).resolve() if alone else module.__name__}:{name}"
+                f"{Path(str(file)).resolve() if is_single_file else module.__name__}:{name}"
             )
         text = _object_source(name)
     elif isinstance(function, types.FunctionType):
@@ -127,74 +133,86 @@ def _as_object(value: Callable[..., Any], folder: Path) -> CellReference:
             f"reward_funcs: {value!r} has no name by which the scoring workers could find it: give "
             f"it one at the top level, as in judge = {type(value).__name__}(...)"
         )
-    path = _file(folder, name, text, ".py")
+    path = _digest_path(folder, name, text, ".py")
     return CellReference(f"{path}:{name}", path, text)
 
 
-def _holder(value: object) -> tuple[types.ModuleType, str] | None:
+def _global_of(value: object) -> tuple[types.ModuleType, str] | None:
     """Return (module, name) of a global that holds an object, the main module last."""
     modules = sorted(sys.modules.items(), key=lambda item: item[0] == MAIN)
     for _, module in modules:
         if isinstance(module, types.ModuleType):
-            for name, held in list(vars(module).items()):
-                if held is value and name.isidentifier() and not name.startswith("_"):
+            for name, global_value in list(vars(module).items()):
+                if global_value is value and name.isidentifier() and not name.startswith("_"):
                     return module, name
     return None
 
 
 def _object_source(name: str) -> str:
     """Return the module text of a main-module object."""
-    parts: dict[str, str] = {}
-    known = vars(sys.modules[MAIN])
+    definitions: dict[str, str] = {}
+    main_globals = vars(sys.modules[MAIN])
     text = _assignment(name)
-    for needed in _globals(text):
-        if needed in known:
-            _collect(needed, known[needed], name, parts)
-    parts[name] = text
-    return _module_text(name, parts, False)
+    for used_name in _global_names(text):
+        if used_name in main_globals:
+            _collect_definition(used_name, main_globals[used_name], name, definitions)
+    definitions[name] = text
+    return _module_text(name, definitions, False)
 
 
 def _partial_source(value: Any) -> str:
-    function, parts = value.func, {"functools": "import functools as functools"}
+    """Return the module text of a partial function."""
+    function, definitions = value.func, {"functools": "import functools as functools"}
     name = function.__name__
-    given = [*map(repr, value.args), *(f"{key}={value.keywords[key]!r}" for key in value.keywords)]
-    if odd := [one for one in (*value.args, *value.keywords.values()) if not _is_plain(one)]:
+    argument_texts = [
+        *map(repr, value.args),
+        *(f"{key}={value.keywords[key]!r}" for key in value.keywords),
+    ]
+    if unprintable := [
+        argument
+        for argument in (*value.args, *value.keywords.values())
+        if not _is_literal(argument)
+    ]:
         raise ValueError(
-            f"reward_funcs: {name} is given {odd[0]!r}, which has no text to copy: make the partial "
+            f"reward_funcs: {name} is given {unprintable[0]!r}, which has no text to copy: make the partial "
             "function at the top level of a file, under a name"
         )
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if function.__module__ != MAIN and file and not getattr(module, "__package__", ""):
         folder = str(Path(file).resolve().parent)
-        parts["sys"] = f"import sys as sys\n\nsys.path.append({folder!r})"
-    _collect(name, function, name, parts)
-    parts[f"{name}()"] = f"{name} = functools.partial({', '.join([name, *given])})"
-    return _module_text(name, parts, _has_annotations(function))
+        definitions["sys"] = f"import sys as sys\n\nsys.path.append({folder!r})"
+    _collect_definition(name, function, name, definitions)
+    definitions[f"{name}()"] = f"{name} = functools.partial({', '.join([name, *argument_texts])})"
+    return _module_text(name, definitions, _has_annotations(function))
 
 
 def _assignment(name: str) -> str:
     """Return the last top-level statement of the main module that assigns a name."""
     file = getattr(sys.modules[MAIN], "__file__", None)
-    for held in dict.fromkeys([*([file] if file else []), *reversed(linecache.cache)]):
-        lines = linecache.getlines(held)
-        found = [node for node in _statements("".join(lines)) if name in _targets(node)]
-        if found:
-            return "".join(lines[found[-1].lineno - 1 : found[-1].end_lineno]).rstrip()
+    for source_file in dict.fromkeys([*([file] if file else []), *reversed(linecache.cache)]):
+        lines = linecache.getlines(source_file)
+        assignments = [
+            node for node in _statements("".join(lines)) if name in _assigned_names(node)
+        ]
+        if assignments:
+            return "".join(lines[assignments[-1].lineno - 1 : assignments[-1].end_lineno]).rstrip()
     raise ValueError(
         f"the text of {name} cannot be found (a plain Python prompt keeps none, and it must stand at "
         "the top level of a cell): put it into a file"
     )
 
 
-def _targets(node: ast.stmt) -> list[str]:
-    found = node.targets if isinstance(node, ast.Assign) else []
+def _assigned_names(node: ast.stmt) -> list[str]:
+    """Return the names that a statement assigns."""
+    targets = node.targets if isinstance(node, ast.Assign) else []
     if isinstance(node, ast.AnnAssign) and node.value is not None:
-        found = [node.target]
-    return [target.id for target in found if isinstance(target, ast.Name)]
+        targets = [node.target]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-def _file(folder: Path, name: str, text: str, suffix: str) -> Path:
+def _digest_path(folder: Path, name: str, text: str, suffix: str) -> Path:
+    """Return the path of a file that is named by its text's digest."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return folder.absolute() / f"{name}_{digest}{suffix}"
 
@@ -212,12 +230,16 @@ def _refuse_nameless(value: Any) -> None:
             "with def"
         )
     if "<locals>" in value.__qualname__:
-        held = ", ".join(value.__code__.co_freevars)
-        inside = f"; make constants beside it of what it takes from there ({held})" if held else ""
+        captured = ", ".join(value.__code__.co_freevars)
+        hint = (
+            f"; make constants beside it of what it takes from there ({captured})"
+            if captured
+            else ""
+        )
         raise ValueError(
             f"reward_funcs: {value.__name__} stands inside another function "
             f"({value.__qualname__}), where the scoring workers cannot find it: move it to the top "
-            f"level{inside}"
+            f"level{hint}"
         )
     if "." in value.__qualname__:
         raise ValueError(
@@ -226,8 +248,9 @@ def _refuse_nameless(value: Any) -> None:
         )
 
 
-def _as_rows(value: Any, folder: Path) -> CellReference:
-    if hasattr(value, "to_dict") and hasattr(value, "iterrows"):  # a frame of pandas
+def _rows_reference(value: Any, folder: Path) -> CellReference:
+    """Return the reference of rows, as JSON lines."""
+    if hasattr(value, "to_dict") and hasattr(value, "iterrows"):  # a pandas DataFrame
         value = value.to_dict("records")
     if not isinstance(value, Iterable):
         raise ValueError(f"data: must be a path, a mapping or rows, got {value!r}")
@@ -239,47 +262,50 @@ def _as_rows(value: Any, folder: Path) -> CellReference:
     text = "".join(lines)
     if not lines:
         raise ValueError("data: it has no rows")
-    path = _file(folder, "data", text, ".jsonl")
+    path = _digest_path(folder, "data", text, ".jsonl")
     return CellReference(str(path), path, text)
 
 
 def source(value: type[Environment] | types.FunctionType) -> str:
     """Return the module text of a class or function with all that it uses."""
-    parts: dict[str, str] = {}
-    _collect(value.__name__, value, value.__name__, parts)
-    return _module_text(value.__name__, parts, _has_annotations(value))
+    definitions: dict[str, str] = {}
+    _collect_definition(value.__name__, value, value.__name__, definitions)
+    return _module_text(value.__name__, definitions, _has_annotations(value))
 
 
 def _has_annotations(value: type | types.FunctionType) -> bool:
+    """Return whether the text was compiled with `from __future__ import annotations`."""
     return any(
-        found.__code__.co_flags & __future__.annotations.compiler_flag
-        for found in (value, *vars(value).values())
-        if isinstance(found, types.FunctionType)
+        member.__code__.co_flags & __future__.annotations.compiler_flag
+        for member in (value, *vars(value).values())
+        if isinstance(member, types.FunctionType)
     )
 
 
 def _module_text(name: str, parts: Mapping[str, str], annotations: bool) -> str:
     """Return module text of these definitions, imports first."""
     imports = [text for text in parts.values() if text.startswith(("import ", "from "))]
-    others = [text for text in parts.values() if text not in imports]
-    head = f"# {name} of a notebook or script, and what it uses; written by lowroll.run."
+    definitions = [text for text in parts.values() if text not in imports]
+    header = f"# {name} of a notebook or script, and what it uses; written by lowroll.run."
     if annotations:
-        head += "\nfrom __future__ import annotations\n"
-    return "\n".join([head, *sorted(imports), "", "\n\n\n".join(others)]) + "\n"
+        header += "\nfrom __future__ import annotations\n"
+    return "\n".join([header, *sorted(imports), "", "\n\n\n".join(definitions)]) + "\n"
 
 
-def _collect(name: str, value: object, user: str, parts: dict[str, str]) -> None:
+def _collect_definition(name: str, value: object, user: str, parts: dict[str, str]) -> None:
+    """Add the text of a name, and of all that it uses, to `parts`."""
     if name in parts:
         return
     if getattr(value, "__module__", None) == MAIN and isinstance(value, type | types.FunctionType):
-        text = _text(value)
-        parts[name] = ""  # allows recursion
-        known = vars(sys.modules[MAIN])
-        for needed in _globals(text):
-            if needed in known and (
-                needed not in vars(builtins) or known[needed] is not vars(builtins)[needed]
+        text = _definition_text(value)
+        parts[name] = ""  # a placeholder, so that a recursive definition ends
+        main_globals = vars(sys.modules[MAIN])
+        for used_name in _global_names(text):
+            if used_name in main_globals and (
+                used_name not in vars(builtins)
+                or main_globals[used_name] is not vars(builtins)[used_name]
             ):
-                _collect(needed, known[needed], value.__name__, parts)
+                _collect_definition(used_name, main_globals[used_name], value.__name__, parts)
         del parts[name]
         parts[name] = text if value.__name__ == name else f"{text}\n\n{name} = {value.__name__}"
     elif isinstance(value, types.ModuleType):
@@ -287,9 +313,9 @@ def _collect(name: str, value: object, user: str, parts: dict[str, str]) -> None
     elif isinstance(value, re.Pattern):
         parts["re"] = "import re as re"
         parts[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})"
-    elif (home := _home(name, value)) is not None:
-        parts[name] = f"from {home[0]} import {home[1]} as {name}"
-    elif _is_plain(value):
+    elif (import_name := _import_name(name, value)) is not None:
+        parts[name] = f"from {import_name[0]} import {import_name[1]} as {name}"
+    elif _is_literal(value):
         parts[name] = f"{name} = {value!r}"
     else:
         raise ValueError(
@@ -298,34 +324,36 @@ def _collect(name: str, value: object, user: str, parts: dict[str, str]) -> None
         )
 
 
-def _home(name: str, value: object) -> tuple[str, str] | None:
+def _import_name(name: str, value: object) -> tuple[str, str] | None:
+    """Return (module, name) to import an object from, or None."""
     module = getattr(value, "__module__", None)
     if not isinstance(module, str) or module == MAIN:
         return None
-    for known in (getattr(value, "__qualname__", None), getattr(value, "_name", None), name):
+    for candidate in (getattr(value, "__qualname__", None), getattr(value, "_name", None), name):
         if (
-            isinstance(known, str)
-            and known.isidentifier()
-            and getattr(sys.modules.get(module), known, None) is value
+            isinstance(candidate, str)
+            and candidate.isidentifier()
+            and getattr(sys.modules.get(module), candidate, None) is value
         ):
-            return module, known
+            return module, candidate
     return None
 
 
-def _is_plain(value: object) -> bool:
+def _is_literal(value: object) -> bool:
+    """Return whether a value's repr is a literal that gives it back."""
     try:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return False
 
 
-def _text(value: type | types.FunctionType) -> str:
+def _definition_text(value: type | types.FunctionType) -> str:
     """Return a main-module definition's text; ValueError when it was not kept."""
     if isinstance(value, types.FunctionType):
         functions = [value]
     else:
         functions = [
-            found for found in vars(value).values() if isinstance(found, types.FunctionType)
+            member for member in vars(value).values() if isinstance(member, types.FunctionType)
         ]
     file = getattr(sys.modules[MAIN], "__file__", None)
     for name in dict.fromkeys(
@@ -336,11 +364,13 @@ def _text(value: type | types.FunctionType) -> str:
         ]
     ):
         lines = linecache.getlines(name)
-        lines_of = [node for node in _definitions("".join(lines)) if node.name == value.__name__]
-        if lines_of:
-            node = lines_of[-1]
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            return "".join(lines[first - 1 : node.end_lineno]).rstrip()
+        definitions = [node for node in _definitions("".join(lines)) if node.name == value.__name__]
+        if definitions:
+            node = definitions[-1]
+            first_line = min(
+                [node.lineno, *(decorator.lineno for decorator in node.decorator_list)]
+            )
+            return "".join(lines[first_line - 1 : node.end_lineno]).rstrip()
     raise ValueError(
         f"the text of {value.__qualname__} cannot be found (a plain Python prompt keeps none, and it must "
         "stand at the top level of a cell): put it into a file"
@@ -348,9 +378,10 @@ def _text(value: type | types.FunctionType) -> str:
 
 
 def _statements(text: str) -> list[ast.stmt]:
+    """Return the top-level statements of a text; [] for a syntax error."""
     try:
         return ast.parse(text).body
-    except SyntaxError:  # such as a cell of magic commands
+    except SyntaxError:  # for example a cell with magic commands
         return []
 
 
@@ -362,13 +393,16 @@ def _definitions(text: str) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFu
     ]
 
 
-def _globals(text: str) -> list[str]:
+def _global_names(text: str) -> list[str]:
+    """Return the global names that a text uses."""
+
     def walk(table: symtable.SymbolTable) -> Iterator[str]:
-        top = table.get_type() == "module"
+        is_module = table.get_type() == "module"
         yield from (
             symbol.get_name()
             for symbol in table.get_symbols()
-            if symbol.is_referenced() and (symbol.is_global() or top and not symbol.is_assigned())
+            if symbol.is_referenced()
+            and (symbol.is_global() or is_module and not symbol.is_assigned())
         )
         for inner in table.get_children():
             yield from walk(inner)

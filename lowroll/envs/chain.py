@@ -104,11 +104,12 @@ class Chain(GeneratedEnvironment):
         )
 
     def _right_before_wrong(self, text: str, sums: list[int]) -> int:
-        found = SUM.findall(text.rpartition("####")[0] or text)
-        for i, (want, (letter, number)) in enumerate(zip(sums, found, strict=False)):
-            if letter != self.letters[i % len(self.letters)] or int(number) != want:
+        """Return the number of right sums before the first wrong one."""
+        written_sums = SUM.findall(text.rpartition("####")[0] or text)
+        for i, (expected, (letter, number)) in enumerate(zip(sums, written_sums, strict=False)):
+            if letter != self.letters[i % len(self.letters)] or int(number) != expected:
                 return i
-        return min(len(sums), len(found))
+        return min(len(sums), len(written_sums))
 
     def gold(self, prompt: Prompt) -> str:
         return self.written(prompt.info["sums"])
@@ -116,9 +117,9 @@ class Chain(GeneratedEnvironment):
     def written(self, sums: list[int]) -> str:
         width = len(self.letters)
         lines = [
-            f"{first // width + 1}: "
-            + " ".join(f"{letter}{sums[first + i]}" for i, letter in enumerate(self.letters))
-            for first in range(0, len(sums), width)
+            f"{row_start // width + 1}: "
+            + " ".join(f"{letter}{sums[row_start + i]}" for i, letter in enumerate(self.letters))
+            for row_start in range(0, len(sums), width)
         ]
         return "\n".join([*lines, f"#### {sums[-1]}"])
 

@@ -24,8 +24,8 @@ SET_ENV = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 PR_SET_PDEATHSIG = 1
-FEW = 8  # children allowed on any machine
-A_CORE = 64  # children a core: most wait for a judge
+FEW = 8  # children that any machine may run
+A_CORE = 64  # children per core: most of them wait for a judge model
 CHILD_MB = 64  # memory of a child that imported sympy
 CHILD_FILES = 4  # file descriptors of a child
 
@@ -97,14 +97,15 @@ def check_count(workers: int) -> None:
         limits[f"{memory / 2**30:.1f} GB of free memory, {CHILD_MB} MB each"] = memory // (
             CHILD_MB << 20
         )
-    why, most = min(limits.items(), key=lambda limit: limit[1])
-    if workers > max(FEW, most):
+    limit_name, max_workers = min(limits.items(), key=lambda limit: limit[1])
+    if workers > max(FEW, max_workers):
         raise ValueError(
-            f"score.workers: {workers} is more than the {max(FEW, most)} that this machine holds "
-            f"({why})"
+            f"score.workers: {workers} is more than the {max(FEW, max_workers)} that this machine holds "
+            f"({limit_name})"
         )
 
 
 def _open_files() -> int:
+    """Return the limit of open files of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else 1 << 20

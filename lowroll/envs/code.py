@@ -75,7 +75,7 @@ class Code(Environment):
         if max_cases is not None and max_cases < 1:
             raise ValueError(f"env {name!r}: max_cases must be at least 1, got {max_cases}")
         self.exact = reward == "all"
-        self.max_cases, self.limits = max_cases, _limits(name, limits or {})
+        self.max_cases, self.limits = max_cases, _parse_limits(name, limits or {})
         self.rows = SplitRows(
             name,
             task_of,
@@ -94,10 +94,12 @@ class Code(Environment):
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
         self.rng(split, index)  # validates both
-        row = self.rows.at(split, index)
-        task = self.rows[split][row]
+        row_index = self.rows.at(split, index)
+        task = self.rows[split][row_index]
         tests = [[case.input, case.output, case.fn_name] for case in task.cases[: self.max_cases]]
-        return self.ask(task.question, index, split, {"tests": tests, "row": row, "split": split})
+        return self.ask(
+            task.question, index, split, {"tests": tests, "row": row_index, "split": split}
+        )
 
     def score(self, prompt: Prompt, text: str) -> Score:
         """Score by the passed tests. SandboxError when the sandbox failed."""
@@ -118,8 +120,8 @@ class Code(Environment):
         name = prompt.info["tests"][0][2]
         solution = self._solution(prompt)
         owner = "Solution." if "class Solution" in solution else ""
-        more = f"{owner}{name} = lambda *given: ['another']" if name else "print('and more')"
-        return f"```python\n{solution}\n{more}\n```"
+        override = f"{owner}{name} = lambda *given: ['another']" if name else "print('and more')"
+        return f"```python\n{solution}\n{override}\n```"
 
     def _solution(self, prompt: Prompt) -> str:
         solution = self.rows[prompt.info["split"]][prompt.info["row"]].solution
@@ -128,7 +130,8 @@ class Code(Environment):
         return solution
 
 
-def _limits(name: str, given: dict[str, float]) -> SandboxLimits:
+def _parse_limits(name: str, given: dict[str, float]) -> SandboxLimits:
+    """Return the sandbox's limits. ValueError names the invalid one."""
     for key in given:
         if key not in KNOWN:
             raise ValueError(f"env {name!r}: limits has no {key!r}; known: {', '.join(KNOWN)}")
@@ -140,8 +143,8 @@ def _limits(name: str, given: dict[str, float]) -> SandboxLimits:
 
 def _metrics(verdict: CaseResults | None) -> dict[str, float]:
     if verdict is None:
-        found = dict.fromkeys(("passed", "all_passed", "timeouts", "crashes", "compile_error"), 0.0)
-        return {**found, "has_program": 0.0}
+        zeros = dict.fromkeys(("passed", "all_passed", "timeouts", "crashes", "compile_error"), 0.0)
+        return {**zeros, "has_program": 0.0}
     count = len(verdict.results)
     return {
         "passed": verdict.share,
@@ -167,15 +170,15 @@ def task_of(row: dict[str, Any], where: str) -> CodeTask:
         raise ValueError(f"{where}: its tests are of several kinds: {sorted(map(str, names))}")
     name = names.pop()
     starter = row.get("starter_code")
-    parts = [question.strip()]
+    paragraphs = [question.strip()]
     if isinstance(starter, str) and starter.strip():
-        parts.append(f"Begin with\n```python\n{starter.strip()}\n```")
+        paragraphs.append(f"Begin with\n```python\n{starter.strip()}\n```")
     if name is None:
-        parts.append(READS)
+        paragraphs.append(READS)
     else:
-        inside = " of the class Solution" if "class Solution" in str(starter) else ""
-        parts.append(CALLED.format(name=name, where=inside))
-    return CodeTask("\n".join(parts), cases, _solution_of(row))
+        class_hint = " of the class Solution" if "class Solution" in str(starter) else ""
+        paragraphs.append(CALLED.format(name=name, where=class_hint))
+    return CodeTask("\n".join(paragraphs), cases, _solution_of(row))
 
 
 def _solution_of(row: dict[str, Any]) -> str:

@@ -28,8 +28,8 @@ from lowroll.envs.notation import repeating, ungrouped
 
 log = logging.getLogger(__name__)
 
-DIGITS = 60  # of a value at a point
-DIGITS_ALONE = 240  # without variables, at one point
+DIGITS = 60  # digits of a value at a point
+DIGITS_ALONE = 240  # digits of a value without variables
 AGREE = 2 / 3  # share of the digits in which equal values agree
 ROUNDED = 6  # significant digits of a decimal for an irrational number
 POINTS = 3
@@ -55,23 +55,23 @@ class GoldError(Exception):
 def equal(gold: str, answer: str) -> bool:
     """Return whether two formulas are equal.
 
-    A gold answer too large to evaluate equals only its own spelling; one that is no formula equals
+    A gold answer too large to evaluate equals only its own spelling; one that cannot be parsed equals
     nothing. The parser's errors for an answer pass; Costly for one too large.
     """
-    fold = _fold(gold, answer)
-    tree = _gold_tree(gold, fold)
-    if tree is None:
+    fold = _can_ignore_case(gold, answer)
+    gold_tree = _gold_tree(gold, fold)
+    if gold_tree is None:
         return False
     try:
-        refuse_tree(tree, unfinished=True)
+        refuse_tree(gold_tree, unfinished=True)
     except Costly:
-        return same_tree(tree, _tree(answer, fold))
-    answered = _tree(answer, fold)
-    refuse_tree(answered, unfinished=_unfinished(tree))
-    same = compare(tree, answered)
-    if same is None:
-        return verified(tree, answered)
-    return same or rounds_to(answer, tree) or rounds_to(gold, answered)
+        return same_tree(gold_tree, _parse(answer, fold))
+    answer_tree = _parse(answer, fold)
+    refuse_tree(answer_tree, unfinished=_is_unfinished(gold_tree))
+    are_equal = compare(gold_tree, answer_tree)
+    if are_equal is None:
+        return verified(gold_tree, answer_tree)
+    return are_equal or rounds_to(answer, gold_tree) or rounds_to(gold, answer_tree)
 
 
 def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
@@ -80,28 +80,30 @@ def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
 
     An equation of numbers alone, `12 = 2^2 \cdot 3`, must be spelled alike.
     """
-    fold = _fold(" ".join(gold), " ".join(answer))
-    golds = [_gold_tree(side, fold) for side in gold]
-    if not all(isinstance(tree, sympy.Expr) for tree in golds):
+    fold = _can_ignore_case(" ".join(gold), " ".join(answer))
+    gold_trees = [_gold_tree(side, fold) for side in gold]
+    if not all(isinstance(tree, sympy.Expr) for tree in gold_trees):
         return None
-    answers = [_tree(side, fold) for side in answer]
-    for tree in (*golds, *answers):
+    answer_trees = [_parse(side, fold) for side in answer]
+    for tree in (*gold_trees, *answer_trees):
         refuse_tree(tree)
-    if not any(tree.free_symbols or tree.has(AppliedUndef) for tree in golds):
-        if all(map(same_tree, golds, answers)) or all(map(same_tree, golds, answers[::-1])):
+    if not any(tree.free_symbols or tree.has(AppliedUndef) for tree in gold_trees):
+        if all(map(same_tree, gold_trees, answer_trees)) or all(
+            map(same_tree, gold_trees, answer_trees[::-1])
+        ):
             return 1.0
         return None
     a, b = (
         sympy.Add(left, sympy.Mul(-1, right, evaluate=False), evaluate=False)
-        for left, right in (golds, answers)
+        for left, right in (gold_trees, answer_trees)
     )
-    factor = _ratio(a, b)
+    factor = _constant_ratio(a, b)
     if factor is not None:
         return factor
-    return _ratio(*(sympy.fraction(sympy.together(tree))[0] for tree in (a, b)))
+    return _constant_ratio(*(sympy.fraction(sympy.together(tree))[0] for tree in (a, b)))
 
 
-def _fold(gold: str, answer: str) -> bool:
+def _can_ignore_case(gold: str, answer: str) -> bool:
     """Return whether case can be ignored: no letter has both cases."""
     for text in (gold, answer):
         letters = set(re.sub(r"\\[A-Za-z]+", "", text)) - set("eEiI")
@@ -111,18 +113,19 @@ def _fold(gold: str, answer: str) -> bool:
 
 
 def _gold_tree(text: str, fold: bool) -> Any:
-    """Return a gold answer's tree; None when it is no formula. GoldError for a timeout."""
+    """Return a gold answer's tree; None when it cannot be parsed. GoldError for a timeout."""
     try:
-        return _tree(text, fold)
+        return _parse(text, fold)
     except AnswerTimeout as error:
         raise GoldError(f"the gold answer takes too long to read: {text[:80]!r}") from error
-    except Exception as error:  # the parser raises no class of its own
+    except Exception as error:  # the parser has no exception class of its own
         log.debug("gold answer %r is compared as text: %s", text, error)
         return None
 
 
 @lru_cache(maxsize=4096)
-def _tree(text: str, fold: bool) -> Any:
+def _parse(text: str, fold: bool) -> Any:
+    """Parse LaTeX into a tree; the parser's errors pass."""
     refuse_text(text)
     text = ungrouped(text)
     text = GAMMA.sub(lambda found: rf"\mbox{{{found[1][0]}amma variable}}", text)
@@ -144,7 +147,7 @@ class _Reader(_Latex2Sympy):
         return sympy.Float(text)
 
 
-def _unfinished(tree: Any) -> bool:
+def _is_unfinished(tree: Any) -> bool:
     return isinstance(tree, sympy.Basic) and tree.has(*UNFINISHED)
 
 
@@ -162,8 +165,8 @@ def exact(tree: Any) -> Fraction | None:
     if not isinstance(tree, (sympy.Add, sympy.Mul, sympy.Pow, sympy.UnevaluatedExpr)):
         return None
     values = []
-    for part in tree.args:
-        if (value := exact(part)) is None:
+    for argument in tree.args:
+        if (value := exact(argument)) is None:
             return None
         values.append(value)
     if isinstance(tree, sympy.Pow):
@@ -180,16 +183,17 @@ def exact(tree: Any) -> Fraction | None:
 
 def same_tree(a: Any, b: Any) -> bool:
     """Return whether two trees are equal up to the order of summands and factors."""
-    return a == b or _ordered(a) == _ordered(b)
+    return a == b or _canonical_order(a) == _canonical_order(b)
 
 
-def _ordered(tree: Any) -> Any:
-    parts = [_ordered(part) for part in getattr(tree, "args", ())]
+def _canonical_order(tree: Any) -> Any:
+    """Return nested tuples of a tree, with summands and factors sorted."""
+    ordered_args = [_canonical_order(argument) for argument in getattr(tree, "args", ())]
     if isinstance(tree, (sympy.Add, sympy.Mul)):
-        parts.sort(key=repr)
-    if not parts:
+        ordered_args.sort(key=repr)
+    if not ordered_args:
         return type(tree).__name__, str(tree)
-    return (type(tree).__name__, *parts)
+    return (type(tree).__name__, *ordered_args)
 
 
 def compare(a: Any, b: Any) -> bool | None:
@@ -204,31 +208,32 @@ def compare(a: Any, b: Any) -> bool | None:
     if (
         not isinstance(a, sympy.Expr)
         or not isinstance(b, sympy.Expr)
-        or _unfinished(a)
-        or _unfinished(b)
+        or _is_unfinished(a)
+        or _is_unfinished(b)
     ):
         return None
     x = exact(a)
     y = exact(b)
     if x is not None and y is not None:
         return x == y
-    values = _values(a, b)
+    values = _value_pairs(a, b)
     digits = DIGITS if len(values) > 1 else DIGITS_ALONE
-    verdicts = [_agree(u, v, digits) for u, v in values if u is not None and v is not None]
+    verdicts = [_values_agree(u, v, digits) for u, v in values if u is not None and v is not None]
     if False in verdicts:
         return False
     return True if len(verdicts) > len(values) // 2 else None
 
 
-def _ratio(a: Any, b: Any) -> float | None:
+def _constant_ratio(a: Any, b: Any) -> float | None:
+    """Return the sign of a / b where it is the same at all points, or None."""
     ratios = []
-    for u, v in _values(a, b):
+    for u, v in _value_pairs(a, b):
         if u is None or v is None:
             continue
-        if _zero(u) or _zero(v):
+        if _is_zero(u) or _is_zero(v):
             return None  # an equation that always holds
         ratios.append(u / v)
-    if len(ratios) < 2 or any(_agree(ratio, ratios[0]) is not True for ratio in ratios[1:]):
+    if len(ratios) < 2 or any(_values_agree(ratio, ratios[0]) is not True for ratio in ratios[1:]):
         return None
     return float(sympy.sign(sympy.re(ratios[0])))
 
@@ -238,7 +243,7 @@ def begins(text: str, number: str) -> bool:
     0.666667 for 2/3."""
     if DECIMAL.fullmatch(text) is None:
         return False
-    tree = _tree(number, True)
+    tree = _parse(number, True)
     refuse_tree(tree)
     return rounds_to(text, tree, cut=True)
 
@@ -253,22 +258,23 @@ def rounds_to(text: str, tree: Any, cut: bool = False) -> bool:
         if _is_decimal(value):
             return False
     elif isinstance(tree, sympy.Expr) and not tree.free_symbols:
-        number = _value(_evaluable(tree), {}, DIGITS)
+        number = _value_at(_as_evaluable(tree), {}, DIGITS)
         if number is None or not number.is_real:
             return False
         value = Fraction(str(number))
     if value is None:
         return False
-    off = (value - Fraction(text)) * 10 ** len(text.partition(".")[2])
-    return abs(off) * 2 <= 1 or (cut and 0 < (off if value > 0 else -off) < 1)
+    difference = (value - Fraction(text)) * 10 ** len(text.partition(".")[2])
+    return abs(difference) * 2 <= 1 or (cut and 0 < (difference if value > 0 else -difference) < 1)
 
 
 def _is_decimal(value: Fraction) -> bool:
-    rest = value.denominator
+    """Return whether a fraction has finite decimals."""
+    remaining = value.denominator
     for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1
+        while remaining % prime == 0:
+            remaining //= prime
+    return remaining == 1
 
 
 def verified(gold: Any, answer: Any) -> bool:
@@ -283,17 +289,18 @@ def verified(gold: Any, answer: Any) -> bool:
     )
 
 
-def _values(a: Any, b: Any) -> list[tuple[Any, Any]]:
-    a = _evaluable(a)
-    b = _evaluable(b)
+def _value_pairs(a: Any, b: Any) -> list[tuple[Any, Any]]:
+    """Return the values of two trees at the same points."""
+    a = _as_evaluable(a)
+    b = _as_evaluable(b)
     names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols} - {"i"})
     if not names:
-        return [(_value(a, {}, DIGITS_ALONE), _value(b, {}, DIGITS_ALONE))]
-    found = []
+        return [(_value_at(a, {}, DIGITS_ALONE), _value_at(b, {}, DIGITS_ALONE))]
+    value_pairs = []
     for point in range(POINTS):
-        values = {name: _coordinate(name, point) for name in names}
-        found.append((_value(a, values, DIGITS), _value(b, values, DIGITS)))
-    return found
+        coordinates = {name: _coordinate(name, point) for name in names}
+        value_pairs.append((_value_at(a, coordinates, DIGITS), _value_at(b, coordinates, DIGITS)))
+    return value_pairs
 
 
 def _coordinate(name: str, point: int) -> Any:
@@ -305,40 +312,45 @@ def _coordinate(name: str, point: int) -> Any:
     return value
 
 
-def _evaluable(tree: Any) -> Any:
+def _as_evaluable(tree: Any) -> Any:
     """Return the tree with fractions for decimals, and variables for unknown functions and
     derivatives."""
-    unknown = {part: sympy.Symbol(str(part)) for part in tree.atoms(AppliedUndef, sympy.Derivative)}
-    decimals = {part: sympy.Rational(str(part)) for part in tree.atoms(sympy.Float)}
+    unknown = {
+        subtree: sympy.Symbol(str(subtree))
+        for subtree in tree.atoms(AppliedUndef, sympy.Derivative)
+    }
+    decimals = {subtree: sympy.Rational(str(subtree)) for subtree in tree.atoms(sympy.Float)}
     if not unknown and not decimals:
         return tree
     return tree.xreplace(unknown | decimals)
 
 
-def _value(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
+def _value_at(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
     """Return a tree's (possibly complex) value at a point; None when undefined or infinite."""
-    at = {}
+    substitutions = {}
     for symbol in tree.free_symbols:
-        at[symbol] = sympy.I if symbol.name == "i" else point[symbol.name]
-    value = tree.evalf(digits, subs=at, maxn=4 * digits)
+        substitutions[symbol] = sympy.I if symbol.name == "i" else point[symbol.name]
+    value = tree.evalf(digits, subs=substitutions, maxn=4 * digits)
     if (
         value.is_number
         and value.is_finite
         and all(
-            part.is_Float or part.is_Integer or part.is_Rational for part in value.as_real_imag()
+            component.is_Float or component.is_Integer or component.is_Rational
+            for component in value.as_real_imag()
         )
     ):
         return value
     return None
 
 
-def _zero(value: Any) -> bool:
+def _is_zero(value: Any) -> bool:
     """Return whether a value is 0 or without correct digits."""
     return all(part == 0 or part.is_Float and part._prec < 60 for part in value.as_real_imag())
 
 
-def _agree(u: Any, v: Any, digits: int = DIGITS) -> bool:
-    if _zero(u) and _zero(v):
+def _values_agree(u: Any, v: Any, digits: int = DIGITS) -> bool:
+    """Return whether two values are equal in most of their digits."""
+    if _is_zero(u) and _is_zero(v):
         return True
     a, b = u.as_real_imag()
     c, d = v.as_real_imag()

@@ -30,7 +30,7 @@ from lowroll.envs.notation import (
     words,
 )
 
-MAX_PARTS = 40  # of an unordered list
+MAX_PARTS = 40  # unmatched parts of an unordered list
 TOKEN = re.compile(r"\\begin|\\end|\\[{}]|\\[A-Za-z]+|.", re.DOTALL)
 COMMA = re.compile(r"[,;]")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -60,7 +60,7 @@ class Form:
 def pieces(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
     """Cut a text at separators outside of all brackets into pieces and separators; unmatched
     brackets prevent cuts."""
-    cut = []
+    parts = []
     separators = []
     start = 0
     depth = 0
@@ -71,12 +71,12 @@ def pieces(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]
         if depth < 0:
             return [text], []
         if depth == 0 and separator.fullmatch(sign):
-            cut.append(text[start : token.start()])
+            parts.append(text[start : token.start()])
             separators.append(sign)
             start = token.end()
     if depth != 0:
         return [text], []
-    return [*cut, text[start:]], separators
+    return [*parts, text[start:]], separators
 
 
 def wrapped(text: str) -> tuple[str, str] | None:
@@ -96,30 +96,32 @@ def wrapped(text: str) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=4096)
 def form(text: str) -> Form:
+    """Return the form of a tidy text."""
     text = text.strip()
     if (pair := wrapped(text)) is not None:
-        found = _bracketed(*pair)
-        if found is not None:
-            return found
+        bracketed_form = _bracketed_form(*pair)
+        if bracketed_form is not None:
+            return bracketed_form
     sides, arrows = pieces(text, IMPLIES)
     if arrows:
         return Form("implication", tuple(map(str.strip, sides)), " ".join(arrows))
-    if len(union := pieces(text, CUP)[0]) > 1:
-        return Form("union", tuple(map(str.strip, union)))
-    parts = _values(text)
+    if len(union_parts := pieces(text, CUP)[0]) > 1:
+        return Form("union", tuple(map(str.strip, union_parts)))
+    parts = _list_values(text)
     if len(parts) > 1:
         inequalities = all(_is_interval(form(part)) for part in parts)
         return Form("union" if inequalities else "list", parts)
-    return _relation(text) or Form("leaf", (text,))
+    return _relation_form(text) or Form("leaf", (text,))
 
 
-def _bracketed(brackets: str, inside: str) -> Form | None:
+def _bracketed_form(brackets: str, inside: str) -> Form | None:
+    """Return the form of a text inside brackets, or None."""
     if brackets == r"\{\}":
         condition = pieces(inside, BAR)[0]
         if len(condition) == 2:
-            found = form(condition[1])
-            return found if _is_interval(found) else None
-        return Form("set", _values(inside, braces=True))
+            condition_form = form(condition[1])
+            return condition_form if _is_interval(condition_form) else None
+        return Form("set", _list_values(inside, braces=True))
     if brackets == "{}":
         return form(inside)
     parts = [part.strip() for part in pieces(inside, COMMA)[0]]
@@ -134,23 +136,24 @@ def _is_interval(found: Form) -> bool:
     return found.kind == "tuple" and bool(found.name)
 
 
-def _values(text: str, braces: bool = False) -> tuple[str, ...]:
+def _list_values(text: str, braces: bool = False) -> tuple[str, ...]:
     """Return the parts of a list, both values of a sign."""
-    return tuple(part for piece in _listed(text, braces) for part in _signs(piece))
+    return tuple(part for piece in _split_list(text, braces) for part in _expand_signs(piece))
 
 
-def _listed(text: str, braces: bool) -> list[str]:
+def _split_list(text: str, braces: bool) -> list[str]:
     """Split a list. A comma between digits is in a number if other commas are followed by
     spaces."""
     if not braces and quantity(without_unit(ASSIGNED.sub("", text))[0]) is not None:
         return [text]
     spaced = re.search(r",\s", text) is not None
-    held = THOUSANDS.sub("\0", text) if spaced else text
-    parts = [part.replace("\0", ",").strip() for part in pieces(held, COMMA)[0]]
+    protected = THOUSANDS.sub("\0", text) if spaced else text
+    parts = [part.replace("\0", ",").strip() for part in pieces(protected, COMMA)[0]]
     return [part for part in parts if part] or [text]
 
 
-def _signs(text: str) -> list[str]:
+def _expand_signs(text: str) -> list[str]:
+    r"""Return both values of a `\pm` or `\mp`."""
     if not re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
         return [text]
     return [
@@ -161,33 +164,34 @@ def _signs(text: str) -> list[str]:
     ]
 
 
-def _relation(text: str) -> Form | None:
+def _relation_form(text: str) -> Form | None:
     """Return a relation, or the interval of one that bounds a variable by numbers or a set."""
     sides, operators = pieces(text, RELATION)
     sides = [side.strip() for side in sides]
     if not operators or not all(sides):
         return None
     if r"\approx" in operators:
-        first = operators.index(r"\approx")
-        keep = first + 1
-        if first == 0 and NAME.fullmatch(sides[0]):  # a name is about what follows it
-            keep = 2
-        return form("=".join(sides[:keep]))
+        approx_index = operators.index(r"\approx")
+        num_kept = approx_index + 1
+        if approx_index == 0 and NAME.fullmatch(sides[0]):  # a name belongs to the value after it
+            num_kept = 2
+        return form("=".join(sides[:num_kept]))
     name = ""
     if NAME.fullmatch(sides[0]):
         name = sides[0]
     if operators[0] == r"\in" and name:
         return replace(form(text.partition(r"\in")[2]), name=squeezed(name))
     if operators[0] == "=" and name:
-        rest = form(sides[-1])
-        if set(operators) == {"="} and rest.kind != "leaf":
-            return replace(rest, name=squeezed(name))
-    return _interval(sides, operators) or Form(
+        value_form = form(sides[-1])
+        if set(operators) == {"="} and value_form.kind != "leaf":
+            return replace(value_form, name=squeezed(name))
+    return _interval_form(sides, operators) or Form(
         "relation", tuple(sides), " ".join(operators), squeezed(name)
     )
 
 
-def _interval(sides: list[str], operators: list[str]) -> Form | None:
+def _interval_form(sides: list[str], operators: list[str]) -> Form | None:
+    """Return the interval of inequalities that bound one variable by numbers, or None."""
     if operators[0] not in FLIPPED:
         return None
     if operators[0] not in BELOW:
@@ -223,16 +227,17 @@ def matches(gold: str, answer: str, ordered: bool = False) -> bool:
         return True
     if not answer or r"\boxed{" in answer:
         return False
-    if (asked := choice(gold)) is not None and (not asked[1] or LETTERED.match(gold)):
-        letter, text = asked
-        said = choice(answer)
-        if said is not None and said[0] == letter:
+    if (gold_choice := choice(gold)) is not None and (not gold_choice[1] or LETTERED.match(gold)):
+        letter, text = gold_choice
+        answer_choice = choice(answer)
+        if answer_choice is not None and answer_choice[0] == letter:
             return True
         return text != "" and matches(text, answer)
     return _same_form(form(gold), form(answer), ordered)
 
 
 def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
+    """Return whether two forms state the same answer."""
     if (
         gold.name
         and answer.name
@@ -240,20 +245,20 @@ def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
         and "relation" not in (gold.kind, answer.kind)
     ):
         return False
-    several = ("list", "set", "union")
+    unordered_kinds = ("list", "set", "union")
     if gold.kind == answer.kind == "tuple":
-        return gold.signs == answer.signs and _pairwise(gold.parts, answer.parts)
+        return gold.signs == answer.signs and _match_pairwise(gold.parts, answer.parts)
     if gold.kind == answer.kind == "implication":
-        return gold.signs == answer.signs and _pairwise(gold.parts, answer.parts)
+        return gold.signs == answer.signs and _match_pairwise(gold.parts, answer.parts)
     if {gold.kind, answer.kind} == {"tuple", "list"}:
         point, values = (gold, answer) if gold.kind == "tuple" else (answer, gold)
         if point.signs != "()" or point.name or not _are_coordinates(values.parts):
             return False
-        return _pairwise(gold.parts, answer.parts)
-    if gold.kind in several and answer.kind in several:
+        return _match_pairwise(gold.parts, answer.parts)
+    if gold.kind in unordered_kinds and answer.kind in unordered_kinds:
         if ordered and gold.kind == "list":
-            return _pairwise(gold.parts, answer.parts)
-        return _unordered(gold.parts, answer.parts)
+            return _match_pairwise(gold.parts, answer.parts)
+        return _same_multiset(gold.parts, answer.parts)
     if "relation" in (gold.kind, answer.kind):
         return _same_relation(gold, answer)
     if gold.kind == "leaf" and answer.kind == "list":  # one value in several forms
@@ -267,29 +272,31 @@ def _are_coordinates(parts: tuple[str, ...]) -> bool:
     return all(names) and len(set(names)) == len(names)
 
 
-def _pairwise(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
+def _match_pairwise(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
     return len(gold) == len(answer) and all(map(matches, gold, answer))
 
 
-def _unordered(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
+def _same_multiset(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
     """Return whether two lists are equal multisets. ValueError above MAX_PARTS unmatched parts."""
     if len(gold) != len(answer):
         return False
-    left = list(answer)
-    rest = []
+    unmatched_answers = list(answer)
+    unmatched_gold = []
     for part in gold:
-        alike = next((other for other in left if squeezed(part) == squeezed(other)), None)
-        if alike is None:
-            rest.append(part)
+        same_spelling = next(
+            (other for other in unmatched_answers if squeezed(part) == squeezed(other)), None
+        )
+        if same_spelling is None:
+            unmatched_gold.append(part)
         else:
-            left.remove(alike)
-    if len(rest) > MAX_PARTS:
+            unmatched_answers.remove(same_spelling)
+    if len(unmatched_gold) > MAX_PARTS:
         raise ValueError(f"a list of more than {MAX_PARTS} parts")
-    for part in rest:
-        equal = next((other for other in left if matches(part, other)), None)
-        if equal is None:
+    for part in unmatched_gold:
+        match = next((other for other in unmatched_answers if matches(part, other)), None)
+        if match is None:
             return False
-        left.remove(equal)
+        unmatched_answers.remove(match)
     return True
 
 
@@ -299,19 +306,19 @@ def _same_relation(gold: Form, answer: Form) -> bool:
     if answer.kind != "relation":
         if not gold.name or not _is_equation_and_value(gold, answer):
             return False
-        return all(matches(side, answer.parts[0]) for side in _said(gold))
+        return all(matches(side, answer.parts[0]) for side in _stated_values(gold))
     if gold.kind != "relation":
         if not _is_equation_and_value(answer, gold):
             return False
-        return all(matches(gold.parts[0], side) for side in _said(answer))
+        return all(matches(gold.parts[0], side) for side in _stated_values(answer))
     if gold.name and gold.name == answer.name and gold.signs[0] == answer.signs[0] == "=":
         return matches(gold.parts[-1], answer.parts[-1])
-    gold = _upwards(gold)
-    answer = _upwards(answer)
+    gold = _ascending(gold)
+    answer = _ascending(answer)
     if gold.signs != answer.signs:
         return False
     if len(gold.parts) > 2:
-        return _pairwise(gold.parts, answer.parts)
+        return _match_pairwise(gold.parts, answer.parts)
     from lowroll.envs import expressions
 
     factor = expressions.proportion(gold.parts, answer.parts)
@@ -322,13 +329,14 @@ def _is_equation_and_value(relation: Form, other: Form) -> bool:
     return other.kind == "leaf" and set(relation.signs.split()) == {"="}
 
 
-def _said(equation: Form) -> list[str]:
+def _stated_values(equation: Form) -> list[str]:
     """Return the values of an equation's name: its last side, and numbers before it."""
     sides = equation.parts[bool(equation.name) :]
     return [side for side in sides[:-1] if CONSTANT.fullmatch(side)] + [sides[-1]]
 
 
-def _upwards(relation: Form) -> Form:
+def _ascending(relation: Form) -> Form:
+    r"""Return a relation of > and \geq reversed into one of < and \leq; any other unchanged."""
     signs = relation.signs.split()
     if not all(sign in FLIPPED and sign not in BELOW for sign in signs):
         return relation
@@ -343,15 +351,17 @@ def same_leaf(gold: str, answer: str) -> bool:
     if squeezed(gold) == squeezed(answer):
         return True
     if DOTS in gold or DOTS in answer:
-        return _begins(gold, answer) or _begins(answer, gold)
-    time = clock(gold)
-    other_time = clock(answer)
-    if time is not None and other_time is not None:
-        either_half = "" in (time[2], other_time[2])  # of the day
-        return time[:2] == other_time[:2] and (either_half or time == other_time)
-    if (said := words(gold)) is not None:
-        return said == words(answer, beside_words=True)
-    if (said := words(answer)) is not None and said == words(gold, beside_words=True):
+        return _is_truncation(gold, answer) or _is_truncation(answer, gold)
+    clock_time = clock(gold)
+    other_clock_time = clock(answer)
+    if clock_time is not None and other_clock_time is not None:
+        either_half = "" in (clock_time[2], other_clock_time[2])  # "" is either half of the day
+        return clock_time[:2] == other_clock_time[:2] and (
+            either_half or clock_time == other_clock_time
+        )
+    if (phrase := words(gold)) is not None:
+        return phrase == words(answer, beside_words=True)
+    if (phrase := words(answer)) is not None and phrase == words(gold, beside_words=True):
         return True
     number = numeral(gold)
     other_number = numeral(answer)
@@ -361,16 +371,16 @@ def same_leaf(gold: str, answer: str) -> bool:
     answer, other_unit = without_unit(answer)
     if unit and other_unit and unit != other_unit:
         return False
-    gold, up = scaled(gold)
-    answer, also_up = scaled(answer)
+    gold, exponent = scaled(gold)
+    answer, other_exponent = scaled(answer)
     gold = without_unit(gold)[0]
     answer = without_unit(answer)[0]
     if same_value(gold, answer):
         return True
-    return up != also_up and same_value(gold, answer, up - also_up)
+    return exponent != other_exponent and same_value(gold, answer, exponent - other_exponent)
 
 
-def _begins(text: str, other: str) -> bool:
+def _is_truncation(text: str, other: str) -> bool:
     r"""Return whether `0.6666667\ldots` begins a number without finite decimals."""
     if not text.endswith(DOTS) or DOTS in other:
         return False
@@ -382,18 +392,18 @@ def _begins(text: str, other: str) -> bool:
 def same_value(gold: str, answer: str, shift: int = 0) -> bool:
     """Return whether `gold` times 10^shift equals `answer`."""
     number = quantity(gold)
-    other = quantity(answer)
-    if number is not None and other is not None:
+    other_number = quantity(answer)
+    if number is not None and other_number is not None:
         sign, digits, exponent = number.as_tuple()
         assert isinstance(exponent, int)
-        if Decimal((sign, digits, exponent + shift)) == other:
+        if Decimal((sign, digits, exponent + shift)) == other_number:
             return True
         if len(readings(gold)) == len(readings(answer)) == 1:
             return False
-    # imports sympy: only for formulas
+    # it imports sympy, which only formulas need
     from lowroll.envs import expressions
 
-    golds = list(readings(gold))
+    gold_readings = list(readings(gold))
     if shift:
-        golds = [rf"({reading}) \cdot 10^{{{shift}}}" for reading in golds]
-    return any(expressions.equal(*pair) for pair in product(golds, readings(answer)))
+        gold_readings = [rf"({reading}) \cdot 10^{{{shift}}}" for reading in gold_readings]
+    return any(expressions.equal(*pair) for pair in product(gold_readings, readings(answer)))

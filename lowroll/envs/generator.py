@@ -33,7 +33,7 @@ from lowroll.envs import child
 from lowroll.types import nearest
 
 LEVEL = "curriculum_level"
-BLOCK = 256  # items of a list: some generators prepare each at construction
+BLOCK = 256  # items of a list, which some generators prepare at construction
 CHILD_LIMIT = 60.0  # seconds for a child to answer
 KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed child
 
@@ -55,12 +55,13 @@ LANGUAGES = {  # allowed parts of answers that a scorer evaluates
 
 
 def _same_numbers(answer: str, item: dict[str, Any]) -> bool:
+    """Return whether the answer uses exactly the numbers of the item."""
     return sorted(map(int, re.findall(r"\d{1,18}", answer))) == sorted(item["metadata"]["numbers"])
 
 
 # checks that scorers of version 0.1.25 lack
 DEMANDS: dict[str, Callable[[str, dict[str, Any]], bool]] = {
-    # its scorer takes bool("False") for True
+    # its scorer uses bool("False"), which is True
     "game_of_life_halting": lambda answer, item: answer == item["answer"],
     "puzzle24": _same_numbers,  # its scorer accepts 24 from any four numbers
 }
@@ -96,7 +97,7 @@ class Generator:
     """A generator in this process."""
 
     def __init__(self, name: str, options: dict[str, Any], seed: int) -> None:
-        self.name, self.options, self.seed = name, _checked(name, options), seed
+        self.name, self.options, self.seed = name, _check_options(name, options), seed
         self._list = lru_cache(maxsize=8)(self._make_list)
         # a group's responses are scored consecutively
         self._item = lru_cache(maxsize=64)(self._make_item)
@@ -106,6 +107,7 @@ class Generator:
             raise ValueError(f"reasoning-gym/{name} refused the options: {error}") from error
 
     def _make_list(self, split: str, draw: int, block: int) -> Any:
+        """Return one block of items."""
         from reasoning_gym import create_dataset
 
         # numpy's limit
@@ -113,6 +115,7 @@ class Generator:
         return create_dataset(self.name, seed=seed, size=BLOCK, **self.options)
 
     def _make_item(self, split: str, draw: int, index: int) -> dict[str, Any]:
+        """Return one item, made with its own state of `random`."""
         state = random.getstate()
         # a few generators use the global stream
         random.seed(f"{self.seed}/{split}/{draw}/{index}")
@@ -128,9 +131,9 @@ class Generator:
     def score(self, split: str, draw: int, index: int, answer: str) -> float:
         """Return the generator's reward; 0 for an answer outside its language or task."""
         item = self._item(split, draw, index)
-        # the generator of a composite's item
-        maker = item["metadata"].get("source_dataset", self.name)
-        language, demand = LANGUAGES.get(maker), DEMANDS.get(maker)
+        # an item of a composite names its own generator
+        item_generator = item["metadata"].get("source_dataset", self.name)
+        language, demand = LANGUAGES.get(item_generator), DEMANDS.get(item_generator)
         if answer != item["answer"] and (
             language is not None
             and language.fullmatch(answer) is None
@@ -185,6 +188,7 @@ class _Server:
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], request: bytes, name: str) -> dict[str, Any]:
+        """Send a request line to the child and return its reply."""
         assert process.stdin is not None and process.stdout is not None
         deadline = time.monotonic() + CHILD_LIMIT
         line = b""
@@ -216,7 +220,8 @@ server = _Server()
 atexit.register(server.stop)
 
 
-def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
+def _check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a generator for its package. ValueError names an unknown one."""
     try:
         from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS
@@ -227,58 +232,62 @@ def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
     if name not in DATASETS:
         raise ValueError(f"reasoning-gym has no generator {name!r}{nearest(name, DATASETS, repr)}")
     if LEVEL in options:
-        options = _at_level(name, options, options[LEVEL])
+        options = _options_at_level(name, options, options[LEVEL])
     config = DATASETS[name][1]
-    known = [field.name for field in fields(config) if field.name not in ("seed", "size")]
+    option_names = [field.name for field in fields(config) if field.name not in ("seed", "size")]
     for key in options:
-        if key not in known:
+        if key not in option_names:
             raise ValueError(
-                f"reasoning-gym/{name} has no option {key!r}{nearest(key, known, repr)}; known: "
-                f"{', '.join(known)}"
+                f"reasoning-gym/{name} has no option {key!r}{nearest(key, option_names, repr)}; known: "
+                f"{', '.join(option_names)}"
             )
     if name == "composite":
-        parts = options.get("datasets")
-        if not isinstance(parts, list) or not all(
-            isinstance(part, dict) and "name" in part for part in parts
+        datasets = options.get("datasets")
+        if not isinstance(datasets, list) or not all(
+            isinstance(dataset, dict) and "name" in dataset for dataset in datasets
         ):
             raise ValueError(
                 "reasoning-gym/composite needs datasets: [{name, weight, config}, ...]"
             )
         return options | {
-            "datasets": [DatasetSpec(**{"weight": 1.0, "config": {}} | part) for part in parts]
+            "datasets": [
+                DatasetSpec(**{"weight": 1.0, "config": {}} | dataset) for dataset in datasets
+            ]
         }
     return options
 
 
 def _num_levels(name: str, options: dict[str, Any]) -> int:
     if name == "composite":
-        _checked(name, options)
-        return max(len(_steps(part["name"])) for part in options["datasets"])
-    steps = _steps(name)
-    _checked(name, _at_level(name, options, len(steps) - 1))
+        _check_options(name, options)
+        return max(len(_level_options(dataset["name"])) for dataset in options["datasets"])
+    steps = _level_options(name)
+    _check_options(name, _options_at_level(name, options, len(steps) - 1))
     return len(steps)
 
 
-def _at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
-    own = {key: value for key, value in options.items() if key != LEVEL}
+def _options_at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
+    """Return the options with those of a curriculum's level."""
+    base_options = {key: value for key, value in options.items() if key != LEVEL}
     if name == "composite":
-        parts = [
-            part | {"config": _at_level(part["name"], part.get("config", {}), level)}
-            for part in own["datasets"]
+        datasets = [
+            dataset
+            | {"config": _options_at_level(dataset["name"], dataset.get("config", {}), level)}
+            for dataset in base_options["datasets"]
         ]
-        return own | {"datasets": parts}
-    steps = _steps(name)
-    moved = steps[min(level, len(steps) - 1)]
-    if clash := sorted(moved.keys() & own.keys()):
+        return base_options | {"datasets": datasets}
+    steps = _level_options(name)
+    level_options = steps[min(level, len(steps) - 1)]
+    if conflicting := sorted(level_options.keys() & base_options.keys()):
         raise ValueError(
-            f"reasoning-gym/{name}: {', '.join(clash)} is moved by the curriculum; leave it out, or "
+            f"reasoning-gym/{name}: {', '.join(conflicting)} is moved by the curriculum; leave it out, or "
             "the curriculum"
         )
-    return own | moved
+    return base_options | level_options
 
 
 @lru_cache(maxsize=128)
-def _steps(name: str) -> list[dict[str, Any]]:
+def _level_options(name: str) -> list[dict[str, Any]]:
     """Return each level's options. ValueError for an unknown generator or one without a
     curriculum."""
     from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
@@ -288,10 +297,10 @@ def _steps(name: str) -> list[dict[str, Any]]:
     if name not in CURRICULA:
         raise ValueError(f"reasoning-gym/{name} has no curriculum")
     curriculum = create_curriculum(name)
-    most = max(len(attribute.levels) for attribute in curriculum.attributes.values())
-    plain = vars(DATASETS[name][1]())
-    found = []
-    for level in range(most):
+    num_levels = max(len(attribute.levels) for attribute in curriculum.attributes.values())
+    defaults = vars(DATASETS[name][1]())
+    options_by_level = []
+    for level in range(num_levels):
         curriculum.set_global_level(level)
         try:
             config = curriculum.generate_configuration()
@@ -299,12 +308,19 @@ def _steps(name: str) -> list[dict[str, Any]]:
                 config.validate()
         except (AssertionError, ValueError):
             continue
-        own = {k: v for k, v in vars(config).items() if k not in ("seed", "size")}
-        found.append({k: v for k, v in own.items() if v != plain[k] or _moves(curriculum, k)})
-    return found
+        options = {k: v for k, v in vars(config).items() if k not in ("seed", "size")}
+        options_by_level.append(
+            {
+                k: v
+                for k, v in options.items()
+                if v != defaults[k] or _is_curriculum_field(curriculum, k)
+            }
+        )
+    return options_by_level
 
 
-def _moves(curriculum: Any, key: str) -> bool:
+def _is_curriculum_field(curriculum: Any, key: str) -> bool:
+    """Return whether the curriculum sets an option."""
     names = ("field_name", "lower_field_name", "upper_field_name")
     return any(
         key == getattr(attribute, name, None)
@@ -335,7 +351,7 @@ def main() -> None:
                 reply["result"] = (
                     generator.item(*arguments) if verb == "item" else generator.score(*arguments)
                 )
-        except Exception as error:  # raised on the other side
+        except Exception as error:  # `_Server.ask` raises it
             reply["failed"] = (
                 str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             )

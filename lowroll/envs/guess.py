@@ -64,10 +64,12 @@ class Guess(GeneratedEnvironment):
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
         """Score by the last guess and the number of earlier ones."""
-        said = [one["content"] for one in messages if one["role"] == "assistant"]
-        found = self.score(prompt, said[-1])
-        cost = self.turn_cost * (len(said) - 1) if found.metrics["found"] else 0.0
-        return Score(found.reward - cost, {**found.metrics, "guesses": float(len(said))})
+        guesses = [message["content"] for message in messages if message["role"] == "assistant"]
+        last_score = self.score(prompt, guesses[-1])
+        cost = self.turn_cost * (len(guesses) - 1) if last_score.metrics["found"] else 0.0
+        return Score(
+            last_score.reward - cost, {**last_score.metrics, "guesses": float(len(guesses))}
+        )
 
     def score(self, prompt: Prompt, text: str) -> Score:
         guess, number = guessed(text), int(prompt.info["answer"])
@@ -84,5 +86,5 @@ class Guess(GeneratedEnvironment):
 
 
 def guessed(text: str) -> int | None:
-    found = NUMBER.fullmatch(text)
-    return int(found[1]) if found else None
+    match = NUMBER.fullmatch(text)
+    return int(match[1]) if match else None

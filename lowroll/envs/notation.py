@@ -230,8 +230,8 @@ def plain(text: str) -> str:
 
 
 def _fraction(found: re.Match[str]) -> str:
-    above, _, below = unicodedata.normalize("NFKC", found[0]).partition("\u2044")
-    return rf"\frac{{{above}}}{{{below}}}"
+    numerator, _, denominator = unicodedata.normalize("NFKC", found[0]).partition("\u2044")
+    return rf"\frac{{{numerator}}}{{{denominator}}}"
 
 
 def unboxed(text: str) -> str:
@@ -259,10 +259,10 @@ def squeezed(text: str) -> str:
 def choice(text: str) -> tuple[str, str] | None:
     r"""Return (letter, its text or "") of `(B)`, `B.`, `\text{(B)} 12`, unless there is not exactly
     one."""
-    found = CHOICE.fullmatch(text)
-    if found is None or re.search(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])|,|\\neq|[=<>+^]", found[2]):
+    match = CHOICE.fullmatch(text)
+    if match is None or re.search(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])|,|\\neq|[=<>+^]", match[2]):
         return None
-    return found[1], found[2].lstrip(" .:)}").rstrip(" .")
+    return match[1], match[2].lstrip(" .:)}").rstrip(" .")
 
 
 def quantity(text: str) -> Decimal | None:
@@ -270,8 +270,8 @@ def quantity(text: str) -> Decimal | None:
     `10^{-3}`, or None."""
     if power := TEN.fullmatch(text):
         sign, digits, exponent = power[1], "1", power[2]
-    elif (found := NUMBER.fullmatch(text)) is not None:
-        sign, digits, exponent = found[1], re.sub("[, ]", "", found[2]), found[3] or found[4] or "0"
+    elif (match := NUMBER.fullmatch(text)) is not None:
+        sign, digits, exponent = match[1], re.sub("[, ]", "", match[2]), match[3] or match[4] or "0"
     else:
         return None
     return Decimal(f"{sign}{digits}e{exponent}") if len(exponent) < 10 else None
@@ -306,55 +306,59 @@ def scaled(text: str) -> tuple[str, int]:
     """Return a quantity and the power of ten of a percent sign or a word such as million."""
     if text.endswith("%"):
         return text[:-1].strip(), -2
-    if (found := SCALE.search(text)) is not None:
-        return text[: found.start()].strip(), SCALES[found[1].lower()]
+    if (match := SCALE.search(text)) is not None:
+        return text[: match.start()].strip(), SCALES[match[1].lower()]
     return text, 0
 
 
 def without_unit(text: str) -> tuple[str, str]:
     r"""Return (quantity, powers) of `3\text{ cm}^2`, `10 dollars`, `90^\circ`: units are ignored,
     their powers are not."""
-    found = UNIT.search(text) if not SCALE.search(text) else None
-    rest = text[: found.start()].strip() if found is not None else ""
-    if found is None or not rest or OPERATOR.search(rest):
+    unit = UNIT.search(text) if not SCALE.search(text) else None
+    number = text[: unit.start()].strip() if unit is not None else ""
+    if unit is None or not number or OPERATOR.search(number):
         return text, ""
-    return rest, "".join(re.findall(r"\d", found[0]))
+    return number, "".join(re.findall(r"\d", unit[0]))
 
 
 def stated_number(text: str) -> str | None:
     """Return the number of a line such as `x = 1,000 dollars` or `5 million`; None unless it has
     exactly one number and its unit."""
-    name, equals, rest = tidy(text).rpartition("=")
+    name, equals, value_text = tidy(text).rpartition("=")
     if equals and NAME.fullmatch(name.strip()) is None:
         return None
-    said = rest.strip()
-    found = TEN.match(said) or NUMBER.match(said)
-    if found is None:
+    statement = value_text.strip()
+    match = TEN.match(statement) or NUMBER.match(statement)
+    if match is None:
         return None
-    number = re.sub(r"^([+-])\s+", r"\1", found[0].strip())
-    tail = said[len(found[0].rstrip()) :]
-    if (scale := COUNTED_IN.match(tail)) is not None:
+    number = re.sub(r"^([+-])\s+", r"\1", match[0].strip())
+    unit_text = statement[len(match[0].rstrip()) :]
+    if (scale := COUNTED_IN.match(unit_text)) is not None:
         number += f"e{SCALES[scale[1].lower()]}"
-        tail = rf"\text{{{scale[2]}}}" + tail[scale.end() :] if scale[2] else tail[scale.end() :]
-    if COUNTS.fullmatch(tail) is None or quantity(number) is None:
+        unit_text = (
+            rf"\text{{{scale[2]}}}" + unit_text[scale.end() :]
+            if scale[2]
+            else unit_text[scale.end() :]
+        )
+    if COUNTS.fullmatch(unit_text) is None or quantity(number) is None:
         return None
     return number
 
 
 def clock(text: str) -> tuple[int, int, str] | None:
     """Return (hour, minute, "a", "p" or "") of `1:58 am` and `5am`, or None."""
-    found = CLOCK.fullmatch(text)
-    if found is None or not (found[2] or found[3]) or int(found[2] or 0) > 59:
+    match = CLOCK.fullmatch(text)
+    if match is None or not (match[2] or match[3]) or int(match[2] or 0) > 59:
         return None
-    return int(found[1]), int(found[2] or 0), (found[3] or "").lower()
+    return int(match[1]), int(match[2] or 0), (match[3] or "").lower()
 
 
 def numeral(text: str) -> tuple[str, str] | None:
     """Return (digits, base) of `52_{8}`, or None, as for `2x_1`. `tidy` removes base ten."""
-    found = NUMERAL.fullmatch(text)
-    if found is None:
+    match = NUMERAL.fullmatch(text)
+    if match is None:
         return None
-    digits, base = found[1].upper(), found[2] or found[3]
+    digits, base = match[1].upper(), match[2] or match[3]
     if re.fullmatch(r"-?\d+", digits) is None:
         try:
             int(digits, int(base))
@@ -365,10 +369,10 @@ def numeral(text: str) -> tuple[str, str] | None:
 
 def words(text: str, beside_words: bool = False) -> str | None:
     r"""Normalise words such as `\text{East}` and `no solution`; None for a possible formula, as a
-    short unlabelled text is, except beside words."""
+    short unlabelled text is. `beside_words`: shorter texts are words too."""
     label = re.fullmatch(r"\\text\{([^{}]*)\}", text)
-    said = label[1] if label else text
+    content = label[1] if label else text
     letters = r"[A-Za-z]{2}" if label or beside_words else r"[A-Za-z]{4}"
-    if WORDS.fullmatch(said.strip()) is None or not re.search(letters, said):
+    if WORDS.fullmatch(content.strip()) is None or not re.search(letters, content):
         return None
-    return " ".join(re.sub("[.'-]", " ", said).casefold().split())
+    return " ".join(re.sub("[.'-]", " ", content).casefold().split())

@@ -23,13 +23,19 @@ Reply = list[Message] | None | Awaitable[list[Message] | None]
 
 MAX_REWARD = 1e6  # a larger reward is a bug of the scorer
 MAX_NAME = 100  # characters of a metric's name
-MAX_METRICS = 100  # numbers beside a reward
+MAX_METRICS = 100  # numbers of a Score in addition to its reward
 MAX_ANSWER = 500_000  # characters of an environment's messages, as JSON
-ANSWERING = ("user", "tool", "system", "developer", "function")  # roles of its messages
+ANSWERING = (
+    "user",
+    "tool",
+    "system",
+    "developer",
+    "function",
+)  # roles of an environment's messages
 
 
 class InvalidScore(ValueError):
-    """A returned value that is no score."""
+    """An error for a returned value that is not a score."""
 
 
 class Inapplicable(InvalidScore):
@@ -48,7 +54,7 @@ class ScorerFailed(Exception):
 
 
 class InvalidReply(InvalidScore):
-    """A reply that is no list of messages."""
+    """An error for a reply that is not a list of messages."""
 
 
 class Judging(Protocol):
@@ -79,12 +85,12 @@ def answer(env: Judging, prompt: Prompt, messages: list[Message]) -> list[Messag
 def awaited(value: Any) -> Any:
     if not inspect.isawaitable(value):
         return value
-    thread, runner = _loop()
+    thread, runner = _event_loop()
     return thread.submit(runner.run, _result(value)).result()
 
 
 @cache
-def _loop() -> tuple[ThreadPoolExecutor, asyncio.Runner]:
+def _event_loop() -> tuple[ThreadPoolExecutor, asyncio.Runner]:
     """Return an event loop in its own thread: a notebook's main thread already has one."""
     import asyncio  # imported only to wait
 
@@ -147,10 +153,10 @@ def as_messages(value: object) -> list[Message] | None:
         raise InvalidReply(
             f"respond returned messages of {len(text):,} characters; {MAX_ANSWER:,} at most"
         )
-    found: list[Message] = json.loads(text)
-    if any(depth > MOST_DEPTH for depth in depths(found)):
+    messages: list[Message] = json.loads(text)
+    if any(depth > MOST_DEPTH for depth in depths(messages)):
         raise InvalidReply(f"respond returned messages that are nested more than {MOST_DEPTH} deep")
-    return found
+    return messages
 
 
 def as_number(what: str, value: object) -> float:
@@ -173,6 +179,7 @@ def metric_name(key: object) -> str:
 
 
 def _show(value: object) -> str:
+    """Describe a value for an error message."""
     try:
         text = repr(value)
     except Exception as error:

@@ -13,8 +13,8 @@ from typing import IO
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED = 4096  # logged bytes of a worker's output
-MAX_KEPT = 4096  # kept bytes of its end
-LAST_WORDS = 300  # characters of it in an error
+MAX_KEPT = 4096  # bytes kept from the end of the output
+LAST_WORDS = 300  # characters of that end in an error
 PIECE = 1 << 16
 
 
@@ -44,10 +44,10 @@ class Output:
         self.ended = not data
         self._end = (self._end + data)[-MAX_KEPT:]
         if self._room > 0:
-            whole, newline, self._line = (self._line + data).rpartition(b"\n")
+            complete_lines, newline, self._line = (self._line + data).rpartition(b"\n")
             if len(self._line) >= self._room:
-                whole, self._line = whole + newline + self._line, b""
-            self._log(whole)
+                complete_lines, self._line = complete_lines + newline + self._line, b""
+            self._log(complete_lines)
         return bool(data)
 
     def close(self) -> str:

@@ -52,7 +52,7 @@ class FinalAnswer(Environment):
 
     exact = True
     overtaxed = Score(0.0, {"has_answer": 1.0, "unjudged": 1.0})
-    hashes: ClassVar[bool] = False  # `#### number` counts beside \boxed{}
+    hashes: ClassVar[bool] = False  # `#### number` counts as well as \boxed{}
 
     @abstractmethod
     def solution(self, prompt: Prompt) -> str:
@@ -108,8 +108,8 @@ class Problems(FinalAnswer):
     def prompt(self, index: int, split: str = "train") -> Prompt:
         """Return a problem; each train epoch has a fresh order."""
         self.rng(split, index)  # validates both
-        row = self.rows.at(split, index)
-        problem = self.rows[split][row]
+        row_index = self.rows.at(split, index)
+        problem = self.rows[split][row_index]
         return self.ask(
             problem.question,
             index,
@@ -117,7 +117,7 @@ class Problems(FinalAnswer):
             {
                 "answer": problem.answer,
                 "ordered": ORDER.search(problem.question) is not None,
-                "row": row,
+                "row": row_index,
                 "split": split,
             },
         )
@@ -143,8 +143,8 @@ def judged(prompt: Prompt, text: str, hashes: bool) -> Score:
         response = bounded(response)
         return last_answer(response) if hashes else boxed_answer(response)
 
-    answer, beside = stated(text), prompt.info.get("beside")
-    gold = prompt.info["answer"] if beside is None else stated(beside)
+    answer, other_response = stated(text), prompt.info.get("beside")
+    gold = prompt.info["answer"] if other_response is None else stated(other_response)
     right = unjudged = False
     if answer is not None and gold is not None:
         try:
@@ -180,8 +180,8 @@ def final_answer(raw: str) -> str:
     if "\\boxed" in raw:
         return boxed_answer(raw, joined=False) or ""
     raw = raw.strip()
-    found = DOLLARS.fullmatch(raw)
-    return found[1].strip() if found is not None else raw
+    in_dollars = DOLLARS.fullmatch(raw)
+    return in_dollars[1].strip() if in_dollars is not None else raw
 
 
 def perturb(answer: str) -> str:
@@ -191,8 +191,8 @@ def perturb(answer: str) -> str:
         head, brace, tail = answer.rpartition("}")
         return f"{head}x{brace}{tail}"
     i = digits[-1].start()
-    wrong = "8" if answer[i] == "9" else str(int(answer[i]) + 1)
-    return answer[:i] + wrong + answer[i + 1 :]
+    other_digit = "8" if answer[i] == "9" else str(int(answer[i]) + 1)
+    return answer[:i] + other_digit + answer[i + 1 :]
 
 
 def as_text(value: Any, where: str) -> str:

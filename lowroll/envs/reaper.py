@@ -26,14 +26,14 @@ HEARD = (signal.SIGCHLD, signal.SIGTERM)
 def fork_worker(parent: int) -> None:
     """Fork and return in the worker; the reaper never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     child.die_with(parent, signal.SIGTERM)
     reaper = os.getpid()
     worker = os.fork()
     if worker == 0:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         os.setsid()  # protects the reaper from a scorer that kills its group
         child.die_with(reaper)
         return
@@ -41,8 +41,8 @@ def fork_worker(parent: int) -> None:
     for stream in (0, 1, 2):  # only the worker may hold the pool's pipes, whose end marks its own
         os.dup2(null, stream)
     status = _watch(worker)
-    _end_all(worker)
-    _end_as(status)
+    _kill_all(worker)
+    _exit_like(status)
 
 
 def _watch(worker: int) -> int:
@@ -50,12 +50,13 @@ def _watch(worker: int) -> int:
     while True:
         if signal.sigwait(HEARD) == signal.SIGTERM:
             os.kill(worker, signal.SIGKILL)
-        while (ended := _reap()) is not None:
-            if ended[0] == worker:
-                return ended[1]
+        while (reaped := _reap()) is not None:
+            if reaped[0] == worker:
+                return reaped[1]
 
 
 def _reap() -> tuple[int, int] | None:
+    """Return (pid, status) of an ended child, or None."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -63,17 +64,17 @@ def _reap() -> tuple[int, int] | None:
     return (pid, status) if pid else None
 
 
-def _end_all(worker: int) -> None:
+def _kill_all(worker: int) -> None:
     """Kill the worker's group, then every descendant until none is left."""
     _kill(-worker)
     deadline = time.monotonic() + END_LIMIT
     while time.monotonic() < deadline:
-        below = list(_below(os.getpid()))
-        for pid in below:
+        descendants = list(_descendants(os.getpid()))
+        for pid in descendants:
             _kill(pid)
         while _reap() is not None:
             pass
-        if not below:
+        if not descendants:
             return
         time.sleep(0.002)
 
@@ -85,24 +86,25 @@ def _kill(pid: int) -> None:
         return
 
 
-def _below(root: int) -> Iterator[int]:
+def _descendants(root: int) -> Iterator[int]:
     """Yield the descendants of `root`; none without /proc."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = entry.read_text(errors="replace").rpartition(")")[2].split()[:2]
         except (OSError, ValueError):
-            continue  # it ended meanwhile
+            continue  # the process ended meanwhile
         if state != "Z":
             parents.setdefault(int(parent), []).append(int(entry.parent.name))
-    found = list(parents.get(root, ()))
-    while found:
-        pid = found.pop()
+    pending = list(parents.get(root, ()))
+    while pending:
+        pid = pending.pop()
         yield pid
-        found += parents.get(pid, ())
+        pending += parents.get(pid, ())
 
 
-def _end_as(status: int) -> None:
+def _exit_like(status: int) -> None:
+    """End this process with the worker's exit status or signal."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)

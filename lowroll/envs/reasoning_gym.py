@@ -42,7 +42,7 @@ class ReasoningGym(Environment):
         self.generator, self.options = generator, options
         self._at_level: dict[int | None, ItemSource] = {}
         try:
-            self.curriculum = _rule(curriculum, generator, options)
+            self.curriculum = _curriculum(curriculum, generator, options)
             self.items(None if self.curriculum is None else self.curriculum.start)
         except ValueError as error:
             raise ValueError(f"env {name!r}: {error}") from error
@@ -81,8 +81,8 @@ class ReasoningGym(Environment):
         different item."""
         level = prompt.info.get("level")
         metrics = {} if level is None else {"level": float(level)}
-        found = ANSWER.findall(bounded(text))
-        if not found:
+        answers = ANSWER.findall(bounded(text))
+        if not answers:
             return Score(0.0, {"has_answer": 0.0} | metrics)
         split, draw, index = prompt.info["item"]
         items = self.items(level)
@@ -91,7 +91,7 @@ class ReasoningGym(Environment):
                 f"{self.generator} does not make the item of {prompt.id} again: another version of "
                 "reasoning-gym, or not reproducible"
             )
-        reward = items.score(split, draw, index, found[-1].strip())
+        reward = items.score(split, draw, index, answers[-1].strip())
         return Score(reward, {"has_answer": 1.0} | metrics)
 
     def gold(self, prompt: Prompt) -> str:
@@ -118,7 +118,7 @@ class ReasoningGym(Environment):
         return prompt.info["answer"]
 
 
-def _rule(
+def _curriculum(
     asked: bool | dict[str, Any], generator: str, options: dict[str, Any]
 ) -> Curriculum | None:
     """Return the configured curriculum; ValueError names what is wrong."""
@@ -127,16 +127,16 @@ def _rule(
     if asked is not True and not isinstance(asked, dict):
         raise ValueError(f"curriculum: expected true or a mapping, got {asked!r}")
     settings = {} if asked is True else asked
-    known = [field.name for field in fields(Curriculum)]
+    setting_names = [field.name for field in fields(Curriculum)]
     for key in settings:
-        if key not in known:
+        if key not in setting_names:
             raise ValueError(
-                f"curriculum: no setting {key!r}{nearest(key, known, repr)}; known: {', '.join(known)}"
+                f"curriculum: no setting {key!r}{nearest(key, setting_names, repr)}; known: {', '.join(setting_names)}"
             )
-    most = levels(generator, options)
-    if settings.get("levels", 1) > most:
-        raise ValueError(f"curriculum: levels: reasoning-gym/{generator} has {most}")
-    return Curriculum(**{"levels": most, **settings})
+    max_levels = levels(generator, options)
+    if settings.get("levels", 1) > max_levels:
+        raise ValueError(f"curriculum: levels: reasoning-gym/{generator} has {max_levels}")
+    return Curriculum(**{"levels": max_levels, **settings})
 
 
 def _digest(question: str, answer: str | None) -> str:

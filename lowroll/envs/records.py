@@ -52,14 +52,14 @@ class Records(GeneratedEnvironment):
     def score(self, prompt: Prompt, text: str) -> Score:
         answer = prompt.info["answer"]
         try:
-            found = json.loads(bounded(text))
+            record = json.loads(bounded(text))
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+            record = None
+        if not isinstance(record, dict):
             return Score(0.0, {"json": 0.0, "exact": 0.0})
-        right = sum(key in found and found[key] == value for key, value in answer.items())
-        reward = (1 + right) / (1 + max(len(answer), len(found)))
-        return Score(reward, {"json": 1.0, "exact": float(found == answer)})
+        right = sum(key in record and record[key] == value for key, value in answer.items())
+        reward = (1 + right) / (1 + max(len(answer), len(record)))
+        return Score(reward, {"json": 1.0, "exact": float(record == answer)})
 
     def gold(self, prompt: Prompt) -> str:
         return json.dumps(prompt.info["answer"])

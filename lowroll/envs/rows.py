@@ -121,17 +121,17 @@ class SplitRows(Generic[T]):
         if not self.is_held_out:
             return rows, []
         digests = [_digest(row) for row in rows]
-        kept = sorted(set(digests))
-        if len(kept) < 2:
+        distinct_digests = sorted(set(digests))
+        if len(distinct_digests) < 2:
             raise ValueError(
                 f"env {self.name!r}: {source.path} has one row"
                 f"{f' ({len(rows)} times)' if len(rows) > 1 else ''}, and none can be held out; write "
                 "held_out: 0, or a 'test_path'"
             )
-        last = kept[max(1, round(self.held_out * len(kept))) - 1]
+        last_held_out = distinct_digests[max(1, round(self.held_out * len(distinct_digests))) - 1]
         parts: tuple[list[T], list[T]] = ([], [])
         for row, digest in zip(rows, digests, strict=True):
-            parts[digest <= last].append(row)
+            parts[digest <= last_held_out].append(row)
         logger.warning(
             "env %s: %s has no test split: %d of its %d rows are held out for evaluation (held_out: "
             "0 trains on all)",
@@ -146,8 +146,8 @@ class SplitRows(Generic[T]):
         """Log how many test rows are also train rows, if those have been read."""
         if "_parts" not in self.__dict__:  # an evaluation reads no train rows
             return
-        test = set(map(_asked, rows))
-        shared = test.intersection(map(_asked, self.train))
+        test = set(map(_task_text, rows))
+        shared = test.intersection(map(_task_text, self.train))
         if shared:
             logger.warning(
                 "env %s: %d of the %d different prompts of %s are trained on too: what is measured on "
@@ -172,25 +172,25 @@ def usable(
     """Return the converted rows and the number skipped, which is logged. ValueError when none is
     left."""
     converted = [convert(row, where) for where, row in rows]
-    kept = [row for row in converted if row is not None]
-    if not kept:
+    kept_rows = [row for row in converted if row is not None]
+    if not kept_rows:
         raise ValueError(f"env {name!r}: {origin} has no usable row")
-    skipped = len(converted) - len(kept)
-    if skipped:
+    num_skipped = len(converted) - len(kept_rows)
+    if num_skipped:
         logger.warning(
             "env %s: skipped %d of %d rows of %s: no gold answer",
             name,
-            skipped,
+            num_skipped,
             len(converted),
             origin,
         )
-    return kept, skipped
+    return kept_rows, num_skipped
 
 
-def _asked(row: object) -> str:
+def _task_text(row: object) -> str:
     """Return a row's task: itself, its question or its prompt."""
-    asked = getattr(row, "question", getattr(row, "prompt", row))
-    return asked if isinstance(asked, str) else json.dumps(asked, default=vars)
+    task = getattr(row, "question", getattr(row, "prompt", row))
+    return task if isinstance(task, str) else json.dumps(task, default=vars)
 
 
 def _digest(row: object) -> bytes:

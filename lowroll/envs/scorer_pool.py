@@ -6,7 +6,7 @@ A failed item gets an error, not a reward of 0, unless the environment scores ti
     kind       what happened to the item                          the worker
     exception  the scorer raised                                  goes on
     invalid    it returned no number, or one that is not finite   goes on
-    inapplicable  nothing: no function says anything of it        goes on
+    inapplicable  no reward function applies to it                goes on
     timeout    it took longer than `time_limit` seconds           is killed and replaced
     memory     it went over `memory_limit_mb` of address space    is replaced
     crash      the process ended under it                         is replaced
@@ -84,8 +84,8 @@ class _Item:
         """Return the result; an error names environment and prompt."""
         if isinstance(result, Score):
             return result
-        whose = f"env {self.prompt.env!r}, {self.prompt.id}"
-        return replace(result, message=f"{whose}: {result.message}")
+        owner = f"env {self.prompt.env!r}, {self.prompt.id}"
+        return replace(result, message=f"{owner}: {result.message}")
 
 
 @dataclass
@@ -153,7 +153,7 @@ class _Worker:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self.outbox = b""  # the reading side sees its end
+            self.outbox = b""  # `read` sees the end of the worker
 
     def read(self) -> list[bytes]:
         """Return the arrived reply lines; set `ended` at the stream's end."""
@@ -175,13 +175,13 @@ class _Worker:
         else:
             self.ask_to_end()
             if not self._wait(KILL_LIMIT):
-                self.process.kill()  # the reaper does not answer
+                self.process.kill()  # the reaper did not end in time
             status = self.process.wait(KILL_LIMIT)
         self.stdin.close()
         self.stdout.close()
-        words = self.output.close()
-        how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        return f"{how}: {words}" if words else how
+        last_output = self.output.close()
+        ending = f"signal {-status}" if status < 0 else f"exit status {status}"
+        return f"{ending}: {last_output}" if last_output else ending
 
     def ask_to_end(self) -> None:
         """Send SIGTERM to its reaper, and SIGCONT in case a scorer stopped it."""
@@ -271,9 +271,9 @@ class ScorerPool:
         ValueError, before any scoring, for a prompt of an unknown environment, or with `info` that
         is not JSON. Only the last `base.MAX_TEXT` characters of each text count.
         """
-        found = self._ask("score", self._joined(items), on_progress)
+        results = self._ask("score", self._joined(items), on_progress)
         scores: list[Score | ScoreError] = []
-        for result in found:
+        for result in results:
             if isinstance(result, GroupScores):
                 scores += result.scores
             elif isinstance(result, Score | ScoreError):
@@ -285,26 +285,33 @@ class ScorerPool:
     ) -> list[list[Message] | None | ScoreError]:
         """Return the environments' replies to (prompt, messages), in order; None: done. Errors and
         limits as for `score`."""
-        encoded = [_Item(prompt, self._encode(prompt, "respond", said)) for prompt, said in items]
-        found = self._ask("respond", encoded, None)
+        encoded = [
+            _Item(prompt, self._encode(prompt, "respond", messages)) for prompt, messages in items
+        ]
+        results = self._ask("respond", encoded, None)
         return [
-            one.messages if isinstance(one, EnvironmentReply) else one
-            for one in found
-            if isinstance(one, EnvironmentReply | ScoreError)
+            result.messages if isinstance(result, EnvironmentReply) else result
+            for result in results
+            if isinstance(result, EnvironmentReply | ScoreError)
         ]
 
     def _joined(self, items: Sequence[tuple[Prompt, str | list[Message]]]) -> list[_Item]:
         """Return the items; joins neighbours of a prompt that is scored together."""
-        joined: list[_Item] = []
-        for _, run in groupby(items, key=lambda item: id(item[0])):
-            same = list(run)
-            prompt = same[0][0]
+        work_items: list[_Item] = []
+        for _, consecutive in groupby(items, key=lambda item: id(item[0])):
+            neighbours = list(consecutive)
+            prompt = neighbours[0][0]
             if prompt.env in self._together:
-                said = [_bounded(one) for _, one in same]
-                joined.append(_Item(prompt, self._encode(prompt, "together", said), len(said)))
+                responses = [_bounded_texts(response) for _, response in neighbours]
+                work_items.append(
+                    _Item(prompt, self._encode(prompt, "together", responses), len(responses))
+                )
             else:
-                joined += [_Item(prompt, self._encode(prompt, "score", one)) for _, one in same]
-        return joined
+                work_items += [
+                    _Item(prompt, self._encode(prompt, "score", response))
+                    for _, response in neighbours
+                ]
+        return work_items
 
     def _ask(
         self,
@@ -312,6 +319,7 @@ class ScorerPool:
         items: list[_Item],
         on_progress: Callable[[int, int], None] | None,
     ) -> list[Result]:
+        """Run work items on the workers and return all results in order."""
         with self._lock:
             if not self._workers:
                 raise RuntimeError("the scorer pool is closed")
@@ -319,9 +327,9 @@ class ScorerPool:
             job = _Job(items, [None] * len(items), pending, ask == "respond")
             try:
                 while job.done < len(items):
-                    before = job.done
+                    done_before = job.done
                     self._exchange(job)
-                    if on_progress is not None and job.done > before:
+                    if on_progress is not None and job.done > done_before:
                         on_progress(job.done, len(items))
             finally:  # an interrupted call leaves no chunks behind
                 for i, worker in enumerate(self._workers):
@@ -330,12 +338,13 @@ class ScorerPool:
         return [result for result in job.results if result is not None]
 
     def _encode(self, prompt: Prompt, ask: str, said: Any) -> bytes:
+        """Return a request as JSON. ValueError for an unknown environment or other data."""
         if prompt.env not in self.names:
             raise ValueError(
                 f"prompt {prompt.id!r} is of environment {prompt.env!r}; the pool has: "
                 f"{', '.join(sorted(self.names))}"
             )
-        said = said if ask == "together" else _bounded(said)
+        said = said if ask == "together" else _bounded_texts(said)
         item = {"prompt": vars(prompt), "ask": ask, "said": said}
         try:
             return json.dumps(item, allow_nan=False).encode()
@@ -373,6 +382,7 @@ class ScorerPool:
         return self.time_limit * max(1, item.size)
 
     def _wait(self) -> None:
+        """Wait until a worker's pipe is ready or the first deadline has passed."""
         if any(worker.ended for worker in self._workers):
             return
         with selectors.DefaultSelector() as selector:
@@ -412,7 +422,9 @@ class ScorerPool:
             return True
         size = job.items[worker.held[0][0]].size if worker.held else 0
         result = (
-            _scores(reply, size) if size and "scores" in reply else _result(reply, job.responds)
+            _parse_group_scores(reply, size)
+            if size and "scores" in reply
+            else _result(reply, job.responds)
         )
         if result is None or not worker.held or reply.get("id") != worker.held[0][1]:
             worker.ended = True  # a protocol violation counts as a crash
@@ -432,22 +444,24 @@ class ScorerPool:
 
     def _give_up(self, worker: _Worker, job: _Job) -> None:
         """Kill an ended or late worker: its current item fails, the others are requeued."""
-        late = not worker.ended
-        how = worker.kill()
+        is_late = not worker.ended
+        ending = worker.kill()
         if not worker.ready:
             raise RunFailed(
                 "a scoring worker could not start: "
-                + (f"not ready after {START_LIMIT:g} s ({how})" if late else how)
+                + (f"not ready after {START_LIMIT:g} s ({ending})" if is_late else ending)
             )
         if worker.held:
             index, _ = worker.held.popleft()
-            what = "answer" if job.responds else "score"
-            item, at = job.items[index], f", in {worker.doing}" if worker.doing else ""
-            slow: Result = ScoreError("timeout", f"no {what} after {self._limit(item):g} s{at}")
+            missing_reply = "answer" if job.responds else "score"
+            item, current_work = job.items[index], f", in {worker.doing}" if worker.doing else ""
+            timeout_result: Result = ScoreError(
+                "timeout", f"no {missing_reply} after {self._limit(item):g} s{current_work}"
+            )
             if not job.responds:
-                slow = worker.overtaxed.get(item.prompt.env) or slow
-            ended = f"the scorer's process ended{at}: {how}"
-            job.settle(index, slow if late else ScoreError("crash", ended))
+                timeout_result = worker.overtaxed.get(item.prompt.env) or timeout_result
+            crash_message = f"the scorer's process ended{current_work}: {ending}"
+            job.settle(index, timeout_result if is_late else ScoreError("crash", crash_message))
         job.take_back(worker.held)
 
     def _readable(self, result: Score | ScoreError) -> Score | ScoreError:
@@ -456,6 +470,7 @@ class ScorerPool:
         return replace(result, message=self._said(result.message))
 
     def _said(self, text: object) -> str:
+        """Return a worker's text without secrets, cut to MAX_MESSAGE."""
         return readable(str(text), self._pass_env)[:MAX_MESSAGE]
 
     def _start(self) -> _Worker:
@@ -468,6 +483,7 @@ class ScorerPool:
 
 
 def _decode(line: bytes) -> dict[str, Any]:
+    """Return a reply line as a mapping; {} for anything else."""
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError):
@@ -476,6 +492,7 @@ def _decode(line: bytes) -> dict[str, Any]:
 
 
 def _result(reply: dict[str, Any], responds: bool) -> Result | None:
+    """Return a worker's reply as a result; None for an invalid reply."""
     reward, metrics, kind = reply.get("reward"), reply.get("metrics"), reply.get("error")
     extra = reply.get("extra")
     if extra is not None and not isinstance(extra, dict):
@@ -483,7 +500,7 @@ def _result(reply: dict[str, Any], responds: bool) -> Result | None:
     if kind == "exception" or kind == "memory" or kind == "invalid":
         return ScoreError(kind, str(reply.get("message")))
     if responds:
-        return _answer(reply)
+        return _parse_reply(reply)
     if kind == "inapplicable" and isinstance(metrics, dict):
         return ScoreError(kind, str(reply.get("message")), metrics, extra)
     if isinstance(reward, float) and isinstance(metrics, dict):
@@ -491,16 +508,18 @@ def _result(reply: dict[str, Any], responds: bool) -> Result | None:
     return None
 
 
-def _scores(reply: dict[str, Any], size: int) -> GroupScores | None:
-    found = reply["scores"]
-    if not isinstance(found, list) or len(found) != size:
+def _parse_group_scores(reply: dict[str, Any], size: int) -> GroupScores | None:
+    """Return the scores of `size` responses; None for an invalid reply."""
+    reply_scores = reply["scores"]
+    if not isinstance(reply_scores, list) or len(reply_scores) != size:
         return None
-    scores = [_result(one, False) if isinstance(one, dict) else None for one in found]
-    good = tuple(one for one in scores if isinstance(one, Score | ScoreError))
-    return GroupScores(good) if len(good) == size else None
+    scores = [_result(score, False) if isinstance(score, dict) else None for score in reply_scores]
+    valid_scores = tuple(score for score in scores if isinstance(score, Score | ScoreError))
+    return GroupScores(valid_scores) if len(valid_scores) == size else None
 
 
-def _bounded(said: str | list[Message]) -> str | list[Message]:
+def _bounded_texts(said: str | list[Message]) -> str | list[Message]:
+    """Return a response or messages with texts cut to `base.MAX_TEXT`."""
     if isinstance(said, str):
         return bounded(said)
     return [
@@ -508,7 +527,8 @@ def _bounded(said: str | list[Message]) -> str | list[Message]:
     ]
 
 
-def _answer(reply: dict[str, Any]) -> EnvironmentReply | None:
+def _parse_reply(reply: dict[str, Any]) -> EnvironmentReply | None:
+    """Return an environment's messages; None for an invalid reply."""
     if "messages" not in reply:
         return None
     try:

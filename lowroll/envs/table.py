@@ -59,8 +59,8 @@ def make(
         logger.warning("environment %s runs the code of %s", name or id, file)
     env = construct(id, name=name, args=args, seed=seed)
     with blamed(f"env {env.name!r}", own_file(type(env))):
-        env.size("train")  # a bad file is an error now
-        _ = env.tools  # so is a function without a schema
+        env.size("train")  # reads the data, so that a bad file is an error here
+        _ = env.tools  # makes the schemas, so that a bad tool is an error here
     return env
 
 
@@ -73,24 +73,24 @@ def construct(
     if file is not None:
         cls = _class_in_file(file, class_name)
     elif id.startswith(REASONING_GYM):
-        cls = _class_at("lowroll.envs.reasoning_gym:ReasoningGym")
+        cls = _import_class("lowroll.envs.reasoning_gym:ReasoningGym")
         args |= {"generator": id.removeprefix(REASONING_GYM)}
     elif id.startswith(VERIFIERS):
-        cls = _class_at("lowroll.envs.verifiers:Verifiers")
+        cls = _import_class("lowroll.envs.verifiers:Verifiers")
         args |= {"env_id": id.removeprefix(VERIFIERS)}
     elif id.startswith(PREFIX):
         held_out = named(id.removeprefix(PREFIX))
-        cls = _class_at(CLASSES[held_out.rule])
+        cls = _import_class(CLASSES[held_out.rule])
         args |= {"set": held_out.name}
     elif id in TABLE:
-        cls = _class_at(TABLE[id])
+        cls = _import_class(TABLE[id])
     else:
-        known = [*ids(), f"{REASONING_GYM}<generator>", f"{VERIFIERS}<name>", f"{PREFIX}<name>"]
+        known_ids = [*ids(), f"{REASONING_GYM}<generator>", f"{VERIFIERS}<name>", f"{PREFIX}<name>"]
         raise ValueError(
-            f"unknown environment {id!r}{nearest(id, known, repr)}; known: {', '.join(known)}, "
+            f"unknown environment {id!r}{nearest(id, known_ids, repr)}; known: {', '.join(known_ids)}, "
             f"path/to/file.py[:Class]"
         )
-    limits = _limits(cls, args)
+    limits = _take_limits(cls, args)
     _check_args(cls, id, args)
     with blamed(f"env {name!r}", own_file(cls)):
         env = cls(name=name, seed=seed, **args)
@@ -119,48 +119,54 @@ def own_file(cls: type[Environment]) -> str | None:
     return None if cls.__module__.startswith("lowroll.") else getattr(module, "__file__", None)
 
 
-def _class_at(place: str) -> type[Environment]:
+def _import_class(place: str) -> type[Environment]:
+    """Import the class of "module:Class"."""
     module, _, class_name = place.partition(":")
     return getattr(importlib.import_module(module), class_name)
 
 
 def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
+    """Return the environment class of a user's file: the named one, or the only one. ValueError for
+    none or several."""
     if not file.is_file():
         raise ValueError(f"environment file {file} does not exist")
     module = import_file(file)
-    own = {
+    own_classes = {
         key: value
         for key, value in vars(module).items()
         if inspect.isclass(value)
         and issubclass(value, Environment)
         and value.__module__ == module.__name__
     }
-    whole = {key: value for key, value in own.items() if not inspect.isabstract(value)}
-    if class_name is None and len(whole) == 1:
-        return next(iter(whole.values()))
-    if class_name in whole:
-        return whole[class_name]
-    if lacking := [
-        own[key] for key in ([class_name] if class_name else own) if key in own and key not in whole
+    usable_classes = {
+        key: value for key, value in own_classes.items() if not inspect.isabstract(value)
+    }
+    if class_name is None and len(usable_classes) == 1:
+        return next(iter(usable_classes.values()))
+    if class_name in usable_classes:
+        return usable_classes[class_name]
+    if abstract := [
+        own_classes[key]
+        for key in ([class_name] if class_name else own_classes)
+        if key in own_classes and key not in usable_classes
     ]:
-        raise ValueError("; ".join(_lacks(file, cls) for cls in lacking))
-    if whole and class_name is None:
+        raise ValueError("; ".join(_describe_abstract(file, cls) for cls in abstract))
+    if usable_classes and class_name is None:
         raise ValueError(
-            f"{file}: several environments, {', '.join(whole)}: name one, as in {file.name}:"
-            f"{next(iter(whole))}"
+            f"{file}: several environments, {', '.join(usable_classes)}: name one, as in {file.name}:"
+            f"{next(iter(usable_classes))}"
         )
-    asked = f"no Environment subclass {class_name!r}" if class_name else "no Environment subclass"
-    raise ValueError(f"{file}: {asked} (found: {', '.join(whole) or 'none'})")
+    request = f"no Environment subclass {class_name!r}" if class_name else "no Environment subclass"
+    raise ValueError(f"{file}: {request} (found: {', '.join(usable_classes) or 'none'})")
 
 
-def _lacks(file: Path, cls: type[Environment]) -> str:
+def _describe_abstract(file: Path, cls: type[Environment]) -> str:
+    """Describe the missing methods of an abstract class."""
     missing = sorted(cls.__abstractmethods__)
-    unknown = [name for name in missing if name in ("gold", "perturbed")]
+    answer_methods = [name for name in missing if name in ("gold", "perturbed")]
     hint = ""
-    if unknown:
-        hint = (
-            f"; one that knows no such answer raises NotImplementedError in {' and '.join(unknown)}"
-        )
+    if answer_methods:
+        hint = f"; one that knows no such answer raises NotImplementedError in {' and '.join(answer_methods)}"
     return f"{file}: class {cls.__name__} lacks {', '.join(missing)}{hint}"
 
 
@@ -182,10 +188,10 @@ def import_file(file: Path) -> ModuleType:
     return module
 
 
-def _limits(cls: type[Environment], args: dict[str, Any]) -> dict[str, Any]:
+def _take_limits(cls: type[Environment], args: dict[str, Any]) -> dict[str, Any]:
     """Take a conversation's limits out of the arguments."""
-    own = inspect.signature(cls).parameters
-    return {key: args.pop(key) for key in LIMITS if key in args and key not in own}
+    parameters = inspect.signature(cls).parameters
+    return {key: args.pop(key) for key in LIMITS if key in args and key not in parameters}
 
 
 def _check_limits(env: Environment) -> None:
@@ -204,6 +210,7 @@ def _check_limits(env: Environment) -> None:
 
 
 def _check_args(cls: type[Environment], id: str, args: dict[str, Any]) -> None:
+    """Raise ValueError for an unknown or missing argument of a class."""
     parameters = inspect.signature(cls).parameters
     for key in ("name", "seed"):
         if key in args:
@@ -212,10 +219,10 @@ def _check_args(cls: type[Environment], id: str, args: dict[str, Any]) -> None:
         return  # the class checks them
     for key in args:
         if key not in parameters:
-            known = [p for p in parameters if p not in ("name", "seed")]
+            parameter_names = [p for p in parameters if p not in ("name", "seed")]
             raise ValueError(
-                f"env {id!r}: unknown argument {key!r}{nearest(key, known, repr)}; known: "
-                f"{', '.join(known)}"
+                f"env {id!r}: unknown argument {key!r}{nearest(key, parameter_names, repr)}; known: "
+                f"{', '.join(parameter_names)}"
             )
     for key, parameter in parameters.items():
         if (

@@ -30,12 +30,14 @@ def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
         raise ValueError(f"{where}: {no_text(error)}") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: info must be JSON data: {error}") from None
-    if (odd := _odd(prompt.info)) is not None:
-        raise ValueError(f"{where}: info must be JSON data, and {odd} would not come back as it is")
+    if (fault := _non_json_part(prompt.info)) is not None:
+        raise ValueError(
+            f"{where}: info must be JSON data, and {fault} would not come back as it is"
+        )
     return prompt
 
 
-def _odd(value: object) -> str | None:
+def _non_json_part(value: object) -> str | None:
     """Describe a part that JSON would change (a non-text key, a tuple), or return None."""
     if isinstance(value, tuple):
         return f"the tuple {str(value)[:60]}"
@@ -44,8 +46,10 @@ def _odd(value: object) -> str | None:
         and (key := next((key for key in value if not isinstance(key, str)), None)) is not None
     ):
         return f"the key {key!r}"
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next((odd for odd in map(_odd, inside) if odd is not None), None)
+    children = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    )
+    return next((fault for fault in map(_non_json_part, children) if fault is not None), None)
 
 
 def _are_messages(messages: object) -> bool:

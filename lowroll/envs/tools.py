@@ -47,9 +47,9 @@ class Toolbox:
         call_seconds: float = CALL_SECONDS,
         most_output: int = MOST_OUTPUT,
     ) -> None:
-        for what, value in (("call_seconds", call_seconds), ("most_output", most_output)):
+        for argument_name, value in (("call_seconds", call_seconds), ("most_output", most_output)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"{what}: expected a positive number, got {value!r}")
+                raise ValueError(f"{argument_name}: expected a positive number, got {value!r}")
         self.functions: dict[str, Function] = {}
         for function in functions:
             name = getattr(function, "__name__", None)
@@ -63,17 +63,18 @@ class Toolbox:
     @cached_property
     def schemas(self) -> tuple[dict[str, Any], ...]:
         """The JSON schemas for chat templates; ValueError names a function and its fault."""
-        return tuple(_schema(function) for function in self.functions.values())
+        return tuple(_json_schema(function) for function in self.functions.values())
 
     def answer(self, said: Message) -> list[Message]:
         """Return the results of a turn's calls, in order, then errors of unreadable ones."""
         answers = [self._answer(call) for call in said.get("tool_calls", ())]
-        for why in said.get("ill_formed", ()):
-            text = f"error: this tool call cannot be read: {why}"
+        for reason in said.get("ill_formed", ()):
+            text = f"error: this tool call cannot be read: {reason}"
             answers.append(self._message(None, MALFORMED, text, "form"))
         return answers
 
     def _answer(self, call: dict[str, Any]) -> Message:
+        """Return the result message of one call; its failures are texts."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         try:
             text, failed = self._call(name, arguments), None
@@ -81,7 +82,7 @@ class Toolbox:
             text, failed = f"error: {name} took longer than {self.call_seconds:g} s", "call"
         except _Refused as error:
             text, failed = f"error: {error}", "call"
-        except (Exception, SystemExit) as error:  # the tool's failure is an answer
+        except (Exception, SystemExit) as error:  # the model gets a tool's failure as the result
             text, failed = f"error: {type(error).__name__}: {error}", "call"
         return self._message(name, call["id"], text, failed)
 
@@ -90,16 +91,17 @@ class Toolbox:
             left_out = len(text) - self.most_output
             text = f"{text[: self.most_output]}... ({left_out} more characters)"
         text = text.encode("utf-8", "replace").decode()  # replaces lone surrogates
-        said: Message = {"role": "tool", "tool_call_id": id, "content": text}
+        message: Message = {"role": "tool", "tool_call_id": id, "content": text}
         if name is not None:
-            said["name"] = name
-        return said | ({"failed": failed} if failed else {})
+            message["name"] = name
+        return message | ({"failed": failed} if failed else {})
 
     def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Call a function and return its value as text."""
         function = self.functions.get(name)
         if function is None:
             raise _Refused(f"there is no tool {name!r}; there are: {', '.join(self.functions)}")
-        arguments = typed(arguments, _texts(function))
+        arguments = typed(arguments, _text_parameters(function))
         try:
             inspect.signature(function).bind(**arguments)
         except TypeError as error:
@@ -107,7 +109,7 @@ class Toolbox:
         with limited(self.call_seconds):
             value = function(**arguments)
             if inspect.isawaitable(value):
-                value = awaited(_within(value, self.call_seconds))
+                value = awaited(_await_within(value, self.call_seconds))
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -115,7 +117,7 @@ class _Refused(ValueError):
     """A call that no function can take."""
 
 
-def _texts(function: Function) -> set[str]:
+def _text_parameters(function: Function) -> set[str]:
     """Return the parameters whose type hints allow text, or are missing."""
     hints = get_type_hints(function)
     names = inspect.signature(function).parameters
@@ -123,6 +125,7 @@ def _texts(function: Function) -> set[str]:
 
 
 def _admits_text(hint: Any) -> bool:
+    """Return whether a type hint allows text."""
     if get_origin(hint) is Literal:
         return any(isinstance(value, str) for value in get_args(hint))
     if get_origin(hint) in (Union, UnionType):
@@ -130,7 +133,8 @@ def _admits_text(hint: Any) -> bool:
     return hint in (str, Any) or (isinstance(hint, type) and issubclass(hint, Enum))
 
 
-async def _within(value: Any, seconds: float) -> Any:
+async def _await_within(value: Any, seconds: float) -> Any:
+    """Await a value; ToolTimeout after `seconds`."""
     import asyncio  # imported only to wait
 
     try:
@@ -141,8 +145,8 @@ async def _within(value: Any, seconds: float) -> Any:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise ToolTimeout after so many seconds of Python code in a main thread, as in scoring
-    workers; elsewhere only the worker's limit holds."""
+    """Raise ToolTimeout after `seconds` of Python code in a main thread, as in scoring workers;
+    elsewhere only the worker's limit holds."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -150,20 +154,20 @@ def limited(seconds: float) -> Iterator[None]:
     def end(*_: object) -> None:
         raise ToolTimeout
 
-    before = signal.signal(signal.SIGALRM, end)
+    previous_handler = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
 def counts(messages: Sequence[Message]) -> dict[str, float]:
     """Count a conversation's calls: all, failed, unreadable."""
-    calls = sum(len(said.get("tool_calls", ())) for said in messages)
-    failed = sum(said.get("failed") == "call" for said in messages)
-    ill_formed = sum(len(said.get("ill_formed", ())) for said in messages)
+    calls = sum(len(message.get("tool_calls", ())) for message in messages)
+    failed = sum(message.get("failed") == "call" for message in messages)
+    ill_formed = sum(len(message.get("ill_formed", ())) for message in messages)
     return {
         "tool_calls": float(calls),
         "failed_tool_calls": float(failed),
@@ -191,10 +195,12 @@ class ToolEnvironment(Environment):
     ) -> None:
         super().__init__(name=name, seed=seed, system=system, template=template)
         self.max_turns = max_turns
-        # functions in the class body are not methods
-        own = [inspect.unwrap(f) for f in (self.functions if functions is None else functions)]
+        # functions of the class body are used as they are, not as methods
+        plain_functions = [
+            inspect.unwrap(f) for f in (self.functions if functions is None else functions)
+        ]
         try:
-            self.toolbox = Toolbox(own, call_seconds, most_output)
+            self.toolbox = Toolbox(plain_functions, call_seconds, most_output)
         except ValueError as error:
             raise ValueError(f"env {name!r}: {error}") from None
 
@@ -212,18 +218,20 @@ class ToolEnvironment(Environment):
 
 
 def with_counts(outcome: Outcome, messages: Sequence[Message]) -> Outcome:
+    """Return a score, or an awaitable of one, with the counts of calls as metrics."""
     if inspect.isawaitable(outcome):
-        return _later(outcome, messages)
+        return _await_with_counts(outcome, messages)
     score = as_score(outcome)
     return Score(score.reward, counts(messages) | score.metrics)
 
 
-async def _later(outcome: Any, messages: Sequence[Message]) -> Score:
+async def _await_with_counts(outcome: Any, messages: Sequence[Message]) -> Score:
     score = as_score(await outcome)
     return Score(score.reward, counts(messages) | score.metrics)
 
 
-def _schema(function: Function) -> dict[str, Any]:
+def _json_schema(function: Function) -> dict[str, Any]:
+    """Return the JSON schema of a function. ValueError for missing hints or docstrings."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,

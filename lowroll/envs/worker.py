@@ -52,12 +52,12 @@ def ask(env: Environment, prompt: Prompt, what: str, said: Any) -> dict[str, Any
         if what == "respond":
             return {"messages": answer(env, prompt, said)}
         if what == "together":
-            return {"scores": [_outcome(one) for one in env.score_together(prompt, said)]}
+            return {"scores": [_score_reply(score) for score in env.score_together(prompt, said)]}
         return vars(judge(env, prompt, said))
     except MemoryError:
         return {"error": "memory", "message": "the scorer ran out of memory"}
     except InvalidScore as error:
-        return _outcome(error)
+        return _score_reply(error)
     except ScorerFailed as error:
         return {"error": "exception", "message": str(error)[:MAX_MESSAGE]}
     except (Exception, SystemExit) as error:
@@ -69,16 +69,18 @@ def ask(env: Environment, prompt: Prompt, what: str, said: Any) -> dict[str, Any
         }
 
 
-def _outcome(one: Score | InvalidScore) -> dict[str, Any]:
+def _score_reply(one: Score | InvalidScore) -> dict[str, Any]:
+    """Return the reply of a score or an invalid one."""
     if isinstance(one, Inapplicable):
-        told = {"metrics": one.metrics, "extra": one.extra}
-        return {"error": "inapplicable", "message": str(one)[:MAX_MESSAGE], **told}
+        details = {"metrics": one.metrics, "extra": one.extra}
+        return {"error": "inapplicable", "message": str(one)[:MAX_MESSAGE], **details}
     if isinstance(one, InvalidScore):
         return {"error": "invalid", "message": str(one)[:MAX_MESSAGE]}
     return vars(as_score(one))
 
 
-def _tell(reply: Callable[[dict[str, Any]], None], id: str, doing: str) -> None:
+def _report_progress(reply: Callable[[dict[str, Any]], None], id: str, doing: str) -> None:
+    """Tell the pool what a slow scorer is doing."""
     reply({"id": id, "doing": doing})
 
 
@@ -111,12 +113,12 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
     for line in requests:
         for item in json.loads(line)["items"]:
             prompt = Prompt(**item["prompt"])
-            envs[prompt.env].tell = partial(_tell, reply, item["id"])
-            found = ask(envs[prompt.env], prompt, item["ask"], item["said"])
+            envs[prompt.env].tell = partial(_report_progress, reply, item["id"])
+            result = ask(envs[prompt.env], prompt, item["ask"], item["said"])
             if os.getpid() != process:
                 os._exit(0)
-            reply({"id": item["id"]} | found)
-            if found.get("error") == "memory":
+            reply({"id": item["id"]} | result)
+            if result.get("error") == "memory":
                 return 1  # this process is no longer reliable
     return 0
 

@@ -81,53 +81,62 @@ class Audit:
         for step in sorted(set(self.batches) - set(learned)):
             if step <= self.consumed:
                 self.found.append(f"step {step}: consumed, and the learner does not know it")
-        twice = Counter(one for ids in learned.values() for one in ids)
-        self.found += [f"{one}: learnt from {n} times" for one, n in twice.items() if n > 1]
+        learned_counts = Counter(request_id for ids in learned.values() for request_id in ids)
+        self.found += [
+            f"{request_id}: learnt from {n} times"
+            for request_id, n in learned_counts.items()
+            if n > 1
+        ]
 
     def _begin(self, event: Event) -> None:
+        """Restart with the open groups of a `begun` event."""
         self.states = dict.fromkeys(event["open"], "planned")
         self.batches = {}
         self.consumed = event["step"]
         self._undo = [event["step"]]
 
     def _move(self, number: int, kind: str, ids: Sequence[str]) -> None:
-        before, after = MOVES[kind]
-        for one in ids:
-            state = self.states.get(one)
-            if state not in before:
+        """Move groups to the state after an event."""
+        allowed_states, new_state = MOVES[kind]
+        for request_id in ids:
+            state = self.states.get(request_id)
+            if state not in allowed_states:
                 self.found.append(
-                    f"line {number}: {one}: {kind}, and it is {state or 'not planned'}"
+                    f"line {number}: {request_id}: {kind}, and it is {state or 'not planned'}"
                 )
-            self._undo.append((one, state))
-            self.states[one] = after
+            self._undo.append((request_id, state))
+            self.states[request_id] = new_state
 
     def _batch(self, number: int, event: Event) -> None:
+        """Record a batch, and check the versions of its tokens."""
         step, learner = event["step"], event["learner"]
-        last = max(self.batches, default=None)
-        if last is not None and step != last + 1:
-            self.found.append(f"line {number}: batch {step} comes after batch {last}")
+        last_step = max(self.batches, default=None)
+        if last_step is not None and step != last_step + 1:
+            self.found.append(f"line {number}: batch {step} comes after batch {last_step}")
         self.batches[step] = list(event["ids"])
         self._undo.append(step)
         if learner is None:
             return
-        for one, (oldest, newest) in zip(event["ids"], event["oldest"], strict=True):
+        for request_id, (oldest, newest) in zip(event["ids"], event["oldest"], strict=True):
             if learner - oldest > event["most"]:
                 self.found.append(
-                    f"line {number}: {one}: drawn from version {oldest} for a learner of version "
+                    f"line {number}: {request_id}: drawn from version {oldest} for a learner of version "
                     f"{learner}, which is more than {event['most']} behind"
                 )
             if newest > learner:
                 self.found.append(
-                    f"line {number}: {one}: drawn from version {newest}, and its learner is "
+                    f"line {number}: {request_id}: drawn from version {newest}, and its learner is "
                     f"at {learner}"
                 )
 
     def _consume(self, number: int, step: int) -> None:
+        """Record that a checkpoint covers all batches up to a step."""
         if step not in self.batches and step != self.consumed:
             self.found.append(f"line {number}: batch {step} is consumed, and none of it stands")
         self.consumed = max(self.consumed, step)
 
     def _roll_back(self, number: int, step: int) -> None:
+        """Undo all events after the batch of a step."""
         if step not in self._undo:
             self.found.append(f"line {number}: rolled back to batch {step}, which does not stand")
             return

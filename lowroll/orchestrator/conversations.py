@@ -52,8 +52,13 @@ class Dialogue(Request):
 
     @property
     def first(self) -> Request:
-        plain = Request(**{one.name: getattr(self, one.name) for one in fields(Request)})
-        return self.sized(plain)
+        request = Request(
+            **{
+                request_field.name: getattr(self, request_field.name)
+                for request_field in fields(Request)
+            }
+        )
+        return self.sized(request)
 
     def sized(self, request: Request) -> Request:
         """Limit a request to the tokens left in the sequence."""
@@ -107,7 +112,7 @@ class Talk:
     def take(self, rollout: Rollout, message: Message) -> None:
         """Append a drawn turn, and end the conversation after the last."""
         start, request = len(self.token_ids), self.dialogue
-        room = request.room(self.length)
+        token_limit = request.room(self.length)
         self.token_ids += rollout.token_ids
         self.logprobs += rollout.logprobs
         if rollout.top_logprobs is not None:
@@ -121,7 +126,7 @@ class Talk:
         if rollout.finish_reason == "abort":
             self.ended = "abort"
         elif rollout.finish_reason == "length":
-            self.ended = "tokens" if room < request.max_tokens else "length"
+            self.ended = "tokens" if token_limit < request.max_tokens else "length"
         elif len(self.turns) >= request.max_turns:
             self.ended = "turns"
 
@@ -135,43 +140,47 @@ class Talk:
             return
         request = self.dialogue
         try:
-            new = tokenizer.encode_turn(reply, self.turns[-1], self.messages[-1])
-        except ValueError as error:  # from the chat template
+            reply_ids = tokenizer.encode_turn(reply, self.turns[-1], self.messages[-1])
+        except ValueError as error:  # raised by the chat template
             self.ended, self.error = "error", ScoreError("invalid", f"{self.named}: {error}")
             return
-        if request.room(self.length + len(new)) < max(1, request.min_tokens):
+        if request.room(self.length + len(reply_ids)) < max(1, request.min_tokens):
             self.ended = "tokens"
             return
-        self.token_ids += new
-        self.logprobs += [0.0] * len(new)
+        self.token_ids += reply_ids
+        self.logprobs += [0.0] * len(reply_ids)
         if self.tops is not None:
-            self.tops += [[] for _ in new]
+            self.tops += [[] for _ in reply_ids]
         self.messages += reply
 
     @property
     def request(self) -> Request:
-        asked = self.dialogue
-        ids = [*asked.prompt_ids, *self.token_ids]
-        turn, stem = len(self.turns), f"{asked.id}/{self.sample}"
-        before = f"{stem}/{turn - 1}" if turn > 1 else asked.id
-        own = replace(asked.first, prompt_ids=ids, n=1, id=f"{stem}/{turn}", follows=before)
-        return asked.sized(own)
+        """The request of the next turn."""
+        dialogue = self.dialogue
+        prompt_ids = [*dialogue.prompt_ids, *self.token_ids]
+        turn, talk_id = len(self.turns), f"{dialogue.id}/{self.sample}"
+        previous_id = f"{talk_id}/{turn - 1}" if turn > 1 else dialogue.id
+        request = replace(
+            dialogue.first, prompt_ids=prompt_ids, n=1, id=f"{talk_id}/{turn}", follows=previous_id
+        )
+        return dialogue.sized(request)
 
     @property
     def rollout(self) -> Rollout:
+        """All turns as one rollout."""
         assert self.tag is not None and self.ended is not None
-        last = self.turns[-1]
-        finish: FinishReason = "stop"
+        last_turn = self.turns[-1]
+        finish_reason: FinishReason = "stop"
         if self.ended in ("length", "tokens"):
-            finish = "length"
+            finish_reason = "length"
         elif self.ended == "abort":
-            finish = "abort"
+            finish_reason = "abort"
         return Rollout(
             token_ids=self.token_ids,
             logprobs=self.logprobs,
-            finish_reason=finish,
+            finish_reason=finish_reason,
             behavior=replace(self.tag, policy=tuple(self.spans)),
-            stop_reason=last.stop_reason,
+            stop_reason=last_turn.stop_reason,
             top_logprobs=self.tops,
             turns=tuple(self.turns),
         )
@@ -183,8 +192,12 @@ class Talk:
         return Conversation(self.messages, self.ended, self.error)
 
     def _span(self, span: PolicySpan) -> None:
-        last = self.spans[-1] if self.spans else None
-        if last is None or (last.version, last.digest) != (span.version, span.digest):
+        """Append a policy span, unless the last one has the same weights."""
+        last_span = self.spans[-1] if self.spans else None
+        if last_span is None or (last_span.version, last_span.digest) != (
+            span.version,
+            span.digest,
+        ):
             self.spans.append(span)
 
 
@@ -225,20 +238,26 @@ class Conversations:
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
         """Return all groups in order. Progress counts one turn's requests."""
-        if not any(isinstance(one, Dialogue) for one in requests):
+        if not any(isinstance(request, Dialogue) for request in requests):
             return self.engine.generate(requests, on_progress=on_progress)
-        plain = [one.first if isinstance(one, Dialogue) else one for one in requests]
-        groups = self._by_id(plain, self.engine.generate(plain, on_progress=on_progress))
+        first_requests = [
+            request.first if isinstance(request, Dialogue) else request for request in requests
+        ]
+        groups = self._by_id(
+            first_requests, self.engine.generate(first_requests, on_progress=on_progress)
+        )
         exchanges = {
-            i: _Exchange(one) for i, one in enumerate(requests) if isinstance(one, Dialogue)
+            i: _Exchange(request)
+            for i, request in enumerate(requests)
+            if isinstance(request, Dialogue)
         }
         for i, exchange in exchanges.items():
             self._begin(exchange, groups[i])
         open_talks = [talk for exchange in exchanges.values() for talk in exchange.talks]
         while open_talks := self._answer(open_talks):
-            asked = [talk.request for talk in open_talks]
-            answers = self.engine.generate(asked, on_progress=on_progress)
-            for talk, group in zip(open_talks, self._by_id(asked, answers), strict=True):
+            turn_requests = [talk.request for talk in open_talks]
+            answers = self.engine.generate(turn_requests, on_progress=on_progress)
+            for talk, group in zip(open_talks, self._by_id(turn_requests, answers), strict=True):
                 self._take(talk, group.rollouts)
         return [exchanges[i].group if i in exchanges else group for i, group in enumerate(groups)]
 
@@ -255,7 +274,7 @@ class Conversations:
         """Wait a moment; return finished groups by handle. Conversations whose turns returned
         continue after the environments' replies."""
         ended: list[tuple[int, Group]] = []
-        touched: dict[int, list[Talk]] = {}
+        talks_to_answer: dict[int, list[Talk]] = {}
         for handle, group in self.engine.step():
             if handle in self._given_up:
                 self._given_up.discard(handle)
@@ -268,28 +287,28 @@ class Conversations:
             sample = exchange.asked.pop(handle)
             if sample is None:
                 self._begin(exchange, group)
-                touched.setdefault(owner, []).extend(exchange.talks)
+                talks_to_answer.setdefault(owner, []).extend(exchange.talks)
             else:
                 self._take(exchange.talks[sample], group.rollouts)
-                touched.setdefault(owner, []).append(exchange.talks[sample])
-        owners = {id(talk): owner for owner, talks in touched.items() for talk in talks}
-        for talk in self._answer([talk for talks in touched.values() for talk in talks]):
+                talks_to_answer.setdefault(owner, []).append(exchange.talks[sample])
+        owners = {id(talk): owner for owner, talks in talks_to_answer.items() for talk in talks}
+        for talk in self._answer([talk for talks in talks_to_answer.values() for talk in talks]):
             owner = owners[id(talk)]
             handle = self._add(talk.request)
             self._open[owner].asked[handle] = talk.sample
             self._whose[handle] = owner
-        over = [owner for owner in touched if self._open[owner].has_ended]
-        return ended + [(owner, self._open.pop(owner).group) for owner in over]
+        finished = [owner for owner in talks_to_answer if self._open[owner].has_ended]
+        return ended + [(owner, self._open.pop(owner).group) for owner in finished]
 
     def abort(self, handle: int) -> bool:
         """Abort a request or a dialogue. Return False if it had ended."""
         exchange = self._open.pop(handle, None)
         if exchange is None:
             return self.engine.abort(handle)
-        for asked in exchange.asked:
-            self._whose.pop(asked, None)
-            self._given_up.add(asked)
-            self.engine.abort(asked)
+        for engine_handle in exchange.asked:
+            self._whose.pop(engine_handle, None)
+            self._given_up.add(engine_handle)
+            self.engine.abort(engine_handle)
         return True
 
     def so_far(self, handle: int) -> Sequence[HasTokens]:
@@ -297,14 +316,20 @@ class Conversations:
         exchange = self._open.get(handle)
         if exchange is None or not exchange.talks:
             return self.engine.so_far(handle)
-        now = {sample: asked for asked, sample in exchange.asked.items()}
-        found = []
+        handle_by_sample = {
+            sample: engine_handle for engine_handle, sample in exchange.asked.items()
+        }
+        talks_so_far = []
         for talk in exchange.talks:
-            ids = [i for turn in talk.turns for i in talk.token_ids[turn.start : turn.end]]
-            if (asked := now.get(talk.sample)) is not None:
-                ids += [i for one in self.engine.so_far(asked) for i in one.token_ids]
-            found.append(_SoFar(ids))
-        return found
+            token_ids = [i for turn in talk.turns for i in talk.token_ids[turn.start : turn.end]]
+            if (engine_handle := handle_by_sample.get(talk.sample)) is not None:
+                token_ids += [
+                    i
+                    for drawn_tokens in self.engine.so_far(engine_handle)
+                    for i in drawn_tokens.token_ids
+                ]
+            talks_so_far.append(_SoFar(token_ids))
+        return talks_so_far
 
     def _add(self, request: Request) -> int:
         handle = self.engine.add(request)
@@ -312,11 +337,13 @@ class Conversations:
         return handle
 
     def _begin(self, exchange: _Exchange, group: Group) -> None:
+        """Start one conversation for each first turn of a group."""
         exchange.talks = [Talk(exchange.dialogue, i) for i in range(len(group.rollouts))]
         for talk, rollout in zip(exchange.talks, group.rollouts, strict=True):
             self._take(talk, [rollout])
 
     def _take(self, talk: Talk, rollouts: list[Rollout]) -> None:
+        """Append a returned turn. InvalidRollout unless there is exactly one."""
         if len(rollouts) != 1:
             raise InvalidRollout(
                 f"request {talk.request.id!r}: {len(rollouts)} rollouts, expected 1"
@@ -337,8 +364,8 @@ class Conversations:
     @staticmethod
     def _by_id(requests: Sequence[Request], groups: Sequence[Group]) -> list[Group]:
         """Return the groups in the order of the requests. InvalidRollout for a missing one."""
-        found = {group.request.id: group for group in groups}
+        group_by_id = {group.request.id: group for group in groups}
         for request in requests:
-            if request.id not in found:
+            if request.id not in group_by_id:
                 raise InvalidRollout(f"request {request.id!r}: no answer")
-        return [found[request.id] for request in requests]
+        return [group_by_id[request.id] for request in requests]

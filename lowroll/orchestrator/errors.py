@@ -66,9 +66,9 @@ class ErrorWindow:
         )
 
     def copy(self) -> ErrorWindow:
-        twin = ErrorWindow(self.max_error_rate, self.min_scores, self._outcomes.maxlen or 0)
-        twin._outcomes.extend(self._outcomes)
-        return twin
+        window = ErrorWindow(self.max_error_rate, self.min_scores, self._outcomes.maxlen or 0)
+        window._outcomes.extend(self._outcomes)
+        return window
 
     def state(self) -> str:
         """Return one character a score, oldest first: 1 is an error."""
@@ -79,7 +79,7 @@ class ErrorWindow:
         if not isinstance(state, str) or set(state) - {"0", "1"}:
             raise ValueError("error window: expected a string of 0 and 1")
         self._outcomes.clear()
-        self._outcomes.extend(mark == "1" for mark in state)
+        self._outcomes.extend(character == "1" for character in state)
 
 
 def check_any(scores: Sequence[Score | ScoreError], what: str) -> None:
@@ -103,8 +103,8 @@ def applies_nowhere(score: Score | ScoreError) -> bool:
 def describe(errors: list[ScoreError]) -> str:
     """Return the kinds with counts, most frequent first, and the first message, clipped."""
     kinds = Counter(error.kind for error in errors)
-    listed = ", ".join(
+    counts_text = ", ".join(
         f"{count} {kind}"
         for kind, count in sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
     )
-    return f"{listed}; first: {errors[0].kind}: {printable(errors[0].message[:MESSAGE_LIMIT], 4 * MESSAGE_LIMIT)}"
+    return f"{counts_text}; first: {errors[0].kind}: {printable(errors[0].message[:MESSAGE_LIMIT], 4 * MESSAGE_LIMIT)}"

@@ -32,9 +32,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(classes: Sequence[int | None]) -> int | None:
-    """Return the most frequent class; ties take the first seen. None is no vote; all None gives
-    None."""
-    counts = Counter(found for found in classes if found is not None)
+    """Return the most frequent class; ties take the first seen. None does not vote; the result
+    is None when all are."""
+    counts = Counter(answer_class for answer_class in classes if answer_class is not None)
     return max(counts, key=counts.__getitem__) if counts else None
 
 
@@ -59,7 +59,9 @@ def interval(
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the `share` quantile (0..1), linear between neighbours, of a non-empty sequence."""
     ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    position = share * (len(ordered) - 1)
+    lower_index = floor(position)
+    upper_index = min(lower_index + 1, len(ordered) - 1)
+    return ordered[lower_index] + (ordered[upper_index] - ordered[lower_index]) * (
+        position - lower_index
+    )

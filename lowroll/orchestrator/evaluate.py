@@ -139,17 +139,17 @@ def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -
     solved = [[reward >= threshold for reward in example] for example in rewards if example]
     lengths = [sample.rollout.num_drawn for example in examples for sample in example]
     metrics = {"length_mean": fmean(lengths)}
-    if not solved:  # no reward function applies to any
+    if not solved:  # no reward function applies to any sample
         return metrics
     metrics |= {
         "reward": fmean(fmean(example) for example in rewards if example),
         "pass_at_1": fmean(fmean(example) for example in solved),
         "avg_at_k": fmean(fmean(example[:k]) for example in solved),
     }
-    complete = [example for example in solved if len(example) >= k]
-    if complete:
+    scored_k_times = [example for example in solved if len(example) >= k]
+    if scored_k_times:
         metrics["pass_at_k"] = fmean(
-            pass_at_k(len(example), sum(example), k) for example in complete
+            pass_at_k(len(example), sum(example), k) for example in scored_k_times
         )
     return metrics
 

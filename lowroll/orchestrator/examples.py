@@ -22,7 +22,7 @@ from lowroll.types import FinishReason, Message, Prompt, Sample, Score, ScoreErr
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
 
-TOGETHER = 1024  # responses a scorer call
+TOGETHER = 1024  # responses per call of the scorer
 
 
 @dataclass
@@ -57,12 +57,16 @@ class Example:
 
     @property
     def rewards(self) -> list[float]:
-        return [one.score.reward for one in self.responses if isinstance(one.score, Score)]
+        return [
+            response.score.reward
+            for response in self.responses
+            if isinstance(response.score, Score)
+        ]
 
     @property
     def solved(self) -> list[bool]:
         """Whether each scored response is right."""
-        return [one.solved for one in self.responses if isinstance(one.score, Score)]
+        return [response.solved for response in self.responses if isinstance(response.score, Score)]
 
 
 Keep = Callable[[list[Example]], object]
@@ -76,36 +80,37 @@ def draw(
     on_progress: Progress | None = None,
 ) -> None:
     """Generate all requests; examples go to `keep` as they end. Raises InvalidRollout."""
-    flights = {engine.add(one.request): one for one in draws}
+    draw_by_handle = {engine.add(planned.request): planned for planned in draws}
     try:
-        while flights:
-            ended = []
+        while draw_by_handle:
+            finished = []
             for handle, group in engine.step():
-                asked = flights.pop(handle, None)
-                if asked is None or group.request.id != asked.request.id:
+                planned_draw = draw_by_handle.pop(handle, None)
+                if planned_draw is None or group.request.id != planned_draw.request.id:
                     raise InvalidRollout(f"request {group.request.id!r}: never asked")
-                check_group(asked, group)
-                responses = list(map(_response, samples_of(asked, group, tokenizer)))
-                ended.append(Example(asked.request.id, asked.prompt, responses))
-            if ended:
-                keep(ended)
+                check_group(planned_draw, group)
+                responses = list(map(_build_response, samples_of(planned_draw, group, tokenizer)))
+                finished.append(Example(planned_draw.request.id, planned_draw.prompt, responses))
+            if finished:
+                keep(finished)
             if on_progress is not None:
-                on_progress(len(draws) - len(flights), len(draws))
+                on_progress(len(draws) - len(draw_by_handle), len(draws))
     except BaseException:
-        for handle in flights:
+        for handle in draw_by_handle:
             engine.abort(handle)
         raise
 
 
-def _response(sample: Sample) -> ExampleResponse:
+def _build_response(sample: Sample) -> ExampleResponse:
+    """Return a sample as an unscored response."""
     score, rollout = sample.score, sample.rollout
-    failed = isinstance(score, ScoreError) and sample.ended == "error"
+    env_failed = isinstance(score, ScoreError) and sample.ended == "error"
     return ExampleResponse(
         sample.text,
         rollout.num_drawn,
         rollout.finish_reason,
         messages=sample.messages,
-        failed=score.message if failed and isinstance(score, ScoreError) else None,
+        failed=score.message if env_failed and isinstance(score, ScoreError) else None,
         token_ids=rollout.token_ids if "takes" in sample.prompt.info else None,
     )
 
@@ -118,28 +123,28 @@ def score(
 ) -> None:
     """Score every response, except aborted ones and those with a failed environment; examples go to
     `keep` as they are done."""
-    done = 0
-    for part in _parts(examples):
+    num_done = 0
+    for batch in _scorer_batches(examples):
         items = []
-        for one in part:
-            for response in one.responses:
-                response.score = _unscored(response)
-            ended = [response for response in one.responses if response.score is None]
-            ids = [response.token_ids or [] for response in ended]
-            prompt = for_scorer(one.prompt, ids, step=1, max_steps=0)
-            items += [(prompt, response) for response in ended]
-        found = scorer.score([(p, p.answered(r.text, r.messages)) for p, r in items])
-        for (_, response), outcome in zip(items, found, strict=True):
+        for example in batch:
+            for response in example.responses:
+                response.score = _unscorable_error(response)
+            finished = [response for response in example.responses if response.score is None]
+            token_ids = [response.token_ids or [] for response in finished]
+            prompt = for_scorer(example.prompt, token_ids, step=1, max_steps=0)
+            items += [(prompt, response) for response in finished]
+        outcomes = scorer.score([(p, p.answered(r.text, r.messages)) for p, r in items])
+        for (_, response), outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, Score) and not math.isfinite(outcome.reward):
                 outcome = ScoreError("invalid", f"reward {outcome.reward}")
             response.score = outcome
-        keep(part)
-        done += len(part)
+        keep(batch)
+        num_done += len(batch)
         if on_progress is not None:
-            on_progress(done, len(examples))
+            on_progress(num_done, len(examples))
 
 
-def _unscored(response: ExampleResponse) -> ScoreError | None:
+def _unscorable_error(response: ExampleResponse) -> ScoreError | None:
     """Return the error of a response that must not be scored, or None."""
     if response.failed is not None:
         return ScoreError("exception", response.failed)
@@ -159,52 +164,61 @@ def votes(
     the second for the first. An example without an answer is not solved."""
     if not examples or env.matching(examples[0].prompt, "") is None:
         return None
-    found: list[bool] = []
-    for part in _parts(examples):
-        found += [
-            best is not None and one.responses[best].solved
-            for one, best in zip(part, map(majority, _classes(part, env, scorer)), strict=True)
+    votes_so_far: list[bool] = []
+    for batch in _scorer_batches(examples):
+        votes_so_far += [
+            majority_index is not None and example.responses[majority_index].solved
+            for example, majority_index in zip(
+                batch, map(majority, _answer_classes(batch, env, scorer)), strict=True
+            )
         ]
         if on_progress is not None:
-            on_progress(len(found), len(examples))
-    return found
+            on_progress(len(votes_so_far), len(examples))
+    return votes_so_far
 
 
-def _parts(examples: Sequence[Example]) -> Iterator[list[Example]]:
-    most = max((len(one.responses) for one in examples), default=1)
-    size = max(1, TOGETHER // max(1, most))
-    for begin in range(0, len(examples), size):
-        yield list(examples[begin : begin + size])
+def _scorer_batches(examples: Sequence[Example]) -> Iterator[list[Example]]:
+    """Yield the examples in batches of about TOGETHER responses."""
+    max_responses = max((len(example.responses) for example in examples), default=1)
+    size = max(1, TOGETHER // max(1, max_responses))
+    for start in range(0, len(examples), size):
+        yield list(examples[start : start + size])
 
 
-def _classes(
+def _answer_classes(
     examples: Sequence[Example], env: Environment, scorer: Scorer
 ) -> list[list[int | None]]:
     """Return for every response the index of its example's first response with the same answer, or
     None without an answer."""
-    classes: list[list[int | None]] = [[None] * len(one.responses) for one in examples]
-    left = [[i for i, r in enumerate(one.responses) if _answers(r)] for one in examples]
-    while any(left):
-        asked = []
-        for place, others in enumerate(left):
-            if others:
-                first = others.pop(0)
-                classes[place][first] = first
-                asked += [(place, first, other) for other in others]
-        found = scorer.score([_compared(env, examples[p], a, b) for p, a, b in asked])
-        for (place, first, other), outcome in zip(asked, found, strict=True):
+    classes: list[list[int | None]] = [[None] * len(example.responses) for example in examples]
+    unclassified = [
+        [i for i, r in enumerate(example.responses) if _has_answer(r)] for example in examples
+    ]
+    while any(unclassified):
+        pairs = []
+        for example_index, other_indices in enumerate(unclassified):
+            if other_indices:
+                class_index = other_indices.pop(0)
+                classes[example_index][class_index] = class_index
+                pairs += [
+                    (example_index, class_index, other_index) for other_index in other_indices
+                ]
+        outcomes = scorer.score([_comparison(env, examples[p], a, b) for p, a, b in pairs])
+        for (example_index, class_index, other_index), outcome in zip(pairs, outcomes, strict=True):
             if isinstance(outcome, Score) and outcome.reward >= SOLVED:
-                classes[place][other] = first
-                left[place].remove(other)
+                classes[example_index][other_index] = class_index
+                unclassified[example_index].remove(other_index)
     return classes
 
 
-def _answers(response: ExampleResponse) -> bool:
+def _has_answer(response: ExampleResponse) -> bool:
+    """Return whether a scored response states an answer."""
     score = response.score
     return isinstance(score, Score) and score.metrics.get("has_answer", 1.0) > 0
 
 
-def _compared(env: Environment, example: Example, first: int, other: int) -> tuple[Prompt, str]:
+def _comparison(env: Environment, example: Example, first: int, other: int) -> tuple[Prompt, str]:
+    """Return the scorer's item that compares the answers of two responses."""
     task = env.matching(example.prompt, example.responses[first].text)
     assert task is not None
     return task, example.responses[other].text

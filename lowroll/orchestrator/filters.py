@@ -47,7 +47,7 @@ class Gibberish:
 
     @property
     def threshold(self) -> float:
-        """Log-prob below which a rare token counts, nats."""
+        """The log-prob in nats below which a rare token is flagged."""
         return -math.log(self.vocab_size) - self.logprob_offset
 
     def matches(self, rollout: Rollout) -> bool:

@@ -49,14 +49,16 @@ class ScoredGroup:
 
     samples: list[Sample]
     flags: dict[str, int]
-    id: str = ""  # of its request
-    temperature: float | None = None  # of sampling
+    id: str = ""  # id of its request
+    temperature: float | None = None  # sampling temperature
 
     @property
     def versions(self) -> tuple[int, int]:
         """The oldest and newest policy version of its tokens."""
-        seen = [span.version for one in self.samples for span in one.rollout.behavior.policy]
-        return min(seen), max(seen)
+        versions = [
+            span.version for sample in self.samples for span in sample.rollout.behavior.policy
+        ]
+        return min(versions), max(versions)
 
     def scores(self) -> list[float]:
         """Return the raw rewards of scored samples."""
@@ -70,18 +72,18 @@ class ScoredGroup:
 def in_planned_order(draws: list[Draw], groups: list[Group]) -> list[Group]:
     """Return the groups in the order of the draws. InvalidRollout unless they match one to one and
     are complete."""
-    answers: dict[str, Group] = {}
+    group_by_id: dict[str, Group] = {}
     planned = {draw.request.id for draw in draws}
     for group in groups:
-        if group.request.id not in planned or group.request.id in answers:
-            what = "answered twice" if group.request.id in answers else "never asked"
-            raise InvalidRollout(f"request {group.request.id!r}: {what}")
-        answers[group.request.id] = group
+        if group.request.id not in planned or group.request.id in group_by_id:
+            fault = "answered twice" if group.request.id in group_by_id else "never asked"
+            raise InvalidRollout(f"request {group.request.id!r}: {fault}")
+        group_by_id[group.request.id] = group
     for draw in draws:
-        if draw.request.id not in answers:
+        if draw.request.id not in group_by_id:
             raise InvalidRollout(f"request {draw.request.id!r}: no answer")
-        check_group(draw, answers[draw.request.id])
-    return [answers[draw.request.id] for draw in draws]
+        check_group(draw, group_by_id[draw.request.id])
+    return [group_by_id[draw.request.id] for draw in draws]
 
 
 def check_group(draw: Draw, group: Group) -> None:
@@ -118,8 +120,8 @@ def _check_turns(rollout: Rollout, where: str) -> None:
     assert rollout.turns is not None
     end = 0
     for number, turn in enumerate(rollout.turns):
-        begins = turn.start == 0 if number == 0 else turn.start > end
-        if not (begins and turn.start <= turn.end):
+        starts_in_order = turn.start == 0 if number == 0 else turn.start > end
+        if not (starts_in_order and turn.start <= turn.end):
             raise InvalidRollout(f"{where}: turn {number} is [{turn.start}, {turn.end})")
         if any(rollout.logprobs[end : turn.start]):
             raise InvalidRollout(
@@ -133,10 +135,10 @@ def _check_turns(rollout: Rollout, where: str) -> None:
 def check_versions(group: ScoredGroup, version: int, most: int) -> None:
     """Raise InvalidRollout for a token whose policy is newer than the learner's, or more than
     `most` versions older."""
-    for found in group.versions:
-        if not version - most <= found <= version:
+    for drawn_version in group.versions:
+        if not version - most <= drawn_version <= version:
             raise InvalidRollout(
-                f"request {group.id!r}: drawn under policy version {found} while the learner is at "
+                f"request {group.id!r}: drawn under policy version {drawn_version} while the learner is at "
                 f"{version}, and at most {most} behind it are allowed"
             )
 
@@ -150,26 +152,35 @@ def score(
     step: int = 1,
     max_steps: int = 0,
 ) -> list[list[Sample]]:
-    """Decode and score every rollout: one list of samples a draw. Aborted rollouts and failed
+    """Decode and score every rollout: one list of samples per draw. Aborted rollouts and failed
     environments are not scored. `step`, `max_steps`: see `for_scorer`."""
     samples = [
         samples_of(draw, group, tokenizer) for draw, group in zip(draws, groups, strict=True)
     ]
-    finished, said = [], []
+    finished, items = [], []
     for group in samples:
-        ended = [
+        group_finished = [
             sample
             for sample in group
             if sample.rollout.finish_reason != "abort" and sample.ended != "error"
         ]
-        if not ended:
+        if not group_finished:
             continue
         prompt = for_scorer(
-            ended[0].prompt, [one.rollout.token_ids for one in ended], step, max_steps
+            group_finished[0].prompt,
+            [sample.rollout.token_ids for sample in group_finished],
+            step,
+            max_steps,
         )
-        finished += ended
-        said += [(prompt, one.prompt.answered(one.text, one.messages)) for one in ended]
-    outcomes = scorer.score(said, on_progress=on_progress)
+        finished += group_finished
+        items += [
+            (
+                prompt,
+                sample.prompt.answered(sample.text, sample.messages),
+            )
+            for sample in group_finished
+        ]
+    outcomes = scorer.score(items, on_progress=on_progress)
     if len(outcomes) != len(finished):
         raise ValueError(f"scorer: {len(outcomes)} outcomes for {len(finished)} items")
     for sample, outcome in zip(finished, outcomes, strict=True):
@@ -182,12 +193,12 @@ def score(
 def for_scorer(prompt: Prompt, token_ids: Sequence[list[int]], step: int, max_steps: int) -> Prompt:
     """Return a group's prompt for its scorer, with the responses' token ids and the run's progress
     where its `info["takes"]` lists them."""
-    known = {
+    available = {
         "completion_ids": list(token_ids),
         "trainer_state": {"global_step": step - 1, "max_steps": max_steps},
     }
-    given = {name: known[name] for name in prompt.info.get("takes", ())}
-    return replace(prompt, info=prompt.info | given) if given else prompt
+    extra_info = {name: available[name] for name in prompt.info.get("takes", ())}
+    return replace(prompt, info=prompt.info | extra_info) if extra_info else prompt
 
 
 def credit(
@@ -196,14 +207,14 @@ def credit(
     """Shape a group's rewards, flag its rollouts, and set advantages and loss masks in place."""
     flags: dict[str, int] = {}
     for sample in samples:
-        scored = isinstance(sample.score, Score)
-        sample.reward = _shaped(sample, settings)
-        rule = flag(sample.rollout, settings.filters)
-        if rule is not None:
-            flags[rule.name] = flags.get(rule.name, 0) + 1
-        learned = scored and not (rule is not None and rule.enforce)
-        drawn = sample.rollout.drawn
-        sample.loss_mask = drawn if learned else [0] * len(drawn)
+        is_scored = isinstance(sample.score, Score)
+        sample.reward = _shaped_reward(sample, settings)
+        matched_filter = flag(sample.rollout, settings.filters)
+        if matched_filter is not None:
+            flags[matched_filter.name] = flags.get(matched_filter.name, 0) + 1
+        is_learned = is_scored and not (matched_filter is not None and matched_filter.enforce)
+        drawn_mask = sample.rollout.drawn
+        sample.loss_mask = drawn_mask if is_learned else [0] * len(drawn_mask)
     lengths = [sample.rollout.num_drawn for sample in samples]
     estimate = settings.estimator or TABLE[settings.advantage]
     advantages = estimate([sample.reward for sample in samples], lengths)
@@ -216,22 +227,25 @@ def credit(
 
 def samples_of(draw: Draw, group: Group, tokenizer: Tokenizer) -> list[Sample]:
     """Return a group's samples, unscored or with their environment's error."""
-    said: Sequence[Conversation | None] = group.conversations or [None] * len(group.rollouts)
+    conversations: Sequence[Conversation | None] = group.conversations or [None] * len(
+        group.rollouts
+    )
     return [
-        _sample(draw, rollout, conversation, tokenizer)
-        for rollout, conversation in zip(group.rollouts, said, strict=True)
+        _build_sample(draw, rollout, conversation, tokenizer)
+        for rollout, conversation in zip(group.rollouts, conversations, strict=True)
     ]
 
 
-def _sample(
+def _build_sample(
     draw: Draw, rollout: Rollout, conversation: Conversation | None, tokenizer: Tokenizer
 ) -> Sample:
+    """Return a rollout as an unscored sample."""
     unscored = ScoreError("invalid", f"rollout aborted after {rollout.num_drawn} tokens")
     sample = Sample(
         prompt=draw.prompt,
         prompt_ids=draw.request.prompt_ids,
         rollout=rollout,
-        text=tokenizer.decode(_last_turn(rollout)),
+        text=tokenizer.decode(_last_turn_ids(rollout)),
         score=unscored,
     )
     if conversation is not None:
@@ -240,13 +254,15 @@ def _sample(
     return sample
 
 
-def _last_turn(rollout: Rollout) -> list[int]:
+def _last_turn_ids(rollout: Rollout) -> list[int]:
+    """Return the token ids of a rollout's last turn."""
     if not rollout.turns:
         return rollout.token_ids
     return rollout.token_ids[rollout.turns[-1].start : rollout.turns[-1].end]
 
 
-def _shaped(sample: Sample, settings: Settings) -> float | None:
+def _shaped_reward(sample: Sample, settings: Settings) -> float | None:
+    """Return a sample's reward with the length penalty; None for an unscored sample."""
     if not isinstance(sample.score, Score):
         return None
     if settings.overlong_max is None or settings.overlong_cache is None:

@@ -22,7 +22,7 @@ class EngineClient(Protocol):
     """An engine that turns requests into groups, in process or over the network."""
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
-        """Return one group a request, in any order, matched by `request.id`."""
+        """Return one group per request, in any order, matched by `request.id`."""
         ...
 
     def add(self, request: Request) -> int:
@@ -92,7 +92,7 @@ class Scorer(Protocol):
         items: Sequence[tuple[Prompt, str | list[Message]]],
         on_progress: Progress | None = None,
     ) -> list[Score | ScoreError]:
-        """Return one outcome an item, in order."""
+        """Return one outcome per item, in order."""
         ...
 
 

@@ -40,11 +40,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def read(path: Path) -> tuple[list[Event], int]:
-    """Return the events of a file, and its bytes without a torn last line. ValueError names the
-    first other invalid line."""
+    """Return the events of a file, and its length in bytes without a torn last line. ValueError
+    names the first other invalid line."""
     data = read_file(path)
     events: list[Event] = []
-    length = 0
+    valid_length = 0
     lines = data.split(b"\n")
     for number, line in enumerate(lines, 1):
         is_last = number >= len(lines) - 1 and not any(lines[number:])
@@ -53,24 +53,25 @@ def read(path: Path) -> tuple[list[Event], int]:
         try:
             if number == len(lines):
                 raise ValueError("torn: no newline at its end")
-            events.append(_event(line, number))
+            events.append(_parse_event(line, number))
         except ValueError as error:
             if is_last:
                 break
             raise ValueError(f"{path}: line {number}: {error}") from None
-        length += len(line) + 1
-    return events, length
+        valid_length += len(line) + 1
+    return events, valid_length
 
 
-def _event(line: bytes, number: int) -> Event:
-    content, has_sum = unseal(line, number)
-    if not has_sum:
+def _parse_event(line: bytes, number: int) -> Event:
+    """Parse a line of the ledger's file. ValueError names the fault."""
+    content, has_checksum = unseal(line, number)
+    if not has_checksum:
         raise ValueError("damaged: no checksum")
-    found = json.loads(content)
-    fields = FIELDS.get(str(found.get("event"))) if isinstance(found, dict) else None
-    if fields is None or set(found) != {"event", *fields}:
+    event = json.loads(content)
+    fields = FIELDS.get(str(event.get("event"))) if isinstance(event, dict) else None
+    if fields is None or set(event) != {"event", *fields}:
         raise ValueError("no event of a ledger")
-    return found
+    return event
 
 
 class Journal:
@@ -131,6 +132,7 @@ class Journal:
         self.sync()
 
     def _note(self, event: Event) -> None:
+        """Update `step` and `marks` by an event."""
         self._lines += 1
         kind = event["event"]
         if kind == "begun":

@@ -75,12 +75,12 @@ class Pools:
     def take_back(self, pool: str, share: float, order: Any) -> int:
         """Release a share of a pool, at least one prompt for a share above 0: those with the
         smallest `order(env, id)`. Return their number."""
-        held = [(env, one) for env, ids in self._held[pool].items() for one in ids]
-        if not held or share <= 0:
+        pooled = [(env, prompt_id) for env, ids in self._held[pool].items() for prompt_id in ids]
+        if not pooled or share <= 0:
             return 0
-        chosen = sorted(held, key=lambda one: order(*one))[: max(1, round(share * len(held)))]
-        for env, one in chosen:
-            del self._held[pool][env][one]
+        chosen = sorted(pooled, key=lambda one: order(*one))[: max(1, round(share * len(pooled)))]
+        for env, prompt_id in chosen:
+            del self._held[pool][env][prompt_id]
         return len(chosen)
 
     def state(self) -> dict[str, dict[str, list[str]]]:
@@ -96,15 +96,16 @@ class Pools:
     @classmethod
     def of(cls, state: Any) -> Pools:
         """Parse the pools. ValueError for an invalid state."""
-        whole = isinstance(state, Mapping) and set(state) == set(POOLS)
-        if not whole or not all(map(_are_ids, state.values())):
+        has_all_pools = isinstance(state, Mapping) and set(state) == set(POOLS)
+        if not has_all_pools or not all(map(_are_id_lists, state.values())):
             raise ValueError(f"ledger.pools: expected lists of prompt ids by {' and '.join(POOLS)}")
         return cls(state)
 
 
-def _are_ids(envs: Any) -> bool:
+def _are_id_lists(envs: Any) -> bool:
     return isinstance(envs, Mapping) and all(
-        isinstance(ids, list) and all(isinstance(one, str) for one in ids) for ids in envs.values()
+        isinstance(ids, list) and all(isinstance(prompt_id, str) for prompt_id in ids)
+        for ids in envs.values()
     )
 
 
@@ -136,13 +137,13 @@ class Ledger:
         )
 
     def state(self) -> dict[str, Any]:
-        done = self.consumed + self.dropped + len(self.open)
-        assert self.planned == done, "ledger: planned != consumed + dropped + open"
-        levels = {name: vars(one) for name, one in sorted(self.levels.items())}
+        accounted_for = self.consumed + self.dropped + len(self.open)
+        assert self.planned == accounted_for, "ledger: planned != consumed + dropped + open"
+        levels = {name: vars(progress) for name, progress in sorted(self.levels.items())}
         return {
             **{name: getattr(self, name) for name in COUNTS},
             "cursors": dict(self.cursors),
-            "open": [vars(one) for one in self.open],
+            "open": [vars(planned) for planned in self.open],
             "pools": self.pools.state(),
             **({"levels": levels} if levels else {}),
         }
@@ -153,7 +154,7 @@ class Ledger:
         names = set(cls.__dataclass_fields__) - {"levels"}  # only in runs with a curriculum
         if set(state) - {"levels"} != names:
             raise ValueError(f"ledger: expected the fields {sorted(names)}, got {sorted(state)}")
-        cursors, opened = state["cursors"], state["open"]
+        cursors, open_groups = state["cursors"], state["open"]
         if not isinstance(cursors, Mapping) or set(cursors) != env_names:
             raise ValueError(
                 f"ledger.cursors: expected the environments {sorted(env_names)}, got {cursors!r}"
@@ -165,16 +166,16 @@ class Ledger:
         levels = state.get("levels", {})
         if not isinstance(levels, Mapping) or not set(levels) <= env_names:
             raise ValueError(f"ledger.levels: expected environments, got {levels!r}")
-        if not isinstance(opened, list):
-            raise ValueError(f"ledger.open: expected a list, got {opened!r}")
-        if state["planned"] != state["consumed"] + state["dropped"] + len(opened):
+        if not isinstance(open_groups, list):
+            raise ValueError(f"ledger.open: expected a list, got {open_groups!r}")
+        if state["planned"] != state["consumed"] + state["dropped"] + len(open_groups):
             raise ValueError("ledger.planned: expected consumed + dropped + open")
         return cls(
             **counts,
             cursors=dict(cursors),
-            open=[Planned.of(one, env_names) for one in opened],
+            open=[Planned.of(group_state, env_names) for group_state in open_groups],
             pools=Pools.of(state["pools"]),
-            levels={name: LevelProgress.of(one) for name, one in levels.items()},
+            levels={name: LevelProgress.of(level_state) for name, level_state in levels.items()},
         )
 
 
@@ -205,10 +206,10 @@ def upgraded(state: Mapping[str, Any]) -> dict[str, Any]:
         if type(state["step"]) is not int or state["step"] < 0:
             raise ValueError(f"orchestrator state: step: expected a count, got {state['step']!r}")
         return dict(state)
-    newer = {"duplicates": 0, "pooled": 0, "open": [], "pools": {pool: {} for pool in POOLS}}
+    new_fields = {"duplicates": 0, "pooled": 0, "open": [], "pools": {pool: {} for pool in POOLS}}
     return {
         **state,
         "step": 0,
         "plan": {"buffer_seed": state["plan"].get("seed"), "hash_keys": [], **state["plan"]},
-        "ledger": {**state["ledger"], **newer},
+        "ledger": {**state["ledger"], **new_fields},
     }

@@ -92,7 +92,7 @@ class Orchestrator:
         )
         self.last = 0  # the step of the last batch
         self._journal_in_sync = False
-        self._restart_journal = False  # discard earlier events when it is synced
+        self._restart_journal = False  # whether the next sync discards earlier events
         self._waits = {"time/wait_weights": 0.0, "time/wait_trainer": 0.0}
         self._last_batch_at = time.monotonic()
         if settings.skip_verification:
@@ -110,7 +110,9 @@ class Orchestrator:
         """
         if version is None and self.weights is not None:
             version = step - 1
-        back = {one.planned for one in self.rollout_buffer.ready(self.ledger)}
+        returned_before = {
+            open_group.planned for open_group in self.rollout_buffer.ready(self.ledger)
+        }
         temperature = self.settings.temperature(step)
         pending = PendingBatch(step, version, temperature, self.ledger.copy(), self.errors.copy())
         try:
@@ -118,15 +120,15 @@ class Orchestrator:
             batch = self._make(pending)
             if pending.lost:
                 self.rollout_log(logged(batch, pending.lost))
-            began = time.monotonic()
+            started = time.monotonic()
             self.channel.send(batch)
         except BaseException:
             self._journal_in_sync = False
-            self.rollout_buffer.rewind(self.ledger, back)
+            self.rollout_buffer.rewind(self.ledger, returned_before)
             raise
         self._waits = {
             "time/wait_weights": 0.0,
-            "time/wait_trainer": time.monotonic() - began,
+            "time/wait_trainer": time.monotonic() - started,
         }
         self.ledger, self.errors, self.last = pending.ledger, pending.errors, step
         if not pending.lost:
@@ -134,15 +136,16 @@ class Orchestrator:
         return batch
 
     def _make(self, pending: PendingBatch) -> Batch:
-        stale = self._load_weights(pending)
+        """Collect and score the groups of a step, and make its batch."""
+        stale_groups = self._load_weights(pending)
         if self.settings.streams:
-            self._drop(pending, stale, "stale")
+            self._drop(pending, stale_groups, "stale")
             self._collect_as_they_end(pending)
         else:
             self._collect_in_rounds(pending)
         self._check_signal(pending)
-        scored = [(group.samples[0].prompt, group.scores()) for group in pending.groups]
-        self.source.learn(pending.ledger, scored)
+        rewards_by_prompt = [(group.samples[0].prompt, group.scores()) for group in pending.groups]
+        self.source.learn(pending.ledger, rewards_by_prompt)
         batch = Batch(pending.step, pending.samples(), pending.temperature)
         batch.stats = batch_stats(pending, self.ledger, self.settings)
         if self.settings.streams or self.weights is not None:
@@ -168,59 +171,66 @@ class Orchestrator:
     def _collect_in_rounds(self, pending: PendingBatch) -> None:
         """Draw missing groups and wait for all, in rounds, until there are enough."""
         settings = self.settings
-        most = settings.max_rounds if settings.filters_groups else 1
-        while pending.rounds < most and len(pending.kept) < settings.num_groups:
-            missing = settings.num_groups - len(pending.kept)
-            draws = self.source.draw(pending.ledger, missing, pending.temperature)
-            ids = [draw.request.id for draw in draws]
-            self.rollout_buffer.note("planned", step=pending.step, ids=ids)
-            self.rollout_buffer.note("dispatched", version=self.rollout_buffer.version, ids=ids)
-            began = time.monotonic()
+        max_rounds = settings.max_rounds if settings.filters_groups else 1
+        while pending.rounds < max_rounds and len(pending.kept) < settings.num_groups:
+            num_missing = settings.num_groups - len(pending.kept)
+            draws = self.source.draw(pending.ledger, num_missing, pending.temperature)
+            request_ids = [draw.request.id for draw in draws]
+            self.rollout_buffer.note("planned", step=pending.step, ids=request_ids)
+            self.rollout_buffer.note(
+                "dispatched", version=self.rollout_buffer.version, ids=request_ids
+            )
+            started = time.monotonic()
             answers = self.engine.generate(
                 [draw.request for draw in draws],
                 on_progress=self.on_phase and partial(self.on_phase, "generate"),
             )
             groups = grouping.in_planned_order(draws, answers)
-            pending.seconds["time/generate"] += time.monotonic() - began
-            self.rollout_buffer.note("done", ids=ids)
-            scored = self._score(pending, draws, groups)
+            pending.seconds["time/generate"] += time.monotonic() - started
+            self.rollout_buffer.note("done", ids=request_ids)
+            scored_groups = self._score(pending, draws, groups)
             if pending.version is not None:
-                for group in scored:
+                for group in scored_groups:
                     grouping.check_versions(group, pending.version, 0)
-            pending.take(scored, settings)
+            pending.take(scored_groups, settings)
             pending.rounds += 1
 
     def _collect_as_they_end(self, pending: PendingBatch) -> None:
         """Keep groups open and take those that end, until there are enough."""
         rollout_buffer, settings, ledger = self.rollout_buffer, self.settings, pending.ledger
-        wanted, landed = settings.num_groups, 0
+        num_groups, num_returned = settings.num_groups, 0
         while True:
             self._drop_unusable(pending)
             ready = rollout_buffer.ready(ledger)
             if self.on_phase is not None:
-                self.on_phase("generate", min(len(ready), wanted), wanted)
-            full = len(ready) >= wanted
-            spent = settings.filters_groups and landed >= settings.max_rounds * wanted
-            began = time.monotonic()
-            if settings.carries or not (full or spent):
-                missing = settings.num_open - len(ledger.open)
-                if missing > 0 and not spent:
-                    rollout_buffer.plan(ledger, missing, pending.step, pending.temperature)
+                self.on_phase("generate", min(len(ready), num_groups), num_groups)
+            batch_is_full = len(ready) >= num_groups
+            rounds_are_spent = (
+                settings.filters_groups and num_returned >= settings.max_rounds * num_groups
+            )
+            started = time.monotonic()
+            if settings.carries or not (batch_is_full or rounds_are_spent):
+                num_missing = settings.num_open - len(ledger.open)
+                if num_missing > 0 and not rounds_are_spent:
+                    rollout_buffer.plan(ledger, num_missing, pending.step, pending.temperature)
                     pending.rounds += 1
                 rollout_buffer.send(ledger)  # engines continue while a full batch is made
-            if full or spent:
+            if batch_is_full or rounds_are_spent:
                 break
             answers = rollout_buffer.collect(ledger)
-            pending.seconds["time/generate"] += time.monotonic() - began
-            landed += len(answers)
+            pending.seconds["time/generate"] += time.monotonic() - started
+            num_returned += len(answers)
             if answers:
-                draws, groups = [one.draw for one, _ in answers], [group for _, group in answers]
-                scored = self._score(pending, draws, groups)
-                for (one, _), group in zip(answers, scored, strict=True):
-                    one.scored = group
+                draws, groups = (
+                    [open_group.draw for open_group, _ in answers],
+                    [group for _, group in answers],
+                )
+                scored_groups = self._score(pending, draws, groups)
+                for (open_group, _), group in zip(answers, scored_groups, strict=True):
+                    open_group.scored = group
             self._drop(pending, self._load_newer_weights(pending.step), "stale")
-        chosen = ready[:wanted]
-        pending.kept = [one.scored for one in chosen if one.scored is not None]
+        chosen = ready[:num_groups]
+        pending.kept = [open_group.scored for open_group in chosen if open_group.scored is not None]
         pending.stats = rollout_buffer.stats(pending.step, chosen)
         rollout_buffer.close(ledger, chosen)
         if not settings.carries:
@@ -230,7 +240,8 @@ class Orchestrator:
     def _score(
         self, pending: PendingBatch, draws: list[Draw], groups: list[Group]
     ) -> list[ScoredGroup]:
-        began = time.monotonic()
+        """Score the groups, check the error rate, and set advantages."""
+        started = time.monotonic()
         samples = grouping.score(
             draws,
             groups,
@@ -241,56 +252,63 @@ class Orchestrator:
             self.settings.max_steps,
         )
         pending.errors.check(sample.score for group in samples for sample in group)
-        scored = [
+        scored_groups = [
             grouping.credit(group, self.settings, draw.request)
             for draw, group in zip(draws, samples, strict=True)
         ]
-        pending.seconds["time/score"] += time.monotonic() - began
-        return scored
+        pending.seconds["time/score"] += time.monotonic() - started
+        return scored_groups
 
     def _drop_unusable(self, pending: PendingBatch) -> None:
-        version, most = pending.version, self.settings.max_off_policy_steps
-        for one in self.rollout_buffer.ready(pending.ledger):
-            group = one.scored
+        """Drop returned groups that are too old or without signal. InvalidRollout for a newer
+        version."""
+        version, max_lag = pending.version, self.settings.max_off_policy_steps
+        for open_group in self.rollout_buffer.ready(pending.ledger):
+            group = open_group.scored
             assert group is not None
             oldest, newest = group.versions
             if version is not None and newest > version:
                 raise InvalidRollout(
-                    f"request {one.id!r}: drawn under policy version {newest} while the "
+                    f"request {open_group.id!r}: drawn under policy version {newest} while the "
                     f"learner is at {version}"
                 )
             reason = reason_to_drop(group, self.settings)
-            if version is not None and version - oldest > most:
+            if version is not None and version - oldest > max_lag:
                 reason = "stale"
             if reason is not None:
-                self._drop(pending, [one], reason)
+                self._drop(pending, [open_group], reason)
 
     def _drop(self, pending: PendingBatch, groups: Sequence[Open], reason: str) -> None:
-        pending.dropped += [Drop(one.id, reason, one.scored) for one in groups]
+        """Record groups as dropped and close them."""
+        pending.dropped += [Drop(open_group.id, reason, open_group.scored) for open_group in groups]
         self.rollout_buffer.close(pending.ledger, groups)
 
     def _check_signal(self, pending: PendingBatch) -> None:
-        settings, wanted = self.settings, self.settings.num_groups
-        check_any([sample.score for one in pending.groups for sample in one.samples], "step")
+        """Raise NoSignal, or fall back on constant groups, when no group was kept."""
+        settings, num_groups = self.settings, self.settings.num_groups
+        check_any(
+            [sample.score for scored_group in pending.groups for sample in scored_group.samples],
+            "step",
+        )
         rule = "dynamic sampling" if settings.dynamic_sampling else "online difficulty filtering"
         if not pending.kept:
             groups = pending.without_signal
             scores = [score for group in groups for score in group.scores()]
-            found = (
+            message = (
                 f"{rule}: all {len(groups)} groups of {pending.rounds} rounds have constant rewards "
                 f"({fmean(scores) if scores else 0.0:.3g} in the mean); the tasks are all too hard or "
                 "all too easy for this policy"
             )
             if settings.no_signal == "end":
-                raise NoSignal(found)
-            logger.warning("%s: the step takes the first of them as they are", found)
-            pending.fall_back(wanted)
-        elif len(pending.kept) < wanted:
+                raise NoSignal(message)
+            logger.warning("%s: the step takes the first of them as they are", message)
+            pending.fall_back(num_groups)
+        elif len(pending.kept) < num_groups:
             logger.warning(
                 "%s: %d of %d groups with signal after %d rounds: the batch is smaller",
                 rule,
                 len(pending.kept),
-                wanted,
+                num_groups,
                 pending.rounds,
             )
 
@@ -302,13 +320,13 @@ class Orchestrator:
         if self.weights is None:
             version = pending.version
             return [] if version is None else self.rollout_buffer.swap(version)
-        began = time.monotonic()
-        oldest = max(0, pending.step - 1 - self.settings.max_async_level)
+        started = time.monotonic()
+        oldest_version = max(0, pending.step - 1 - self.settings.max_async_level)
         if self.settings.strict_async_level:
-            loaded = self.weights.exactly(oldest)
+            loaded = self.weights.exactly(oldest_version)
         else:
-            loaded = self.weights.at_least(oldest, pending.step - 1)
-        self._waits["time/wait_weights"] += time.monotonic() - began
+            loaded = self.weights.at_least(oldest_version, pending.step - 1)
+        self._waits["time/wait_weights"] += time.monotonic() - started
         return self.rollout_buffer.swap(loaded)
 
     def _load_newer_weights(self, step: int) -> list[Open]:
@@ -335,11 +353,11 @@ class Orchestrator:
         """Continue from `state()`. ValueError names the field that this run's plan contradicts.
         `skip_progress`: restart the prompts. `skip_buffer`: empty the pools."""
         state = upgraded(state)
-        saved, plan = state["plan"], self.source.plan()
-        for name in sorted(saved.keys() | plan.keys()):
-            if saved.get(name) != plan.get(name):
+        saved_plan, plan = state["plan"], self.source.plan()
+        for name in sorted(saved_plan.keys() | plan.keys()):
+            if saved_plan.get(name) != plan.get(name):
                 raise ValueError(
-                    f"orchestrator state: {name} is {saved.get(name)!r} in the checkpoint and "
+                    f"orchestrator state: {name} is {saved_plan.get(name)!r} in the checkpoint and "
                     f"{plan.get(name)!r} in this run"
                 )
         ledger = Ledger.of(state["ledger"], set(self.source.envs))
@@ -354,7 +372,7 @@ class Orchestrator:
 
     def promote(self) -> dict[str, int]:
         """Release the configured shares of the easy and the hard pool when a run resumes. Return
-        each number of prompts."""
+        the number of prompts of each."""
         shares = (self.settings.easy_fraction, self.settings.hard_fraction)
         draws = self.ledger.draws
         return {
@@ -374,8 +392,8 @@ class Orchestrator:
     def _sync_journal(self) -> None:
         """Align the ledger's file with the last batch."""
         if self.journal is not None and not self._journal_in_sync:
-            ids = [one.id for one in self.rollout_buffer.opened(self.ledger)]
-            self.journal.go_on(self.last, ids, again=self._restart_journal)
+            open_ids = [open_group.id for open_group in self.rollout_buffer.opened(self.ledger)]
+            self.journal.go_on(self.last, open_ids, again=self._restart_journal)
         self._journal_in_sync, self._restart_journal = True, False
 
     def _record_outcome(self, pending: PendingBatch) -> None:
@@ -401,17 +419,19 @@ class Orchestrator:
 
     def _idle_stats(self, pending: PendingBatch) -> dict[str, float]:
         """Return the time waited, and the idle fraction of the orchestrator's time."""
-        before, self._last_batch_at = self._last_batch_at, time.monotonic()
-        idle = pending.seconds["time/generate"] + sum(self._waits.values())
-        wall = max(self._last_batch_at - before, 1e-9)
-        return self._waits | {"perf/orchestrator_idle_fraction": min(1.0, idle / wall)}
+        last_batch_at, self._last_batch_at = self._last_batch_at, time.monotonic()
+        idle_seconds = pending.seconds["time/generate"] + sum(self._waits.values())
+        wall_seconds = max(self._last_batch_at - last_batch_at, 1e-9)
+        return self._waits | {
+            "perf/orchestrator_idle_fraction": min(1.0, idle_seconds / wall_seconds)
+        }
 
 
 def logged(batch: Batch, dropped: Sequence[ScoredGroup] = ()) -> Batch:
     """Return a batch for the log: rollouts of dropped groups follow with group -1 and an all-zero
     loss mask, and what differs between repetitions (times, the orchestrator's state) is left out.
     """
-    unused = [
+    dropped_samples = [
         replace(sample, group=-1, advantage=0.0, loss_mask=[0] * len(sample.loss_mask))
         for group in dropped
         for sample in group.samples
@@ -421,4 +441,4 @@ def logged(batch: Batch, dropped: Sequence[ScoredGroup] = ()) -> Batch:
         for name, value in batch.stats.items()
         if not name.startswith(("time/", "perf/"))
     }
-    return replace(batch, samples=batch.samples + unused, stats=stats, orchestrator=None)
+    return replace(batch, samples=batch.samples + dropped_samples, stats=stats, orchestrator=None)

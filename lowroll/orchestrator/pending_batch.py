@@ -21,7 +21,7 @@ class Drop:
     """A group that goes into no batch. `group` is None if it never returned."""
 
     id: str
-    reason: str  # of REASONS
+    reason: str  # one of REASONS
     group: ScoredGroup | None = None
 
 
@@ -30,7 +30,7 @@ class PendingBatch:
     """The batch of a step in the making, on copies of the ledger and the error window."""
 
     step: int
-    version: int | None  # the learner's; None: versions are not checked
+    version: int | None  # version of the learner; None: versions are not checked
     temperature: float
     ledger: Ledger
     errors: ErrorWindow
@@ -40,7 +40,7 @@ class PendingBatch:
     seconds: dict[str, float] = field(
         default_factory=lambda: {"time/generate": 0.0, "time/score": 0.0}
     )
-    stats: dict[str, float] = field(default_factory=dict)  # of groups taken as they end
+    stats: dict[str, float] = field(default_factory=dict)  # statistics of groups taken as they end
 
     @property
     def lost(self) -> list[ScoredGroup]:
@@ -73,15 +73,15 @@ class PendingBatch:
     def fall_back(self, count: int) -> None:
         """Keep the first `count` groups that were dropped for their rewards."""
         self.kept = self.without_signal[:count]
-        taken = {id(group) for group in self.kept}
-        self.dropped = [drop for drop in self.dropped if id(drop.group) not in taken]
+        kept_ids = {id(group) for group in self.kept}
+        self.dropped = [drop for drop in self.dropped if id(drop.group) not in kept_ids]
 
     def samples(self) -> list[Sample]:
         """Number the kept groups and return their samples."""
         for index, group in enumerate(self.kept):
-            other = None if group.temperature == self.temperature else group.temperature
+            own_temperature = None if group.temperature == self.temperature else group.temperature
             for sample in group.samples:
-                sample.group, sample.temperature = index, other
+                sample.group, sample.temperature = index, own_temperature
         return [sample for group in self.kept for sample in group.samples]
 
     def rollouts(self) -> list[Rollout]:

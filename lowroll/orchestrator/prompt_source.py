@@ -33,9 +33,9 @@ from lowroll.types import Prompt, Request
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
 
-# too long prompts in a row that make the limit itself implausible
+# consecutive too long prompts, after which the limit counts as wrong
 MAX_PASSED_OVER = 1000
-PASSES = 10  # over all data, before it counts as exhausted
+PASSES = 10  # passes over all data without a usable prompt, before it counts as exhausted
 
 
 def seed_of(*parts: str | int) -> int:
@@ -73,7 +73,7 @@ class PromptSource:
         self.settings = settings
         self.envs = dict(envs)
         self.tokenizer = tokenizer
-        # independent of the configuration's order
+        # sorted, so that the order in the configuration does not matter
         self._names = sorted(self.envs)
         self._shares = list(accumulate(settings.env_weights.get(name, 1.0) for name in self._names))
         self._sizes = {name: env.size("train") for name, env in self.envs.items()}
@@ -82,32 +82,32 @@ class PromptSource:
     def draw(self, ledger: Ledger, count: int, temperature: float) -> list[Draw]:
         """Return the next `count` draws and advance `ledger`. ValueError for unusable prompts,
         NoSignal when the pools leave none."""
-        drawn: list[Draw] = []
-        too_long = unwanted = 0
+        draws: list[Draw] = []
+        num_too_long = num_unwanted = 0
         limit = self.settings.max_prompt_tokens
-        while len(drawn) < count:
+        while len(draws) < count:
             name = self.choose(ledger.draws)
             position = self._position(ledger, name)
             ledger.draws += 1
             ledger.cursors[name] = ledger.cursors.get(name, 0) + 1
             if self._is_unwanted(ledger, name, position):
-                unwanted += 1
-                self._refuse_emptiness(ledger, unwanted)
+                num_unwanted += 1
+                self._refuse_emptiness(ledger, num_unwanted)
                 continue
-            drawing = self._at(name, position, temperature)
-            if drawing.is_longer(limit):
+            next_draw = self._at(name, position, temperature)
+            if next_draw.is_longer(limit):
                 ledger.passed_over += 1
-                too_long += 1
-                if too_long >= MAX_PASSED_OVER:
+                num_too_long += 1
+                if num_too_long >= MAX_PASSED_OVER:
                     raise ValueError(
-                        f"max_prompt_tokens: {too_long} prompts in a row have more than {limit} "
+                        f"max_prompt_tokens: {num_too_long} prompts in a row have more than {limit} "
                         f"tokens"
                     )
                 continue
-            too_long = unwanted = 0
+            num_too_long = num_unwanted = 0
             ledger.planned += 1
-            drawn.append(drawing)
-        return drawn
+            draws.append(next_draw)
+        return draws
 
     def again(self, planned: Planned) -> Draw:
         """Return the original draw of an open group."""
@@ -142,23 +142,24 @@ class PromptSource:
             if rewards and self._sizes[prompt.env] is not None:
                 ledger.pools.place(prompt.env, prompt.id, rewards, self.settings)
         for name, env in self.envs.items():
-            rule = env.curriculum
-            if rule is None:
+            curriculum = env.curriculum
+            if curriculum is None:
                 continue
-            now = ledger.levels.get(name, LevelProgress(rule.start))
-            means = [
+            progress = ledger.levels.get(name, LevelProgress(curriculum.start))
+            mean_rewards = [
                 fmean(rewards)
                 for prompt, rewards in groups
-                if prompt.env == name and prompt.info["level"] == now.level and rewards
+                if prompt.env == name and prompt.info["level"] == progress.level and rewards
             ]
-            ledger.levels[name] = now.after(rule, means)
+            ledger.levels[name] = progress.after(curriculum, mean_rewards)
 
     def _position(self, ledger: Ledger, name: str) -> int:
-        number, rule = ledger.cursors.get(name, 0), self.envs[name].curriculum
-        if rule is None:
-            return number
-        level = ledger.levels.get(name, LevelProgress(rule.start)).level
-        return rule.position(number, min(level, rule.levels - 1))
+        """Return the next position in an environment, at its curriculum's level."""
+        cursor, curriculum = ledger.cursors.get(name, 0), self.envs[name].curriculum
+        if curriculum is None:
+            return cursor
+        level = ledger.levels.get(name, LevelProgress(curriculum.start)).level
+        return curriculum.position(cursor, min(level, curriculum.levels - 1))
 
     def _at(self, name: str, position: int, temperature: float) -> Draw:
         settings = self.settings
@@ -175,18 +176,19 @@ class PromptSource:
         )
 
     def _is_unwanted(self, ledger: Ledger, name: str, position: int) -> bool:
+        """Return whether a prompt is a duplicate or in a pool, and count it."""
         size = self._sizes[name]
-        pooled = (
+        uses_pools = (
             self.settings.easy_threshold is not None or self.settings.hard_threshold is not None
         )
-        if size is None or not (pooled or self.settings.hash_keys):
+        if size is None or not (uses_pools or self.settings.hash_keys):
             return False
         env = self.envs[name]
         prompt = prompt_at(env, position, "train")
         if self.settings.hash_keys:
             firsts = self._firsts[name]
-            for earlier in range(firsts.read, min(position + 1, size)):
-                firsts.take(prompt_at(env, earlier, "train"), self.settings.hash_keys)
+            for earlier_position in range(firsts.read, min(position + 1, size)):
+                firsts.take(prompt_at(env, earlier_position, "train"), self.settings.hash_keys)
             if firsts.is_duplicate(prompt, self.settings.hash_keys):
                 ledger.duplicates += 1
                 return True
@@ -196,6 +198,7 @@ class PromptSource:
         return False
 
     def _refuse_emptiness(self, ledger: Ledger, unwanted: int) -> None:
+        """Raise NoSignal after too many unwanted prompts in a row."""
         if unwanted < MAX_PASSED_OVER + PASSES * sum(size or 0 for size in self._sizes.values()):
             return
         raise NoSignal(
@@ -209,7 +212,7 @@ class Firsts:
     """The first prompt of each content in one data set."""
 
     def __init__(self) -> None:
-        self.read = 0  # positions read
+        self.read = 0  # number of positions read
         self._ids: dict[bytes, str] = {}
 
     def take(self, prompt: Prompt, keys: tuple[str, ...]) -> None:
@@ -224,14 +227,14 @@ class Firsts:
 def fingerprint(prompt: Prompt, keys: tuple[str, ...]) -> bytes:
     """Return the SHA-256 of the values of a prompt's keys: `task` (its environment), `prompt` (its
     messages) or a key of its info. ValueError for a missing key."""
-    known: dict[str, Any] = {**prompt.info, "task": prompt.env, "prompt": prompt.messages}
+    values_by_key: dict[str, Any] = {**prompt.info, "task": prompt.env, "prompt": prompt.messages}
     for key in keys:
-        if key not in known:
+        if key not in values_by_key:
             raise ValueError(
                 f"hash_keys: prompt {prompt.id!r} of environment {prompt.env!r} has no {key!r}; "
-                f"it has {', '.join(sorted(known))}"
+                f"it has {', '.join(sorted(values_by_key))}"
             )
-    content = json.dumps([known[key] for key in keys], sort_keys=True)
+    content = json.dumps([values_by_key[key] for key in keys], sort_keys=True)
     return hashlib.sha256(content.encode()).digest()
 
 
@@ -265,13 +268,17 @@ def draw_at(
         **vars(sampling),
     )
     if env.max_turns > 1:
-        bounds = [most for most in (max_sequence_tokens, env.max_sequence_tokens) if most]
-        most = min(bounds, default=None)
+        token_limits = [
+            token_limit
+            for token_limit in (max_sequence_tokens, env.max_sequence_tokens)
+            if token_limit
+        ]
+        token_limit = min(token_limits, default=None)
         request = Dialogue(
             **vars(request),
             prompt=prompt,
             max_turns=env.max_turns,
-            max_sequence_tokens=most,
+            max_sequence_tokens=token_limit,
             tools=bool(env.tools),
         )
     return Draw(prompt, request, position)

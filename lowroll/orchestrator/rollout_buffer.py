@@ -48,9 +48,9 @@ class Open:
 
     planned: Planned
     draw: Draw
-    handle: int | None = None  # of its request, while in flight
+    handle: int | None = None  # engine's handle of the request in flight
     swaps: int = 0  # weight updates while in flight
-    scored: ScoredGroup | None = None  # once returned
+    scored: ScoredGroup | None = None  # set when it has returned
 
     @property
     def id(self) -> str:
@@ -71,9 +71,9 @@ class RolloutBuffer:
         self.source = source
         self.engine = engine
         self.journal = journal
-        self.version: int | None = None  # of the engines' weights
+        self.version: int | None = None  # version of the engines' weights
         self._known: dict[Planned, Open] = {}
-        self._flights: dict[int, Open] = {}  # by handle
+        self._flights: dict[int, Open] = {}  # groups in flight by handle
         self._aborted: set[int] = set()  # handles whose groups may still return
         self._landed = time.monotonic()
 
@@ -86,8 +86,8 @@ class RolloutBuffer:
 
     def opened(self, ledger: Ledger) -> list[Open]:
         """Return a ledger's open groups in planned order, and abort other requests."""
-        owed = set(ledger.open)
-        for planned in [one for one in self._known if one not in owed]:
+        still_open = set(ledger.open)
+        for planned in [known_plan for known_plan in self._known if known_plan not in still_open]:
             self.abort(self._known.pop(planned))
         for planned in ledger.open:
             if planned not in self._known:
@@ -95,72 +95,73 @@ class RolloutBuffer:
         return [self._known[planned] for planned in ledger.open]
 
     def ready(self, ledger: Ledger) -> list[Open]:
-        return [one for one in self.opened(ledger) if one.scored is not None]
+        """Return the open groups that have returned and are scored, in planned order."""
+        return [open_group for open_group in self.opened(ledger) if open_group.scored is not None]
 
     def plan(self, ledger: Ledger, count: int, step: int, temperature: float) -> list[Open]:
         """Open `count` more groups and return them."""
-        new = []
+        new_groups = []
         for draw in self.source.draw(ledger, count, temperature):
             planned = Planned(draw.prompt.env, draw.position, step, temperature)
             ledger.open.append(planned)
             self._known[planned] = Open(planned, draw)
-            new.append(self._known[planned])
-        if new:
-            self.note("planned", step=step, ids=[one.id for one in new])
-        return new
+            new_groups.append(self._known[planned])
+        if new_groups:
+            self.note("planned", step=step, ids=[new_group.id for new_group in new_groups])
+        return new_groups
 
     def close(self, ledger: Ledger, groups: Sequence[Open]) -> None:
         """Remove groups from the ledger, and abort their requests."""
-        leaving = {one.planned for one in groups}
-        for one in groups:
-            self.abort(one)
-        ledger.open = [planned for planned in ledger.open if planned not in leaving]
+        closed = {open_group.planned for open_group in groups}
+        for open_group in groups:
+            self.abort(open_group)
+        ledger.open = [planned for planned in ledger.open if planned not in closed]
 
     # -- requests ----------------------------------------------------------------------------------
 
     def send(self, ledger: Ledger) -> None:
         """Send the requests of all open groups neither in flight nor returned."""
-        sent = []
-        for one in self.opened(ledger):
-            if one.handle is None and one.scored is None:
-                one.handle = self.engine.add(one.draw.request)
-                one.swaps = 0
-                self._flights[one.handle] = one
-                sent.append(one.id)
-        if not sent:
+        sent_ids = []
+        for open_group in self.opened(ledger):
+            if open_group.handle is None and open_group.scored is None:
+                open_group.handle = self.engine.add(open_group.draw.request)
+                open_group.swaps = 0
+                self._flights[open_group.handle] = open_group
+                sent_ids.append(open_group.id)
+        if not sent_ids:
             return
-        if len(sent) == len(self._flights):
+        if len(sent_ids) == len(self._flights):
             self._landed = time.monotonic()  # nothing was in flight before
-        self.note("dispatched", version=self.version, ids=sent)
+        self.note("dispatched", version=self.version, ids=sent_ids)
 
     def collect(self, ledger: Ledger) -> list[tuple[Open, Group]]:
         """Wait a moment; return checked groups in planned order. InvalidRollout for an answer
         without a request, RolloutsStalled after `stall_s` without an answer."""
-        landed = []
+        returned = []
         for handle, group in self.engine.step():
             if handle in self._aborted:
                 self._aborted.discard(handle)
                 continue
-            one = self._flights.pop(handle, None)
-            if one is None or group.request.id != one.id:
+            open_group = self._flights.pop(handle, None)
+            if open_group is None or group.request.id != open_group.id:
                 raise InvalidRollout(
                     f"request {group.request.id!r}: never asked, or answered twice"
                 )
-            one.handle = None
-            check_group(one.draw, group)
-            landed.append((one, group))
-        if landed:
+            open_group.handle = None
+            check_group(open_group.draw, group)
+            returned.append((open_group, group))
+        if returned:
             self._landed = time.monotonic()
         elif self._flights and time.monotonic() - self._landed > self.settings.stall_s:
-            first = next(iter(self._flights.values())).id
+            example_id = next(iter(self._flights.values())).id
             raise RolloutsStalled(
                 f"waited {self.settings.stall_s:g} s for one of {len(self._flights)} requests at "
-                f"the engines to end, {first!r} among them"
+                f"the engines to end, {example_id!r} among them"
             )
-        if landed:
-            self.note("done", ids=[one.id for one, _ in landed])
-        position = {planned: index for index, planned in enumerate(ledger.open)}
-        return sorted(landed, key=lambda answer: position[answer[0].planned])
+        if returned:
+            self.note("done", ids=[open_group.id for open_group, _ in returned])
+        planned_index = {planned: index for index, planned in enumerate(ledger.open)}
+        return sorted(returned, key=lambda answer: planned_index[answer[0].planned])
 
     def abort(self, one: Open) -> None:
         """Abort a group's request and discard later answers."""
@@ -175,8 +176,8 @@ class RolloutBuffer:
         """Abort everything in flight; return the number of groups. They stay open for `send`.
         `for_good`: this engine returns nothing more, and its successor restarts its handles."""
         in_flight = list(self._flights.values())
-        for one in in_flight:
-            self.abort(one)
+        for open_group in in_flight:
+            self.abort(open_group)
         if for_good:
             self._aborted.clear()
         return len(in_flight)
@@ -185,9 +186,9 @@ class RolloutBuffer:
         """Redraw groups in flight or with tokens of later versions, after the learner went back to
         `version`. Return their number."""
         count = self.recall()
-        for one in self._known.values():
-            if one.scored is not None and one.scored.versions[1] > version:
-                one.scored = None
+        for open_group in self._known.values():
+            if open_group.scored is not None and open_group.scored.versions[1] > version:
+                open_group.scored = None
                 count += 1
         self.version = None
         return count
@@ -196,24 +197,30 @@ class RolloutBuffer:
         """Restore the groups after a failed step: the ledger's are open, and all but those in
         `back` are drawn again."""
         self.recall()
-        for one in self.opened(ledger):
-            if one.planned not in back:
-                one.scored = None
+        for open_group in self.opened(ledger):
+            if open_group.planned not in back:
+                open_group.scored = None
 
     # -- weights -----------------------------------------------------------------------------------
 
     def swap(self, version: int) -> list[Open]:
         """Record the engines' new version; abort and return the groups in flight that are too old."""
-        before, self.version = self.version, version
-        if before is None or before == version or self.settings.partial == "replay":
+        previous_version, self.version = self.version, version
+        if (
+            previous_version is None
+            or previous_version == version
+            or self.settings.partial == "replay"
+        ):
             return []
-        limit = self.settings.max_off_policy_steps
-        stale = [one for one in self._flights.values() if one.swaps >= limit]
-        for one in self._flights.values():
-            one.swaps += 1
-        for one in stale:
-            self.abort(one)
-        return stale
+        max_swaps = self.settings.max_off_policy_steps
+        stale_groups = [
+            open_group for open_group in self._flights.values() if open_group.swaps >= max_swaps
+        ]
+        for open_group in self._flights.values():
+            open_group.swaps += 1
+        for open_group in stale_groups:
+            self.abort(open_group)
+        return stale_groups
 
     # -- numbers -----------------------------------------------------------------------------------
 
@@ -223,18 +230,22 @@ class RolloutBuffer:
 
     def stats(self, step: int, chosen: Iterable[Open]) -> dict[str, float]:
         """Return statistics of a batch and of the groups in flight."""
-        found = {"rollout/in_flight_groups": float(self.in_flight)}
-        so_far = [
+        stats = {"rollout/in_flight_groups": float(self.in_flight)}
+        lengths_so_far = [
             len(sample.token_ids)
             for handle in self._flights
             for sample in self.engine.so_far(handle)
         ]
-        if so_far:
-            found["rollout/open_length_mean"] = fmean(so_far)
-        carried = [one.scored for one in chosen if one.planned.step < step and one.scored]
-        found["rollout/carried_groups"] = float(len(carried))
-        if carried:
-            found["rollout/carried_length_mean"] = fmean(
-                sample.rollout.num_drawn for group in carried for sample in group.samples
+        if lengths_so_far:
+            stats["rollout/open_length_mean"] = fmean(lengths_so_far)
+        carried_groups = [
+            open_group.scored
+            for open_group in chosen
+            if open_group.planned.step < step and open_group.scored
+        ]
+        stats["rollout/carried_groups"] = float(len(carried_groups))
+        if carried_groups:
+            stats["rollout/carried_length_mean"] = fmean(
+                sample.rollout.num_drawn for group in carried_groups for sample in group.samples
             )
-        return found
+        return stats

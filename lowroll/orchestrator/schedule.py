@@ -36,7 +36,7 @@ class TemperatureSchedule:
             )
 
     def __call__(self, step: int) -> float:
-        last = self.num_steps - 1
-        progress = min(step, last) / last if last > 0 else 1.0
+        last_step = self.num_steps - 1
+        progress = min(step, last_step) / last_step if last_step > 0 else 1.0
         factor = progress if self.shape == "linear" else 0.5 * (1.0 - math.cos(math.pi * progress))
         return self.start + (self.end - self.start) * factor

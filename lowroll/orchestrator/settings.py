@@ -32,44 +32,44 @@ class SamplingSettings:
 class Settings:
     """The orchestrator's settings. ValueError names the invalid field."""
 
-    batch_size: int  # rollouts a step
+    batch_size: int  # rollouts per step
     rollouts_per_example: int  # n of every request: the group size G
     sampling: SamplingSettings = SamplingSettings()
     # replaces sampling.temperature
     temperature_schedule: TemperatureSchedule | None = None
     seed: int = 0
-    # share of draws, 1 if absent
+    # relative shares of the draws by environment; 1 if absent
     env_weights: Mapping[str, float] = field(default_factory=dict)
-    advantage: str = "grpo"  # a name of lowroll.advantages.TABLE; gae: a critic's; or custom:
-    estimator: Estimator | None = None  # the run's own, of one group
+    advantage: str = "grpo"  # a name of lowroll.advantages.TABLE (gae: with a critic), or custom
+    estimator: Estimator | None = None  # the user's function of one group, for custom
     max_prompt_tokens: int | None = None  # longer prompts are skipped and counted
-    max_sequence_tokens: int | None = None  # of a conversation with its prompt
+    max_sequence_tokens: int | None = None  # limit of a conversation with its prompt
     dynamic_sampling: bool = False  # DAPO: learn only from groups with differing rewards
-    max_rounds: int = 8  # rounds of generation for it
-    no_signal: str = "end"  # without a group after them: NoSignal, or go_on
+    max_rounds: int = 8  # rounds of generation per step when groups are filtered
+    no_signal: str = "end"  # when no group is left after max_rounds: end (NoSignal) or go_on
     overlong_max: int | None = None  # DAPO's soft length limit L_max, tokens
-    overlong_cache: int | None = None  # and the width L_c of its ramp, tokens
+    overlong_cache: int | None = None  # width L_c of the ramp below it, tokens
     filters: tuple[Filter, ...] = ()
     max_error_rate: float = 0.05
     error_window: int = 50  # scores before the error rate is judged
     canary_interval: int | None = 20  # steps between checks of the scorer on known answers
     # asynchrony: see lowroll.orchestrator.rollout_buffer
     max_async_level: int = 0  # batches that may be drawn ahead of the learner
-    strict_async_level: bool = False  # with weights of exactly that lag
-    max_off_policy_steps: int = 8  # versions of lag, and weight updates while in flight
+    strict_async_level: bool = False  # draw with weights of exactly that lag
+    max_off_policy_steps: int = 8  # limit of the lag in versions, and of weight updates in flight
     oversampling_factor: float = 1.0  # open groups, as a multiple of a batch
-    partial: str = "none"  # at level 0, unfinished groups are dropped, or carried on (keep, replay)
+    partial: str = "none"  # at level 0: drop unfinished groups (none) or carry them on
     stall_s: float = 3600.0  # seconds in which a group in flight must end
     # which prompts are drawn: see lowroll.orchestrator.prompt_source
-    sampling_seed: int | None = None  # of what is drawn from the policy; None is `seed`
-    buffer_seed: int | None = None  # of the mix of environments; None is `seed`
+    sampling_seed: int | None = None  # seed of sampling from the policy; None: `seed`
+    buffer_seed: int | None = None  # seed of the mix of environments; None: `seed`
     online_difficulty_filtering: bool = False  # skip groups of mean reward 0 or 1
-    easy_threshold: float | None = None  # mean reward from which a prompt is not redrawn
-    hard_threshold: float | None = None  # and up to which
-    easy_fraction: float = 0.0  # of the easy prompts, redrawn after a resumption
-    hard_fraction: float = 0.0
-    hash_keys: tuple[str, ...] = ()  # identity of a prompt
-    max_steps: int = 0  # of the run, for scorers; 0: unknown
+    easy_threshold: float | None = None  # prompts of at least this mean reward are not redrawn
+    hard_threshold: float | None = None  # prompts of at most this mean reward are not redrawn
+    easy_fraction: float = 0.0  # share of the easy pool released when a run resumes
+    hard_fraction: float = 0.0  # share of the hard pool released when a run resumes
+    hash_keys: tuple[str, ...] = ()  # keys whose values identify a prompt, to skip duplicates
+    max_steps: int = 0  # steps of the run, which scorers may read; 0: unknown
     skip_verification: bool = False  # every reward is 0
 
     def __post_init__(self) -> None:
@@ -84,8 +84,8 @@ class Settings:
         )
         multiple = f"a multiple of rollouts_per_example={group_size}"
         self._require("batch_size", self.batch_size % group_size == 0, multiple)
-        known = sorted([*TABLE, "custom"])
-        self._require("advantage", self.advantage in known, f"one of {known}")
+        advantages = sorted([*TABLE, "custom"])
+        self._require("advantage", self.advantage in advantages, f"one of {advantages}")
         self._require(
             "estimator",
             (self.estimator is not None) == (self.advantage == "custom"),

@@ -50,7 +50,7 @@ def batch_stats(batch: PendingBatch, before: Ledger, settings: Settings) -> dict
 def stream_stats(batch: PendingBatch) -> dict[str, float]:
     """Return the statistics of groups taken as they end."""
     counts = Counter(drop.reason for drop in batch.dropped)
-    stats = batch.stats | {f"rollout/dropped_{one}": float(counts[one]) for one in REASONS}
+    stats = batch.stats | {f"rollout/dropped_{reason}": float(counts[reason]) for reason in REASONS}
     if batch.version is not None:
         stats["rollout/learner_version"] = float(batch.version)
         stats |= staleness_stats(batch.rollouts(), batch.version)
@@ -90,10 +90,10 @@ def env_stats(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the mean raw score and the means of the scorer's metrics, per environment."""
     values: dict[str, list[float]] = {}
     for sample in samples:
-        found = dict(sample.score.metrics or {})
+        metrics = dict(sample.score.metrics or {})
         if isinstance(sample.score, Score):
-            found["mean"] = sample.score.reward
-        for name, value in found.items():
+            metrics["mean"] = sample.score.reward
+        for name, value in metrics.items():
             values.setdefault(f"reward/{sample.prompt.env}/{name}", []).append(value)
     return {name: fmean(values[name]) for name in sorted(values)}
 
@@ -102,15 +102,15 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return lengths, finish reasons and sampled entropy."""
     lengths = [rollout.num_drawn for rollout in rollouts]
     logprobs = [logprob for rollout in rollouts for logprob in rollout.drawn_logprobs]
-    endings = [rollout.finish_reason for rollout in rollouts]
+    finish_reasons = [rollout.finish_reason for rollout in rollouts]
     return {
         "rollout/tokens": float(sum(lengths)),
         "rollout/length_mean": fmean(lengths),
         "rollout/length_p50": percentile(lengths, 0.50),
         "rollout/length_p95": percentile(lengths, 0.95),
         "rollout/length_max": float(max(lengths)),
-        "rollout/truncated_fraction": endings.count("length") / len(endings),
-        "rollout/stop_fraction": endings.count("stop") / len(endings),
+        "rollout/truncated_fraction": finish_reasons.count("length") / len(finish_reasons),
+        "rollout/stop_fraction": finish_reasons.count("stop") / len(finish_reasons),
         "rollout/entropy_estimate": -fmean(logprobs) if logprobs else 0.0,
     }
 
@@ -122,17 +122,20 @@ def turn_stats(samples: Sequence[Sample]) -> dict[str, float]:
     if not talks:
         return {}
     turns = [len(sample.rollout.turns or ()) for sample in talks]
-    others = [len(talk.rollout.token_ids) - talk.rollout.num_drawn for talk in talks]
+    env_tokens = [len(talk.rollout.token_ids) - talk.rollout.num_drawn for talk in talks]
     rewards: dict[int, list[float]] = {}
     for talk, count in zip(talks, turns, strict=True):
         if isinstance(talk.score, Score):
             rewards.setdefault(count, []).append(talk.score.reward)
-    ended = Counter(talk.ended for talk in talks)
+    end_reasons = Counter(talk.ended for talk in talks)
     return {
         "rollout/turns_mean": fmean(turns),
         "rollout/turns_max": float(max(turns)),
-        "rollout/env_tokens_mean": fmean(others),
-        **{f"rollout/ended_{why}_fraction": ended[why] / len(talks) for why in ENDINGS},
+        "rollout/env_tokens_mean": fmean(env_tokens),
+        **{
+            f"rollout/ended_{reason}_fraction": end_reasons[reason] / len(talks)
+            for reason in ENDINGS
+        },
         **{f"reward/after_{count}_turns": fmean(rewards[count]) for count in sorted(rewards)},
     }
 
@@ -156,25 +159,25 @@ def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, floa
     change.
     """
     tokens: dict[int, int] = {}
-    prefixes: list[int] = []
+    prefix_lengths: list[int] = []
     for rollout in rollouts:
         spans = rollout.behavior.policy
-        ends = [*(span.start for span in spans[1:]), len(rollout.token_ids)]
-        drawn = rollout.drawn
-        for span, end in zip(spans, ends, strict=True):
+        span_ends = [*(span.start for span in spans[1:]), len(rollout.token_ids)]
+        drawn_mask = rollout.drawn
+        for span, end in zip(spans, span_ends, strict=True):
             lag = learner - span.version
-            tokens[lag] = tokens.get(lag, 0) + sum(drawn[span.start : end])
-        changes = [
-            sum(drawn[: later.start])
-            for span, later in zip(spans, spans[1:], strict=False)
-            if later.version != span.version
+            tokens[lag] = tokens.get(lag, 0) + sum(drawn_mask[span.start : end])
+        lengths_before_change = [
+            sum(drawn_mask[: next_span.start])
+            for span, next_span in zip(spans, spans[1:], strict=False)
+            if next_span.version != span.version
         ]
-        prefixes += changes[-1:]
+        prefix_lengths += lengths_before_change[-1:]
     total = max(1, sum(tokens.values()))
     stats = {f"rollout/staleness_{lag}": tokens[lag] / total for lag in sorted(tokens)}
-    stats["rollout/mixed_fraction"] = len(prefixes) / len(rollouts)
-    if prefixes:
-        stats["rollout/kept_prefix_mean"] = fmean(prefixes)
+    stats["rollout/mixed_fraction"] = len(prefix_lengths) / len(rollouts)
+    if prefix_lengths:
+        stats["rollout/kept_prefix_mean"] = fmean(prefix_lengths)
     return stats
 
 

@@ -55,7 +55,7 @@ class Columns:
 
     def task(self, row: Mapping[str, Any], where: str) -> DataTask:
         """Parse a row. ValueError names the place, the wrong column and the present ones."""
-        name, asked = _find(row, self.prompt, PROMPTS, where, "prompt")
+        name, prompt_value = _find_column(row, self.prompt, PROMPTS, where, "prompt")
         if name is None:
             if null := [key for key in PROMPTS if key in row]:
                 raise ValueError(f"{where}: column {null[0]!r} is null: drop the row, or fill it")
@@ -63,10 +63,14 @@ class Columns:
                 f"{where}: none of the columns {', '.join(PROMPTS)}; name one, as in prompt: "
                 f"{next(iter(row), 'text')}; it has: {', '.join(row)}"
             )
-        prompt = _prompt(asked, f"{where}: column {name!r}")
-        _, answer = _find(row, self.answer, ANSWERS, where, "answer")
-        key, said = _find(row, self.completion, COMPLETIONS, where, "completion")
-        completion = _said(said, f"{where}: column {key!r}") if key is not None else None
+        prompt = _parse_prompt(prompt_value, f"{where}: column {name!r}")
+        _, answer = _find_column(row, self.answer, ANSWERS, where, "answer")
+        key, completion_value = _find_column(row, self.completion, COMPLETIONS, where, "completion")
+        completion = (
+            _parse_completion(completion_value, f"{where}: column {key!r}")
+            if key is not None
+            else None
+        )
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             prompt = prompt[:-1]
         if not prompt:
@@ -77,15 +81,15 @@ class Columns:
         return DataTask(prompt, gold, completion, columns)
 
 
-def _find(
+def _find_column(
     row: Mapping[str, Any], named: str | None, usual: Sequence[str], where: str, what: str
 ) -> tuple[str | None, Any]:
     """Return (column, value); (None, None) when no usual column has a value."""
     if named is not None:
-        return named, _at(row, named, where, what)
+        return named, _value_at(row, named, where, what)
     for name in usual:
-        head, _, inner = name.partition(".")
-        value = row.get(head)
+        column, _, inner = name.partition(".")
+        value = row.get(column)
         if inner:
             value = value.get(inner) if isinstance(value, Mapping) else None
         if value is not None:
@@ -93,22 +97,24 @@ def _find(
     return None, None
 
 
-def _at(row: Mapping[str, Any], path: str, where: str, what: str) -> Any:
+def _value_at(row: Mapping[str, Any], path: str, where: str, what: str) -> Any:
+    """Return the value of a column, or of a key inside it (`a.b`). ValueError when it is missing."""
     if path in row:
         return row[path]
     value: Any = row
-    for part in path.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            known = [str(key) for key in (value if isinstance(value, Mapping) else row)]
-            hint = nearest(part, known, repr)
+    for path_key in path.split("."):
+        if not isinstance(value, Mapping) or path_key not in value:
+            present_keys = [str(key) for key in (value if isinstance(value, Mapping) else row)]
+            hint = nearest(path_key, present_keys, repr)
             raise ValueError(
-                f"{where}: {what}: no column {path!r}{hint}; it has: {', '.join(known)}"
+                f"{where}: {what}: no column {path!r}{hint}; it has: {', '.join(present_keys)}"
             )
-        value = value[part]
+        value = value[path_key]
     return value
 
 
-def _prompt(value: Any, where: str) -> str | list[Message]:
+def _parse_prompt(value: Any, where: str) -> str | list[Message]:
+    """Return a prompt, text or messages. ValueError names the fault."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{where}: it is empty")
@@ -116,21 +122,26 @@ def _prompt(value: Any, where: str) -> str | list[Message]:
     if isinstance(value, list):
         if not value:
             raise ValueError(f"{where}: it is an empty list of messages")
-        return [_message(one, f"{where}: message {i}") for i, one in enumerate(value)]
+        return [_parse_message(message, f"{where}: message {i}") for i, message in enumerate(value)]
     raise ValueError(
         f"{where}: must be a text or a list of chat messages, got {type(value).__name__}"
     )
 
 
-def _message(value: Any, where: str) -> Message:
+def _parse_message(value: Any, where: str) -> Message:
+    """Return a chat message with its content as text. ValueError names the fault."""
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise ValueError(f"{where}: must be {{role, content}}, got {str(value)[:80]!r}")
     content = value.get("content")
     if isinstance(content, list):  # multimodal parts
-        kinds = [part.get("type", "text") for part in content if isinstance(part, Mapping)]
+        kinds = [
+            content_part.get("type", "text")
+            for content_part in content
+            if isinstance(content_part, Mapping)
+        ]
         if len(kinds) < len(content) or set(kinds) - {"text"}:
             raise ValueError(f"{where}: only text can be asked, got parts of {sorted(set(kinds))}")
-        content = "".join(str(part.get("text") or "") for part in content)
+        content = "".join(str(content_part.get("text") or "") for content_part in content)
     if not isinstance(content, str):
         calls = value["role"] == "assistant" and value.get("tool_calls")
         if content is not None or not calls:
@@ -139,22 +150,22 @@ def _message(value: Any, where: str) -> Message:
                 "assistant's message with tool_calls may have none)"
             )
         content = ""
-    more = {
-        key: found
+    other_fields = {
+        key: json_value
         for key in value
-        if value[key] is not None and (found := plain(value[key])) is not ODD
+        if value[key] is not None and (json_value := plain(value[key])) is not ODD
     }
-    return {**more, "content": content}
+    return {**other_fields, "content": content}
 
 
-def _said(value: Any, where: str) -> str | None:
+def _parse_completion(value: Any, where: str) -> str | None:
     """Return a demonstration, text or messages that end with the assistant's, or None."""
     if isinstance(value, str):
         return value
-    prompt = _prompt(value, where)
-    last = prompt[-1]
-    assert isinstance(last, dict)
-    return last["content"] if last["role"] == "assistant" else None
+    prompt = _parse_prompt(value, where)
+    last_message = prompt[-1]
+    assert isinstance(last_message, dict)
+    return last_message["content"] if last_message["role"] == "assistant" else None
 
 
 ODD = object()
@@ -170,8 +181,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, (datetime, date, time)):
         return value.isoformat()
     if isinstance(value, Mapping):
-        found = {str(key): plain(inner) for key, inner in value.items()}
-        return ODD if any(inner is ODD for inner in found.values()) else found
+        json_values = {str(key): plain(inner) for key, inner in value.items()}
+        return ODD if any(inner is ODD for inner in json_values.values()) else json_values
     if isinstance(value, (list, tuple)):
         items = [plain(inner) for inner in value]
         return ODD if any(item is ODD for item in items) else items

@@ -90,8 +90,8 @@ class Data(Environment):
         self._kinds: dict[str, tuple[str, str]] = {}  # kind of prompts and first row, by source
 
     def size(self, split: str = "train") -> int | None:
-        """Return the number of usable rows. ValueError for a function's parameter that is no
-        column."""
+        """Return the number of usable rows. ValueError for a function's parameter that is not
+        a column."""
         size = len(self.rows[split])
         if size and not self._looked:
             self._look(self.rows[split][0])
@@ -99,8 +99,8 @@ class Data(Environment):
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
         self.rng(split, index)  # validates both
-        row = self.rows.at(split, index)
-        task = self.rows[split][row]
+        row_index = self.rows.at(split, index)
+        task = self.rows[split][row_index]
         if isinstance(task.prompt, str):
             messages = [{"role": "user", "content": self.template.replace("{text}", task.prompt)}]
         else:
@@ -108,7 +108,7 @@ class Data(Environment):
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         info = {
-            "row": row,
+            "row": row_index,
             "split": split,
             "chat": not isinstance(task.prompt, str),
             "columns": self._wanted(task),
@@ -118,7 +118,7 @@ class Data(Environment):
                 name for name in OF_ROLLOUTS if any(name in f.takes for f in self.functions)
             ]
         if self.is_graded and task.answer is not None:
-            info["answer"] = _gold(task.answer)
+            info["answer"] = _gold_answer(task.answer)
         return Prompt(f"{split}/{index}", self.name, messages, info)
 
     def prepare(self) -> None:
@@ -126,34 +126,37 @@ class Data(Environment):
             function.prepare()
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        (found,) = self.score_together(prompt, [text])
-        if isinstance(found, InvalidScore):
-            raise found
-        return found
+        (result,) = self.score_together(prompt, [text])
+        if isinstance(result, InvalidScore):
+            raise result
+        return result
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        (found,) = self.score_together(prompt, [messages])
-        if isinstance(found, InvalidScore):
-            raise found
-        return found
+        (result,) = self.score_together(prompt, [messages])
+        if isinstance(result, InvalidScore):
+            raise result
+        return result
 
     def score_together(self, prompt: Prompt, said: Sequence[Said]) -> list[Score | InvalidScore]:
         log = Logged(len(said), [function.name for function in self.functions])
-        asked = PromptResponses(
+        responses = PromptResponses(
             prompt.messages if prompt.info["chat"] else prompt.messages[-1]["content"],
             [
-                [{"role": "assistant", "content": one}]
-                if isinstance(one, str)
-                else one[len(prompt.messages) :]
-                for one in said
+                [{"role": "assistant", "content": response}]
+                if isinstance(response, str)
+                else response[len(prompt.messages) :]
+                for response in said
             ],
             prompt.info["columns"] | {k: prompt.info[k] for k in ("answer",) if k in prompt.info},
             log,
             prompt.info.get("completion_ids") or [[] for _ in said],
             TrainerState(**prompt.info.get("trainer_state", {})),
         )
-        found = rewards_of(self.functions, asked, self.tell)
-        return [self._sum(i, [rewards[i] for rewards in found], log) for i in range(len(said))]
+        function_rewards = rewards_of(self.functions, responses, self.tell)
+        return [
+            self._sum(i, [rewards[i] for rewards in function_rewards], log)
+            for i in range(len(said))
+        ]
 
     def gold(self, prompt: Prompt) -> str:
         """Return the row's demonstration, or its answer if that alone is scored."""
@@ -163,7 +166,9 @@ class Data(Environment):
         if not self.is_graded:
             raise NotImplementedError("reward functions say nothing of a response that they like")
         raw = task.answer if isinstance(task.answer, str) else ""
-        return raw if "####" in raw or "\\boxed" in raw else f"\\boxed{{{_gold(task.answer)}}}"
+        return (
+            raw if "####" in raw or "\\boxed" in raw else f"\\boxed{{{_gold_answer(task.answer)}}}"
+        )
 
     def perturbed(self, prompt: Prompt) -> str:
         if not self.is_graded or "answer" not in prompt.info:
@@ -186,21 +191,22 @@ class Data(Environment):
                 f"of the answer, as in answer: {next(reversed(row))}, or give reward_funcs; it has: "
                 f"{', '.join(row)}"
             )
-        return task if _gold(task.answer) else None
+        return task if _gold_answer(task.answer) else None
 
     def _check_kind(self, task: DataTask, where: str) -> None:
         """Raise ValueError unless a source's prompts are all texts or all messages, as functions
         expect."""
         kind = "a text" if isinstance(task.prompt, str) else "chat messages"
         source = NUMBER.sub("", where)
-        first, place = self._kinds.setdefault(source, (kind, where))
-        if kind != first:
+        first_kind, first_row = self._kinds.setdefault(source, (kind, where))
+        if kind != first_kind:
             raise ValueError(
-                f"{where}: its prompt is {kind}, and that of {place} is {first}; write all prompts of "
+                f"{where}: its prompt is {kind}, and that of {first_row} is {first_kind}; write all prompts of "
                 "a file in one way"
             )
 
     def _look(self, task: DataTask) -> None:
+        """Check the functions' parameters against the columns once, and log the files of code."""
         self._looked = True
         for function in self.functions:
             if function.file is not None:
@@ -211,38 +217,53 @@ class Data(Environment):
 
     def _named(self, task: DataTask) -> dict[str, Any]:
         """Return a row's columns, and the answer under the functions' names for it."""
-        given = {} if task.answer is None else {"answer": task.answer, "ground_truth": task.answer}
-        return given | task.columns
+        answers = (
+            {} if task.answer is None else {"answer": task.answer, "ground_truth": task.answer}
+        )
+        return answers | task.columns
 
     def _wanted(self, task: DataTask) -> dict[str, Any]:
-        named = self._named(task)
-        taken = [function.columns for function in self.functions]
-        if any(columns is None for columns in taken):
-            return named
-        return {key: named[key] for key in named if any(key in (c or ()) for c in taken)}
+        """Return the columns that the functions take."""
+        columns_by_name = self._named(task)
+        used_columns = [function.columns for function in self.functions]
+        if any(columns is None for columns in used_columns):
+            return columns_by_name
+        return {
+            key: columns_by_name[key]
+            for key in columns_by_name
+            if any(key in (c or ()) for c in used_columns)
+        }
 
     def _in_template(self, messages: list[Message]) -> list[Message]:
-        last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
-        if last is None or self.template == "{text}":
+        """Return the messages with the last user's one put into the template."""
+        last_user_index = max(
+            (i for i, m in enumerate(messages) if m["role"] == "user"), default=None
+        )
+        if last_user_index is None or self.template == "{text}":
             return list(messages)
-        text = self.template.replace("{text}", messages[last]["content"])
-        return [*messages[:last], {**messages[last], "content": text}, *messages[last + 1 :]]
+        text = self.template.replace("{text}", messages[last_user_index]["content"])
+        return [
+            *messages[:last_user_index],
+            {**messages[last_user_index], "content": text},
+            *messages[last_user_index + 1 :],
+        ]
 
     def _sum(self, i: int, rewards: Sequence[float | None], log: Logged) -> Score | InvalidScore:
+        """Return the weighted sum of one response's rewards."""
         pairs = list(zip(self.functions, rewards, self.weights, strict=True))
-        known = {f.name: reward for f, reward, _ in pairs if reward is not None}
-        if not known:
+        rewards_by_name = {f.name: reward for f, reward, _ in pairs if reward is not None}
+        if not rewards_by_name:
             names = ", ".join(function.name for function in self.functions)
-            told = f"no reward function applies ({names} said None)"
-            return Inapplicable(told, log.metrics, log.extra(i))
+            message = f"no reward function applies ({names} said None)"
+            return Inapplicable(message, log.metrics, log.extra(i))
         total = sum(w * r for _, r, w in pairs if r is not None)
-        return Score(total, known | log.metrics, log.extra(i))
+        return Score(total, rewards_by_name | log.metrics, log.extra(i))
 
 
-def _gold(answer: Any) -> str:
+def _gold_answer(answer: Any) -> str:
     """Return the final answer in a column's value."""
     if isinstance(answer, list):
-        return ", ".join(filter(None, map(_gold, answer)))
+        return ", ".join(filter(None, map(_gold_answer, answer)))
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     return final_answer(str(answer))

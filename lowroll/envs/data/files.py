@@ -25,24 +25,24 @@ def no_text(error: UnicodeEncodeError) -> str:
 
 
 def read_jsonl(path: str) -> Iterator[Located]:
-    """Yield ("file:line", object) for non-empty lines. ValueError names a line that is no JSON
+    """Yield ("file:line", object) for non-empty lines. ValueError names a line that is not a JSON
     object or not Unicode."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{path}:{number}"
-                yield where, _object(_parsed(line, where), where)
+                yield where, _require_object(_parse_json(line, where), where)
 
 
 def read_json(path: str) -> Iterator[Located]:
     """Return the objects of a JSON list, or of an object's only list (`{"data": [...]}`); JSON
     lines are recognised."""
     text = Path(path).read_bytes()
-    first, _, more = text.strip().partition(b"\n")
-    if first.startswith(b"{") and first.endswith(b"}") and more.startswith(b"{"):
+    first_line, _, other_lines = text.strip().partition(b"\n")
+    if first_line.startswith(b"{") and first_line.endswith(b"}") and other_lines.startswith(b"{"):
         yield from read_jsonl(path)
         return
-    rows = _parsed(text, path)
+    rows = _parse_json(text, path)
     if isinstance(rows, dict):
         lists = [value for value in rows.values() if isinstance(value, list)]
         rows = lists[0] if len(rows) == len(lists) == 1 else [rows]
@@ -50,7 +50,7 @@ def read_json(path: str) -> Iterator[Located]:
         raise ValueError(f"{path}: expected a JSON list of objects, got {type(rows).__name__}")
     for number, row in enumerate(rows):
         where = f"{path}[{number}]"
-        yield where, _object(row, where)
+        yield where, _require_object(row, where)
 
 
 def read_csv(path: str) -> Iterator[Located]:
@@ -101,7 +101,8 @@ READERS: dict[str, Callable[[str], Iterator[Located]]] = {
 }
 
 
-def _parsed(text: bytes, where: str) -> Any:
+def _parse_json(text: bytes, where: str) -> Any:
+    """Parse UTF-8 JSON. ValueError names the place and the fault."""
     try:
         value = json.loads(decoded := text.decode("utf-8-sig"))
         if SURROGATE.search(decoded):
@@ -117,7 +118,7 @@ def _parsed(text: bytes, where: str) -> Any:
     return value
 
 
-def _object(row: Any, where: str) -> dict[str, Any]:
+def _require_object(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
     return row

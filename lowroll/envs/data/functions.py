@@ -58,7 +58,7 @@ OF_ROLLOUTS = ("completion_ids", "trainer_state")
 LOGS = ("log_extra", "log_metric")
 SEVERAL = ("completions", "prompts", *OF_ROLLOUTS, *LOGS)
 NO_COLUMNS = ("prompt", "completion")  # not passed to **columns, as in TRL
-MAX_EXTRA = 500_000  # logged characters a prompt
+MAX_EXTRA = 500_000  # logged characters per prompt
 SAID = frozenset((*TEXTS, "completion", "rollout", "completions"))  # names of the response
 UNKNOWN_HERE = dict.fromkeys((*OF_ROLLOUTS, *LOGS), "only functions of completions are given it")
 UNKNOWN_HERE["environments"] = "TRL's environments are not passed here"
@@ -101,29 +101,31 @@ class Logged:
     @property
     def metrics(self) -> dict[str, float]:
         """Return the mean of each metric."""
-        return {name: sum(found) / len(found) for name, found in self._metrics.items()}
+        return {name: sum(values) / len(values) for name, values in self._metrics.items()}
 
     def extra(self, i: int) -> dict[str, Any] | None:
         return {name: self.columns[name][i] for name in self.columns} or None
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Log one value a response, kept with its sample."""
+        """Log one value per response, kept with its sample."""
         column = metric_name(column)
         if column in self.columns:
             raise InvalidScore(f"log_extra: {column!r} was logged before")
-        found = [plain(value.tolist() if hasattr(value, "tolist") else value) for value in values]
-        if len(found) != self.count:
+        logged_values = [
+            plain(value.tolist() if hasattr(value, "tolist") else value) for value in values
+        ]
+        if len(logged_values) != self.count:
             raise InvalidScore(
-                f"log_extra: {column!r} has {len(found)} values for {self.count} completions"
+                f"log_extra: {column!r} has {len(logged_values)} values for {self.count} completions"
             )
-        if any(value is ODD for value in found):
+        if any(value is ODD for value in logged_values):
             raise InvalidScore(f"log_extra: {column!r} holds what is no JSON data")
-        self._size += len(json.dumps(found))
+        self._size += len(json.dumps(logged_values))
         if self._size > MAX_EXTRA:
             raise InvalidScore(
                 f"log_extra: more than {MAX_EXTRA:,} characters about the responses to one prompt"
             )
-        self.columns[column] = found
+        self.columns[column] = logged_values
 
     def log_metric(self, name: str, value: float) -> None:
         if metric_name(name) in self.names:
@@ -156,7 +158,11 @@ class PromptResponses:
     @property
     def completions(self) -> list[Any]:
         """Return texts where the prompt is text, else lists of messages."""
-        return self.texts if isinstance(self.prompt, str) else [list(one) for one in self.said]
+        return (
+            self.texts
+            if isinstance(self.prompt, str)
+            else [list(messages) for messages in self.said]
+        )
 
 
 class RewardFunction:
@@ -166,11 +172,17 @@ class RewardFunction:
         self.name, self.function, self.file = name, function, file
         parameters = inspect.signature(function).parameters.values()
         self.takes_rest = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
-        if odd := [str(p) for p in parameters if p.kind in unnamed]:
-            raise ValueError(f"{self.where}: {odd[0]} must be a parameter that can be named")
-        self.wanted = {p.name: p.default is p.empty for p in named}  # name: is it required?
+        named_parameters = [
+            p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        ]
+        unnamed_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+        if unnamed_parameters := [str(p) for p in parameters if p.kind in unnamed_kinds]:
+            raise ValueError(
+                f"{self.where}: {unnamed_parameters[0]} must be a parameter that can be named"
+            )
+        self.wanted = {
+            p.name: p.default is p.empty for p in named_parameters
+        }  # name: whether it is required
         self.is_of_several = "completions" in self.wanted
         self.takes = tuple(
             name
@@ -186,7 +198,7 @@ class RewardFunction:
     @property
     def where(self) -> str:
         """A place such as "rewards.py:3: reward 'brevity'"."""
-        code = getattr(_inner(self.function), "__code__", None)
+        code = getattr(_unwrapped(self.function), "__code__", None)
         line = f"{self.file}:{code.co_firstlineno}: " if self.file and code else ""
         return f"{line}reward {self.name!r}"
 
@@ -195,14 +207,14 @@ class RewardFunction:
         return None if self.takes_rest else frozenset(self.wanted) - frozenset(self.own)
 
     def check(self, columns: Sequence[str]) -> None:
-        """Raise ValueError for a parameter that is no column."""
+        """Raise ValueError for a required parameter that is not a column."""
         for name, needed in self.wanted.items():
             if needed and name not in self.own and name not in columns:
-                why = UNKNOWN_HERE.get(name, "there is no such column")
-                known = [*self.own, *columns]
+                reason = UNKNOWN_HERE.get(name, "there is no such column")
+                available = [*self.own, *columns]
                 raise ValueError(
-                    f"{self.where} takes {name!r}, and {why}{nearest(name, known, repr)}; it may take "
-                    f"{', '.join(known)}"
+                    f"{self.where} takes {name!r}, and {reason}{nearest(name, available, repr)}; it may take "
+                    f"{', '.join(available)}"
                 )
 
     def prepare(self) -> None:
@@ -210,18 +222,18 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(_inner(self.function))
+        return inspect.iscoroutinefunction(_unwrapped(self.function))
 
     def rewards(self, asked: PromptResponses) -> list[float | None]:
-        """Return one reward a response. InvalidScore for another value, ScorerFailed for an
+        """Return one reward per response. InvalidScore for another value, ScorerFailed for an
         exception; both name function, file and line."""
-        found = [self._call(known) for known in self._calls(asked)]
-        return self._read(found, len(asked.said))
+        returned = [self._call(arguments) for arguments in self._calls(asked)]
+        return self._read(returned, len(asked.said))
 
     async def later(self, asked: PromptResponses) -> list[float | None]:
         """Return the rewards of an async function."""
-        found = await gathered([self._await(known) for known in self._calls(asked)])
-        return self._read(found, len(asked.said))
+        returned = await gathered([self._await(arguments) for arguments in self._calls(asked)])
+        return self._read(returned, len(asked.said))
 
     def _calls(self, asked: PromptResponses) -> list[dict[str, Any]]:
         """Return each call's arguments: one call for all responses, or one each."""
@@ -230,23 +242,25 @@ class RewardFunction:
         return [self._of_one(asked, i) for i in range(len(asked.said))]
 
     def _read(self, found: list[Any], count: int) -> list[float | None]:
+        """Return the rewards in returned values. InvalidScore for anything else."""
         if self.is_of_several:
-            (returned,) = found
-            if hasattr(returned, "tolist"):  # an array or a tensor
-                returned = returned.tolist()
-            if not isinstance(returned, (list, tuple)) or len(returned) != count:
-                is_list = isinstance(returned, (list, tuple))
-                what = f"{len(returned)}" if is_list else _kind(returned)
+            (rewards,) = found
+            if hasattr(rewards, "tolist"):  # an array or a tensor
+                rewards = rewards.tolist()
+            if not isinstance(rewards, (list, tuple)) or len(rewards) != count:
+                is_list = isinstance(rewards, (list, tuple))
+                returned_text = f"{len(rewards)}" if is_list else _value_and_type(rewards)
                 raise InvalidScore(
-                    f"{self.where} returned {what} for {count} completions; it must return a list "
+                    f"{self.where} returned {returned_text} for {count} completions; it must return a list "
                     "with a number or None for each"
                 )
-            found = list(returned)
-        return [self._number(one) for one in found]
+            found = list(rewards)
+        return [self._number(value) for value in found]
 
     def _of_several(self, asked: PromptResponses) -> dict[str, Any]:
+        """Return the arguments of a call for all responses."""
         count = len(asked.said)
-        known = {
+        arguments = {
             "completions": asked.completions,
             "prompts": [asked.prompt] * count,
             "completion_ids": list(asked.completion_ids),
@@ -254,25 +268,27 @@ class RewardFunction:
             "log_extra": asked.log.log_extra,
             "log_metric": asked.log.log_metric,
         }
-        rows = {
+        column_lists = {
             key: [value] * count
             for key, value in asked.columns.items()
             if key in self.wanted or key not in NO_COLUMNS
         }
-        return self._taken(rows | known)
+        return self._taken(column_lists | arguments)
 
     def _of_one(self, asked: PromptResponses, i: int) -> dict[str, Any]:
+        """Return the arguments of a call for response `i`."""
         text = asked.texts[i]
         rollout = Response(text, asked.prompt, list(asked.said[i]), asked.columns)
-        known = {
+        arguments = {
             **dict.fromkeys(TEXTS, text),
             "completion": asked.completions[i],
             "prompt": asked.prompt,
             "rollout": rollout,
         }
-        return self._taken(asked.columns | known)
+        return self._taken(asked.columns | arguments)
 
     def _taken(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that the function has parameters for."""
         return {key: value for key, value in known.items() if self.takes_rest or key in self.wanted}
 
     def _call(self, known: Mapping[str, Any]) -> Any:
@@ -285,6 +301,7 @@ class RewardFunction:
 
     @contextlib.contextmanager
     def _blamed(self) -> Iterator[None]:
+        """Convert the function's exceptions into ones that name it and its line."""
         try:
             yield
         except MemoryError:
@@ -292,16 +309,19 @@ class RewardFunction:
         except InvalidScore as error:
             raise InvalidScore(f"{self.where}: {error}") from error
         except (Exception, SystemExit) as error:
-            at = f"{place(error, self.file)}: " if self.file else ""
-            raise ScorerFailed(f"{at}reward {self.name!r}: {describe(error)}") from error
+            position = f"{place(error, self.file)}: " if self.file else ""
+            raise ScorerFailed(f"{position}reward {self.name!r}: {describe(error)}") from error
 
     def _number(self, value: object) -> float | None:
+        """Convert a returned value to a float; None for None."""
         if value is None:
             return None
         if not isinstance(value, Real) and getattr(value, "ndim", None) == 0:
             value = value.item()  # type: ignore[attr-defined]  # of numpy or torch
         if not isinstance(value, Real):
-            raise InvalidScore(f"{self.where} returned {_kind(value)}; it must be a number or None")
+            raise InvalidScore(
+                f"{self.where} returned {_value_and_type(value)}; it must be a number or None"
+            )
         number = float(value)
         if not math.isfinite(number) or abs(number) > MAX_REWARD:
             raise InvalidScore(
@@ -315,11 +335,11 @@ async def gathered(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     overlaps the next responses."""
     import asyncio  # imported only to wait
 
-    found = await asyncio.gather(*calls, return_exceptions=True)
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return found
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
 
 
 def rewards_of(
@@ -329,17 +349,19 @@ def rewards_of(
 ) -> list[list[float | None]]:
     """Return each function's rewards. Async ones are awaited together at the end, as in TRL; `tell`
     gets the names of running functions."""
-    found: dict[str, list[float | None]] = {}
-    waiting = [f for f in functions if isinstance(f, RewardFunction) and f.is_async]
+    rewards_by_name: dict[str, list[float | None]] = {}
+    async_functions = [f for f in functions if isinstance(f, RewardFunction) and f.is_async]
     for function in functions:
-        if function not in waiting:
+        if function not in async_functions:
             tell(function.where)
-            found[function.name] = function.rewards(asked)
-    if waiting:
-        tell(", ".join(function.where for function in waiting))
-        results = awaited(gathered([function.later(asked) for function in waiting]))
-        found |= {f.name: rewards for f, rewards in zip(waiting, results, strict=True)}
-    return [found[function.name] for function in functions]
+            rewards_by_name[function.name] = function.rewards(asked)
+    if async_functions:
+        tell(", ".join(function.where for function in async_functions))
+        results = awaited(gathered([function.later(asked) for function in async_functions]))
+        rewards_by_name |= {
+            f.name: rewards for f, rewards in zip(async_functions, results, strict=True)
+        }
+    return [rewards_by_name[function.name] for function in functions]
 
 
 def load(ids: Sequence[str]) -> list[RewardFunction | RewardModel]:
@@ -347,42 +369,43 @@ def load(ids: Sequence[str]) -> list[RewardFunction | RewardModel]:
     or hub id, or `answer`. A file runs once. ValueError for a missing function or a duplicate
     name."""
     modules: dict[str, ModuleType] = {}
-    found = [_load(id, modules) for id in ids]
-    names = [function.name for function in found]
+    functions = [_load_function(id, modules) for id in ids]
+    names = [function.name for function in functions]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"reward_funcs: two functions are called {name!r}; rename one")
-    return found
+    return functions
 
 
-def _load(id: str, modules: dict[str, ModuleType]) -> RewardFunction | RewardModel:
+def _load_function(id: str, modules: dict[str, ModuleType]) -> RewardFunction | RewardModel:
+    """Load one function or reward model by id."""
     if id == ANSWER:
         return RewardFunction(ANSWER, answer, None)
     file, name = split_file(id)
     if file is None and is_model(id):
         return RewardModel(id)
-    home, _, word = id.rpartition(":")
-    name = name or word
-    if (file is None and not home) or not name:
+    module_name, _, last_part = id.rpartition(":")
+    name = name or last_part
+    if (file is None and not module_name) or not name:
         raise ValueError(
             f"reward_funcs: {id!r} names no function; write file.py:function, "
             f"package.module:function, a folder or owner/name of a reward model, or {ANSWER}"
         )
-    key = str(file or home)
+    key = str(file or module_name)
     if key not in modules:
-        modules[key] = _module(file, home)
+        modules[key] = _import_module(file, module_name)
     function: Any = vars(modules[key]).get(name)
     if not callable(function) or inspect.isclass(function):
-        known = [k for k, v in vars(modules[key]).items() if inspect.isfunction(v)]
+        defined = [k for k, v in vars(modules[key]).items() if inspect.isfunction(v)]
         raise ValueError(
-            f"{key}: no function {name!r}{nearest(name, known, repr)}; it has: {', '.join(known) or 'none'}"
+            f"{key}: no function {name!r}{nearest(name, defined, repr)}; it has: {', '.join(defined) or 'none'}"
         )
-    code = getattr(_inner(function), "__code__", None)
-    written = code.co_filename if code else getattr(modules[key], "__file__", None)
-    return RewardFunction(name, function, written)
+    code = getattr(_unwrapped(function), "__code__", None)
+    source_file = code.co_filename if code else getattr(modules[key], "__file__", None)
+    return RewardFunction(name, function, source_file)
 
 
-def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a partial's function or an object's `__call__`."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -391,7 +414,8 @@ def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
     return inspect.unwrap(function)
 
 
-def _module(file: Path | None, home: str) -> ModuleType:
+def _import_module(file: Path | None, home: str) -> ModuleType:
+    """Import a file or a module. ValueError when it is missing or fails."""
     if file is not None:
         if not file.is_file():
             raise ValueError(f"reward_funcs: the file {file} does not exist")
@@ -408,12 +432,13 @@ def answer(text: str, answer: str | None = None) -> float:
     r"""Return 1 when the final answer, in `\boxed{}` or after `####`, equals the gold one; else 0."""
     if answer is None:
         raise ValueError("the row has no answer; give reward_funcs, or name its column")
-    found = last_answer(bounded(text))
+    final_answer = last_answer(bounded(text))
     try:
-        return float(found is not None and equal(answer, found))
+        return float(final_answer is not None and equal(answer, final_answer))
     except Unjudged:
         return 0.0
 
 
-def _kind(value: object) -> str:
+def _value_and_type(value: object) -> str:
+    """Describe a value for an error message."""
     return "None" if value is None else f"{str(value)[:60]!r} ({type(value).__name__})"

@@ -40,17 +40,17 @@ def is_model(id: str) -> bool:
 class RewardModel:
     """A reward function that is a model; ValueError when it cannot be loaded."""
 
-    file: str | None = None  # it has no code
-    columns: frozenset[str] | None = frozenset()  # and takes none
+    file: str | None = None  # a model has no code
+    columns: frozenset[str] | None = frozenset()  # it takes no columns
     takes: tuple[str, ...] = ()
     is_of_several = True
 
     def __init__(self, id: str) -> None:
         self.id = id
-        self.folder = _folder(id)
+        self.folder = _model_folder(id)
         self.name = Path(id).name
         self._loaded: tuple[Any, Any] | None = None
-        _check(id, self.folder)
+        _check_model(id, self.folder)
 
     @property
     def where(self) -> str:
@@ -69,11 +69,11 @@ class RewardModel:
         assert self._loaded is not None
         model, tokenizer = self._loaded
         if isinstance(asked.prompt, str):
-            texts = [asked.prompt + said for said in asked.texts]
+            texts = [asked.prompt + response for response in asked.texts]
         else:
             texts = [
-                tokenizer.apply_chat_template([*asked.prompt, *said], tokenize=False)
-                for said in asked.said
+                tokenizer.apply_chat_template([*asked.prompt, *response], tokenize=False)
+                for response in asked.said
             ]
         inputs = tokenizer(
             text=texts,
@@ -82,20 +82,21 @@ class RewardModel:
             padding_side="right",
             add_special_tokens=False,
         )
-        return [float(one) for one in model(**inputs).logits[:, 0]]
+        return [float(logit) for logit in model(**inputs).logits[:, 0]]
 
     def _load(self) -> tuple[Any, Any]:
+        """Return the model and its tokenizer."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
-        model, told = AutoModelForSequenceClassification.from_pretrained(
+        model, loading_info = AutoModelForSequenceClassification.from_pretrained(
             self.folder,
             num_labels=1,
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
         )
-        if missing := sorted(told["missing_keys"]):
+        if missing := sorted(loading_info["missing_keys"]):
             raise ValueError(f"{self.where}: its weights lack {missing[0]}")
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -104,7 +105,8 @@ class RewardModel:
         return model.eval().requires_grad_(False), tokenizer
 
 
-def _folder(id: str) -> Path:
+def _model_folder(id: str) -> Path:
+    """Return the folder of a reward model, downloaded if it is a hub id."""
     folder = Path(id).expanduser()
     if folder.is_dir():
         return folder
@@ -113,19 +115,21 @@ def _folder(id: str) -> Path:
 
     try:
         try:
-            found = snapshot_download(id, allow_patterns=FILES, local_files_only=True)
+            path = snapshot_download(id, allow_patterns=FILES, local_files_only=True)
         except LocalEntryNotFoundError:
-            found = snapshot_download(id, allow_patterns=FILES)
-    except Exception as error:  # the hub raises many kinds
-        said = printable((str(error).splitlines() or [""])[0])
+            path = snapshot_download(id, allow_patterns=FILES)
+    except Exception as error:  # the hub raises many kinds of errors
+        first_line = printable((str(error).splitlines() or [""])[0])
         raise ValueError(
             f"reward_funcs: {id!r} is no folder, and the hub could not deliver it "
-            f"({type(error).__name__}: {said})"
+            f"({type(error).__name__}: {first_line})"
         ) from error
-    return Path(found)
+    return Path(path)
 
 
-def _check(id: str, folder: Path) -> None:
+def _check_model(id: str, folder: Path) -> None:
+    """Raise ValueError for a folder without configuration or safetensors, with code of its own, or
+    with several labels."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:

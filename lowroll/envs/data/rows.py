@@ -35,7 +35,7 @@ class DataSource:
     subset: str | None = None  # a configuration of the hub's data set, such as "main"
     revision: str | None = None  # of the hub's data set: a branch, tag or commit
     streaming: bool = False  # streamed rows, without a copy on disk
-    rows: int | None = None  # the first so many; None: all
+    rows: int | None = None  # only the first rows; None: all
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.rows < 1:
@@ -43,17 +43,17 @@ class DataSource:
 
 
 def read(spec: str | Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return a split's rows. spec: a path, or keys of a `DataSource`, beside keys for the use of
-    rows (`prompt`, `answer`, ...). ValueError names the invalid file and row, or the unreadable
+    """Return a split's rows. spec: a path, or the fields of a `DataSource`; keys for the use of
+    rows (`prompt`, `answer`, ...) are ignored. ValueError names the invalid file and row, or the unreadable
     data set."""
     keys = [field.name for field in fields(DataSource)]
-    given: Mapping[str, Any] = {"path": spec} if isinstance(spec, str) else spec
-    source = DataSource(**{key: given[key] for key in keys if given.get(key) is not None})
+    settings: Mapping[str, Any] = {"path": spec} if isinstance(spec, str) else spec
+    source = DataSource(**{key: settings[key] for key in keys if settings.get(key) is not None})
     return (row for _, row in located(source))
 
 
 def located(source: DataSource) -> Iterator[Located]:
-    return islice(_all(source), source.rows)
+    return islice(_read_all(source), source.rows)
 
 
 def missing(path: str) -> str:
@@ -64,8 +64,8 @@ def missing(path: str) -> str:
     files = _files(path)
     if not files:
         return f"is neither a file nor a hub id (looked at {Path(path).absolute()})"
-    if odd := [file for file in files if Path(file).suffix not in READERS]:
-        return f"is of no known kind ({Path(odd[0]).name}; known: {kinds}, a folder, a hub id)"
+    if unknown_files := [file for file in files if Path(file).suffix not in READERS]:
+        return f"is of no known kind ({Path(unknown_files[0]).name}; known: {kinds}, a folder, a hub id)"
     return ""
 
 
@@ -84,7 +84,7 @@ def splits(source: DataSource) -> list[str]:
         return []
     if (Path(source.path) / "state.json").is_file():
         return []
-    with _library(source.path) as datasets:
+    with _datasets_package(source.path) as datasets:
         if (Path(source.path) / "dataset_dict.json").is_file():
             return list(datasets.load_from_disk(source.path))
         return list(
@@ -93,15 +93,16 @@ def splits(source: DataSource) -> list[str]:
 
 
 def test_split(source: DataSource) -> str | None:
-    """Return the split for evaluation beside the given one, or None."""
+    """Return the data set's evaluation split other than the given one, or None."""
     names = splits(source)
     return next((name for name in TEST_SPLITS if name in names and name != source.split), None)
 
 
-def _all(source: DataSource) -> Iterator[Located]:
+def _read_all(source: DataSource) -> Iterator[Located]:
+    """Yield all rows of a source, with their places."""
     path = Path(source.path)
     if is_hub_id(source.path) or path.is_dir():
-        yield from _by_library(source)
+        yield from _read_with_datasets(source)
         return
     if reason := missing(source.path):
         raise ValueError(f"{source.path!r} {reason}")
@@ -110,16 +111,18 @@ def _all(source: DataSource) -> Iterator[Located]:
 
 
 def _files(path: str) -> list[str]:
+    """Return the files of a path or a pattern."""
     return [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
 
 
-def _by_library(source: DataSource) -> Iterator[Located]:
+def _read_with_datasets(source: DataSource) -> Iterator[Located]:
+    """Yield the rows of a folder or a hub data set, read by `datasets`."""
     where = f"{source.path}[{source.split}]"
-    with _library(where) as datasets:
+    with _datasets_package(where) as datasets:
         if (Path(source.path) / "state.json").is_file():
             rows, where = datasets.load_from_disk(source.path), source.path
         elif (Path(source.path) / "dataset_dict.json").is_file():
-            rows = _one_of(datasets.load_from_disk(source.path), source)
+            rows = _select_split(datasets.load_from_disk(source.path), source)
         else:
             rows = datasets.load_dataset(
                 source.path,
@@ -132,14 +135,14 @@ def _by_library(source: DataSource) -> Iterator[Located]:
         yield f"{where}[{number}]", dict(row)
 
 
-def _one_of(parts: Mapping[str, Any], source: DataSource) -> Any:
+def _select_split(parts: Mapping[str, Any], source: DataSource) -> Any:
     if source.split not in parts:
         raise ValueError(f"{source.path}: has no split {source.split!r}; it has {', '.join(parts)}")
     return parts[source.split]
 
 
 @contextmanager
-def _library(where: str) -> Iterator[Any]:
+def _datasets_package(where: str) -> Iterator[Any]:
     """Yield the package `datasets`, and turn its errors into one line."""
     try:
         import datasets
@@ -151,5 +154,5 @@ def _library(where: str) -> Iterator[Any]:
         yield datasets
     except (ValueError, OSError, RuntimeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        said = lines[0] if lines[0].startswith(where) else f"{where}: {lines[0]}"
-        raise ValueError(said) from error
+        message = lines[0] if lines[0].startswith(where) else f"{where}: {lines[0]}"
+        raise ValueError(message) from error

@@ -39,14 +39,14 @@ class SandboxLimits:
     """Resource limits of a program. `seconds`, `memory_mb` (address space) and `files` are per
     process, the others for all together."""
 
-    seconds: float = 4.0  # CPU, a case and process
-    wall_seconds: float = 6.0  # a case
-    total_seconds: float = 8.0  # the program; later cases are timeouts
+    seconds: float = 4.0  # CPU time per case and process
+    wall_seconds: float = 6.0  # per case
+    total_seconds: float = 8.0  # for all cases; later ones are timeouts
     memory_mb: int = 512
-    processes: int = 8  # and threads, its own included
+    processes: int = 8  # processes and threads, with the program itself
     files: int = 64  # open at once
-    output_kb: int = 4096  # a case, with standard error
-    disk_mb: int = 64  # /tmp, in memory
+    output_kb: int = 4096  # per case, with standard error
+    disk_mb: int = 64  # size of /tmp, which is in memory
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -101,6 +101,7 @@ def same_text(expected: str, output: str) -> bool:
 
 
 def _same_line(gold: str, line: str) -> bool:
+    """Return whether two lines are equal word by word."""
     if gold == line:
         return True
     expected, words = gold.split(), line.split()
@@ -108,6 +109,7 @@ def _same_line(gold: str, line: str) -> bool:
 
 
 def _same_word(gold: str, word: str) -> bool:
+    """Return whether two words are equal, as text or as decimal numbers."""
     if gold == word:
         return True
     if max(len(gold), len(word)) > MAX_NUMBER:
@@ -122,7 +124,7 @@ def same_value(expected: Any, value: Any) -> bool:
     if isinstance(expected, bool) or isinstance(value, bool):
         return expected is value
     if isinstance(expected, (int, float)) and isinstance(value, (int, float)):
-        return expected == value or _near(expected, value)
+        return expected == value or _is_close(expected, value)
     if isinstance(expected, Sequence) and not isinstance(expected, str):
         return (
             isinstance(value, list)
@@ -138,7 +140,8 @@ def same_value(expected: Any, value: Any) -> bool:
     return type(expected) is type(value) and bool(expected == value)
 
 
-def _near(expected: float, value: float) -> bool:
+def _is_close(expected: float, value: float) -> bool:
+    """Return whether two numbers, not both integers, are equal within the tolerance."""
     if isinstance(expected, int) and isinstance(value, int):
         return False
     try:

@@ -74,17 +74,18 @@ def program() -> bytes | None:
         lines += [_line(JUMP_EQUAL, number, 0, 1), _line(RETURN, ERROR | EPERM)]
     # makes the C library fall back to clone, whose flags a filter can read
     lines += [_line(JUMP_EQUAL, calls["clone3"][0], 0, 1), _line(RETURN, ERROR | ENOSYS)]
-    lines += _unless(calls["clone"][0], 0, JUMP_SET, NEW_NAMESPACES, allowed=False)
-    lines += _unless(calls["socket"][0], 0, JUMP_EQUAL, AF_UNIX, allowed=True)
-    lines += _unless(calls["prlimit"][0], 0, JUMP_EQUAL, 0, allowed=True)
+    lines += _argument_test(calls["clone"][0], 0, JUMP_SET, NEW_NAMESPACES, allowed=False)
+    lines += _argument_test(calls["socket"][0], 0, JUMP_EQUAL, AF_UNIX, allowed=True)
+    lines += _argument_test(calls["prlimit"][0], 0, JUMP_EQUAL, 0, allowed=True)
     return b"".join([*lines, _line(RETURN, ALLOW)])
 
 
 def _line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+    """Return one BPF instruction."""
     return struct.pack("=HBBI", code, yes, no, value)
 
 
-def _unless(number: int, argument: int, test: int, value: int, allowed: bool) -> list[bytes]:
+def _argument_test(number: int, argument: int, test: int, value: int, allowed: bool) -> list[bytes]:
     """Return instructions that allow the call `number` only if the test of an argument holds, or
     (`allowed` False) the reverse."""
     outcomes = [ALLOW, ERROR | EPERM] if allowed else [ERROR | EPERM, ALLOW]

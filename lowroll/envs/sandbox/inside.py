@@ -79,9 +79,9 @@ def missing_walls() -> list[str]:
         missing.append(f"it is process {os.getpid()}, not process 1 of a namespace of its own")
     elif not _is_alone():
         missing.append("there are other processes in its namespace")
-    seen = [path for path in HOST_FILES if os.path.lexists(path)]
-    if seen:
-        missing.append(f"it sees the machine's {', '.join(seen)}")
+    visible_files = [path for path in HOST_FILES if os.path.lexists(path)]
+    if visible_files:
+        missing.append(f"it sees the machine's {', '.join(visible_files)}")
     if _has_network():
         missing.append("it has a network")
     return missing
@@ -100,9 +100,9 @@ def _has_network() -> bool:
     """Return whether packets could leave by any interface, also loopback."""
     if any(name != "lo" for _, name in socket.if_nameindex()):
         return True
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            asked.connect(("127.0.0.1", ANY_PORT))
+            probe.connect(("127.0.0.1", ANY_PORT))
         except OSError:
             return False
     return True
@@ -115,32 +115,33 @@ def be_the_program(request: dict[str, Any], case: dict[str, Any], pipes: tuple[i
     """Set the child's limits, run the program, and end."""
     code = 1
     try:
-        _take(pipes, case["fn_name"] is not None)
-        _bind(request["limits"], bytes.fromhex(request["filter"]))
+        _connect_pipes(pipes, case["fn_name"] is not None)
+        _set_limits(request["limits"], bytes.fromhex(request["filter"]))
         code = _run(case)
     except SyntaxError as error:
         traceback.print_exc(limit=-2)
         code = COMPILE if error.filename == PROGRAM else 1
     except SystemExit as error:
-        code = _status(error.code)
+        code = _exit_status(error.code)
     except BaseException:
         traceback.print_exc(limit=-4)
     finally:
         _end(code)
 
 
-def _take(pipes: tuple[int, ...], is_function: bool) -> None:
+def _connect_pipes(pipes: tuple[int, ...], is_function: bool) -> None:
     """Connect descriptors 0, 1 and 2; for a function also `RESULT`, with 1 on the null device."""
-    given, output, words = pipes
-    os.dup2(given, 0)
+    stdin, output, stderr = pipes
+    os.dup2(stdin, 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY) if is_function else output, 1)
-    os.dup2(words, 2)
+    os.dup2(stderr, 2)
     if is_function:
         os.dup2(output, RESULT)
     os.closerange(RESULT + is_function, 1 << 10)
 
 
-def _bind(limits: dict[str, float], lines: bytes) -> None:
+def _set_limits(limits: dict[str, float], lines: bytes) -> None:
+    """Set the resource limits and the system call filter of this process."""
     seconds, memory = math.ceil(limits["seconds"]), int(limits["memory_mb"]) << 20
     disk = int(limits["disk_mb"]) << 20
     for kind, soft, hard in (
@@ -154,15 +155,16 @@ def _bind(limits: dict[str, float], lines: bytes) -> None:
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
-        most = resource.getrlimit(kind)[1]
-        most = sys.maxsize if most == resource.RLIM_INFINITY else most
-        resource.setrlimit(kind, (min(int(soft), most), min(int(hard), most)))
+        hard_limit = resource.getrlimit(kind)[1]
+        hard_limit = sys.maxsize if hard_limit == resource.RLIM_INFINITY else hard_limit
+        resource.setrlimit(kind, (min(int(soft), hard_limit), min(int(hard), hard_limit)))
     os.setsid()
     os.chdir("/tmp")
     prctl(PR_SET_SECCOMP, FILTER_MODE, ctypes.byref(SockFprog(len(lines) // 8, lines)))
 
 
 def _run(case: dict[str, Any]) -> int:
+    """Run the program or the function of a case; return the exit status."""
     sys.argv = [PROGRAM]
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # normally from `site`
     sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -175,10 +177,11 @@ def _run(case: dict[str, Any]) -> int:
     result = json.dumps(function(*case["input"])).encode()
     while result:
         result = result[os.write(RESULT, result) :]
-    os._exit(0)  # exit handlers could undo the result
+    os._exit(0)  # exit handlers could change the result
 
 
-def _status(code: Any) -> int:
+def _exit_status(code: Any) -> int:
+    """Return the exit status of a SystemExit's code."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     print(code, file=sys.stderr)
@@ -218,30 +221,31 @@ class CaseWatch:
 
     def watch(self) -> dict[str, Any]:
         """Wait for the case, end its processes, and return the reply."""
-        end = os.pidfd_open(self.pid)
-        waiting = {end, *self.said}
-        while not self.why and end in waiting:
-            left = self.deadline - time.monotonic()
-            ready = select.select(waiting, [], [], max(0.0, left))[0]
+        pidfd = os.pidfd_open(self.pid)
+        open_descriptors = {pidfd, *self.said}
+        while not self.why and pidfd in open_descriptors:
+            seconds_left = self.deadline - time.monotonic()
+            ready = select.select(open_descriptors, [], [], max(0.0, seconds_left))[0]
             if not ready:
                 self.why = "timeout"
             for pipe in ready:
-                if pipe == end or not self._read(pipe):
-                    waiting.discard(pipe)
+                if pipe == pidfd or not self._read(pipe):
+                    open_descriptors.discard(pipe)
         while not self.why and any([self._read(pipe) for pipe in self.said]):
-            pass  # what it wrote before it ended
+            pass  # reads what the program wrote before it ended
         seconds = time.monotonic() - self.start
-        status, used = end_all(self.pid)
-        for pipe in (end, *self.said):
+        status, cpu_seconds = end_all(self.pid)
+        for pipe in (pidfd, *self.said):
             os.close(pipe)
         return {
-            "status": self.why or self._how(status, used),
+            "status": self.why or self._how(status, cpu_seconds),
             "output": bytes(self.said[self.output]).decode(errors="replace"),
             "message": bytes(self.said[self.words][-LAST_WORDS:]).decode(errors="replace"),
             "seconds": seconds,
         }
 
     def _read(self, pipe: int) -> bool:
+        """Read one pipe; return False for nothing, its end, or too much output."""
         try:
             data = os.read(pipe, 1 << 16)
         except BlockingIOError:
@@ -253,6 +257,7 @@ class CaseWatch:
         return bool(data) and not self.why
 
     def _how(self, status: int, used: float) -> str:
+        """Return the case's status from the process's wait status and CPU seconds."""
         if os.WIFSIGNALED(status):
             overtime = os.WTERMSIG(status) == signal.SIGXCPU or used >= self.most
             return "timeout" if overtime else "crash"
@@ -264,37 +269,37 @@ def end_all(pid: int) -> tuple[int, float]:
     """Kill every other process; return status and CPU seconds of `pid`."""
     if os.getpid() != 1:
         raise RuntimeError("only process 1 of a namespace may kill all others in it")
-    found = (0, 0.0)
+    result = (0, 0.0)
     while True:
         try:
             os.kill(-1, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # they wait to be reaped
+            pass  # all others have ended and wait to be reaped
         try:
-            ended, status, usage = os.wait4(-1, 0)
+            ended_pid, status, usage = os.wait4(-1, 0)
         except ChildProcessError:
-            return found
-        if ended == pid:
-            found = (status, usage.ru_utime + usage.ru_stime)
+            return result
+        if ended_pid == pid:
+            result = (status, usage.ru_utime + usage.ru_stime)
 
 
 def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     """Fork the program for a case and return the reply."""
-    given = os.memfd_create("stdin")
+    stdin = os.memfd_create("stdin")
     if case["fn_name"] is None:
-        with os.fdopen(os.dup(given), "wb") as file:
+        with os.fdopen(os.dup(stdin), "wb") as file:
             file.write(case["input"].encode(errors="replace"))
-        os.lseek(given, 0, os.SEEK_SET)
+        os.lseek(stdin, 0, os.SEEK_SET)
     output, output_end = os.pipe()
-    words, words_end = os.pipe()
+    stderr, stderr_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        be_the_program(request, case, (given, output_end, words_end))
-    for end in (given, output_end, words_end):
+        be_the_program(request, case, (stdin, output_end, stderr_end))
+    for end in (stdin, output_end, stderr_end):
         os.close(end)
-    for pipe in (output, words):
+    for pipe in (output, stderr):
         os.set_blocking(pipe, False)
-    return CaseWatch(pid, output, words, request["limits"]).watch()
+    return CaseWatch(pid, output, stderr, request["limits"]).watch()
 
 
 def main() -> None:

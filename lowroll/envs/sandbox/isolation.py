@@ -24,9 +24,17 @@ HERE = Path(__file__).parent
 INSIDE, JAIL = HERE / "inside.py", HERE / "jail.py"
 LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 PYTHON_FLAGS = ("-S", "-s", "-P", "-B")
-NAMES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")  # of namespaces, in /proc/self/ns
+NAMES = (
+    "user",
+    "mnt",
+    "pid",
+    "net",
+    "ipc",
+    "uts",
+    "cgroup",
+)  # links of namespaces in /proc/self/ns
 DEFAULT = SandboxLimits()
-USER = 1000  # of the program, as it sees itself
+USER = 1000  # user id of the program inside the sandbox
 
 
 class SandboxMissing(ValueError):
@@ -59,13 +67,14 @@ def _layout() -> dict[str, Any]:
     return {"binds": binds, "links": links, "masks": masks}
 
 
-def _jail(disk_mb: int) -> list[str]:
+def _jail_command(disk_mb: int) -> list[str]:
+    """Return the command that starts `inside` in the jail."""
     namespaces = {name: os.readlink(f"/proc/self/ns/{name}") for name in NAMES}
     plan = {**_layout(), "namespaces": namespaces, "disk_mb": disk_mb, "inside": str(INSIDE)}
     return [python(), *PYTHON_FLAGS, str(JAIL), json.dumps(plan)]
 
 
-NAMESPACES = Walls("namespaces", _jail)
+NAMESPACES = Walls("namespaces", _jail_command)
 
 
 @cache
@@ -76,10 +85,10 @@ def found() -> Walls:
             "no sandbox for programs: it needs Linux on x86_64 or aarch64, and this is "
             f"{sys.platform} on {os.uname().machine}"
         )
-    problem = _try(NAMESPACES)
-    if problem is not None:
+    fault = _try(NAMESPACES)
+    if fault is not None:
         raise SandboxMissing(
-            f"no sandbox for programs, so none is run: {problem}. What helps: {_advice()}"
+            f"no sandbox for programs, so none is run: {fault}. What helps: {_advice()}"
         )
     return NAMESPACES
 
@@ -106,8 +115,8 @@ def _try(walls: Walls) -> str | None:
     """Explain why this does not isolate; None when a program ran and saw nothing of this
     machine."""
     limits = SandboxLimits(total_seconds=30.0, wall_seconds=30.0)
-    with tempfile.NamedTemporaryFile(prefix="lowroll-") as witness:
-        case = Case(witness.name, f"False 1 {USER} False")
+    with tempfile.NamedTemporaryFile(prefix="lowroll-") as host_file:
+        case = Case(host_file.name, f"False 1 {USER} False")
         try:
             verdict = run_in(walls, PROOF, [case], limits)
         except SandboxError as error:

@@ -31,7 +31,7 @@ MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP = 1, 24
 CAPABILITIES_VERSION = 0x20080522
-OUTSIDE, INSIDE = 65534, 1000  # the program's user
+OUTSIDE, INSIDE = 65534, 1000  # user id of the program outside and inside
 DEVICES = ("null", "zero", "full", "random", "urandom")
 ROOT_KB = 256
 libc = ctypes.CDLL(None, use_errno=True)
@@ -46,10 +46,10 @@ def must(answer: int, what: str) -> None:
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     """Call mount(2); OSError when it fails."""
-    answer = libc.mount(
+    return_code = libc.mount(
         source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
     )
-    must(answer, f"mount on {target}")
+    must(return_code, f"mount on {target}")
 
 
 def die_with_parent() -> None:
@@ -104,11 +104,11 @@ def bind(path: str) -> None:
 
 def protect(path: str) -> None:
     """Make a mount tree read-only, without setuid or devices."""
-    wanted = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
-    answer = libc.syscall(
-        MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(wanted), 32
+    attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
+    return_code = libc.syscall(
+        MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(attributes), 32
     )
-    must(answer, f"read-only {path}")
+    must(return_code, f"read-only {path}")
 
 
 # -- the users -----------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def give_up_power(was_root: bool) -> None:
     """Switch to the program's user and drop all capabilities for good."""
     for capability in range(64):
         if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
-            break  # there are no more
+            break  # the kernel has no more capabilities
     if was_root:
         os.setgroups([])
         os.setresgid(INSIDE, INSIDE, INSIDE)
@@ -147,16 +147,16 @@ def main() -> int:
     die_with_parent()
     with suppress(OSError):  # some machines mount /proc read-only
         Path("/proc/self/oom_score_adj").write_text("1000")  # killed first when memory runs out
-    mine, its = socket.socketpair()
+    own_socket, child_socket = socket.socketpair()
     pid = os.fork()
     if pid == 0:
-        mine.close()
-        _leave(its, plan, user == 0)
-    its.close()
-    mine.settimeout(10.0)
-    if mine.recv(1):
+        own_socket.close()
+        _leave(child_socket, plan, user == 0)
+    child_socket.close()
+    own_socket.settimeout(10.0)
+    if own_socket.recv(1):
         write_users(pid, user, group)
-        mine.send(b"!")
+        own_socket.send(b"!")
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -178,7 +178,7 @@ def _leave(outside: socket.socket, plan: dict[str, Any], was_root: bool) -> None
     socket.sethostname("sandbox")
     make_root(plan)
     give_up_power(was_root)
-    die_with_parent()  # undone by the change of user
+    die_with_parent()  # the change of user cleared the setting
     os.chdir("/tmp")
     os.umask(0o077)
     runpy.run_path(plan["inside"], run_name="__main__")

@@ -28,8 +28,8 @@ ENV = {
     "PYTHONUTF8": "1",
 }
 START_LIMIT = 20.0  # seconds for the sandbox to start
-SLACK = 5.0  # seconds for its own work
-MAX_SAID = 500  # characters of its own errors
+SLACK = 5.0  # seconds for the sandbox's own work
+MAX_SAID = 500  # characters of the sandbox's own errors
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,18 @@ def run_in(
                 stop_at_failure and results[-1].status != "passed"
             ):
                 break
-        late = reply is None
+        is_late = reply is None
     finally:
         sandbox.close()
-    rest: Status = "timeout" if late else "compile" if results[-1].status == "compile" else "wrong"
-    results += [Result(rest)] * (len(cases) - len(results))
+    unrun_status: Status = (
+        "timeout" if is_late else "compile" if results[-1].status == "compile" else "wrong"
+    )
+    results += [Result(unrun_status)] * (len(cases) - len(results))
     return CaseResults(tuple(results))
 
 
 def _judged(case: Case, reply: dict[str, Any]) -> Result:
+    """Compare a case's reply with the expected output."""
     status, output = reply["status"], reply["output"]
     if status != "ended":
         return Result(status, reply["seconds"], reply["message"])
@@ -90,10 +93,10 @@ def _judged(case: Case, reply: dict[str, Any]) -> Result:
         except (ValueError, RecursionError):
             return Result("wrong", reply["seconds"], "its result is no JSON")
     try:
-        right = is_right(case, output, value)
+        is_correct = is_right(case, output, value)
     except RecursionError:
-        right = False
-    return Result("passed" if right else "wrong", reply["seconds"], reply["message"])
+        is_correct = False
+    return Result("passed" if is_correct else "wrong", reply["seconds"], reply["message"])
 
 
 class _Sandbox:
@@ -132,14 +135,14 @@ class _Sandbox:
             "limits": asdict(self.limits),
             "filter": lines.hex(),
         }
-        left = memoryview(json.dumps(request).encode())
+        unsent = memoryview(json.dumps(request).encode())
         self.deadline = time.monotonic() + START_LIMIT
         os.set_blocking(self.input.fileno(), False)
-        while left:
+        while unsent:
             if not select.select([], [self.input], [], self._seconds())[1]:
                 raise SandboxError(f"{self.name}: it did not take the program")
             try:
-                left = left[self.input.write(left) or 0 :]
+                unsent = unsent[self.input.write(unsent) or 0 :]
             except BrokenPipeError:
                 raise SandboxError(f"{self.name}: {self._how_it_ended()}") from None
         self.input.close()
@@ -172,19 +175,20 @@ class _Sandbox:
             if not piece:
                 return
             if b"\n" in piece:
-                *lines, rest = data.split(b"\n")
-                data = rest
+                *lines, incomplete = data.split(b"\n")
+                data = incomplete
                 yield from map(json.loads, lines)
 
     def _seconds(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
     def _how_it_ended(self) -> str:
+        """Describe the sandbox's end: its last line of errors, and its exit status."""
         try:
             status: object = self.process.wait(0.5)
         except subprocess.TimeoutExpired:
             status = f"nothing after {START_LIMIT:g} s"
         os.set_blocking(self.errors.fileno(), False)
-        said = (self.errors.read(1 << 16) or b"").decode(errors="replace").strip()
-        words = said.splitlines()[-1] if said else "it said nothing"
-        return f"{words[:MAX_SAID]} (exit status {status})"
+        stderr = (self.errors.read(1 << 16) or b"").decode(errors="replace").strip()
+        last_line = stderr.splitlines()[-1] if stderr else "it said nothing"
+        return f"{last_line[:MAX_SAID]} (exit status {status})"

@@ -37,8 +37,8 @@ PRELUDE = "\n".join(
 
 def last_block(text: str) -> str | None:
     """Return the content of a response's last closed fenced block, or None."""
-    found = FENCE.findall(text)
-    return found[-1][1] if found else None
+    blocks = FENCE.findall(text)
+    return blocks[-1][1] if blocks else None
 
 
 def cases_of(row: dict[str, Any], where: str) -> list[Case]:
@@ -47,8 +47,8 @@ def cases_of(row: dict[str, Any], where: str) -> list[Case]:
     cases: list[Case] = []
     for field in (*FIELDS, "private_test_cases"):
         if row.get(field) is not None:
-            value = _parsed(row[field], f"{where}: field {field!r}")
-            cases += _cases(value, _name(row), f"{where}: field {field!r}")
+            value = _parse_if_text(row[field], f"{where}: field {field!r}")
+            cases += _parse_cases(value, _function_name(row), f"{where}: field {field!r}")
     if not cases:
         raise ValueError(
             f"{where}: no tests in any of the fields {', '.join(FIELDS)} (there: "
@@ -57,33 +57,38 @@ def cases_of(row: dict[str, Any], where: str) -> list[Case]:
     return cases
 
 
-def _cases(value: Any, fn_name: str | None, where: str) -> list[Case]:
+def _parse_cases(value: Any, fn_name: str | None, where: str) -> list[Case]:
+    """Return the tests of one field, in any of its shapes."""
     if isinstance(value, dict) and "test_cases" in value:
         value = value["test_cases"]
     if isinstance(value, dict) and {"inputs", "outputs"} <= value.keys():
-        return _paired(value, where)
+        return _cases_of_lists(value, where)
     if not isinstance(value, list):
         raise ValueError(
             f"{where}: must be a list of {{input, output}}, or {{inputs, outputs}}, got "
             f"{type(value).__name__}"
         )
-    return [_case(one, fn_name, f"{where}[{number}]") for number, one in enumerate(value)]
+    return [_parse_case(test, fn_name, f"{where}[{number}]") for number, test in enumerate(value)]
 
 
-def _paired(value: dict[str, Any], where: str) -> list[Case]:
+def _cases_of_lists(value: dict[str, Any], where: str) -> list[Case]:
     """Return tests of a list of inputs and one of outputs (TACO, APPS)."""
     inputs, outputs, fn_name = value["inputs"], value["outputs"], value.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError(f"{where}: 'inputs' and 'outputs' must be lists of one length")
     if not fn_name:
-        return [Case(_lines(one), _lines(out)) for one, out in zip(inputs, outputs, strict=True)]
+        return [
+            Case(_as_text(input_value), _as_text(output_value))
+            for input_value, output_value in zip(inputs, outputs, strict=True)
+        ]
     return [
-        Case(_arguments(one, where), _unwrapped(out), fn_name)
-        for one, out in zip(inputs, outputs, strict=True)
+        Case(_require_list(input_value, where), _unwrap_result(output_value), fn_name)
+        for input_value, output_value in zip(inputs, outputs, strict=True)
     ]
 
 
-def _case(one: Any, fn_name: str | None, where: str) -> Case:
+def _parse_case(one: Any, fn_name: str | None, where: str) -> Case:
+    """Return one test."""
     if not isinstance(one, dict) or not {"input", "output"} <= one.keys():
         raise ValueError(f"{where}: must have 'input' and 'output'")
     kind = one.get("testtype", one.get("type"))
@@ -91,42 +96,43 @@ def _case(one: Any, fn_name: str | None, where: str) -> Case:
     if kind in FUNCTIONAL and not name:
         raise ValueError(f"{where}: a {kind} test needs the function's name (fn_name)")
     if not name:
-        return Case(_lines(one["input"]), _lines(one["output"]))
-    given, expected = one["input"], one["output"]
-    if isinstance(given, str):  # LiveCodeBench: an argument a line, each as JSON
-        given = [_json(line, where) for line in given.split("\n") if line.strip()]
-        expected = _json(expected, where)
-    return Case(_arguments(given, where), expected, name)
+        return Case(_as_text(one["input"]), _as_text(one["output"]))
+    arguments, expected = one["input"], one["output"]
+    if isinstance(arguments, str):  # LiveCodeBench: an argument a line, each as JSON
+        arguments = [_parse_json(line, where) for line in arguments.split("\n") if line.strip()]
+        expected = _parse_json(expected, where)
+    return Case(_require_list(arguments, where), expected, name)
 
 
-def _lines(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _arguments(value: Any, where: str) -> list[Any]:
+def _require_list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{where}: the arguments of a function must be a list")
     return value
 
 
-def _unwrapped(output: Any) -> Any:
+def _unwrap_result(output: Any) -> Any:
     """Unwrap a result from a list of one, as in both data sets."""
     return output[0] if isinstance(output, list) and len(output) == 1 else output
 
 
-def _name(row: dict[str, Any]) -> str | None:
+def _function_name(row: dict[str, Any]) -> str | None:
+    """Return the name of the function that a row's tests call, or None."""
     metadata = row.get("metadata")
     if isinstance(metadata, str) and metadata.lstrip().startswith("{"):
-        metadata = _json(metadata, "metadata")
+        metadata = _parse_json(metadata, "metadata")
     name = metadata.get("func_name") if isinstance(metadata, dict) else row.get("fn_name")
     return name if isinstance(name, str) else None
 
 
-def _parsed(value: Any, where: str) -> Any:
-    return _json(value, where) if isinstance(value, str) else value
+def _parse_if_text(value: Any, where: str) -> Any:
+    return _parse_json(value, where) if isinstance(value, str) else value
 
 
-def _json(text: Any, where: str) -> Any:
+def _parse_json(text: Any, where: str) -> Any:
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:

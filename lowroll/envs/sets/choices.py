@@ -29,17 +29,21 @@ class Choices(HeldOut):
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
         """Return the question with its options; None without a right one."""
         question = text_of(row, self.row, "question", where)
-        options, gold = _apart(self, row, where) if self.row.shuffled else _given(self, row, where)
+        options, gold = (
+            _shuffled_options(self, row, where)
+            if self.row.shuffled
+            else _listed_options(self, row, where)
+        )
         if gold is None:
             return None
         if not gold < len(options) <= len(LETTERS):
             raise ValueError(f"{where}: {len(options)} options, and the right one is {gold + 1}")
-        listed = "\n".join(
+        option_lines = "\n".join(
             f"{letter}) {text}"
             for letter, text in zip(LETTERS[: len(options)], options, strict=True)
         )
         info = {"answer": LETTERS[gold], "options": len(options)}
-        return HeldOutTask(f"{question}\n\n{listed}", info)
+        return HeldOutTask(f"{question}\n\n{option_lines}", info)
 
     def score(self, prompt: Prompt, text: str) -> Score:
         """Return 1 or 0, and `has_answer`."""
@@ -53,44 +57,49 @@ class Choices(HeldOut):
         return f"Answer: {prompt.info['answer']}"
 
     def perturbed(self, prompt: Prompt) -> str:
-        place = LETTERS.index(prompt.info["answer"]) + 1
-        return f"Answer: {LETTERS[place % prompt.info['options']]}"
+        next_index = LETTERS.index(prompt.info["answer"]) + 1
+        return f"Answer: {LETTERS[next_index % prompt.info['options']]}"
 
 
 def choice(text: str, options: int) -> str | None:
     """Return the letter of the last `Answer: X`; None without a valid one."""
-    found = CHOICE.findall(bounded(text))
-    return found[-1] if found and found[-1] in LETTERS[:options] else None
+    letters = CHOICE.findall(bounded(text))
+    return letters[-1] if letters and letters[-1] in LETTERS[:options] else None
 
 
-def _given(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], int | None]:
+def _listed_options(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], int | None]:
+    """Return the options of a row's list, and the right one's position; None without an answer."""
     key = column(row, env.row, "options", where)
-    raw, labels = row[key], list(LETTERS)
-    if isinstance(raw, dict):  # ARC: {"text": [...], "label": [...]}
-        labels = [str(label) for label in raw.get("label", ())]
-        raw = raw.get("text")
-    if not isinstance(raw, list) or not all(isinstance(one, str) for one in raw):
+    options, labels = row[key], list(LETTERS)
+    if isinstance(options, dict):  # ARC: {"text": [...], "label": [...]}
+        labels = [str(label) for label in options.get("label", ())]
+        options = options.get("text")
+    if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
         raise ValueError(f"{where}: column {key!r} must hold a list of texts")
-    labels = labels[: len(raw)]
-    right = str(row[column(row, env.row, "answer", where)]).strip()
-    if not right:
-        return raw, None
-    if right not in labels or len(labels) < len(raw):
-        raise ValueError(f"{where}: answer {right!r} is none of the labels {labels}")
-    kept = [
-        (label, one)
-        for label, one in zip(labels, raw, strict=True)
-        if one != ABSENT or label == right
+    labels = labels[: len(options)]
+    right_label = str(row[column(row, env.row, "answer", where)]).strip()
+    if not right_label:
+        return options, None
+    if right_label not in labels or len(labels) < len(options):
+        raise ValueError(f"{where}: answer {right_label!r} is none of the labels {labels}")
+    kept_options = [
+        (label, option)
+        for label, option in zip(labels, options, strict=True)
+        if option != ABSENT or label == right_label
     ]
-    return [one for _, one in kept], [label for label, _ in kept].index(right)
+    return [option for _, option in kept_options], [label for label, _ in kept_options].index(
+        right_label
+    )
 
 
-def _apart(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], int | None]:
+def _shuffled_options(
+    env: Choices, row: dict[str, Any], where: str
+) -> tuple[list[str], int | None]:
     """Return the options shuffled by the question's text, and the right one's position."""
     correct = text_of(row, env.row, "correct", where)
-    wrong = [str(row[key]).strip() for key in env.row.columns["wrong"] if row.get(key)]
-    if not wrong:
+    wrong_options = [str(row[key]).strip() for key in env.row.columns["wrong"] if row.get(key)]
+    if not wrong_options:
         raise ValueError(f"{where}: none of the columns {', '.join(env.row.columns['wrong'])}")
-    order = list(range(1 + len(wrong)))
+    order = list(range(1 + len(wrong_options)))
     Random(text_of(row, env.row, "question", where)).shuffle(order)
-    return [[correct, *wrong][place] for place in order], order.index(0)
+    return [[correct, *wrong_options][index] for index in order], order.index(0)

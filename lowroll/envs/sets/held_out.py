@@ -64,7 +64,7 @@ class HeldOut(Environment):
 
     def size(self, split: str = "train") -> int:
         """Return the number of usable test rows; 0 for other splits."""
-        count = len(self.tasks)  # bad data is an error now
+        count = len(self.tasks)  # read now, so that bad data is an error for any split
         return count if split == "test" else 0
 
     def prompt(self, index: int, split: str = "train") -> Prompt:

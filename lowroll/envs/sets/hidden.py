@@ -24,45 +24,46 @@ def cases(column: str) -> list[dict[str, Any]]:
     functional), or raise ValueError."""
     if len(column) > MAX_ENCODED:
         raise ValueError(f"{len(column)} characters of test cases, more than {MAX_ENCODED}")
-    plain = column.strip() or "[]"
-    text = plain if plain.startswith("[") else pickled_text(_inflated(plain))
+    content = column.strip() or "[]"
+    text = content if content.startswith("[") else pickled_text(_decompress(content))
     try:
-        found = json.loads(text)
+        test_cases = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"test cases are no JSON: {error}") from None
-    if not isinstance(found, list) or not all(map(_is_case, found)):
+    if not isinstance(test_cases, list) or not all(map(_is_case, test_cases)):
         raise ValueError("test cases must be a list of {input, output, testtype}")
-    return found
+    return test_cases
 
 
 def pickled_text(data: bytes) -> str:
     """Return the text of a pickle of protocol 2 to 5; ValueError for one that holds more."""
-    place, text = 0, None
-    while place < len(data):
-        opcode = data[place]
-        place += 1
+    offset, text = 0, None
+    while offset < len(data):
+        opcode = data[offset]
+        offset += 1
         if opcode in _TEXTS and text is None:
             width = _TEXTS[opcode]
-            size = int.from_bytes(data[place : place + width], "little")
-            place += width
-            if size > len(data) - place:
+            size = int.from_bytes(data[offset : offset + width], "little")
+            offset += width
+            if size > len(data) - offset:
                 raise ValueError("a pickle's text is cut short")
-            text = data[place : place + size].decode()
-            place += size
-        elif opcode == _STOP and text is not None and place == len(data):
+            text = data[offset : offset + size].decode()
+            offset += size
+        elif opcode == _STOP and text is not None and offset == len(data):
             return text
         elif opcode in _SKIPPED:
-            place += _SKIPPED[opcode]
+            offset += _SKIPPED[opcode]
         else:
             raise ValueError(f"a pickle of more than one text (opcode {opcode:#04x}) is not read")
     raise ValueError("a pickle without an end")
 
 
-def _inflated(column: str) -> bytes:
+def _decompress(column: str) -> bytes:
+    """Decode base64 of zlib. ValueError for anything else, or too much."""
     try:
-        packed = base64.b64decode(column, validate=True)
+        compressed = base64.b64decode(column, validate=True)
         unpacker = zlib.decompressobj()
-        data = unpacker.decompress(packed, MAX_DECODED)
+        data = unpacker.decompress(compressed, MAX_DECODED)
     except (binascii.Error, ValueError, zlib.error) as error:
         raise ValueError(f"test cases are neither JSON nor base64 of zlib: {error}") from None
     if not unpacker.eof:

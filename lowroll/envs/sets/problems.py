@@ -27,17 +27,19 @@ class Boxed(FinalAnswer, HeldOut):
         """Return the question, its final answer, and a worked solution if any."""
         question = text_of(row, self.row, "question", where)
         key = column(row, self.row, "answer", where)
-        given = row[key] if isinstance(row[key], list) else [row[key]]
-        raw = [as_text(item, f"{where}: column {key!r}") for item in given]
+        values = row[key] if isinstance(row[key], list) else [row[key]]
+        raw = [as_text(item, f"{where}: column {key!r}") for item in values]
         if key == "solution":
             answer = last_answer(raw[0], joined=False) or ""
         else:
             answer = ", ".join(filter(None, map(final_answer, raw)))
         solution = raw[0] if key == "solution" or "####" in raw[0] else row.get("solution")
-        shown = CALCULATOR.sub("", solution).strip() if isinstance(solution, str) else ""
+        clean_solution = CALCULATOR.sub("", solution).strip() if isinstance(solution, str) else ""
         ordered = ORDER.search(question) is not None
         return (
-            HeldOutTask(question, {"answer": answer, "ordered": ordered}, shown) if answer else None
+            HeldOutTask(question, {"answer": answer, "ordered": ordered}, clean_solution)
+            if answer
+            else None
         )
 
     def solution(self, prompt: Prompt) -> str:

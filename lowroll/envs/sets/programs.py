@@ -49,20 +49,20 @@ class Programs(HeldOut):
             )
         for path in paths:
             with open(path, "rb") as file:
-                place = 0
+                offset = 0
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         where = f"{path}:{number}"
-                        yield where, _object(line, where) | {PLACE: [path, place]}
-                    place += len(line)
+                        yield where, _parse_object(line, where) | {PLACE: [path, offset]}
+                    offset += len(line)
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
         """Return the problem with instructions, without its cases."""
         question = text_of(row, self.row, "question", where)
         starter = row.get(column(row, self.row, "starter", where)) or ""
         column(row, self.row, "private", where)
-        asked = STARTER.replace("{starter}", starter.rstrip()) if starter.strip() else STDIN
-        return HeldOutTask(f"{question}\n\n{asked}", {"place": row[PLACE]})
+        instructions = STARTER.replace("{starter}", starter.rstrip()) if starter.strip() else STDIN
+        return HeldOutTask(f"{question}\n\n{instructions}", {"place": row[PLACE]})
 
     def score(self, prompt: Prompt, text: str) -> Score:
         """Return 1 or 0, and the share of passed cases (`passed`). ValueError for unreadable
@@ -94,25 +94,27 @@ class Programs(HeldOut):
         """Return the cases of a prompt's row, public ones first."""
         from lowroll.envs.sandbox import Case
 
-        path, place = prompt.info["place"]
-        where = f"{path}, the row at byte {place}"
+        path, offset = prompt.info["place"]
+        where = f"{path}, the row at byte {offset}"
         with open(path, "rb") as file:
-            file.seek(place)
-            row = _object(file.readline(), where)
+            file.seek(offset)
+            row = _parse_object(file.readline(), where)
         try:
-            found = [case for role in ("public", "private") for case in cases(self._of(row, role))]
+            test_cases = [
+                case for role in ("public", "private") for case in cases(self._of(row, role))
+            ]
             name = json.loads(self._of(row, "metadata") or "{}").get("func_name")
-            if not found:
+            if not test_cases:
                 raise ValueError("no test cases")
             return [
-                Case(one["input"], one["output"])
-                if one["testtype"] == "stdin"
+                Case(test_case["input"], test_case["output"])
+                if test_case["testtype"] == "stdin"
                 else Case(
-                    [json.loads(line) for line in one["input"].splitlines() if line.strip()],
-                    json.loads(one["output"]),
+                    [json.loads(line) for line in test_case["input"].splitlines() if line.strip()],
+                    json.loads(test_case["output"]),
                     name,
                 )
-                for one in found
+                for test_case in test_cases
             ]
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
@@ -122,7 +124,7 @@ class Programs(HeldOut):
         return row.get(key) or ""
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def _parse_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:

@@ -20,10 +20,10 @@ def read(
         if reason := missing(path):
             raise ValueError(f"set {found.name!r}: {path!r} {reason}")
         return located(DataSource(path, split or found.split, subset))
-    return _of_hub(found, DataSource(found.path, split or found.split, subset or found.subset))
+    return _read_hub(found, DataSource(found.path, split or found.split, subset or found.subset))
 
 
-def _of_hub(found: EvalSet, source: DataSource) -> Iterator[Located]:
+def _read_hub(found: EvalSet, source: DataSource) -> Iterator[Located]:
     try:
         yield from located(source)
     except ValueError as error:
@@ -35,11 +35,11 @@ def _of_hub(found: EvalSet, source: DataSource) -> Iterator[Located]:
 
 def column(row: Row, found: EvalSet, role: str, where: str) -> str:
     """Return the column of a role; ValueError names expected and present columns."""
-    wanted = found.columns[role]
-    key = next((key for key in wanted if key in row), None)
+    candidates = found.columns[role]
+    key = next((key for key in candidates if key in row), None)
     if key is None:
-        there = ", ".join(key for key in row if isinstance(key, str)) or "none"
-        raise ValueError(f"{where}: no column {' or '.join(wanted)}; it has: {there}")
+        present = ", ".join(key for key in row if isinstance(key, str)) or "none"
+        raise ValueError(f"{where}: no column {' or '.join(candidates)}; it has: {present}")
     return key
 
 

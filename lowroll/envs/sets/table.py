@@ -49,7 +49,7 @@ _OPTIONS: Columns = {
     "options": ("choices", "options"),
     "answer": ("answerKey", "answer"),
 }
-_GIVEN: Columns = {
+_SEPARATE_OPTIONS: Columns = {
     "question": ("Question",),
     "correct": ("Correct Answer",),
     "wrong": ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
@@ -78,7 +78,7 @@ class EvalSet:
     licence: str
     subset: str | None = None
     columns: Columns = field(default_factory=lambda: _WORDED)
-    shuffled: bool = False  # shuffle the options, of which the first is right
+    shuffled: bool = False  # the options, the right one first, are shuffled
     checked: str = "id and columns as others name them; not fetched"
 
     @property
@@ -87,8 +87,8 @@ class EvalSet:
         return TEMPLATES[self.rule]
 
 
-_READ = "a file of this shape was read whole, every gold answer scored"
-_MAA = "text of the Mathematical Association of America"
+_CHECKED_WHOLE = "a file of this shape was read whole, every gold answer scored"
+_MAA_LICENCE = "text of the Mathematical Association of America"
 
 SETS = {
     one.name: one
@@ -103,7 +103,7 @@ SETS = {
             "Cobbe et al. 2021, arXiv 2110.14168",
             "MIT",
             subset="main",
-            checked=_READ,
+            checked=_CHECKED_WHOLE,
         ),
         EvalSet(
             "math500",
@@ -114,7 +114,7 @@ SETS = {
             500,
             "Hendrycks et al. 2021, arXiv 2103.03874; the split of Lightman et al. 2023",
             "MIT",
-            checked=_READ,
+            checked=_CHECKED_WHOLE,
         ),
         EvalSet(
             "gaokao2023en",
@@ -125,7 +125,7 @@ SETS = {
             385,
             "Zhang et al. 2023, arXiv 2305.12474; translated exam questions",
             "not stated",
-            checked=_READ,
+            checked=_CHECKED_WHOLE,
         ),
         EvalSet(
             "minerva",
@@ -136,7 +136,7 @@ SETS = {
             272,
             "Lewkowycz et al. 2022, arXiv 2206.14858",
             "MIT OpenCourseWare, CC BY-NC-SA",
-            checked=_READ,
+            checked=_CHECKED_WHOLE,
         ),
         EvalSet(
             "olympiadbench",
@@ -161,7 +161,7 @@ SETS = {
             "boxed",
             30,
             "AIME I and II 2024",
-            _MAA,
+            _MAA_LICENCE,
         ),
         EvalSet(
             "aime25",
@@ -171,7 +171,7 @@ SETS = {
             "boxed",
             30,
             "AIME I and II 2025",
-            _MAA,
+            _MAA_LICENCE,
         ),
         EvalSet(
             "amc23",
@@ -181,7 +181,7 @@ SETS = {
             "boxed",
             40,
             "AMC 12 2023",
-            _MAA,
+            _MAA_LICENCE,
         ),
         EvalSet(
             "arc-c",
@@ -205,7 +205,7 @@ SETS = {
             "Rein et al. 2024, arXiv 2311.12022",
             "CC BY 4.0; gated, and asks that its text is not published",
             subset="gpqa_diamond",
-            columns=_GIVEN,
+            columns=_SEPARATE_OPTIONS,
             shuffled=True,
         ),
         EvalSet(
@@ -242,8 +242,8 @@ SUITES = {
 def chosen(words: str) -> list[EvalSet]:
     """Return the sets of `math7`, `gsm8k,aime24` and the like, without duplicates, in order.
     ValueError names the nearest known word."""
-    listed = [word.strip() for word in words.split(",")]
-    names = dict.fromkeys(name for word in listed for name in SUITES.get(word, (word,)))
+    requested = [word.strip() for word in words.split(",")]
+    names = dict.fromkeys(name for word in requested for name in SUITES.get(word, (word,)))
     return [named(name) for name in names]
 
 

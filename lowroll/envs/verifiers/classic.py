@@ -37,9 +37,9 @@ class Classic:
         self.has_tools = bool(self.env.tool_defs)
 
     def tools(self) -> tuple[dict[str, Any], ...]:
-        kept = {"name", "description", "parameters"}
+        schema_fields = {"name", "description", "parameters"}
         return tuple(
-            {"type": "function", "function": tool.model_dump(include=kept)}
+            {"type": "function", "function": tool.model_dump(include=schema_fields)}
             for tool in self.env.tool_defs or ()
         )
 
@@ -48,8 +48,8 @@ class Classic:
         held_out = self.env.build_eval_dataset()
         if held_out is None:
             return map(dict, self.env.get_dataset()), False
-        found = held_out if split == "test" else self.env.build_dataset()
-        return map(dict, found if found is not None else ()), True
+        rows = held_out if split == "test" else self.env.build_dataset()
+        return map(dict, rows if rows is not None else ()), True
 
     def endless(self) -> bool:
         return False
@@ -67,7 +67,7 @@ class Classic:
     async def judge(self, task: Any, turns: list[Message]) -> Score:
         """Score these turns; ValueError for a reward function that raised."""
         state = await self._run(task, _Script(turns, ends=True))
-        with _failures() as failed:
+        with _logged_failures() as failed:
             await self.env.rubric.score_rollout(state)
         if failed:
             raise ValueError("; ".join(failed))
@@ -90,23 +90,23 @@ class _Script(Client):
 
     async def get_response(self, prompt: Any, *_: Any, **__: Any) -> Any:
         """Return the next turn; after the last, raise TurnPending or OverlongPromptError (`ends`)."""
-        messages = [plain(one) for one in prompt]
+        messages = [plain(prompt_message) for prompt_message in prompt]
         if messages[: len(self.told)] != self.told:
             raise ValueError(
                 "the environment changes earlier messages; only what follows a turn can be new here"
             )
-        said = next(self.turns, None)
-        if said is None and self.ends:
+        next_turn = next(self.turns, None)
+        if next_turn is None and self.ends:
             raise vf.OverlongPromptError("no more turns were drawn")
-        if said is None:
+        if next_turn is None:
             raise TurnPending(messages[len(self.told) :])
-        calls = [ToolCall(**call) for call in _calls(said)] or None
+        calls = [ToolCall(**call) for call in _all_calls(next_turn)] or None
         self.told = [
             *messages,
-            plain(vf.AssistantMessage(content=said["content"], tool_calls=calls)),
+            plain(vf.AssistantMessage(content=next_turn["content"], tool_calls=calls)),
         ]
         message = ResponseMessage(
-            content=said["content"], tool_calls=calls, finish_reason="stop", is_truncated=False
+            content=next_turn["content"], tool_calls=calls, finish_reason="stop", is_truncated=False
         )
         return Response(id="lowroll", created=0, model="lowroll", message=message)
 
@@ -123,25 +123,25 @@ class _Script(Client):
     raise_from_native_response = from_native_response = _unused
 
 
-def _calls(said: Message) -> list[dict[str, str]]:
+def _all_calls(said: Message) -> list[dict[str, str]]:
     """Return a turn's calls; an unreadable one has invalid JSON arguments, which a ToolEnv
     answers."""
-    broken = [
-        {"id": "malformed", "name": "malformed", "arguments": why}
-        for why in said.get("ill_formed", ())
+    unreadable_calls = [
+        {"id": "malformed", "name": "malformed", "arguments": reason}
+        for reason in said.get("ill_formed", ())
     ]
-    return calls_of(said) + broken
+    return calls_of(said) + unreadable_calls
 
 
 @contextmanager
-def _failures() -> Iterator[list[str]]:
+def _logged_failures() -> Iterator[list[str]]:
     """Collect the errors that rubrics log about failed reward functions."""
-    found: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("verifiers")
     logger.addHandler(handler)
     try:
-        yield found
+        yield messages
     finally:
         logger.removeHandler(handler)

@@ -15,8 +15,8 @@ from lowroll.envs.user_errors import describe
 from lowroll.envs.verifiers.source import VerifiersSource, refuse_missing
 from lowroll.types import Message, Prompt, Score
 
-MOST_TURNS = 8  # of an environment without a bound
-MOST_TASKS = 1_000_000  # of a finite data set
+MOST_TURNS = 8  # turns in an environment without a bound
+MOST_TASKS = 1_000_000  # tasks of a finite data set
 
 
 class Verifiers(Environment):
@@ -42,8 +42,8 @@ class Verifiers(Environment):
         self.eval_source = None
         if eval_args is not None:
             self.eval_source = self._load(env_id, args | eval_args)
-        own = self.source.max_turns
-        bound = own if own > 0 else MOST_TURNS
+        env_max_turns = self.source.max_turns
+        bound = env_max_turns if env_max_turns > 0 else MOST_TURNS
         self.max_turns = bound if max_turns is None else max_turns
         self._tasks: dict[str, _Tasks] = {}
         self._order = lru_cache(maxsize=4)(self._shuffled)
@@ -66,37 +66,37 @@ class Verifiers(Environment):
     def prompt(self, index: int, split: str = "train") -> Prompt:
         """Return a task; each training epoch has a fresh order."""
         self.rng(split, index)  # validates both
-        place, size = index, self.size(split)
+        task_index, size = index, self.size(split)
         if size == 0:
             raise ValueError(f"env {self.name!r}: no {split} task")
         if size is not None and split == "train":
-            place = self._order(size, index // size)[index % size]
+            task_index = self._order(size, index // size)[index % size]
         elif size is not None:
-            place = index % size
-        task = self.tasks(split)[place]
+            task_index = index % size
+        task = self.tasks(split)[task_index]
         source = self._of(split)
         messages = awaited(source.play(task, []))
         if not messages:
-            raise ValueError(f"env {self.name!r}: task {place} of {split} asks nothing")
-        info = {"task": [split, place], "digest": _digest(source.key(task))}
+            raise ValueError(f"env {self.name!r}: task {task_index} of {split} asks nothing")
+        info = {"task": [split, task_index], "digest": _digest(source.key(task))}
         return Prompt(f"{split}/{index}", self.name, messages, info)
 
     async def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
         """Return the loop's messages after the turns so far; None: it is done."""
         task, source = self._task(prompt)
-        return await source.play(task, _turns(prompt, messages))
+        return await source.play(task, _assistant_turns(prompt, messages))
 
     async def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
         """Return the environment's score of all turns, with counts of calls if it has tools."""
         task, source = self._task(prompt)
-        score = await source.judge(task, _turns(prompt, messages))
-        found = with_counts(score, messages) if source.has_tools else score
-        assert isinstance(found, Score)
-        return found
+        score = await source.judge(task, _assistant_turns(prompt, messages))
+        counted = with_counts(score, messages) if source.has_tools else score
+        assert isinstance(counted, Score)
+        return counted
 
     async def score(self, prompt: Prompt, text: str) -> Score:
-        said = {"role": "assistant", "content": text}
-        return await self.score_conversation(prompt, [*prompt.messages, said])
+        reply = {"role": "assistant", "content": text}
+        return await self.score_conversation(prompt, [*prompt.messages, reply])
 
     def gold(self, prompt: Prompt) -> str:
         """Raise NotImplementedError: verifiers stores no such response."""
@@ -109,10 +109,10 @@ class Verifiers(Environment):
     def tasks(self, split: str) -> _Tasks:
         if split not in self._tasks:
             source = self._of(split)
-            found, own = source.tasks(split)
-            if self.eval_source is None and not own:
-                found = (task for task in found if split_of(source.key(task)) == split)
-            self._tasks[split] = _Tasks(found)
+            split_tasks, has_own_split = source.tasks(split)
+            if self.eval_source is None and not has_own_split:
+                split_tasks = (task for task in split_tasks if split_of(source.key(task)) == split)
+            self._tasks[split] = _Tasks(split_tasks)
         return self._tasks[split]
 
     def _of(self, split: str) -> VerifiersSource:
@@ -120,8 +120,9 @@ class Verifiers(Environment):
         return self.eval_source if held_out else self.source  # type: ignore[return-value]
 
     def _task(self, prompt: Prompt) -> tuple[Any, VerifiersSource]:
-        split, place = prompt.info["task"]
-        task, source = self.tasks(split)[place], self._of(split)
+        """Return a prompt's task and source. ValueError when the task has changed."""
+        split, task_index = prompt.info["task"]
+        task, source = self.tasks(split)[task_index], self._of(split)
         if _digest(source.key(task)) != prompt.info["digest"]:
             raise ValueError(
                 f"{self.name} does not make the task of {prompt.id} again: another version of it, "
@@ -160,8 +161,11 @@ def load(env_id: str, args: dict[str, Any]) -> VerifiersSource:
     return Tasksets(env_id, args)
 
 
-def _turns(prompt: Prompt, messages: list[Message]) -> list[Message]:
-    return [one for one in messages[len(prompt.messages) :] if one["role"] == "assistant"]
+def _assistant_turns(prompt: Prompt, messages: list[Message]) -> list[Message]:
+    """Return the drawn turns of a conversation."""
+    return [
+        message for message in messages[len(prompt.messages) :] if message["role"] == "assistant"
+    ]
 
 
 def _digest(key: str) -> str:

@@ -46,19 +46,21 @@ class VerifiersSource(Protocol):
 
 def refuse_missing(name: str, error: ImportError) -> ValueError:
     """Return an error with the command that installs a missing package."""
-    lacking = (error.name or "").partition(".")[0]
+    missing_module = (error.name or "").partition(".")[0]
     module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
-    if lacking == "verifiers":
+    if missing_module == "verifiers":
         return ValueError(
             "it needs the package 'verifiers' (pip install 'lowroll[verifiers]'), and the "
             f"environment {name!r} beside it (prime env install {name})"
         )
-    if lacking in ("", module) or lacking.endswith(module):
+    if missing_module in ("", module) or missing_module.endswith(module):
         return ValueError(
             f"no environment {name!r} is installed (prime env install {name}, or pip install the "
             f"package whose module is {module!r})"
         )
-    return ValueError(f"environment {name!r} needs the module {lacking!r} (pip install {lacking})")
+    return ValueError(
+        f"environment {name!r} needs the module {missing_module!r} (pip install {missing_module})"
+    )
 
 
 def text_of(content: Any) -> str:
@@ -73,22 +75,25 @@ def text_of(content: Any) -> str:
 
 def plain(message: Any) -> Message:
     """Convert a verifiers message for chat templates."""
-    given = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
-    said: Message = {"role": given["role"], "content": text_of(given.get("content"))}
-    said |= {key: given[key] for key in ("name", "tool_call_id") if given.get(key)}
-    if calls := given.get("tool_calls"):
-        said["tool_calls"] = [
+    fields = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
+    converted: Message = {"role": fields["role"], "content": text_of(fields.get("content"))}
+    converted |= {key: fields[key] for key in ("name", "tool_call_id") if fields.get(key)}
+    if calls := fields.get("tool_calls"):
+        converted["tool_calls"] = [
             {
                 "type": "function",
                 "id": call["id"],
-                "function": {"name": call["name"], "arguments": _arguments(call["arguments"])},
+                "function": {
+                    "name": call["name"],
+                    "arguments": _parse_arguments(call["arguments"]),
+                },
             }
             for call in calls
         ]
-    return said
+    return converted
 
 
-def _arguments(text: str) -> Any:
+def _parse_arguments(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:  # an unreadable call

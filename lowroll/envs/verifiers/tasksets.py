@@ -31,7 +31,7 @@ class Tasksets:
     requirement."""
 
     def __init__(self, env_id: str, args: dict[str, Any]) -> None:
-        config = _config(env_id, args)
+        config = _resolve_config(env_id, args)
         agents_by_name = agent_config_fields(config)
         if len(agents_by_name) != 1:
             raise ValueError(
@@ -47,8 +47,8 @@ class Tasksets:
         ]
         self.box = _Box(self.toolsets) if self.toolsets else None
         self.has_tools = bool(self.toolsets)
-        several = self.has_tools or not isinstance(self.env, vf.SingleAgentEnv)
-        self.max_turns = agent.max_turns or (-1 if several else 1)
+        has_several_turns = self.has_tools or not isinstance(self.env, vf.SingleAgentEnv)
+        self.max_turns = agent.max_turns or (-1 if has_several_turns else 1)
 
     def _refuse_runtimes(self, env_id: str) -> None:
         task = self.task_class
@@ -58,9 +58,9 @@ class Tasksets:
             if getattr(task, name) is not getattr(vf.Task, name)
         ]
         if task.NEEDS_CONTAINER or needs:
-            what = f"its task's {' and '.join(needs)}" if needs else "its task"
+            subject = f"its task's {' and '.join(needs)}" if needs else "its task"
             raise ValueError(
-                f"{env_id}: {what} needs a runtime of verifiers (a container or a program's "
+                f"{env_id}: {subject} needs a runtime of verifiers (a container or a program's "
                 "sandbox); roll out with verifiers itself against `lowroll serve`"
             )
 
@@ -100,7 +100,7 @@ class Tasksets:
         """Run an episode with these turns and return its trace. `scored`: it then ends with a
         score."""
         scripted = _ScriptedAgent(turns, self.box, ends=scored)
-        episode = vf.Episode(env=EnvInfo(id=self.env.config.env_id), task=_described(task))
+        episode = vf.Episode(env=EnvInfo(id=self.env.config.env_id), task=_trace_task(task))
         agents = _Agents({self.agent_name: scripted})
         await self.env.setup(agents)
         await self.env.run(task, agents)
@@ -118,15 +118,16 @@ class Tasksets:
         return trace
 
 
-def _config(env_id: str, args: dict[str, Any]) -> Any:
+def _resolve_config(env_id: str, args: dict[str, Any]) -> Any:
+    """Return the configuration of a taskset. ValueError names the invalid field."""
     try:
         return vf.resolve_env_config({"taskset": {"id": env_id, **args}})
     except ValueError as error:
         if not hasattr(error, "errors"):
             raise
-        first = error.errors()[0]  # pydantic's
-        path = ".".join(map(str, first["loc"])).removeprefix("taskset.")
-        raise ValueError(f"{env_id}: {path}: {first['msg']}") from error
+        first_error = error.errors()[0]  # of pydantic's ValidationError
+        path = ".".join(map(str, first_error["loc"])).removeprefix("taskset.")
+        raise ValueError(f"{env_id}: {path}: {first_error['msg']}") from error
 
 
 class _Agents:
@@ -169,7 +170,7 @@ class _Talk:
         self.begun = False
         self.failed: dict[int, str] = {}  # errors of calls, by the node that answers
         self.trace = vf.Trace(
-            task=_described(task),
+            task=_trace_task(task),
             agent=vf.AgentInfo(config=vf.AgentConfig()),
             state=state_cls(type(task))(),
         )
@@ -183,63 +184,65 @@ class _Talk:
         self.begun = True
         if self.over:
             return vf.Segment(messages=[], terminated=True)
-        for one in _messages(message):
-            self._add(one)
+        for new_message in _parse_messages(message):
+            self._add(new_message)
         begin = len(self.trace.nodes)
         while not self.over:
-            said = next(self.scripted.turns, None)
-            if said is None:
+            reply = next(self.scripted.turns, None)
+            if reply is None:
                 return self._ended(begin)
             self._add(
-                vf.AssistantMessage(content=said["content"], tool_calls=calls_of(said) or None),
+                vf.AssistantMessage(content=reply["content"], tool_calls=calls_of(reply) or None),
                 True,
             )
             self.over = await self._stops()
-            if self.over or not (said.get("tool_calls") or said.get("ill_formed")):
+            if self.over or not (reply.get("tool_calls") or reply.get("ill_formed")):
                 break
-            await self._call(said)
+            await self._call(reply)
         return vf.Segment(messages=[node.message for node in self.trace.nodes[begin:]])
 
     def _ended(self, begin: int) -> Any:
         """Raise TurnPending for the model's next turn, or end the exchange (`ends`)."""
         if not self.scripted.ends:
             nodes = self.trace.nodes
-            last = max((i for i, node in enumerate(nodes) if node.sampled), default=-1)
+            last_sampled = max((i for i, node in enumerate(nodes) if node.sampled), default=-1)
             raise TurnPending(
                 [
                     plain(nodes[i].message)
                     | ({"failed": self.failed[i]} if i in self.failed else {})
-                    for i in range(last + 1, len(nodes))
+                    for i in range(last_sampled + 1, len(nodes))
                 ]
             )
         self.over = True
         self.trace.stop("max_turns")
-        told = [node.message for node in self.trace.nodes[begin:]]
-        return vf.Segment(messages=told, terminated=not told)
+        messages = [node.message for node in self.trace.nodes[begin:]]
+        return vf.Segment(messages=messages, terminated=not messages)
 
     async def _call(self, said: Message) -> None:
+        """Run a turn's calls and append their results."""
         for call in said.get("tool_calls", ()):
             name, text = call["function"]["name"], ""
             try:
-                text = await _called(self.scripted.box, **call["function"])
-            except Exception as error:  # a tool's failure is an answer
+                text = await _call_tool(self.scripted.box, **call["function"])
+            except Exception as error:  # the model gets a tool's failure as the result
                 self.failed[len(self.trace.nodes)] = "call"
                 text = f"error: {error}"
             self._add(vf.ToolMessage(tool_call_id=call["id"], name=name, content=text))
-        for why in said.get("ill_formed", ()):
+        for reason in said.get("ill_formed", ()):
             self.failed[len(self.trace.nodes)] = "form"
-            text = f"error: this tool call cannot be read: {why}"
+            text = f"error: this tool call cannot be read: {reason}"
             self._add(vf.ToolMessage(tool_call_id=MALFORMED, content=text))
 
     async def _stops(self) -> bool:
+        """Return whether a @stop hook of the task ends the conversation."""
         hooks = self.task.hooks("stop")
-        found = await invoke_all(
+        stop_flags = await invoke_all(
             hooks, {"task": self.task.data, "trace": self.trace, vf.Trace: self.trace}
         )
-        for hook, stops in zip(hooks, found, strict=True):
+        for hook, stops in zip(hooks, stop_flags, strict=True):
             if stops:
                 self.trace.stop(hook.__name__)
-        return any(found)
+        return any(stop_flags)
 
     def _add(self, message: Any, sampled: bool = False) -> None:
         nodes = self.trace.nodes
@@ -274,16 +277,16 @@ class _Box:
         return self._schemas
 
     async def _listed(self) -> tuple[dict[str, Any], ...]:
-        found = []
+        schemas = []
         for prefix, server in self.servers:
             for tool in await server.list_tools():
-                about = {
+                description = {
                     "name": f"{prefix}{tool.name}",
                     "description": tool.description or "",
                     "parameters": tool.input_schema,
                 }
-                found.append({"type": "function", "function": about})
-        return tuple(found)
+                schemas.append({"type": "function", "function": description})
+        return tuple(schemas)
 
     async def begin(self, task: Any) -> None:
         """Set up the toolsets once, and their state for a task, as their servers would."""
@@ -296,36 +299,37 @@ class _Box:
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Return a tool's output; its exceptions pass, ValueError for an unknown name."""
         for prefix, server in self.servers:
-            known = {tool.name for tool in await server.list_tools()}
-            if name.startswith(prefix) and name.removeprefix(prefix) in known:
-                return _text(await server.call_tool(name.removeprefix(prefix), arguments))
+            tool_names = {tool.name for tool in await server.list_tools()}
+            if name.startswith(prefix) and name.removeprefix(prefix) in tool_names:
+                return _result_text(await server.call_tool(name.removeprefix(prefix), arguments))
         raise ValueError(f"there is no tool {name!r}")
 
 
-async def _called(box: _Box | None, name: str, arguments: dict[str, Any]) -> str:
+async def _call_tool(box: _Box | None, name: str, arguments: dict[str, Any]) -> str:
     if box is None:
         raise ValueError(f"there is no tool {name!r}")
     return await box.call(name, arguments)
 
 
-def _text(result: Any) -> str:
+def _result_text(result: Any) -> str:
     blocks = result[0] if isinstance(result, tuple) else getattr(result, "content", result)
     return "\n".join(block.text if block.type == "text" else str(block) for block in blocks)
 
 
-def _described(task: Any) -> Any:
+def _trace_task(task: Any) -> Any:
     return vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
 
 
-def _messages(given: Any) -> list[Any]:
+def _parse_messages(given: Any) -> list[Any]:
     if given is None:
         return []
     if isinstance(given, str):
         return [vf.UserMessage(content=given)]
-    return [parse_message(one) if isinstance(one, dict) else one for one in given]
+    return [parse_message(message) if isinstance(message, dict) else message for message in given]
 
 
 def _refuse_runtime(fn: Any) -> None:
-    asked = inspect.signature(fn).parameters.get("runtime")
-    if asked is not None and asked.default is inspect.Parameter.empty:
+    """Raise ValueError for a reward that needs a runtime."""
+    parameter = inspect.signature(fn).parameters.get("runtime")
+    if parameter is not None and parameter.default is inspect.Parameter.empty:
         raise ValueError(f"the reward {fn.__name__} runs a program in a runtime of verifiers")
