@@ -95,17 +95,17 @@ def captured(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGrap
     own).
 
     Other threads may allocate, copy and wait for a stream, but a wait for the whole device aborts
-    the capture. Freeing an engine's cache waits so (`kv.virtual_memory`), hence garbage collection
+    the capture. Freeing an engine's cache does so (`kv.virtual_memory`), hence garbage collection
     is off until the capture ends.
     """
     graph = torch.cuda.CUDAGraph()
-    collects = gc.isenabled()
+    gc_was_enabled = gc.isenabled()
     gc.disable()
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             run()
     finally:
-        if collects:
+        if gc_was_enabled:
             gc.enable()
     return graph
 

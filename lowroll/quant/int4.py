@@ -49,12 +49,12 @@ def pack_words(q_NK: Tensor) -> Tensor:
     """Pack codes -8..7, eight an int32 word: [N, ceil(K / 8)]. An unfilled word ends with zero
     bits."""
     codes_NK = (q_NK + 8).to(torch.uint8)
-    return _in_order(pack(F.pad(codes_NK, (0, -codes_NK.shape[1] % 8)))).view(torch.int32)
+    return _row_major(pack(F.pad(codes_NK, (0, -codes_NK.shape[1] % 8)))).view(torch.int32)
 
 
 def unpack_words(words: Tensor, num_in: int) -> Tensor:
     """Unpack `pack_words`: float32 [N, K]."""
-    return unpack(_in_order(words).view(torch.uint8), LEVELS, num_in)
+    return unpack(_row_major(words).view(torch.uint8), LEVELS, num_in)
 
 
 class Words(Gridded):
@@ -199,7 +199,7 @@ class Int4Int8(Symmetric):
 
 def pack_zeros(zero_NG: Tensor) -> Tensor:
     """Pack zero points -8..7, eight rows a word."""
-    return _in_order(pack_words(zero_NG.t()).t())
+    return _row_major(pack_words(zero_NG.t()).t())
 
 
 def unpack_zeros(words: Tensor, num_out: int) -> Tensor:
@@ -208,9 +208,10 @@ def unpack_zeros(words: Tensor, num_out: int) -> Tensor:
 
 
 def _level(x: Tensor) -> Tensor:
+    """Round to the nearest code -8..7."""
     return torch.round(x).clamp_(-8, 7)
 
 
-def _in_order(x: Tensor) -> Tensor:
+def _row_major(x: Tensor) -> Tensor:
     """Return x with row-major strides, also along sizes of 1: words are views of bytes."""
     return x.clone(memory_format=torch.contiguous_format)

@@ -62,9 +62,9 @@ class Int8(Gridded):
         return (q.tensors["codes"].float() * q.tensors["scale"]).to(dtype)
 
     def slower_than_float32(self, device: torch.device) -> str:
-        if device.type != "cpu" or (found := w8a8_onednn.supports_device(device)):
+        if device.type != "cpu" or (support := w8a8_onednn.supports_device(device)):
             return ""
-        return f"{found.why_not}, so its codes are multiplied as float32 numbers"
+        return f"{support.why_not}, so its codes are multiplied as float32 numbers"
 
     def linear(
         self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
@@ -87,6 +87,7 @@ class Int8(Gridded):
 
 
 def _level(x: Tensor) -> Tensor:
+    """Round to the nearest code -128..127."""
     return torch.round(x).clamp_(-128, 127)
 
 

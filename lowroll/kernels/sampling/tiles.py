@@ -148,10 +148,10 @@ def _masses_kernel(
     after_others(EARLY)
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     factor = 1.4426950408889634 / temperature_of(temperature_ptr, greedy_ptr, row)
-    first = row.to(tl.int64) * stride
+    row_start = row.to(tl.int64) * stride
     if ALIGNED:
-        first = tl.multiple_of(first, 16)
-    logits_ptr += first
+        row_start = tl.multiple_of(row_start, 16)
+    logits_ptr += row_start
     offs_n = tile * TILE + tl.arange(0, TILE)
     x_n = tl.load(logits_ptr + offs_n, mask=offs_n < tokens, other=float("-inf")).to(tl.float32)
     largest = tl.max(x_n, 0)
