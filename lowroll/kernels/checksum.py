@@ -115,7 +115,8 @@ def _amax(tensors: list[Tensor]) -> Tensor:
 
 
 def _launch_over_blocks(kernel: Any, tensors: list[Tensor], out: Tensor) -> None:
-    """Launch `kernel` with one program a block; blocks of all tensors are numbered in a row."""
+    """Launch `kernel` with one program a block; the blocks of all tensors are numbered
+    consecutively."""
     tensors = [_align(t) for t in tensors]
     counts = torch.tensor([-(-t.nbytes // BLOCK_BYTES) for t in tensors])
     first_programs = (counts.cumsum(0) - counts).tolist()

@@ -202,7 +202,8 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
 
 
 def answers(product: str, device: torch.device) -> list[DeviceSupport]:
-    """Return the kernels of a product in order, up to the one that takes every remaining call."""
+    """Return the kernels of a product in order, up to the one that takes every remaining call, and
+    whether the device supports each."""
     device_supports: list[DeviceSupport] = []
     for kernel in PRODUCTS[product]:
         support = _query_support(kernel, device)

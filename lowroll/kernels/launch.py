@@ -111,6 +111,7 @@ def captured(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGrap
 
 
 def early() -> bool:
+    """Return whether kernels are launched early (`overlapping`)."""
     return _OVERLAPPING.get()
 
 
@@ -124,6 +125,7 @@ def early_start() -> dict[str, bool]:
 
 @jit
 def let_others_start(EARLY: tl.constexpr):
+    """Let the next kernel start."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -52,6 +52,7 @@ def version() -> str:
 
 
 def options(capability: tuple[int, int], macros: Mapping[str, str]) -> list[str]:
+    """Return nvcc's options for a compute capability."""
     chip = f"{capability[0]}{capability[1]}" + ("a" if capability[0] == 9 else "")
     return [
         "-std=c++17",
@@ -88,7 +89,7 @@ def supports(make: Callable[[], object], otherwise: str) -> Support:
 
 @cache
 def supports_device(device: torch.device) -> Support:
-    """Return whether nvcc compiles for this device, by a trial of a second or two."""
+    """Return whether nvcc compiles for this device, by a trial compilation of a second or two."""
     if not (support := cuda_supports(device)):
         return support
     nvcc = compiler()

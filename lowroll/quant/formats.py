@@ -109,7 +109,7 @@ class QTensor:
         return get_format(self.format).linear(x_MK, self, bias_N, exact)
 
     def copy_(self, other: QTensor) -> QTensor:
-        """Copy the codes and scales of `other` in place. ValueError when they do not fit."""
+        """Copy the codes and scales of `other` in place. ValueError when formats or shapes differ."""
         if (self.format, self.shape) != (other.format, other.shape):
             raise ValueError(
                 f"cannot copy a {other.format} tensor of shape {list(other.shape)} into a "

@@ -51,7 +51,7 @@ class Grid:
 
 class Gridded(Format):
     """A format with such a grid. floating: its relative resolution does not depend on the range, so
-    no other range is nearer."""
+    another range does not reduce the error."""
 
     floating = False
 

@@ -89,11 +89,11 @@ class Symmetric(Words):
         return {"weight_scale": nonzero(divide(amax_NG, 7.5))}
 
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
-        q_NGS = _level(split(w_NK, GROUP) / scales["weight_scale"][..., None])
+        q_NGS = _round_to_code(split(w_NK, GROUP) / scales["weight_scale"][..., None])
         return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1]))}
 
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
-        return Grid(scales["weight_scale"], _level, GROUP)
+        return Grid(scales["weight_scale"], _round_to_code, GROUP)
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not triton_supports(w_NK):
@@ -136,12 +136,14 @@ class Int4Asymmetric(Words, WeightOnly):
 
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
         zero_NG = unpack_zeros(scales["weight_zero_point"], w_NK.shape[0])
-        q_NGS = _level(split(w_NK, GROUP) / scales["weight_scale"][..., None] + zero_NG[..., None])
+        q_NGS = _round_to_code(
+            split(w_NK, GROUP) / scales["weight_scale"][..., None] + zero_NG[..., None]
+        )
         return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1]))}
 
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
         zero_NG = unpack_zeros(scales["weight_zero_point"], shape[0])
-        return Grid(scales["weight_scale"], _level, GROUP, zero_NG)
+        return Grid(scales["weight_scale"], _round_to_code, GROUP, zero_NG)
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not triton_supports(w_NK):
@@ -207,7 +209,7 @@ def unpack_zeros(words: Tensor, num_out: int) -> Tensor:
     return unpack_words(words.t(), num_out).t()
 
 
-def _level(x: Tensor) -> Tensor:
+def _round_to_code(x: Tensor) -> Tensor:
     """Round to the nearest code -8..7."""
     return torch.round(x).clamp_(-8, 7)
 

@@ -227,7 +227,7 @@ def _describe_group(format: str, targets: list[str]) -> dict[str, Any]:
             f"{format}: compressed-tensors has no layout for it, so no folder can hold it beside "
             "others"
         )
-    weights = _given(scheme.weights)
+    weights = _without_none(scheme.weights)
     if scheme.scale_dtype is not None:
         weights["scale_dtype"] = scheme.scale_dtype
     if not weights["symmetric"]:
@@ -235,7 +235,7 @@ def _describe_group(format: str, targets: list[str]) -> dict[str, Any]:
     return {
         "targets": targets,
         "weights": weights,
-        "input_activations": None if scheme.inputs is None else _given(scheme.inputs),
+        "input_activations": None if scheme.inputs is None else _without_none(scheme.inputs),
         "output_activations": None,
         "format": scheme.compression,
     }
@@ -360,7 +360,7 @@ def _read_group(
     schemes = _schemes_by_format()
     for name, scheme in schemes.items():
         if (weights, inputs, bool(rotated)) == (scheme.weights, scheme.inputs, scheme.rotated):
-            layout = _named(where, name, scheme, group.get("format") or compression)
+            layout = _layout_of_compression(where, name, scheme, group.get("format") or compression)
             return replace(layout, rotated=rotated)
     descriptions = [
         "weights " + _describe_arguments(weights),
@@ -371,7 +371,7 @@ def _read_group(
     )
 
 
-def _named(where: str, name: str, scheme: Scheme, found: object) -> StoredLayout:
+def _layout_of_compression(where: str, name: str, scheme: Scheme, found: object) -> StoredLayout:
     """Return the layout of a format under a compression. ValueError when it is not stored so."""
     if scheme.unpacked is not None and found == scheme.unpacked:
         return StoredLayout(name, {"weight_packed": "weight"}, unpacked=True)
@@ -423,7 +423,7 @@ def _describe_arguments(args: dict[str, Any] | None) -> str:
     return " ".join(f"{key} {value}" for key, value in args.items() if value is not None)
 
 
-def _given(arguments: dict[str, Any]) -> dict[str, Any]:
+def _without_none(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that are not None."""
     return {key: value for key, value in arguments.items() if value is not None}
 

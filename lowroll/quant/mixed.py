@@ -26,8 +26,8 @@ PREFIX = "mixed-"
 
 
 class Mixed(Format):
-    """A format that assigns one to each linear layer. sizes: the weights of each layer, for the
-    mean bits."""
+    """A format that assigns a plain format to each linear layer. sizes: the weights of each layer,
+    for the mean bits."""
 
     summary = "a format for each linear layer"
 

@@ -65,6 +65,7 @@ def _scale_bytes(x_TGd: Tensor) -> Tensor:
 def decode_keys(
     keys_TGd: Tensor, fine_TGF: Tensor, scales_TG2: Tensor, channels_GF: Tensor, dtype: torch.dtype
 ) -> Tensor:
+    """Return keys [T, G, d] of their codes and second codes, in `dtype`."""
     k_TGd = keys_TGd.view(E4M3).float()
     residual_TGF = fine_TGF.view(E4M3).float() / FINER
     k_TGd.scatter_add_(2, channels_GF.expand(fine_TGF.shape), residual_TGF)
@@ -72,6 +73,7 @@ def decode_keys(
 
 
 def decode_values(values_TGd: Tensor, scales_TG2: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values [T, G, d] of their codes, in `dtype`."""
     return (values_TGd.view(E4M3).float() * _power_of_two(scales_TG2[..., 1:])).to(dtype)
 
 

@@ -120,6 +120,7 @@ def split_outputs(out_BHd: Tensor, splits: int) -> tuple[Tensor, Tensor]:
 def combine(
     part_SBHd: Tensor, lse_SBH: Tensor, lengths_B: Tensor, length: int, out_BHd: Tensor
 ) -> None:
+    """Join the splits' outputs by their log-sum-exps into `out_BHd`."""
     splits, rows, heads, d = part_SBHd.shape
     width = min(max(16, block(d)), 64)
     _combine_kernel[(rows * heads, -(-d // width))](

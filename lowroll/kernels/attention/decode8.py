@@ -223,7 +223,7 @@ def _write_new_token(
 
 
 @jit
-def _codes(at_ptr, mask, NUMBER: tl.constexpr):
+def _load_codes(at_ptr, mask, NUMBER: tl.constexpr):
     """Load e4m3 codes as numbers of a product."""
     return tl.load(at_ptr, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(NUMBER)
 
@@ -363,9 +363,9 @@ def _decode8_kernel(
         in_nd = in_n[:, None] if D == d else in_n[:, None] & in_d[None, :]
         in_nf = in_n[:, None] if F == f else in_n[:, None] & in_f[None, :]
         offs_nd = index_n[:, None] * d + offs_d[None, :]
-        k_nd = _codes(keys_ptr + offs_nd, in_nd, NUMBER)
-        v_nd = _codes(values_ptr + offs_nd, in_nd, NUMBER)
-        residual_nf = _codes(fine_ptr + index_n[:, None] * f + offs_f[None, :], in_nf, NUMBER)
+        k_nd = _load_codes(keys_ptr + offs_nd, in_nd, NUMBER)
+        v_nd = _load_codes(values_ptr + offs_nd, in_nd, NUMBER)
+        residual_nf = _load_codes(fine_ptr + index_n[:, None] * f + offs_f[None, :], in_nf, NUMBER)
         # both scales at once, the key's in the lower byte
         bytes_n = tl.load(scales_ptr.to(tl.pointer_type(tl.uint16)) + index_n, mask=in_n, other=0)
         bytes_n = bytes_n.to(tl.int32)

@@ -121,6 +121,7 @@ def decode8(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
+    """Compute `kernels.attention.decode8.paged_decode8` where `supports` holds."""
     keys, values, fine, scales = cache_pP
     return _decode(
         q_BHd, k_BGd, v_BGd, keys, values, table_BN, lengths_B, scale, (fine, scales, channels_GF)

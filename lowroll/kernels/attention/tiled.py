@@ -91,6 +91,7 @@ def choose(d: int, size: int, decoded: bool) -> Shape:
 
 
 def queries_of(heads: int, kv_heads: int, d: int, size: int) -> int:
+    """Return the query tokens of a tile."""
     return max(1, choose(d, size, decoded=False).rows // block(heads // kv_heads))
 
 

@@ -87,6 +87,7 @@ def add_rms_norm(
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Compute RMSNorm in plain torch, with statistics in float32."""
     if x.dtype == weight_D.dtype == torch.float32:
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     return (F.rms_norm(x.float(), weight_D.shape, None, eps) * weight_D.float()).to(x.dtype)

@@ -68,6 +68,7 @@ def plain_heads(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `rotate_heads` in plain torch."""
     split = (heads, kv_heads, kv_heads)
     q_THd, k_TGd, v_TGd = qkv.view(qkv.shape[0], sum(split), head_dim).split(split, dim=1)
     if q_norm_d is not None and k_norm_d is not None:

@@ -21,7 +21,7 @@ def best_and_last(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) 
     A row has at least `kept` keys, and no score is NaN.
     """
     if triton_supports(score_BGN):
-        return _chosen(score_BGN.contiguous(), lengths_B, kept, window)
+        return _launch(score_BGN.contiguous(), lengths_B, kept, window)
     n_N = torch.arange(score_BGN.shape[-1], device=score_BGN.device)
     lengths_B11 = lengths_B[:, None, None]
     score_BGN = score_BGN.masked_fill(n_N >= lengths_B11 - window, torch.inf)
@@ -30,7 +30,7 @@ def best_and_last(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) 
     return best_BGN[..., :kept].sort(-1).values
 
 
-def _chosen(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) -> Tensor:
+def _launch(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) -> Tensor:
     """Launch the kernel that chooses the keys."""
     *heads, widest = score_BGN.shape
     kept_BGK = torch.empty((*heads, kept), dtype=torch.int64, device=score_BGN.device)

@@ -171,6 +171,7 @@ def join(
 
 
 def addresses(buffers: Sequence[Tensor]) -> Tensor:
+    """Return the device addresses of the buffers, int64, on their device."""
     return torch.tensor([buffer.data_ptr() for buffer in buffers]).to(buffers[0].device)
 
 
@@ -209,6 +210,7 @@ def load_keys(
     PAGE: tl.constexpr,
     D: tl.constexpr,
 ):
+    """Load the keys n of a row and KV head from its pages, 0 beyond `length`."""
     offs_d = tl.arange(0, D)
     in_N = n_N < length
     page_N = tl.load(table_ptr + n_N // PAGE, mask=in_N, other=0).to(tl.int64)

@@ -120,7 +120,7 @@ def _dot4(w, x, sums, DP4A: tl.constexpr):
 
 
 @jit
-def _codes(w_at, at, left, EVEN: tl.constexpr):
+def _load_codes(w_at, at, left, EVEN: tl.constexpr):
     """Load one step of some channels' weights."""
     if EVEN:
         return tl.load(w_at, cache_modifier=".cg")
@@ -180,7 +180,7 @@ def _gemv_kernel(
     bfloat16, EACH in 16 bytes. The first weights are read before the wait."""
     n, offs_k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     w_ptrs = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + offs_k[None, :]
-    codes = _codes(w_ptrs, offs_k, K, EVEN)
+    codes = _load_codes(w_ptrs, offs_k, K, EVEN)
     after_others(EARLY)
     sums = tl.tuple([])
     for _ in tl.static_range(ROWS):
@@ -190,7 +190,7 @@ def _gemv_kernel(
             sums += (tl.zeros((COLUMNS, DEPTH // EACH), tl.float32),)
     sums = _accumulate(sums, codes, x, offs_k, K, K, ROWS, COLUMNS, DEPTH, EACH, DP4A)
     for k in range(DEPTH, K, DEPTH):
-        codes = _codes(w_ptrs + k, offs_k, K - k, EVEN)
+        codes = _load_codes(w_ptrs + k, offs_k, K - k, EVEN)
         sums = _accumulate(sums, codes, x + k, offs_k, K, K - k, ROWS, COLUMNS, DEPTH, EACH, DP4A)
     if column is not None:
         scale = tl.load(column + n, mask=n < N, other=0.0)

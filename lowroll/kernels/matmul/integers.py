@@ -169,6 +169,7 @@ def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
 
 
 def registers(tile: Tile) -> int:
+    """Return the registers of a thread with which the tile's programs fit on a multiprocessor."""
     return min(255, 65536 // (32 * tile.warps * tile.blocks) // 8 * 8)
 
 

@@ -103,6 +103,7 @@ def product(
 
 
 def choose(M: int, N: int, size: int) -> Schedule:
+    """Choose the schedule by these sizes alone. size: bytes of a number."""
     if size > 2:
         return Schedule(min(32, max(16, block(M))), 64, 64, 2, 4)
     fills_device = -(-N // 128) * -(-M // 128) >= MULTIPROCESSORS

@@ -78,6 +78,7 @@ def supports_dequantize(
 def dequantize(
     kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
+    """Return the matrix [N, K] in `dtype`. Where `supports_dequantize`."""
     words = tensors["weight_packed"].view(torch.int32)
     w_NK = torch.empty(shape, dtype=dtype, device=words.device)
     global_ = tensors.get("weight_global_scale")

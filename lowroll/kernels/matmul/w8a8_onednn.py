@@ -21,6 +21,7 @@ Packed = tuple[Tensor, Tensor, Tensor]  # the weight in oneDNN's layout, its sca
 
 
 def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
+    """Return codes and scales in oneDNN's layout."""
     return (
         torch.ops.onednn.qlinear_prepack(codes_NK, None),
         scale_N.flatten(),
@@ -29,6 +30,7 @@ def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
 
 
 def multiply(codes_MK: Tensor, packed: Packed) -> Tensor:
+    """Return float32 sums [M, N], times the weights' scales."""
     unsigned_MK = codes_MK.view(torch.uint8).bitwise_xor(128)  # codes + 128, by the sign bit
     return _multiply(unsigned_MK, packed, 1.0)
 

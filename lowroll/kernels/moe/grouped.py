@@ -109,6 +109,7 @@ class GroupedTiling:
 
 
 def tiles(stack: Stack, slots: int) -> GroupedTiling:
+    """Choose the tiling by the format and the average slots of an expert."""
     places = min(128, max(16, block(2 * slots // stack.num_experts)))
     if stack.packed:
         features = 16 * stack.block  # the fewest that the tensor cores take
@@ -349,19 +350,19 @@ def _decode_words(words, scales, KIND: tl.constexpr, PTX: tl.constexpr):
         )
     else:
         return (
-            _level(words, scales, 0, KIND),
-            _level(words, scales, 1, KIND),
-            _level(words, scales, 2, KIND),
-            _level(words, scales, 3, KIND),
-            _level(words, scales, 4, KIND),
-            _level(words, scales, 5, KIND),
-            _level(words, scales, 6, KIND),
-            _level(words, scales, 7, KIND),
+            _decode_nibble(words, scales, 0, KIND),
+            _decode_nibble(words, scales, 1, KIND),
+            _decode_nibble(words, scales, 2, KIND),
+            _decode_nibble(words, scales, 3, KIND),
+            _decode_nibble(words, scales, 4, KIND),
+            _decode_nibble(words, scales, 5, KIND),
+            _decode_nibble(words, scales, 6, KIND),
+            _decode_nibble(words, scales, 7, KIND),
         )
 
 
 @jit
-def _level(words, scales, NIBBLE: tl.constexpr, KIND: tl.constexpr):
+def _decode_nibble(words, scales, NIBBLE: tl.constexpr, KIND: tl.constexpr):
     """Return nibble NIBBLE of every word as a number, times its scale."""
     code = (words >> (4 * NIBBLE)) & 15
     if KIND == "int4":

@@ -53,6 +53,7 @@ def choose(
 
 
 def choose_by(logits_TE: Tensor, choices: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Compute `choose` from logits, in plain torch."""
     experts_TS = logits_TE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :choices]
     return _weights(logits_TE, experts_TS, renormalize), experts_TS
 
@@ -64,6 +65,7 @@ def _weights(logits_TE: Tensor, experts_TS: Tensor, renormalize: bool) -> Tensor
 
 
 def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
+    """Sort slots by expert, then by slot."""
     if triton_supports(experts_TS) and experts_TS.numel() <= MOST_SLOTS:
         return _sort_slots(experts_TS, num_experts)
     sorted_P, slot_P = experts_TS.flatten().sort(stable=True)

@@ -41,6 +41,7 @@ class RoutedTiling(NamedTuple):
 
 
 def tiles(slots: int, stack: Stack) -> RoutedTiling:
+    """Choose the tiling by the format and the average slots of an expert."""
     num_experts = stack.num_experts
     if slots <= num_experts:
         num_sharing = 1

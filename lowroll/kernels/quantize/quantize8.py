@@ -93,7 +93,7 @@ def _scale_of(amax, INTEGER: tl.constexpr):
 
 
 @jit
-def _codes(w, scale, INTEGER: tl.constexpr):
+def _encode(w, scale, INTEGER: tl.constexpr):
     """Return the codes of weights under a scale."""
     ratio = tl.div_rn(w, tl.zeros_like(w) + scale)
     if INTEGER:  # adding 1.5 * 2^23 rounds to a whole number, half to even
@@ -122,7 +122,7 @@ def _quantize8_kernel(
     if WHOLE:
         values = rotated(tl.load(w + offs, mask=offs < K, other=0.0).to(tl.float32), ROTATION)
         scale = _scale_of(tl.reduce(tl.abs(values), 0, _maximum_or_nan), INTEGER)
-        tl.store(codes + offs, _codes(values, scale, INTEGER), mask=offs < K)
+        tl.store(codes + offs, _encode(values, scale, INTEGER), mask=offs < K)
     else:
         largest = tl.zeros((WIDTH,), tl.float32)
         for k in range(0, K, WIDTH):
@@ -132,7 +132,7 @@ def _quantize8_kernel(
         for k in range(0, K, WIDTH):
             values = tl.load(w + k + offs, mask=offs < K - k, other=0.0).to(tl.float32)
             values = rotated(values, ROTATION)
-            tl.store(codes + k + offs, _codes(values, scale, INTEGER), mask=offs < K - k)
+            tl.store(codes + k + offs, _encode(values, scale, INTEGER), mask=offs < K - k)
     tl.store(scales + n, scale)
 
 
@@ -175,7 +175,7 @@ def _quantize8_columns_kernel(
     if tl.program_id(1) == 0:
         tl.store(scales + k, scale, mask=k < K)
     transposed_codes = tl.trans(
-        _codes(values, tl.broadcast_to(scale[None, :], (ROWS, COLUMNS)), INTEGER)
+        _encode(values, tl.broadcast_to(scale[None, :], (ROWS, COLUMNS)), INTEGER)
     )
     offs = k[:, None].to(tl.int64) * N + n[None, :]
     tl.store(codes + offs, transposed_codes, mask=(k < K)[:, None] & (n < N)[None, :])

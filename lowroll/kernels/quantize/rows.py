@@ -114,6 +114,7 @@ def quantize_rows(x_MK: Tensor, kind: str) -> QuantizedRows:
 
 
 def require(kind: str) -> None:
+    """Raise ValueError for a `kind` not in `KINDS`."""
     if kind not in KINDS:
         raise ValueError(f"rows: {kind!r} is none of {', '.join(KINDS)}")
 
@@ -127,6 +128,8 @@ def encoding(kind: str | None, size: int) -> dict[str, Any]:
 
 
 def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> QuantizedRows:
+    """Return uninitialised codes and scales. like: activations, whose device and dtype they
+    take."""
     require(kind)
     codes_MK = torch.empty(shape, dtype=KINDS[kind], device=like.device)
     scale_M1 = torch.empty(shape[0], 1, dtype=torch.float32, device=like.device)
@@ -186,6 +189,7 @@ def magnitude(y):
 
 @jit
 def step_of(amax, KIND: tl.constexpr):
+    """Return the scale of a row with this largest magnitude."""
     if KIND == "int8":
         return tl.div_rn(amax, 127.0)
     else:

@@ -119,6 +119,7 @@ def _plain(
 def winners(
     scaled_BV: Tensor, keys_B: Tensor, positions_B: Tensor, greedy_B: Tensor | None
 ) -> Tensor:
+    """Return the winning id of each row in plain torch, int64 [B]."""
     winner_parts = []
     columns = (scaled_BV, keys_B, positions_B)
     for scaled_RV, keys_R, positions_R in zip(*(c.split(NOISE_ROWS) for c in columns), strict=True):

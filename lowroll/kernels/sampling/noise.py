@@ -67,6 +67,7 @@ def philox4x32(counter_4X: Tensor, key_2X: Tensor) -> Tensor:
 
 @jit
 def words_of(key, position, counter_n):
+    """Return the four Philox words of each counter."""
     c0 = tl.zeros_like(counter_n).to(tl.uint32) + position.to(tl.uint32)
     c1 = tl.zeros_like(c0) + (position >> 32).to(tl.uint32)
     c2 = counter_n.to(tl.uint32)

@@ -43,6 +43,7 @@ def blank(slots: int, tokens: int, device: torch.device) -> Tensor:
 
 
 def clear(marks_SV: Tensor, slots_N: Tensor) -> None:
+    """Clear all marks of these slots."""
     slots, row_bytes = len(marks_SV), marks_SV.stride(0)
     marks_SV.as_strided((slots, row_bytes), (row_bytes, 1)).view(torch.int64).index_fill_(
         0, slots_N, 0
@@ -50,7 +51,7 @@ def clear(marks_SV: Tensor, slots_N: Tensor) -> None:
 
 
 def add(marks_SV: Tensor, mark: int, slots_N: Tensor, tokens_N: Tensor) -> None:
-    """Mark tokens of slots; a pair may come twice. All int64."""
+    """Mark tokens of slots; a pair may be repeated. All int64."""
     marks, index_N = flat(marks_SV), slots_N * marks_SV.stride(0) + tokens_N
     marks[index_N] = marks[index_N] | mark
 

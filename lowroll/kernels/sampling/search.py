@@ -16,12 +16,14 @@ _VALUE_ITERATIONS = constexpr(16)  # iterations before bits are split
 
 @jit
 def key_of(x):
+    """Return the int32 whose order is that of the floats. Both zeros have one key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @jit
 def value_of(key):
+    """Return the float of a key (`key_of`)."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
@@ -327,6 +329,7 @@ def mass_of(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Return the mass of what stays in the listed blocks, and store that of each block."""
     total = shift * 0.0
     for start in range(0, count, GROUP):
         _, x_gn = _read(logits_ptr, list_ptr, start, count, floor, last, tokens, GROUP, BLOCK)

@@ -94,6 +94,7 @@ def shift_of(largest, factor):
 
 @jit
 def temperature_of(temperature_ptr, greedy_ptr, row):
+    """Load a row's temperature; 1 for a greedy row."""
     temperature = 1.0
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + row)
@@ -117,6 +118,7 @@ def row_of(largest_ptr, mass_ptr, row, tiles, factor, TILES: tl.constexpr):
 
 @jit
 def is_distribution(largest, total):
+    """Return whether a row has a distribution, by its maximum and mass."""
     return (
         (total > 0) & (total < float("inf")) & (largest > float("-inf")) & (largest < float("inf"))
     )

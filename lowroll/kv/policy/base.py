@@ -188,4 +188,5 @@ def footprint(policy: CachePolicy, prompt: int, response: int, page_size: int) -
 
 
 def num_pages(keys: int, page_size: int) -> int:
+    """Return the pages that so many keys take."""
     return -(-keys // page_size)

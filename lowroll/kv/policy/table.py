@@ -21,7 +21,7 @@ T = TypeVar("T", bool, int, float)
 class Option(Generic[T]):
     """A boolean, integer or float option of a policy, typed as its default.
 
-    stays: it counts keys of the budget that stay whatever their scores.
+    stays: it counts keys of the budget that are kept whatever their scores.
     """
 
     default: T
