@@ -39,13 +39,13 @@ def library(
     digest = hashlib.sha256("\0".join([*texts, version, *flags]).encode()).hexdigest()[:24]
     path = folder / f"{source.stem}-{digest}.so"
     if not path.exists():
-        handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
-        os.close(handle)
+        descriptor, temporary_path = tempfile.mkstemp(suffix=".so", dir=folder)
+        os.close(descriptor)
         try:
-            run([str(compiler), *flags, str(source), "-o", made], source.name, deadline_s)
-            os.replace(made, path)
+            run([str(compiler), *flags, str(source), "-o", temporary_path], source.name, deadline_s)
+            os.replace(temporary_path, path)
         finally:
-            Path(made).unlink(missing_ok=True)
+            Path(temporary_path).unlink(missing_ok=True)
     return ctypes.CDLL(str(path))
 
 
@@ -68,10 +68,10 @@ def run(command: list[str], what: str, deadline_s: float) -> str:
     """Run a compiler and return what it prints. RuntimeError when it fails or takes too long."""
     compiler = Path(command[0]).name
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{what}: {compiler} did not end within {deadline_s} s") from None
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines()[:8]
-        raise RuntimeError(f"{what}: {compiler} failed ({done.returncode}):\n" + "\n".join(lines))
-    return done.stdout
+    if result.returncode:
+        lines = (result.stderr or result.stdout).strip().splitlines()[:8]
+        raise RuntimeError(f"{what}: {compiler} failed ({result.returncode}):\n" + "\n".join(lines))
+    return result.stdout

@@ -26,12 +26,12 @@ _CPU_WORDS = 1 << 20  # words of one step in plain torch
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """Return one int64 of every tensor's bytes in row-major order. Waits for each device once."""
-    found: dict[int, int] = {}
-    for mine in _together(tensors, lambda t: t.device):
-        found.update(
-            zip(mine, _checksums([tensors[i].detach() for i in mine]).tolist(), strict=True)
+    sums: dict[int, int] = {}
+    for indices in _group_indices(tensors, lambda t: t.device):
+        sums.update(
+            zip(indices, _checksums([tensors[i].detach() for i in indices]).tolist(), strict=True)
         )
-    return [found[i] for i in range(len(tensors))]
+    return [sums[i] for i in range(len(tensors))]
 
 
 def amax(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -40,33 +40,37 @@ def amax(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     bfloat16, float16 and float32, on any devices, without a wait.
     """
-    found: dict[int, Tensor] = {}
-    for mine in _together(tensors, lambda t: (t.device, t.dtype)):
-        found.update(
-            zip(mine, _amax([tensors[i].detach() for i in mine]).float().split(1), strict=True)
+    maxima: dict[int, Tensor] = {}
+    for indices in _group_indices(tensors, lambda t: (t.device, t.dtype)):
+        maxima.update(
+            zip(
+                indices, _amax([tensors[i].detach() for i in indices]).float().split(1), strict=True
+            )
         )
-    return [found[i] for i in range(len(tensors))]
+    return [maxima[i] for i in range(len(tensors))]
 
 
 def finite(extents: Sequence[Tensor]) -> list[bool]:
     """Return whether each of `amax`'s results is finite. Waits for each device once."""
-    found: dict[int, bool] = {}
-    for mine in _together(extents, lambda t: t.device):
-        found.update(
-            zip(mine, torch.cat([extents[i] for i in mine]).isfinite().tolist(), strict=True)
+    is_finite: dict[int, bool] = {}
+    for indices in _group_indices(extents, lambda t: t.device):
+        is_finite.update(
+            zip(indices, torch.cat([extents[i] for i in indices]).isfinite().tolist(), strict=True)
         )
-    return [found[i] for i in range(len(extents))]
+    return [is_finite[i] for i in range(len(extents))]
 
 
-def _together(tensors: Sequence[Tensor], key: Callable[[Tensor], Any]) -> Iterator[list[int]]:
-    for one in dict.fromkeys(map(key, tensors)):
-        yield [i for i, t in enumerate(tensors) if key(t) == one]
+def _group_indices(tensors: Sequence[Tensor], key: Callable[[Tensor], Any]) -> Iterator[list[int]]:
+    """Yield the indices of the tensors that share a key."""
+    for value in dict.fromkeys(map(key, tensors)):
+        yield [i for i, t in enumerate(tensors) if key(t) == value]
 
 
 # -- plain torch -----------------------------------------------------------------------------------
 
 
 def _checksum(tensor: Tensor) -> Tensor:
+    """Return a tensor's checksum in plain torch."""
     raw = tensor.contiguous().view(-1).view(torch.uint8)
     raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))
     words = raw.view(torch.int64)
@@ -80,7 +84,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _extent(tensor: Tensor) -> Tensor:
+def _largest_magnitude(tensor: Tensor) -> Tensor:
     """Return the largest |value| from the two extremes, which propagate NaN: one pass, no copy."""
     if tensor.numel() == 0:
         return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
@@ -92,45 +96,54 @@ def _extent(tensor: Tensor) -> Tensor:
 
 
 def _checksums(tensors: list[Tensor]) -> Tensor:
+    """Return the checksums of tensors on one device."""
     if not triton_supports(tensors[0]):
         return torch.stack([_checksum(t) for t in tensors])
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
-    _sweep(_checksum_kernel, tensors, sums)
+    _launch_over_blocks(_checksum_kernel, tensors, sums)
     return sums
 
 
 def _amax(tensors: list[Tensor]) -> Tensor:
+    """Return the largest magnitudes of tensors of one device and dtype."""
     if not triton_supports(tensors[0]):
-        return torch.stack([_extent(t) for t in tensors])
-    whole = {2: torch.int16, 4: torch.int32}[tensors[0].itemsize]
+        return torch.stack([_largest_magnitude(t) for t in tensors])
+    integer_dtype = {2: torch.int16, 4: torch.int32}[tensors[0].itemsize]
     bits = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
-    _sweep(_amax_kernel, [t.view(whole) for t in tensors], bits)
-    return bits.to(whole).view(tensors[0].dtype)
+    _launch_over_blocks(_amax_kernel, [t.view(integer_dtype) for t in tensors], bits)
+    return bits.to(integer_dtype).view(tensors[0].dtype)
 
 
-def _sweep(kernel: Any, tensors: list[Tensor], out: Tensor) -> None:
-    """Launch `kernel` with one program a block; blocks of all tensors are numbered in a row."""
-    tensors = [_aligned(t) for t in tensors]
+def _launch_over_blocks(kernel: Any, tensors: list[Tensor], out: Tensor) -> None:
+    """Launch `kernel` with one program a block; the blocks of all tensors are numbered
+    consecutively."""
+    tensors = [_align(t) for t in tensors]
     counts = torch.tensor([-(-t.nbytes // BLOCK_BYTES) for t in tensors])
-    firsts = (counts.cumsum(0) - counts).tolist()
-    table = torch.tensor(
-        [(t.data_ptr(), t.nbytes, first) for t, first in zip(tensors, firsts, strict=True)]
+    first_programs = (counts.cumsum(0) - counts).tolist()
+    tensor_table = torch.tensor(
+        [
+            (t.data_ptr(), t.nbytes, first_program)
+            for t, first_program in zip(tensors, first_programs, strict=True)
+        ]
     )
-    owner = torch.repeat_interleave(torch.arange(len(tensors), dtype=torch.int32), counts)
-    if len(owner):
-        size = 8 if kernel is _checksum_kernel else tensors[0].itemsize
-        kernel[(len(owner),)](
-            table.to(out.device),
-            owner.to(out.device),
+    tensor_of_program = torch.repeat_interleave(
+        torch.arange(len(tensors), dtype=torch.int32), counts
+    )
+    if len(tensor_of_program):
+        item_size = 8 if kernel is _checksum_kernel else tensors[0].itemsize
+        kernel[(len(tensor_of_program),)](
+            tensor_table.to(out.device),
+            tensor_of_program.to(out.device),
             out,
-            SIZE=size,
-            BLOCK=BLOCK_BYTES // size,
-            STEP=STEP_BYTES // size,
+            SIZE=item_size,
+            BLOCK=BLOCK_BYTES // item_size,
+            STEP=STEP_BYTES // item_size,
             num_warps=4,
         )
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def _align(tensor: Tensor) -> Tensor:
+    """Return the tensor contiguous and at a multiple of 16 bytes."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -139,17 +152,23 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 @jit
-def _block(table, owner, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _locate_block(table, owner, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the program's tensor, its address, its number of integers, and the first of the block."""
     tensor = tl.load(owner + tl.program_id(0))
     integer: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
     values = tl.multiple_of(tl.load(table + 3 * tensor).to(tl.pointer_type(integer)), 16)
-    first = (tl.program_id(0) - tl.load(table + 3 * tensor + 2)) * BLOCK
-    return tensor, values, tl.load(table + 3 * tensor + 1) // SIZE, tl.multiple_of(first, BLOCK)
+    block_start = (tl.program_id(0) - tl.load(table + 3 * tensor + 2)) * BLOCK
+    return (
+        tensor,
+        values,
+        tl.load(table + 3 * tensor + 1) // SIZE,
+        tl.multiple_of(block_start, BLOCK),
+    )
 
 
 @jit
 def _mix(word):
+    """Mix the bits of 8-byte words, before they are weighted and added."""
     word = (word ^ (word >> 32)) * -7046029254386353131
     return word ^ (word >> 29)
 
@@ -158,9 +177,11 @@ def _mix(word):
 def _last_word(table, tensor):
     """Return the word that a tensor's last bytes fill in part, zero-padded; 0 when there is none."""
     size, lane = tl.load(table + 3 * tensor + 1), tl.arange(0, 8)
-    at = size // 8 * 8 + lane
+    byte_offs = size // 8 * 8 + lane
     byte = tl.load(
-        tl.load(table + 3 * tensor).to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0
+        tl.load(table + 3 * tensor).to(tl.pointer_type(tl.uint8)) + byte_offs,
+        mask=byte_offs < size,
+        other=0,
     )
     return tl.sum(byte.to(tl.int64) << (8 * lane).to(tl.int64), axis=0)
 
@@ -169,31 +190,36 @@ def _last_word(table, tensor):
 def _checksum_kernel(
     table, owner, sums, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr
 ):
-    tensor, words, size, first = _block(table, owner, SIZE, BLOCK)
+    tensor, words, size, block_start = _locate_block(table, owner, SIZE, BLOCK)
     total = tl.zeros([STEP], dtype=tl.int64)
-    if first + BLOCK <= size:  # without a mask, loads are as wide as the hardware's
+    if block_start + BLOCK <= size:  # without a mask, loads are as wide as the hardware's
         for start in range(0, BLOCK, STEP):
-            at = first + start + tl.arange(0, STEP)
-            total += _mix(tl.load(words + at)) * (2 * at + 1)
+            offs = block_start + start + tl.arange(0, STEP)
+            total += _mix(tl.load(words + offs)) * (2 * offs + 1)
         tl.atomic_add(sums + tensor, tl.sum(total, axis=0), sem="relaxed")
     else:
         for start in range(0, BLOCK, STEP):
-            at = first + start + tl.arange(0, STEP)
-            total += _mix(tl.load(words + at, mask=at < size, other=0)) * (2 * at + 1)
-        last = tl.where(size >= first, _mix(_last_word(table, tensor)) * (2 * size + 1), 0)
+            offs = block_start + start + tl.arange(0, STEP)
+            total += _mix(tl.load(words + offs, mask=offs < size, other=0)) * (2 * offs + 1)
+        last = tl.where(size >= block_start, _mix(_last_word(table, tensor)) * (2 * size + 1), 0)
         tl.atomic_add(sums + tensor, tl.sum(total, axis=0) + last, sem="relaxed")
 
 
 @jit
 def _amax_kernel(table, owner, bits, SIZE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    tensor, values, size, first = _block(table, owner, SIZE, BLOCK)
-    most: tl.constexpr = 0x7FFF if SIZE == 2 else 0x7FFFFFFF
-    top = tl.zeros([STEP], dtype=values.dtype.element_ty)
-    if first + BLOCK <= size:
+    tensor, values, size, block_start = _locate_block(table, owner, SIZE, BLOCK)
+    magnitude_mask: tl.constexpr = 0x7FFF if SIZE == 2 else 0x7FFFFFFF
+    largest_bits = tl.zeros([STEP], dtype=values.dtype.element_ty)
+    if block_start + BLOCK <= size:
         for start in range(0, BLOCK, STEP):
-            top = tl.maximum(top, tl.load(values + first + start + tl.arange(0, STEP)) & most)
+            largest_bits = tl.maximum(
+                largest_bits,
+                tl.load(values + block_start + start + tl.arange(0, STEP)) & magnitude_mask,
+            )
     else:
         for start in range(0, BLOCK, STEP):
-            at = first + start + tl.arange(0, STEP)
-            top = tl.maximum(top, tl.load(values + at, mask=at < size, other=0) & most)
-    tl.atomic_max(bits + tensor, tl.max(top.to(tl.int32), axis=0), sem="relaxed")
+            offs = block_start + start + tl.arange(0, STEP)
+            largest_bits = tl.maximum(
+                largest_bits, tl.load(values + offs, mask=offs < size, other=0) & magnitude_mask
+            )
+    tl.atomic_max(bits + tensor, tl.max(largest_bits.to(tl.int32), axis=0), sem="relaxed")

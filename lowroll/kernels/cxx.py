@@ -29,17 +29,17 @@ NO_CPU = no("runs on a CPU")
 @cache
 def compiler() -> Path | None:
     """Return the first that exists of $CXX, c++, g++ and clang++."""
-    found = map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))
-    return next((Path(path) for path in found if path), None)
+    paths = map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))
+    return next((Path(path) for path in paths if path), None)
 
 
 def library(source: Path) -> ctypes.CDLL:
     """Return the shared library of a source. RuntimeError when there is no compiler; errors of
     `build.library`."""
-    path = compiler()
-    if path is None:
+    compiler_path = compiler()
+    if compiler_path is None:
         raise RuntimeError(f"{source.name}: {NO_COMPILER.why_not}")
-    return build.library(source, sorted(HEADERS.glob("*.h")), path, FLAGS, DEADLINE_S)
+    return build.library(source, sorted(HEADERS.glob("*.h")), compiler_path, FLAGS, DEADLINE_S)
 
 
 def run(source: Path, name: str, problem: ctypes.Structure) -> None:
@@ -50,6 +50,7 @@ def run(source: Path, name: str, problem: ctypes.Structure) -> None:
 
 @cache
 def _function(source: Path, name: str) -> Callable[..., None]:
+    """Return a function of a source's library, built on first use."""
     function = getattr(library(source), name)
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p], None
     return cast(Callable[..., None], function)

@@ -37,7 +37,7 @@ class DeviceSupport(NamedTuple):
     support: Support
 
 
-def _cuda(
+def _cuda_kernel(
     name: str,
     takes: str,
     capability: tuple[int, int],
@@ -48,18 +48,20 @@ def _cuda(
     """Return the kernel of a CUDA source. within_triton: only where Triton's kernels run."""
 
     def supports_device(device: torch.device) -> Support:
-        if within_triton and not (found := triton_supports_device(device)):
-            return found
+        if within_triton and not (support := triton_supports_device(device)):
+            return support
         return cuda_supports(device, capability, only) and nvcc.supports_device(device)
 
     return Kernel(name, "CUDA C++", takes, supports_device)
 
 
-def _triton(name: str, takes: str = "") -> Kernel:
+def _triton_kernel(name: str, takes: str = "") -> Kernel:
+    """Return the kernel of a Triton source."""
     return Kernel(name, "Triton", takes, triton_supports_device)
 
 
-def _torch(name: str = "plain torch") -> Kernel:
+def _torch_kernel(name: str = "plain torch") -> Kernel:
+    """Return the fallback in torch, which supports every device."""
     return Kernel(name, "torch", "", lambda device: YES)
 
 
@@ -69,55 +71,55 @@ def _scaled_mm(device: torch.device) -> Support:
 
 PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     "decode attention": (
-        _cuda(
+        _cuda_kernel(
             "attention/paged.cu",
             f"{paged.FEWEST} rows or more, 16-bit numbers, heads of 64 or 128",
             paged.CAPABILITY,
             only=True,
             within_triton=True,
         ),
-        _triton("attention/decode"),
+        _triton_kernel("attention/decode"),
         Kernel(
             "attention/avx2.cpp",
             "C++",
             f"float32, rows of {attention_avx2.LEAST} numbers or more",
             attention_avx2.supports_device,
         ),
-        _torch(),
+        _torch_kernel(),
     ),
     "decode attention, 8-bit cache": (
-        _cuda(
+        _cuda_kernel(
             "attention/paged.cu",
             f"{paged.FEWEST} rows or more, 16-bit queries, heads of 64 or 128",
             paged.CAPABILITY,
             only=True,
             within_triton=True,
         ),
-        _triton("attention/decode8"),
-        _torch(),
+        _triton_kernel("attention/decode8"),
+        _torch_kernel(),
     ),
     "scores of a bounded cache": (
-        _triton("compact/score", "keys in bfloat16, float16 or float32"),
-        _torch(),
+        _triton_kernel("compact/score", "keys in bfloat16, float16 or float32"),
+        _torch_kernel(),
     ),
-    "choice of the keys that stay": (_triton("compact/choose"), _torch()),
-    "move of the keys that stay": (_triton("compact/move"), _torch()),
-    "queries of a bounded cache": (_triton("compact/watch"), _torch()),
+    "choice of the keys that stay": (_triton_kernel("compact/choose"), _torch_kernel()),
+    "move of the keys that stay": (_triton_kernel("compact/move"), _torch_kernel()),
+    "queries of a bounded cache": (_triton_kernel("compact/watch"), _torch_kernel()),
     "attention that keys are given": (
-        _triton("compact/watch", "keys in bfloat16, float16 or float32"),
-        _torch(),
+        _triton_kernel("compact/watch", "keys in bfloat16, float16 or float32"),
+        _torch_kernel(),
     ),
-    "writes to the KV cache": (_triton("attention/decode"), _torch()),
+    "writes to the KV cache": (_triton_kernel("attention/decode"), _torch_kernel()),
     "bf16 product": (
-        _triton("matmul/gemv", f"up to {gemv.MOST[torch.bfloat16]} rows"),
-        _torch("torch's product, packed for oneDNN on a CPU"),
+        _triton_kernel("matmul/gemv", f"up to {gemv.MOST[torch.bfloat16]} rows"),
+        _torch_kernel("torch's product, packed for oneDNN on a CPU"),
     ),
     "int8 product": (
-        _triton("matmul/gemv", f"up to {gemv.MOST[torch.int8]} rows"),
-        _triton("matmul/integers"),
+        _triton_kernel("matmul/gemv", f"up to {gemv.MOST[torch.int8]} rows"),
+        _triton_kernel("matmul/integers"),
         Kernel("matmul/onednn", "oneDNN", "", w8a8_onednn.supports_device),
         Kernel("torch._int_mm", "torch", "", cuda_supports),
-        _torch("float32 products of 1,024 columns, which are exact"),
+        _torch_kernel("float32 products of 1,024 columns, which are exact"),
     ),
     "learner's product of int8 codes": (
         Kernel(
@@ -126,15 +128,15 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
             f"matrices of {limbs.LEAST:,} weights or more, on a CPU with AMX",
             limbs.supports_device,
         ),
-        _torch("the dequantized matrix"),
+        _torch_kernel("the dequantized matrix"),
     ),
     "fp8 product": (
-        _triton("matmul/gemv", f"{gemv.MOST[torch.float8_e4m3fn]} row"),
+        _triton_kernel("matmul/gemv", f"{gemv.MOST[torch.float8_e4m3fn]} row"),
         Kernel("torch._scaled_mm", "torch", "", _scaled_mm),
-        _torch("float32 product"),
+        _torch_kernel("float32 product"),
     ),
     "4-bit product (nvfp4, mxfp4, int4)": (
-        _cuda(
+        _cuda_kernel(
             "matmul/streamed.cu",
             f"up to {w4a16.STREAM_ROWS} rows in bfloat16, {w4a16.BROAD_ROWS} on Hopper",
             streamed.CAPABILITY,
@@ -145,67 +147,74 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
             f"{w4_avx2.LEAST} weights or more, rows of whole {w4_avx2.MULTIPLE}s",
             w4_avx2.supports_device,
         ),
-        _triton("matmul/w4a16", "matrices of whole blocks: dequantized, then torch's product"),
-        _torch("torch's product of the dequantized matrix"),
+        _triton_kernel(
+            "matmul/w4a16", "matrices of whole blocks: dequantized, then torch's product"
+        ),
+        _torch_kernel("torch's product of the dequantized matrix"),
     ),
     "mixture of experts in the engine": (
-        _cuda(
+        _cuda_kernel(
             "moe/routed.cu",
             "4-bit weights and bfloat16, few tokens an expert",
             routed.CAPABILITY,
             within_triton=True,
         ),
-        _triton("moe/grouped"),
-        _torch("one expert at a time"),
+        _triton_kernel("moe/grouped"),
+        _torch_kernel("one expert at a time"),
     ),
     "mixture of experts in the learner": (
-        _triton("moe/grouped", "forward, in 16-bit numbers"),
+        _triton_kernel("moe/grouped", "forward, in 16-bit numbers"),
         Kernel("torch.grouped_mm", "torch", "bfloat16", grouped.grouped_mm_supports_device),
-        _torch("one expert at a time"),
+        _torch_kernel("one expert at a time"),
     ),
-    "routing to experts": (_triton("moe/route"), _torch()),
-    "activations to int8 or fp8": (_triton("quantize/rows"), _torch()),
-    "weights to int8 or fp8": (_triton("quantize/quantize8"), _torch()),
-    "weights to 4 bits": (_triton("quantize/quantize4"), _torch()),
-    "norm": (_triton("fused/norm"), _torch()),
+    "routing to experts": (_triton_kernel("moe/route"), _torch_kernel()),
+    "activations to int8 or fp8": (_triton_kernel("quantize/rows"), _torch_kernel()),
+    "weights to int8 or fp8": (_triton_kernel("quantize/quantize8"), _torch_kernel()),
+    "weights to 4 bits": (_triton_kernel("quantize/quantize4"), _torch_kernel()),
+    "norm": (_triton_kernel("fused/norm"), _torch_kernel()),
     "rotation": (
-        _triton("fused/rope"),
+        _triton_kernel("fused/rope"),
         Kernel(
             "fused/avx2.cpp",
             "C++",
             f"float32, rows of {fused_avx2.LEAST} numbers; a learner's if no QK-norm",
             fused_avx2.supports_device,
         ),
-        _torch(),
+        _torch_kernel(),
     ),
-    "SwiGLU": (_triton("fused/swiglu"), _torch()),
-    "penalties and bans": (_triton("sampling/marks"), _torch()),
-    "filters of sampling": (_triton("sampling/filters"), _torch()),
+    "SwiGLU": (_triton_kernel("fused/swiglu"), _torch_kernel()),
+    "penalties and bans": (_triton_kernel("sampling/marks"), _torch_kernel()),
+    "filters of sampling": (_triton_kernel("sampling/filters"), _torch_kernel()),
     "sampling": (
-        _triton("sampling/draw"),
+        _triton_kernel("sampling/draw"),
         Kernel("sampling/avx2.cpp", "C++", "", sampling_avx2.supports_device),
-        _torch(),
+        _torch_kernel(),
     ),
-    "end of a decode step": (_triton("sampling/advance"), _torch()),
-    "log-probs of the learner": (_triton("training/logprobs"), _torch()),
-    "SwiGLU of an adapter": (_triton("training/low_rank", "ranks up to 256"), _torch()),
-    "AdamW": (_triton("training/adamw"), _torch()),
-    "checksums": (_triton("checksum"), _torch()),
+    "end of a decode step": (_triton_kernel("sampling/advance"), _torch_kernel()),
+    "log-probs of the learner": (_triton_kernel("training/logprobs"), _torch_kernel()),
+    "SwiGLU of an adapter": (
+        _triton_kernel("training/low_rank", "ranks up to 256"),
+        _torch_kernel(),
+    ),
+    "AdamW": (_triton_kernel("training/adamw"), _torch_kernel()),
+    "checksums": (_triton_kernel("checksum"), _torch_kernel()),
 }
 
 
 def answers(product: str, device: torch.device) -> list[DeviceSupport]:
-    """Return the kernels of a product in order, up to the one that takes every remaining call."""
-    found: list[DeviceSupport] = []
+    """Return the kernels of a product in order, up to the one that takes every remaining call, and
+    whether the device supports each."""
+    device_supports: list[DeviceSupport] = []
     for kernel in PRODUCTS[product]:
-        support = _asked(kernel, device)
-        found.append(DeviceSupport(kernel, support))
+        support = _query_support(kernel, device)
+        device_supports.append(DeviceSupport(kernel, support))
         if support and not kernel.takes:
             break
-    return found
+    return device_supports
 
 
-def _asked(kernel: Kernel, device: torch.device) -> Support:
+def _query_support(kernel: Kernel, device: torch.device) -> Support:
+    """Return whether the device supports the kernel; an error of the device means no."""
     try:
         return kernel.supports_device(device)
     except RuntimeError as error:  # no free memory on the device, or another fault

@@ -95,22 +95,23 @@ def captured(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGrap
     own).
 
     Other threads may allocate, copy and wait for a stream, but a wait for the whole device aborts
-    the capture. Freeing an engine's cache waits so (`kv.virtual_memory`), hence garbage collection
+    the capture. Freeing an engine's cache does so (`kv.virtual_memory`), hence garbage collection
     is off until the capture ends.
     """
     graph = torch.cuda.CUDAGraph()
-    collects = gc.isenabled()
+    gc_was_enabled = gc.isenabled()
     gc.disable()
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             run()
     finally:
-        if collects:
+        if gc_was_enabled:
             gc.enable()
     return graph
 
 
 def early() -> bool:
+    """Return whether kernels are launched early (`overlapping`)."""
     return _OVERLAPPING.get()
 
 
@@ -124,6 +125,7 @@ def early_start() -> dict[str, bool]:
 
 @jit
 def let_others_start(EARLY: tl.constexpr):
+    """Let the next kernel start."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -31,11 +31,11 @@ NO_NVCC = no("no nvcc in $CUDA_HOME, on the PATH or in /usr/local/cuda")
 def compiler() -> Path | None:
     """Return nvcc of `$CUDA_HOME`, the PATH or /usr/local/cuda, or None."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    found = [Path(home) / "bin/nvcc"] if home else []
+    candidates = [Path(home) / "bin/nvcc"] if home else []
     if on_path := shutil.which("nvcc"):
-        found.append(Path(on_path))
-    found.append(Path("/usr/local/cuda/bin/nvcc"))
-    return next((path for path in found if os.access(path, os.X_OK)), None)
+        candidates.append(Path(on_path))
+    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    return next((path for path in candidates if os.access(path, os.X_OK)), None)
 
 
 def version() -> str:
@@ -44,14 +44,15 @@ def version() -> str:
     if nvcc is None:
         return ""
     try:
-        told = build.run([str(nvcc), "--version"], "nvcc", TRIAL_S)
+        output = build.run([str(nvcc), "--version"], "nvcc", TRIAL_S)
     except (RuntimeError, OSError):
         return ""
-    found = re.search(r"release ([\d.]+)", told)
-    return found[1] if found else ""
+    match = re.search(r"release ([\d.]+)", output)
+    return match[1] if match else ""
 
 
 def options(capability: tuple[int, int], macros: Mapping[str, str]) -> list[str]:
+    """Return nvcc's options for a compute capability."""
     chip = f"{capability[0]}{capability[1]}" + ("a" if capability[0] == 9 else "")
     return [
         "-std=c++17",
@@ -88,9 +89,9 @@ def supports(make: Callable[[], object], otherwise: str) -> Support:
 
 @cache
 def supports_device(device: torch.device) -> Support:
-    """Return whether nvcc compiles for this device, by a trial of a second or two."""
-    if not (found := cuda_supports(device)):
-        return found
+    """Return whether nvcc compiles for this device, by a trial compilation of a second or two."""
+    if not (support := cuda_supports(device)):
+        return support
     nvcc = compiler()
     if nvcc is None:
         return NO_NVCC

@@ -41,8 +41,10 @@ def cuda_supports(
     with `only`."""
     if device.type != "cuda":
         return NO_CUDA
-    found = torch.cuda.get_device_capability(device)
-    if found == least or (found > least and not only):
+    capability = torch.cuda.get_device_capability(device)
+    if capability == least or (capability > least and not only):
         return YES
-    wanted = f"{least[0]}.{least[1]}{'' if only else ' or later'}"
-    return no(f"needs compute capability {wanted}, and the device has {found[0]}.{found[1]}")
+    required = f"{least[0]}.{least[1]}{'' if only else ' or later'}"
+    return no(
+        f"needs compute capability {required}, and the device has {capability[0]}.{capability[1]}"
+    )

@@ -66,10 +66,10 @@ class PagedAttention:
         self.fresh: Attend | None = varlen([c.num_tokens for c in fresh], device) if fresh else None
         # queries, the slots of all their tokens, attention
         self.later: list[tuple[int, Tensor, Attend]] = []
-        for some in portions(later):
-            lengths = [c.num_tokens for c in some]
-            totals = [c.stop for c in some]
-            slots_T = upload(torch.cat([c.slots(page_size) for c in some]), device)
+        for portion in portions(later):
+            lengths = [c.num_tokens for c in portion]
+            totals = [c.stop for c in portion]
+            slots_T = upload(torch.cat([c.slots(page_size) for c in portion]), device)
             self.later.append((sum(lengths), slots_T, suffixes(lengths, totals, device)))
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
@@ -77,13 +77,13 @@ class PagedAttention:
         if self.exact is not None:
             return self.exact(layer, q_THd)
         outputs = []
-        first = self.num_fresh
+        start = self.num_fresh
         if self.fresh is not None:
-            outputs.append(self.fresh(layer, q_THd[:first], k_TGd[:first], v_TGd[:first]))
+            outputs.append(self.fresh(layer, q_THd[:start], k_TGd[:start], v_TGd[:start]))
         for count, slots_T, attend in self.later:
             keys_TGd, values_TGd = self.cache.read(layer, slots_T)
-            outputs.append(attend(layer, q_THd[first : first + count], keys_TGd, values_TGd))
-            first += count
+            outputs.append(attend(layer, q_THd[start : start + count], keys_TGd, values_TGd))
+            start += count
         if self.selector is not None:
             self.selector.prefilled(layer, q_THd, self.chunks)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -94,13 +94,13 @@ class _ExactAttention:
 
     def __init__(self, cache: KVCache, chunks: list[PromptChunk]) -> None:
         self.cache = cache
-        widest = max(len(c.pages) for c in chunks)
-        padded = [c.pages + [0] * (widest - len(c.pages)) for c in chunks]
-        sizes = [c.num_tokens for c in chunks]
+        max_pages = max(len(c.pages) for c in chunks)
+        padded_tables = [c.pages + [0] * (max_pages - len(c.pages)) for c in chunks]
+        counts = [c.num_tokens for c in chunks]
         starts = [c.start for c in chunks]
         self.table_SP, self.lengths_S, self.before_S = (
-            upload(torch.tensor(numbers, dtype=torch.int32), cache.device)
-            for numbers in (padded, sizes, starts)
+            upload(torch.tensor(values, dtype=torch.int32), cache.device)
+            for values in (padded_tables, counts, starts)
         )
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
@@ -131,6 +131,7 @@ class PackedPrompts:
 
     @cached_property
     def _exact(self) -> invariant.Causal:
+        """Return the batch-invariant attention of these prompts, created at the first layer."""
         return invariant.packed(self.bounds.diff(), len(self.slots_T))
 
 
@@ -142,24 +143,24 @@ class MixedAttention:
     prompts: PagedAttention
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        count = len(self.rows.rows.lengths_B)
-        drawn, read = (
+        num_rows = len(self.rows.rows.lengths_B)
+        decoded, prefilled = (
             attend(layer, q_THd[part], k_TGd[part], v_TGd[part])
             for attend, part in (
-                (self.rows, slice(None, count)),
-                (self.prompts, slice(count, None)),
+                (self.rows, slice(None, num_rows)),
+                (self.prompts, slice(num_rows, None)),
             )
         )
-        return torch.cat([drawn, read])
+        return torch.cat([decoded, prefilled])
 
 
 def portions(chunks: list[PromptChunk]) -> Iterator[list[PromptChunk]]:
     """Group chunks to gather at once: MOST_GATHERED tokens, or a single chunk."""
-    some: list[PromptChunk] = []
+    portion: list[PromptChunk] = []
     for chunk in chunks:
-        if some and sum(c.stop for c in some) + chunk.stop > MOST_GATHERED:
-            yield some
-            some = []
-        some.append(chunk)
-    if some:
-        yield some
+        if portion and sum(c.stop for c in portion) + chunk.stop > MOST_GATHERED:
+            yield portion
+            portion = []
+        portion.append(chunk)
+    if portion:
+        yield portion

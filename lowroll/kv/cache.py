@@ -50,11 +50,18 @@ class KVCache:
     ) -> None:
         self.page_size, self.dtype, self.device = page_size, dtype, torch.device(device)
         self.released = False
-        head = (num_pages, page_size, spec.num_kv_heads)
+        leading_shape = (num_pages, page_size, spec.num_kv_heads)
         columns = self.columns(spec, dtype)
-        shapes = [((*head, width), kind) for width, kind in columns for _ in range(spec.num_layers)]
-        flat, self.virtual_memory = _allocate(shapes, self.device)
-        self.buffers = [flat[i : i + spec.num_layers] for i in range(0, len(flat), spec.num_layers)]
+        shapes = [
+            ((*leading_shape, width), column_dtype)
+            for width, column_dtype in columns
+            for _ in range(spec.num_layers)
+        ]
+        all_buffers, self.virtual_memory = _allocate(shapes, self.device)
+        self.buffers = [
+            all_buffers[i : i + spec.num_layers]
+            for i in range(0, len(all_buffers), spec.num_layers)
+        ]
         self.keys, self.values = self.buffers[:2]
 
     @staticmethod
@@ -66,14 +73,15 @@ class KVCache:
     @classmethod
     def bytes_per_token(cls, spec: ModelSpec, dtype: torch.dtype) -> int:
         columns = cls.columns(spec, dtype)
-        head = sum(width * kind.itemsize for width, kind in columns)
-        return spec.num_layers * spec.num_kv_heads * head
+        bytes_per_head = sum(width * column_dtype.itemsize for width, column_dtype in columns)
+        return spec.num_layers * spec.num_kv_heads * bytes_per_head
 
     def adapt(self, model: Transformer) -> bool:
         """Adapt the storage to the weights. True when stored keys become unreadable."""
         return False
 
     def _all(self) -> list[Tensor]:
+        """Return the buffers of all layers and columns."""
         return [buffer for column in self.buffers for buffer in column]
 
     @property

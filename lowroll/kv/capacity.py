@@ -15,8 +15,8 @@ another g h keep freed pages for later prompts with the same prefix.
 
 Under a policy that bounds a sample's cache (`kv.policy.base.footprint`) a sample that can be
 compacted needs w pages of its own, those of its longest cache: nothing is shared in the end.
-Samples that need no compaction have at most o, and less than w + 2. A compacted prompt needs the
-pages of what is left beside its own, and no sample owns its tail.
+Samples that need no compaction have at most o, and less than w + 2. A compacted prompt needs
+pages for the keys that are left in addition to its own, and no sample owns its tail.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ class Workload:
         stated."""
         rows = self.rows(max_batch)
         groups = min(self.groups, rows)
-        later = groups if self.groups * self.n > rows else 0
-        shared = self.prompt // page_size
-        tail = min(self.prompt, page_size - 1)
-        own = num_pages(tail + self.response - 1, page_size)
-        pages = (groups + later) * shared + 1
-        longest = num_pages(self.longest, page_size)
-        need = footprint(kv, self.prompt, self.response, page_size)
-        if need.compacted:
-            pages += groups * (need.compacted + 1)
-        if need.evicts:
-            own = max(need.writer, min(own, need.writer + 1))
+        freed_groups = groups if self.groups * self.n > rows else 0
+        shared_pages = self.prompt // page_size
+        tail_tokens = min(self.prompt, page_size - 1)
+        own_pages = num_pages(tail_tokens + self.response - 1, page_size)
+        pages = (groups + freed_groups) * shared_pages + 1
+        longest_pages = num_pages(self.longest, page_size)
+        request_footprint = footprint(kv, self.prompt, self.response, page_size)
+        if request_footprint.compacted:
+            pages += groups * (request_footprint.compacted + 1)
+        if request_footprint.evicts:
+            own_pages = max(request_footprint.writer, min(own_pages, request_footprint.writer + 1))
             pages += groups
-            longest += need.writer + need.compacted
-        return max(pages + rows * own, longest) * page_size
+            longest_pages += request_footprint.writer + request_footprint.compacted
+        return max(pages + rows * own_pages, longest_pages) * page_size
 
 
 def capacity(
@@ -90,10 +90,14 @@ def capacity(
     kv: the policy that may bound a sample. most: a limit in bytes instead of a share of `free`;
     samples of unknown length may then be long.
     """
-    room = (free // SHARE if most is None else most) // bytes_per_token
+    max_tokens = (free // SHARE if most is None else most) // bytes_per_token
     if workloads:
-        return min(max(work.tokens(page_size, max_batch, kv) for work in workloads), room)
+        return min(
+            max(workload.tokens(page_size, max_batch, kv) for workload in workloads), max_tokens
+        )
     if most is not None:
-        return min(max_batch * kv.peak(0, context), room)
-    row = kv.peak(0, min(context, UNKNOWN_ROW))
-    return min(max(context, max_batch * row), UNKNOWN_BYTES // bytes_per_token, room)
+        return min(max_batch * kv.peak(0, context), max_tokens)
+    tokens_per_row = kv.peak(0, min(context, UNKNOWN_ROW))
+    return min(
+        max(context, max_batch * tokens_per_row), UNKNOWN_BYTES // bytes_per_token, max_tokens
+    )

@@ -64,16 +64,17 @@ class Float8Cache(KVCache):
     def write(
         self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor
     ) -> tuple[Tensor, Tensor]:
-        new = encode(k_TGd, v_TGd, self.channels_LGF[layer])
-        for buffer, codes in zip(self.codes(layer), new, strict=True):
+        new_codes = encode(k_TGd, v_TGd, self.channels_LGF[layer])
+        for buffer, codes in zip(self.codes(layer), new_codes, strict=True):
             buffer.flatten(0, 1).index_copy_(0, slots_T.long(), codes)
-        return self._decode(layer, new)
+        return self._decode(layer, new_codes)
 
     def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
-        held = (buffer.flatten(0, 1).index_select(0, slots_T) for buffer in self.codes(layer))
-        return self._decode(layer, Codes(*held))
+        stored = (buffer.flatten(0, 1).index_select(0, slots_T) for buffer in self.codes(layer))
+        return self._decode(layer, Codes(*stored))
 
     def _decode(self, layer: int, codes: Codes) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that these codes stand for."""
         k_TGd = decode_keys(
             codes.keys_TGd, codes.fine_TGF, codes.scales_TG2, self.channels_LGF[layer], self.dtype
         )
@@ -118,12 +119,12 @@ def key_energy(model: Transformer) -> Tensor:
     energies = []
     for block in model.blocks:
         assert isinstance(block, Block)
-        known = torch.zeros(spec.num_kv_heads * spec.head_dim, device=model.device)
+        energy = torch.zeros(spec.num_kv_heads * spec.head_dim, device=model.device)
         if block.k_norm is not None:
-            known = block.k_norm.weight.detach().float().square().repeat(spec.num_kv_heads)
+            energy = block.k_norm.weight.detach().float().square().repeat(spec.num_kv_heads)
         elif block.qkv.bias is not None:
-            known = block.qkv.bias.detach()[block.qkv.rows("k_proj")].float().square()
-        energies.append(known.view(spec.num_kv_heads, spec.head_dim))
+            energy = block.qkv.bias.detach()[block.qkv.rows("k_proj")].float().square()
+        energies.append(energy.view(spec.num_kv_heads, spec.head_dim))
     return torch.stack(energies)
 
 

@@ -68,8 +68,8 @@ class PagePool:
         return self._refcount[page]
 
     def allocate(self, n: int) -> list[int]:
-        """Take n pages with count 1 and undefined content, blank ones first. OutOfPages takes
-        none."""
+        """Take n pages with count 1 and undefined content, blank ones first. Raise OutOfPages, and
+        take none, if fewer are free."""
         if n > self.num_free:
             raise OutOfPages(f"{n} pages wanted, {self.num_free} of {self.num_pages} free")
         pages = []
@@ -139,15 +139,16 @@ class PagePool:
         self._key_of.clear()
 
     def _forget(self, page: int) -> None:
+        """Remove a page's key from the prefix cache."""
         del self._page_of[self._key_of.pop(page)]
 
 
 def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes) -> list[bytes]:
     """Return a 16-byte key for each full page of `token_ids`."""
     key = blake2b(salt, digest_size=16).digest()
-    tokens, size = array("q", token_ids).tobytes(), 8 * page_size
+    tokens, bytes_per_page = array("q", token_ids).tobytes(), 8 * page_size
     keys = []
-    for start in range(0, len(tokens) - size + 1, size):
-        key = blake2b(key + tokens[start : start + size], digest_size=16).digest()
+    for start in range(0, len(tokens) - bytes_per_page + 1, bytes_per_page):
+        key = blake2b(key + tokens[start : start + bytes_per_page], digest_size=16).digest()
         keys.append(key)
     return keys

@@ -37,35 +37,41 @@ def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
     """Return the tokens stored for a prompt and a response of so many tokens."""
     cached = peak = kv.after_prompt(prompt)
     evictions = int(cached < prompt and response > 1)
-    total, left = 0, response
-    while left:
-        more = min(kv.room(cached), left)
-        total += more * cached + more * (more + 1) // 2
-        cached, left = cached + more, left - more
+    total, remaining = 0, response
+    while remaining:
+        added = min(kv.room(cached), remaining)
+        total += added * cached + added * (added + 1) // 2
+        cached, remaining = cached + added, remaining - added
         peak = max(peak, cached)
         if not kv.room(cached):
             total -= cached - kv.kept(cached)
             cached = kv.kept(cached)
-            evictions += left > 1  # the last token's key is never stored: no eviction
+            evictions += remaining > 1  # the last token's key is never stored: no eviction
     return Stored(peak, cached, total, evictions)
 
 
 def saving(kv: CachePolicy, lengths: Iterable[tuple[int, int]]) -> dict[str, float]:
     """Return `saving_peak`, `saving_final`, `saving_mean`, and `evictions` a response, for prompts
     and responses of so many tokens; all 0 of none."""
-    held, dense = [], []
+    stored_counts, dense_counts = [], []
     for prompt, response in lengths:
-        whole = prompt + response
-        every = response * prompt + response * (response + 1) // 2
-        held.append(stored(kv, prompt, response))
-        dense.append(Stored(whole, whole, every, 0))
-    shares = {"saving_peak": "peak", "saving_final": "final", "saving_mean": "total"}
+        total_tokens = prompt + response
+        dense_sum = response * prompt + response * (response + 1) // 2
+        stored_counts.append(stored(kv, prompt, response))
+        dense_counts.append(Stored(total_tokens, total_tokens, dense_sum, 0))
+    fields = {"saving_peak": "peak", "saving_final": "final", "saving_mean": "total"}
     saved = {
-        name: _saved(sum(getattr(s, field) for s in held), sum(getattr(s, field) for s in dense))
-        for name, field in shares.items()
+        name: _saved_share(
+            sum(getattr(s, field) for s in stored_counts),
+            sum(getattr(s, field) for s in dense_counts),
+        )
+        for name, field in fields.items()
     }
-    return saved | {"evictions": sum(s.evictions for s in held) / max(1, len(held))}
+    return saved | {
+        "evictions": sum(s.evictions for s in stored_counts) / max(1, len(stored_counts))
+    }
 
 
-def _saved(held: int, dense: int) -> float:
+def _saved_share(held: int, dense: int) -> float:
+    """Return the share of the dense cache's tokens that is saved."""
     return (dense - held) / dense if dense else 0.0

@@ -46,23 +46,23 @@ class VirtualMemory:
         self.device = torch.device("cuda", index)
         self._memory = ctypes.c_ulonglong()
         self._properties = _Properties(1, 0, _Location(1, index))
-        unit = ctypes.c_size_t()
+        granularity = ctypes.c_size_t()
         _call(
             "cuMemGetAllocationGranularity",
-            ctypes.byref(unit),
+            ctypes.byref(granularity),
             ctypes.byref(self._properties),
             ctypes.c_int(0),
         )
-        self._size = ctypes.c_size_t(-(-nbytes // unit.value) * unit.value)
+        self._size = ctypes.c_size_t(-(-nbytes // granularity.value) * granularity.value)
         self._address = ctypes.c_ulonglong()
-        zero = ctypes.c_ulonglong(0)
+        no_hint = ctypes.c_ulonglong(0)
         _call(
             "cuMemAddressReserve",
             ctypes.byref(self._address),
             self._size,
             ctypes.c_size_t(0),
-            zero,
-            zero,
+            no_hint,
+            no_hint,
         )
         self.nbytes = nbytes
         self.mapped = False
@@ -90,16 +90,16 @@ class VirtualMemory:
         little."""
         if self.mapped:
             return
-        wanted = (
+        create_args = (
             ctypes.byref(self._memory),
             self._size,
             ctypes.byref(self._properties),
             ctypes.c_ulonglong(0),
         )
-        if _driver().cuMemCreate(*wanted):
+        if _driver().cuMemCreate(*create_args):
             torch.cuda.empty_cache()  # frees torch's cached memory
             try:
-                _call("cuMemCreate", *wanted)
+                _call("cuMemCreate", *create_args)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"{self.nbytes / 2**30:.1f} GiB for the KV cache: {error}"
@@ -158,12 +158,14 @@ def virtual_memory_works(device: torch.device) -> bool:
 
 @cache
 def _driver() -> Any:
+    """Return CUDA's driver library."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def _call(name: str, *args: Any) -> None:
-    code = getattr(_driver(), name)(*args)
-    if code:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorName(code, ctypes.byref(text))
-        raise RuntimeError(f"{name}: {(text.value or b'').decode() or code}")
+    """Call a function of CUDA's driver. RuntimeError when it fails."""
+    error_code = getattr(_driver(), name)(*args)
+    if error_code:
+        error_name = ctypes.c_char_p()
+        _driver().cuGetErrorName(error_code, ctypes.byref(error_name))
+        raise RuntimeError(f"{name}: {(error_name.value or b'').decode() or error_code}")

@@ -37,15 +37,15 @@ class BlockFormat(WeightOnly):
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NGS = split(w_NK, GROUP)
-        stored = [None if t is None else _half(t) for t in self.grid(w_NGS)]
-        scale_NG, low_NG = stored
+        float16_grid = [None if t is None else _to_float16(t) for t in self.grid(w_NGS)]
+        scale_NG, low_NG = float16_grid
         assert scale_NG is not None
         step_NG = scale_NG.float()
         step_NG = torch.where(step_NG == 0, torch.ones_like(step_NG), step_NG)  # all codes alike
         shifted_NGS = w_NGS if low_NG is None else w_NGS - low_NG.float()[..., None]
         q_NK = join(torch.round(shifted_NGS / step_NG[..., None]), w_NK.shape[1])
-        low = {} if low_NG is None else {"low": low_NG}
-        return {"codes": self.pack(q_NK), "scale": scale_NG, **low}
+        low_entry = {} if low_NG is None else {"low": low_NG}
+        return {"codes": self.pack(q_NK), "scale": scale_NG, **low_entry}
 
     def pack(self, q_NK: Tensor) -> Tensor:
         """Pack codes for storage; they are whole numbers that may lie beyond the grid."""
@@ -117,7 +117,7 @@ def keeps(name: str, w_NK: Tensor) -> bool:
     return bool(torch.equal(get_format(name).quantize(w_NK).dequantize(), w_NK.float()))
 
 
-def _half(x: Tensor) -> Tensor:
+def _to_float16(x: Tensor) -> Tensor:
     """Convert to float16, saturating at its largest number."""
-    most = torch.finfo(torch.float16).max
-    return x.clamp(-most, most).half()
+    largest = torch.finfo(torch.float16).max
+    return x.clamp(-largest, largest).half()

@@ -45,8 +45,8 @@ class Budget:
             yield "max_bytes", f"must be >= 1, got {self.max_bytes}"
         for name in self.formats:
             if name != OWN and name not in FORMATS:
-                known = ", ".join((OWN, *FORMATS))
-                yield "formats", f"{name!r} is none of {known}"
+                known_formats = ", ".join((OWN, *FORMATS))
+                yield "formats", f"{name!r} is none of {known_formats}"
             elif name != OWN and is_dense(name):
                 yield "formats", f"{name}: write {OWN}, the run's own dtype"
         if len(set(self.formats)) < len(self.formats):
@@ -73,7 +73,7 @@ def is_budget(weights: object) -> bool:
 
 def parse(text: str) -> Budget:
     """Parse a budget. ValueError names what is wrong."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
         if key not in ("max_kl", "max_bits", "max_bytes", "formats") or not value:
@@ -81,18 +81,18 @@ def parse(text: str) -> Budget:
                 f"{part!r}: a budget is max_kl=0.02, max_bits=5, max_bytes=N, formats=A+B, or "
                 "several of them with commas"
             )
-        if key in found:
+        if key in values:
             raise ValueError(f"{key}: it stands twice")
-        found[key] = value
+        values[key] = value
     try:
         budget = Budget(
-            float(found["max_kl"]) if "max_kl" in found else None,
-            float(found["max_bits"]) if "max_bits" in found else None,
-            int(found["max_bytes"]) if "max_bytes" in found else None,
-            tuple(found["formats"].split("+")) if "formats" in found else (),
+            float(values["max_kl"]) if "max_kl" in values else None,
+            float(values["max_bits"]) if "max_bits" in values else None,
+            int(values["max_bytes"]) if "max_bytes" in values else None,
+            tuple(values["formats"].split("+")) if "formats" in values else (),
         )
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None
-    for key, why in budget.problems():
-        raise ValueError(f"{key}: {why}")
+    for key, reason in budget.problems():
+        raise ValueError(f"{key}: {reason}")
     return budget

@@ -59,7 +59,7 @@ class Dense(Format):
             or not packs(self.dtype)
         ):
             return F.linear(x, w_NK, bias_N).to(x_MK.dtype)
-        packed = q.derive("onednn", lambda q: _pack(q.tensors["weight"]))
+        packed = q.derive("onednn", lambda q: _pack_weight(q.tensors["weight"]))
         return _packed_linear(x, packed, bias_N).to(x_MK.dtype)
 
 
@@ -79,8 +79,8 @@ class BFloat16(Dense):
     def slower_than_float32(self, device: torch.device) -> str:
         if device.type != "cpu" or platform.machine() not in X86:
             return ""
-        found = torch.cpu.get_capabilities()
-        if found.get("avx512_bf16") or found.get("amx_bf16"):
+        capabilities = torch.cpu.get_capabilities()
+        if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"):
             return ""
         return "this CPU has no instructions for bfloat16 (AVX512_BF16 or AMX)"
 
@@ -98,15 +98,17 @@ def over(w_NK: Tensor) -> QTensor | None:
 
 def of(dtype: torch.dtype) -> str | None:
     """Return the dense format of a dtype, or None."""
-    dense = (name for name, row in FORMATS.items() if row.dense)
-    return next((name for name in dense if get_format(name).dtype == dtype), None)
+    dense_names = (name for name, row in FORMATS.items() if row.dense)
+    return next((name for name in dense_names if get_format(name).dtype == dtype), None)
 
 
-def _pack(w_NK: Tensor) -> Tensor:
+def _pack_weight(w_NK: Tensor) -> Tensor:
+    """Return the weight in oneDNN's blocked layout."""
     return torch.ops.mkldnn._reorder_linear_weight(w_NK, PACK_ROWS)
 
 
 def _packed_linear(x_MK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
+    """Multiply by a weight in oneDNN's blocked layout."""
     return torch.ops.mkldnn._linear_pointwise(x_MK, packed, bias_N, "none", [], "")
 
 
@@ -115,7 +117,7 @@ def packs(dtype: torch.dtype) -> bool:
     """Return whether this torch has a correct oneDNN packed product for the dtype."""
     x_MK, w_NK = (torch.arange(-200, 200).remainder(7).view(-1, 40).to(dtype) for _ in range(2))
     try:
-        got_MN = _packed_linear(x_MK, _pack(w_NK), None)
+        y_MN = _packed_linear(x_MK, _pack_weight(w_NK), None)
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
-    return torch.allclose(got_MN.float(), x_MK.float() @ w_NK.float().t(), rtol=0.01)
+    return torch.allclose(y_MN.float(), x_MK.float() @ w_NK.float().t(), rtol=0.01)

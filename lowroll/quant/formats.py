@@ -81,7 +81,7 @@ class QTensor:
 
     @torch.no_grad()
     def keep_dense(self, dtype: torch.dtype) -> None:
-        """Keep the dequantized matrix beside the codes: memory in exchange for faster products of
+        """Keep the dequantized matrix as well as the codes: more memory, and faster products of
         many rows."""
         self.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
 
@@ -92,12 +92,12 @@ class QTensor:
         self.version += 1
         if self.device.type == "cpu":
             self.packed.clear()
-        for key, kept in self.packed.items():
-            if isinstance(kept, tuple) and isinstance(kept[0], QTensor):
-                for view in kept:
-                    view.renew()
+        for key, derived in self.packed.items():
+            if isinstance(derived, tuple) and isinstance(derived[0], QTensor):
+                for qtensor in derived:
+                    qtensor.renew()
                 continue
-            for old, new in zip(_tuple(kept), _tuple(self.makers[key](self)), strict=True):
+            for old, new in zip(_as_tuple(derived), _as_tuple(self.makers[key](self)), strict=True):
                 old.copy_(new)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -109,19 +109,19 @@ class QTensor:
         return get_format(self.format).linear(x_MK, self, bias_N, exact)
 
     def copy_(self, other: QTensor) -> QTensor:
-        """Copy the codes and scales of `other` in place. ValueError when they do not fit."""
+        """Copy the codes and scales of `other` in place. ValueError when formats or shapes differ."""
         if (self.format, self.shape) != (other.format, other.shape):
             raise ValueError(
                 f"cannot copy a {other.format} tensor of shape {list(other.shape)} into a "
                 f"{self.format} one of shape {list(self.shape)}"
             )
         shapes = {name: tensor.shape for name, tensor in other.tensors.items()}
-        odd = [name for name, tensor in self.tensors.items() if tensor.shape != shapes[name]]
-        if odd:
+        mismatched = [name for name, tensor in self.tensors.items() if tensor.shape != shapes[name]]
+        if mismatched:
             raise ValueError(
-                f"cannot copy a {other.format} tensor with {odd[0]} "
-                f"{list(other.tensors[odd[0]].shape)} into one with "
-                f"{list(self.tensors[odd[0]].shape)}"
+                f"cannot copy a {other.format} tensor with {mismatched[0]} "
+                f"{list(other.tensors[mismatched[0]].shape)} into one with "
+                f"{list(self.tensors[mismatched[0]].shape)}"
             )
         for name, tensor in self.tensors.items():
             tensor.copy_(other.tensors[name])
@@ -201,13 +201,13 @@ def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
     weights save memory, it lives for one product unless `keep_dense` asked for it.
     """
     if q.device.type != "cpu":
-        kept = q.packed.get(f"dense {dtype}")
-        return q.dequantize(dtype) if kept is None else kept
+        dense_copy = q.packed.get(f"dense {dtype}")
+        return q.dequantize(dtype) if dense_copy is None else dense_copy
     with torch.inference_mode(False):  # the learner may differentiate through the kept tensor
         return q.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
 
 
-def _tuple(value: Any) -> tuple[Tensor, ...]:
+def _as_tuple(value: Any) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
@@ -296,9 +296,11 @@ class Format(ABC):
 
     def empty(self, shape: tuple[int, int], device: torch.device) -> QTensor:
         """Return uninitialised storages for a matrix [N, K]."""
-        like = _stored(self, *shape)
+        templates = _meta_tensors(self, *shape)
         return QTensor(
-            self.name, shape, {name: torch.empty_like(t, device=device) for name, t in like.items()}
+            self.name,
+            shape,
+            {name: torch.empty_like(t, device=device) for name, t in templates.items()},
         )
 
     def pitch(self, name: str, num_in: int) -> Fraction:
@@ -316,7 +318,7 @@ class Format(ABC):
         return None
 
     def headers_beside(self) -> dict[str, Header]:
-        """Return the headers of a file's tensors beside the stored ones, by suffix."""
+        """Return the headers of a file's tensors that are not in `QTensor.tensors`, by suffix."""
         return {}
 
     def write_beside(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -365,10 +367,12 @@ class Format(ABC):
         return tensor[:1] if name in self.once and bool((tensor == tensor[:1]).all()) else tensor
 
     def _edges(self, name: str, num_in: int, rows: Sequence[int]) -> list[int]:
+        """Return where each part of a stored tensor starts, and its end. ValueError when a part
+        ends within a block."""
         edges = [row * self.pitch(name, num_in) for row in accumulate(rows, initial=0)]
-        if odd := [i for i, edge in enumerate(edges[1:-1]) if edge.denominator > 1]:
+        if unaligned := [i for i, edge in enumerate(edges[1:-1]) if edge.denominator > 1]:
             raise ValueError(
-                f"{self.name}: {rows[odd[0]]} rows of {num_in} weights end within one of its "
+                f"{self.name}: {rows[unaligned[0]]} rows of {num_in} weights end within one of its "
                 "blocks, which two parts of a fused matrix would have to share"
             )
         return [-(-edge.numerator // edge.denominator) for edge in edges]
@@ -399,9 +403,9 @@ class WeightOnly(Format):
     def linear(
         self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Tensor:
-        many = x_MK.is_cuda and x_MK.shape[0] > dense_from(q.shape)
-        kept = many and f"dense {x_MK.dtype}" in q.packed
-        if not kept and not exact and w4a16.supports(self.kernel, x_MK, q.shape):
+        has_many_rows = x_MK.is_cuda and x_MK.shape[0] > dense_from(q.shape)
+        has_dense_copy = has_many_rows and f"dense {x_MK.dtype}" in q.packed
+        if not has_dense_copy and not exact and w4a16.supports(self.kernel, x_MK, q.shape):
             return w4a16.linear(self.kernel, q.tensors, x_MK, q.shape, bias_N)
         if w4_avx2.supports(self.kernel, x_MK, q.shape):
             return w4_avx2.linear(self.kernel, q.tensors, x_MK, q.shape[0], bias_N)
@@ -409,27 +413,27 @@ class WeightOnly(Format):
         return float_product(x_MK, multiplicand(q, x_MK.dtype), bias_N, exact)
 
 
-_MADE: dict[str, Format] = {}
+_INSTANCES: dict[str, Format] = {}
 
 
 def get_format(name: str) -> Format:
     """Return a format by name, from the table or registered. ValueError names the known ones."""
-    if name not in FORMATS and name not in _MADE:
+    if name not in FORMATS and name not in _INSTANCES:
         raise ValueError(f"unknown weight format {name!r}; known: {', '.join(FORMATS)}")
-    if name not in _MADE:
-        module, _, cls = FORMATS[name].home.partition(":")
-        _MADE[name] = getattr(importlib.import_module(module), cls)()
-    return _MADE[name]
+    if name not in _INSTANCES:
+        module, _, class_name = FORMATS[name].home.partition(":")
+        _INSTANCES[name] = getattr(importlib.import_module(module), class_name)()
+    return _INSTANCES[name]
 
 
 def register_format(format: Format) -> None:
     """Register a format that is not in the table. ValueError if another one has the name."""
-    if _MADE.setdefault(format.name, format) != format:
+    if _INSTANCES.setdefault(format.name, format) != format:
         raise ValueError(f"{format.name}: two mixed formats have this name")
 
 
 @lru_cache(maxsize=1024)
-def _stored(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
+def _meta_tensors(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
     """Return a format's tensors for a matrix on the meta device. Cached: it costs as much as
     quantizing a small matrix."""
     return format.encode(torch.empty((rows, columns), device="meta"))

@@ -57,7 +57,7 @@ def nearest_e4m3(x: Tensor) -> Tensor:
     return to_e4m3(x).float()
 
 
-def _as_float32(device: torch.device) -> str:
+def _slow_reason(device: torch.device) -> str:
     """Return the reason of formats whose codes are multiplied as float32."""
     return f"{device.type} has no product of its codes, which are multiplied as float32 numbers"
 
@@ -76,7 +76,9 @@ class Float8(Gridded):
     )
 
     def slower_than_float32(self, device: torch.device) -> str:
-        return _as_float32(device) if device.type == "cpu" or not scaled_mm_supports(device) else ""
+        return (
+            _slow_reason(device) if device.type == "cpu" or not scaled_mm_supports(device) else ""
+        )
 
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
         amax_N1 = w_NK.float().abs().amax(dim=-1, keepdim=True) * stretch_NG
@@ -95,11 +97,11 @@ class Float8(Gridded):
         # Triton's interpreter rounds to e4m3 wrongly
         if not (w_NK.is_cuda and triton_supports(w_NK)):
             return super().encode_into(w_NK, amax_1, tensors)
-        made = tensors["weight"], tensors["weight_scale"]
+        outputs = tensors["weight"], tensors["weight_scale"]
         if w_NK.is_contiguous() or not w_NK.t().is_contiguous():
-            quantize_rows_into(w_NK, *made, KIND)
+            quantize_rows_into(w_NK, *outputs, KIND)
         else:
-            quantize_columns_into(w_NK.t(), *made, KIND)
+            quantize_columns_into(w_NK.t(), *outputs, KIND)
 
     def linear(
         self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
@@ -109,12 +111,12 @@ class Float8(Gridded):
     def product(
         self, rows: QuantizedRows, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Product:
-        codes_NK, on_cuda = q.tensors["weight"], rows.codes_MK.is_cuda
-        if on_cuda and not exact:
+        codes_NK, is_cuda = q.tensors["weight"], rows.codes_MK.is_cuda
+        if is_cuda and not exact:
             return multiply(rows, codes_NK, q.tensors["weight_scale"], bias_N)
-        if on_cuda:  # bfloat16 holds every code
-            numbers = rows.codes_MK.bfloat16(), codes_NK.bfloat16()
-            sums_MN = ordered.product(*numbers, dtype=torch.float32)
+        if is_cuda:  # bfloat16 holds every code
+            operands = rows.codes_MK.bfloat16(), codes_NK.bfloat16()
+            sums_MN = ordered.product(*operands, dtype=torch.float32)
         else:
             values_NK = q.derive("codes", lambda q: q.tensors["weight"].float())
             sums_MN = float_product(rows.codes_MK.float(), values_NK, None, exact)
@@ -130,7 +132,8 @@ class Float8(Gridded):
 def gradient(grad_MN: Tensor, transposed: QTensor) -> Tensor:
     """Return dX [M, K] = dY W of dY [M, N], in the dtype of dY. transposed: the codes of W' [K, N].
 
-    Sums are the fast kind: their error is negligible beside the codes' rounding (docs/LOG.md).
+    Sums are the fast kind: their error is negligible compared with the codes'
+    rounding (docs/LOG.md).
     """
     rows = quantize_rows(grad_MN, "gradient")
     if grad_MN.device.type == "cpu":
@@ -155,7 +158,7 @@ class Float8Block(Gridded):
     read_experts = False
 
     def slower_than_float32(self, device: torch.device) -> str:
-        return _as_float32(device)
+        return _slow_reason(device)
 
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
         amax_NG = split(w_NK.float(), BLOCK).abs().amax(-1) * stretch_NG

@@ -51,7 +51,7 @@ class Grid:
 
 class Gridded(Format):
     """A format with such a grid. floating: its relative resolution does not depend on the range, so
-    no other range is nearer."""
+    another range does not reduce the error."""
 
     floating = False
 
@@ -67,8 +67,8 @@ class Gridded(Format):
 
     @abstractmethod
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
-        """Return the tensors beside the codes of a finite matrix. stretch: of the range that a
-        group's codes cover; 1: that of its weights."""
+        """Return the stored tensors of a finite matrix except its codes. stretch: the range that a
+        group's codes cover, as a multiple of the range of its weights."""
 
     @abstractmethod
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:

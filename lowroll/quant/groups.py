@@ -45,7 +45,7 @@ def unpack(
     packed_NB: Tensor, levels: tuple[float, ...], num_in: int, first_high: bool = False
 ) -> Tensor:
     """Return the levels of packed codes: float32 [N, K]."""
-    pairs = _pairs(levels, first_high, packed_NB.device)
+    pairs = _byte_levels(levels, first_high, packed_NB.device)
     return F.embedding(packed_NB.int(), pairs).flatten(1)[:, :num_in]
 
 
@@ -53,20 +53,22 @@ def encode_e2m1(x: Tensor) -> Tensor:
     """Return the codes (uint8) of the nearest e2m1 levels; what exceeds 6 saturates."""
     magnitude, codes = x.abs(), (x < 0).to(torch.uint8) * 8
     for code, (low, high) in enumerate(zip(E2M1, E2M1[1:], strict=False)):
-        middle = (low + high) / 2  # a tie belongs to the even code
-        codes += (magnitude > middle if code % 2 == 0 else magnitude >= middle).view(torch.uint8)
+        midpoint = (low + high) / 2  # a tie belongs to the even code
+        codes += (magnitude > midpoint if code % 2 == 0 else magnitude >= midpoint).view(
+            torch.uint8
+        )
     return codes
 
 
 def nearest_e2m1(x: Tensor) -> Tensor:
     """Round to the levels of `encode_e2m1`, as float32."""
-    size = x.abs()
-    unit = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # between levels
-    return (torch.round(x / unit) * unit).clamp_(-6, 6)
+    magnitude = x.abs()
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))  # between levels
+    return (torch.round(x / step) * step).clamp_(-6, 6)
 
 
 @cache
-def _pairs(levels: tuple[float, ...], first_high: bool, device: torch.device) -> Tensor:
+def _byte_levels(levels: tuple[float, ...], first_high: bool, device: torch.device) -> Tensor:
     """Return the two levels of every byte, float32 [256, 2]: one look-up unpacks two codes."""
     byte, table = torch.arange(256), torch.tensor(levels)
     low, high = table[byte & 15], table[byte >> 4]

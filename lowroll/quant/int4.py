@@ -49,12 +49,12 @@ def pack_words(q_NK: Tensor) -> Tensor:
     """Pack codes -8..7, eight an int32 word: [N, ceil(K / 8)]. An unfilled word ends with zero
     bits."""
     codes_NK = (q_NK + 8).to(torch.uint8)
-    return _in_order(pack(F.pad(codes_NK, (0, -codes_NK.shape[1] % 8)))).view(torch.int32)
+    return _row_major(pack(F.pad(codes_NK, (0, -codes_NK.shape[1] % 8)))).view(torch.int32)
 
 
 def unpack_words(words: Tensor, num_in: int) -> Tensor:
     """Unpack `pack_words`: float32 [N, K]."""
-    return unpack(_in_order(words).view(torch.uint8), LEVELS, num_in)
+    return unpack(_row_major(words).view(torch.uint8), LEVELS, num_in)
 
 
 class Words(Gridded):
@@ -89,11 +89,11 @@ class Symmetric(Words):
         return {"weight_scale": nonzero(divide(amax_NG, 7.5))}
 
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
-        q_NGS = _level(split(w_NK, GROUP) / scales["weight_scale"][..., None])
+        q_NGS = _round_to_code(split(w_NK, GROUP) / scales["weight_scale"][..., None])
         return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1]))}
 
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
-        return Grid(scales["weight_scale"], _level, GROUP)
+        return Grid(scales["weight_scale"], _round_to_code, GROUP)
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not triton_supports(w_NK):
@@ -136,12 +136,14 @@ class Int4Asymmetric(Words, WeightOnly):
 
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
         zero_NG = unpack_zeros(scales["weight_zero_point"], w_NK.shape[0])
-        q_NGS = _level(split(w_NK, GROUP) / scales["weight_scale"][..., None] + zero_NG[..., None])
+        q_NGS = _round_to_code(
+            split(w_NK, GROUP) / scales["weight_scale"][..., None] + zero_NG[..., None]
+        )
         return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1]))}
 
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
         zero_NG = unpack_zeros(scales["weight_zero_point"], shape[0])
-        return Grid(scales["weight_scale"], _level, GROUP, zero_NG)
+        return Grid(scales["weight_scale"], _round_to_code, GROUP, zero_NG)
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not triton_supports(w_NK):
@@ -199,7 +201,7 @@ class Int4Int8(Symmetric):
 
 def pack_zeros(zero_NG: Tensor) -> Tensor:
     """Pack zero points -8..7, eight rows a word."""
-    return _in_order(pack_words(zero_NG.t()).t())
+    return _row_major(pack_words(zero_NG.t()).t())
 
 
 def unpack_zeros(words: Tensor, num_out: int) -> Tensor:
@@ -207,10 +209,11 @@ def unpack_zeros(words: Tensor, num_out: int) -> Tensor:
     return unpack_words(words.t(), num_out).t()
 
 
-def _level(x: Tensor) -> Tensor:
+def _round_to_code(x: Tensor) -> Tensor:
+    """Round to the nearest code -8..7."""
     return torch.round(x).clamp_(-8, 7)
 
 
-def _in_order(x: Tensor) -> Tensor:
+def _row_major(x: Tensor) -> Tensor:
     """Return x with row-major strides, also along sizes of 1: words are views of bytes."""
     return x.clone(memory_format=torch.contiguous_format)

@@ -48,10 +48,10 @@ class Int8(Gridded):
         return {"scale": nonzero(divide(amax_N1, 127.5))}
 
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"codes": _level(w_NK.float() / scales["scale"]).to(torch.int8)}
+        return {"codes": _round_to_code(w_NK.float() / scales["scale"]).to(torch.int8)}
 
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
-        return Grid(scales["scale"], _level, shape[1])
+        return Grid(scales["scale"], _round_to_code, shape[1])
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not triton_supports(w_NK):
@@ -62,9 +62,9 @@ class Int8(Gridded):
         return (q.tensors["codes"].float() * q.tensors["scale"]).to(dtype)
 
     def slower_than_float32(self, device: torch.device) -> str:
-        if device.type != "cpu" or (found := w8a8_onednn.supports_device(device)):
+        if device.type != "cpu" or (support := w8a8_onednn.supports_device(device)):
             return ""
-        return f"{found.why_not}, so its codes are multiplied as float32 numbers"
+        return f"{support.why_not}, so its codes are multiplied as float32 numbers"
 
     def linear(
         self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
@@ -86,9 +86,11 @@ class Int8(Gridded):
         return Product(sums_MN, rows.scale_M1, None, bias_N, rows.dtype)
 
 
-def _level(x: Tensor) -> Tensor:
+def _round_to_code(x: Tensor) -> Tensor:
+    """Round to the nearest code -128..127."""
     return torch.round(x).clamp_(-128, 127)
 
 
 def pack(q: QTensor) -> w8a8_onednn.Packed:
+    """Return the codes and scales in oneDNN's layout."""
     return w8a8_onednn.pack(q.tensors["codes"], q.tensors["scale"])

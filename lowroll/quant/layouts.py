@@ -74,28 +74,28 @@ class StoredLayout:
         """Return the headers of a matrix's tensors in a file, by suffix."""
         form = get_format(self.format)
         tensors = form.encode(torch.empty(shape, device="meta"))
-        found: dict[str, Header] = {}
+        stored_headers: dict[str, Header] = {}
         for name, tensor in tensors.items():
             if (suffix := self._suffix(name)) is not None:
                 dtypes = FLOATS if tensor.dtype == torch.float32 else (_DTYPES[tensor.dtype],)
-                found[suffix] = (tuple(tensor.shape), dtypes)
+                stored_headers[suffix] = (tuple(tensor.shape), dtypes)
         if self.unpacked:
-            return found | {"weight": (shape, ("I8",))}
-        return found | form.headers_beside()
+            return stored_headers | {"weight": (shape, ("I8",))}
+        return stored_headers | form.headers_beside()
 
     def decode(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> QTensor:
         """Return the matrix of a file's tensors (by suffix). ValueError names the suffix whose
         values are wrong."""
         form = get_format(self.format)
-        wanted = form.encode(torch.empty(shape, device="meta"))
+        expected_tensors = form.encode(torch.empty(shape, device="meta"))
         tensors = {}
         if self.unpacked:
             if int(stored["weight"].min()) < -8 or int(stored["weight"].max()) > 7:
                 raise ValueError("weight: holds codes outside of -8..7")
             stored = {**stored, "weight": pack_words(stored["weight"])}
-        for name, like in wanted.items():
+        for name, expected in expected_tensors.items():
             if (suffix := self._suffix(name)) is not None:
-                tensors[name] = stored[suffix].to(like.dtype).contiguous()
+                tensors[name] = stored[suffix].to(expected.dtype).contiguous()
                 _check_values(suffix, name, tensors[name], form)
         return QTensor(self.format, shape, tensors | form.read_beside(shape, stored))
 
@@ -110,6 +110,7 @@ class StoredLayout:
         return stored | get_format(self.format).write_beside(q, dtype)
 
     def _suffix(self, name: str) -> str | None:
+        """Return the name of a stored tensor in this folder's files; None if files have none."""
         suffix = get_format(self.format).suffixes.get(name, name)
         return None if suffix is None else self.renamed.get(suffix, suffix)
 
@@ -169,14 +170,14 @@ def describe(
     of matrix, by its name in files.
     """
     form = get_format(format)
-    theirs = form.describe(dtype, routers)
-    if theirs is not None:
-        return theirs
+    description = form.describe(dtype, routers)
+    if description is not None:
+        return description
     if form.scheme is None:
         raise ValueError(f"{format}: no other tool has a layout for it, so no folder can hold it")
-    group = _group(format, ["Linear"])
+    group = _describe_group(format, ["Linear"])
     rotated = columns or {} if form.scheme.rotated else {}
-    return _compressed([group], [r"re:.*\.mlp\.gate$"] if routers else [], rotated)
+    return _describe_groups([group], [r"re:.*\.mlp\.gate$"] if routers else [], rotated)
 
 
 def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) -> dict[str, Any]:
@@ -187,7 +188,9 @@ def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) ->
         name for format, names in modules.items() if get_format(format).dense for name in names
     ]
     groups = [
-        _group(format, names) for format, names in modules.items() if not get_format(format).dense
+        _describe_group(format, names)
+        for format, names in modules.items()
+        if not get_format(format).dense
     ]
     schemes = {format: get_format(format).scheme for format in modules}
     rotated = {
@@ -195,10 +198,10 @@ def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) ->
         for format, scheme in schemes.items()
         for name in (modules[format] if scheme is not None and scheme.rotated else ())
     }
-    return _compressed(groups, dense, rotated)
+    return _describe_groups(groups, dense, rotated)
 
 
-def _compressed(
+def _describe_groups(
     groups: list[dict[str, Any]], ignored: list[str], rotated: Mapping[str, int]
 ) -> dict[str, Any]:
     """Return the config of these groups. rotated: the features of the rotated matrices, by kind or
@@ -216,14 +219,15 @@ def _compressed(
     }
 
 
-def _group(format: str, targets: list[str]) -> dict[str, Any]:
+def _describe_group(format: str, targets: list[str]) -> dict[str, Any]:
+    """Return the config group of a format's modules."""
     scheme = get_format(format).scheme
     if scheme is None:
         raise ValueError(
             f"{format}: compressed-tensors has no layout for it, so no folder can hold it beside "
             "others"
         )
-    weights = _given(scheme.weights)
+    weights = _without_none(scheme.weights)
     if scheme.scale_dtype is not None:
         weights["scale_dtype"] = scheme.scale_dtype
     if not weights["symmetric"]:
@@ -231,7 +235,7 @@ def _group(format: str, targets: list[str]) -> dict[str, Any]:
     return {
         "targets": targets,
         "weights": weights,
-        "input_activations": None if scheme.inputs is None else _given(scheme.inputs),
+        "input_activations": None if scheme.inputs is None else _without_none(scheme.inputs),
         "output_activations": None,
         "format": scheme.compression,
     }
@@ -244,33 +248,33 @@ def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str
     form = get_format(format)
     if isinstance(form, Mixed):
         names = sorted(set(form.assignment.values()))
-        each = [unread_by_transformers(name, columns, experts) for name in names]
+        reasons = [unread_by_transformers(name, columns, experts) for name in names]
         if len([name for name in names if not get_format(name).dense]) > 1:
-            each.append(
+            reasons.append(
                 "transformers reads this folder as its tools run it, and not with dequantize=True, "
                 "which takes the first group's format for all layers"
             )
-        return next(filter(None, each), None)
+        return next(filter(None, reasons), None)
     block = form.group if form.whole_groups and form.group is not None else 1
-    odd = sorted(count for count in columns if count % block)
-    if odd:
+    uneven_columns = sorted(count for count in columns if count % block)
+    if uneven_columns:
         return (
             f"transformers cannot load this folder: it wants whole blocks of {block} columns in "
-            f"{format}, and matrices here have {', '.join(map(str, odd))}"
+            f"{format}, and matrices here have {', '.join(map(str, uneven_columns))}"
         )
     if experts and not form.read_experts:
         return f"transformers cannot use this folder: it does not read experts in {format}"
     return form.unread or None
 
 
-def _schemes() -> dict[str, Scheme]:
+def _schemes_by_format() -> dict[str, Scheme]:
     """Return compressed-tensors' words for each format, one for each way to store."""
-    found: dict[str, Scheme] = {}
+    schemes: dict[str, Scheme] = {}
     for name in FORMATS:
         scheme = get_format(name).scheme
-        if scheme is not None and scheme not in found.values():
-            found[name] = scheme
-    return found
+        if scheme is not None and scheme not in schemes.values():
+            schemes[name] = scheme
+    return schemes
 
 
 def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayout:
@@ -279,9 +283,9 @@ def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayo
     if config.get("kv_cache_scheme"):
         raise ValueError(f"kv_cache_scheme: is not supported{_ADVICE}")
     rotated: dict[str, int] = {}
-    if transform := config.get(transforms.KEY):
+    if transform_config := config.get(transforms.KEY):
         try:
-            rotated = transforms.read(transform)
+            rotated = transforms.read(transform_config)
         except ValueError as error:
             raise ValueError(f"{error}{_ADVICE}") from None
     sparsity = config.get("sparsity_config")
@@ -296,18 +300,18 @@ def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayo
         )
         for key, group in groups.items()
     }
-    first = next(iter(layouts.values()))
-    ignored = _names("ignore", config.get("ignore") or [])
-    alike = all(other == first for other in layouts.values())
-    if alike and not any(name.endswith(LINEARS) for name in ignored):
-        return first
+    first_layout = next(iter(layouts.values()))
+    ignored = _check_names("ignore", config.get("ignore") or [])
+    all_equal = all(other == first_layout for other in layouts.values())
+    if all_equal and not any(name.endswith(LINEARS) for name in ignored):
+        return first_layout
     named: dict[str, StoredLayout] = {}
     rest = None
     for key, layout in layouts.items():
         where = f"config_groups.{key}.targets"
-        for target in _names(where, groups[key].get("targets")):
-            twice = target in named or (target == "Linear" and rest is not None)
-            if target.startswith("re:") or twice:
+        for target in _check_names(where, groups[key].get("targets")):
+            is_duplicate = target in named or (target == "Linear" and rest is not None)
+            if target.startswith("re:") or is_duplicate:
                 raise ValueError(
                     f"{where}: {target!r}: of several formats each names its modules, once{_ADVICE}"
                 )
@@ -327,11 +331,12 @@ def _rotated_in(group: Any, rotated: dict[str, int]) -> dict[str, int]:
     if not any("." in name for name in rotated):
         return rotated
     targets = group.get("targets") if isinstance(group, dict) else None
-    named = targets if isinstance(targets, list) else []
-    return {name: rotated[name] for name in named if isinstance(name, str) and name in rotated}
+    modules = targets if isinstance(targets, list) else []
+    return {name: rotated[name] for name in modules if isinstance(name, str) and name in rotated}
 
 
-def _names(where: str, value: object) -> list[str]:
+def _check_names(where: str, value: object) -> list[str]:
+    """Return the value if it is a list of names, else raise ValueError."""
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"{where}: expected a list of names, got {value!r}{_ADVICE}")
     return value
@@ -340,39 +345,45 @@ def _names(where: str, value: object) -> list[str]:
 def _read_group(
     where: str, group: Any, compression: object, rotated: dict[str, int]
 ) -> StoredLayout:
+    """Return the layout of a config group. ValueError names the unsupported key."""
     if not isinstance(group, dict):
         raise ValueError(f"{where}: expected an object, got {group!r}")
     if group.get("output_activations"):
         raise ValueError(f"{where}.output_activations: is not supported{_ADVICE}")
-    weights = _normal(f"{where}.weights", group.get("weights"))
-    inputs = _normal(f"{where}.input_activations", group.get("input_activations"))
+    weights = _normalize_arguments(f"{where}.weights", group.get("weights"))
+    inputs = _normalize_arguments(f"{where}.input_activations", group.get("input_activations"))
     if inputs is not None and inputs["dynamic"] is not True:
         raise ValueError(
             f"{where}.input_activations.dynamic: is {inputs['dynamic']!r}, and calibrated scales "
             f"of activations are not supported{_ADVICE}"
         )
-    schemes = _schemes()
+    schemes = _schemes_by_format()
     for name, scheme in schemes.items():
         if (weights, inputs, bool(rotated)) == (scheme.weights, scheme.inputs, scheme.rotated):
-            found = _named(where, name, scheme, group.get("format") or compression)
-            return replace(found, rotated=rotated)
-    words = ["weights " + _words(weights), "activations " + _words(inputs)]
-    raise ValueError(f"{where}: {', '.join(words)}: not one of {', '.join(schemes)}{_ADVICE}")
+            layout = _layout_of_compression(where, name, scheme, group.get("format") or compression)
+            return replace(layout, rotated=rotated)
+    descriptions = [
+        "weights " + _describe_arguments(weights),
+        "activations " + _describe_arguments(inputs),
+    ]
+    raise ValueError(
+        f"{where}: {', '.join(descriptions)}: not one of {', '.join(schemes)}{_ADVICE}"
+    )
 
 
-def _named(where: str, name: str, scheme: Scheme, found: object) -> StoredLayout:
+def _layout_of_compression(where: str, name: str, scheme: Scheme, found: object) -> StoredLayout:
     """Return the layout of a format under a compression. ValueError when it is not stored so."""
     if scheme.unpacked is not None and found == scheme.unpacked:
         return StoredLayout(name, {"weight_packed": "weight"}, unpacked=True)
-    bytewise = found == "naive-quantized" and scheme.weights["num_bits"] == 8
-    if found != scheme.compression and not bytewise:
+    is_8bit_plain = found == "naive-quantized" and scheme.weights["num_bits"] == 8
+    if found != scheme.compression and not is_8bit_plain:
         raise ValueError(
             f"{where}.format: {name} is stored as {scheme.compression}, not as {found!r}{_ADVICE}"
         )
     return StoredLayout(name)
 
 
-def _normal(where: str, args: Any) -> dict[str, Any] | None:
+def _normalize_arguments(where: str, args: Any) -> dict[str, Any] | None:
     """Return the arguments that change the computation, with their defaults."""
     if args is None:
         return None
@@ -383,37 +394,42 @@ def _normal(where: str, args: Any) -> dict[str, Any] | None:
             f"{where}.actorder: {args['actorder']!r} reorders columns, which is not "
             f"supported{_ADVICE}"
         )
-    size = args.get("group_size")
-    blocks = args.get("block_structure")
+    group_size = args.get("group_size")
+    block_structure = args.get("block_structure")
     strategy = args.get("strategy")
-    if not strategy and size == -1:
+    if not strategy and group_size == -1:
         strategy = "channel"
     elif not strategy:
-        strategy = "group" if size else "tensor"
-    if isinstance(blocks, str) and all(part.isdigit() for part in blocks.split("x")):
-        blocks = [int(part) for part in blocks.split("x")]
+        strategy = "group" if group_size else "tensor"
+    if isinstance(block_structure, str) and all(
+        part.isdigit() for part in block_structure.split("x")
+    ):
+        block_structure = [int(part) for part in block_structure.split("x")]
     return {
         "num_bits": args.get("num_bits", 8),
         "type": args.get("type", "int"),
         "strategy": strategy,
         "symmetric": args.get("symmetric", True),
         "dynamic": args.get("dynamic", False),
-        "group_size": size if "group" in strategy else None,
-        "block_structure": blocks,
+        "group_size": group_size if "group" in strategy else None,
+        "block_structure": block_structure,
     }
 
 
-def _words(args: dict[str, Any] | None) -> str:
+def _describe_arguments(args: dict[str, Any] | None) -> str:
+    """Return quantization arguments as text for an error message."""
     if args is None:
         return "dense"
     return " ".join(f"{key} {value}" for key, value in args.items() if value is not None)
 
 
-def _given(arguments: dict[str, Any]) -> dict[str, Any]:
+def _without_none(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are not None."""
     return {key: value for key, value in arguments.items() if value is not None}
 
 
 def _check_values(suffix: str, name: str, tensor: Tensor, form: Format) -> None:
+    """Raise ValueError for a non-finite value, a negative scale or a global scale of 0."""
     if not form.finite(name, tensor):
         raise ValueError(f"{suffix}: holds a non-finite value")
     if name == "weight_global_scale" and not bool((tensor > 0).all()):

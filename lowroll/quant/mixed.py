@@ -26,8 +26,8 @@ PREFIX = "mixed-"
 
 
 class Mixed(Format):
-    """A format that assigns one to each linear layer. sizes: the weights of each layer, for the
-    mean bits."""
+    """A format that assigns a plain format to each linear layer. sizes: the weights of each layer,
+    for the mean bits."""
 
     summary = "a format for each linear layer"
 
@@ -66,9 +66,9 @@ class Mixed(Format):
 
     def slower_than_float32(self, device: torch.device) -> str:
         """Return why one of its formats has products slower than float32's; "" if none has."""
-        held = [get_format(name) for name in sorted(set(self.assignment.values()))]
-        found = ((form.name, form.slower_than_float32(device)) for form in held)
-        return "; ".join(f"{name}: {why}" for name, why in found if why)
+        formats = [get_format(name) for name in sorted(set(self.assignment.values()))]
+        reasons = ((fmt.name, fmt.slower_than_float32(device)) for fmt in formats)
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons if reason)
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         raise self._no_layer()
@@ -102,17 +102,17 @@ def register(
             raise ValueError(f"{layer}: {name!r} is none of {', '.join(FORMATS)}")
     if len(set(assignment.values())) == 1:
         return next(iter(assignment.values()))
-    made = Mixed(assignment, sizes)
-    register_format(made)
-    return made.name
+    mixed = Mixed(assignment, sizes)
+    register_format(mixed)
+    return mixed.name
 
 
 def stated(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """Return an assignment as files hold it: each format's layers, with their weights."""
-    found: dict[str, dict[str, int]] = {}
+    sizes_by_format: dict[str, dict[str, int]] = {}
     for layer, name in sorted(assignment.items()):
-        found.setdefault(name, {})[layer] = sizes[layer]
-    return found
+        sizes_by_format.setdefault(name, {})[layer] = sizes[layer]
+    return sizes_by_format
 
 
 def read(found: object, dtype: torch.dtype | None = None) -> str:
@@ -142,7 +142,7 @@ def mean_bits(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> float:
 
 def in_dtype(assignment: Mapping[str, str], dtype: torch.dtype) -> dict[str, str]:
     """Replace `dense` by the dense format of a dtype. ValueError when there is none."""
-    own = dense.of(dtype)
-    if own is None and OWN in assignment.values():
+    dense_format = dense.of(dtype)
+    if dense_format is None and OWN in assignment.values():
         raise ValueError(f"dtype: no dense format has {dtype}")
-    return {layer: str(own) if name == OWN else name for layer, name in assignment.items()}
+    return {layer: str(dense_format) if name == OWN else name for layer, name in assignment.items()}

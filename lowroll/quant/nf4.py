@@ -16,7 +16,7 @@ HIGH half; a midpoint belongs to the lower level. A block of zeros has absmax 0 
 The mean is summed in float64, independent of device and threads. Parts from a file with different
 means keep them: `nested_offset` then has one entry for 256 blocks, as `nested_absmax`.
 
-Files hold the levels beside the codes, and the rest (sizes, the offset) as JSON bytes.
+Files hold the levels with the codes, and the rest (sizes, the offset) as JSON bytes.
 
 Legend: L weights of the matrix, B blocks, P bytes.
 """
@@ -75,14 +75,16 @@ class NormalFloat4(Gridded, WeightOnly):
     read_experts = False
 
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
-        absmax_B = _blocks(w_NK.float().reshape(-1), BLOCK).abs().amax(dim=-1)
+        absmax_B = _split_blocks(w_NK.float().reshape(-1), BLOCK).abs().amax(dim=-1)
         if isinstance(stretch_NG, Tensor):
             stretch_NG = stretch_NG.flatten()
         return self.encode_absmax(absmax_B * stretch_NG)
 
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
-        blocks_BS = _blocks(w_NK.float().reshape(-1), BLOCK)
-        return _packed(_unit(blocks_BS, self.decode_absmax(scales)), w_NK.numel())
+        blocks_BS = _split_blocks(w_NK.float().reshape(-1), BLOCK)
+        return _encode_blocks(
+            _normalize_blocks(blocks_BS, self.decode_absmax(scales)), w_NK.numel()
+        )
 
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
         if shape[1] % BLOCK:
@@ -136,31 +138,33 @@ class NormalFloat4(Gridded, WeightOnly):
         return {STATE: (None, ("U8",)), **maps}
 
     def write_beside(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        said = self.state(q.shape, dtype=str(dtype).removeprefix("torch."))
+        state = self.state(q.shape, dtype=str(dtype).removeprefix("torch."))
         maps = {suffix: torch.tensor(levels) for suffix, levels in self.levels().items()}
-        return maps | {STATE: _as_bytes(said | self.write_offset(q))}
+        return maps | {STATE: _json_to_bytes(state | self.write_offset(q))}
 
     def write_offset(self, q: QTensor) -> dict[str, Any]:
         """Return the JSON fields of a matrix's offset; {} without one."""
         return {}
 
     def read_beside(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        wanted = self.state(shape)
+        expected = self.state(shape)
         try:
-            said = _as_json(stored[STATE])
-            odd = [key for key, value in wanted.items() if said.get(key) != value]
-            offset = float(said.get("nested_offset", 0.0))
+            state = _bytes_to_json(stored[STATE])
+            mismatched = [key for key, value in expected.items() if state.get(key) != value]
+            offset = float(state.get("nested_offset", 0.0))
         except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{STATE}: not the JSON of a quantization state ({error})") from None
-        if odd:
+        if mismatched:
             raise ValueError(
-                f"{STATE}: {odd[0]} is {said.get(odd[0])!r} instead of {wanted[odd[0]]!r}"
+                f"{STATE}: {mismatched[0]} is {state.get(mismatched[0])!r} instead of {expected[mismatched[0]]!r}"
             )
         if not math.isfinite(offset):
             raise ValueError(f"{STATE}: nested_offset is {offset}")
         for suffix, levels in self.levels().items():
-            same = torch.allclose(stored[suffix].cpu(), torch.tensor(levels), rtol=0, atol=1e-6)
-            if not same:
+            levels_match = torch.allclose(
+                stored[suffix].cpu(), torch.tensor(levels), rtol=0, atol=1e-6
+            )
+            if not levels_match:
                 raise ValueError(f"{suffix}: the levels are not those of {self.name}")
         return self.read_offset(torch.tensor([offset], device=stored[STATE].device))
 
@@ -183,14 +187,14 @@ class NormalFloat4Double(NormalFloat4):
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         # as bitsandbytes does, the codes use absmax before its own rounding
-        scaled_BS, absmax_B = _scale(w_NK.float().reshape(-1), BLOCK)
-        return _packed(scaled_BS, w_NK.numel()) | self.encode_absmax(absmax_B)
+        scaled_BS, absmax_B = _scale_blocks(w_NK.float().reshape(-1), BLOCK)
+        return _encode_blocks(scaled_BS, w_NK.numel()) | self.encode_absmax(absmax_B)
 
     def encode_absmax(self, absmax_B: Tensor) -> dict[str, Tensor]:
         offset = absmax_B.double().mean().float()
-        scaled, nested_absmax = _scale(absmax_B - offset, NESTED_BLOCK)
+        scaled_BS, nested_absmax = _scale_blocks(absmax_B - offset, NESTED_BLOCK)
         codes_B = torch.bucketize(
-            scaled, midpoints(dynamic_levels()).to(scaled.device), out_int32=True
+            scaled_BS, midpoints(dynamic_levels()).to(scaled_BS.device), out_int32=True
         ).flatten()
         return {
             "absmax": codes_B[: len(absmax_B)].to(torch.uint8),
@@ -228,26 +232,28 @@ class NormalFloat4Double(NormalFloat4):
 def read_description(config: dict[str, Any], advice: str) -> str:
     """Return the format of bitsandbytes' `quantization_config`. ValueError names the unsupported
     key, and gives advice."""
-    four = config.get("load_in_4bit", config.get("_load_in_4bit"))
-    if not four:
+    is_4bit = config.get("load_in_4bit", config.get("_load_in_4bit"))
+    if not is_4bit:
         raise ValueError(f"load_in_4bit: LLM.int8() folders are not supported{advice}")
-    for key, default, wanted in (
+    for key, default, expected in (
         ("bnb_4bit_quant_type", "fp4", TYPE),
         ("bnb_4bit_quant_storage", "uint8", "uint8"),
     ):
         value = config.get(key, default)
-        if value != wanted:
-            raise ValueError(f"{key}: expected {wanted}, got {value!r}{advice}")
+        if value != expected:
+            raise ValueError(f"{key}: expected {expected}, got {value!r}{advice}")
     if config.get("bnb_4bit_use_double_quant"):
         return NormalFloat4Double.name
     return NormalFloat4.name
 
 
-def _as_bytes(state: dict[str, Any]) -> Tensor:
+def _json_to_bytes(state: dict[str, Any]) -> Tensor:
+    """Encode a quantization state as files hold it: uint8 JSON."""
     return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
-def _as_json(state: Tensor) -> Any:
+def _bytes_to_json(state: Tensor) -> Any:
+    """Decode a quantization state. ValueError when it is too long or not JSON."""
     if state.numel() > MOST_STATE:
         raise ValueError(f"{state.numel()} bytes")
     return json.loads(bytes(state.tolist()).decode())
@@ -257,8 +263,8 @@ def encode_normal(x: Tensor) -> Tensor:
     """Return the codes (uint8) of the nearest levels. Counting the midpoints below is several times
     faster than a search."""
     codes = torch.zeros_like(x, dtype=torch.uint8)
-    for middle in midpoints(LEVELS).tolist():
-        codes += (x > middle).view(torch.uint8)
+    for midpoint in midpoints(LEVELS).tolist():
+        codes += (x > midpoint).view(torch.uint8)
     return codes
 
 
@@ -293,22 +299,24 @@ def _dynamic_table(device: torch.device) -> Tensor:
     return torch.tensor(dynamic_levels(), device=device)
 
 
-def _scale(x_L: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _scale_blocks(x_L: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return blocks in [-1, 1] and their absmax: float32 [B, S], [B]."""
-    x_BS = _blocks(x_L, size)
+    x_BS = _split_blocks(x_L, size)
     absmax_B = x_BS.abs().amax(dim=-1)
-    return _unit(x_BS, absmax_B), absmax_B
+    return _normalize_blocks(x_BS, absmax_B), absmax_B
 
 
-def _blocks(x_L: Tensor, size: int) -> Tensor:
+def _split_blocks(x_L: Tensor, size: int) -> Tensor:
+    """Split a flat tensor into zero-padded blocks: [B, S]."""
     return F.pad(x_L, (0, -len(x_L) % size)).view(-1, size)
 
 
-def _unit(x_BS: Tensor, absmax_B: Tensor) -> Tensor:
+def _normalize_blocks(x_BS: Tensor, absmax_B: Tensor) -> Tensor:
+    """Divide each block by its absmax."""
     return x_BS * (1 / absmax_B.clamp_min(TINY))[:, None]
 
 
-def _packed(scaled_BS: Tensor, weights: int) -> dict[str, Tensor]:
+def _encode_blocks(scaled_BS: Tensor, weights: int) -> dict[str, Tensor]:
     """Return the codes of scaled blocks, as files hold them."""
     codes_L = encode_normal(scaled_BS).flatten()[: weights + weights % 2]
     return {"weight": pack(codes_L[None], first_high=True).t().contiguous()}

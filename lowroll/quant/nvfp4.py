@@ -49,24 +49,24 @@ class NVFloat4(Gridded, WeightOnly):
 
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
         amax_NG = split(w_NK, BLOCK).abs().amax(dim=-1)
-        global_1 = _global(amax_NG.amax().reshape(1))
+        global_1 = _global_scale(amax_NG.amax().reshape(1))
         scale_NG = to_e4m3(global_1 * divide(amax_NG * stretch_NG, 6.0))
         scale_NG = torch.where(scale_NG.float() > 0, scale_NG.float(), 0.125).to(scale_NG.dtype)
         return {"weight_scale": scale_NG, "weight_global_scale": global_1}
 
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
-        step_NG1 = _multiplier(scales["weight_scale"], scales["weight_global_scale"])
+        step_NG1 = _block_steps(scales["weight_scale"], scales["weight_global_scale"])
         codes_NGS = encode_e2m1(split(w_NK, BLOCK) / step_NG1)
         return {"weight_packed": pack(join(codes_NGS, w_NK.shape[1]))}
 
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
-        step_NG1 = _multiplier(scales["weight_scale"], scales["weight_global_scale"])
+        step_NG1 = _block_steps(scales["weight_scale"], scales["weight_global_scale"])
         return Grid(step_NG1[..., 0], nearest_e2m1, BLOCK)
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not triton_supports(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
-        global_1 = _global(amax_1)
+        global_1 = _global_scale(amax_1)
         quantize4(
             w_NK, self.name, BLOCK, tensors["weight_packed"], tensors["weight_scale"], global_1
         )
@@ -76,16 +76,16 @@ class NVFloat4(Gridded, WeightOnly):
         if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
             return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
         values_NGS = split(unpack(q.tensors["weight_packed"], E2M1_LEVELS, q.shape[1]), BLOCK)
-        step_NG1 = _multiplier(q.tensors["weight_scale"], q.tensors["weight_global_scale"])
+        step_NG1 = _block_steps(q.tensors["weight_scale"], q.tensors["weight_global_scale"])
         return join(values_NGS * step_NG1, q.shape[1]).to(dtype)
 
 
-def _global(amax_1: Tensor) -> Tensor:
+def _global_scale(amax_1: Tensor) -> Tensor:
     """Return the multiplier of a matrix with this largest magnitude."""
     global_1 = 6 * MAX / amax_1
     return torch.where(global_1.isfinite(), global_1, torch.ones_like(global_1))
 
 
-def _multiplier(scale_NG: Tensor, global_1: Tensor) -> Tensor:
+def _block_steps(scale_NG: Tensor, global_1: Tensor) -> Tensor:
     """Return the factor of each block's codes: float32 [N, G, 1]."""
     return (scale_NG.float() / global_1[:, None])[..., None]

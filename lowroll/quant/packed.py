@@ -60,27 +60,27 @@ class PackedWeights:
 
     @property
     def words(self) -> str:
-        """Return the layout in words for people."""
+        """Return a description of the layout for messages."""
         group = "one group a row" if self.size == -1 else f"groups of {self.size}"
         order = "" if self.ordered else ", columns in another order"
         return f"{self.method} ({self.bits} bits, {group}{order})"
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
         """Return the headers of a matrix's tensors in a file, by suffix. ValueError for a shape
-        that fills no whole words."""
-        rows, columns = shape
-        codes = 32 // self.bits
-        if rows % codes or (self.method == "gptq" and columns % codes):
+        that does not fill whole words."""
+        num_out, num_in = shape
+        codes_per_word = 32 // self.bits
+        if num_out % codes_per_word or (self.method == "gptq" and num_in % codes_per_word):
             raise ValueError(f"{self.method}: a matrix {list(shape)} is no whole words")
-        groups = 1 if self.size == -1 else -(-columns // self.size)
-        found: dict[str, Header] = {
-            "qzeros": ((groups, rows // codes), ("I32",)),
-            "scales": ((groups, rows), ("F16", "BF16", "F32")),
+        groups = 1 if self.size == -1 else -(-num_in // self.size)
+        stored_headers: dict[str, Header] = {
+            "qzeros": ((groups, num_out // codes_per_word), ("I32",)),
+            "scales": ((groups, num_out), ("F16", "BF16", "F32")),
         }
         if self.method == "awq":
-            return found | {"qweight": ((columns, rows // codes), ("I32",))}
-        qweight: Header = ((columns // codes, rows), ("I32",))
-        return found | {"qweight": qweight, "g_idx": ((columns,), ("I32",))}
+            return stored_headers | {"qweight": ((num_in, num_out // codes_per_word), ("I32",))}
+        qweight: Header = ((num_in // codes_per_word, num_out), ("I32",))
+        return stored_headers | {"qweight": qweight, "g_idx": ((num_in,), ("I32",))}
 
     def decode(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> QTensor | Tensor:
         """Return the matrix of a file's tensors (by suffix): in `format`, or dense float32 [N, K].
@@ -100,20 +100,23 @@ class PackedWeights:
             tensors["weight_zero_point"] = pack_zeros(zero_NG - 8)
         elif bool((zero_NG != 8).any()):
             raise ValueError("qzeros: holds other zero points than 8, though sym is true")
-        like = get_format(self.format).encode(torch.empty(shape, device="meta"))
-        return QTensor(self.format, shape, {name: tensors[name].contiguous() for name in like})
+        expected_names = get_format(self.format).encode(torch.empty(shape, device="meta"))
+        return QTensor(
+            self.format, shape, {name: tensors[name].contiguous() for name in expected_names}
+        )
 
     def _codes(self, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return codes [N, K] and zero points [N, G], int32 from 0 on."""
         zero_GN = _unpack(stored["qzeros"], self.bits)
         if self.method == "awq":
-            return _sorted(_unpack(stored["qweight"], self.bits)).t(), _sorted(zero_GN).t()
+            return _reorder(_unpack(stored["qweight"], self.bits)).t(), _reorder(zero_GN).t()
         code_NK = _unpack(stored["qweight"].t().contiguous(), self.bits)
         return code_NK, ((zero_GN + self.offset) & ((1 << self.bits) - 1)).t()
 
     def _groups(self, columns: int, groups: int, stored: dict[str, Tensor]) -> Tensor:
-        size = columns if self.size == -1 else self.size
-        in_order_K = torch.arange(columns, device=stored["scales"].device) // size
+        """Return the group of each column. ValueError for an unexpected `g_idx`."""
+        group_size = columns if self.size == -1 else self.size
+        in_order_K = torch.arange(columns, device=stored["scales"].device) // group_size
         group_K = stored["g_idx"].long() if "g_idx" in stored else in_order_K
         if self.ordered and not torch.equal(group_K, in_order_K):
             raise ValueError("g_idx: reorders columns, though desc_act is false")
@@ -125,11 +128,15 @@ class PackedWeights:
 def read_packed(config: dict[str, Any]) -> PackedWeights:
     """Return the storage of an awq or gptq `quantization_config`. ValueError names the unsupported
     key."""
-    method, bits, size = config["quant_method"], config.get("bits"), config.get("group_size")
+    method, bits, group_size = config["quant_method"], config.get("bits"), config.get("group_size")
     if not isinstance(bits, int) or bits not in ((4,) if method == "awq" else BITS):
         raise ValueError(f"bits: {bits!r} in {method} is not supported{ADVICE}")
-    if not isinstance(size, int) or isinstance(size, bool) or not (size == -1 or size > 0):
-        raise ValueError(f"group_size: expected a positive number or -1, got {size!r}")
+    if (
+        not isinstance(group_size, int)
+        or isinstance(group_size, bool)
+        or not (group_size == -1 or group_size > 0)
+    ):
+        raise ValueError(f"group_size: expected a positive number or -1, got {group_size!r}")
     if method == "awq":
         version = str(config.get("version", "gemm")).lower()
         if version != "gemm" or config.get("zero_point", True) is not True:
@@ -137,14 +144,18 @@ def read_packed(config: dict[str, Any]) -> PackedWeights:
                 f"version, zero_point: expected gemm and true, got {version!r} and "
                 f"{config.get('zero_point')!r}{ADVICE}"
             )
-        return PackedWeights(method, bits, size)
-    stored = config.get("checkpoint_format", "gptq")
-    if stored not in ("gptq", "gptq_v2"):
-        raise ValueError(f"checkpoint_format: {stored!r} is not one of gptq, gptq_v2{ADVICE}")
+        return PackedWeights(method, bits, group_size)
+    checkpoint_format = config.get("checkpoint_format", "gptq")
+    if checkpoint_format not in ("gptq", "gptq_v2"):
+        raise ValueError(
+            f"checkpoint_format: {checkpoint_format!r} is not one of gptq, gptq_v2{ADVICE}"
+        )
     if config.get("dynamic"):
         raise ValueError(f"dynamic: layers of different bits are not supported{ADVICE}")
     symmetric, ordered = config.get("sym") is True, not config.get("desc_act")
-    return PackedWeights(method, bits, size, symmetric, ordered, offset=int(stored == "gptq"))
+    return PackedWeights(
+        method, bits, group_size, symmetric, ordered, offset=int(checkpoint_format == "gptq")
+    )
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
@@ -153,7 +164,7 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
-def _sorted(codes: Tensor) -> Tensor:
+def _reorder(codes: Tensor) -> Tensor:
     """Return codes in column order, which awq's words do not have."""
-    place = torch.tensor(AWQ_ORDER, device=codes.device).argsort()
-    return codes.unflatten(-1, (-1, len(AWQ_ORDER)))[..., place].flatten(-2)
+    permutation = torch.tensor(AWQ_ORDER, device=codes.device).argsort()
+    return codes.unflatten(-1, (-1, len(AWQ_ORDER)))[..., permutation].flatten(-2)

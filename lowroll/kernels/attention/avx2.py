@@ -96,12 +96,13 @@ def _run(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
+    """Call the kernel. fresh: the new keys and values, which it writes to the cache first."""
     rows, heads, d = q_BHd.shape
     page, kv_heads = cache[0].shape[1:3]
     q_BHd = q_BHd.contiguous()
     out_BHd = torch.empty_like(q_BHd)
     tensors = (q_BHd, *(fresh or (None, None)), *cache, table_BN, rows_B, lengths_B, out_BHd)
-    problem = CpuAttentionArguments(
+    arguments = CpuAttentionArguments(
         *(pointer(tensor) for tensor in tensors),
         *(0 if tensor is None else tensor.stride(0) for tensor in (*tensors[1:3], table_BN)),
         scale,
@@ -112,5 +113,5 @@ def _run(
         page,
         torch.get_num_threads(),
     )
-    cxx.run(SOURCE, "avx2_decode", problem)
+    cxx.run(SOURCE, "avx2_decode", arguments)
     return out_BHd

@@ -42,21 +42,22 @@ def encode(k_TGd: Tensor, v_TGd: Tensor, channels_GF: Tensor) -> Codes:
     """Return the codes of keys and values. channels_GF: int64, the fine channels of each head, no
     channel twice."""
     k_TGd, v_TGd = k_TGd.float(), v_TGd.float()
-    bytes_TG2 = torch.stack([_scale(k_TGd), _scale(v_TGd)], -1)
+    bytes_TG2 = torch.stack([_scale_bytes(k_TGd), _scale_bytes(v_TGd)], -1)
     inverse_TG2 = ((254 - bytes_TG2) << 23).view(torch.float32)
     k_TGd = k_TGd * inverse_TG2[..., :1]
     keys_TGd = k_TGd.to(E4M3)
     channels_TGF = channels_GF.expand(len(k_TGd), *channels_GF.shape)
-    left_TGF = k_TGd.gather(2, channels_TGF) - keys_TGd.float().gather(2, channels_TGF)
+    residual_TGF = k_TGd.gather(2, channels_TGF) - keys_TGd.float().gather(2, channels_TGF)
     return Codes(
         keys_TGd.view(torch.uint8),
         (v_TGd * inverse_TG2[..., 1:]).to(E4M3).view(torch.uint8),
-        (left_TGF * FINER).to(E4M3).view(torch.uint8),
+        (residual_TGF * FINER).to(E4M3).view(torch.uint8),
         bytes_TG2.to(torch.uint8),
     )
 
 
-def _scale(x_TGd: Tensor) -> Tensor:
+def _scale_bytes(x_TGd: Tensor) -> Tensor:
+    """Return the scale byte of each token and head."""
     bits_TG = x_TGd.abs().amax(-1).view(torch.int32)
     return (((bits_TG + CARRY) >> 23) - 8).clamp(min=LEAST)
 
@@ -64,15 +65,18 @@ def _scale(x_TGd: Tensor) -> Tensor:
 def decode_keys(
     keys_TGd: Tensor, fine_TGF: Tensor, scales_TG2: Tensor, channels_GF: Tensor, dtype: torch.dtype
 ) -> Tensor:
+    """Return keys [T, G, d] of their codes and second codes, in `dtype`."""
     k_TGd = keys_TGd.view(E4M3).float()
-    left_TGF = fine_TGF.view(E4M3).float() / FINER
-    k_TGd.scatter_add_(2, channels_GF.expand(fine_TGF.shape), left_TGF)
-    return (k_TGd * _unit(scales_TG2[..., :1])).to(dtype)
+    residual_TGF = fine_TGF.view(E4M3).float() / FINER
+    k_TGd.scatter_add_(2, channels_GF.expand(fine_TGF.shape), residual_TGF)
+    return (k_TGd * _power_of_two(scales_TG2[..., :1])).to(dtype)
 
 
 def decode_values(values_TGd: Tensor, scales_TG2: Tensor, dtype: torch.dtype) -> Tensor:
-    return (values_TGd.view(E4M3).float() * _unit(scales_TG2[..., 1:])).to(dtype)
+    """Return values [T, G, d] of their codes, in `dtype`."""
+    return (values_TGd.view(E4M3).float() * _power_of_two(scales_TG2[..., 1:])).to(dtype)
 
 
-def _unit(bytes_TG1: Tensor) -> Tensor:
+def _power_of_two(bytes_TG1: Tensor) -> Tensor:
+    """Return the float32 scale that a scale byte stands for."""
     return (bytes_TG1.int() << 23).view(torch.float32)

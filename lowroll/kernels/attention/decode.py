@@ -120,6 +120,7 @@ def split_outputs(out_BHd: Tensor, splits: int) -> tuple[Tensor, Tensor]:
 def combine(
     part_SBHd: Tensor, lse_SBH: Tensor, lengths_B: Tensor, length: int, out_BHd: Tensor
 ) -> None:
+    """Join the splits' outputs by their log-sum-exps into `out_BHd`."""
     splits, rows, heads, d = part_SBHd.shape
     width = min(max(16, block(d)), 64)
     _combine_kernel[(rows * heads, -(-d // width))](
@@ -154,9 +155,9 @@ def write_pages(
     k_TGd, v_TGd = packed_heads(k_TGd), packed_heads(v_TGd)
     tokens, numbers = k_TGd.shape[0], k_TGd.shape[1] * k_TGd.shape[2]
     width = min(512, block(numbers))
-    together = 2048 // width
+    tokens_at_once = 2048 // width
     if tokens:
-        _write_kernel[(-(-tokens // together), -(-numbers // width))](
+        _write_kernel[(-(-tokens // tokens_at_once), -(-numbers // width))](
             keys_pPGd,
             values_pPGd,
             slots_T,
@@ -167,7 +168,7 @@ def write_pages(
             v_TGd.stride(0),
             N=numbers,
             WIDTH=width,
-            BLOCK=together,
+            BLOCK=tokens_at_once,
             num_warps=4,
         )
 
@@ -188,18 +189,19 @@ def _plain(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
+    """Compute `paged_decode` in plain torch."""
     page = keys_pPGd.shape[1]
     live_B = lengths_B > 0
     table_BN = table_BN[:, : max(1, -(-int(lengths_B.max()) // page))]
-    last_B = (lengths_B - 1).clamp(min=0)
-    pages_B = table_BN.gather(1, (last_B // page)[:, None].long())[:, 0].long()
-    slots_B = pages_B * page + last_B % page
+    position_B = (lengths_B - 1).clamp(min=0)
+    pages_B = table_BN.gather(1, (position_B // page)[:, None].long())[:, 0].long()
+    slots_B = pages_B * page + position_B % page
     write_pages(keys_pPGd, values_pPGd, torch.where(live_B, slots_B, -1), k_BGd, v_BGd)
 
     # Attention over no keys is NaN: a dead row attends to its first slot, and its output is set to
     # 0.
-    at_L = torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
-    allowed_BL = at_L < lengths_B.clamp(min=1)[:, None]
+    index_L = torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
+    allowed_BL = index_L < lengths_B.clamp(min=1)[:, None]
     q_BGRd = q_BHd.reshape(q_BHd.shape[0], k_BGd.shape[1], -1, q_BHd.shape[-1])
     o_BGRd = F.scaled_dot_product_attention(
         q_BGRd,
@@ -217,8 +219,13 @@ def _launch(rows: int, kv_heads: int, row_bytes: int) -> tuple[int, int, int, in
     rest hold keys and values, at most 80 KiB together."""
     splits = max(1, min(MAX_SPLITS, PROGRAMS // (rows * kv_heads)))
     stages = 5
-    most = (80 * 1024) // ((stages - 1) // 2 * 2 * row_bytes)
-    return splits, max(16, min(64 if splits <= 4 else 32, 1 << (most.bit_length() - 1))), stages, 4
+    max_tokens = (80 * 1024) // ((stages - 1) // 2 * 2 * row_bytes)
+    return (
+        splits,
+        max(16, min(64 if splits <= 4 else 32, 1 << (max_tokens.bit_length() - 1))),
+        stages,
+        4,
+    )
 
 
 def packed_heads(x_THd: Tensor) -> Tensor:
@@ -252,13 +259,14 @@ def _fetch_ahead(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Prefetch a split's first block of keys and values into the L2 cache."""
     LINES: tl.constexpr = D // 64 if D > 64 else 1  # of 128 bytes
     offs_n = first + tl.arange(0, BLOCK)
     page_n = tl.load(pages_ptr + offs_n // PAGE, mask=offs_n < cached, other=0).to(tl.int64)
     base_n = (page_n * PAGE + offs_n % PAGE) * (G * d) + head * d
-    at_nl = base_n[:, None] + tl.minimum(tl.arange(0, LINES) * 64, d - 1)[None, :]
-    prefetch(keys_ptr + at_nl, True)
-    prefetch(values_ptr + at_nl, True)
+    offs_nl = base_n[:, None] + tl.minimum(tl.arange(0, LINES) * 64, d - 1)[None, :]
+    prefetch(keys_ptr + offs_nl, True)
+    prefetch(values_ptr + offs_nl, True)
 
 
 @jit
@@ -406,10 +414,10 @@ def _combine_kernel(
     offs_s = tl.arange(0, S)
     offs_d = tl.program_id(1) * D + tl.arange(0, D)
     in_s = offs_s < active
-    from_s = (offs_s * rows + row).to(tl.int64) * H + head
-    lse_s = tl.load(lse_ptr + from_s, mask=in_s, other=float("-inf"))
+    part_s = (offs_s * rows + row).to(tl.int64) * H + head
+    lse_s = tl.load(lse_ptr + part_s, mask=in_s, other=float("-inf"))
     part_sd = tl.load(
-        part_ptr + from_s[:, None] * d + offs_d[None, :],
+        part_ptr + part_s[:, None] * d + offs_d[None, :],
         mask=in_s[:, None] & (offs_d < d)[None, :],
         other=0.0,
     )
@@ -442,8 +450,8 @@ def _write_kernel(
     offs_n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     slot_t = tl.load(slots_ptr + offs_t, mask=offs_t < tokens, other=-1).to(tl.int64)
     live_tn = (slot_t >= 0)[:, None] & (offs_n < N)[None, :]
-    at_tn = slot_t[:, None] * N + offs_n[None, :]
+    offs_tn = slot_t[:, None] * N + offs_n[None, :]
     k_tn = tl.load(k_ptr + offs_t.to(tl.int64)[:, None] * k_stride + offs_n[None, :], mask=live_tn)
     v_tn = tl.load(v_ptr + offs_t.to(tl.int64)[:, None] * v_stride + offs_n[None, :], mask=live_tn)
-    tl.store(keys_ptr + at_tn, k_tn.to(keys_ptr.dtype.element_ty), mask=live_tn)
-    tl.store(values_ptr + at_tn, v_tn.to(values_ptr.dtype.element_ty), mask=live_tn)
+    tl.store(keys_ptr + offs_tn, k_tn.to(keys_ptr.dtype.element_ty), mask=live_tn)
+    tl.store(values_ptr + offs_tn, v_tn.to(values_ptr.dtype.element_ty), mask=live_tn)

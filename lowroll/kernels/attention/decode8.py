@@ -119,22 +119,25 @@ def _plain(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
+    """Compute `paged_decode8` in plain torch."""
     page = cache_pP.keys_TGd.shape[1]
     live_B = lengths_B > 0
     table_BN = table_BN[:, : max(1, -(-int(lengths_B.max()) // page))].long()
-    last_B = (lengths_B.long() - 1).clamp(min=0)
-    slots_B = table_BN.gather(1, (last_B // page)[:, None])[:, 0] * page + last_B % page
-    for buffer, new in zip(cache_pP, encode(k_BGd, v_BGd, channels_GF), strict=True):
-        buffer.flatten(0, 1).index_copy_(0, slots_B[live_B], new[live_B])
+    position_B = (lengths_B.long() - 1).clamp(min=0)
+    slots_B = table_BN.gather(1, (position_B // page)[:, None])[:, 0] * page + position_B % page
+    for buffer, codes in zip(cache_pP, encode(k_BGd, v_BGd, channels_GF), strict=True):
+        buffer.flatten(0, 1).index_copy_(0, slots_B[live_B], codes[live_B])
 
     # Attention over no keys is NaN: a dead row attends to its first slot, and its output is set to
     # 0.
-    at_L = torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
-    allowed_BL = at_L < lengths_B.clamp(min=1)[:, None]
-    slots_BL = table_BN[:, at_L // page] * page + at_L % page
-    held = Codes(*(buffer.flatten(0, 1)[slots_BL.flatten()] for buffer in cache_pP))
-    k_TGd = decode_keys(held.keys_TGd, held.fine_TGF, held.scales_TG2, channels_GF, q_BHd.dtype)
-    v_TGd = decode_values(held.values_TGd, held.scales_TG2, q_BHd.dtype)
+    index_L = torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
+    allowed_BL = index_L < lengths_B.clamp(min=1)[:, None]
+    slots_BL = table_BN[:, index_L // page] * page + index_L % page
+    stored = Codes(*(buffer.flatten(0, 1)[slots_BL.flatten()] for buffer in cache_pP))
+    k_TGd = decode_keys(
+        stored.keys_TGd, stored.fine_TGF, stored.scales_TG2, channels_GF, q_BHd.dtype
+    )
+    v_TGd = decode_values(stored.values_TGd, stored.scales_TG2, q_BHd.dtype)
     k_BGLd, v_BGLd = (x.unflatten(0, slots_BL.shape).transpose(1, 2) for x in (k_TGd, v_TGd))
     q_BGRd = q_BHd.reshape(q_BHd.shape[0], k_BGd.shape[1], -1, q_BHd.shape[-1])
     o_BGRd = F.scaled_dot_product_attention(
@@ -149,12 +152,14 @@ def _plain(
 
 @jit
 def _scale_byte(x_d):
+    """Return the scale byte of a head's numbers."""
     bits = tl.max(tl.abs(x_d), 0).to(tl.int32, bitcast=True)
     return tl.maximum(((bits + ROUND) >> 23) - 8, SMALLEST)
 
 
 @jit
-def _power(byte):
+def _power_of_two(byte):
+    """Return the float32 scale that a scale byte stands for."""
     return (byte << 23).to(tl.float32, bitcast=True)
 
 
@@ -164,13 +169,13 @@ def _rounded(x):
     -0. The interpreter's own cast rounds otherwise."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 255, 127 - 6)
-    big = ((exponent + 20) << 23).to(tl.float32, bitcast=True) * 1.5
-    near = ((x + big) - big).to(tl.int32, bitcast=True)
-    return (near | (bits & SIGN)).to(tl.float32, bitcast=True)
+    rounder = ((exponent + 20) << 23).to(tl.float32, bitcast=True) * 1.5
+    rounded_bits = ((x + rounder) - rounder).to(tl.int32, bitcast=True)
+    return (rounded_bits | (bits & SIGN)).to(tl.float32, bitcast=True)
 
 
 @jit
-def _new_token(
+def _write_new_token(
     k_ptr,
     v_ptr,
     keys_ptr,
@@ -197,44 +202,52 @@ def _new_token(
     k_byte = _scale_byte(k_d)
     v_byte = _scale_byte(v_d)
     channel_f = tl.load(channels_ptr + head * f + offs_f, mask=in_f, other=0)
-    k_f = tl.load(k_ptr + channel_f, mask=in_f, other=0.0).to(tl.float32) * _power(254 - k_byte)
-    code_d = _rounded(k_d * _power(254 - k_byte))
-    left_f = _rounded((k_f - _rounded(k_f)) * FINER_BY)
-    value_d = _rounded(v_d * _power(254 - v_byte))
-    at = slot * G + head
+    k_f = tl.load(k_ptr + channel_f, mask=in_f, other=0.0).to(tl.float32) * _power_of_two(
+        254 - k_byte
+    )
+    code_d = _rounded(k_d * _power_of_two(254 - k_byte))
+    residual_f = _rounded((k_f - _rounded(k_f)) * FINER_BY)
+    value_d = _rounded(v_d * _power_of_two(254 - v_byte))
+    index = slot * G + head
     e4m3: tl.constexpr = tl.float8e4nv
-    tl.store(keys_ptr + at * d + offs_d, code_d.to(e4m3).to(tl.uint8, bitcast=True), mask=in_d)
-    tl.store(values_ptr + at * d + offs_d, value_d.to(e4m3).to(tl.uint8, bitcast=True), mask=in_d)
-    tl.store(fine_ptr + at * f + offs_f, left_f.to(e4m3).to(tl.uint8, bitcast=True), mask=in_f)
-    tl.store(scales_ptr + at * 2, k_byte.to(tl.uint8))
-    tl.store(scales_ptr + at * 2 + 1, v_byte.to(tl.uint8))
-    return code_d, left_f, value_d, k_byte, v_byte
+    tl.store(keys_ptr + index * d + offs_d, code_d.to(e4m3).to(tl.uint8, bitcast=True), mask=in_d)
+    tl.store(
+        values_ptr + index * d + offs_d, value_d.to(e4m3).to(tl.uint8, bitcast=True), mask=in_d
+    )
+    tl.store(
+        fine_ptr + index * f + offs_f, residual_f.to(e4m3).to(tl.uint8, bitcast=True), mask=in_f
+    )
+    tl.store(scales_ptr + index * 2, k_byte.to(tl.uint8))
+    tl.store(scales_ptr + index * 2 + 1, v_byte.to(tl.uint8))
+    return code_d, residual_f, value_d, k_byte, v_byte
 
 
 @jit
-def _codes(at_ptr, mask, NUMBER: tl.constexpr):
+def _load_codes(at_ptr, mask, NUMBER: tl.constexpr):
+    """Load e4m3 codes as numbers of a product."""
     return tl.load(at_ptr, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(NUMBER)
 
 
 @jit
 def _fine_query(q_r1, channel_ptr, in_f, in_rf, NUMBER: tl.constexpr):
+    """Return the query's fine channels, divided by FINER: they multiply the second codes."""
     channel_f = tl.load(channel_ptr, mask=in_f, other=0)
     fine_rf = tl.load(q_r1 + channel_f[None, :], mask=in_rf, other=0.0)
     return (fine_rf.to(tl.float32) / FINER_BY).to(NUMBER)
 
 
 @jit
-def _first_sums(q_rd, fine_rf, code_d, left_f, value_d, k_byte, v_byte, scale):
+def _attend_new_token(q_rd, fine_rf, code_d, left_f, value_d, k_byte, v_byte, scale):
     """Return softmax maximum m [R], mass l [R] and sum acc [R, D] of one token."""
     s_r = tl.sum(q_rd.to(tl.float32) * code_d[None, :], 1)
     s_r = (s_r + tl.sum(fine_rf.to(tl.float32) * left_f[None, :], 1)) * scale
-    s_r, e = s_r * _power(k_byte), (v_byte - 127).to(tl.float32)
+    s_r, e = s_r * _power_of_two(k_byte), (v_byte - 127).to(tl.float32)
     m_r = s_r + e - HEADROOM
     return m_r, tl.exp2(s_r - m_r), tl.exp2(s_r + e - m_r)[:, None] * value_d[None, :]
 
 
 @jit
-def _put(
+def _store_output(
     out_ptr,
     lse_ptr,
     out_r,
@@ -248,6 +261,7 @@ def _put(
     D: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
+    """Store a split's output, and its log-sum-exp if there are several splits."""
     o_rd = tl.where(dead, 0.0, acc_rd / tl.where(dead, 1.0, l_r)[:, None])
     tl.store(
         out_ptr + out_r[:, None] * d + tl.arange(0, D)[None, :],
@@ -317,7 +331,7 @@ def _decode8_kernel(
     if split == 0:
         if length > 0:
             page = tl.load(pages_ptr + cached // PAGE).to(tl.int64)
-            code_d, left_f, value_d, k_byte, v_byte = _new_token(
+            code_d, residual_f, value_d, k_byte, v_byte = _write_new_token(
                 k_ptr + row * k_stride + head * d,
                 v_ptr + row * v_stride + head * d,
                 keys_ptr,
@@ -333,8 +347,8 @@ def _decode8_kernel(
                 D,
                 F,
             )
-            m_r, l_r, acc_rd = _first_sums(
-                q_rd, fine_rf, code_d, left_f, value_d, k_byte, v_byte, scale
+            m_r, l_r, acc_rd = _attend_new_token(
+                q_rd, fine_rf, code_d, residual_f, value_d, k_byte, v_byte, scale
             )
     for start in tl.range(
         split * share * BLOCK,
@@ -345,19 +359,19 @@ def _decode8_kernel(
         offs_n = start + tl.arange(0, BLOCK)
         in_n = offs_n < cached
         page_n = tl.load(pages_ptr + offs_n // PAGE, mask=in_n, other=0)
-        at_n = (page_n.to(tl.int64) * PAGE + offs_n % PAGE) * G + head
+        index_n = (page_n.to(tl.int64) * PAGE + offs_n % PAGE) * G + head
         in_nd = in_n[:, None] if D == d else in_n[:, None] & in_d[None, :]
         in_nf = in_n[:, None] if F == f else in_n[:, None] & in_f[None, :]
-        at_nd = at_n[:, None] * d + offs_d[None, :]
-        k_nd = _codes(keys_ptr + at_nd, in_nd, NUMBER)
-        v_nd = _codes(values_ptr + at_nd, in_nd, NUMBER)
-        left_nf = _codes(fine_ptr + at_n[:, None] * f + offs_f[None, :], in_nf, NUMBER)
+        offs_nd = index_n[:, None] * d + offs_d[None, :]
+        k_nd = _load_codes(keys_ptr + offs_nd, in_nd, NUMBER)
+        v_nd = _load_codes(values_ptr + offs_nd, in_nd, NUMBER)
+        residual_nf = _load_codes(fine_ptr + index_n[:, None] * f + offs_f[None, :], in_nf, NUMBER)
         # both scales at once, the key's in the lower byte
-        bytes_n = tl.load(scales_ptr.to(tl.pointer_type(tl.uint16)) + at_n, mask=in_n, other=0)
+        bytes_n = tl.load(scales_ptr.to(tl.pointer_type(tl.uint16)) + index_n, mask=in_n, other=0)
         bytes_n = bytes_n.to(tl.int32)
-        s_rn = tl.dot(fine_rf, tl.trans(left_nf), input_precision="ieee")
+        s_rn = tl.dot(fine_rf, tl.trans(residual_nf), input_precision="ieee")
         s_rn = tl.dot(q_rd, tl.trans(k_nd), s_rn, input_precision="ieee")
-        s_rn *= (scale * _power(bytes_n & 255))[None, :]
+        s_rn *= (scale * _power_of_two(bytes_n & 255))[None, :]
         s_rn = tl.where(in_n[None, :], s_rn, float("-inf"))
         w_rn = s_rn + ((bytes_n >> 8) - 127).to(tl.float32)[None, :]
         new_r = tl.maximum(m_r, tl.max(w_rn, 1) - HEADROOM)
@@ -368,4 +382,6 @@ def _decode8_kernel(
         acc_rd = tl.dot(w_rn, v_nd, acc_rd, input_precision="ieee")
         m_r = new_r
     out_r = (split * rows + row) * H + head * PER + offs_r
-    _put(out_ptr, lse_ptr, out_r, m_r, l_r, acc_rd, length <= 0, in_rd, offs_r < PER, d, D, SPLIT)
+    _store_output(
+        out_ptr, lse_ptr, out_r, m_r, l_r, acc_rd, length <= 0, in_rd, offs_r < PER, d, D, SPLIT
+    )

@@ -76,12 +76,13 @@ def supports(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor) -> 
         return no("takes at most 8 query heads a key-value head")
     if page % TILE:
         return no("takes pages of multiples of 16 tokens")
-    if not all(_aligned(x, size) for x, size in ((q_BHd, 4), (k_BGd, 16), (v_BGd, 16))):
+    if not all(_starts_aligned(x, size) for x, size in ((q_BHd, 4), (k_BGd, 16), (v_BGd, 16))):
         return no("takes queries, keys and values whose rows begin at multiples of 16 bytes")
     return supports_device(d, q_BHd.dtype, q_BHd.device, keys_pPGd.dtype == torch.uint8)
 
 
-def _aligned(x_THd: Tensor, size: int) -> bool:
+def _starts_aligned(x_THd: Tensor, size: int) -> bool:
+    """Return whether all rows begin at multiples of `size` bytes."""
     return x_THd.data_ptr() % size == 0 and x_THd.stride(0) * x_THd.element_size() % size == 0
 
 
@@ -120,6 +121,7 @@ def decode8(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
+    """Compute `kernels.attention.decode8.paged_decode8` where `supports` holds."""
     keys, values, fine, scales = cache_pP
     return _decode(
         q_BHd, k_BGd, v_BGd, keys, values, table_BN, lengths_B, scale, (fine, scales, channels_GF)
@@ -137,12 +139,13 @@ def _decode(
     scale: float,
     finer: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
+    """Launch the kernel. finer: the second codes, scales and fine channels of an 8-bit cache."""
     (rows, heads, d), (page, kv_heads) = q_BHd.shape, keys_pPGd.shape[1:3]
-    kind = (d, q_BHd.dtype, finer is not None)
-    library, device = _library(*kind), q_BHd.device
+    library_key = (d, q_BHd.dtype, finer is not None)
+    library, device = _library(*library_key), q_BHd.device
     out_BHd = torch.empty((rows, heads, d), dtype=q_BHd.dtype, device=device)
     tensors = (q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, out_BHd)
-    problem = PagedAttentionArguments(
+    arguments = PagedAttentionArguments(
         *(x.data_ptr() for x in tensors),
         *((x.data_ptr() for x in finer) if finer else (None, None, None)),
         rows,
@@ -155,26 +158,31 @@ def _decode(
     )
     with torch.cuda.device(device):
         blocks = -(-rows // ROWS) * kv_heads
-        splits = next((s for s in range(8, 1, -1) if blocks <= _clusters(*kind, device, s)), 1)
+        splits = next(
+            (s for s in range(8, 1, -1) if blocks <= _active_clusters(*library_key, device, s)), 1
+        )
         stream = torch.cuda.current_stream(device).cuda_stream
         _check(
             library,
-            library.paged_decode(ctypes.byref(problem), splits, None, ctypes.c_void_p(stream)),
+            library.paged_decode(ctypes.byref(arguments), splits, None, ctypes.c_void_p(stream)),
         )
     return out_BHd
 
 
 @cache
-def _clusters(d: int, dtype: torch.dtype, codes: bool, device: torch.device, splits: int) -> int:
+def _active_clusters(
+    d: int, dtype: torch.dtype, codes: bool, device: torch.device, splits: int
+) -> int:
     """Return how many clusters of `splits` blocks the device runs at once; 0 if it has no such
     clusters."""
     library, active = _library(d, dtype, codes), ctypes.c_int()
-    problem = PagedAttentionArguments(rows=ROWS, kv_heads=1)
-    error = library.paged_decode(ctypes.byref(problem), splits, ctypes.byref(active), None)
+    arguments = PagedAttentionArguments(rows=ROWS, kv_heads=1)
+    error = library.paged_decode(ctypes.byref(arguments), splits, ctypes.byref(active), None)
     return 0 if error else active.value
 
 
 def _check(library: ctypes.CDLL, error: int) -> None:
+    """Raise RuntimeError when the launch failed."""
     if error:
         raise RuntimeError(
             f"decode attention: paged_decode failed: {library.paged_error(error).decode()}"
@@ -183,6 +191,7 @@ def _check(library: ctypes.CDLL, error: int) -> None:
 
 @cache
 def _library(d: int, dtype: torch.dtype, codes: bool) -> ctypes.CDLL:
+    """Return the library for heads of d numbers, built on first use."""
     library = nvcc.library(
         SOURCE,
         CAPABILITY,

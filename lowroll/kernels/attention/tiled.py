@@ -8,7 +8,7 @@ keys.
 Shares begin at multiples of SHARE, whatever the batch, so decoding, a chunked prompt and a
 learner's packed sequence use the same tiles, products and order. Tiles that a query cannot see add
 zeros. Weights are summed by a product with ones, so that the tensor cores use one order whatever
-rows are beside.
+the other rows are.
 
 A tile is `queries` neighbours of one sequence with all query heads of a key-value head. For few
 decoded rows, each share has its own program, and a second launch joins them.
@@ -56,8 +56,8 @@ class QueryTiles(NamedTuple):
 
 
 def supports_device(device: torch.device) -> Support:
-    if not (found := triton_supports_device(device)) or INTERPRETED:
-        return found
+    if not (support := triton_supports_device(device)) or INTERPRETED:
+        return support
     return cuda_supports(device, CAPABILITY, only=True)
 
 
@@ -91,6 +91,7 @@ def choose(d: int, size: int, decoded: bool) -> Shape:
 
 
 def queries_of(heads: int, kv_heads: int, d: int, size: int) -> int:
+    """Return the query tokens of a tile."""
     return max(1, choose(d, size, decoded=False).rows // block(heads // kv_heads))
 
 
@@ -103,19 +104,19 @@ def tile(
     """
     tiles_S = (lengths_S + (queries - 1)) // queries
     ends_S = tiles_S.cumsum(0)
-    at_I = torch.arange(most, device=lengths_S.device)
-    sequence_I = torch.searchsorted(ends_S, at_I, right=True).clamp(max=len(lengths_S) - 1)
-    skipped_I = (at_I - (ends_S - tiles_S)[sequence_I]) * queries
+    index_I = torch.arange(most, device=lengths_S.device)
+    sequence_I = torch.searchsorted(ends_S, index_I, right=True).clamp(max=len(lengths_S) - 1)
+    skipped_I = (index_I - (ends_S - tiles_S)[sequence_I]) * queries
     starts_S = lengths_S.cumsum(0) - lengths_S
-    left_I = lengths_S[sequence_I] - skipped_I
-    count_I = torch.where(at_I < ends_S[-1], left_I.clamp(min=0, max=queries), 0)
-    found = (
+    remaining_I = lengths_S[sequence_I] - skipped_I
+    count_I = torch.where(index_I < ends_S[-1], remaining_I.clamp(min=0, max=queries), 0)
+    columns = (
         starts_S[sequence_I] + skipped_I,
         count_I,
         before_S[sequence_I] + skipped_I,
         origin_S[sequence_I],
     )
-    return QueryTiles(*(x_I.to(torch.int32) for x_I in found))
+    return QueryTiles(*(x_I.to(torch.int32) for x_I in columns))
 
 
 def attend(
@@ -136,7 +137,7 @@ def attend(
     kv_heads = keys_pPGd.shape[-2]
     if table_SN is None:
         keys_pPGd, values_pPGd = packed_heads(keys_pPGd), packed_heads(values_pPGd)
-    how = choose(d, q_THd.element_size(), decoded=False)
+    shape = choose(d, q_THd.element_size(), decoded=False)
     _prompts_kernel[(len(tiles.first_I), kv_heads)](
         q_THd,
         keys_pPGd,
@@ -157,12 +158,12 @@ def attend(
         d=d,
         PAGE=0 if table_SN is None else keys_pPGd.shape[1],
         D=max(16, block(d)),
-        R=how.rows,
+        R=shape.rows,
         PER=block(heads // kv_heads),
-        BLOCK=how.keys,
+        BLOCK=shape.keys,
         SHARE=SHARE,
-        STAGES=how.stages,
-        num_warps=how.warps,
+        STAGES=shape.stages,
+        num_warps=shape.warps,
         enable_fp_fusion=False,
         **early_start(),
     )
@@ -190,7 +191,7 @@ def decode(
     if programs > 1:
         part_LBHd = out_BHd.new_empty((shares, rows, heads, d), dtype=torch.float32)
         stats_2LBH = part_LBHd.new_empty((2, shares, rows, heads))
-    how = choose(d, q_BHd.element_size(), decoded=True)
+    shape = choose(d, q_BHd.element_size(), decoded=True)
     _decode_kernel[(kv_heads * rows * programs,)](
         q_BHd,
         k_BGd,
@@ -215,12 +216,12 @@ def decode(
         d=d,
         PAGE=page,
         D=max(16, block(d)),
-        R=how.rows,
+        R=shape.rows,
         PER=block(heads // kv_heads),
-        BLOCK=how.keys,
+        BLOCK=shape.keys,
         SHARE=SHARE,
-        STAGES=how.stages,
-        num_warps=how.warps,
+        STAGES=shape.stages,
+        num_warps=shape.warps,
         enable_fp_fusion=False,
         **early_start(),
     )
@@ -247,7 +248,8 @@ def decode(
 
 
 @jit
-def _base(table, origin, offs_n, in_n, stride, PAGE: tl.constexpr):
+def _token_offsets(table, origin, offs_n, in_n, stride, PAGE: tl.constexpr):
+    """Return the offsets of keys in the cache or in a packed tensor."""
     if PAGE:
         page_n = tl.load(table + offs_n // PAGE, mask=in_n, other=0).to(tl.int64)
         return (page_n * PAGE + offs_n % PAGE) * stride
@@ -256,7 +258,7 @@ def _base(table, origin, offs_n, in_n, stride, PAGE: tl.constexpr):
 
 
 @jit
-def _share(
+def _attend_share(
     q_rd,
     seen_r,
     keys,
@@ -287,12 +289,12 @@ def _share(
         offs_n = start + tl.arange(0, BLOCK)
         in_n = offs_n < stop
         in_nd = in_n[:, None] & in_d[None, :]
-        k_n = _base(table, origin, offs_n, in_n, key_stride, PAGE)
-        v_n = k_n
+        key_base_n = _token_offsets(table, origin, offs_n, in_n, key_stride, PAGE)
+        value_base_n = key_base_n
         if not PAGE:
-            v_n = _base(table, origin, offs_n, in_n, value_stride, PAGE)
-        k_nd = tl.load(keys + k_n[:, None] + offs_d[None, :], mask=in_nd, other=0.0)
-        v_nd = tl.load(values + v_n[:, None] + offs_d[None, :], mask=in_nd, other=0.0)
+            value_base_n = _token_offsets(table, origin, offs_n, in_n, value_stride, PAGE)
+        k_nd = tl.load(keys + key_base_n[:, None] + offs_d[None, :], mask=in_nd, other=0.0)
+        v_nd = tl.load(values + value_base_n[:, None] + offs_d[None, :], mask=in_nd, other=0.0)
         s_rn = tl.dot(q_rd, tl.trans(k_nd), input_precision="ieee") * scale
         s_rn = tl.where(offs_n[None, :] < seen_r[:, None], s_rn, float("-inf"))
         new_r = tl.maximum(m_r, tl.max(s_rn, 1))
@@ -306,7 +308,8 @@ def _share(
 
 
 @jit
-def _joined(m_r, l_r, o_rd, m_s, l_s, o_s):
+def _join_softmax(m_r, l_r, o_rd, m_s, l_s, o_s):
+    """Join two online softmaxes: maximum, mass and sum of values."""
     new_r = tl.maximum(m_r, m_s)
     shift_r = tl.where(new_r == float("-inf"), 0.0, new_r)
     old_r, share_r = tl.exp2(m_r - shift_r), tl.exp2(m_s - shift_r)
@@ -342,28 +345,28 @@ def _prompts_kernel(
     EARLY: tl.constexpr,
 ):
     after_others(EARLY)
-    at, head = tl.program_id(0), tl.program_id(1)
-    count = tl.load(count_ptr + at)
+    tile_index, head = tl.program_id(0), tl.program_id(1)
+    count = tl.load(count_ptr + tile_index)
     if count == 0:
         return
-    first, before = tl.load(first_ptr + at), tl.load(before_ptr + at)
-    origin = tl.load(origin_ptr + at)
+    first_token, num_before = tl.load(first_ptr + tile_index), tl.load(before_ptr + tile_index)
+    origin = tl.load(origin_ptr + tile_index)
     offs_r, offs_d = tl.arange(0, R), tl.arange(0, D)
     query_r, head_r = offs_r // PER, head * (H // G) + offs_r % PER
     live_r = (query_r < count) & (offs_r % PER < H // G)
     live_rd = live_r[:, None] & (offs_d < d)[None, :]
-    token_r = (first + query_r).to(tl.int64)
-    q_at = q + token_r[:, None] * q_stride + head_r[:, None] * d + offs_d[None, :]
-    q_rd = tl.load(q_at, mask=live_rd, other=0.0)
-    seen_r = before + 1 + tl.minimum(query_r, count - 1)
+    token_r = (first_token + query_r).to(tl.int64)
+    q_ptrs = q + token_r[:, None] * q_stride + head_r[:, None] * d + offs_d[None, :]
+    q_rd = tl.load(q_ptrs, mask=live_rd, other=0.0)
+    seen_r = num_before + 1 + tl.minimum(query_r, count - 1)
     if PAGE:
         table += origin.to(tl.int64) * table_stride
-    stop = before + count
+    stop = num_before + count
     m_r = tl.full([R], float("-inf"), tl.float32)
     l_r = tl.zeros([R], tl.float32)
     o_rd = tl.zeros([R, D], tl.float32)
     for share in range(0, stop, SHARE):
-        m_s, l_s, o_s = _share(
+        m_s, l_s, o_s = _attend_share(
             q_rd,
             seen_r,
             keys + head * d,
@@ -382,9 +385,9 @@ def _prompts_kernel(
             BLOCK,
             STAGES,
         )
-        m_r, l_r, o_rd = _joined(m_r, l_r, o_rd, m_s, l_s, o_s)
-    out_at = out + token_r[:, None] * (H * d) + head_r[:, None] * d + offs_d[None, :]
-    tl.store(out_at, tl.div_rn(o_rd, l_r[:, None]).to(out.dtype.element_ty), mask=live_rd)
+        m_r, l_r, o_rd = _join_softmax(m_r, l_r, o_rd, m_s, l_s, o_s)
+    out_ptrs = out + token_r[:, None] * (H * d) + head_r[:, None] * d + offs_d[None, :]
+    tl.store(out_ptrs, tl.div_rn(o_rd, l_r[:, None]).to(out.dtype.element_ty), mask=live_rd)
 
 
 @jit
@@ -430,10 +433,10 @@ def _decode_kernel(
     offs_r, offs_d = tl.arange(0, R), tl.arange(0, D)
     head_r = head * (H // G) + offs_r
     live_rd = (offs_r < H // G)[:, None] & (offs_d < d)[None, :]
-    out_at = out + (row * H + head_r).to(tl.int64)[:, None] * d + offs_d[None, :]
+    out_ptrs = out + (row * H + head_r).to(tl.int64)[:, None] * d + offs_d[None, :]
     if length <= 0:
         if program == 0:
-            tl.store(out_at, tl.zeros([R, D], out.dtype.element_ty), mask=live_rd)
+            tl.store(out_ptrs, tl.zeros([R, D], out.dtype.element_ty), mask=live_rd)
         return
     table += row.to(tl.int64) * table_stride
     if (last // SHARE) % programs == program:
@@ -445,14 +448,14 @@ def _decode_kernel(
         tl.store(keys + slot, k_d, mask=in_d)
         tl.store(values + slot, v_d, mask=in_d)
         tl.debug_barrier()  # every thread's part is written before any is read
-    q_at = q + row.to(tl.int64) * q_stride + head_r[:, None] * d + offs_d[None, :]
-    q_rd = tl.load(q_at, mask=live_rd, other=0.0)
+    q_ptrs = q + row.to(tl.int64) * q_stride + head_r[:, None] * d + offs_d[None, :]
+    q_rd = tl.load(q_ptrs, mask=live_rd, other=0.0)
     seen_r = tl.full([R], 0, tl.int32) + length
     m_r = tl.full([R], float("-inf"), tl.float32)
     l_r = tl.zeros([R], tl.float32)
     o_rd = tl.zeros([R, D], tl.float32)
     for share in range(program, tl.cdiv(length, SHARE), programs):
-        m_s, l_s, o_s = _share(
+        m_s, l_s, o_s = _attend_share(
             q_rd,
             seen_r,
             keys + head * d,
@@ -472,14 +475,14 @@ def _decode_kernel(
             STAGES,
         )
         if part is None:
-            m_r, l_r, o_rd = _joined(m_r, l_r, o_rd, m_s, l_s, o_s)
+            m_r, l_r, o_rd = _join_softmax(m_r, l_r, o_rd, m_s, l_s, o_s)
         else:
-            to_r = (share * rows + row).to(tl.int64) * H + head_r
-            tl.store(part + to_r[:, None] * d + offs_d[None, :], o_s, mask=live_rd)
-            tl.store(stats + to_r, m_s, mask=offs_r < H // G)
-            tl.store(stats + shares.to(tl.int64) * rows * H + to_r, l_s, mask=offs_r < H // G)
+            part_r = (share * rows + row).to(tl.int64) * H + head_r
+            tl.store(part + part_r[:, None] * d + offs_d[None, :], o_s, mask=live_rd)
+            tl.store(stats + part_r, m_s, mask=offs_r < H // G)
+            tl.store(stats + shares.to(tl.int64) * rows * H + part_r, l_s, mask=offs_r < H // G)
     if part is None:
-        tl.store(out_at, tl.div_rn(o_rd, l_r[:, None]).to(out.dtype.element_ty), mask=live_rd)
+        tl.store(out_ptrs, tl.div_rn(o_rd, l_r[:, None]).to(out.dtype.element_ty), mask=live_rd)
 
 
 @jit
@@ -507,11 +510,11 @@ def _join_kernel(
     l_1 = tl.zeros([1], tl.float32)
     o_1d = tl.zeros([1, D], tl.float32)
     for share in range(0, tl.cdiv(length, SHARE)):
-        at = (share * rows + row).to(tl.int64) * H + head
-        m_s = tl.load(stats + at)
-        l_s = tl.load(stats + shares.to(tl.int64) * rows * H + at)
-        o_s = tl.load(part + at * d + offs_d, mask=in_d, other=0.0)
-        m_1, l_1, o_1d = _joined(m_1, l_1, o_1d, m_s, l_s, o_s[None, :])
-    at_1d = (row * H + head).to(tl.int64) * d + offs_d[None, :]
+        part_index = (share * rows + row).to(tl.int64) * H + head
+        m_s = tl.load(stats + part_index)
+        l_s = tl.load(stats + shares.to(tl.int64) * rows * H + part_index)
+        o_s = tl.load(part + part_index * d + offs_d, mask=in_d, other=0.0)
+        m_1, l_1, o_1d = _join_softmax(m_1, l_1, o_1d, m_s, l_s, o_s[None, :])
+    out_1d = (row * H + head).to(tl.int64) * d + offs_d[None, :]
     o_1d = tl.div_rn(o_1d, l_1[:, None])
-    tl.store(out + at_1d, o_1d.to(out.dtype.element_ty), mask=in_d[None, :])
+    tl.store(out + out_1d, o_1d.to(out.dtype.element_ty), mask=in_d[None, :])

@@ -24,12 +24,12 @@ def packed(lengths_S: Tensor, tokens: int) -> Causal:
     int32, `tokens` in all."""
     starts_S = (lengths_S.cumsum(0) - lengths_S).int()
     if not triton_supports(lengths_S):
-        return _on_a_cpu(lengths_S, starts_S)
+        return _packed_on_cpu(lengths_S, starts_S)
 
     @cache
     def tiles(queries: int) -> tiled.QueryTiles:
-        most = -(-tokens // queries) + len(lengths_S)
-        return tiled.tile(lengths_S, torch.zeros_like(lengths_S), starts_S, queries, most)
+        max_tiles = -(-tokens // queries) + len(lengths_S)
+        return tiled.tile(lengths_S, torch.zeros_like(lengths_S), starts_S, queries, max_tiles)
 
     def attend(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         sizes = q_THd.shape[1], k_TGd.shape[1], q_THd.shape[2], q_THd.element_size()
@@ -39,7 +39,8 @@ def packed(lengths_S: Tensor, tokens: int) -> Causal:
     return attend
 
 
-def _on_a_cpu(lengths_S: Tensor, starts_S: Tensor) -> Causal:
+def _packed_on_cpu(lengths_S: Tensor, starts_S: Tensor) -> Causal:
+    """Compute `packed` by the CPU's kernel."""
     # pages of one token: every row of the table begins at its own token
     table_T1 = torch.arange(int(lengths_S.sum()), dtype=torch.int32)[:, None]
     starts_T = starts_S.repeat_interleave(lengths_S)
@@ -71,8 +72,8 @@ def paged(
         kv_heads, d = keys_pPGd.shape[2:]
         queries = tiled.queries_of(heads, kv_heads, d, keys_pPGd.element_size())
         rows_S = torch.arange(len(lengths_S), dtype=torch.int32, device=lengths_S.device)
-        most = -(-tokens // queries) + len(lengths_S)
-        tiles = tiled.tile(lengths_S, before_S, rows_S, queries, most)
+        max_tiles = -(-tokens // queries) + len(lengths_S)
+        tiles = tiled.tile(lengths_S, before_S, rows_S, queries, max_tiles)
         return lambda q, keys, values: tiled.attend(
             q, keys, values, table_SN, tiles, q.shape[-1] ** -0.5
         )

@@ -16,8 +16,8 @@ def with_gradient_of(plain: Function, fast: Function, *inputs: Any) -> Any:
 
     Inputs are kept for the backward pass, which runs `plain`, if a gradient is recorded.
     """
-    wanted = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-    if not (wanted and torch.is_grad_enabled()):
+    needs_gradient = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    if not (needs_gradient and torch.is_grad_enabled()):
         return fast(*inputs)
     return _FastForward.apply(plain, fast, *inputs)
 
@@ -34,20 +34,20 @@ class _FastForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)
-        needs = ctx.needs_input_grad[2:]
+        needed_grads = ctx.needs_input_grad[2:]
         inputs: list[Any] = []
-        for other, is_tensor, needed in zip(ctx.others, ctx.are_tensors, needs, strict=True):
-            inputs.append(next(saved).detach().requires_grad_(needed) if is_tensor else other)
+        for value, is_tensor, needed in zip(ctx.others, ctx.are_tensors, needed_grads, strict=True):
+            inputs.append(next(saved).detach().requires_grad_(needed) if is_tensor else value)
         with torch.enable_grad():
-            made = ctx.plain(*inputs)
-        made = made if isinstance(made, tuple) else (made,)
+            outputs = ctx.plain(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [
-            (y, g) for y, g in zip(made, grads, strict=True) if g is not None and y.requires_grad
+            (y, g) for y, g in zip(outputs, grads, strict=True) if g is not None and y.requires_grad
         ]
-        learnt = [x for x, needed in zip(inputs, needs, strict=True) if needed]
-        found = iter(
+        differentiable = [x for x, needed in zip(inputs, needed_grads, strict=True) if needed]
+        input_grads = iter(
             torch.autograd.grad(
-                [y for y, _ in pairs], learnt, [g for _, g in pairs], allow_unused=True
+                [y for y, _ in pairs], differentiable, [g for _, g in pairs], allow_unused=True
             )
         )
-        return None, None, *(next(found) if needed else None for needed in needs)
+        return None, None, *(next(input_grads) if needed else None for needed in needed_grads)

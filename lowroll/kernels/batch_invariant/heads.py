@@ -14,8 +14,9 @@ from lowroll.kernels.quantize.rows import Product
 
 
 def rotate_heads(qkv: Tensor | Product, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `kernels.fused.rope.rotate_heads`."""
     if isinstance(qkv, Product) or triton_supports(qkv):
         return rope.rotate_heads(qkv, *how)
-    made = with_gradient_of(rope.plain_heads, avx2.heads_of, qkv, *how)
-    assert isinstance(made, tuple)
-    return made
+    outputs = with_gradient_of(rope.plain_heads, avx2.heads_of, qkv, *how)
+    assert isinstance(outputs, tuple)
+    return outputs

@@ -19,9 +19,10 @@ def linear(
     bias_N: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    made = _Product.apply(x_TK, weight_NK, bias_N, dtype)
-    assert isinstance(made, Tensor)
-    return made
+    """Return x times the transpose of the weight, plus bias. Differentiable."""
+    y_TN = _Product.apply(x_TK, weight_NK, bias_N, dtype)
+    assert isinstance(y_TN, Tensor)
+    return y_TN
 
 
 class _Product(torch.autograd.Function):

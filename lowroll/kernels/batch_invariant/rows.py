@@ -55,7 +55,9 @@ def add_rms_norm(
     assert rows is None and not isinstance(update_TD, Product)
     if update_TD is None:
         return x_TD, with_gradient_of(norm.rms_norm, _norm, x_TD, weight_D, eps)
-    sum_TD, normed_TD = with_gradient_of(norm.add_rms_norm, _add, x_TD, update_TD, weight_D, eps)
+    sum_TD, normed_TD = with_gradient_of(
+        norm.add_rms_norm, _add_norm, x_TD, update_TD, weight_D, eps
+    )
     return sum_TD, normed_TD
 
 
@@ -64,16 +66,18 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Qua
     if isinstance(gate_up, Product) or triton_supports(gate_up):
         return swiglu.silu_mul(gate_up, rows)
     assert rows is None
-    made = with_gradient_of(swiglu.silu_mul, _gate, gate_up)
-    assert isinstance(made, Tensor)
-    return made
+    gated = with_gradient_of(swiglu.silu_mul, _gate, gate_up)
+    assert isinstance(gated, Tensor)
+    return gated
 
 
 def _norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _run("invariant_norm", x_TD, None, weight_D, eps)[1]
 
 
-def _add(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _add_norm(
+    x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     sum_TD, normed_TD = _run("invariant_norm", x_TD, update_TD, weight_D, eps)
     assert sum_TD is not None
     return sum_TD, normed_TD
@@ -86,13 +90,15 @@ def _gate(gate_up: Tensor) -> Tensor:
 def _run(
     function: str, x: Tensor, update_TD: Tensor | None, weight_D: Tensor | None, eps: float
 ) -> tuple[Tensor | None, Tensor]:
+    """Call a function of the CPU's library. Return the sum with the residual, if any, and the
+    result."""
     width = x.shape[-1] // 2 if weight_D is None else x.shape[-1]
-    x = _in_rows(x)
-    update_TD = None if update_TD is None else _in_rows(update_TD)
+    x = _contiguous_rows(x)
+    update_TD = None if update_TD is None else _contiguous_rows(update_TD)
     weight_D = None if weight_D is None else weight_D.contiguous()
     out = x.new_empty(len(x), width)
     sum_TD = None if update_TD is None else torch.empty_like(out)
-    problem = RowsArguments(
+    arguments = RowsArguments(
         *(pointer(t) for t in (x, update_TD, weight_D, sum_TD, out)),
         x.stride(0),
         0 if update_TD is None else update_TD.stride(0),
@@ -101,9 +107,10 @@ def _run(
         width,
         torch.get_num_threads(),
     )
-    cxx.run(SOURCE, function, problem)
+    cxx.run(SOURCE, function, arguments)
     return sum_TD, out
 
 
-def _in_rows(x: Tensor) -> Tensor:
+def _contiguous_rows(x: Tensor) -> Tensor:
+    """Return x with the numbers of each row contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -94,9 +94,9 @@ def heads_of(
     qkv_TN = qkv_TN if qkv_TN.stride(1) == 1 else qkv_TN.contiguous()
     q_THd, k_TGd = qkv_TN.new_empty(tokens, heads, d), qkv_TN.new_empty(tokens, kv_heads, d)
     cos, sin = cos.contiguous(), sin.contiguous()
-    norms = [None if norm is None else norm.contiguous() for norm in (q_norm_d, k_norm_d)]
-    problem = CpuFusedArguments(
-        *(pointer(t) for t in (qkv_TN, cos, sin, *norms, q_THd, k_TGd)),
+    norm_weights = [None if norm is None else norm.contiguous() for norm in (q_norm_d, k_norm_d)]
+    arguments = CpuFusedArguments(
+        *(pointer(t) for t in (qkv_TN, cos, sin, *norm_weights, q_THd, k_TGd)),
         qkv_TN.stride(0),
         eps,
         tokens,
@@ -105,7 +105,7 @@ def heads_of(
         d,
         torch.get_num_threads(),
     )
-    cxx.run(SOURCE, "avx2_heads", problem)
+    cxx.run(SOURCE, "avx2_heads", arguments)
     v_TN = qkv_TN[:, (heads + kv_heads) * d :]
     if not torch.is_inference_mode_enabled():
         v_TN = v_TN.clone(memory_format=torch.contiguous_format)
@@ -127,18 +127,21 @@ class Rotation(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         q_TN, k_TN, v_TN = (grad.flatten(1) for grad in grads)
         d = grads[0].shape[-1]
-        turned = [_rotate(x_TN, cos, -sin, d).flatten(1) for x_TN in (q_TN, k_TN)]
-        return torch.cat((*turned, v_TN), dim=1), *(None,) * 5
+        rotated = [_rotate(x_TN, cos, -sin, d).flatten(1) for x_TN in (q_TN, k_TN)]
+        return torch.cat((*rotated, v_TN), dim=1), *(None,) * 5
 
 
 def _rotate(x_TN: Tensor, cos: Tensor, sin: Tensor, d: int) -> Tensor:
+    """Rotate heads without norms by the kernel."""
     x_TN = x_TN if x_TN.stride(1) == 1 else x_TN.contiguous()
     tokens, heads = x_TN.shape[0], x_TN.shape[1] // d
     cos, sin = cos.contiguous(), sin.contiguous()
     out_THd = x_TN.new_empty(tokens, heads, d)
-    held = [pointer(t) for t in (x_TN, cos, sin)]
+    pointers = [pointer(t) for t in (x_TN, cos, sin)]
     sizes = x_TN.stride(0), 0.0, tokens, heads, 0, d, torch.get_num_threads()
     cxx.run(
-        SOURCE, "avx2_heads", CpuFusedArguments(*held, None, None, pointer(out_THd), None, *sizes)
+        SOURCE,
+        "avx2_heads",
+        CpuFusedArguments(*pointers, None, None, pointer(out_THd), None, *sizes),
     )
     return out_THd

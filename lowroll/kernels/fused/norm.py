@@ -87,6 +87,7 @@ def add_rms_norm(
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Compute RMSNorm in plain torch, with statistics in float32."""
     if x.dtype == weight_D.dtype == torch.float32:
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     return (F.rms_norm(x.float(), weight_D.shape, None, eps) * weight_D.float()).to(x.dtype)
@@ -150,6 +151,7 @@ def _backward(
     sum_grad_TD: Tensor | None,
     weight_learns: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x (and of the update) and of the weight."""
     num_tokens, size = sum_TD.shape
     grad_TD = torch.empty_like(sum_TD)
     programs = min(num_tokens, PROGRAMS * max(1, WIDTH // block(size)))
@@ -282,15 +284,15 @@ def _norm_backward_kernel(
     w = tl.load(weight + n, mask=live, other=0.0).to(tl.float32)
     weight_grad = tl.zeros((BLOCK,), tl.float32)
     for token in range(p, num_tokens, tl.num_programs(0)):
-        at = tl.cast(token, tl.int64) * size + n
+        offs = tl.cast(token, tl.int64) * size + n
         r = tl.load(inverse + token)
-        h = tl.load(sums + at, mask=live, other=0.0).to(tl.float32) * r
-        g = tl.load(normed_grad + at, mask=live, other=0.0).to(tl.float32)
+        h = tl.load(sums + offs, mask=live, other=0.0).to(tl.float32) * r
+        g = tl.load(normed_grad + offs, mask=live, other=0.0).to(tl.float32)
         weight_grad += g * h
         g = g * w
         g = r * (g - h * (tl.sum(g * h, axis=0) / size))
         if sum_grad is not None:
-            g += tl.load(sum_grad + at, mask=live, other=0.0).to(tl.float32)
-        tl.store(grad + at, g.to(grad.dtype.element_ty), mask=live)
+            g += tl.load(sum_grad + offs, mask=live, other=0.0).to(tl.float32)
+        tl.store(grad + offs, g.to(grad.dtype.element_ty), mask=live)
     if partial is not None:
         tl.store(partial + p.to(tl.int64) * size + n, weight_grad, mask=live)

@@ -45,8 +45,8 @@ def rotate_heads(
     sums = qkv.sums_MN if isinstance(qkv, Product) else qkv
     if not triton_supports(sums) or sums.numel() == 0:
         dense = qkv.dense() if isinstance(qkv, Product) else qkv
-        fast = avx2.supports(dense, heads, head_dim, q_norm_d, k_norm_d)
-        rotate = avx2.rotate_heads if fast else plain_heads
+        has_cpu_kernel = avx2.supports(dense, heads, head_dim, q_norm_d, k_norm_d)
+        rotate = avx2.rotate_heads if has_cpu_kernel else plain_heads
         return rotate(dense, cos, sin, heads, kv_heads, head_dim, q_norm_d, k_norm_d, eps)
     if torch.is_grad_enabled() and any(
         isinstance(t, Tensor) and t.requires_grad for t in (qkv, q_norm_d, k_norm_d)
@@ -68,6 +68,7 @@ def plain_heads(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `rotate_heads` in plain torch."""
     split = (heads, kv_heads, kv_heads)
     q_THd, k_TGd, v_TGd = qkv.view(qkv.shape[0], sum(split), head_dim).split(split, dim=1)
     if q_norm_d is not None and k_norm_d is not None:
@@ -76,6 +77,7 @@ def plain_heads(
 
 
 def _rotate(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads in plain torch."""
     first, second = x_THd.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
         x_THd.dtype
@@ -93,6 +95,7 @@ def _forward(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernel that norms and rotates heads."""
     sums, row, column, bias = parts(qkv)
     num_tokens = sums.shape[0]
     q, k, v = (
@@ -223,40 +226,42 @@ def _rotate_heads_kernel(
     )
     half = size // 2
     dtype = q.dtype.element_ty
-    inside = i[None, :] < half
+    mask = i[None, :] < half
     is_q, is_k = (h < heads)[:, None], ((h >= heads) & (h < heads + kv_heads))[:, None]
     is_v = ((h >= heads + kv_heads) & (h < heads + 2 * kv_heads))[:, None]
-    live = (is_q | is_k | is_v) & inside
+    live = (is_q | is_k | is_v) & mask
     n = h[:, None] * size + i[None, :]
     a = load_dense(qkv, row, column, bias, t, stride, n, live).to(dtype).to(tl.float32)
     b = load_dense(qkv, row, column, bias, t, stride, n + half, live).to(dtype).to(tl.float32)
     if q_norm is not None:
         inverse = 1.0 / tl.sqrt_rn(tl.sum(a * a + b * b, axis=1) / size + eps)[:, None]
-        w_a = tl.where(is_q, _row(q_norm, i, half), _row(k_norm, i, half))
-        w_b = tl.where(is_q, _row(q_norm + half, i, half), _row(k_norm + half, i, half))
+        w_a = tl.where(is_q, _load_row(q_norm, i, half), _load_row(k_norm, i, half))
+        w_b = tl.where(is_q, _load_row(q_norm + half, i, half), _load_row(k_norm + half, i, half))
         a = tl.where(is_v, a, (a * inverse * w_a).to(dtype).to(tl.float32))
         b = tl.where(is_v, b, (b * inverse * w_b).to(dtype).to(tl.float32))
-    c, s = _row(cos + t * half, i, half), _row(sin + t * half, i, half)
-    turned_a = tl.where(is_v, a, a * c - b * s).to(dtype)
-    turned_b = tl.where(is_v, b, b * c + a * s).to(dtype)
-    at = (t * heads + h)[:, None] * size + i[None, :]
-    tl.store(q + at, turned_a, mask=is_q & inside)
-    tl.store(q + at + half, turned_b, mask=is_q & inside)
-    at = (t * kv_heads + h - heads)[:, None] * size + i[None, :]
-    tl.store(k + at, turned_a, mask=is_k & inside)
-    tl.store(k + at + half, turned_b, mask=is_k & inside)
-    at = (t * kv_heads + h - heads - kv_heads)[:, None] * size + i[None, :]
-    tl.store(v + at, turned_a, mask=is_v & inside)
-    tl.store(v + at + half, turned_b, mask=is_v & inside)
+    c, s = _load_row(cos + t * half, i, half), _load_row(sin + t * half, i, half)
+    rotated_a = tl.where(is_v, a, a * c - b * s).to(dtype)
+    rotated_b = tl.where(is_v, b, b * c + a * s).to(dtype)
+    offs = (t * heads + h)[:, None] * size + i[None, :]
+    tl.store(q + offs, rotated_a, mask=is_q & mask)
+    tl.store(q + offs + half, rotated_b, mask=is_q & mask)
+    offs = (t * kv_heads + h - heads)[:, None] * size + i[None, :]
+    tl.store(k + offs, rotated_a, mask=is_k & mask)
+    tl.store(k + offs + half, rotated_b, mask=is_k & mask)
+    offs = (t * kv_heads + h - heads - kv_heads)[:, None] * size + i[None, :]
+    tl.store(v + offs, rotated_a, mask=is_v & mask)
+    tl.store(v + offs + half, rotated_b, mask=is_v & mask)
 
 
 @jit
-def _row(start, i, size):
+def _load_row(start, i, size):
+    """Load half a head of cosines, sines or weights, [1, HALF]."""
     return tl.load(start + i, mask=i < size, other=0.0).to(tl.float32)[None, :]
 
 
 @jit
-def _heads(q, k, v, at_q, at_k, at_v, is_q, is_k, is_v):
+def _load_heads(q, k, v, at_q, at_k, at_v, is_q, is_k, is_v):
+    """Load gradients of some heads, each from the query's, key's or value's tensor."""
     x = tl.load(q + at_q, mask=is_q, other=0.0).to(tl.float32)
     x += tl.load(k + at_k, mask=is_k, other=0.0).to(tl.float32)
     return x + tl.load(v + at_v, mask=is_v, other=0.0).to(tl.float32)
@@ -285,27 +290,27 @@ def _rotate_heads_backward_kernel(
 ):
     p, h, i = tl.program_id(0), tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, HALF)
     half = size // 2
-    inside = i[None, :] < half
+    mask = i[None, :] < half
     all_heads = heads + 2 * kv_heads
     is_q, is_k = (
-        (h < heads)[:, None] & inside,
-        ((h >= heads) & (h < heads + kv_heads))[:, None] & inside,
+        (h < heads)[:, None] & mask,
+        ((h >= heads) & (h < heads + kv_heads))[:, None] & mask,
     )
-    is_v = ((h >= heads + kv_heads) & (h < all_heads))[:, None] & inside
+    is_v = ((h >= heads + kv_heads) & (h < all_heads))[:, None] & mask
     live = is_q | is_k | is_v
     sum_a, sum_b = tl.zeros((HEADS, HALF), tl.float32), tl.zeros((HEADS, HALF), tl.float32)
     for token in range(p, num_tokens, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
-        at_q = (t * heads + h)[:, None] * size + i[None, :]
-        at_k = (t * kv_heads + h - heads)[:, None] * size + i[None, :]
-        at_v = at_k - kv_heads * size
-        turned_a = _heads(q_grad, k_grad, v_grad, at_q, at_k, at_v, is_q, is_k, is_v)
-        turned_b = _heads(
-            q_grad, k_grad, v_grad, at_q + half, at_k + half, at_v + half, is_q, is_k, is_v
+        offs_q = (t * heads + h)[:, None] * size + i[None, :]
+        offs_k = (t * kv_heads + h - heads)[:, None] * size + i[None, :]
+        offs_v = offs_k - kv_heads * size
+        rotated_a = _load_heads(q_grad, k_grad, v_grad, offs_q, offs_k, offs_v, is_q, is_k, is_v)
+        rotated_b = _load_heads(
+            q_grad, k_grad, v_grad, offs_q + half, offs_k + half, offs_v + half, is_q, is_k, is_v
         )
-        c, s = _row(cos + t * half, i, half), _row(sin + t * half, i, half)
-        a = tl.where(is_v, turned_a, turned_a * c + turned_b * s)
-        b = tl.where(is_v, turned_b, turned_b * c - turned_a * s)
+        c, s = _load_row(cos + t * half, i, half), _load_row(sin + t * half, i, half)
+        a = tl.where(is_v, rotated_a, rotated_a * c + rotated_b * s)
+        b = tl.where(is_v, rotated_b, rotated_b * c - rotated_a * s)
         n = h[:, None] * size + i[None, :]
         if qkv is not None:
             x_a = tl.load(qkv + t * stride + n, mask=live, other=0.0).to(tl.float32)
@@ -313,14 +318,16 @@ def _rotate_heads_backward_kernel(
             inverse = 1.0 / tl.sqrt_rn(tl.sum(x_a * x_a + x_b * x_b, axis=1) / size + eps)[:, None]
             x_a, x_b = x_a * inverse, x_b * inverse
             sum_a, sum_b = sum_a + a * x_a, sum_b + b * x_b
-            g_a = a * tl.where(is_q, _row(q_norm, i, half), _row(k_norm, i, half))
-            g_b = b * tl.where(is_q, _row(q_norm + half, i, half), _row(k_norm + half, i, half))
+            g_a = a * tl.where(is_q, _load_row(q_norm, i, half), _load_row(k_norm, i, half))
+            g_b = b * tl.where(
+                is_q, _load_row(q_norm + half, i, half), _load_row(k_norm + half, i, half)
+            )
             mean = (tl.sum(g_a * x_a + g_b * x_b, axis=1) / size)[:, None]
             a = tl.where(is_v, a, inverse * (g_a - x_a * mean))
             b = tl.where(is_v, b, inverse * (g_b - x_b * mean))
-        at = t * all_heads * size + n
-        tl.store(grad + at, a.to(grad.dtype.element_ty), mask=live)
-        tl.store(grad + at + half, b.to(grad.dtype.element_ty), mask=live)
+        offs = t * all_heads * size + n
+        tl.store(grad + offs, a.to(grad.dtype.element_ty), mask=live)
+        tl.store(grad + offs + half, b.to(grad.dtype.element_ty), mask=live)
     if partial is not None:
         out = partial + (p * tl.num_programs(1) + tl.program_id(1)) * 2 * size + i
         tl.store(out, tl.sum(tl.where(is_q, sum_a, 0.0), axis=0), mask=i < half)

@@ -58,10 +58,11 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Qua
 
 
 def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
+    """Launch the kernel, and a second one for codes unless a program makes whole rows."""
     sums, row, column, bias = parts(gate_up)
     num_tokens, size = sums.shape[0], sums.shape[1] // 2
-    dense = row is None and column is None and bias is None and sums.dtype == gate_up.dtype
-    if rows is not None and dense and num_tokens >= WHOLE and size <= LONGEST:
+    is_plain = row is None and column is None and bias is None and sums.dtype == gate_up.dtype
+    if rows is not None and is_plain and num_tokens >= WHOLE and size <= LONGEST:
         return _whole_rows(sums, rows)
     y_TF = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=sums.device)
     width = min(BLOCK, block(size))
@@ -104,10 +105,11 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
 
 
 def _whole_rows(gate_up: Tensor, rows: str) -> QuantizedRows:
+    """Return codes in one launch, with one program a row."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     codes = empty_rows(gate_up, (num_tokens, size), rows)
-    most = 8192 if num_tokens <= PROCESSORS else 4096  # for one or two rows at once a processor
-    width = min(most, block(size))
+    limit = 8192 if num_tokens <= PROCESSORS else 4096  # for one or two rows at once a processor
+    width = min(limit, block(size))
     _silu_mul_codes_kernel[(num_tokens,)](
         gate_up,
         codes.codes_MK,
@@ -160,6 +162,7 @@ def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = 
 
 @jit
 def _gated(gate_up, row, column, bias, t, n, stride, size, DTYPE: tl.constexpr):
+    """Return silu(gate) * up of one row's features."""
     live = n < size
     gate = load_dense(gate_up, row, column, bias, t, stride, n, live).to(DTYPE).to(tl.float32)
     up = load_dense(gate_up, row, column, bias, t, stride, n + size, live).to(DTYPE).to(tl.float32)
@@ -208,18 +211,18 @@ def _silu_mul_codes_kernel(
     """Encode a row, whose pieces stay in registers until its largest magnitude is known."""
     after_others(EARLY)
     t = tl.program_id(0).to(tl.int64)
-    whole, bits = tl.tuple([]), tl.zeros((BLOCK,), tl.int32)
+    row_pieces, bits = tl.tuple([]), tl.zeros((BLOCK,), tl.int32)
     for piece in tl.static_range(PIECES):
         n = piece * BLOCK + tl.arange(0, BLOCK)
         y = _gated(gate_up, None, None, None, t, n, stride, size, gate_up.dtype.element_ty)
         if WIDTH > 1:
             y = rotated(y.to(tl.float32), WIDTH)
-        whole, bits = whole + tl.tuple([y]), tl.maximum(bits, magnitude(y))
+        row_pieces, bits = row_pieces + tl.tuple([y]), tl.maximum(bits, magnitude(y))
     amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
     tl.store(scale + t, step_of(amax, KIND))
     for piece in tl.static_range(PIECES):
         n = piece * BLOCK + tl.arange(0, BLOCK)
-        store_codes(whole[piece].to(tl.float32), amax, codes + t * size + n, n < size, KIND)
+        store_codes(row_pieces[piece].to(tl.float32), amax, codes + t * size + n, n < size, KIND)
 
 
 @jit

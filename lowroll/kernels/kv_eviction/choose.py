@@ -21,7 +21,7 @@ def best_and_last(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) 
     A row has at least `kept` keys, and no score is NaN.
     """
     if triton_supports(score_BGN):
-        return _chosen(score_BGN.contiguous(), lengths_B, kept, window)
+        return _launch(score_BGN.contiguous(), lengths_B, kept, window)
     n_N = torch.arange(score_BGN.shape[-1], device=score_BGN.device)
     lengths_B11 = lengths_B[:, None, None]
     score_BGN = score_BGN.masked_fill(n_N >= lengths_B11 - window, torch.inf)
@@ -30,7 +30,8 @@ def best_and_last(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) 
     return best_BGN[..., :kept].sort(-1).values
 
 
-def _chosen(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) -> Tensor:
+def _launch(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) -> Tensor:
+    """Launch the kernel that chooses the keys."""
     *heads, widest = score_BGN.shape
     kept_BGK = torch.empty((*heads, kept), dtype=torch.int64, device=score_BGN.device)
     _choose_kernel[(score_BGN[..., 0].numel(),)](
@@ -52,7 +53,7 @@ def _chosen(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) -> Ten
 
 
 @jit
-def _ranks(score_ptr, n_N, length, window):
+def _load_ranks(score_ptr, n_N, length, window):
     """Return scores as ordered 32-bit integers: the last keys above all others, those beyond the
     row's end below."""
     is_old_N = n_N < length - window
@@ -82,24 +83,24 @@ def _choose_kernel(
     kept_ptr += pid.to(tl.int64) * kept
     least = tl.zeros([], tl.int64)  # the rank of the last key that stays
     for bit in range(32):
-        higher = least + (tl.full([], 1, tl.int64) << (31 - bit))
+        candidate = least + (tl.full([], 1, tl.int64) << (31 - bit))
         count = 0
         for start in range(0, length, BLOCK):
-            rank_N = _ranks(score_ptr, start + tl.arange(0, BLOCK), length, window)
-            count += tl.sum((rank_N >= higher).to(tl.int32), 0)
-        least = tl.where(count >= kept, higher, least)
-    above = 0
+            rank_N = _load_ranks(score_ptr, start + tl.arange(0, BLOCK), length, window)
+            count += tl.sum((rank_N >= candidate).to(tl.int32), 0)
+        least = tl.where(count >= kept, candidate, least)
+    num_above = 0
     for start in range(0, length, BLOCK):
-        rank_N = _ranks(score_ptr, start + tl.arange(0, BLOCK), length, window)
-        above += tl.sum((rank_N > least).to(tl.int32), 0)
-    equal, taken = 0, 0
+        rank_N = _load_ranks(score_ptr, start + tl.arange(0, BLOCK), length, window)
+        num_above += tl.sum((rank_N > least).to(tl.int32), 0)
+    num_equal, num_stored = 0, 0
     for start in range(0, length, BLOCK):
         n_N = start + tl.arange(0, BLOCK)
-        rank_N = _ranks(score_ptr, n_N, length, window)
+        rank_N = _load_ranks(score_ptr, n_N, length, window)
         equal_N = (rank_N == least) & (n_N < length)
-        nth_N = equal + tl.cumsum(equal_N.to(tl.int32), 0)
-        stays_N = ((rank_N > least) | (equal_N & (nth_N <= kept - above))) & (n_N < length)
-        at_N = taken + tl.cumsum(stays_N.to(tl.int32), 0) - 1
-        tl.store(kept_ptr + at_N, n_N.to(tl.int64), mask=stays_N)
-        equal += tl.sum(equal_N.to(tl.int32), 0)
-        taken += tl.sum(stays_N.to(tl.int32), 0)
+        nth_N = num_equal + tl.cumsum(equal_N.to(tl.int32), 0)
+        stays_N = ((rank_N > least) | (equal_N & (nth_N <= kept - num_above))) & (n_N < length)
+        index_N = num_stored + tl.cumsum(stays_N.to(tl.int32), 0) - 1
+        tl.store(kept_ptr + index_N, n_N.to(tl.int64), mask=stays_N)
+        num_equal += tl.sum(equal_N.to(tl.int32), 0)
+        num_stored += tl.sum(stays_N.to(tl.int32), 0)

@@ -38,16 +38,17 @@ def move(kinds: Sequence[Buffers], table_BP: Tensor, kept_LBGK: Tensor, slots_BK
     by_width: dict[int, list[Tensor]] = {}
     for buffers in kinds:
         by_width.setdefault(buffers[0][0, 0, 0].nbytes, []).extend(buffers)
-    for nbytes, some in by_width.items():
-        _launch(some, nbytes, table_BP, kept_LBGK.contiguous(), slots_BK)
+    for nbytes, same_width in by_width.items():
+        _launch(same_width, nbytes, table_BP, kept_LBGK.contiguous(), slots_BK)
 
 
 def _launch(
     buffers: list[Tensor], nbytes: int, table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor
 ) -> None:
+    """Move keys in buffers whose keys have `nbytes` each, in one launch."""
     layers, rows, heads, kept = kept_LBGK.shape
-    size = next(size for size in (4, 2, 1) if nbytes % size == 0)
-    width = nbytes // size
+    item_size = next(item_size for item_size in (4, 2, 1) if nbytes % item_size == 0)
+    width = nbytes // item_size
     _move_kernel[(len(buffers) * rows * heads,)](
         addresses(buffers),
         table_BP,
@@ -58,7 +59,7 @@ def _launch(
         table_BP.shape[1],
         kept,
         table_BP.stride(0),
-        SIZE=size,
+        SIZE=item_size,
         W=width,
         WIDTH=block(width),
         G=heads,
@@ -69,27 +70,29 @@ def _launch(
 
 
 def _plain(buffers: Buffers, table_BP: Tensor, kept_BGK: Tensor, slots_BK: Tensor) -> None:
+    """Move the kept keys of one layer in plain torch."""
     page_size, num_heads = buffers[0].shape[1:3]
     pages_BGP = table_BP[:, None].expand(-1, num_heads, -1)
     pages_BGK = pages_BGP.gather(2, kept_BGK // page_size).long()
-    from_BGK = pages_BGK * page_size + kept_BGK % page_size
+    source_BGK = pages_BGK * page_size + kept_BGK % page_size
     heads_G1 = torch.arange(num_heads, device=kept_BGK.device)[:, None]
     for buffer in buffers:
         numbers_TG = buffer.flatten(0, 1)
-        numbers_TG[slots_BK] = numbers_TG[from_BGK, heads_G1].transpose(1, 2)
+        numbers_TG[slots_BK] = numbers_TG[source_BGK, heads_G1].transpose(1, 2)
 
 
 # -- Triton ----------------------------------------------------------------------------------------
 
 
 @jit
-def _first_place(table_ptr, page, pages, BLOCK: tl.constexpr):
-    found = pages
+def _first_index(table_ptr, page, pages, BLOCK: tl.constexpr):
+    """Return the index of a page in a row's table, or the table's length."""
+    first_index = pages
     for start in range(0, pages, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         page_P = tl.load(table_ptr + offs, mask=offs < pages, other=-1)
-        found = tl.minimum(found, tl.min(tl.where(page_P == page, offs, pages), 0))
-    return found
+        first_index = tl.minimum(first_index, tl.min(tl.where(page_P == page, offs, pages), 0))
+    return first_index
 
 
 @jit
@@ -119,24 +122,26 @@ def _move_kernel(
     table_ptr += row.to(tl.int64) * table_stride
     kept_ptr += (((buffer % layers) * rows + row).to(tl.int64) * G + head) * kept
     slots_ptr += row.to(tl.int64) * kept
-    first = _first_place(table_ptr, tl.load(slots_ptr) // PAGE, pages, 64) * PAGE
-    rising = 0
+    first_key = _first_index(table_ptr, tl.load(slots_ptr) // PAGE, pages, 64) * PAGE
+    num_rising = 0
     for start in range(0, kept, 1024):
         offs_k = start + tl.arange(0, 1024)
-        from_k = tl.load(kept_ptr + offs_k, mask=offs_k < kept, other=0)
-        rising += tl.sum(((from_k < first + offs_k) & (offs_k < kept)).to(tl.int32), 0)
-    turn = tl.minimum(rising, kept - 1) // BLOCK
+        source_k = tl.load(kept_ptr + offs_k, mask=offs_k < kept, other=0)
+        num_rising += tl.sum(((source_k < first_key + offs_k) & (offs_k < kept)).to(tl.int32), 0)
+    last_rising_block = tl.minimum(num_rising, kept - 1) // BLOCK
     offs_w = tl.arange(0, WIDTH)
     for step in range(0, tl.cdiv(kept, BLOCK)):
-        offs_k = tl.where(step <= turn, turn - step, step) * BLOCK + tl.arange(0, BLOCK)
+        offs_k = tl.where(
+            step <= last_rising_block, last_rising_block - step, step
+        ) * BLOCK + tl.arange(0, BLOCK)
         in_k = offs_k < kept
-        from_k = tl.load(kept_ptr + offs_k, mask=in_k, other=0)
-        page_k = tl.load(table_ptr + from_k // PAGE, mask=in_k, other=0).to(tl.int64)
-        from_k = page_k * PAGE + from_k % PAGE
-        to_k = tl.load(slots_ptr + offs_k, mask=in_k, other=0)
-        moves_kw = (in_k & (from_k != to_k))[:, None] & (offs_w < W)[None, :]
-        from_kw = (from_k * G + head)[:, None] * W + offs_w[None, :]
-        numbers_kw = tl.load(numbers_ptr + from_kw, mask=moves_kw)
+        source_k = tl.load(kept_ptr + offs_k, mask=in_k, other=0)
+        page_k = tl.load(table_ptr + source_k // PAGE, mask=in_k, other=0).to(tl.int64)
+        source_k = page_k * PAGE + source_k % PAGE
+        target_k = tl.load(slots_ptr + offs_k, mask=in_k, other=0)
+        moves_kw = (in_k & (source_k != target_k))[:, None] & (offs_w < W)[None, :]
+        source_kw = (source_k * G + head)[:, None] * W + offs_w[None, :]
+        numbers_kw = tl.load(numbers_ptr + source_kw, mask=moves_kw)
         tl.debug_barrier()
-        to_kw = (to_k * G + head)[:, None] * W + offs_w[None, :]
-        tl.store(numbers_ptr + to_kw, numbers_kw, mask=moves_kw)
+        target_kw = (target_k * G + head)[:, None] * W + offs_w[None, :]
+        tl.store(numbers_ptr + target_kw, numbers_kw, mask=moves_kw)

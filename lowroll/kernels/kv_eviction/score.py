@@ -56,9 +56,9 @@ def importance(
     """
     _, _, window, num_heads, d = ring_LSAHd.shape
     page, kv_heads = keys[0].shape[1:3]
-    mean_LBGN = _scores(keys, table_BP)
+    mean_LBGN = _empty_scores(keys, table_BP)
     queries = block(num_heads // kv_heads)
-    tile, _, _ = _tiles(keys[0])
+    tile, _, _ = _tile_sizes(keys[0])
     _importance_kernel[(mean_LBGN[..., 0].numel(),)](
         ring_LSAHd,
         addresses(keys),
@@ -72,7 +72,7 @@ def importance(
         ring_LSAHd.stride(1),
         table_BP.stride(0),
         d**-0.5,
-        TYPE=_type(keys[0]),
+        TYPE=_triton_type(keys[0]),
         A=window,
         H=num_heads,
         G=kv_heads,
@@ -93,10 +93,10 @@ def redundancy(
 ) -> Tensor:
     """Return S / n, before the softmax: float32 [L, B, G, N], undefined beyond the row's end."""
     page, kv_heads, d = keys[0].shape[1:]
-    sum_LBGN, value_LBGN, mean_LBGN = (_scores(keys, table_BP) for _ in range(3))
+    sum_LBGN, value_LBGN, mean_LBGN = (_empty_scores(keys, table_BP) for _ in range(3))
     newest_LBGN = torch.empty_like(sum_LBGN, dtype=torch.int32)
     heads, widest = sum_LBGN[..., 0].numel(), sum_LBGN.shape[3]
-    tile, rows, warps = _tiles(keys[0])
+    tile, rows, warps = _tile_sizes(keys[0])
     tiles = triton.cdiv(widest, rows)
     _newest_kernel[(heads * tiles,)](
         addresses(keys),
@@ -109,7 +109,7 @@ def redundancy(
         tiles,
         widest,
         table_BP.stride(0),
-        TYPE=_type(keys[0]),
+        TYPE=_triton_type(keys[0]),
         ZERO_FIRST=zero_first,
         DUPLICATE=DUPLICATE,
         EPS=EPS,
@@ -171,23 +171,26 @@ def join(
 
 
 def addresses(buffers: Sequence[Tensor]) -> Tensor:
+    """Return the device addresses of the buffers, int64, on their device."""
     return torch.tensor([buffer.data_ptr() for buffer in buffers]).to(buffers[0].device)
 
 
-def _scores(keys: Sequence[Tensor], table_BP: Tensor) -> Tensor:
+def _empty_scores(keys: Sequence[Tensor], table_BP: Tensor) -> Tensor:
+    """Return uninitialised scores of every layer, row, head and key."""
     page, kv_heads = keys[0].shape[1:3]
     shape = (len(keys), table_BP.shape[0], kv_heads, table_BP.shape[1] * page)
     return torch.empty(shape, dtype=torch.float32, device=table_BP.device)
 
 
-def _tiles(keys_pPGd: Tensor) -> tuple[int, int, int]:
+def _tile_sizes(keys_pPGd: Tensor) -> tuple[int, int, int]:
     """Return (keys of a block, rows of a tile of C, its warps)."""
     if keys_pPGd.element_size() == 2 and keys_pPGd.shape[3] <= 128:
         return 64, 128, 8
     return 32, 32, 4
 
 
-def _type(keys_pPGd: Tensor) -> object:
+def _triton_type(keys_pPGd: Tensor) -> object:
+    """Return Triton's type of the keys."""
     names = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     return names[keys_pPGd.dtype]
 
@@ -207,15 +210,16 @@ def load_keys(
     PAGE: tl.constexpr,
     D: tl.constexpr,
 ):
+    """Load the keys n of a row and KV head from its pages, 0 beyond `length`."""
     offs_d = tl.arange(0, D)
     in_N = n_N < length
     page_N = tl.load(table_ptr + n_N // PAGE, mask=in_N, other=0).to(tl.int64)
-    at_N = (page_N * PAGE + n_N % PAGE) * (G * d) + head * d
+    base_N = (page_N * PAGE + n_N % PAGE) * (G * d) + head * d
     if D == d:
         in_ND = in_N[:, None]
     else:
         in_ND = in_N[:, None] & (offs_d < d)[None, :]
-    return tl.load(keys_ptr + at_N[:, None] + offs_d[None, :], mask=in_ND, other=0.0)
+    return tl.load(keys_ptr + base_N[:, None] + offs_d[None, :], mask=in_ND, other=0.0)
 
 
 @jit
@@ -263,9 +267,9 @@ def _importance_kernel(
     offs_r = tl.arange(0, AP * QP)
     offs_d = tl.arange(0, D)
     is_query_r = (offs_r // QP < A) & (offs_r % QP < PER)
-    at_r = (offs_r // QP * H + head * PER + offs_r % QP) * d
+    offset_r = (offs_r // QP * H + head * PER + offs_r % QP) * d
     q_rd = tl.load(
-        ring_ptr + at_r[:, None] + offs_d[None, :],
+        ring_ptr + offset_r[:, None] + offs_d[None, :],
         mask=is_query_r[:, None] & (offs_d < d)[None, :],
         other=0.0,
     )
@@ -290,6 +294,7 @@ def _importance_kernel(
 
 @jit
 def _inverse_norm(k_nd, EPS: tl.constexpr):
+    """Return the reciprocal norm of each key."""
     k_nd = k_nd.to(tl.float32)
     return 1.0 / (tl.sqrt(tl.sum(k_nd * k_nd, 1)) + EPS)
 
@@ -319,14 +324,14 @@ def _newest_kernel(
 ):
     """For ROWS rows i of C, compute their sums, the last j that each takes for a duplicate (-1:
     none), and its cosine."""
-    pid, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
+    pid, first_row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
     head, row, layer = pid % G, (pid // G) % rows, pid // (G * rows)
     length = tl.load(lengths_ptr + row)
-    if first >= length:
+    if first_row >= length:
         return
     keys_ptr = tl.multiple_of(tl.load(addresses + layer).to(tl.pointer_type(TYPE)), 16)
     table_ptr += row.to(tl.int64) * table_stride
-    i_R = first + tl.arange(0, ROWS)
+    i_R = first_row + tl.arange(0, ROWS)
     k_rd = load_keys(keys_ptr, table_ptr, i_R, length, head, G, d, PAGE, D)
     inverse_R = _inverse_norm(k_rd, EPS)
     sum_R = tl.zeros([ROWS], tl.float32)
@@ -343,15 +348,15 @@ def _newest_kernel(
         is_duplicate_RN = cos_RN > DUPLICATE
         if ZERO_FIRST:
             is_duplicate_RN = is_duplicate_RN | (j_N == 0)[None, :]
-        here_R = tl.max(tl.where(is_duplicate_RN, j_N[None, :], -1), 1)
-        cos_R = tl.sum(tl.where(j_N[None, :] == here_R[:, None], cos_RN, 0.0), 1)
-        value_R = tl.where(here_R >= 0, cos_R, value_R)
-        newest_R = tl.maximum(newest_R, here_R)
+        last_in_block_R = tl.max(tl.where(is_duplicate_RN, j_N[None, :], -1), 1)
+        cos_R = tl.sum(tl.where(j_N[None, :] == last_in_block_R[:, None], cos_RN, 0.0), 1)
+        value_R = tl.where(last_in_block_R >= 0, cos_R, value_R)
+        newest_R = tl.maximum(newest_R, last_in_block_R)
         sum_R += tl.sum(cos_RN, 1)
-    at_R = pid.to(tl.int64) * widest + i_R
-    tl.store(sum_ptr + at_R, sum_R, mask=i_R < length)
-    tl.store(newest_ptr + at_R, newest_R, mask=i_R < length)
-    tl.store(value_ptr + at_R, value_R, mask=i_R < length)
+    index_R = pid.to(tl.int64) * widest + i_R
+    tl.store(sum_ptr + index_R, sum_R, mask=i_R < length)
+    tl.store(newest_ptr + index_R, newest_R, mask=i_R < length)
+    tl.store(value_ptr + index_R, value_R, mask=i_R < length)
 
 
 @jit
@@ -368,21 +373,21 @@ def _mean_kernel(
     BLOCK: tl.constexpr,
 ):
     """Compute BLOCK columns j of S / n."""
-    pid, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK
+    pid, first_column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK
     length = tl.load(lengths_ptr + (pid // G) % rows)
-    if first >= length:
+    if first_column >= length:
         return
     base = pid.to(tl.int64) * widest
-    j_N = first + tl.arange(0, BLOCK)
-    taken_N = tl.zeros([BLOCK], tl.float32)
+    j_N = first_column + tl.arange(0, BLOCK)
+    duplicate_N = tl.zeros([BLOCK], tl.float32)
     for start in range(0, length, BLOCK):
         i_R = start + tl.arange(0, BLOCK)
         newest_R = tl.load(newest_ptr + base + i_R, mask=i_R < length, other=-1)
         value_R = tl.load(value_ptr + base + i_R, mask=i_R < length, other=0.0)
-        taken_RN = tl.where(newest_R[:, None] == j_N[None, :], value_R[:, None], 0.0)
-        taken_N += tl.sum(taken_RN, 0)
+        duplicate_RN = tl.where(newest_R[:, None] == j_N[None, :], value_R[:, None], 0.0)
+        duplicate_N += tl.sum(duplicate_RN, 0)
     sum_N = tl.load(sum_ptr + base + j_N, mask=j_N < length, other=0.0)
-    tl.store(mean_ptr + base + j_N, (sum_N - taken_N) / length, mask=j_N < length)
+    tl.store(mean_ptr + base + j_N, (sum_N - duplicate_N) / length, mask=j_N < length)
 
 
 @jit
@@ -416,11 +421,13 @@ def _join_kernel(
     for start in range(0, old, BLOCK):
         n_N = start + tl.arange(0, BLOCK)
         score_N = tl.full([BLOCK], float("-inf"), tl.float32)
-        for by in tl.static_range(KERNEL):
-            at_N = n_N + by - KERNEL // 2
-            is_old_N = (at_N >= 0) & (at_N < old)
-            near_N = tl.load(important_ptr + base + at_N, mask=is_old_N, other=float("-inf"))
-            score_N = tl.maximum(score_N, near_N)
+        for offset in tl.static_range(KERNEL):
+            neighbour_N = n_N + offset - KERNEL // 2
+            is_old_N = (neighbour_N >= 0) & (neighbour_N < old)
+            neighbour_score_N = tl.load(
+                important_ptr + base + neighbour_N, mask=is_old_N, other=float("-inf")
+            )
+            score_N = tl.maximum(score_N, neighbour_score_N)
         if MIXED:
             r_N = tl.load(redundant_ptr + base + n_N, mask=n_N < old, other=float("-inf"))
             score_N = mix * score_N - rest * (tl.exp(r_N - largest) / total)

@@ -110,9 +110,11 @@ def _remember_kernel(
     after_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(slots_ptr + row) * slot_stride + tl.load(positions_ptr + row) % A * NUMBERS
+    row_offset = tl.load(slots_ptr + row) * slot_stride + tl.load(positions_ptr + row) % A * NUMBERS
     numbers = tl.load(q_ptr + row * q_stride + offs, mask=offs < NUMBERS)
-    tl.store(ring_ptr + place + offs, numbers.to(ring_ptr.dtype.element_ty), mask=offs < NUMBERS)
+    tl.store(
+        ring_ptr + row_offset + offs, numbers.to(ring_ptr.dtype.element_ty), mask=offs < NUMBERS
+    )
 
 
 @jit
@@ -157,21 +159,21 @@ def _add_kernel(
     l_r = tl.zeros([R], tl.float32)
     for start in range(0, length, BLOCK):
         n_N = start + tl.arange(0, BLOCK)
-        s_rn = _seen(q_rd, keys_ptr, table_ptr, n_N, length, head, scale, G, d, PAGE, D)
+        s_rn = _logits(q_rd, keys_ptr, table_ptr, n_N, length, head, scale, G, d, PAGE, D)
         new_r = tl.maximum(m_r, tl.max(s_rn, 1))
         l_r = l_r * tl.exp(m_r - new_r) + tl.sum(tl.exp(s_rn - new_r[:, None]), 1)
         m_r = new_r
     share_r = tl.where(offs_r < PER, 1.0 / l_r, 0.0)
     for start in range(0, length, BLOCK):
         n_N = start + tl.arange(0, BLOCK)
-        s_rn = _seen(q_rd, keys_ptr, table_ptr, n_N, length, head, scale, G, d, PAGE, D)
+        s_rn = _logits(q_rd, keys_ptr, table_ptr, n_N, length, head, scale, G, d, PAGE, D)
         p_N = tl.sum(tl.exp(s_rn - m_r[:, None]) * share_r[:, None], 0)
         score_N = tl.load(score_ptr + n_N, mask=n_N < length, other=0.0)
         tl.store(score_ptr + n_N, score_N + p_N, mask=n_N < length)
 
 
 @jit
-def _seen(
+def _logits(
     q_rd,
     keys_ptr,
     table_ptr,

@@ -27,8 +27,8 @@ MANY = 1 << 14  # channels from which small programs are faster
 
 
 def supports(x_MK: Tensor, w_NK: Tensor) -> Support:
-    if not (found := triton_supports(w_NK)):
-        return found
+    if not (support := triton_supports(w_NK)):
+        return support
     if w_NK.dtype not in MOST:
         return no("takes int8, e4m3 and bfloat16")
     if not 0 < x_MK.shape[0] <= MOST[w_NK.dtype]:
@@ -60,11 +60,12 @@ def _launch(
     bias_N: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    integer, each = w.dtype == torch.int8, 16 // w.element_size()
-    channels, step, warps = schedule(len(x), len(w), w.dtype)
+    """Launch the kernel; codes with scales, or bfloat16 without."""
+    is_integer, numbers_per_load = w.dtype == torch.int8, 16 // w.element_size()
+    channels, depth, warps = schedule(len(x), len(w), w.dtype)
     y_MN = torch.empty(len(x), len(w), dtype=dtype, device=w.device)
-    if integer:
-        x, w, step = x.view(torch.int32), w.view(torch.int32), step // 4
+    if is_integer:
+        x, w, depth = x.view(torch.int32), w.view(torch.int32), depth // 4
     _gemv_kernel[(-(-len(w) // channels),)](
         x,
         w,
@@ -76,12 +77,12 @@ def _launch(
         w.shape[1],
         ROWS=len(x),
         COLUMNS=channels,
-        DEPTH=step,
-        EACH=each,
-        EVEN=w.shape[1] % step == 0,
+        DEPTH=depth,
+        EACH=numbers_per_load,
+        EVEN=w.shape[1] % depth == 0,
         DP4A=not INTERPRETED,
         num_warps=warps,
-        enable_fp_fusion=not integer,
+        enable_fp_fusion=not is_integer,
         **early_start(),
     )
     return y_MN
@@ -102,6 +103,7 @@ def schedule(num_rows: int, num_out: int, dtype: torch.dtype) -> tuple[int, int,
 
 @jit
 def _dot4(w, x, sums, DP4A: tl.constexpr):
+    """Add the products of four int8 codes in a word to the sums."""
     if DP4A:
         sums = tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;",
@@ -118,7 +120,8 @@ def _dot4(w, x, sums, DP4A: tl.constexpr):
 
 
 @jit
-def _codes(w_at, at, left, EVEN: tl.constexpr):
+def _load_codes(w_at, at, left, EVEN: tl.constexpr):
+    """Load one step of some channels' weights."""
     if EVEN:
         return tl.load(w_at, cache_modifier=".cg")
     else:
@@ -126,7 +129,7 @@ def _codes(w_at, at, left, EVEN: tl.constexpr):
 
 
 @jit
-def _added(
+def _accumulate(
     sums,
     codes,
     x,
@@ -139,19 +142,20 @@ def _added(
     EACH: tl.constexpr,
     DP4A: tl.constexpr,
 ):
-    after = tl.tuple([])
+    """Return the sums of all rows after one step of weights."""
+    new_sums = tl.tuple([])
     for m in tl.static_range(ROWS):
-        those = tl.load(x + m * K + at, mask=at < left, other=0.0)
+        x_m = tl.load(x + m * K + at, mask=at < left, other=0.0)
         if codes.dtype == tl.int32:
-            after += (
-                _dot4(codes, tl.broadcast_to(those[None, :], (COLUMNS, DEPTH)), sums[m], DP4A),
+            new_sums += (
+                _dot4(codes, tl.broadcast_to(x_m[None, :], (COLUMNS, DEPTH)), sums[m], DP4A),
             )
         else:  # a thread's numbers become one sum
             products = tl.reshape(
-                codes.to(tl.float32) * those.to(tl.float32)[None, :], (COLUMNS, DEPTH // EACH, EACH)
+                codes.to(tl.float32) * x_m.to(tl.float32)[None, :], (COLUMNS, DEPTH // EACH, EACH)
             )
-            after += (sums[m] + tl.sum(products, 2),)
-    return after
+            new_sums += (sums[m] + tl.sum(products, 2),)
+    return new_sums
 
 
 @jit
@@ -174,9 +178,9 @@ def _gemv_kernel(
 ):
     """Multiply for one program; x and w are int32 words of four codes, K a row, or e4m3 or
     bfloat16, EACH in 16 bytes. The first weights are read before the wait."""
-    n, at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    w_at = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + at[None, :]
-    codes = _codes(w_at, at, K, EVEN)
+    n, offs_k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    w_ptrs = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + offs_k[None, :]
+    codes = _load_codes(w_ptrs, offs_k, K, EVEN)
     after_others(EARLY)
     sums = tl.tuple([])
     for _ in tl.static_range(ROWS):
@@ -184,10 +188,10 @@ def _gemv_kernel(
             sums += (tl.zeros((COLUMNS, DEPTH), tl.int32),)
         else:
             sums += (tl.zeros((COLUMNS, DEPTH // EACH), tl.float32),)
-    sums = _added(sums, codes, x, at, K, K, ROWS, COLUMNS, DEPTH, EACH, DP4A)
+    sums = _accumulate(sums, codes, x, offs_k, K, K, ROWS, COLUMNS, DEPTH, EACH, DP4A)
     for k in range(DEPTH, K, DEPTH):
-        codes = _codes(w_at + k, at, K - k, EVEN)
-        sums = _added(sums, codes, x + k, at, K, K - k, ROWS, COLUMNS, DEPTH, EACH, DP4A)
+        codes = _load_codes(w_ptrs + k, offs_k, K - k, EVEN)
+        sums = _accumulate(sums, codes, x + k, offs_k, K, K - k, ROWS, COLUMNS, DEPTH, EACH, DP4A)
     if column is not None:
         scale = tl.load(column + n, mask=n < N, other=0.0)
     for m in tl.static_range(ROWS):

@@ -42,30 +42,30 @@ def multiply(
         return y_MN
     tile = choose(num_rows, num_out, num_in)
     tiles = -(-num_rows // tile.rows) * -(-num_out // tile.columns)
-    whole, splits = deal(
+    whole_tiles, splits = deal(
         tiles, -(-num_in // tile.depth), tile.blocks * MULTIPROCESSORS, tile.depth // 32
     )
-    parts = turns = None
+    parts = counters = None
     if splits > 1:
         parts = y_MN.new_empty(
-            (tiles - whole) * splits * tile.rows * tile.columns, dtype=torch.int32
+            (tiles - whole_tiles) * splits * tile.rows * tile.columns, dtype=torch.int32
         )
-        turns = _turns(y_MN.device)
-    boxes = _boxes(x_MK, w_NK, tile)
-    _integers_kernel[(whole + (tiles - whole) * splits,)](
+        counters = _turns(y_MN.device)
+    descriptors = _tile_descriptors(x_MK, w_NK, tile)
+    _integers_kernel[(whole_tiles + (tiles - whole_tiles) * splits,)](
         x_MK,
         w_NK,
-        *boxes,
+        *descriptors,
         rows.scale_M1,
         scale_N,
         bias_N,
         y_MN,
         parts,
-        turns,
+        counters,
         num_rows,
         num_out,
         num_in,
-        whole,
+        whole_tiles,
         splits,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
@@ -80,7 +80,7 @@ def multiply(
     return y_MN
 
 
-def _boxes(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
+def _tile_descriptors(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
     """Return both matrices' descriptors for the copy engine, or (None, None) where it cannot fetch."""
     aligned = x_MK.shape[1] % 16 == x_MK.data_ptr() % 16 == w_NK.data_ptr() % 16 == 0
     if not tile.engine or not aligned or not copy_engine_supports(x_MK.device):
@@ -144,22 +144,24 @@ def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
     def tiles(rows: int, columns: int) -> int:
         return -(-num_rows // rows) * -(-num_out // columns)
 
-    two, three = 2 * MULTIPROCESSORS, 3 * MULTIPROCESSORS
+    two_waves, three_waves = 2 * MULTIPROCESSORS, 3 * MULTIPROCESSORS
     if num_rows <= 64:
         rows, engine = max(16, block(num_rows)), num_rows > 16
-        if -(-num_out // 64) > three:
+        if -(-num_out // 64) > three_waves:
             return Tile(rows, 128, 128, 3, 4, 3, engine)
         return Tile(min(rows, 32), 64, 256, 4, 4, 2, engine)
     if num_rows >= 1024:
         return Tile(256, 128, 128, 3, 8, 1, False)
-    if num_in <= 8192 and tiles(64, 64) <= three:
-        if tiles(64, 64) <= two:
+    if num_in <= 8192 and tiles(64, 64) <= three_waves:
+        if tiles(64, 64) <= two_waves:
             return Tile(64, 64, 256, 3, 4, 2, True)
         return Tile(64, 64, 128, 4, 4, 3, True)
-    wide = tiles(64, 128)
-    if wide <= two and not (num_in > 8192 and MULTIPROCESSORS < wide <= three // 2):
+    wide_tiles = tiles(64, 128)
+    if wide_tiles <= two_waves and not (
+        num_in > 8192 and MULTIPROCESSORS < wide_tiles <= three_waves // 2
+    ):
         return Tile(64, 128, 128, 4, 4, 2, True)
-    if wide <= three or num_rows % 128 == 64 and num_rows < 512:
+    if wide_tiles <= three_waves or num_rows % 128 == 64 and num_rows < 512:
         return Tile(64, 128, 128, 3, 4, 3, True)
     if num_rows <= 256:
         return Tile(128, 64, 128, 3, 4, 3, num_rows % 128 == 0)
@@ -167,6 +169,7 @@ def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
 
 
 def registers(tile: Tile) -> int:
+    """Return the registers of a thread with which the tile's programs fit on a multiprocessor."""
     return min(255, 65536 // (32 * tile.warps * tile.blocks) // 8 * 8)
 
 
@@ -176,11 +179,11 @@ def deal(tiles: int, steps: int, at_once: int, least: int) -> tuple[int, int]:
 
     A part has about `least` steps or more; none is empty.
     """
-    rest = tiles % at_once
-    splits = min(16, at_once // rest, steps // least) if rest else 1
+    remainder = tiles % at_once
+    splits = min(16, at_once // remainder, steps // least) if remainder else 1
     if splits <= 1:
         return tiles, 1
-    return tiles - rest, -(-steps // -(-steps // splits))
+    return tiles - remainder, -(-steps // -(-steps // splits))
 
 
 # -- Triton ----------------------------------------------------------------------------------------
@@ -215,40 +218,42 @@ def _integers_kernel(
         if tile >= whole:
             tile, part, count = whole + (tile - whole) // splits, (tile - whole) % splits, splits
     tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
-    first = tile // (8 * tiles_n) * 8  # bands of 8 tiles of rows
-    high = tl.minimum(tiles_m - first, 8)
-    m_first = (first + tile % (8 * tiles_n) % high) * ROWS
-    n_first = tile % (8 * tiles_n) // high * COLUMNS
+    band_start = tile // (8 * tiles_n) * 8  # bands of 8 tiles of rows
+    band_height = tl.minimum(tiles_m - band_start, 8)
+    m_first = (band_start + tile % (8 * tiles_n) % band_height) * ROWS
+    n_first = tile % (8 * tiles_n) // band_height * COLUMNS
     m, n, depth = m_first + tl.arange(0, ROWS), n_first + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     # Rows and channels beyond the last are read from the first ones (loads from one place would
     # wait for each other) and never written.
-    x_at = x + (m % M).to(tl.int64)[:, None] * K + depth[None, :]
-    w_at = w + (n % N).to(tl.int64)[:, None] * K + depth[None, :]
+    x_ptrs = x + (m % M).to(tl.int64)[:, None] * K + depth[None, :]
+    w_ptrs = w + (n % N).to(tl.int64)[:, None] * K + depth[None, :]
     steps = tl.cdiv(K, DEPTH)
-    each = tl.cdiv(steps, count)
+    steps_per_part = tl.cdiv(steps, count)
     after_others(EARLY)
     sums = tl.zeros((COLUMNS, ROWS), dtype=tl.int32)
-    for step in range(part * each, tl.minimum(part * each + each, steps)):
+    for step in range(
+        part * steps_per_part, tl.minimum(part * steps_per_part + steps_per_part, steps)
+    ):
         k = step * DEPTH
         if x_box is not None:
             x_tile, w_tile = x_box.load([m_first, k]), w_box.load([n_first, k])
         elif EVEN:
-            x_tile, w_tile = tl.load(x_at + k), tl.load(w_at + k)
+            x_tile, w_tile = tl.load(x_ptrs + k), tl.load(w_ptrs + k)
         else:
-            x_tile = tl.load(x_at + k, mask=depth[None, :] < K - k, other=0)
-            w_tile = tl.load(w_at + k, mask=depth[None, :] < K - k, other=0)
+            x_tile = tl.load(x_ptrs + k, mask=depth[None, :] < K - k, other=0)
+            w_tile = tl.load(w_ptrs + k, mask=depth[None, :] < K - k, other=0)
         sums = tl.dot(w_tile, x_tile.T, sums, out_dtype=tl.int32)
     if parts is not None:
         if count > 1:
-            inside = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-            part_at = parts + (tile - whole).to(tl.int64) * splits * ROWS * COLUMNS + inside
-            tl.store(part_at + part * ROWS * COLUMNS, sums)
+            offs = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+            part_ptrs = parts + (tile - whole).to(tl.int64) * splits * ROWS * COLUMNS + offs
+            tl.store(part_ptrs + part * ROWS * COLUMNS, sums)
             tl.debug_barrier()  # every thread's part is written before it is counted
             if tl.atomic_add(turns + tile - whole, 1, sem="acq_rel") == splits - 1:
                 tl.store(turns + tile - whole, 0)
                 sums = tl.zeros_like(sums)
-                for other in range(splits):
-                    sums += tl.load(part_at + other * ROWS * COLUMNS, cache_modifier=".cg")
+                for part_index in range(splits):
+                    sums += tl.load(part_ptrs + part_index * ROWS * COLUMNS, cache_modifier=".cg")
                 _finish(sums, row, column, bias, y, m, n, M, N)
         else:
             _finish(sums, row, column, bias, y, m, n, M, N)
@@ -258,6 +263,7 @@ def _integers_kernel(
 
 @jit
 def _finish(sums, row, column, bias, y, m, n, M, N):
+    """Apply scales and bias to a tile's sums and store it."""
     out = tl.trans(sums).to(tl.float32) * tl.load(column + n, mask=n < N, other=0.0)[None, :]
     out = out * tl.load(row + m, mask=m < M, other=0.0)[:, None]
     if bias is not None:

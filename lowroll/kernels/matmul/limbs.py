@@ -50,8 +50,8 @@ def supports_device(device: torch.device) -> Support:
         return cxx.NO_CPU
     if not torch.cpu._is_amx_tile_supported():
         return no("three products of bytes are slower than one of floats on a CPU without AMX")
-    if not (found := w8a8_onednn.supports_device(device)):
-        return found
+    if not (support := w8a8_onednn.supports_device(device)):
+        return support
     return cxx.supports(SOURCE, "frozen int8 codes are multiplied as floats")
 
 
@@ -78,14 +78,21 @@ def add_product(
 
 
 def _add(y_MN: Tensor, x_MK: Tensor, packed: w8a8_onednn.Packed, scale_K: Tensor | None) -> None:
+    """Add the product of up to AT_ONCE rows."""
     (M, K), N = x_MK.shape, y_MN.shape[1]
     bytes_LK = torch.empty(3 * M, K, dtype=torch.uint8)
     step_M = torch.empty(M)
     threads = torch.get_num_threads()
     sizes = x_MK.stride(0), y_MN.stride(0), MOST, M, K, N, threads
-    made = pointer(bytes_LK), pointer(step_M)
+    split_outputs = pointer(bytes_LK), pointer(step_M)
     scale = None if scale_K is None else pointer(scale_K)
-    cxx.run(SOURCE, "limbs_split", LimbsArguments(pointer(x_MK), scale, *made, None, None, *sizes))
+    cxx.run(
+        SOURCE,
+        "limbs_split",
+        LimbsArguments(pointer(x_MK), scale, *split_outputs, None, None, *sizes),
+    )
     sums_MN = w8a8_onednn.multiply_digits(bytes_LK.split(M), packed)
-    last = pointer(sums_MN), pointer(y_MN)
-    cxx.run(SOURCE, "limbs_join", LimbsArguments(None, None, *made, *last, *sizes))
+    join_pointers = pointer(sums_MN), pointer(y_MN)
+    cxx.run(
+        SOURCE, "limbs_join", LimbsArguments(None, None, *split_outputs, *join_pointers, *sizes)
+    )

@@ -70,17 +70,19 @@ def product(
     if triton_supports(x_MK):
         return tiled.product(x_MK, w_NK, bias_N, dtype, added_MN)
     (M, K), N = x_MK.shape, w_NK.shape[0]
-    given = (x_MK, w_NK) if bias_N is None else (x_MK, w_NK, bias_N)
-    if any(t.dtype != torch.float32 for t in given):
-        raise ValueError(f"ordered: expected float32, got {', '.join(str(t.dtype) for t in given)}")
+    operands = (x_MK, w_NK) if bias_N is None else (x_MK, w_NK, bias_N)
+    if any(t.dtype != torch.float32 for t in operands):
+        raise ValueError(
+            f"ordered: expected float32, got {', '.join(str(t.dtype) for t in operands)}"
+        )
     if w_NK.shape[1] != K or bias_N is not None and bias_N.shape != (N,):
-        raise ValueError(f"ordered: {', '.join(str(list(t.shape)) for t in given)} do not fit")
+        raise ValueError(f"ordered: {', '.join(str(list(t.shape)) for t in operands)} do not fit")
     x_MK, w_NK = (t if t.stride(1) == 1 else t.contiguous() for t in (x_MK, w_NK))
     bias_N = None if bias_N is None else bias_N.contiguous()
     y_MN = torch.empty(M, N)
     if y_MN.numel():
-        held = [pointer(t) for t in (x_MK, w_NK, bias_N, y_MN)]
+        pointers = [pointer(t) for t in (x_MK, w_NK, bias_N, y_MN)]
         sizes = x_MK.stride(0), w_NK.stride(0), M, N, K
-        how = has_avx512(), goes_across(M, N, K), torch.get_num_threads()
-        cxx.run(SOURCE, "ordered_product", OrderedArguments(*held, *sizes, *how))
+        flags = has_avx512(), goes_across(M, N, K), torch.get_num_threads()
+        cxx.run(SOURCE, "ordered_product", OrderedArguments(*pointers, *sizes, *flags))
     return y_MN if added_MN is None else y_MN.add_(added_MN)

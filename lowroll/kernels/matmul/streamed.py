@@ -53,8 +53,8 @@ class StreamedArguments(ctypes.Structure):
 
 @cache
 def supports_device(kind: str, device: torch.device) -> Support:
-    if not (found := cuda_supports(device, CAPABILITY)):
-        return found
+    if not (support := cuda_supports(device, CAPABILITY)):
+        return support
     capability = torch.cuda.get_device_capability(device)
     return nvcc.supports(
         lambda: _library(kind, capability), f"{kind} weights are dequantized for every product"
@@ -72,8 +72,8 @@ def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
         return no("takes in features in multiples of 128, bf16 of 32")
     if not workspace_supports(x_MK.shape[0], shape[0]):
         return no("a product of this size needs a larger workspace")
-    if not (found := supports_device(kind, x_MK.device)):
-        return found
+    if not (support := supports_device(kind, x_MK.device)):
+        return support
     return NO_GRADIENT if torch.is_grad_enabled() and x_MK.requires_grad else YES
 
 
@@ -110,7 +110,7 @@ def linear(
     """
     device = x_MK.device
     library = _library(kind, torch.cuda.get_device_capability(device))
-    partial, arrived, processors = _workspace(device)
+    partial, arrived, num_processors = _workspace(device)
     x_MK = x_MK.contiguous()
     if x_MK.data_ptr() % 16:
         x_MK = x_MK.clone()
@@ -125,7 +125,7 @@ def linear(
         raise ValueError(f"{kind}: expected contiguous tensors that begin at multiples of 16 bytes")
     if bias_N is not None and bias_N.dtype not in (torch.bfloat16, torch.float32):
         bias_N = bias_N.float()
-    problem = StreamedArguments(
+    arguments = StreamedArguments(
         weight.data_ptr(),
         pointer(scale),
         pointer(zero),
@@ -144,19 +144,19 @@ def linear(
         out_dtype == torch.float32,
         early(),
     )
-    needed = (ctypes.c_longlong * 3)()
-    library.streamed_linear(ctypes.byref(problem), processors, needed, None)
-    if needed[0] > len(partial) or needed[1] > TILES:
+    needed_sizes = (ctypes.c_longlong * 3)()
+    library.streamed_linear(ctypes.byref(arguments), num_processors, needed_sizes, None)
+    if needed_sizes[0] > len(partial) or needed_sizes[1] > TILES:
         raise RuntimeError(
             f"{kind}: a product of {x_MK.shape[0]} x {num_out} needs a larger workspace"
         )
-    if needed[2]:
-        arranged = torch.empty(needed[2], dtype=torch.uint8, device=device)
-        problem.arranged = arranged.data_ptr()
+    if needed_sizes[2]:
+        arranged = torch.empty(needed_sizes[2], dtype=torch.uint8, device=device)
+        arguments.arranged = arranged.data_ptr()
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
         if error := library.streamed_linear(
-            ctypes.byref(problem), processors, None, ctypes.c_void_p(stream)
+            ctypes.byref(arguments), num_processors, None, ctypes.c_void_p(stream)
         ):
             raise RuntimeError(
                 f"{kind}: streamed_linear failed: {library.streamed_error(error).decode()}"
@@ -166,6 +166,7 @@ def linear(
 
 @cache
 def _library(kind: str, capability: tuple[int, int]) -> ctypes.CDLL:
+    """Return the library of a weight format, built on first use."""
     library = nvcc.library(SOURCE, capability, {"FORMAT": str(FORMATS[kind])})
     library.streamed_linear.argtypes = [
         ctypes.c_void_p,
@@ -183,11 +184,12 @@ def _library(kind: str, capability: tuple[int, int]) -> ctypes.CDLL:
 
 @cache
 def _workspace(device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Return a device's partial sums, counters and number of multiprocessors."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the first low-bit product on a device would allocate its workspace: run a step once "
             "before a CUDA graph captures it"
         )
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    partial = torch.empty(processors * PARTIAL, dtype=torch.float32, device=device)
-    return partial, torch.zeros(TILES, dtype=torch.int32, device=device), processors
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    partial = torch.empty(num_processors * PARTIAL, dtype=torch.float32, device=device)
+    return partial, torch.zeros(TILES, dtype=torch.int32, device=device), num_processors

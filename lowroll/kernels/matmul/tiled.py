@@ -57,8 +57,8 @@ def product(
         return y_MN
     tile = choose(M, N, x_MK.element_size())
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
-    part = PART if N <= NARROW else -(-K // PART) * PART
-    parts, sums_PMN = -(-K // part), None
+    part_features = PART if N <= NARROW else -(-K // PART) * PART
+    parts, sums_PMN = -(-K // part_features), None
     if parts > 1 and tiles < MULTIPROCESSORS:
         sums_PMN = torch.empty(parts, M, N, dtype=torch.float32, device=x_MK.device)
     bias_N, added_MN = (None if t is None else t.contiguous() for t in (bias_N, added_MN))
@@ -72,7 +72,7 @@ def product(
         M,
         N,
         K,
-        part,
+        part_features,
         x_MK.stride(0),
         w_NK.stride(0),
         ROWS=tile.rows,
@@ -103,15 +103,16 @@ def product(
 
 
 def choose(M: int, N: int, size: int) -> Schedule:
+    """Choose the schedule by these sizes alone. size: bytes of a number."""
     if size > 2:
         return Schedule(min(32, max(16, block(M))), 64, 64, 2, 4)
-    wide = -(-N // 128) * -(-M // 128) >= MULTIPROCESSORS
+    fills_device = -(-N // 128) * -(-M // 128) >= MULTIPROCESSORS
     if N <= NARROW and M > 64:
         return Schedule(64, 64, 64, 4, 4)
     if M > 512:
         return Schedule(256, 128, 64, 3, 8)
     if M > 64:
-        return Schedule(128, 128, 64, 3, 8) if wide else Schedule(64, 64, 64, 4, 4)
+        return Schedule(128, 128, 64, 3, 8) if fills_device else Schedule(64, 64, 64, 4, 4)
     return Schedule(max(16, block(M)), 64, 128, 5, 4)
 
 
@@ -143,37 +144,46 @@ def _product_kernel(
     after_others(EARLY)
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
-    first = tile // (8 * tiles_n) * 8  # bands of 8 tiles of rows
-    high = tl.minimum(tiles_m - first, 8)
-    m = (first + tile % (8 * tiles_n) % high) * ROWS + tl.arange(0, ROWS)
-    n = tile % (8 * tiles_n) // high * COLUMNS + tl.arange(0, COLUMNS)
+    band_start = tile // (8 * tiles_n) * 8  # bands of 8 tiles of rows
+    band_height = tl.minimum(tiles_m - band_start, 8)
+    m = (band_start + tile % (8 * tiles_n) % band_height) * ROWS + tl.arange(0, ROWS)
+    n = tile % (8 * tiles_n) // band_height * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     # rows and channels beyond the last are read from the first ones and never written
-    x_at = x + (m % M).to(tl.int64)[:, None] * x_stride + depth[None, :]
-    w_at = w + (n % N).to(tl.int64)[:, None] * w_stride + depth[None, :]
+    x_ptrs = x + (m % M).to(tl.int64)[:, None] * x_stride + depth[None, :]
+    w_ptrs = w + (n % N).to(tl.int64)[:, None] * w_stride + depth[None, :]
     if parts is not None:
         start = tl.program_id(1) * part
-        whole = _part(
-            x_at, w_at, depth, start, tl.minimum(start + part, K), K, ROWS, COLUMNS, DEPTH, EVEN
+        total = _sum_part(
+            x_ptrs, w_ptrs, depth, start, tl.minimum(start + part, K), K, ROWS, COLUMNS, DEPTH, EVEN
         )
     elif ALONE:
-        whole = _part(x_at, w_at, depth, 0, K, K, ROWS, COLUMNS, DEPTH, EVEN)
+        total = _sum_part(x_ptrs, w_ptrs, depth, 0, K, K, ROWS, COLUMNS, DEPTH, EVEN)
     else:
-        whole = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+        total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
         for start in range(0, K, part):
-            whole += _part(
-                x_at, w_at, depth, start, tl.minimum(start + part, K), K, ROWS, COLUMNS, DEPTH, EVEN
+            total += _sum_part(
+                x_ptrs,
+                w_ptrs,
+                depth,
+                start,
+                tl.minimum(start + part, K),
+                K,
+                ROWS,
+                COLUMNS,
+                DEPTH,
+                EVEN,
             )
     live = (m[:, None] < M) & (n[None, :] < N)
-    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    offs = m.to(tl.int64)[:, None] * N + n[None, :]
     if parts is not None:
-        tl.store(parts + tl.program_id(1).to(tl.int64) * M * N + at, tl.trans(whole), mask=live)
+        tl.store(parts + tl.program_id(1).to(tl.int64) * M * N + offs, tl.trans(total), mask=live)
     else:
-        _finish(tl.trans(whole), bias, added, y, at, n[None, :], live)
+        _finish(tl.trans(total), bias, added, y, offs, n[None, :], live)
 
 
 @jit
-def _part(
+def _sum_part(
     x_at,
     w_at,
     depth,
@@ -185,6 +195,7 @@ def _part(
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,
 ):
+    """Return a tile's sums over the features [first, stop)."""
     sums = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     for k in range(first, stop, DEPTH):
         if EVEN:
@@ -198,6 +209,7 @@ def _part(
 
 @jit
 def _finish(sums, bias, added, y, at, n, live):
+    """Add bias and addend to sums and store them."""
     if bias is not None:
         sums = sums + tl.load(bias + n, mask=live, other=0.0).to(tl.float32)
     if added is not None:
@@ -208,9 +220,9 @@ def _finish(sums, bias, added, y, at, n, live):
 @jit
 def _join_kernel(sums, bias, added, y, M, N, parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     after_others(EARLY)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = at < M * N
-    whole = tl.zeros((BLOCK,), tl.float32)
-    for one in range(0, parts):
-        whole += tl.load(sums + tl.cast(one, tl.int64) * M * N + at, mask=live, other=0.0)
-    _finish(whole, bias, added, y, at, at % N, live)
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = offs < M * N
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in range(0, parts):
+        total += tl.load(sums + tl.cast(part, tl.int64) * M * N + offs, mask=live, other=0.0)
+    _finish(total, bias, added, y, offs, offs % N, live)

@@ -93,7 +93,7 @@ def linear(
     )
     if not all(t is None or t.is_contiguous() for t in (weight, scale, zero, global_)):
         raise ValueError(f"{kind}: expected contiguous tensors")
-    problem = CpuMatmulArguments(
+    arguments = CpuMatmulArguments(
         *(pointer(t) for t in (weight, scale, zero, global_, bias, x, y_MN, words, steps)),
         rows,
         num_out,
@@ -103,5 +103,5 @@ def linear(
         integers,
         torch.get_num_threads(),
     )
-    cxx.run(SOURCE, "avx2_linear", problem)
+    cxx.run(SOURCE, "avx2_linear", arguments)
     return y_MN.to(x_MK.dtype)

@@ -39,10 +39,10 @@ def stream_rows(kind: str, shape: tuple[int, int], device: torch.device) -> int:
 def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
     if kind not in BLOCK:
         return no("knows nvfp4, mxfp4, int4 and int4_asym")
-    most = stream_rows(kind, shape, x_MK.device)
-    if x_MK.shape[0] > most and not (found := triton_supports(x_MK)):
-        return found
-    return streamed.supports(kind, x_MK[:most], shape)
+    max_rows = stream_rows(kind, shape, x_MK.device)
+    if x_MK.shape[0] > max_rows and not (support := triton_supports(x_MK)):
+        return support
+    return streamed.supports(kind, x_MK[:max_rows], shape)
 
 
 def linear(
@@ -66,8 +66,8 @@ def supports_dequantize(
     """Return whether `dequantize` supports this matrix. It needs Triton and whole blocks; the
     interpreter rounds bf16 otherwise."""
     packed = tensors["weight_packed"]
-    if not (found := triton_supports(packed)):
-        return found
+    if not (support := triton_supports(packed)):
+        return support
     if shape[1] % BLOCK[kind]:
         return no("takes channels of whole blocks")
     if not packed.is_cuda and dtype == torch.bfloat16:
@@ -78,6 +78,7 @@ def supports_dequantize(
 def dequantize(
     kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
+    """Return the matrix [N, K] in `dtype`. Where `supports_dequantize`."""
     words = tensors["weight_packed"].view(torch.int32)
     w_NK = torch.empty(shape, dtype=dtype, device=words.device)
     global_ = tensors.get("weight_global_scale")
@@ -85,9 +86,9 @@ def dequantize(
     scale = tensors["weight_scale"]
     if scale.dtype != torch.float32:
         scale = scale.view(torch.uint8)
-    globals_ = 0  # one for the matrix, or (2) one a channel
+    global_mode = 0  # one for the matrix, or (2) one a channel
     if global_ is not None:
-        globals_ = 1 if global_.numel() == 1 else 2
+        global_mode = 1 if global_.numel() == 1 else 2
     _dequantize_kernel[(-(-words.numel() // WORDS),)](
         words,
         scale,
@@ -99,7 +100,7 @@ def dequantize(
         KIND=streamed.FORMATS[kind],
         BLOCK=BLOCK[kind] // 8,
         WORDS=WORDS,
-        GLOBALS=globals_,
+        GLOBALS=global_mode,
     )
     return w_NK
 
@@ -122,10 +123,10 @@ def _dequantize_kernel(
     GLOBALS: tl.constexpr,
 ):
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    inside = word < count
+    mask = word < count
     block = word // BLOCK
     row = block // row_blocks
-    step = tl.load(scale + block, mask=inside, other=0)
+    step = tl.load(scale + block, mask=mask, other=0)
     if KIND == 0:  # e4m3; its subnormals are multiples of 2^-9
         bits = step.to(tl.int32)
         exponent, mantissa = bits >> 3 & 15, bits & 7
@@ -133,24 +134,22 @@ def _dequantize_kernel(
         step = tl.where(exponent > 0, normal, mantissa.to(tl.float32) * 0.001953125)
         step = tl.where(bits >= 128, -step, step)
         step = tl.div_rn(
-            step, tl.load(global_ + (row if GLOBALS == 2 else row * 0), mask=inside, other=1.0)
+            step, tl.load(global_ + (row if GLOBALS == 2 else row * 0), mask=mask, other=1.0)
         )
     elif KIND == 1:
         bits = step.to(tl.int32) << 23
         step = tl.where(bits > 0, bits, 1 << 22).to(tl.float32, bitcast=True)
-    code = (
-        tl.load(words + word, mask=inside, other=0)[:, None] >> (4 * tl.arange(0, 8))[None, :] & 15
-    )
+    code = tl.load(words + word, mask=mask, other=0)[:, None] >> (4 * tl.arange(0, 8))[None, :] & 15
     if KIND <= 1:  # e2m1: 0 and 0.5 below its normal numbers
-        low = code & 7
-        normal = ((low << 22) + (126 << 23)).to(tl.float32, bitcast=True)
-        value = tl.where(low < 2, low.to(tl.float32) * 0.5, normal)
+        magnitude = code & 7
+        normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+        value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
         value = tl.where(code >= 8, -value, value)
     else:
-        middle = tl.full((WORDS,), 8, tl.int32)
+        zero_point = tl.full((WORDS,), 8, tl.int32)
         if KIND == 3:
-            zeros = tl.load(zero + row // 8 * row_blocks + block % row_blocks, mask=inside, other=0)
-            middle = zeros >> (row % 8 * 4).to(tl.int32) & 15
-        value = (code - middle[:, None]).to(tl.float32)
-    at = word[:, None] * 8 + tl.arange(0, 8)[None, :]
-    tl.store(w + at, (value * step[:, None]).to(w.dtype.element_ty), mask=inside[:, None])
+            zeros = tl.load(zero + row // 8 * row_blocks + block % row_blocks, mask=mask, other=0)
+            zero_point = zeros >> (row % 8 * 4).to(tl.int32) & 15
+        value = (code - zero_point[:, None]).to(tl.float32)
+    offs = word[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(w + offs, (value * step[:, None]).to(w.dtype.element_ty), mask=mask[:, None])

@@ -83,9 +83,9 @@ def e4m3_sums(codes_MK: Tensor, codes_NK: Tensor, dtype: torch.dtype, fast: bool
     pad_k, pad_n = -num_in % 16, -num_out % 16
     if pad_k or pad_n:
         codes_MK, codes_NK = _pad(codes_MK, pad_k, 0), _pad(codes_NK, pad_k, pad_n)
-    one = _one(codes_MK.device)
+    unit_scale = _unit_scale(codes_MK.device)
     sums_MN = torch._scaled_mm(
-        codes_MK, codes_NK.t(), one, one, out_dtype=dtype, use_fast_accum=fast
+        codes_MK, codes_NK.t(), unit_scale, unit_scale, out_dtype=dtype, use_fast_accum=fast
     )
     return sums_MN[:, :num_out].contiguous() if pad_n else sums_MN
 
@@ -96,19 +96,21 @@ def scaled_mm_supports(device: torch.device) -> Support:
         torch.arange(-160, 160, device=device).remainder(23).view(-1, 32).to(E4M3) for _ in range(2)
     )
     try:
-        got_MN = e4m3_sums(x_MK, w_NK, torch.float32)
+        y_MN = e4m3_sums(x_MK, w_NK, torch.float32)
     except (RuntimeError, AttributeError, NotImplementedError, ValueError):
         return no("torch has no e4m3 product for the device")
-    if torch.allclose(got_MN.double(), x_MK.double() @ w_NK.double().t(), rtol=1e-4):
+    if torch.allclose(y_MN.double(), x_MK.double() @ w_NK.double().t(), rtol=1e-4):
         return YES
     return no("the device's e4m3 product is not right")
 
 
 def _pad(codes: Tensor, columns: int, rows: int) -> Tensor:
+    """Pad a matrix of e4m3 codes with zeros."""
     # the byte 0 is the number 0
     return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(E4M3)
 
 
 @cache
-def _one(device: torch.device) -> Tensor:
+def _unit_scale(device: torch.device) -> Tensor:
+    """Return the scale 1, for products whose scales are applied later."""
     return torch.ones((), device=device)

@@ -21,6 +21,7 @@ Parts = tuple[Tensor, ...]  # float32 [N, up to COLUMNS]
 
 
 def split(codes_NK: Tensor) -> Parts:
+    """Return the codes as float32 parts of COLUMNS columns."""
     return tuple(part.to(torch.float32) for part in codes_NK.split(COLUMNS, dim=1))
 
 

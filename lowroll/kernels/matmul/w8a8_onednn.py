@@ -21,6 +21,7 @@ Packed = tuple[Tensor, Tensor, Tensor]  # the weight in oneDNN's layout, its sca
 
 
 def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
+    """Return codes and scales in oneDNN's layout."""
     return (
         torch.ops.onednn.qlinear_prepack(codes_NK, None),
         scale_N.flatten(),
@@ -29,29 +30,43 @@ def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
 
 
 def multiply(codes_MK: Tensor, packed: Packed) -> Tensor:
-    shifted_MK = codes_MK.view(torch.uint8).bitwise_xor(128)  # codes + 128, by the sign bit
-    return _multiply(shifted_MK, packed, 1.0)
+    """Return float32 sums [M, N], times the weights' scales."""
+    unsigned_MK = codes_MK.view(torch.uint8).bitwise_xor(128)  # codes + 128, by the sign bit
+    return _multiply(unsigned_MK, packed, 1.0)
 
 
 def multiply_digits(digits: Sequence[Tensor], packed: Packed) -> Tensor:
     """Return float32 sums [M, N] of numbers in base-256 digits, highest first: signed bytes, each
     with 128 added."""
-    first_MK, *others = digits
+    highest_MK, *lower_digits = digits
     weight, scale_N, zero_N = packed
-    sums_MN = _multiply(first_MK, packed, float(256 ** len(others)))
-    for i, digit_MK in enumerate(others, 1):
-        place = float(256 ** (len(others) - i))
-        given = digit_MK, place, 128, weight, scale_N, zero_N, sums_MN, None, 1.0, 0, torch.float32
+    sums_MN = _multiply(highest_MK, packed, float(256 ** len(lower_digits)))
+    for i, digit_MK in enumerate(lower_digits, 1):
+        digit_weight = float(256 ** (len(lower_digits) - i))
+        arguments = (
+            digit_MK,
+            digit_weight,
+            128,
+            weight,
+            scale_N,
+            zero_N,
+            sums_MN,
+            None,
+            1.0,
+            0,
+            torch.float32,
+        )
         sums_MN = torch.ops.onednn.qlinear_pointwise.binary(
-            *given, 1.0, 0, "sum", 1.0, "none", [], ""
+            *arguments, 1.0, 0, "sum", 1.0, "none", [], ""
         )
     return sums_MN
 
 
 def _multiply(shifted_MK: Tensor, packed: Packed, scale: float) -> Tensor:
+    """Return oneDNN's product of unsigned activations, times `scale` and the weights' scales."""
     weight, scale_N, zero_N = packed
-    given = shifted_MK, scale, 128, weight, scale_N, zero_N, None, 1.0, 0, torch.float32
-    return torch.ops.onednn.qlinear_pointwise(*given, "none", [], "")
+    arguments = shifted_MK, scale, 128, weight, scale_N, zero_N, None, 1.0, 0, torch.float32
+    return torch.ops.onednn.qlinear_pointwise(*arguments, "none", [], "")
 
 
 @cache
@@ -64,9 +79,9 @@ def supports_device(device: torch.device) -> Support:
     codes_MK = torch.full((2, 256), 127, dtype=torch.int8)
     codes_MK[1] = -127
     try:
-        got_MN = multiply(codes_MK, pack(codes_NK, torch.ones(64, 1)))
+        sums_MN = multiply(codes_MK, pack(codes_NK, torch.ones(64, 1)))
     except (RuntimeError, AttributeError, NotImplementedError):
         return no("torch has no int8 product of oneDNN here")
-    if torch.equal(got_MN.double(), codes_MK.double() @ codes_NK.double().t()):
+    if torch.equal(sums_MN.double(), codes_MK.double() @ codes_NK.double().t()):
         return YES
     return no("oneDNN's int8 sums saturate on this CPU, which has no VNNI")

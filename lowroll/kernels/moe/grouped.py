@@ -87,6 +87,7 @@ def supports(stack: Stack, dtype: torch.dtype) -> Support:
 
 
 def _operand(x_MK: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
+    """Return the rows as the stack's product takes them, and their scales if they are codes."""
     if stack.packed:  # the features of the first code of all blocks, then of the second, ...
         return x_MK.view(len(x_MK), -1, stack.block).transpose(1, 2).contiguous(), None
     if stack.kind == "dense":
@@ -108,6 +109,7 @@ class GroupedTiling:
 
 
 def tiles(stack: Stack, slots: int) -> GroupedTiling:
+    """Choose the tiling by the format and the average slots of an expert."""
     places = min(128, max(16, block(2 * slots // stack.num_experts)))
     if stack.packed:
         features = 16 * stack.block  # the fewest that the tensor cores take
@@ -133,19 +135,20 @@ def _launch(
     to_slots: bool = False,
     blocked: int = 0,
 ) -> Tensor:
-    slots, count = len(groups.slot_P), stack.num_experts
-    size = tiles(stack, slots)
-    channels, each = stack.channels, size.channels
+    """Launch the product of rows and experts."""
+    slots, num_experts = len(groups.slot_P), stack.num_experts
+    tiling = tiles(stack, slots)
+    channels, tile_channels = stack.channels, tiling.channels
     if swiglu:  # of y: one is made of a gate's and an up's
-        channels, each = channels // 2, each // 2
+        channels, tile_channels = channels // 2, tile_channels // 2
     y = torch.empty((slots, channels), dtype=dtype, device=x.device)
     scale = stack.scale_N1
     if stack.kind == "nvfp4" and scale is not None:
         scale = scale.view(torch.uint8)
-    active = min(slots, count)  # experts that have places, at most
-    most = (slots + active * (size.places - 1)) // size.places
-    per_expert = -(-channels // each)
-    _multiply_kernel[(most * per_expert,)](
+    active = min(slots, num_experts)  # experts that have places, at most
+    max_tiles = (slots + active * (tiling.places - 1)) // tiling.places
+    per_expert = -(-channels // tile_channels)
+    _multiply_kernel[(max_tiles * per_expert,)](
         x,
         x_scale,
         stack.codes_NK.view(torch.int64) if stack.packed else stack.codes_NK,
@@ -155,7 +158,7 @@ def _launch(
         groups.slot_P,
         groups.ends_E,
         slots,
-        count,
+        num_experts,
         channels,
         stack.features,
         KIND=stack.kind,
@@ -165,12 +168,12 @@ def _launch(
         G_ROWS=stack.global_scale is not None and stack.global_scale.numel() > 1,
         BLOCKED=blocked,
         PTX=not INTERPRETED,
-        BLOCK_E=block(count),
-        BLOCK_P=size.places,
-        BLOCK_N=size.channels,
-        BLOCK_K=size.features,
-        num_warps=size.warps,
-        num_stages=size.stages,
+        BLOCK_E=block(num_experts),
+        BLOCK_P=tiling.places,
+        BLOCK_N=tiling.channels,
+        BLOCK_K=tiling.features,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
         **early_start(),
     )
     return y
@@ -179,9 +182,9 @@ def _launch(
 def product(x_PK: Tensor, w_EKN: Tensor, groups: Groups) -> Tensor:
     """Multiply rows with the matrices of their experts: [P, N]. Not differentiable."""
     w_ENK = w_EKN.transpose(1, 2)
-    half = x_PK.dtype == w_EKN.dtype and x_PK.dtype in (torch.bfloat16, torch.float16)
+    is_16_bit = x_PK.dtype == w_EKN.dtype and x_PK.dtype in (torch.bfloat16, torch.float16)
     # faster than torch's on Hopper (docs/LOG.md)
-    if triton_supports(x_PK) and half and w_ENK.is_contiguous():
+    if triton_supports(x_PK) and is_16_bit and w_ENK.is_contiguous():
         return multiply(x_PK, Stack("dense", len(w_ENK), w_ENK.flatten(0, 1)), groups)
     if grouped_mm_supports(x_PK, w_EKN):
         return F.grouped_mm(x_PK, w_EKN, offs=groups.ends_E)
@@ -218,8 +221,8 @@ def grouped_mm_supports(a: Tensor, b: Tensor) -> Support:
 @cache
 def grouped_mm_supports_device(device: torch.device) -> Support:
     """Return whether torch's grouped product on this device handles experts without rows."""
-    if not (found := cuda_supports(device)):
-        return found
+    if not (support := cuda_supports(device)):
+        return support
     generator = torch.Generator().manual_seed(0)
     x_PK, w_ENK = (
         torch.randn(shape, generator=generator).to(device, torch.bfloat16)
@@ -227,21 +230,21 @@ def grouped_mm_supports_device(device: torch.device) -> Support:
     )
     groups = sort_slots(torch.tensor([0, 2], device=device).repeat_interleave(20)[:, None], 3)
     try:
-        got_PN = F.grouped_mm(x_PK, w_ENK.transpose(1, 2), offs=groups.ends_E)
-        got_PK = F.grouped_mm(got_PN, w_ENK, offs=groups.ends_E)
-        got_ENK = F.grouped_mm(got_PN.t(), x_PK, offs=groups.ends_E)
+        y_PN = F.grouped_mm(x_PK, w_ENK.transpose(1, 2), offs=groups.ends_E)
+        y_PK = F.grouped_mm(y_PN, w_ENK, offs=groups.ends_E)
+        y_ENK = F.grouped_mm(y_PN.t(), x_PK, offs=groups.ends_E)
     except (RuntimeError, AttributeError, NotImplementedError, ValueError, TypeError):
         return no("torch has no grouped product for the device")
-    wanted_PN = torch.cat([x_PK[:20] @ w_ENK[0].t(), x_PK[20:] @ w_ENK[2].t()])
-    wanted_PK = torch.cat([got_PN[:20] @ w_ENK[0], got_PN[20:] @ w_ENK[2]])
-    wanted_ENK = torch.stack(
-        [got_PN[:20].t() @ x_PK[:20], torch.zeros_like(w_ENK[0]), got_PN[20:].t() @ x_PK[20:]]
+    expected_PN = torch.cat([x_PK[:20] @ w_ENK[0].t(), x_PK[20:] @ w_ENK[2].t()])
+    expected_PK = torch.cat([y_PN[:20] @ w_ENK[0], y_PN[20:] @ w_ENK[2]])
+    expected_ENK = torch.stack(
+        [y_PN[:20].t() @ x_PK[:20], torch.zeros_like(w_ENK[0]), y_PN[20:].t() @ x_PK[20:]]
     )
-    right = all(
-        torch.allclose(got.float(), wanted.float(), rtol=0.02, atol=0.5)
-        for got, wanted in ((got_PN, wanted_PN), (got_PK, wanted_PK), (got_ENK, wanted_ENK))
+    all_close = all(
+        torch.allclose(result.float(), expected.float(), rtol=0.02, atol=0.5)
+        for result, expected in ((y_PN, expected_PN), (y_PK, expected_PK), (y_ENK, expected_ENK))
     )
-    return YES if right else no("torch's grouped product is not right on the device")
+    return YES if all_close else no("torch's grouped product is not right on the device")
 
 
 # -- Triton ----------------------------------------------------------------------------------------
@@ -307,22 +310,24 @@ _INT4 = constexpr("""
 
 
 @jit
-def _places(ends_ptr, tile, slots, num_experts, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr):
+def _locate_tile(ends_ptr, tile, slots, num_experts, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr):
     """Return a tile's expert, first place and the expert's end; the end is -1 beyond the last tile."""
     offs_e = tl.arange(0, BLOCK_E)
     ends_e = tl.load(ends_ptr + offs_e, mask=offs_e < num_experts, other=slots)
     starts_e = tl.load(ends_ptr + offs_e - 1, mask=(offs_e > 0) & (offs_e < num_experts), other=0)
     tiles_e = tl.where(offs_e < num_experts, (ends_e - starts_e + BLOCK_P - 1) // BLOCK_P, 0)
-    upto_e = tl.cumsum(tiles_e, 0)
-    expert = tl.sum((upto_e <= tile).to(tl.int32), 0)
-    mine_e = offs_e == expert
-    end = tl.sum(tl.where(mine_e, ends_e, 0), 0)
-    first = tl.sum(tl.where(mine_e, starts_e + (tile - (upto_e - tiles_e)) * BLOCK_P, 0), 0)
-    return expert, first, tl.where(expert < num_experts, end, -1)
+    tiles_through_e = tl.cumsum(tiles_e, 0)
+    expert = tl.sum((tiles_through_e <= tile).to(tl.int32), 0)
+    is_expert_e = offs_e == expert
+    end = tl.sum(tl.where(is_expert_e, ends_e, 0), 0)
+    first_place = tl.sum(
+        tl.where(is_expert_e, starts_e + (tile - (tiles_through_e - tiles_e)) * BLOCK_P, 0), 0
+    )
+    return expert, first_place, tl.where(expert < num_experts, end, -1)
 
 
 @jit
-def _decoded(words, scales, KIND: tl.constexpr, PTX: tl.constexpr):
+def _decode_words(words, scales, KIND: tl.constexpr, PTX: tl.constexpr):
     """Return eight bfloat16 (interpreter: float32) tensors: nibble i of every word, times its
     scale."""
     if PTX:
@@ -345,33 +350,36 @@ def _decoded(words, scales, KIND: tl.constexpr, PTX: tl.constexpr):
         )
     else:
         return (
-            _level(words, scales, 0, KIND),
-            _level(words, scales, 1, KIND),
-            _level(words, scales, 2, KIND),
-            _level(words, scales, 3, KIND),
-            _level(words, scales, 4, KIND),
-            _level(words, scales, 5, KIND),
-            _level(words, scales, 6, KIND),
-            _level(words, scales, 7, KIND),
+            _decode_nibble(words, scales, 0, KIND),
+            _decode_nibble(words, scales, 1, KIND),
+            _decode_nibble(words, scales, 2, KIND),
+            _decode_nibble(words, scales, 3, KIND),
+            _decode_nibble(words, scales, 4, KIND),
+            _decode_nibble(words, scales, 5, KIND),
+            _decode_nibble(words, scales, 6, KIND),
+            _decode_nibble(words, scales, 7, KIND),
         )
 
 
 @jit
-def _level(words, scales, NIBBLE: tl.constexpr, KIND: tl.constexpr):
+def _decode_nibble(words, scales, NIBBLE: tl.constexpr, KIND: tl.constexpr):
+    """Return nibble NIBBLE of every word as a number, times its scale."""
     code = (words >> (4 * NIBBLE)) & 15
     if KIND == "int4":
         level = code.to(tl.float32) - 8.0
     else:
-        size, exponent = (code & 1).to(tl.float32), (code >> 1) & 3
+        mantissa, exponent = (code & 1).to(tl.float32), (code >> 1) & 3
         level = tl.where(
-            exponent == 0, 0.5 * size, (1.0 + 0.5 * size) * tl.exp2((exponent - 1).to(tl.float32))
+            exponent == 0,
+            0.5 * mantissa,
+            (1.0 + 0.5 * mantissa) * tl.exp2((exponent - 1).to(tl.float32)),
         )
         level = tl.where(code >= 8, -level, level)
     return level * scales
 
 
 @jit
-def _packed_sum(
+def _add_packed_product(
     sums_np,
     w_ptr,
     s_ptr,
@@ -390,8 +398,8 @@ def _packed_sum(
     span: tl.constexpr = 2 if KIND == "mxfp4" else 1
     group: tl.constexpr = 8 if KIND == "int4" else 1
     blocks = features // (16 * span)
-    for first in range(0, blocks, BLOCK_B):
-        offs_b = first + tl.arange(0, BLOCK_B)
+    for start in range(0, blocks, BLOCK_B):
+        offs_b = start + tl.arange(0, BLOCK_B)
         keep_b = offs_b < blocks
         mask_nb = keep_n[:, None] & keep_b[None, :]
         s_nb = tl.load(
@@ -399,14 +407,14 @@ def _packed_sum(
             mask=mask_nb,
             other=0,
         )
-        s_nb = _scale(s_nb, KIND, PTX)
+        s_nb = _decode_scales(s_nb, KIND, PTX)
         for part in tl.static_range(2 * span):
             w_nb = tl.load(
                 w_ptr + row_n[:, None] * (blocks * span) + (offs_b * span + part // 2)[None, :],
                 mask=mask_nb,
                 other=0,
             )
-            codes = _decoded(
+            codes = _decode_words(
                 (w_nb >> 32 if part % 2 else w_nb & 0xFFFFFFFF).to(tl.int32), s_nb, KIND, PTX
             )
             for i in tl.static_range(8):
@@ -422,7 +430,7 @@ def _packed_sum(
 
 
 @jit
-def _scale(stored_nb, KIND: tl.constexpr, PTX: tl.constexpr):
+def _decode_scales(stored_nb, KIND: tl.constexpr, PTX: tl.constexpr):
     """Return the scales of blocks, for PTX in bfloat16; those of e2m1 times 2^118, which with a
     final 2^8 makes up for 2^-126.
 
@@ -449,9 +457,12 @@ def _scale(stored_nb, KIND: tl.constexpr, PTX: tl.constexpr):
 
 
 @jit
-def _sum(sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_K: tl.constexpr):
-    for first in range(0, features, BLOCK_K):
-        offs_k = first + tl.arange(0, BLOCK_K)
+def _add_product(
+    sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_K: tl.constexpr
+):
+    """Add the product of unpacked weights (floats, int8 or e4m3) to the sums."""
+    for start in range(0, features, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
         keep_k = offs_k < features
         w_nk = tl.load(
             w_ptr + row_n[:, None] * features + offs_k[None, :],
@@ -511,18 +522,18 @@ def _multiply_kernel(
     after_others(EARLY)
     height: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N  # channels of y in a tile
     tiles_n = tl.cdiv(channels, height)
-    expert, first, end = _places(
+    expert, first_place, end = _locate_tile(
         ends_ptr, tl.program_id(0) // tiles_n, slots, num_experts, BLOCK_E, BLOCK_P
     )
-    if first >= end:
+    if first_place >= end:
         return
-    place_p = first + tl.arange(0, BLOCK_P)
+    place_p = first_place + tl.arange(0, BLOCK_P)
     keep_p = place_p < end
     slot_p = tl.load(slot_ptr + place_p, mask=keep_p, other=0)
     token_p = (slot_p // CHOICES if CHOICES > 0 else place_p).to(tl.int64)
     out_p = (slot_p if TO_SLOTS else place_p).to(tl.int64)
-    first_n, offs_n = (tl.program_id(0) % tiles_n) * height, tl.arange(0, BLOCK_N)
-    local_n = first_n + offs_n % height
+    first_channel, offs_n = (tl.program_id(0) % tiles_n) * height, tl.arange(0, BLOCK_N)
+    local_n = first_channel + offs_n % height
     keep_n = local_n < channels
     row_n = (
         expert.to(tl.int64) * channels * (BLOCK_N // height)
@@ -534,7 +545,7 @@ def _multiply_kernel(
         (BLOCK_N, BLOCK_P), tl.int32 if w_ptr.dtype.element_ty == tl.int8 else tl.float32
     )
     if KIND == "nvfp4" or KIND == "mxfp4" or KIND == "int4":
-        sums_np = _packed_sum(
+        sums_np = _add_packed_product(
             sums_np,
             w_ptr,
             ws_ptr,
@@ -557,7 +568,9 @@ def _multiply_kernel(
                 else tl.load(g_ptr)
             )
     else:
-        sums_np = _sum(sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_K)
+        sums_np = _add_product(
+            sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_K
+        )
         if KIND == "w8a8":
             sums_np = (
                 sums_np.to(tl.float32) * tl.load(xs_ptr + token_p, mask=keep_p, other=0.0)[None, :]
@@ -569,7 +582,7 @@ def _multiply_kernel(
         gate_np = gate_np.to(y_ptr.dtype.element_ty).to(tl.float32)
         silu_np = (gate_np / (1.0 + tl.exp(-gate_np))).to(y_ptr.dtype.element_ty).to(tl.float32)
         y_np = silu_np * up_np.to(y_ptr.dtype.element_ty).to(tl.float32)
-        out_n = first_n + tl.arange(0, height)
+        out_n = first_channel + tl.arange(0, height)
     else:
         y_np, out_n = sums_np, local_n
     keep_n = out_n < channels

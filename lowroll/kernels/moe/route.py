@@ -53,24 +53,27 @@ def choose(
 
 
 def choose_by(logits_TE: Tensor, choices: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Compute `choose` from logits, in plain torch."""
     experts_TS = logits_TE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :choices]
     return _weights(logits_TE, experts_TS, renormalize), experts_TS
 
 
 def _weights(logits_TE: Tensor, experts_TS: Tensor, renormalize: bool) -> Tensor:
+    """Return the weights of the chosen experts."""
     weights_TS = logits_TE.softmax(dim=-1).gather(1, experts_TS)
     return weights_TS / weights_TS.sum(dim=-1, keepdim=True) if renormalize else weights_TS
 
 
 def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
+    """Sort slots by expert, then by slot."""
     if triton_supports(experts_TS) and experts_TS.numel() <= MOST_SLOTS:
         return _sort_slots(experts_TS, num_experts)
     sorted_P, slot_P = experts_TS.flatten().sort(stable=True)
     place_P = torch.empty_like(slot_P)
     place_P[slot_P] = torch.arange(len(slot_P), device=slot_P.device)
-    every_E = torch.arange(num_experts, device=slot_P.device, dtype=sorted_P.dtype)
+    experts_E = torch.arange(num_experts, device=slot_P.device, dtype=sorted_P.dtype)
     return Groups(
-        slot_P, place_P, torch.searchsorted(sorted_P, every_E, right=True, out_int32=True)
+        slot_P, place_P, torch.searchsorted(sorted_P, experts_E, right=True, out_int32=True)
     )
 
 
@@ -82,7 +85,7 @@ def choose_and_sort(
     Where `launch.triton_supports(x_TD)`; not differentiable.
     """
     if len(x_TD) == 1:
-        groups = _empty(choices, len(router_ED), x_TD.device)
+        groups = _empty_groups(choices, len(router_ED), x_TD.device)
         return _choose(x_TD, router_ED, choices, renormalize, groups)[0], groups
     weights_TS, experts_TS = _choose(x_TD, router_ED, choices, renormalize)
     return weights_TS, sort_slots(experts_TS, len(router_ED))
@@ -123,8 +126,8 @@ class _Choose(torch.autograd.Function):
         x_TD, router_ED, experts_TS = ctx.saved_tensors
         with torch.enable_grad():
             leaves = [
-                t.detach().requires_grad_(need)
-                for t, need in zip((x_TD, router_ED), ctx.needs_input_grad, strict=False)
+                t.detach().requires_grad_(needs_grad)
+                for t, needs_grad in zip((x_TD, router_ED), ctx.needs_input_grad, strict=False)
             ]
             logits_TE = F.linear(*(leaf.float() for leaf in leaves))
             weights_TS = _weights(logits_TE, experts_TS.long(), ctx.renormalize)
@@ -188,20 +191,21 @@ class _Combine(torch.autograd.Function):
 def _sum_slots(
     y_PD: Tensor, groups: Groups | None, weights_TS: Tensor | None, choices: int, dtype: torch.dtype
 ) -> Tensor:
+    """Sum the slots of every token, weighted unless there are no weights."""
     tokens, features = y_PD.shape[0] // choices, y_PD.shape[1]
     if not triton_supports(y_PD):
         y_TSD = (y_PD if groups is None else y_PD[groups.place_P]).view(tokens, choices, features)
         return (y_TSD if weights_TS is None else y_TSD * weights_TS[..., None]).sum(1).to(dtype)
     out_TD = torch.empty((tokens, features), dtype=dtype, device=y_PD.device)
-    wide = min(1024, block(features))
-    _combine_kernel[(tokens, -(-features // wide))](
+    block_d = min(1024, block(features))
+    _combine_kernel[(tokens, -(-features // block_d))](
         y_PD.contiguous(),
         None if groups is None else groups.place_P,
         weights_TS,
         out_TD,
         features,
         CHOICES=choices,
-        BLOCK_D=wide,
+        BLOCK_D=block_d,
         num_warps=4,
         **early_start(),
     )
@@ -216,7 +220,7 @@ def _choose(
     parts = torch.empty((PARTS, tokens, num_experts), dtype=torch.float32, device=x_TD.device)
     weights_TS = torch.empty((tokens, choices), dtype=torch.float32, device=x_TD.device)
     experts_TS = torch.empty((tokens, choices), dtype=torch.int32, device=x_TD.device)
-    wide = max(16, block(num_experts))
+    block_e = max(16, block(num_experts))
     _logits_kernel[(-(-tokens // 16), PARTS)](
         x_TD.contiguous(),
         router_ED.to(x_TD.dtype),
@@ -226,7 +230,7 @@ def _choose(
         num_experts,
         PARTS=PARTS,
         BLOCK_T=16,
-        BLOCK_E=wide,
+        BLOCK_E=block_e,
         BLOCK_K=64,
         num_warps=4,
         **early_start(),
@@ -246,7 +250,7 @@ def _choose(
         CHOICES=choices,
         RENORMALIZE=renormalize,
         PARTS=PARTS,
-        BLOCK_E=wide,
+        BLOCK_E=block_e,
         BLOCK_S=block(choices),
         num_warps=1,
         **early_start(),
@@ -255,8 +259,9 @@ def _choose(
 
 
 def _sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
+    """Sort slots by the kernel."""
     slots = experts_TS.numel()
-    groups = _empty(slots, num_experts, experts_TS.device)
+    groups = _empty_groups(slots, num_experts, experts_TS.device)
     _sort_kernel[(num_experts,)](
         experts_TS.contiguous(),
         groups.slot_P,
@@ -270,7 +275,8 @@ def _sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
     return groups
 
 
-def _empty(slots: int, num_experts: int, device: torch.device) -> Groups:
+def _empty_groups(slots: int, num_experts: int, device: torch.device) -> Groups:
+    """Return uninitialised groups."""
     slot_P, place_P = (torch.empty(slots, dtype=torch.int64, device=device) for _ in range(2))
     return Groups(slot_P, place_P, torch.empty(num_experts, dtype=torch.int32, device=device))
 
@@ -344,18 +350,18 @@ def _choose_kernel(
             mask=offs_e < num_experts,
             other=0.0,
         )
-    left_e = tl.where(offs_e < num_experts, sums_e, float("-inf"))
-    largest = tl.max(left_e, 0)
-    total = tl.sum(tl.exp(left_e - largest), 0)
+    remaining_e = tl.where(offs_e < num_experts, sums_e, float("-inf"))
+    largest = tl.max(remaining_e, 0)
+    total = tl.sum(tl.exp(remaining_e - largest), 0)
     weights_s, experts_s = tl.zeros((BLOCK_S,), tl.float32), tl.zeros((BLOCK_S,), tl.int32)
     for s in tl.static_range(CHOICES):
-        best = tl.max(left_e, 0)
+        best = tl.max(remaining_e, 0)
         # the first of the largest; where there is a NaN, the last expert
-        expert = tl.min(tl.where(left_e == best, offs_e, BLOCK_E), 0)
+        expert = tl.min(tl.where(remaining_e == best, offs_e, BLOCK_E), 0)
         expert = tl.minimum(expert, num_experts - 1)
         weights_s = tl.where(offs_s == s, tl.exp(best - largest) / total, weights_s)
         experts_s = tl.where(offs_s == s, expert, experts_s)
-        left_e = tl.where(offs_e == expert, float("-inf"), left_e)
+        remaining_e = tl.where(offs_e == expert, float("-inf"), remaining_e)
     if RENORMALIZE:
         weights_s = weights_s / tl.sum(weights_s, 0)
     tl.store(weights_ptr + token * CHOICES + offs_s, weights_s, mask=offs_s < CHOICES)
@@ -378,20 +384,20 @@ def _sort_kernel(
 ):
     after_others(EARLY)
     expert = tl.program_id(0)
-    lower = 0
-    for first in range(0, slots, BLOCK_P):
-        offs_p = first + tl.arange(0, BLOCK_P)
+    next_place = 0
+    for start in range(0, slots, BLOCK_P):
+        offs_p = start + tl.arange(0, BLOCK_P)
         experts_p = tl.load(experts_ptr + offs_p, mask=offs_p < slots, other=1 << 30)
-        lower += tl.sum((experts_p < expert).to(tl.int32), 0)
-    for first in range(0, slots, BLOCK_P):
-        offs_p = first + tl.arange(0, BLOCK_P)
-        mine_p = tl.load(experts_ptr + offs_p, mask=offs_p < slots, other=1 << 30) == expert
-        rank_p = tl.cumsum(mine_p.to(tl.int32), 0)
-        place_p = lower + rank_p - 1
-        tl.store(slot_ptr + place_p, offs_p, mask=mine_p)
-        tl.store(place_ptr + offs_p, place_p, mask=mine_p)
-        lower += tl.sum(mine_p.to(tl.int32), 0)
-    tl.store(ends_ptr + expert, lower)
+        next_place += tl.sum((experts_p < expert).to(tl.int32), 0)
+    for start in range(0, slots, BLOCK_P):
+        offs_p = start + tl.arange(0, BLOCK_P)
+        is_expert_p = tl.load(experts_ptr + offs_p, mask=offs_p < slots, other=1 << 30) == expert
+        rank_p = tl.cumsum(is_expert_p.to(tl.int32), 0)
+        place_p = next_place + rank_p - 1
+        tl.store(slot_ptr + place_p, offs_p, mask=is_expert_p)
+        tl.store(place_ptr + offs_p, place_p, mask=is_expert_p)
+        next_place += tl.sum(is_expert_p.to(tl.int32), 0)
+    tl.store(ends_ptr + expert, next_place)
 
 
 @jit
@@ -415,10 +421,10 @@ def _combine_kernel(
     for s in tl.static_range(CHOICES):
         slot = token * CHOICES + s
         weight = 1.0 if weights_ptr is None else tl.load(weights_ptr + slot)
-        at = slot
+        row = slot
         if place_ptr is not None:
-            at = tl.load(place_ptr + slot)
-        y_d = tl.load(y_ptr + at * features + offs_d, mask=offs_d < features, other=0.0)
+            row = tl.load(place_ptr + slot)
+        y_d = tl.load(y_ptr + row * features + offs_d, mask=offs_d < features, other=0.0)
         sums_d += y_d.to(tl.float32) * weight
     tl.store(
         out_ptr + token * features + offs_d,
@@ -443,8 +449,8 @@ def _spread_kernel(
     place = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + place)
     weight, total = tl.load(weights_ptr + slot), 0.0
-    for first in range(0, features, BLOCK_D):
-        offs_d = first + tl.arange(0, BLOCK_D)
+    for start in range(0, features, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
         keep_d = offs_d < features
         grad_d = tl.load(grad_ptr + slot // CHOICES * features + offs_d, mask=keep_d, other=0.0).to(
             tl.float32

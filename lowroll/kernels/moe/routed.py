@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("routed.cu")
 MOST = {"int4": 16}  # average slots of an expert; beyond, Triton is faster. Others: 32
 CAPABILITY = (9, 0)  # or later
-MEMORY = 226 * 1024  # bytes of a block's shared memory beside its places
+MEMORY = 226 * 1024  # bytes of a block's shared memory, without its places
 
 
 class RoutedTiling(NamedTuple):
@@ -41,17 +41,18 @@ class RoutedTiling(NamedTuple):
 
 
 def tiles(slots: int, stack: Stack) -> RoutedTiling:
-    count = stack.num_experts
-    if slots <= count:
-        split = 1
-        if 16 * slots <= count:
-            split = 4
-        elif 8 * slots <= count:
-            split = 2
-        return RoutedTiling(1, 4, 4, split)
-    if slots <= 6 * count:
+    """Choose the tiling by the format and the average slots of an expert."""
+    num_experts = stack.num_experts
+    if slots <= num_experts:
+        num_sharing = 1
+        if 16 * slots <= num_experts:
+            num_sharing = 4
+        elif 8 * slots <= num_experts:
+            num_sharing = 2
+        return RoutedTiling(1, 4, 4, num_sharing)
+    if slots <= 6 * num_experts:
         return RoutedTiling(1, 3, 8, 1)
-    if slots <= 10 * count or stack.kind == "int4":
+    if slots <= 10 * num_experts or stack.kind == "int4":
         return RoutedTiling(2, 4, 4, 1)
     return RoutedTiling(4, 3, 8, 1)
 
@@ -99,8 +100,8 @@ def supports(stack: Stack, x: Tensor, slots: int) -> Support:
 
 @cache
 def supports_device(kind: str, device: torch.device) -> Support:
-    if not (found := cuda_supports(device, CAPABILITY)):
-        return found
+    if not (support := cuda_supports(device, CAPABILITY)):
+        return support
     capability = torch.cuda.get_device_capability(device)
     return nvcc.supports(
         lambda: _library(kind, capability), f"experts in {kind} are multiplied by Triton"
@@ -125,7 +126,7 @@ def multiply(
     library = _library(stack.kind, torch.cuda.get_device_capability(x.device))
     slots = len(groups.slot_P)
     channels = stack.channels // 2 if swiglu else stack.channels
-    size = tiles(slots, stack)
+    tiling = tiles(slots, stack)
     x = x.contiguous()
     if x.data_ptr() % 16:
         x = x.clone()
@@ -138,7 +139,7 @@ def multiply(
         raise ValueError(
             f"{stack.kind}: expected contiguous tensors that begin at multiples of 16 bytes"
         )
-    problem = RoutedArguments(
+    arguments = RoutedArguments(
         stack.codes_NK.data_ptr(),
         scale.data_ptr(),
         None if global_ is None else global_.data_ptr(),
@@ -155,13 +156,13 @@ def multiply(
         to_slots,
         global_ is not None and global_.numel() > 1,
         early(),
-        size.split,
+        tiling.split,
     )
     with torch.cuda.device(x.device):
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        variant = 1000 * size.eights + 100 * size.stages + size.warps
+        variant = 1000 * tiling.eights + 100 * tiling.stages + tiling.warps
         if error := library.routed_multiply(
-            ctypes.byref(problem), variant, ctypes.c_void_p(stream)
+            ctypes.byref(arguments), variant, ctypes.c_void_p(stream)
         ):
             raise RuntimeError(
                 f"{stack.kind}: routed_multiply failed: {library.routed_error(error).decode()}"
@@ -171,6 +172,7 @@ def multiply(
 
 @cache
 def _library(kind: str, capability: tuple[int, int]) -> ctypes.CDLL:
+    """Return the library of a weight format, built on first use."""
     library = nvcc.library(SOURCE, capability, {"FORMAT": str(FORMATS[kind])})
     library.routed_multiply.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
     library.routed_multiply.restype = ctypes.c_int

@@ -62,12 +62,13 @@ def quantize(x_MK: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def _run(
     x: Tensor, rotated: Tensor | None, codes: Tensor | None, scale: Tensor | None, width: int
 ) -> None:
+    """Call the kernel. Tensors that are None are not written."""
     num_in = x.shape[-1]
-    problem = CpuQuantizeArguments(
+    arguments = CpuQuantizeArguments(
         *(pointer(t) for t in (x, rotated, codes, scale)),
         x.numel() // num_in,
         num_in,
         width,
         torch.get_num_threads(),
     )
-    cxx.run(SOURCE, "avx2_rows", problem)
+    cxx.run(SOURCE, "avx2_rows", arguments)

@@ -40,8 +40,8 @@ def quantize4(
     if codes.shape[1] % 4 == 0:  # eight codes at a time
         codes = codes.view(torch.int32)
     zero_NG = torch.empty_like(scales) if kind == "int4_asym" else None
-    tile = TILE // group
-    _quantize4_kernel[(-(-num_rows * num_groups // tile),)](
+    groups_per_program = TILE // group
+    _quantize4_kernel[(-(-num_rows * num_groups // groups_per_program),)](
         w_NK,
         codes,
         scales,
@@ -53,7 +53,7 @@ def quantize4(
         codes.shape[1],
         KIND=_KINDS[kind],
         S=group,
-        TILE=tile,
+        TILE=groups_per_program,
         UNIT=2 * codes.itemsize,
         num_warps=4,
     )
@@ -64,30 +64,30 @@ def quantize4(
 
 
 @jit
-def _round(x):
+def _round_half_to_even(x):
     """Round half to even, for |x| < 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 
 @jit
-def _e2m1(x):
+def _encode_e2m1(x):
     """Return the codes of the nearest e2m1 levels, as `quant.groups.encode_e2m1`. From 1 on, a code
     is the exponent and the mantissa's first bit, rounded to nearest, ties to even, less the two
     levels below 1."""
-    size = tl.abs(x)
-    bits = size.to(tl.int32, bitcast=True)
+    magnitude = tl.abs(x)
+    bits = magnitude.to(tl.int32, bitcast=True)
     code = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
-    code = tl.maximum(code, (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32))
+    code = tl.maximum(code, (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32))
     return tl.minimum(code, 7) + tl.where(x < 0, 8, 0)
 
 
 @jit
-def _e4m3(x):
+def _encode_e4m3(x):
     """Return (code, value) of the e4m3 number nearest to 0 <= x <= 448, ties to even; 1/8 in place
     of 0. The interpreter's cast is wrong where a mantissa rounds up to the next power of two."""
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
-    code = tl.where(x < 0.015625, _round(x * 512.0).to(tl.int32), normal)
+    code = tl.where(x < 0.015625, _round_half_to_even(x * 512.0).to(tl.int32), normal)
     code = tl.where(code == 0, 32, code)
     value = tl.where(
         code < 8,
@@ -99,6 +99,7 @@ def _e4m3(x):
 
 @jit
 def _nonzero(scale):
+    """Replace scales of 0 by float32's epsilon."""
     return tl.where(scale > 0, scale, 1.1920928955078125e-07)
 
 
@@ -121,14 +122,14 @@ def _quantize4_kernel(
     group = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row, start = (group // G).to(tl.int64), group % G * S
     column = start[:, None] + tl.arange(0, S)[None, :]
-    inside = (group < num_groups)[:, None] & (column < K)
-    x = tl.load(w + row[:, None] * K + column, mask=inside, other=0.0).to(tl.float32)
+    mask = (group < num_groups)[:, None] & (column < K)
+    x = tl.load(w + row[:, None] * K + column, mask=mask, other=0.0).to(tl.float32)
     if KIND == 0:
-        whole = tl.load(matrix)
-        wanted = tl.minimum(whole * tl.div_rn(tl.max(tl.abs(x), axis=1), 6.0), 448.0)
-        scale8, scale = _e4m3(wanted)
-        code = _e2m1(tl.div_rn(x, tl.div_rn(scale, whole)[:, None]))
-        tl.store(scales + group, scale8.to(tl.uint8), mask=group < num_groups)
+        global_scale = tl.load(matrix)
+        exact_scale = tl.minimum(global_scale * tl.div_rn(tl.max(tl.abs(x), axis=1), 6.0), 448.0)
+        scale_code, scale = _encode_e4m3(exact_scale)
+        code = _encode_e2m1(tl.div_rn(x, tl.div_rn(scale, global_scale)[:, None]))
+        tl.store(scales + group, scale_code.to(tl.uint8), mask=group < num_groups)
     elif KIND <= 2:
         bits = tl.max(tl.abs(x), axis=1).to(tl.int32, bitcast=True)
         exponent = ((bits + (0x200000 if KIND == 1 else 0)) >> 23) - 2
@@ -136,26 +137,26 @@ def _quantize4_kernel(
         inverse = tl.where(exponent < 254, (254 - exponent) << 23, 1 << 22).to(
             tl.float32, bitcast=True
         )
-        code = _e2m1(x * inverse[:, None])  # of a power of two: exact, as the division is
+        code = _encode_e2m1(x * inverse[:, None])  # of a power of two: exact, as the division is
         tl.store(scales + group, exponent.to(tl.uint8), mask=group < num_groups)
     elif KIND == 3:
         scale = _nonzero(tl.div_rn(tl.max(tl.abs(x), axis=1), 7.5))
-        code = _round(tl.div_rn(x, scale[:, None]))
+        code = _round_half_to_even(tl.div_rn(x, scale[:, None]))
         tl.store(scales + group, scale, mask=group < num_groups)
     else:
         low, high = tl.minimum(tl.min(x, axis=1), 0.0), tl.maximum(tl.max(x, axis=1), 0.0)
         scale = _nonzero(tl.div_rn(high - low, 15.0))
-        zero = _round(tl.minimum(tl.maximum(-8.0 - tl.div_rn(low, scale), -8.0), 7.0))
-        code = _round(tl.div_rn(x, scale[:, None]) + zero[:, None])
+        zero = _round_half_to_even(tl.minimum(tl.maximum(-8.0 - tl.div_rn(low, scale), -8.0), 7.0))
+        code = _round_half_to_even(tl.div_rn(x, scale[:, None]) + zero[:, None])
         tl.store(scales + group, scale, mask=group < num_groups)
         tl.store(zeros + group, zero, mask=group < num_groups)
     if KIND >= 3:
         code = tl.minimum(tl.maximum(code, -8.0), 7.0).to(tl.int32) + 8
-    code = tl.where(inside, code, 0)
-    stored = tl.sum(tl.reshape(code, (TILE, S // UNIT, UNIT)) << (4 * tl.arange(0, UNIT)), axis=2)
+    code = tl.where(mask, code, 0)
+    packed = tl.sum(tl.reshape(code, (TILE, S // UNIT, UNIT)) << (4 * tl.arange(0, UNIT)), axis=2)
     word = (start // UNIT)[:, None] + tl.arange(0, S // UNIT)[None, :]
     tl.store(
         codes + row[:, None] * U + word,
-        stored.to(codes.dtype.element_ty),
+        packed.to(codes.dtype.element_ty),
         mask=(group < num_groups)[:, None] & (word < U),
     )

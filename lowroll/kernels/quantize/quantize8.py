@@ -32,7 +32,7 @@ def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: s
     """
     _require(kind)
     w_NK, (num_rows, num_in) = w_NK.contiguous(), w_NK.shape
-    width, asked = min(block(num_in), LONGEST), encoding(kind, num_in)
+    width, keywords = min(block(num_in), LONGEST), encoding(kind, num_in)
     _quantize8_kernel[(num_rows,)](
         w_NK,
         codes_NK,
@@ -40,8 +40,8 @@ def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: s
         num_in,
         WIDTH=width,
         WHOLE=width >= num_in,
-        INTEGER=asked["KIND"] == "int8",
-        ROTATION=asked["WIDTH"],
+        INTEGER=keywords["KIND"] == "int8",
+        ROTATION=keywords["WIDTH"],
         num_warps=4 if width >= num_in else 8,
         enable_fp_fusion=False,
     )
@@ -70,6 +70,7 @@ def quantize_columns_into(w_NK: Tensor, codes_KN: Tensor, scale_K1: Tensor, kind
 
 
 def _require(kind: str, known: tuple[str, ...] = TYPES) -> None:
+    """Raise ValueError for an unknown kind."""
     if kind not in known:
         raise ValueError(f"kind: {kind!r} is none of {', '.join(known)}")
 
@@ -78,19 +79,22 @@ def _require(kind: str, known: tuple[str, ...] = TYPES) -> None:
 
 
 @jit
-def _or_nan(a, b):
+def _maximum_or_nan(a, b):
+    """Return the larger number, or NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit
-def _scale(amax, INTEGER: tl.constexpr):
+def _scale_of(amax, INTEGER: tl.constexpr):
+    """Return the scale of a row with this largest magnitude."""
     largest: tl.constexpr = 127.5 if INTEGER else 448.0
     scale = tl.div_rn(amax, largest)
     return tl.where(scale == 0.0, 1.1920928955078125e-07, scale)
 
 
 @jit
-def _codes(w, scale, INTEGER: tl.constexpr):
+def _encode(w, scale, INTEGER: tl.constexpr):
+    """Return the codes of weights under a scale."""
     ratio = tl.div_rn(w, tl.zeros_like(w) + scale)
     if INTEGER:  # adding 1.5 * 2^23 rounds to a whole number, half to even
         codes = ((tl.minimum(tl.maximum(ratio, -128.0), 127.0) + 12582912.0) - 12582912.0).to(
@@ -112,23 +116,23 @@ def _quantize8_kernel(
     INTEGER: tl.constexpr,
     ROTATION: tl.constexpr,
 ):
-    n, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    n, offs = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     w += n * K
     codes += n * K
     if WHOLE:
-        values = rotated(tl.load(w + at, mask=at < K, other=0.0).to(tl.float32), ROTATION)
-        scale = _scale(tl.reduce(tl.abs(values), 0, _or_nan), INTEGER)
-        tl.store(codes + at, _codes(values, scale, INTEGER), mask=at < K)
+        values = rotated(tl.load(w + offs, mask=offs < K, other=0.0).to(tl.float32), ROTATION)
+        scale = _scale_of(tl.reduce(tl.abs(values), 0, _maximum_or_nan), INTEGER)
+        tl.store(codes + offs, _encode(values, scale, INTEGER), mask=offs < K)
     else:
-        top = tl.zeros((WIDTH,), tl.float32)
+        largest = tl.zeros((WIDTH,), tl.float32)
         for k in range(0, K, WIDTH):
-            values = tl.load(w + k + at, mask=at < K - k, other=0.0).to(tl.float32)
-            top = _or_nan(top, tl.abs(rotated(values, ROTATION)))
-        scale = _scale(tl.reduce(top, 0, _or_nan), INTEGER)
+            values = tl.load(w + k + offs, mask=offs < K - k, other=0.0).to(tl.float32)
+            largest = _maximum_or_nan(largest, tl.abs(rotated(values, ROTATION)))
+        scale = _scale_of(tl.reduce(largest, 0, _maximum_or_nan), INTEGER)
         for k in range(0, K, WIDTH):
-            values = tl.load(w + k + at, mask=at < K - k, other=0.0).to(tl.float32)
+            values = tl.load(w + k + offs, mask=offs < K - k, other=0.0).to(tl.float32)
             values = rotated(values, ROTATION)
-            tl.store(codes + k + at, _codes(values, scale, INTEGER), mask=at < K - k)
+            tl.store(codes + k + offs, _encode(values, scale, INTEGER), mask=offs < K - k)
     tl.store(scales + n, scale)
 
 
@@ -139,13 +143,15 @@ def _column_amax_kernel(
     """Find the largest magnitudes of some columns over some rows, as bits, which have the numbers'
     order."""
     k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.program_id(1).to(tl.int64) * MANY
-    top = tl.zeros((ROWS, COLUMNS), tl.int32)
+    first_row = tl.program_id(1).to(tl.int64) * MANY
+    largest_bits = tl.zeros((ROWS, COLUMNS), tl.int32)
     for start in range(0, MANY, ROWS):
-        n = first + start + tl.arange(0, ROWS)
+        n = first_row + start + tl.arange(0, ROWS)
         live = (n < N)[:, None] & (k < K)[None, :]
-        top = tl.maximum(top, magnitude(tl.load(w + n[:, None] * K + k[None, :], live, other=0.0)))
-    tl.atomic_max(amaxes + k, tl.max(top, axis=0), mask=k < K)
+        largest_bits = tl.maximum(
+            largest_bits, magnitude(tl.load(w + n[:, None] * K + k[None, :], live, other=0.0))
+        )
+    tl.atomic_max(amaxes + k, tl.max(largest_bits, axis=0), mask=k < K)
 
 
 @jit
@@ -165,9 +171,11 @@ def _quantize8_columns_kernel(
     live = (n < N)[:, None] & (k < K)[None, :]
     values = tl.load(w + n[:, None] * K + k[None, :], live, other=0.0).to(tl.float32)
     amax = tl.load(amaxes + k, mask=k < K, other=0).to(tl.float32, bitcast=True)
-    scale = _scale(amax, INTEGER)
+    scale = _scale_of(amax, INTEGER)
     if tl.program_id(1) == 0:
         tl.store(scales + k, scale, mask=k < K)
-    made = tl.trans(_codes(values, tl.broadcast_to(scale[None, :], (ROWS, COLUMNS)), INTEGER))
-    at = k[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(codes + at, made, mask=(k < K)[:, None] & (n < N)[None, :])
+    transposed_codes = tl.trans(
+        _encode(values, tl.broadcast_to(scale[None, :], (ROWS, COLUMNS)), INTEGER)
+    )
+    offs = k[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(codes + offs, transposed_codes, mask=(k < K)[:, None] & (n < N)[None, :])

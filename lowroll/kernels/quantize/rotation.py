@@ -25,10 +25,10 @@ WIDEST = 256  # as many as a warp holds of a row in 16 bits, eight in each threa
 
 def width(size: int) -> int:
     """Return the features of a block: the largest power of 4 up to `WIDEST` that divides `size`."""
-    found = 1
-    while found < WIDEST and size % (4 * found) == 0:
-        found *= 4
-    return found
+    block_size = 1
+    while block_size < WIDEST and size % (4 * block_size) == 0:
+        block_size *= 4
+    return block_size
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -43,10 +43,11 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def _plain(x: Tensor, size: int) -> Tensor:
+    """Rotate in plain torch."""
     shape, half = x.shape, 1
     while half < size:
-        first, second = x.reshape(-1, 2, half).unbind(1)
-        x = torch.stack((first + second, first - second), dim=1)
+        even, odd = x.reshape(-1, 2, half).unbind(1)
+        x = torch.stack((even + odd, even - odd), dim=1)
         half *= 2
     return x.reshape(shape) * size**-0.5
 
@@ -64,18 +65,19 @@ def rotated(y, WIDTH: tl.constexpr):
         y = tl.reshape(_four(tl.reshape(y, (SIZE // 4, 4)), SIZE // 4), (SIZE,)) * 0.5
     elif WIDTH == 16:
         y = tl.reshape(_four(tl.reshape(y, (SIZE // 4, 4)), SIZE // 4), (SIZE // 16, 4, 4))
-        y = tl.reshape(_across(y, SIZE // 16, 4, 4, 2), (SIZE,)) * 0.25
+        y = tl.reshape(_butterfly(y, SIZE // 16, 4, 4, 2), (SIZE,)) * 0.25
     elif WIDTH == 64:
         y = tl.reshape(_eight(tl.reshape(y, (SIZE // 8, 8)), SIZE // 8), (SIZE // 64, 8, 8))
-        y = tl.reshape(_across(y, SIZE // 64, 8, 8, 3), (SIZE,)) * 0.125
+        y = tl.reshape(_butterfly(y, SIZE // 64, 8, 8, 3), (SIZE,)) * 0.125
     elif WIDTH == 256:
         y = tl.reshape(_eight(tl.reshape(y, (SIZE // 8, 8)), SIZE // 8), (SIZE // 256, 32, 8))
-        y = tl.reshape(_across(y, SIZE // 256, 32, 8, 5), (SIZE,)) * 0.0625
+        y = tl.reshape(_butterfly(y, SIZE // 256, 32, 8, 5), (SIZE,)) * 0.0625
     return y
 
 
 @jit
 def _four(y, N: tl.constexpr):
+    """Compute the unscaled transform of blocks of 4."""
     even, odd = tl.split(tl.reshape(y, (N, 2, 2)))
     sum_low, sum_high = tl.split(even + odd)
     difference_low, difference_high = tl.split(even - odd)
@@ -86,17 +88,18 @@ def _four(y, N: tl.constexpr):
 
 @jit
 def _eight(y, N: tl.constexpr):
+    """Compute the unscaled transform of blocks of 8."""
     y = tl.reshape(_four(tl.reshape(y, (N * 2, 4)), N * 2), (N, 2, 4))
     low, high = tl.split(tl.permute(y, (0, 2, 1)))
     return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), (N, 8))
 
 
 @jit
-def _across(y, N: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr, STEPS: tl.constexpr):
+def _butterfly(y, N: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr, STEPS: tl.constexpr):
     """Compute sums and differences along the second axis of y [N, COUNT, EACH], of length 2 **
     STEPS."""
-    at = tl.broadcast_to(tl.arange(0, COUNT)[None, :, None], (N, COUNT, EACH))
+    index = tl.broadcast_to(tl.arange(0, COUNT)[None, :, None], (N, COUNT, EACH))
     for step in tl.static_range(STEPS):
-        other = tl.gather(y, at ^ (1 << step), 1)
-        y = tl.where((at & (1 << step)) != 0, other - y, y + other)
+        partner = tl.gather(y, index ^ (1 << step), 1)
+        y = tl.where((index & (1 << step)) != 0, partner - y, y + partner)
     return y

@@ -114,6 +114,7 @@ def quantize_rows(x_MK: Tensor, kind: str) -> QuantizedRows:
 
 
 def require(kind: str) -> None:
+    """Raise ValueError for a `kind` not in `KINDS`."""
     if kind not in KINDS:
         raise ValueError(f"rows: {kind!r} is none of {', '.join(KINDS)}")
 
@@ -127,6 +128,8 @@ def encoding(kind: str | None, size: int) -> dict[str, Any]:
 
 
 def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> QuantizedRows:
+    """Return uninitialised codes and scales. like: activations, whose device and dtype they
+    take."""
     require(kind)
     codes_MK = torch.empty(shape, dtype=KINDS[kind], device=like.device)
     scale_M1 = torch.empty(shape[0], 1, dtype=torch.float32, device=like.device)
@@ -145,18 +148,19 @@ def parts(x: Tensor | Product) -> tuple[Tensor, Tensor | None, Tensor | None, Te
 
 
 def _plain(x_MK: Tensor, kind: str) -> QuantizedRows:
+    """Quantize rows in plain torch, or by the CPU's kernel."""
     dtype, x_MK = x_MK.dtype, x_MK.float()
     if KINDS[kind] == torch.int8 and avx2.supports(x_MK):
-        around = width(x_MK.shape[1]) if kind == ROTATED else 1
-        return QuantizedRows(*avx2.quantize(x_MK, around), dtype)
+        rotation_width = width(x_MK.shape[1]) if kind == ROTATED else 1
+        return QuantizedRows(*avx2.quantize(x_MK, rotation_width), dtype)
     if kind == ROTATED:
         x_MK = rotate(x_MK)
     amax_M1 = x_MK.abs().amax(dim=-1, keepdim=True)
     if KINDS[kind] == torch.int8:
         codes_MK = (x_MK * (127.0 / amax_M1.clamp_min(1e-30))).round_().to(torch.int8)
         return QuantizedRows(codes_MK, amax_M1 / torch.full_like(amax_M1, 127.0), dtype)
-    least = SMALLEST_GRADIENT_SCALE if kind == "gradient" else SMALLEST_E4M3_SCALE
-    scale_M1 = (amax_M1 / torch.full_like(amax_M1, E4M3_MAX)).clamp_min(least)
+    smallest_scale = SMALLEST_GRADIENT_SCALE if kind == "gradient" else SMALLEST_E4M3_SCALE
+    scale_M1 = (amax_M1 / torch.full_like(amax_M1, E4M3_MAX)).clamp_min(smallest_scale)
     return QuantizedRows((x_MK / scale_M1).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale_M1, dtype)
 
 
@@ -185,6 +189,7 @@ def magnitude(y):
 
 @jit
 def step_of(amax, KIND: tl.constexpr):
+    """Return the scale of a row with this largest magnitude."""
     if KIND == "int8":
         return tl.div_rn(amax, 127.0)
     else:
@@ -233,9 +238,9 @@ def encode_rows_kernel(
     """Encode rows made by many programs: y [M, K] and the largest magnitude of each block of a row."""
     after_others(EARLY)
     m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    blocks, num = tl.arange(0, NUM), tl.num_programs(1)
+    blocks, num_blocks = tl.arange(0, NUM), tl.num_programs(1)
     values = rotated(tl.load(y + m * size + n, mask=n < size, other=0.0).to(tl.float32), WIDTH)
-    bits = tl.load(amaxes + m * num + blocks, mask=blocks < num, other=0)
+    bits = tl.load(amaxes + m * num_blocks + blocks, mask=blocks < num_blocks, other=0)
     amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
     if tl.program_id(1) == 0:
         tl.store(scale + m, step_of(amax, KIND))
@@ -273,15 +278,15 @@ def _quantize_long_kernel(
 ):
     after_others(EARLY)
     m = tl.program_id(0).to(tl.int64)
-    whole, bits = tl.tuple([]), tl.zeros((BLOCK,), tl.int32)
+    row_pieces, bits = tl.tuple([]), tl.zeros((BLOCK,), tl.int32)
     for piece in tl.static_range(PIECES):
         n = piece * BLOCK + tl.arange(0, BLOCK)
         y = tl.load(x + m * size + n, mask=n < size, other=0.0)
         if WIDTH > 1:
             y = rotated(y.to(tl.float32), WIDTH)
-        whole, bits = whole + tl.tuple([y]), tl.maximum(bits, magnitude(y))
+        row_pieces, bits = row_pieces + tl.tuple([y]), tl.maximum(bits, magnitude(y))
     amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
     tl.store(scale + m, step_of(amax, KIND))
     for piece in tl.static_range(PIECES):
         n = piece * BLOCK + tl.arange(0, BLOCK)
-        store_codes(whole[piece].to(tl.float32), amax, codes + m * size + n, n < size, KIND)
+        store_codes(row_pieces[piece].to(tl.float32), amax, codes + m * size + n, n < size, KIND)

@@ -65,11 +65,11 @@ def advance(
     step_1.add_(1)
     ids_B.copy_(tokens_B)
     if marked is not None:
-        here_B = (pos_B < end_B) & (marked.penalty_B != 1)
+        marks_seen_B = (pos_B < end_B) & (marked.penalty_B != 1)
         marks = flat(marked.marks_SV)
-        places_B = marked.slots_B * marked.marks_SV.stride(0) + tokens_B
-        new_B = torch.where(here_B, marks[places_B] | SEEN, 0).to(marks.dtype)
-        marks.scatter_reduce_(0, places_B, new_B, "amax")  # rows that are dead may share a place
+        index_B = marked.slots_B * marked.marks_SV.stride(0) + tokens_B
+        marked_B = torch.where(marks_seen_B, marks[index_B] | SEEN, 0).to(marks.dtype)
+        marks.scatter_reduce_(0, index_B, marked_B, "amax")  # rows that are dead may share a place
     pos_B.add_(pos_B < end_B)
     next_B.copy_(pos_B + 1)
     lengths_B.add_(1).mul_(pos_B < end_B)
@@ -112,17 +112,20 @@ def _advance_kernel(
         mask=live,
     )
     tl.store(ids + offs, token, mask=live)
-    at, last = tl.load(pos + offs, mask=live, other=0), tl.load(end + offs, mask=live, other=0)
+    position, end_position = (
+        tl.load(pos + offs, mask=live, other=0),
+        tl.load(end + offs, mask=live, other=0),
+    )
     if marks is not None:
         penalty = tl.load(penalties + offs, mask=live, other=1.0)
         slot = tl.load(slots + offs, mask=live, other=0)
-        here = live & (at < last) & (penalty != 1)
-        mark = tl.load(marks + slot * marks_stride + token, mask=here, other=0)
-        tl.store(marks + slot * marks_stride + token, mark | SEEN, mask=here)
-    at += (at < last).to(tl.int64)
-    tl.store(pos + offs, at, mask=live)
-    tl.store(next_ + offs, at + 1, mask=live)
+        marks_seen = live & (position < end_position) & (penalty != 1)
+        mark = tl.load(marks + slot * marks_stride + token, mask=marks_seen, other=0)
+        tl.store(marks + slot * marks_stride + token, mark | SEEN, mask=marks_seen)
+    position += (position < end_position).to(tl.int64)
+    tl.store(pos + offs, position, mask=live)
+    tl.store(next_ + offs, position + 1, mask=live)
     length = tl.load(lengths + offs, mask=live, other=0)
-    tl.store(lengths + offs, tl.where(at < last, length + 1, 0), mask=live)
+    tl.store(lengths + offs, tl.where(position < end_position, length + 1, 0), mask=live)
     tl.debug_barrier()
     tl.store(step_1, step + 1)

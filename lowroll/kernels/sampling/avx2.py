@@ -42,19 +42,19 @@ def winners(
     """Return the winning id of each row, int64 [B], of float32 logits over temperature."""
     if scaled_BV.stride(1) != 1:
         scaled_BV = scaled_BV.contiguous()
-    given = [keys_B.contiguous(), positions_B.contiguous()]
-    given.extend([] if greedy_B is None else [greedy_B.contiguous()])
+    inputs = [keys_B.contiguous(), positions_B.contiguous()]
+    inputs.extend([] if greedy_B is None else [greedy_B.contiguous()])
     tokens_B = torch.empty(len(scaled_BV), dtype=torch.int64)
-    problem = DrawProblem(
+    arguments = DrawProblem(
         pointer(scaled_BV),
-        pointer(given[0]),
-        pointer(given[1]),
-        None if greedy_B is None else pointer(given[2]),
+        pointer(inputs[0]),
+        pointer(inputs[1]),
+        None if greedy_B is None else pointer(inputs[2]),
         pointer(tokens_B),
         scaled_BV.stride(0),
         stream,
         *scaled_BV.shape,
         torch.get_num_threads(),
     )
-    cxx.run(SOURCE, "avx2_draw", problem)
+    cxx.run(SOURCE, "avx2_draw", arguments)
     return tokens_B

@@ -105,7 +105,8 @@ def _plain(
     greedy_B: Tensor | None,
     filters: Filters | None,
 ) -> tuple[Tensor, Tensor]:
-    scaled_BV = _scaled(logits_BV, temperature_B, greedy_B, filters)
+    """Draw in plain torch; the CPU's kernel finds the winners where it can."""
+    scaled_BV = _scale_and_filter(logits_BV, temperature_B, greedy_B, filters)
     logp_BV = torch.log_softmax(scaled_BV, dim=-1)
     if avx2.supports_device(scaled_BV.device):
         tokens_B = avx2.winners(scaled_BV, keys_B, positions_B, greedy_B, STREAM)
@@ -118,12 +119,13 @@ def _plain(
 def winners(
     scaled_BV: Tensor, keys_B: Tensor, positions_B: Tensor, greedy_B: Tensor | None
 ) -> Tensor:
-    found = []
+    """Return the winning id of each row in plain torch, int64 [B]."""
+    winner_parts = []
     columns = (scaled_BV, keys_B, positions_B)
     for scaled_RV, keys_R, positions_R in zip(*(c.split(NOISE_ROWS) for c in columns), strict=True):
         noise_RV = gumbel(keys_R, positions_R, scaled_RV.shape[1])
-        found.append((scaled_RV + noise_RV).argmax(-1))
-    tokens_B = torch.cat(found)
+        winner_parts.append((scaled_RV + noise_RV).argmax(-1))
+    tokens_B = torch.cat(winner_parts)
     if greedy_B is not None:
         tokens_B = torch.where(greedy_B, scaled_BV.argmax(-1), tokens_B)
     return tokens_B
@@ -137,15 +139,16 @@ def distribution(
 ) -> Tensor:
     """Return the log-probs, float32 [B, V], that `draw` draws from (greedy: those it records); -inf
     where filters drop."""
-    return torch.log_softmax(_scaled(logits_BV, temperature_B, greedy_B, filters), dim=-1)
+    return torch.log_softmax(_scale_and_filter(logits_BV, temperature_B, greedy_B, filters), dim=-1)
 
 
-def _scaled(
+def _scale_and_filter(
     logits_BV: Tensor,
     temperature_B: Tensor | None,
     greedy_B: Tensor | None,
     filters: Filters | None,
 ) -> Tensor:
+    """Return logits over temperature, -inf where filters drop."""
     logits_BV = logits_BV.float()
     kept_BV = None
     if filters is not None:

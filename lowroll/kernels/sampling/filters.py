@@ -139,49 +139,54 @@ def keep(
 def _plain(
     logits_BV: Tensor, filters: Filters, temperature_B: Tensor | None, greedy_B: Tensor | None
 ) -> Kept:
+    """Filter in plain torch, by a sort."""
     rows, tokens = logits_BV.shape
-    ranks_B = (filters.top_k_B < tokens) | (filters.top_p_B < 1)
+    is_ranked_B = (filters.top_k_B < tokens) | (filters.top_p_B < 1)
     if greedy_B is not None:
-        ranks_B = ranks_B & ~greedy_B
+        is_ranked_B = is_ranked_B & ~greedy_B
     # on a GPU, finding the rows with filters would wait
     rows_R = (
-        torch.arange(rows, device=ranks_B.device) if ranks_B.is_cuda else ranks_B.nonzero()[:, 0]
+        torch.arange(rows, device=is_ranked_B.device)
+        if is_ranked_B.is_cuda
+        else is_ranked_B.nonzero()[:, 0]
     )
     floor_B = logits_BV.new_full((rows,), -torch.inf, dtype=torch.float32)
     last_B = torch.full_like(filters.top_k_B, tokens)
-    floor_R, last_R = _ranked(
+    floor_R, last_R = _rank_threshold(
         logits_BV[rows_R].float(),
         filters.top_k_B[rows_R],
         filters.top_p_B[rows_R],
         None if temperature_B is None else temperature_B[rows_R],
     )
-    ranks_R = ranks_B[rows_R]
-    floor_B[rows_R] = torch.where(ranks_R, floor_R, floor_B[rows_R])
-    last_B[rows_R] = torch.where(ranks_R, last_R, last_B[rows_R])
+    is_ranked_R = is_ranked_B[rows_R]
+    floor_B[rows_R] = torch.where(is_ranked_R, floor_R, floor_B[rows_R])
+    last_B[rows_R] = torch.where(is_ranked_R, last_R, last_B[rows_R])
     largest_B = logits_BV.amax(-1).float()
-    wide_B = 1.0 if temperature_B is None else temperature_B.double()
-    least_B = (largest_B.double() + wide_B * filters.log_min_p_B).float()
-    raised_B = least_B > floor_B
+    scale_B = 1.0 if temperature_B is None else temperature_B.double()
+    min_p_floor_B = (largest_B.double() + scale_B * filters.log_min_p_B).float()
+    uses_min_p_B = min_p_floor_B > floor_B
     if greedy_B is not None:
-        raised_B = raised_B & ~greedy_B
-    return Kept(torch.where(raised_B, least_B, floor_B), last_B.masked_fill(raised_B, tokens))
+        uses_min_p_B = uses_min_p_B & ~greedy_B
+    return Kept(
+        torch.where(uses_min_p_B, min_p_floor_B, floor_B), last_B.masked_fill(uses_min_p_B, tokens)
+    )
 
 
-def _ranked(
+def _rank_threshold(
     logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, temperature_R: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return logit and id of the last number of the order that stays."""
     sorted_RV, ids_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
-    first_RV = rank_V < top_k_R[:, None]
-    less_RV = sorted_RV.double() - sorted_RV[:, :1].double()
+    in_top_k_RV = rank_V < top_k_R[:, None]
+    exponent_RV = sorted_RV.double() - sorted_RV[:, :1].double()
     if temperature_R is not None:
-        less_RV = less_RV / temperature_R[:, None].double()
-    mass_RV = less_RV.exp().masked_fill(~first_RV, 0)
-    before_RV = mass_RV.cumsum(-1) - mass_RV
+        exponent_RV = exponent_RV / temperature_R[:, None].double()
+    mass_RV = exponent_RV.exp().masked_fill(~in_top_k_RV, 0)
+    mass_before_RV = mass_RV.cumsum(-1) - mass_RV
     needed_R = top_p_R * mass_RV.sum(-1)
     # p = 1 is off: rounding of the sum must not drop a tail
-    keep_RV = first_RV & ((before_RV < needed_R[:, None]) | (top_p_R[:, None] >= 1))
+    keep_RV = in_top_k_RV & ((mass_before_RV < needed_R[:, None]) | (top_p_R[:, None] >= 1))
     last_R1 = keep_RV.sum(-1, keepdim=True).clamp(min=1) - 1
     return sorted_RV.gather(-1, last_R1)[:, 0], ids_RV.gather(-1, last_R1)[:, 0]
 
@@ -224,12 +229,12 @@ def _keep_kernel(
     factor = 1.4426950408889634 / temperature
     _, peak, shift, mass_c = row_of(largest_ptr, mass_ptr, row, tiles, factor, TILES)
     total = tl.sum(mass_c, 0)
-    asks = (top_k < tokens) | (top_p < 1) | (log_min_p > float("-inf"))
+    has_filters = (top_k < tokens) | (top_p < 1) | (log_min_p > float("-inf"))
     if greedy_ptr is not None:
-        asks = asks & (tl.load(greedy_ptr + row) == 0)
+        has_filters = has_filters & (tl.load(greedy_ptr + row) == 0)
     tl.store(floor_ptr + row, float("-inf"))
     tl.store(last_ptr + row, tokens)
-    if asks & is_distribution(peak, total):
+    if has_filters & is_distribution(peak, total):
         blocks = tiles * EACH
         logits_ptr += row.to(tl.int64) * stride
         largest_ptr += row * tiles
@@ -238,12 +243,12 @@ def _keep_kernel(
         list_ptr += row * blocks
         part_ptr += row * blocks
         near_ptr += row * NEAR
-        floor, last = _floor(
+        floor, last = _find_floor(
             logits_ptr, largest_ptr, peaks_ptr, list_ptr, near_ptr, part_ptr, top_k, top_p, log_min_p,
             temperature, factor, peak, shift, total, tokens, blocks,
             TILES, EACH, NEAR, AT_ONCE, GROUP, BLOCK,
         )  # fmt: skip
-        _settle(
+        _update_masses(
             logits_ptr, largest_ptr, mass_ptr, peaks_ptr, list_ptr, part_ptr, floor, last, factor,
             peak, shift, tokens, tiles, TILES, EACH, GROUP, BLOCK,
         )  # fmt: skip
@@ -252,7 +257,7 @@ def _keep_kernel(
 
 
 @jit
-def _floor(
+def _find_floor(
     logits_ptr,
     largest_ptr,
     peaks_ptr,
@@ -276,20 +281,21 @@ def _floor(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Return the threshold and the last id that stays of those equal to it."""
     floor = peak * 0.0 + float("-inf")
     last = tokens
-    ids = tokens
+    num_ids = tokens
     if top_k < tokens:
-        ids = top_k.to(tl.int32)
-        low = _bound(peaks_ptr, blocks, ids, TILES * EACH)
+        num_ids = top_k.to(tl.int32)
+        low = _top_k_bound(peaks_ptr, blocks, num_ids, TILES * EACH)
         count = list_blocks(list_ptr, peaks_ptr, blocks, low, TILES * EACH)
-        target = ids.to(tl.float64)
+        target = num_ids.to(tl.float64)
         if low == LOWEST:  # fewer blocks than k, or fewer that are not -inf
-            numbers, _, _, _, _, _, _, low, _ = weigh(
+            num_live, _, _, _, _, _, _, low, _ = weigh(
                 logits_ptr, list_ptr, count, low, peak, peak, peak, float("inf"), floor, last,
                 factor, shift, tokens, True, GROUP, BLOCK,
             )  # fmt: skip
-            target = tl.minimum(target, numbers.to(tl.float64))
+            target = tl.minimum(target, num_live.to(tl.float64))
         floor, last = search(
             logits_ptr, list_ptr, near_ptr, count, low, peak, target, floor, last, factor, shift,
             tokens, True, NEAR, AT_ONCE, GROUP, BLOCK,
@@ -301,10 +307,10 @@ def _floor(
             ).to(tl.float64)  # fmt: skip
     if top_p < 1:
         # below the bound lies less mass than 1 - p; a thousandth is for rounding
-        tail = tl.log((1 - top_p) * total / ids) - 1e-3
-        low = tl.maximum((peak + temperature * tail).to(tl.float32), tl.maximum(floor, LOWEST))
+        log_tail = tl.log((1 - top_p) * total / num_ids) - 1e-3
+        low = tl.maximum((peak + temperature * log_tail).to(tl.float32), tl.maximum(floor, LOWEST))
         if top_k >= tokens:
-            low = _raised(
+            low = _raise_bound(
                 largest_ptr, peaks_ptr, part_ptr, low, peak, factor, shift, (1 - top_p) * total,
                 total, blocks // EACH, TILES, EACH, BLOCK,
             )  # fmt: skip
@@ -314,13 +320,13 @@ def _floor(
             logits_ptr, list_ptr, near_ptr, count, low, peak, tl.maximum(top_p * total, 1e-30), floor,
             last, factor, shift, tokens, False, NEAR, AT_ONCE, GROUP, BLOCK,
         )  # fmt: skip
-    least = (peak.to(tl.float64) + temperature * log_min_p).to(tl.float32)
-    last = tl.where(least > floor, tokens, last)
-    return tl.maximum(floor, least), last
+    min_p_floor = (peak.to(tl.float64) + temperature * log_min_p).to(tl.float32)
+    last = tl.where(min_p_floor > floor, tokens, last)
+    return tl.maximum(floor, min_p_floor), last
 
 
 @jit
-def _raised(
+def _raise_bound(
     largest_ptr,
     peaks_ptr,
     part_ptr,
@@ -348,30 +354,31 @@ def _raised(
     limit = (allowed * 0.999 - 1e-6 * total).to(tl.float32)  # rounding of sums
     high = peak
     for _ in range(12):
-        tried = low * 0.5 + high * 0.5
-        most = BLOCK * tl.exp2(tl.fma(tried, factor, -shift))
-        below_cl = tl.where(peak_cl < tried, part_cl, tl.minimum(part_cl, most))
+        middle = low * 0.5 + high * 0.5
+        max_part = BLOCK * tl.exp2(tl.fma(middle, factor, -shift))
+        below_cl = tl.where(peak_cl < middle, part_cl, tl.minimum(part_cl, max_part))
         fits = tl.sum(tl.sum(below_cl, 1), 0) <= limit
-        low = tl.where(fits, tried, low)
-        high = tl.where(fits, high, tried)
+        low = tl.where(fits, middle, low)
+        high = tl.where(fits, high, middle)
     return low
 
 
 @jit
-def _bound(peaks_ptr, blocks, ids, BLOCKS: tl.constexpr):
+def _top_k_bound(peaks_ptr, blocks, ids, BLOCKS: tl.constexpr):
+    """Return a lower bound of the k-th largest logit: the k-th largest block maximum."""
     offs_l = tl.arange(0, BLOCKS)
     live_l = offs_l < blocks
     peak_l = tl.load(peaks_ptr + offs_l, mask=live_l, other=float("-inf"))
-    found = tl.full([], LOWEST, tl.float32)
+    bound = tl.full([], LOWEST, tl.float32)
     if ids <= blocks:
-        found = value_of(
+        bound = value_of(
             reaching(key_of(peak_l), live_l.to(tl.float32), live_l, ids.to(tl.float32))
         )
-    return tl.maximum(found, LOWEST)
+    return tl.maximum(bound, LOWEST)
 
 
 @jit
-def _settle(
+def _update_masses(
     logits_ptr,
     largest_ptr,
     mass_ptr,
@@ -390,6 +397,7 @@ def _settle(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Replace the tiles' masses by those of the logits that stay."""
     blocks = tiles * EACH
     offs_l = tl.arange(0, TILES * EACH)
     tl.debug_barrier()

@@ -34,9 +34,9 @@ def gumbel(keys_B: Tensor, positions_B: Tensor, tokens: int) -> Tensor:
     counters = -(-tokens // IDS) * COUNTERS
     c_C = torch.arange(counters, device=keys_B.device)
     low_B1, high_B1 = (positions_B & _WORD)[:, None], (positions_B >> 32 & _WORD)[:, None]
-    rows = torch.broadcast_tensors(low_B1, high_B1, c_C, torch.full_like(c_C, STREAM))
+    counter_words = torch.broadcast_tensors(low_B1, high_B1, c_C, torch.full_like(c_C, STREAM))
     key_2B1 = torch.stack([keys_B & _WORD, keys_B >> 32 & _WORD])[..., None]
-    words_4BC = philox4x32(torch.stack(rows), key_2B1)
+    words_4BC = philox4x32(torch.stack(counter_words), key_2B1)
     words_BV = words_4BC.unflatten(-1, (-1, COUNTERS)).permute(1, 2, 0, 3).flatten(1)[:, :tokens]
     v_BV = ((words_BV.float() + 0.5) * 2.0**-32).clamp(max=MOST_V)
     return -torch.log(-torch.log1p(-v_BV))
@@ -53,11 +53,11 @@ def philox4x32(counter_4X: Tensor, key_2X: Tensor) -> Tensor:
     multiplier_2X = lane_2X * (0xCD9E8D57 - 0xD2511F53) + 0xD2511F53
     weyl_2X = lane_2X * (0xBB67AE85 - 0x9E3779B9) + 0x9E3779B9
     multiplied_2X, other_2X = counter_4X[0::2], counter_4X[1::2]
-    for number in range(10):
+    for round_index in range(10):
         # modulo 2^64: the sign bit is bit 63 of the product
         product_2X = multiplied_2X * multiplier_2X
         high_2X, low_2X = (product_2X >> 32) & _WORD, product_2X & _WORD
-        multiplied_2X = high_2X.flip(0) ^ other_2X ^ ((key_2X + number * weyl_2X) & _WORD)
+        multiplied_2X = high_2X.flip(0) ^ other_2X ^ ((key_2X + round_index * weyl_2X) & _WORD)
         other_2X = low_2X.flip(0)
     return torch.stack([multiplied_2X, other_2X], dim=1).flatten(0, 1)
 
@@ -67,6 +67,7 @@ def philox4x32(counter_4X: Tensor, key_2X: Tensor) -> Tensor:
 
 @jit
 def words_of(key, position, counter_n):
+    """Return the four Philox words of each counter."""
     c0 = tl.zeros_like(counter_n).to(tl.uint32) + position.to(tl.uint32)
     c1 = tl.zeros_like(c0) + (position >> 32).to(tl.uint32)
     c2 = counter_n.to(tl.uint32)
@@ -116,16 +117,16 @@ def best_of(
     floor and last. A greedy row's scores are its logits."""
     counter_n = tile * (TILE // 4) + tl.arange(0, TILE // 4)
     words = words_of(key, position, counter_n)
-    first_n = counter_n // 256 * 1024 + counter_n % 256
+    first_id_n = counter_n // 256 * 1024 + counter_n % 256
     best_n = tl.full([TILE // 4], float("-inf"), tl.float32)
-    at_n = first_n
+    winner_n = first_id_n
     for j in tl.static_range(4):
-        id_n = first_n + j * 256
+        id_n = first_id_n + j * 256
         x_n = tl.load(logits_ptr + id_n, mask=id_n < tokens, other=float("-inf")).to(tl.float32)
         if FILTERED:
             x_n = tl.where((x_n < floor) | ((x_n == floor) & (id_n > last)), float("-inf"), x_n)
         score_n = tl.where(greedy, x_n, tl.fma(x_n, factor, -log2_exponential(words[j])))
-        at_n = tl.where(score_n > best_n, id_n, at_n)
+        winner_n = tl.where(score_n > best_n, id_n, winner_n)
         best_n = tl.where(score_n > best_n, score_n, best_n)
     best = tl.max(best_n, 0)
-    return best, tl.min(tl.where(best_n == best, at_n, 2147483647), 0)
+    return best, tl.min(tl.where(best_n == best, winner_n, 2147483647), 0)

@@ -38,19 +38,22 @@ class Marked(NamedTuple):
 
 def blank(slots: int, tokens: int, device: torch.device) -> Tensor:
     """Return empty marks; rows are aligned to 16 bytes."""
-    wide = -(-tokens // 16) * 16
-    return torch.zeros((slots, wide), dtype=torch.uint8, device=device)[:, :tokens]
+    row_bytes = -(-tokens // 16) * 16
+    return torch.zeros((slots, row_bytes), dtype=torch.uint8, device=device)[:, :tokens]
 
 
 def clear(marks_SV: Tensor, slots_N: Tensor) -> None:
-    slots, wide = len(marks_SV), marks_SV.stride(0)
-    marks_SV.as_strided((slots, wide), (wide, 1)).view(torch.int64).index_fill_(0, slots_N, 0)
+    """Clear all marks of these slots."""
+    slots, row_bytes = len(marks_SV), marks_SV.stride(0)
+    marks_SV.as_strided((slots, row_bytes), (row_bytes, 1)).view(torch.int64).index_fill_(
+        0, slots_N, 0
+    )
 
 
 def add(marks_SV: Tensor, mark: int, slots_N: Tensor, tokens_N: Tensor) -> None:
-    """Mark tokens of slots; a pair may come twice. All int64."""
-    marks, places_N = flat(marks_SV), slots_N * marks_SV.stride(0) + tokens_N
-    marks[places_N] = marks[places_N] | mark
+    """Mark tokens of slots; a pair may be repeated. All int64."""
+    marks, index_N = flat(marks_SV), slots_N * marks_SV.stride(0) + tokens_N
+    marks[index_N] = marks[index_N] | mark
 
 
 def flat(marks_SV: Tensor) -> Tensor:
@@ -118,11 +121,13 @@ def _shape_kernel(
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     penalty = tl.load(penalty_ptr + row).to(tl.float32)
     bans = tl.load(next_ptr + row) < tl.load(banned_ptr + row)
-    wanted = tl.where(penalty != 1, SEEN, 0) + tl.where(bans, STOPS, 0)
-    if wanted != 0:
+    active_marks = tl.where(penalty != 1, SEEN, 0) + tl.where(bans, STOPS, 0)
+    if active_marks != 0:
         offs_n = tile * TILE + tl.arange(0, TILE)
         marks_ptr += tl.load(slots_ptr + row) * marks_stride
-        mark_n = tl.load(marks_ptr + offs_n, mask=offs_n < tokens, other=0).to(tl.int32) & wanted
+        mark_n = (
+            tl.load(marks_ptr + offs_n, mask=offs_n < tokens, other=0).to(tl.int32) & active_marks
+        )
         if tl.max(mark_n, 0) != 0:
             logits_ptr += row.to(tl.int64) * stride
             x_n = tl.load(logits_ptr + offs_n, mask=mark_n != 0, other=0.0)

@@ -11,17 +11,19 @@ from __future__ import annotations
 from lowroll.kernels.launch import constexpr, jit, tl
 
 LOWEST = constexpr(-3.4028234663852886e38)
-_BY_VALUE = constexpr(16)  # iterations before bits are split
+_VALUE_ITERATIONS = constexpr(16)  # iterations before bits are split
 
 
 @jit
 def key_of(x):
+    """Return the int32 whose order is that of the floats. Both zeros have one key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @jit
 def value_of(key):
+    """Return the float of a key (`key_of`)."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
@@ -32,20 +34,20 @@ def reaching(key_n, weight_n, live_n, target):
     low = tl.min(tl.where(live_n, key_n, 2147483647), 0)
     high = tl.max(tl.where(live_n, key_n, -2147483648), 0)
     # bits from the first in which two can differ, of keys without a sign
-    top = tl.full([], 0x80000000, tl.uint32)
-    plain_n = key_n.to(tl.uint32, bitcast=True) ^ top
-    found = high.to(tl.uint32, bitcast=True) ^ top
-    differ = found ^ low.to(tl.uint32, bitcast=True) ^ top
-    bit = top
-    while bit > differ:
+    sign_bit = tl.full([], 0x80000000, tl.uint32)
+    unsigned_n = key_n.to(tl.uint32, bitcast=True) ^ sign_bit
+    prefix = high.to(tl.uint32, bitcast=True) ^ sign_bit
+    differing_bits = prefix ^ low.to(tl.uint32, bitcast=True) ^ sign_bit
+    bit = sign_bit
+    while bit > differing_bits:
         bit = bit >> 1
-    found = found & ~((bit << 1) - 1)
+    prefix = prefix & ~((bit << 1) - 1)
     while bit > 0:
-        tried = found | bit
-        weight = tl.sum(tl.where(plain_n >= tried, weight_n, 0.0), 0)
-        found = tl.where(weight >= target, tried, found)
+        candidate = prefix | bit
+        weight = tl.sum(tl.where(unsigned_n >= candidate, weight_n, 0.0), 0)
+        prefix = tl.where(weight >= target, candidate, prefix)
         bit = bit >> 1
-    return tl.maximum((found ^ top).to(tl.int32, bitcast=True), low)
+    return tl.maximum((prefix ^ sign_bit).to(tl.int32, bitcast=True), low)
 
 
 @jit
@@ -72,10 +74,11 @@ def _read(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at_g = start + tl.arange(0, GROUP)
-    block_g = tl.load(list_ptr + at_g, mask=at_g < count, other=0)
+    """Return ids and logits of a group of blocks, -inf where dropped."""
+    index_g = start + tl.arange(0, GROUP)
+    block_g = tl.load(list_ptr + index_g, mask=index_g < count, other=0)
     ids_gn = block_g[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    live_gn = (at_g < count)[:, None] & (ids_gn < tokens)
+    live_gn = (index_g < count)[:, None] & (ids_gn < tokens)
     x_gn = tl.load(logits_ptr + ids_gn, mask=live_gn, other=float("-inf")).to(tl.float32)
     drops_gn = (x_gn < floor) | ((x_gn == floor) & (ids_gn > last))
     return ids_gn, tl.where(drops_gn, float("-inf"), x_gn)
@@ -138,14 +141,14 @@ def weigh(
 @jit
 def _pivot(low, high, quarter: tl.constexpr, by_value):
     """Return a pivot within [low, high]: evenly in value, or in bits, which always terminates."""
-    first, last = key_of(low).to(tl.int64), key_of(high).to(tl.int64)
-    at = value_of((first + (last - first) * quarter // 4).to(tl.int32))
-    between = low * (1 - quarter / 4) + high * (quarter / 4)
-    return tl.minimum(tl.maximum(tl.where(by_value, between, at), low), high)
+    low_key, high_key = key_of(low).to(tl.int64), key_of(high).to(tl.int64)
+    by_bits = value_of((low_key + (high_key - low_key) * quarter // 4).to(tl.int32))
+    interpolated = low * (1 - quarter / 4) + high * (quarter / 4)
+    return tl.minimum(tl.maximum(tl.where(by_value, interpolated, by_bits), low), high)
 
 
 @jit
-def _narrow(
+def _narrow_interval(
     logits_ptr,
     list_ptr,
     count,
@@ -166,26 +169,28 @@ def _narrow(
     numbers, and the weight above it."""
     high = value_of(key_of(peak) + 1)
     above = target * 0.0
-    more = target * 0.0
-    turn = 0
-    wide = count > 0
-    while wide:
-        by_value = turn < _BY_VALUE
+    num_above = target * 0.0
+    iteration = 0
+    continues = count > 0
+    while continues:
+        by_value = iteration < _VALUE_ITERATIONS
         q1 = _pivot(low, high, 1, by_value)
         q2 = _pivot(low, high, 2, by_value)
         q3 = _pivot(low, high, 3, by_value)
-        n0, n1, n2, n3, w1, w2, w3, bottom, top = weigh(
+        n0, n1, n2, n3, w1, w2, w3, smallest, largest = weigh(
             logits_ptr, list_ptr, count, low, q1, q2, q3, high, floor, last, factor, shift,
             tokens, COUNTS, GROUP, BLOCK,
         )  # fmt: skip
-        up1, up2, up3 = w1 >= target, w2 >= target, w3 >= target
-        least = tl.where(up3, n3, tl.where(up2, n2, tl.where(up1, n1, n0)))
-        more = tl.where(up3, more, tl.where(up2, n3, tl.where(up1, n2, n1)))
-        above = tl.where(up3, above, tl.where(up2, w3, tl.where(up1, w2, w1)))
-        high = tl.where(up3, high, tl.where(up2, q3, tl.where(up1, q2, q1)))
-        low = tl.where(up3, q3, tl.where(up2, q2, tl.where(up1, q1, low)))
-        wide = (least - more > NEAR) & (bottom < top)
-        turn += 1
+        reaches1, reaches2, reaches3 = w1 >= target, w2 >= target, w3 >= target
+        num_from_low = tl.where(reaches3, n3, tl.where(reaches2, n2, tl.where(reaches1, n1, n0)))
+        num_above = tl.where(
+            reaches3, num_above, tl.where(reaches2, n3, tl.where(reaches1, n2, n1))
+        )
+        above = tl.where(reaches3, above, tl.where(reaches2, w3, tl.where(reaches1, w2, w1)))
+        high = tl.where(reaches3, high, tl.where(reaches2, q3, tl.where(reaches1, q2, q1)))
+        low = tl.where(reaches3, q3, tl.where(reaches2, q2, tl.where(reaches1, q1, low)))
+        continues = (num_from_low - num_above > NEAR) & (smallest < largest)
+        iteration += 1
     return low, high, above
 
 
@@ -206,20 +211,20 @@ def _gather(
 ):
     """Write at most NEAR numbers of [low, high) side by side; return how many there are."""
     tl.debug_barrier()
-    found = count * 0
+    num_found = count * 0
     for start in range(0, count, GROUP):
         _, x_gn = _read(logits_ptr, list_ptr, start, count, floor, last, tokens, GROUP, BLOCK)
         x_n = tl.reshape(x_gn, [GROUP * BLOCK])
         within_n = ((x_n >= low) & (x_n < high)).to(tl.int32)
-        at_n = found + tl.cumsum(within_n, 0) - 1
-        tl.store(near_ptr + at_n, x_n, mask=(within_n > 0) & (at_n < NEAR))
-        found += tl.sum(within_n, 0)
+        index_n = num_found + tl.cumsum(within_n, 0) - 1
+        tl.store(near_ptr + index_n, x_n, mask=(within_n > 0) & (index_n < NEAR))
+        num_found += tl.sum(within_n, 0)
     tl.debug_barrier()
-    return found
+    return num_found
 
 
 @jit
-def _cut(
+def _last_equal_id(
     logits_ptr,
     list_ptr,
     count,
@@ -232,16 +237,18 @@ def _cut(
     BLOCK: tl.constexpr,
 ):
     """Return the id of the `needed`-th number equal to `value`, in order of ids."""
-    seen = count * 0
-    found = count * 0
+    num_seen = count * 0
+    last_id = count * 0
     for start in range(0, count, GROUP):
         ids_gn, x_gn = _read(logits_ptr, list_ptr, start, count, floor, last, tokens, GROUP, BLOCK)
         ids_n = tl.reshape(ids_gn, [GROUP * BLOCK])
-        same_n = (tl.reshape(x_gn, [GROUP * BLOCK]) == value).to(tl.int32)
-        rank_n = seen + tl.cumsum(same_n, 0)
-        found = tl.maximum(found, tl.max(tl.where((same_n > 0) & (rank_n <= needed), ids_n, 0), 0))
-        seen += tl.sum(same_n, 0)
-    return found
+        equal_n = (tl.reshape(x_gn, [GROUP * BLOCK]) == value).to(tl.int32)
+        rank_n = num_seen + tl.cumsum(equal_n, 0)
+        last_id = tl.maximum(
+            last_id, tl.max(tl.where((equal_n > 0) & (rank_n <= needed), ids_n, 0), 0)
+        )
+        num_seen += tl.sum(equal_n, 0)
+    return last_id
 
 
 @jit
@@ -268,40 +275,44 @@ def search(
     low: a lower bound of the floor."""
     high = value_of(key_of(peak) + 1)
     above = target.to(tl.float32) * 0.0
-    found = count * 0
-    wide = count > AT_ONCE
-    looks = count > 0
-    while looks:
-        if wide:
-            low, high, above = _narrow(
+    num_gathered = count * 0
+    narrows = count > AT_ONCE
+    continues = count > 0
+    while continues:
+        if narrows:
+            low, high, above = _narrow_interval(
                 logits_ptr, list_ptr, count, low, peak, target.to(tl.float32), floor, last, factor,
                 shift, tokens, COUNTS, NEAR, GROUP, BLOCK,
             )  # fmt: skip
-        found = _gather(
+        num_gathered = _gather(
             logits_ptr, list_ptr, near_ptr, count, low, high, floor, last, tokens, NEAR, GROUP, BLOCK,
         )  # fmt: skip
-        looks = (found > NEAR) & (count <= AT_ONCE) & (wide == 0)
-        wide = looks
+        continues = (num_gathered > NEAR) & (count <= AT_ONCE) & (narrows == 0)
+        narrows = continues
     offs_n = tl.arange(0, NEAR)
-    live_n = offs_n < found
+    live_n = offs_n < num_gathered
     x_n = tl.load(near_ptr + offs_n, mask=live_n, other=float("-inf"))
     weight_n = live_n.to(tl.float32)
     if not COUNTS:
         weight_n = tl.exp2(tl.fma(x_n, factor, -shift))
     weight_n = tl.where(live_n, weight_n, 0.0)
     value = value_of(reaching(key_of(x_n), weight_n, live_n, target.to(tl.float32) - above))
-    over = above.to(tl.float64) + tl.sum(tl.where(x_n > value, weight_n, 0.0).to(tl.float64), 0)
-    each = tl.max(tl.where(x_n == value, weight_n, 1e-38), 0)
+    weight_above = above.to(tl.float64) + tl.sum(
+        tl.where(x_n > value, weight_n, 0.0).to(tl.float64), 0
+    )
+    unit_weight = tl.max(tl.where(x_n == value, weight_n, 1e-38), 0)
     # more than NEAR are all equal
-    same = tl.where(found > NEAR, found, tl.sum(((x_n == value) & live_n).to(tl.int32), 0))
-    needed = tl.ceil((target - over) / each.to(tl.float64))
-    needed = tl.minimum(tl.maximum(needed, 1.0), same.to(tl.float64)).to(tl.int32)
-    last_now = tl.where(value == floor, last, tokens)
-    if needed < same:
-        last_now = _cut(
+    num_equal = tl.where(
+        num_gathered > NEAR, num_gathered, tl.sum(((x_n == value) & live_n).to(tl.int32), 0)
+    )
+    needed = tl.ceil((target - weight_above) / unit_weight.to(tl.float64))
+    needed = tl.minimum(tl.maximum(needed, 1.0), num_equal.to(tl.float64)).to(tl.int32)
+    new_last = tl.where(value == floor, last, tokens)
+    if needed < num_equal:
+        new_last = _last_equal_id(
             logits_ptr, list_ptr, count, value, needed, floor, last, tokens, GROUP, BLOCK
         )
-    return value, last_now
+    return value, new_last
 
 
 @jit
@@ -318,12 +329,13 @@ def mass_of(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Return the mass of what stays in the listed blocks, and store that of each block."""
     total = shift * 0.0
     for start in range(0, count, GROUP):
         _, x_gn = _read(logits_ptr, list_ptr, start, count, floor, last, tokens, GROUP, BLOCK)
         mass_g = tl.sum(tl.exp2(tl.fma(x_gn, factor, -shift)), 1)
-        at_g = start + tl.arange(0, GROUP)
-        block_g = tl.load(list_ptr + at_g, mask=at_g < count, other=0)
-        tl.store(part_ptr + block_g, mass_g, mask=at_g < count)
+        index_g = start + tl.arange(0, GROUP)
+        block_g = tl.load(list_ptr + index_g, mask=index_g < count, other=0)
+        tl.store(part_ptr + block_g, mass_g, mask=index_g < count)
         total += tl.sum(mass_g, 0)
     return total

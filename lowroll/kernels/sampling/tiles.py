@@ -94,6 +94,7 @@ def shift_of(largest, factor):
 
 @jit
 def temperature_of(temperature_ptr, greedy_ptr, row):
+    """Load a row's temperature; 1 for a greedy row."""
     temperature = 1.0
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + row)
@@ -117,6 +118,7 @@ def row_of(largest_ptr, mass_ptr, row, tiles, factor, TILES: tl.constexpr):
 
 @jit
 def is_distribution(largest, total):
+    """Return whether a row has a distribution, by its maximum and mass."""
     return (
         (total > 0) & (total < float("inf")) & (largest > float("-inf")) & (largest < float("inf"))
     )
@@ -148,10 +150,10 @@ def _masses_kernel(
     after_others(EARLY)
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     factor = 1.4426950408889634 / temperature_of(temperature_ptr, greedy_ptr, row)
-    first = row.to(tl.int64) * stride
+    row_start = row.to(tl.int64) * stride
     if ALIGNED:
-        first = tl.multiple_of(first, 16)
-    logits_ptr += first
+        row_start = tl.multiple_of(row_start, 16)
+    logits_ptr += row_start
     offs_n = tile * TILE + tl.arange(0, TILE)
     x_n = tl.load(logits_ptr + offs_n, mask=offs_n < tokens, other=float("-inf")).to(tl.float32)
     largest = tl.max(x_n, 0)

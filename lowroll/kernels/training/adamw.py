@@ -71,8 +71,8 @@ class Tensors:
         self.tensor = torch.arange(
             len(blocks), device=self.device, dtype=torch.int32
         ).repeat_interleave(counts)
-        firsts_of = (counts.cumsum(0) - counts)[self.tensor.long()]
-        self.start = (torch.arange(sum(blocks), device=self.device) - firsts_of) * BLOCK
+        first_blocks = (counts.cumsum(0) - counts)[self.tensor.long()]
+        self.start = (torch.arange(sum(blocks), device=self.device) - first_blocks) * BLOCK
 
     def addresses(self, gradients: Sequence[Tensor]) -> Addresses:
         """Return the launch's table, without a wait.
@@ -135,12 +135,13 @@ class Tensors:
 
 def _plain(gradient: Tensor) -> Tensor:
     """Return the gradient, copied if it is misaligned or strided."""
-    plain = gradient.is_contiguous() and gradient.data_ptr() % ALIGNMENT == 0
-    gradient = gradient if plain else gradient.clone(memory_format=torch.contiguous_format)
+    is_plain = gradient.is_contiguous() and gradient.data_ptr() % ALIGNMENT == 0
+    gradient = gradient if is_plain else gradient.clone(memory_format=torch.contiguous_format)
     return gradient
 
 
 def _check(x: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError unless the tensor is contiguous, aligned and of this dtype."""
     if x.dtype != dtype or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
         raise ValueError(
             f"tensors: expected contiguous {str(dtype).removeprefix('torch.')} at a multiple of "
@@ -239,25 +240,27 @@ def _update(
     BLOCK: tl.constexpr,
     ENDS: tl.constexpr,
 ):
+    """Update one block; return its sum of s^2. ENDS: the tensor ends within it."""
     offs_n = start + tl.arange(0, BLOCK)
-    inside_n = offs_n < tl.load(entry_ptr + 5) if ENDS else tl.full((BLOCK,), True, tl.int1)
+    mask_n = offs_n < tl.load(entry_ptr + 5) if ENDS else tl.full((BLOCK,), True, tl.int1)
     p_ptr = _address(entry_ptr, tl.float32) + offs_n
     g_ptr = _address(entry_ptr + 1, GRADIENT) + offs_n
     m_ptr = _address(entry_ptr + 2, tl.float32) + offs_n
     v_ptr = _address(entry_ptr + 3, tl.float32) + offs_n
-    g_n = tl.load(g_ptr, mask=inside_n, other=0.0).to(tl.float32) * clip
-    m_n = beta1 * tl.load(m_ptr, mask=inside_n, other=0.0) + new1 * g_n
-    v_n = beta2 * tl.load(v_ptr, mask=inside_n, other=0.0) + new2 * g_n * g_n
+    g_n = tl.load(g_ptr, mask=mask_n, other=0.0).to(tl.float32) * clip
+    m_n = beta1 * tl.load(m_ptr, mask=mask_n, other=0.0) + new1 * g_n
+    v_n = beta2 * tl.load(v_ptr, mask=mask_n, other=0.0) + new2 * g_n * g_n
     step_n = rate / correction1 * m_n / (tl.sqrt_rn(v_n / correction2) + eps)
-    p_n = tl.load(p_ptr, mask=inside_n, other=0.0) * decay - step_n
-    tl.store(m_ptr, m_n, mask=inside_n)
-    tl.store(v_ptr, v_n, mask=inside_n)
-    tl.store(p_ptr, p_n, mask=inside_n)
+    p_n = tl.load(p_ptr, mask=mask_n, other=0.0) * decay - step_n
+    tl.store(m_ptr, m_n, mask=mask_n)
+    tl.store(v_ptr, v_n, mask=mask_n)
+    tl.store(p_ptr, p_n, mask=mask_n)
     if tl.load(entry_ptr + 4) != 0:
-        tl.store(_address(entry_ptr + 4, LOW) + offs_n, p_n.to(LOW), mask=inside_n)
-    return tl.sum(tl.where(inside_n, step_n * step_n, 0.0), 0)
+        tl.store(_address(entry_ptr + 4, LOW) + offs_n, p_n.to(LOW), mask=mask_n)
+    return tl.sum(tl.where(mask_n, step_n * step_n, 0.0), 0)
 
 
 @jit
 def _address(at_ptr, TYPE: tl.constexpr):
+    """Load an address from the table as a pointer."""
     return tl.multiple_of(tl.load(at_ptr).to(tl.pointer_type(TYPE)), 16)

@@ -94,28 +94,30 @@ def _reference(
     gradient_CV: Tensor | None,
     scale_C: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """Compute `token_log_probs` in plain torch, some rows at a time."""
     logp_C = torch.empty(len(logits_CV), dtype=torch.float32, device=logits_CV.device)
     entropy_C = torch.empty_like(logp_C)
     rows = max(1, AT_ONCE // max(1, logits_CV.shape[1]))
     for start in range(0, len(logits_CV), rows):
-        now = slice(start, start + rows)
-        logp_C[now], entropy_C[now] = _rows(
-            logits_CV[now],
-            targets_C[now],
+        chunk = slice(start, start + rows)
+        logp_C[chunk], entropy_C[chunk] = _reference_rows(
+            logits_CV[chunk],
+            targets_C[chunk],
             temperature,
-            None if gradient_CV is None else gradient_CV[now],
-            None if scale_C is None else scale_C[now],
+            None if gradient_CV is None else gradient_CV[chunk],
+            None if scale_C is None else scale_C[chunk],
         )
     return logp_C, entropy_C
 
 
-def _rows(
+def _reference_rows(
     logits_CV: Tensor,
     targets_C: Tensor,
     temperature: float,
     gradient_CV: Tensor | None,
     scale_C: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """Compute some rows' log-probs, entropies and gradients in plain torch."""
     logits_CV = logits_CV.float()
     logp_CV = torch.log_softmax(
         logits_CV if temperature == 1.0 else logits_CV / temperature, dim=-1
@@ -162,20 +164,20 @@ def _token_log_probs_kernel(
         ).to(tl.float32)
         z_n = z_n * inverse_temperature
         new_n = tl.maximum(largest_n, z_n)
-        fall_n = largest_n - new_n
-        shrink_n = tl.exp(fall_n)
+        decrease_n = largest_n - new_n
+        rescale_n = tl.exp(decrease_n)
         gap_n = z_n - new_n
         e_n = tl.exp(gap_n)
-        moment_n = shrink_n * (moment_n + fall_n * mass_n) + tl.where(
+        moment_n = rescale_n * (moment_n + decrease_n * mass_n) + tl.where(
             z_n == float("-inf"), 0.0, e_n * gap_n
         )
-        mass_n = shrink_n * mass_n + e_n
+        mass_n = rescale_n * mass_n + e_n
         largest_n = new_n
     largest = tl.max(largest_n, 0)
-    fall_n = largest_n - largest
-    shrink_n = tl.exp(fall_n)
-    mass = tl.sum(shrink_n * mass_n, 0)
-    moment = tl.sum(shrink_n * (moment_n + fall_n * mass_n), 0)
+    decrease_n = largest_n - largest
+    rescale_n = tl.exp(decrease_n)
+    mass = tl.sum(rescale_n * mass_n, 0)
+    moment = tl.sum(rescale_n * (moment_n + decrease_n * mass_n), 0)
     target = tl.load(targets_ptr + row)
     lse = largest + tl.log(mass)
     tl.store(logp_ptr + row, tl.load(row_ptr + target).to(tl.float32) * inverse_temperature - lse)
@@ -185,16 +187,14 @@ def _token_log_probs_kernel(
         if scale_ptr is not None:
             scale *= tl.load(scale_ptr + row)
         for start in range(0, vocab, BLOCK):
-            inside_n = start + offs_n < vocab
-            z_n = tl.load(row_ptr + start + offs_n, mask=inside_n, other=float("-inf")).to(
-                tl.float32
-            )
-            hit_n = tl.where(start + offs_n == target, 1.0, 0.0)
-            g_n = scale * (hit_n - tl.exp(z_n * inverse_temperature - lse))
+            mask_n = start + offs_n < vocab
+            z_n = tl.load(row_ptr + start + offs_n, mask=mask_n, other=float("-inf")).to(tl.float32)
+            onehot_n = tl.where(start + offs_n == target, 1.0, 0.0)
+            g_n = scale * (onehot_n - tl.exp(z_n * inverse_temperature - lse))
             tl.store(
                 gradient_ptr + row * gradient_stride + start + offs_n,
                 g_n.to(gradient_ptr.dtype.element_ty),
-                mask=inside_n,
+                mask=mask_n,
             )
 
 
@@ -213,23 +213,23 @@ def _logit_gradient_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     offs_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside_n = offs_n < vocab
+    mask_n = offs_n < vocab
     target = tl.load(targets_ptr + row)
-    at_target = (
+    target_logit = (
         tl.load(logits_ptr + row * logits_stride + target).to(tl.float32) * inverse_temperature
     )
-    lse = at_target - tl.load(logp_ptr + row)
-    z_n = tl.load(logits_ptr + row * logits_stride + offs_n, mask=inside_n, other=float("-inf")).to(
+    lse = target_logit - tl.load(logp_ptr + row)
+    z_n = tl.load(logits_ptr + row * logits_stride + offs_n, mask=mask_n, other=float("-inf")).to(
         tl.float32
     )
-    hit_n = tl.where(offs_n == target, 1.0, 0.0)
+    onehot_n = tl.where(offs_n == target, 1.0, 0.0)
     g_n = (
         tl.load(scale_ptr + row)
         * inverse_temperature
-        * (hit_n - tl.exp(z_n * inverse_temperature - lse))
+        * (onehot_n - tl.exp(z_n * inverse_temperature - lse))
     )
     tl.store(
         gradient_ptr + row * gradient_stride + offs_n,
         g_n.to(gradient_ptr.dtype.element_ty),
-        mask=inside_n,
+        mask=mask_n,
     )

@@ -67,6 +67,7 @@ def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int
 
 
 def _forward(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Tensor:
+    """Launch the forward kernel."""
     num_tokens, size = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
     y_TF = torch.empty(num_tokens, size, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
     _silu_mul_adapted_kernel[_grid(num_tokens, size)](
@@ -87,6 +88,7 @@ def _forward(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Ten
 
 
 def _grid(num_tokens: int, size: int) -> tuple[int, int]:
+    """Return the tiles along features and tokens."""
     return -(-size // FEATURES), -(-num_tokens // TOKENS)
 
 
@@ -111,6 +113,7 @@ def _backward(
     y_grad_TF: Tensor,
     y_TF: Tensor | None = None,
 ) -> Tensor:
+    """Return the gradient of gate_up + low @ b'; fill `y_TF`, if given, with the result again."""
     num_tokens, size = y_grad_TF.shape
     grad_TN = torch.empty_like(gate_up_TN)
     _silu_mul_adapted_backward_kernel[_grid(num_tokens, size)](
@@ -137,11 +140,12 @@ def _backward(
 
 @jit
 def _gate_and_up(gate_up, low, b, t, n, live, size, columns, rank, num_tokens, RANK: tl.constexpr):
-    at = t[:, None].to(tl.int64) * 2 * size + n[None, :]
-    gate = tl.load(gate_up + at, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + at + size, mask=live, other=0.0).to(tl.float32)
-    gate += _update(low, b, t, n, n < size, columns, rank, num_tokens, RANK)
-    up += _update(
+    """Return a tile's gates and ups, with the adapter's update."""
+    offs = t[:, None].to(tl.int64) * 2 * size + n[None, :]
+    gate = tl.load(gate_up + offs, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + offs + size, mask=live, other=0.0).to(tl.float32)
+    gate += _adapter_update(low, b, t, n, n < size, columns, rank, num_tokens, RANK)
+    up += _adapter_update(
         low + columns - rank,
         b + size * columns + columns - rank,
         t,
@@ -156,7 +160,8 @@ def _gate_and_up(gate_up, low, b, t, n, live, size, columns, rank, num_tokens, R
 
 
 @jit
-def _update(low, b, t, n, inside, columns, rank, num_tokens, RANK: tl.constexpr):
+def _adapter_update(low, b, t, n, inside, columns, rank, num_tokens, RANK: tl.constexpr):
+    """Return the adapter's update of a tile."""
     r = tl.arange(0, RANK)
     low_tr = tl.load(
         low + t[:, None] * columns + r[None, :],
@@ -217,10 +222,10 @@ def _silu_mul_adapted_backward_kernel(
         tl.float32
     )
     s = 1.0 / (1.0 + tl.exp(-gate))
-    at = t[:, None].to(tl.int64) * 2 * size + n[None, :]
+    offs = t[:, None].to(tl.int64) * 2 * size + n[None, :]
     dtype = grad.dtype.element_ty
-    tl.store(grad + at, (dy * up * s * (1.0 + gate * (1.0 - s))).to(dtype), mask=live)
-    tl.store(grad + at + size, (dy * gate * s).to(dtype), mask=live)
+    tl.store(grad + offs, (dy * up * s * (1.0 + gate * (1.0 - s))).to(dtype), mask=live)
+    tl.store(grad + offs + size, (dy * gate * s).to(dtype), mask=live)
     if y is not None:
-        made = gate / (1.0 + tl.exp(-gate)) * up
-        tl.store(y + t[:, None].to(tl.int64) * size + n[None, :], made.to(dtype), mask=live)
+        y_tile = gate / (1.0 + tl.exp(-gate)) * up
+        tl.store(y + t[:, None].to(tl.int64) * size + n[None, :], y_tile.to(dtype), mask=live)

@@ -83,8 +83,8 @@ class CachePolicy(ABC):
         room = self.room(cached)
         if more <= room:
             return cached + more
-        left = self.kept(cached + room)
-        return max(cached + room, left + self.room(left))
+        kept = self.kept(cached + room)
+        return max(cached + room, kept + self.room(kept))
 
 
 class Selector(ABC):
@@ -154,7 +154,7 @@ class Footprint:
 
     prompt: int  # pages of the prompt as it runs
     base: int  # keys, not pages, that every sample begins with
-    compacted: int  # pages of a compacted prompt's base beside its own; else 0
+    compacted: int  # pages of a compacted prompt's base, in addition to `prompt`; else 0
     evicts: bool  # a sample's cache may be compacted while it decodes
     writer: int  # a sample's own pages, at worst, if it appends to the base's last page
     sibling: int  # and if it copies that page first
@@ -188,4 +188,5 @@ def footprint(policy: CachePolicy, prompt: int, response: int, page_size: int) -
 
 
 def num_pages(keys: int, page_size: int) -> int:
+    """Return the pages that so many keys take."""
     return -(-keys // page_size)

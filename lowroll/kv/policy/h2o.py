@@ -77,35 +77,37 @@ class HeavyHitters(Selector):
 
     def _forget_long(self, slots: Sequence[int]) -> None:
         """Drop the scores of aborted prompts."""
-        self.long = {place: score for place, score in self.long.items() if place[1] not in slots}
+        self.long = {key: score for key, score in self.long.items() if key[1] not in slots}
 
     def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[PromptChunk]) -> None:
-        packed = q_THd.split([chunk.num_tokens for chunk in chunks])
-        for chunk, q_CHd in zip(chunks, packed, strict=True):
+        queries = q_THd.split([chunk.num_tokens for chunk in chunks])
+        for chunk, q_CHd in zip(chunks, queries, strict=True):
             score_GN = self._prompt_score(layer, chunk)
             table_1P = torch.tensor([chunk.pages], device=q_THd.device)
             k_1GNd = self.cache.gather_keys(layer, table_1P)[:, :, : chunk.stop]
-            together = max(1, MOST_SCORED // (q_CHd.shape[1] * chunk.stop))
+            queries_at_once = max(1, MOST_SCORED // (q_CHd.shape[1] * chunk.stop))
             last_C = torch.arange(chunk.start, chunk.stop, device=q_THd.device)
-            for q_cHd, last_c in zip(q_CHd.split(together), last_C.split(together), strict=True):
+            for q_cHd, last_c in zip(
+                q_CHd.split(queries_at_once), last_C.split(queries_at_once), strict=True
+            ):
                 score_GN += attended(q_cHd[None], k_1GNd, last_c[None])[0]
 
     def _prompt_score(self, layer: int, chunk: PromptChunk) -> Tensor:
         """Return the tensor that sums the scores [G, stop] of a prompt's keys."""
         if chunk.stop <= self.most:
             return self.score_LSGN[layer, chunk.slot, :, : chunk.stop]
-        before_GN = self.long.get((layer, chunk.slot), self.score_LSGN[layer, chunk.slot])
-        before_GN = before_GN[:, : chunk.start]
-        score_GN = before_GN.new_zeros(before_GN.shape[0], chunk.stop)
-        score_GN[:, : chunk.start] = before_GN
+        earlier_GN = self.long.get((layer, chunk.slot), self.score_LSGN[layer, chunk.slot])
+        earlier_GN = earlier_GN[:, : chunk.start]
+        score_GN = earlier_GN.new_zeros(earlier_GN.shape[0], chunk.stop)
+        score_GN[:, : chunk.start] = earlier_GN
         self.long[layer, chunk.slot] = score_GN
         return score_GN
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: DecodeRows) -> None:
         keys = self.cache.keys[layer]  # the kernel does not take 8-bit codes
         if add_supports(keys, q_BHd.shape[1]):
-            at = rows.slots_B, rows.table_BP, rows.lengths_B
-            add_attended(self.score_LSGN[layer], q_BHd, keys, *at)
+            row_tensors = rows.slots_B, rows.table_BP, rows.lengths_B
+            add_attended(self.score_LSGN[layer], q_BHd, keys, *row_tensors)
             return
         table_BP = rows.table_BP[:, : num_pages(self.most, self.cache.page_size)]
         k_BGNd = self.cache.gather_keys(layer, table_BP)[:, :, : self.most]
@@ -116,9 +118,9 @@ class HeavyHitters(Selector):
     def compact(self, rows: DecodeRows, kept: int) -> Tensor:
         score_LBGN = self._scores(rows)
         kept_LBGK = best_and_last(score_LBGN, rows.lengths_B, kept, self.last)
-        left_LBGN = self.score_LSGN.new_zeros(*score_LBGN.shape[:3], self.most)
-        left_LBGN[..., :kept] = score_LBGN.gather(3, kept_LBGK)
-        self.score_LSGN[:, rows.slots_B] = left_LBGN
+        new_score_LBGN = self.score_LSGN.new_zeros(*score_LBGN.shape[:3], self.most)
+        new_score_LBGN[..., :kept] = score_LBGN.gather(3, kept_LBGK)
+        self.score_LSGN[:, rows.slots_B] = new_score_LBGN
         return kept_LBGK
 
     def _scores(self, rows: DecodeRows) -> Tensor:
@@ -127,16 +129,16 @@ class HeavyHitters(Selector):
         if not self.long:
             return score_LBGN
         slots = rows.slots_B.tolist()
-        long = {
+        long_scores = {
             (layer, slots.index(slot)): self.long.pop((layer, slot))
             for layer, slot in list(self.long)
             if slot in slots
         }
-        widest = max([self.most, *(score_GN.shape[1] for score_GN in long.values())])
-        wide_LBGN = F.pad(score_LBGN, (0, widest - self.most))
-        for (layer, row), score_GN in long.items():
-            wide_LBGN[layer, row, :, : score_GN.shape[1]] = score_GN
-        return wide_LBGN
+        max_keys = max([self.most, *(score_GN.shape[1] for score_GN in long_scores.values())])
+        padded_LBGN = F.pad(score_LBGN, (0, max_keys - self.most))
+        for (layer, b), score_GN in long_scores.items():
+            padded_LBGN[layer, b, :, : score_GN.shape[1]] = score_GN
+        return padded_LBGN
 
 
 def attended(q_BCHd: Tensor, k_BGNd: Tensor, last_BC: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def most_held(policy: CachePolicy, spec: ModelSpec) -> int:
 
 
 def recorder_bytes(policy: CachePolicy, spec: ModelSpec, max_batch: int) -> int:
-    """Return the device memory of an engine's recorder, beside the policy's state."""
+    """Return the device memory of an engine's recorder, without the policy's state."""
     keys = num_slots(max_batch) * most_held(policy, spec)
     return spec.num_layers * spec.num_kv_heads * keys * torch.int32.itemsize
 
@@ -42,8 +42,8 @@ def recorder_bytes(policy: CachePolicy, spec: ModelSpec, max_batch: int) -> int:
 def policy_bytes(
     kv: CachePolicy, spec: ModelSpec, max_batch: int, dtype: torch.dtype, record_evictions: bool
 ) -> int:
-    """Return the device memory that a cache policy takes beside the cache: its own state, and the
-    records of the keys that it drops."""
+    """Return the device memory that a cache policy takes in addition to the cache: its own state,
+    and the records of the keys that it drops."""
     recorded = recorder_bytes(kv, spec, max_batch) if record_evictions else 0
     return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded
 
@@ -90,25 +90,25 @@ class CompactionRecorder:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy records (source, target); all are read before one is written."""
-        before = dict(self._num_held)
+        num_held = dict(self._num_held)
         for source, target in pairs:
-            self._num_held[target] = before.get(source, 0)
+            self._num_held[target] = num_held.get(source, 0)
         copy_slots(self.held_LSGK, pairs)
         self._untold.append(partial(self._copy, tuple(pairs)))
 
     def compacted(self, rows: Sequence[Dropped], kept_LBGK: Tensor) -> None:
         """Record the kept keys of each row, equally many."""
-        widest = max(row.length for row in rows)
-        together = max(1, MOST_TRACED // (self.layers * self.heads * widest))
-        for first in range(0, len(rows), together):
-            some = rows[first : first + together]
-            self._trace(some, kept_LBGK[:, first : first + together])
+        max_length = max(row.length for row in rows)
+        rows_at_once = max(1, MOST_TRACED // (self.layers * self.heads * max_length))
+        for start in range(0, len(rows), rows_at_once):
+            portion = rows[start : start + rows_at_once]
+            self._trace(portion, kept_LBGK[:, start : start + rows_at_once])
 
     def settle(self) -> None:
         """Process pending events. Waits for the device."""
-        untold, self._untold = self._untold, []
-        for happen in untold:
-            happen()
+        events, self._untold = self._untold, []
+        for apply_event in events:
+            apply_event()
 
     def evictions(self, slot: int | None) -> Evictions:
         """Return the dropped keys of a slot's sample so far; None: of a sample that was never
@@ -116,54 +116,58 @@ class CompactionRecorder:
         self.settle()
         if slot not in self._histories:
             return Evictions(self.layers, self.heads)
-        known = self._histories[slot]
-        return pack_evictions(known.numbers_LGT, known.after)
+        history = self._histories[slot]
+        return pack_evictions(history.numbers_LGT, history.after)
 
     def _trace(self, rows: Sequence[Dropped], kept_LBGK: Tensor) -> None:
         """Find the positions that stayed and those that were dropped."""
         device = self.held_LSGK.device
-        numbers = [(r.slot, r.length, r.position, self._num_held.get(r.slot, 0)) for r in rows]
-        slots_B, *columns = upload(torch.tensor(numbers).t().contiguous(), device)
+        row_values = [(r.slot, r.length, r.position, self._num_held.get(r.slot, 0)) for r in rows]
+        slots_B, *columns = upload(torch.tensor(row_values).t().contiguous(), device)
         length_B11, position_B11, num_held_B11 = (x[:, None, None] for x in columns)
-        widest = max(row.length for row in rows)
-        n_N = torch.arange(widest, device=device)
-        held_LBGN = self.held_LSGK[:, slots_B, :, :widest]
-        held_LBGN = F.pad(held_LBGN, (0, widest - held_LBGN.shape[3]))
+        max_length = max(row.length for row in rows)
+        n_N = torch.arange(max_length, device=device)
+        held_LBGN = self.held_LSGK[:, slots_B, :, :max_length]
+        held_LBGN = F.pad(held_LBGN, (0, max_length - held_LBGN.shape[3]))
         since_B1N = (position_B11 - length_B11 + 1 + n_N).int()
-        where_LBGN = torch.where(n_N < num_held_B11, held_LBGN, since_B1N)
-        self.held_LSGK[:, slots_B, :, : rows[0].kept] = where_LBGN.gather(3, kept_LBGK)
+        position_LBGN = torch.where(n_N < num_held_B11, held_LBGN, since_B1N)
+        self.held_LSGK[:, slots_B, :, : rows[0].kept] = position_LBGN.gather(3, kept_LBGK)
 
-        gone_LBGN = (n_N < length_B11).expand_as(where_LBGN).scatter(3, kept_LBGK, False)
-        most = max(row.length - row.kept for row in rows)
-        place_LBGN = (gone_LBGN.cumsum(3) - 1).masked_fill(~gone_LBGN, most)  # behind the last
-        gone_LBGE = where_LBGN.new_zeros(*where_LBGN.shape[:3], most + 1)
-        gone_LBGE.scatter_(3, place_LBGN, where_LBGN)
+        gone_LBGN = (n_N < length_B11).expand_as(position_LBGN).scatter(3, kept_LBGK, False)
+        max_gone = max(row.length - row.kept for row in rows)
+        index_LBGN = (gone_LBGN.cumsum(3) - 1).masked_fill(~gone_LBGN, max_gone)  # behind the last
+        gone_LBGE = position_LBGN.new_zeros(*position_LBGN.shape[:3], max_gone + 1)
+        gone_LBGE.scatter_(3, index_LBGN, position_LBGN)
         self._num_held |= {row.slot: row.kept for row in rows}
         self._untold.append(partial(self._compact, tuple(rows), gone_LBGE))
 
     def _begin(self, slots: Sequence[int]) -> None:
+        """Drop the histories of these slots."""
         for slot in slots:
             self._histories.pop(slot, None)
 
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        before = dict(self._histories)
+        """Copy histories (source, target); all are read before one is written."""
+        histories = dict(self._histories)
         for source, target in pairs:
             self._histories.pop(target, None)
-            if source in before:
-                self._histories[target] = before[source]
+            if source in histories:
+                self._histories[target] = histories[source]
 
     def _compact(self, rows: Sequence[Dropped], gone_LBGE: Tensor) -> None:
+        """Add one compaction to each sample's history. gone_LBGE: the positions of its dropped
+        keys."""
         gone_LBGE = gone_LBGE.cpu().long()
         for b, row in enumerate(rows):
-            known = self._histories.get(row.slot)
-            if known is None:
-                nothing = torch.zeros(self.layers, self.heads, 0, dtype=torch.uint8)
-                known = _History((), nothing)
-            number = len(known.after) + 1
-            numbers_LGT = known.numbers_LGT
+            history = self._histories.get(row.slot)
+            if history is None:
+                no_keys_LG0 = torch.zeros(self.layers, self.heads, 0, dtype=torch.uint8)
+                history = _History((), no_keys_LG0)
+            number = len(history.after) + 1
+            numbers_LGT = history.numbers_LGT
             if number == IN_A_BYTE + 1:
                 numbers_LGT = numbers_LGT.to(torch.int16)
-            new = row.position + 1 - numbers_LGT.shape[2]
-            numbers_LGT = F.pad(numbers_LGT, (0, new))
+            num_new = row.position + 1 - numbers_LGT.shape[2]
+            numbers_LGT = F.pad(numbers_LGT, (0, num_new))
             numbers_LGT.scatter_(2, gone_LBGE[:, b, :, : row.length - row.kept], number)
-            self._histories[row.slot] = _History((*known.after, row.position), numbers_LGT)
+            self._histories[row.slot] = _History((*history.after, row.position), numbers_LGT)

@@ -3,7 +3,7 @@
 Beside SnapKV's importance I, over the n keys of a head:
 
     C_ij = cos(k_i, k_j), 0 for i = j; of the j with C_ij > 0.5 the last one's C_ij is set to 0, so
-           that the newest of several duplicates is not held against itself
+           that the newest of several duplicates is not penalized
     R    = softmax over all keys j of mean_i C_ij
     Z    = mix I - (1 - mix) R
 

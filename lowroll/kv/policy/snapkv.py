@@ -89,11 +89,11 @@ class Attended(Selector):
 
     def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[PromptChunk]) -> None:
         window = self.policy.window
-        packed = q_THd.split([chunk.num_tokens for chunk in chunks])
-        for chunk, q_CHd in zip(chunks, packed, strict=True):
-            first = max(chunk.start, chunk.stop - window)
-            at_A = torch.arange(first, chunk.stop, device=q_THd.device) % window
-            self.ring_LSAHd[layer, chunk.slot].index_copy_(0, at_A, q_CHd[first - chunk.start :])
+        queries = q_THd.split([chunk.num_tokens for chunk in chunks])
+        for chunk, q_CHd in zip(chunks, queries, strict=True):
+            start = max(chunk.start, chunk.stop - window)
+            index_A = torch.arange(start, chunk.stop, device=q_THd.device) % window
+            self.ring_LSAHd[layer, chunk.slot].index_copy_(0, index_A, q_CHd[start - chunk.start :])
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: DecodeRows) -> None:
         remember(self.ring_LSAHd[layer], rows.slots_B, rows.positions_B, q_BHd)
@@ -102,30 +102,36 @@ class Attended(Selector):
         layers, num_heads = len(self.cache.keys), self.cache.keys[0].shape[2]
         if not score.supports(self.ring_LSAHd, num_heads):
             return torch.stack([self._compact_layer(layer, rows, kept) for layer in range(layers)])
-        chosen = []
-        for some in _portions(rows, SCORES * layers * num_heads * self.cache.page_size):
-            score_LBGN = self.policy.paged_scores(self.ring_LSAHd, self.cache, some)
-            chosen.append(best_and_last(score_LBGN, some.lengths_B, kept, self.policy.window))
-        return torch.cat(chosen, 1)
+        kept_parts = []
+        for portion in _portions(rows, SCORES * layers * num_heads * self.cache.page_size):
+            score_LBGN = self.policy.paged_scores(self.ring_LSAHd, self.cache, portion)
+            kept_parts.append(
+                best_and_last(score_LBGN, portion.lengths_B, kept, self.policy.window)
+            )
+        return torch.cat(kept_parts, 1)
 
     def _compact_layer(self, layer: int, rows: DecodeRows, kept: int) -> Tensor:
-        chosen = []
-        each = self.cache.page_size * self.ring_LSAHd[0, 0].numel()
-        for some in _portions(rows, each):
-            q_BAHd = self.ring_LSAHd[layer, some.slots_B]
-            k_BGNd = self.cache.gather_keys(layer, some.table_BP)
-            score_BGN = self.policy.scores(q_BAHd, k_BGNd, some.lengths_B)
-            chosen.append(best_and_last(score_BGN, some.lengths_B, kept, self.policy.window))
-        return torch.cat(chosen)
+        """Return the kept keys of one layer, scored in plain torch: [B, G, K]."""
+        kept_parts = []
+        numbers_per_page = self.cache.page_size * self.ring_LSAHd[0, 0].numel()
+        for portion in _portions(rows, numbers_per_page):
+            q_BAHd = self.ring_LSAHd[layer, portion.slots_B]
+            k_BGNd = self.cache.gather_keys(layer, portion.table_BP)
+            score_BGN = self.policy.scores(q_BAHd, k_BGNd, portion.lengths_B)
+            kept_parts.append(best_and_last(score_BGN, portion.lengths_B, kept, self.policy.window))
+        return torch.cat(kept_parts)
 
 
 def _portions(rows: DecodeRows, each: int) -> Iterator[DecodeRows]:
     """Split rows so that MOST_SCORED numbers exist at once; each: numbers of a page."""
-    together = max(1, MOST_SCORED // (rows.table_BP.shape[1] * each))
-    for first in range(0, len(rows.slots_B), together):
-        some = slice(first, first + together)
+    rows_at_once = max(1, MOST_SCORED // (rows.table_BP.shape[1] * each))
+    for start in range(0, len(rows.slots_B), rows_at_once):
+        portion = slice(start, start + rows_at_once)
         yield DecodeRows(
-            rows.slots_B[some], rows.table_BP[some], rows.lengths_B[some], rows.positions_B[some]
+            rows.slots_B[portion],
+            rows.table_BP[portion],
+            rows.lengths_B[portion],
+            rows.positions_B[portion],
         )
 
 

@@ -21,7 +21,7 @@ T = TypeVar("T", bool, int, float)
 class Option(Generic[T]):
     """A boolean, integer or float option of a policy, typed as its default.
 
-    stays: it counts keys of the budget that stay whatever their scores.
+    stays: it counts keys of the budget that are kept whatever their scores.
     """
 
     default: T
@@ -31,7 +31,7 @@ class Option(Generic[T]):
     stays: bool = False
 
     def problem(self, value: object) -> str:
-        """Return what is wrong with a value, or ""."""
+        """Return the reason why a value is invalid, or ""."""
         if isinstance(self.default, bool):
             return "" if isinstance(value, bool) else f"expects true or false, got {value!r}"
         if isinstance(self.default, float):
@@ -48,6 +48,7 @@ class Option(Generic[T]):
 
     @property
     def _range(self) -> str:
+        """Return the bounds as text."""
         return (
             f"at least {self.least:g}"
             if self.most == math.inf
@@ -92,8 +93,10 @@ def make(name: str, **options: Any) -> CachePolicy:
     """Return a policy by name, with defaults for missing options. ValueError names the wrong
     option."""
     check(name, options)
-    module, _, kind = POLICIES[name].home.partition(":")
-    policy: CachePolicy = getattr(importlib.import_module(module), kind)(**filled(name, options))
+    module, _, class_name = POLICIES[name].home.partition(":")
+    policy: CachePolicy = getattr(importlib.import_module(module), class_name)(
+        **filled(name, options)
+    )
     return policy
 
 
@@ -113,26 +116,29 @@ def problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]
     if name not in POLICIES:
         yield "policy", f"unknown policy {name!r}; known: {', '.join(POLICIES)}"
         return
-    known = POLICIES[name].options
-    found = {
-        key: known[key].problem(value) if key in known else _unknown(name)
+    known_options = POLICIES[name].options
+    reasons = {
+        key: known_options[key].problem(value)
+        if key in known_options
+        else _unknown_option_reason(name)
         for key, value in options.items()
     }
-    yield from ((key, f"{name} {problem}") for key, problem in found.items() if problem)
-    if not any(found.values()) and "budget" in known:
+    yield from ((key, f"{name} {problem}") for key, problem in reasons.items() if problem)
+    if not any(reasons.values()) and "budget" in known_options:
         yield from _budget_problems(name, filled(name, options))
 
 
-def _unknown(name: str) -> str:
-    known = ", ".join(POLICIES[name].options)
-    return f"has no such option; its options: {known}" if known else "has no options"
+def _unknown_option_reason(name: str) -> str:
+    """Return the error text for an option that the policy does not have."""
+    names = ", ".join(POLICIES[name].options)
+    return f"has no such option; its options: {names}" if names else "has no options"
 
 
 def _budget_problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield a problem unless the budget exceeds the keys that always stay."""
-    staying = {key: options[key] for key, one in POLICIES[name].options.items() if one.stays}
-    least = sum(staying.values()) + 1
+    reserved = {key: options[key] for key, option in POLICIES[name].options.items() if option.stays}
+    least = sum(reserved.values()) + 1
     if options["budget"] < least:
-        why = " and ".join(f"{key} {count}" for key, count in staying.items())
-        got = options["budget"]
-        yield "budget", f"{name} expects at least {least} ({why} and 1), got {got}"
+        reserved_text = " and ".join(f"{key} {count}" for key, count in reserved.items())
+        budget = options["budget"]
+        yield "budget", f"{name} expects at least {least} ({reserved_text} and 1), got {budget}"
