@@ -149,6 +149,9 @@ class EngineThread:
                     f"pause: {len(self.open)} requests still run after {self.drain_s:g} s"
                 ) from None
             await drain_result
+        except asyncio.CancelledError:  # the client has gone, and would not resume
+            await self.call(lambda engine: self.loop.pausing.cancel_drain(drained), "pause")
+            raise
         finally:
             drain_result.cancel()  # cancelled by the caller
 

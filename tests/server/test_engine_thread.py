@@ -225,6 +225,21 @@ async def test_wait_gives_up_by_name_and_everything_goes_on(engine: NativeEngine
         assert len((await ticket.group()).rollouts[0].token_ids) == 100
 
 
+async def test_a_pause_that_waits_ends_with_its_client(engine: NativeEngine) -> None:
+    async with looped(engine) as loop:
+        ticket = await loop.submit(ask(3, 4, max_tokens=LONG))
+        pausing = asyncio.ensure_future(loop.pause("wait"))
+        await loop.call(lambda engine: None, "a turn")
+        pausing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pausing
+        later = await loop.submit(ask(5, 6))
+        assert (await later.group()).rollouts[0].finish_reason == "length"
+        assert not loop.paused
+        await loop.abort_all()
+        assert (await ticket.group()).rollouts[0].finish_reason == "abort"
+
+
 async def test_resume_ends_a_pause_that_still_waits(engine: NativeEngine) -> None:
     async with looped(engine) as loop:
         ticket = await loop.submit(ask(3, 4, max_tokens=LONG))

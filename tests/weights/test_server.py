@@ -24,8 +24,9 @@ from lowroll.server.protocol import Refused
 from lowroll.server.weight_store import WeightStore
 from lowroll.transport.base import TransportError
 from lowroll.weights.publish import digest, rollout_copy
+from lowroll.weights.sync import client as client_module
 from lowroll.weights.sync import server as server_module
-from lowroll.weights.sync.base import LinkFailed, read_broadcast, transfer_token
+from lowroll.weights.sync.base import Broadcast, LinkFailed, read_broadcast, transfer_token
 from lowroll.weights.sync.buckets import BucketLayout, pack, unpack
 from lowroll.weights.sync.client import WeightClient
 from lowroll.weights.sync.server import Connection, ServedVersion, WeightServer, confirm
@@ -286,6 +287,34 @@ def test_without_the_token_nothing_is_given(
             take(WeightStore(tmp_path, folder, client), engine, 1)
     assert not server.broken, "who has no token has no files written either"
     assert take(shelf_of(tmp_path, folder, server), engine, 1) == wanted(learner)
+
+
+def test_a_store_that_says_nothing_is_waited_for_no_longer_than_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trainer that stopped between its answer and the meeting of its group."""
+    monkeypatch.setattr(client_module, "JOIN_S", 0.3)
+    monkeypatch.setattr(client_module, "TRIES", 1)
+    with socket.create_server(("127.0.0.1", 0)) as store, socket.create_server(("", 0)) as trainer:
+        answer = {"group": 1, "rank": 1, "size": 2, "store": store.getsockname()[1]}
+
+        def answers() -> None:
+            with suppress(OSError):
+                while True:
+                    with trainer.accept()[0] as connection, connection.makefile("rb") as lines:
+                        if "want" in json.loads(lines.readline()):
+                            connection.sendall(json.dumps(answer).encode() + b"\n")
+
+        threading.Thread(target=answers, daemon=True).start()
+        client = WeightClient("127.0.0.1", trainer.getsockname()[1], CPU, 5.0)
+        began = time.monotonic()
+        with pytest.raises(LinkFailed):
+            client.fetch(Broadcast(1, Path(), "full", "d", 1), BucketLayout((), (), "d"))
+        assert time.monotonic() - began < 5
+    until = time.monotonic() + 20  # torch's thread ends when the store is closed
+    while any(thread.name == "weight-store" for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lowroll.parallel.store import tcp_store
 from lowroll.weights.sync.base import Broadcast, LinkFailed, Replaced
-from lowroll.weights.sync.buckets import BucketGroup, BucketLayout, copy_by_ipc, unpack
+from lowroll.weights.sync.buckets import JOIN_S, BucketGroup, BucketLayout, copy_by_ipc, unpack
 
 TRIES = 2  # before it requests files
 CONNECT_S = 10.0
@@ -90,13 +91,34 @@ class WeightClient:
         if self._group is None or self._group[0] != number:
             assert self._socket is not None
             mine = self._socket.getsockname()[0]
-            store = tcp_store(self.host, port, None, self.timeout_s)
+            store = self._connect_to_store(port)
             group = BucketGroup(store, number, rank, size, self.device, mine, self.timeout_s)
             self._group = number, group
         buckets = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in layout.sizes]
         for bucket in buckets:
             self._group[1].broadcast(bucket)
         return buckets
+
+    def _connect_to_store(self, port: int) -> Any:
+        """Connect to the store at which the trainer's group meets. torch ignores its own timeout
+        when a store accepts and says nothing, so a thread connects, and is left behind then."""
+        deadline_s = min(JOIN_S, self.timeout_s)
+        connected: Future[Any] = Future()
+
+        def connect() -> None:
+            try:
+                connected.set_result(tcp_store(self.host, port, None, deadline_s))
+            except Exception as error:  # whatever torch raises is the caller's
+                connected.set_exception(error)
+
+        threading.Thread(target=connect, name="weight-store", daemon=True).start()
+        try:
+            return connected.result(deadline_s)
+        except TimeoutError:
+            raise LinkFailed(
+                f"{self.host}:{port}: the store of the trainer's group does not answer within "
+                f"{deadline_s:g} s"
+            ) from None
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send a message with the token; return the answer. LinkFailed for none or an error."""
