@@ -92,9 +92,9 @@ class Rollouts:
         parts += [f"come from {self.engine}"] if self.foreign else []
         parts += [f"are cut by {', '.join(self.truncated)}"] if self.truncated else []
         parts += ["carry noise"] if self.noisy else []
-        bound = self.kv_policy != "dense"
-        shared = " and the learner replays" if self.replayed else ""
-        parts += [f"have a cache that {self.kv_policy} bounds{shared}"] if bound else []
+        is_bounded = self.kv_policy != "dense"
+        replay_text = " and the learner replays" if self.replayed else ""
+        parts += [f"have a cache that {self.kv_policy} bounds{replay_text}"] if is_bounded else []
         parts += [f"have an {self.kv_dtype} cache"] if self.low_bit_cache else []
         return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
@@ -300,19 +300,31 @@ def known_collapse(correction: str, rollouts: Rollouts) -> Collapse | None:
 def rollouts_of(cfg: RunSettings) -> Rollouts:
     """Return the properties of a run's rollouts."""
     rollout = cfg.rollout
-    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
-    cut = {name: getattr(rollout, name) for name in off if getattr(rollout, name) != off[name]}
-    second = rollout.large_batch_weights if rollout.large_batch_weights != rollout.weights else None
+    neutral_values = {
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "min_tokens": 0,
+    }
+    truncations = {
+        name: getattr(rollout, name)
+        for name in neutral_values
+        if getattr(rollout, name) != neutral_values[name]
+    }
+    second_format = (
+        rollout.large_batch_weights if rollout.large_batch_weights != rollout.weights else None
+    )
     # a dense second format is LoRA's own base
-    low_bit = second is not None and not is_dense(second)
+    second_is_low_bit = second_format is not None and not is_dense(second_format)
     return Rollouts(
-        f"{rollout.weights}+{second}" if low_bit else rollout.weights,
-        truncated=tuple(f"{name} {value}" for name, value in cut.items()),
+        f"{rollout.weights}+{second_format}" if second_is_low_bit else rollout.weights,
+        truncated=tuple(f"{name} {value}" for name, value in truncations.items()),
         noisy=cfg.noise is not None and cfg.noise.learner == "clean",
         exact=bool(rollout.exact),
-        aligned=cfg.forward in ("aligned", rollout.weights) and second is None,
+        aligned=cfg.forward in ("aligned", rollout.weights) and second_format is None,
         rounds=cfg.forward not in ("dense", "aligned", rollout.weights),
-        lora=cfg.train.lora and not low_bit,
+        lora=cfg.train.lora and not second_is_low_bit,
         kv_policy=rollout.cache.policy,
         kv_dtype=rollout.cache.kv_dtype,
         replayed=cfg.train.replay_kv,
@@ -332,5 +344,5 @@ def thresholds_of(cfg: RunSettings) -> dict[str, float]:
     row = choose_row(rollouts_of(cfg))
     if cfg.correction != "auto" or not row.sets or correction_of(cfg)[0] != row.correction:
         return {}
-    written = getattr(cfg.loss, row.correction).model_fields_set
-    return {name: value for name, value in row.sets.items() if name not in written}
+    set_options = getattr(cfg.loss, row.correction).model_fields_set
+    return {name: value for name, value in row.sets.items() if name not in set_options}

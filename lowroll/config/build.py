@@ -53,8 +53,8 @@ def read(path: str | FilePath) -> Document:
 def build(document: Document, overrides: Overrides = ()) -> RunConfig:
     """Rename old keys, apply overrides, check and resolve."""
     notes = carry_over(document)
-    for key, value, written, note in renamed_overrides(list(_pairs(overrides))):
-        _override(document, key, value, Mark("override", written))
+    for key, value, written_key, note in renamed_overrides(list(_parse_overrides(overrides))):
+        _apply_override(document, key, value, Mark("override", written_key))
         if note:
             notes.append(note)
     notes += carry_over(document)  # of an override of a whole section
@@ -71,29 +71,31 @@ def validate(model: type[M], document: Document) -> M:
     except ValidationError as error:
         problems: set[str] = set()
         for details in error.errors():
-            problems.update(_explain(model, document, details))
-        raise ConfigError("\n".join(sorted(problems, key=_order))) from None
+            problems.update(_problem_lines(model, document, details))
+        raise ConfigError("\n".join(sorted(problems, key=_sort_key))) from None
 
 
 def override_pairs(overrides: Overrides) -> list[tuple[str, Any]]:
     """Return the overrides as written: (key, value)."""
-    return list(_pairs(overrides))
+    return list(_parse_overrides(overrides))
 
 
-def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
+def _parse_overrides(overrides: Overrides) -> Iterable[tuple[str, Any]]:
+    """Yield the overrides as (key, value), with the values of texts parsed as YAML."""
     if isinstance(overrides, Mapping):
         yield from ((key, plain(value, f"override {key}")) for key, value in overrides.items())
         return
-    for item in overrides:
-        key, equals, text = item.partition("=")
+    for override in overrides:
+        key, equals, text = override.partition("=")
         if not equals or not key.strip():
             raise ConfigError(
-                f"override {item}: write it as key=value, for example train.max_steps=20"
+                f"override {override}: write it as key=value, for example train.max_steps=20"
             )
         yield key.strip(), parse_value(text, Mark("override", key.strip()))
 
 
-def _override(document: Document, key: str, value: Any, mark: Mark) -> None:
+def _apply_override(document: Document, key: str, value: Any, mark: Mark) -> None:
+    """Write an override into the document, creating the sections that its key names."""
     parts = key.replace("[", ".").replace("]", "").split(".")
     if not all(parts):
         raise ConfigError(mark.blame("not a dotted key"))
@@ -111,28 +113,30 @@ def _override(document: Document, key: str, value: Any, mark: Mark) -> None:
     document.put(path, value, mark)
 
 
-def _order(line: str) -> tuple[str, int, str]:
-    name, _, rest = line.partition(":")
-    number = rest.partition(":")[0]
-    if not number.isdecimal():
-        return name, 0, line
-    return name, int(number), line
+def _sort_key(line: str) -> tuple[str, int, str]:
+    """Return the sort key of a problem line: its file and the line number there."""
+    file_name, _, after_name = line.partition(":")
+    line_number = after_name.partition(":")[0]
+    if not line_number.isdecimal():
+        return file_name, 0, line
+    return file_name, int(line_number), line
 
 
-def _explain(model: type[BaseModel], document: Document, details: ErrorDetails) -> list[str]:
+def _problem_lines(model: type[BaseModel], document: Document, details: ErrorDetails) -> list[str]:
+    """Return the lines that report one error of pydantic."""
     loc: Path = tuple(details["loc"])
     if details["type"] == "combination":
-        return [_blame(document, *problem) for problem in details["ctx"]["problems"]]
-    path = _written(loc, document.value)
+        return [_format_problem(document, *problem) for problem in details["ctx"]["problems"]]
+    path = _document_path(loc, document.value)
     if details["type"] == "extra_forbidden":
         return [
-            _blame(document, (key,), "unknown key" + hint)
-            for key, hint in _hints(model, path, details["input"])
+            _format_problem(document, (key_path,), "unknown key" + hint)
+            for key_path, hint in _unknown_key_hints(model, path, details["input"])
         ]
-    return [_blame(document, (path,), _message(model, loc, details))]
+    return [_format_problem(document, (path,), _error_text(model, loc, details))]
 
 
-def _written(loc: Path, value: Any) -> Path:
+def _document_path(loc: Path, value: Any) -> Path:
     """Drop what pydantic adds: the index of a mapping that stands for a list, and the name of a
     union's branch."""
     path: list[str | int] = []
@@ -152,49 +156,50 @@ def _written(loc: Path, value: Any) -> Path:
     return tuple(path)
 
 
-def _blame(document: Document, paths: tuple[Path, ...], message: str) -> str:
+def _format_problem(document: Document, paths: tuple[Path, ...], message: str) -> str:
     """Return `file:line: key: message` for the first written key, otherwise for the nearest
     section."""
-    for path in paths:
-        if path in document.marks:
-            return document.marks[path].blame(message)
+    for key_path in paths:
+        if key_path in document.marks:
+            return document.marks[key_path].blame(message)
     mark = document.mark(paths[0])
     if mark is None:
         return f"{document.name}: {dotted(paths[0])}: {message}"
     return Mark(mark.where, dotted(paths[0])).blame(message)
 
 
-def _message(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
-    kind = details["type"]
+def _error_text(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
+    """Return the message for an error of pydantic, in the words of a configuration."""
+    error_type = details["type"]
     context = details.get("ctx", {})
     value = details.get("input")
-    got = f", got {_show(value)}"
-    if kind == "missing":
+    got_text = f", got {_describe_value(value)}"
+    if error_type == "missing":
         if isinstance(loc[-1], int):
             return f"needs {loc[-1] + 1} entries"
         return "this key is required"
-    if kind == "literal_error":
-        choices = _choices(context["expected"])
-        message = f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}{got}"
+    if error_type == "literal_error":
+        choices = _parse_choices(context["expected"])
+        message = f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}{got_text}"
         if isinstance(value, str):
             message += nearest(value.lower(), choices)
         return message
-    if kind in _NEEDS:
-        message = f"must be {_NEEDS[kind]}{got}"
+    if error_type in _EXPECTED_TYPES:
+        message = f"must be {_EXPECTED_TYPES[error_type]}{got_text}"
         if isinstance(value, str) and _is_number(value):
             message += " (drop the quotes)"
         return message
-    if kind in _BOUNDS:
-        word, limit = _BOUNDS[kind]
-        return f"must be {word} {context[limit]}{got}"
-    if kind in ("too_short", "string_too_short"):
+    if error_type in _BOUND_SIGNS:
+        sign, limit_name = _BOUND_SIGNS[error_type]
+        return f"must be {sign} {context[limit_name]}{got_text}"
+    if error_type in ("too_short", "string_too_short"):
         return "must not be empty"
-    if kind == "string_pattern_mismatch" and context["pattern"] == HUB_NAME:
-        return f"must be ORG/NAME{got}"
+    if error_type == "string_pattern_mismatch" and context["pattern"] == HUB_NAME:
+        return f"must be ORG/NAME{got_text}"
     return details["msg"]
 
 
-_NEEDS = {
+_EXPECTED_TYPES = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "int_type": "a whole number",
@@ -211,7 +216,7 @@ _NEEDS = {
     "tuple_type": "a list",
     "none_required": "null",
 }
-_BOUNDS = {
+_BOUND_SIGNS = {
     "greater_than": (">", "gt"),
     "greater_than_equal": (">=", "ge"),
     "less_than": ("<", "lt"),
@@ -219,7 +224,8 @@ _BOUNDS = {
 }
 
 
-def _show(value: Any) -> str:
+def _describe_value(value: Any) -> str:
+    """Return a value as an error shows it, shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict):
@@ -230,6 +236,7 @@ def _show(value: Any) -> str:
 
 
 def _is_number(text: str) -> bool:
+    """Return whether a text reads as a number."""
     try:
         float(text)
     except ValueError:
@@ -237,44 +244,53 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _choices(expected: str) -> list[str]:
+def _parse_choices(expected: str) -> list[str]:
     """Parse pydantic's "'a', 'b' or 'c'" into ["a", "b", "c"]."""
     return [choice.strip().strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
 
 
-def _hints(model: type[BaseModel], path: Path, value: Any) -> Iterator[tuple[Path, str]]:
+def _unknown_key_hints(
+    model: type[BaseModel], path: Path, value: Any
+) -> Iterator[tuple[Path, str]]:
     """Yield an unknown key, or the foreign keys in an unknown section, with a suggestion: a near
     key of its section, another tool's name, a key of this name elsewhere, or the nearest one
     anywhere."""
-    word = str(path[-1])
-    if "." in word and ".".join(map(str, path)) in known_keys(model):
-        nested = ": {".join(word.split(".")) + ": ..." + "}" * word.count(".")
-        yield path, f"; with dots it is an override, in a file it is {nested}"
+    last_name = str(path[-1])
+    if "." in last_name and ".".join(map(str, path)) in known_keys(model):
+        nested_form = ": {".join(last_name.split(".")) + ": ..." + "}" * last_name.count(".")
+        yield path, f"; with dots it is an override, in a file it is {nested_form}"
         return
-    section: type[BaseModel] | None = model
+    known_section: type[BaseModel] | None = model
     for part in path[:-1]:
-        if isinstance(part, str) and section is not None and part in section.model_fields:
-            section = section_in(section.model_fields[part].annotation)
-    here: list[str] = []
-    if section is not None:
-        here = list(section.model_fields)
-    foreign: list[Path] = []
+        if (
+            isinstance(part, str)
+            and known_section is not None
+            and part in known_section.model_fields
+        ):
+            known_section = section_in(known_section.model_fields[part].annotation)
+    section_keys: list[str] = []
+    if known_section is not None:
+        section_keys = list(known_section.model_fields)
+    foreign_paths: list[Path] = []
     if model is RunConfig:
-        foreign = list(foreign_keys(path, value))
-    if foreign and not nearest(word, here, cutoff=0.85):
-        yield from ((key, f"; {explain(key)}") for key in foreign)
+        foreign_paths = list(foreign_keys(path, value))
+    if foreign_paths and not nearest(last_name, section_keys, cutoff=0.85):
+        yield from ((foreign_path, f"; {explain(foreign_path)}") for foreign_path in foreign_paths)
         return
-    yield path, _meant(model, word, here)
+    yield path, _suggest_key(model, last_name, section_keys)
 
 
-def _meant(model: type[BaseModel], word: str, here: list[str]) -> str:
-    elsewhere = last_names(model)
-    if word in elsewhere:
-        return f" (did you mean {elsewhere[word]}?)"
+def _suggest_key(model: type[BaseModel], word: str, here: list[str]) -> str:
+    """Return a hint at the key that was probably meant, or ""."""
+    key_by_last_name = last_names(model)
+    if word in key_by_last_name:
+        return f" (did you mean {key_by_last_name[word]}?)"
     if hint := nearest(word, here):
         return hint
-    if model is RunConfig and (near := get_close_matches(word, elsewhere, n=1, cutoff=0.75)):
-        return f" (did you mean {elsewhere[near[0]]}?)"
+    if model is RunConfig and (
+        close_names := get_close_matches(word, key_by_last_name, n=1, cutoff=0.75)
+    ):
+        return f" (did you mean {key_by_last_name[close_names[0]]}?)"
     return ""
 
 
@@ -291,11 +307,11 @@ def last_names(model: type[BaseModel]) -> dict[str, str]:
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Return the dotted keys of a section and of those inside it."""
     keys: list[str] = []
-    for name, info in model.model_fields.items():
+    for name, field_info in model.model_fields.items():
         keys.append(prefix + name)
-        inner = section_in(info.annotation)
-        if inner is not None:
-            keys += known_keys(inner, f"{prefix}{name}.")
+        nested_section = section_in(field_info.annotation)
+        if nested_section is not None:
+            keys += known_keys(nested_section, f"{prefix}{name}.")
     if issubclass(model, Section):
         keys += [prefix + name for name in model.table_keys()]
     return keys
@@ -306,8 +322,8 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple, list, Annotated):
-        for inner in typing.get_args(annotation):
-            found = section_in(inner)
-            if found is not None:
-                return found
+        for argument in typing.get_args(annotation):
+            section = section_in(argument)
+            if section is not None:
+                return section
     return None

@@ -1,7 +1,8 @@
 """The settings of a run that cannot work together (`problems`), and those that rarely work as meant
 (`warnings`).
 
-Checks of one section stand beside it; engines and roles have their own files.
+The checks of one section are in the file of that section; those of engines and roles have files of
+their own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lowroll.quant.table import is_dense
 
 
 def problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Yield the settings that cannot work together, as keys and a message."""
     yield from _batch_problems(cfg)
     yield from _stage_problems(cfg)
     yield from kv_problems(cfg.rollout.kv)
@@ -33,11 +35,15 @@ def problems(cfg: RunSettings) -> Iterator[Problem]:
     yield from budget_problems(
         cfg.rollout.weights, cfg.rollout.engine, cfg.rollout.large_batch_weights
     )
-    rounds, base = cfg.forward_weights, cfg.rollout.weights
-    if cfg.train.lora and rounds not in (None, base) and not is_dense(base):
+    learner_format, rollout_format = cfg.forward_weights, cfg.rollout.weights
+    if (
+        cfg.train.lora
+        and learner_format not in (None, rollout_format)
+        and not is_dense(rollout_format)
+    ):
         yield (
             (("train", "forward"), ("rollout", "weights")),
-            f"the adapter's base is {base}, and the learner multiplies with what it holds; write "
+            f"the adapter's base is {rollout_format}, and the learner multiplies with what it holds; write "
             "aligned or dense",
         )
     if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
@@ -47,12 +53,12 @@ def problems(cfg: RunSettings) -> Iterator[Problem]:
         )
     yield from loss_problems(cfg.algorithm, correction_of(cfg)[0], cfg.loss)
     if not cfg.force and (collapse := known_collapse(cfg.correction, rollouts_of(cfg))):
-        cheap = f"{cfg.rollout.weights} rollouts"
+        approximation = f"{cfg.rollout.weights} rollouts"
         if collapse.price == "kv":
-            cheap = f"a cache that {cfg.rollout.cache.policy} bounds"
+            approximation = f"a cache that {cfg.rollout.cache.policy} bounds"
         yield (
             (("correction",), ("rollout", collapse.price)),
-            f"{cfg.correction} with {cheap} is known to collapse ({collapse.seen}); write "
+            f"{cfg.correction} with {approximation} is known to collapse ({collapse.seen}); write "
             "auto, or force: true to compare with it",
         )
     if correction_of(cfg)[0] == "aipo" and cfg.loss.aipo.teacher_tau and cfg.train.teacher is None:
@@ -63,17 +69,18 @@ def problems(cfg: RunSettings) -> Iterator[Problem]:
     yield from _critic_problems(cfg)
     yield from noise_problems(cfg.noise)
     for section, key in ((cfg.train, "train"), (cfg.sft, "sft")):
-        steps = cfg.train.max_steps if section is cfg.train else cfg.sft.steps
-        if section.warmup_steps > steps:
+        num_steps = cfg.train.max_steps if section is cfg.train else cfg.sft.steps
+        if section.warmup_steps > num_steps:
             yield (
                 ((key, "warmup_steps"), (key, "max_steps" if key == "train" else "steps")),
-                f"{key}.warmup_steps ({section.warmup_steps}) is more than the {steps} steps of the run",
+                f"{key}.warmup_steps ({section.warmup_steps}) is more than the {num_steps} steps of the run",
             )
     yield from env_problems(cfg.env, cfg.eval)
     yield from _data_problems(cfg)
 
 
 def _batch_problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Yield sizes of batches, groups and minibatches that do not divide."""
     advantage = cfg.advantage or ALGORITHMS[cfg.algorithm].advantage
     if cfg.rollouts_per_example == 1 and advantage != "gae":
         yield (
@@ -96,17 +103,19 @@ def _batch_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _stage_problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Yield the problems that only a later stage has."""
     yield from order_problems(cfg.stages, cfg.dapo.overlong_max)
-    known, now = [message for _, message in _batch_problems(cfg)], cfg
+    reported_messages, stage_cfg = [message for _, message in _batch_problems(cfg)], cfg
     for i, stage in enumerate(cfg.stages):
-        now = now.entering(stage)
-        for keys, message in _batch_problems(now):
-            if message not in known:
+        stage_cfg = stage_cfg.entering(stage)
+        for keys, message in _batch_problems(stage_cfg):
+            if message not in reported_messages:
                 yield blame(i, (keys, message))
-                known.append(message)
+                reported_messages.append(message)
 
 
 def _length_problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Yield limits on tokens that cannot hold a prompt and its response."""
     rollout, dapo = cfg.rollout, cfg.dapo
     if rollout.min_tokens > rollout.max_tokens:
         yield (
@@ -119,9 +128,9 @@ def _length_problems(cfg: RunSettings) -> Iterator[Problem]:
             f"rollout.max_model_len ({rollout.max_model_len}) cannot hold a prompt and its response "
             f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)",
         )
-    held = rollout.cache_tokens
+    cache_tokens = rollout.cache_tokens
     # bounded caches are checked by their policy (`runs.assembly.prompts`)
-    if held is not None and held <= rollout.max_tokens and not rollout.cache.evicts:
+    if cache_tokens is not None and cache_tokens <= rollout.max_tokens and not rollout.cache.evicts:
         yield (
             (("rollout", "cache_tokens"), ("rollout", "max_tokens")),
             f"rollout.cache_tokens ({rollout.cache_tokens}) cannot hold a prompt and its response of up to "
@@ -134,10 +143,10 @@ def _length_problems(cfg: RunSettings) -> Iterator[Problem]:
             f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)",
         )
     if (dapo.overlong_max is None) != (dapo.overlong_cache is None):
-        given, absent = "overlong_cache", "overlong_max"
+        present_key, missing_key = "overlong_cache", "overlong_max"
         if dapo.overlong_cache is None:
-            given, absent = absent, given
-        yield ((("dapo", given),), f"needs dapo.{absent} beside it")
+            present_key, missing_key = missing_key, present_key
+        yield ((("dapo", present_key),), f"needs dapo.{missing_key} beside it")
     elif dapo.overlong_max is not None and dapo.overlong_cache is not None:
         if dapo.overlong_cache > dapo.overlong_max:
             yield (
@@ -147,7 +156,7 @@ def _length_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _data_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield data beside environments, functions without data, and weights that do not match the
+    """Yield data together with environments, functions without data, and weights that do not match the
     functions."""
     if cfg.data is not None and "env" in cfg.model_fields_set:
         yield (
@@ -159,24 +168,28 @@ def _data_problems(cfg: RunSettings) -> Iterator[Problem]:
         if cfg.data is None and getattr(cfg, key):
             yield (((key,),), "needs data beside it; of an env they stand among its args")
     if cfg.data is not None and cfg.reward_weights is not None:
-        functions = len(cfg.reward_funcs) or 1
-        if len(cfg.reward_weights) != functions:
+        num_functions = len(cfg.reward_funcs) or 1
+        if len(cfg.reward_weights) != num_functions:
             yield (
                 (("reward_weights",), ("reward_funcs",)),
-                f"{len(cfg.reward_weights)} weights for {functions} functions; give each its own",
+                f"{len(cfg.reward_weights)} weights for {num_functions} functions; give each its own",
             )
 
 
 def _buffer_problems(cfg: RunSettings) -> Iterator[Problem]:
     """Yield overlapping pools, fractions of no pool, and advantages given twice."""
     buffer = cfg.buffer
-    easy, hard = buffer.easy_threshold, buffer.hard_threshold
-    if easy is not None and hard is not None and hard >= easy:
+    easy_threshold, hard_threshold = buffer.easy_threshold, buffer.hard_threshold
+    if (
+        easy_threshold is not None
+        and hard_threshold is not None
+        and hard_threshold >= easy_threshold
+    ):
         yield (
             (("buffer", "hard_threshold"), ("buffer", "easy_threshold")),
-            f"hard_threshold ({hard:g}) must be below easy_threshold ({easy:g})",
+            f"hard_threshold ({hard_threshold:g}) must be below easy_threshold ({easy_threshold:g})",
         )
-    for pool, threshold in (("easy", easy), ("hard", hard)):
+    for pool, threshold in (("easy", easy_threshold), ("hard", hard_threshold)):
         if getattr(buffer, f"{pool}_fraction") and threshold is None:
             yield (
                 (("buffer", f"{pool}_fraction"),),
@@ -197,18 +210,19 @@ def _buffer_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _advantage_problems(cfg: RunSettings) -> Iterator[Problem]:
-    given = cfg.advantage_function is not None
-    if given and cfg.algorithm == "ppo":
+    """Yield an advantage function beside an estimator, and `custom` without one."""
+    has_function = cfg.advantage_function is not None
+    if has_function and cfg.algorithm == "ppo":
         yield (
             (("advantage_function",), ("algorithm",)),
             "ppo's advantages are its critic's; take another algorithm",
         )
-    elif given and cfg.advantage not in (None, CUSTOM):
+    elif has_function and cfg.advantage not in (None, CUSTOM):
         yield (
             (("advantage",), ("advantage_function",)),
             f"{cfg.advantage} beside an advantage_function: leave one of them out",
         )
-    if not given and cfg.advantage == CUSTOM:
+    if not has_function and cfg.advantage == CUSTOM:
         yield (("advantage",), ("advantage_function",)), "custom needs an advantage_function"
 
 
@@ -239,35 +253,35 @@ def _critic_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 def warnings(cfg: RunSettings) -> Iterator[str]:
     """Yield settings that rarely work as meant. `cfg` is resolved."""
-    rollout, price = cfg.rollout, rollouts_of(cfg)
-    if price.truncated and cfg.correction == "none":
+    rollout, rollouts = cfg.rollout, rollouts_of(cfg)
+    if rollouts.truncated and cfg.correction == "none":
         yield (
-            f"warning: {', '.join(price.truncated)}: the rollouts are drawn from another distribution than the "
+            f"warning: {', '.join(rollouts.truncated)}: the rollouts are drawn from another distribution than the "
             "learner's, and correction none does not pay for it"
         )
-    if price.low_bit and cfg.correction in ("none", "is"):
+    if rollouts.low_bit and cfg.correction in ("none", "is"):
         yield (
             f"warning: {rollout.weights} rollouts with correction {cfg.correction}: the mismatch with the learner "
             "is not corrected; good for comparison only"
         )
-    if price.low_bit and cfg.correction == "decoupled":
+    if rollouts.low_bit and cfg.correction == "decoupled":
         yield (
             f"warning: {rollout.weights} rollouts with correction decoupled: nothing caps the weights, and QuRL "
             "(Fig. 3) saw them reach 1e5; tis and acr cap them"
         )
-    if price.forgets and cfg.correction in ("none", "is", "decoupled"):
+    if rollouts.forgets and cfg.correction in ("none", "is", "decoupled"):
         yield (
-            f"warning: a cache that {price.kv_policy} bounds with correction {cfg.correction}: no response is "
+            f"warning: a cache that {rollouts.kv_policy} bounds with correction {cfg.correction}: no response is "
             "rejected that lost what it needed (Sparse-RL sec. 4); sparse and reweight reject"
         )
-    if price.low_bit_cache and not price.low_bit and cfg.correction in ("none", "is"):
+    if rollouts.low_bit_cache and not rollouts.low_bit and cfg.correction in ("none", "is"):
         yield (
-            f"warning: an {price.kv_dtype} cache with correction {cfg.correction}: its rounding is not corrected; "
+            f"warning: an {rollouts.kv_dtype} cache with correction {cfg.correction}: its rounding is not corrected; "
             "good for comparison only"
         )
     if (
-        price.low_bit
-        and not price.lora
+        rollouts.low_bit
+        and not rollouts.lora
         and cfg.algorithm == "gspo"
         and cfg.correction in ("tis", "decoupled")
     ):
@@ -275,26 +289,30 @@ def warnings(cfg: RunSettings) -> Iterator[str]:
             f"warning: gspo on {rollout.weights} rollouts: QaRL (Fig. 8) saw it drift and collapse; correction tbpo "
             "is its mended form"
         )
-    if price.noisy and cfg.correction == "none":
+    if rollouts.noisy and cfg.correction == "none":
         yield (
             "warning: noise with correction none: rollouts of the noisy policy are learnt from as if they were the "
             "learner's own (QeRL's setting)"
         )
     if cfg.train.forward == "aligned" and is_dense(rollout.weights):
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
-    if price.rounds and not price.low_bit and cfg.correction in ("none", "is"):
+    if rollouts.rounds and not rollouts.low_bit and cfg.correction in ("none", "is"):
         yield (
             f"warning: train.forward {cfg.train.forward} with correction {cfg.correction}: the "
             "learner rounds and the rollouts do not, and that is not corrected"
         )
-    if price.foreign and not price.low_bit and cfg.correction in ("none", "is"):
+    if rollouts.foreign and not rollouts.low_bit and cfg.correction in ("none", "is"):
         yield (
-            f"warning: rollouts of {price.engine} with correction {cfg.correction}: it rounds otherwise than the "
+            f"warning: rollouts of {rollouts.engine} with correction {cfg.correction}: it rounds otherwise than the "
             "learner, and that is not corrected; good for comparison only"
         )
-    other = price.forgets or price.low_bit_cache or price.foreign or price.rounds
-    faithful = not (price.low_bit or price.truncated or price.noisy or other)
-    if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
+    other_mismatch = (
+        rollouts.forgets or rollouts.low_bit_cache or rollouts.foreign or rollouts.rounds
+    )
+    matches_learner = not (
+        rollouts.low_bit or rollouts.truncated or rollouts.noisy or other_mismatch
+    )
+    if matches_learner and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
     if cfg.train.minibatches == 1 and cfg.correction in ("acr", "tbpo"):
         yield (
@@ -307,7 +325,7 @@ def warnings(cfg: RunSettings) -> Iterator[str]:
         yield "train.teacher: no effect without correction aipo and a loss.aipo.teacher_tau above 0"
     if cfg.train.replay_kv and not rollout.cache.evicts:
         yield "train.replay_kv: no effect without a rollout.kv.policy that drops keys"
-    yield from _idle_notes(cfg)
+    yield from _no_effect_notes(cfg)
     yield from role_notes(cfg)
     yield from loss_notes(cfg.correction, cfg.loss)
     for i, stage in enumerate(cfg.stages):
@@ -320,12 +338,14 @@ def warnings(cfg: RunSettings) -> Iterator[str]:
         yield f"critic: no effect, the algorithm is {cfg.algorithm}"
 
 
-def _idle_notes(cfg: RunSettings) -> Iterator[str]:
+def _no_effect_notes(cfg: RunSettings) -> Iterator[str]:
+    """Yield the settings of engine, evaluation and rewards that have no effect or deserve a
+    second look."""
     if cfg.rollout.engine != "vllm" and cfg.rollout.vllm != VllmConfig():
         yield f"rollout.vllm: no effect, rollout.engine is {cfg.rollout.engine}"
-    held_out = cfg.eval
-    filters = (held_out.top_p, held_out.top_k, held_out.min_p)
-    if held_out.temperature == 0 and filters != (1.0, 0, 0.0):
+    eval_cfg = cfg.eval
+    sampler_filters = (eval_cfg.top_p, eval_cfg.top_k, eval_cfg.min_p)
+    if eval_cfg.temperature == 0 and sampler_filters != (1.0, 0, 0.0):
         yield "eval.top_p, top_k, min_p: no effect at eval.temperature 0, which is greedy"
     if cfg.buffer.skip_verification:
         yield (

@@ -48,28 +48,29 @@ class EnvConfig(Section):
     pass_env: Annotated[tuple[Variable, ...], Strict(False)] = ()
 
 
-def _listed(value: Any) -> Any:
+def _as_environment_list(value: Any) -> Any:
     """Wrap a single section in a list; suggest the section for a bare id."""
     if isinstance(value, str):
         ids = [value]
     elif isinstance(value, list):
-        ids = [one for one in value if isinstance(one, str)]
+        ids = [item for item in value if isinstance(item, str)]
     else:
         ids = []
     if ids:
-        meant = ", ".join(f"{{id: {one}}}" for one in ids)
+        suggestion = ", ".join(f"{{id: {item}}}" for item in ids)
         raise PydanticCustomError(
-            "bare_ids", "{text}", {"text": f"an environment is a section: write [{meant}]"}
+            "bare_ids", "{text}", {"text": f"an environment is a section: write [{suggestion}]"}
         )
     return as_list(value)
 
 
 Environments = Annotated[
-    tuple[EnvConfig, ...], Strict(False), BeforeValidator(_listed), Field(min_length=1)
+    tuple[EnvConfig, ...], Strict(False), BeforeValidator(_as_environment_list), Field(min_length=1)
 ]
 
 
 def _greedy_or_drawn(value: float) -> float:
+    """Return a temperature that is 0 or within the bounds of a sampler."""
     low, high = TEMPERATURES
     if value != 0 and not low <= value <= high:
         raise PydanticCustomError(
@@ -127,20 +128,20 @@ def default_name(env: EnvConfig) -> str:
 
 def env_problems(env: tuple[EnvConfig, ...], held_out: EvalConfig) -> Iterator[Problem]:
     """Yield two environments of one name."""
-    places: tuple[tuple[Path, tuple[EnvConfig, ...]], ...] = (
+    env_sections: tuple[tuple[Path, tuple[EnvConfig, ...]], ...] = (
         (("env",), env),
         (("eval", "env"), held_out.env or ()),
     )
-    for path, envs in places:
-        seen: set[str] = set()
-        for index, one in enumerate(envs):
-            name = default_name(one)
-            if name in seen:
+    for path, envs in env_sections:
+        seen_names: set[str] = set()
+        for index, env_cfg in enumerate(envs):
+            name = default_name(env_cfg)
+            if name in seen_names:
                 yield (
                     ((*path, index, "name"), (*path, index, "id")),
                     f"two environments are called {name!r}; give one another name",
                 )
-            seen.add(name)
+            seen_names.add(name)
 
 
 class DataConfig(Section):
@@ -164,18 +165,20 @@ class DataConfig(Section):
     template: Text = "{text}"  # around the prompt
 
 
-def _with_path(value: Any) -> Any:
+def _as_data_section(value: Any) -> Any:
+    """Wrap a bare path in a `data` section."""
     return {"path": value} if isinstance(value, str) else value
 
 
-def _as_names(value: Any) -> Any:
+def _as_name_list(value: Any) -> Any:
+    """Wrap a single name in a list."""
     return [value] if isinstance(value, str) else value
 
 
-DataSection = Annotated[DataConfig, BeforeValidator(_with_path)]
+DataSection = Annotated[DataConfig, BeforeValidator(_as_data_section)]
 
 
-RewardFunctions = Annotated[tuple[Text, ...], Strict(False), BeforeValidator(_as_names)]
+RewardFunctions = Annotated[tuple[Text, ...], Strict(False), BeforeValidator(_as_name_list)]
 
 
 RewardWeights = Annotated[
@@ -228,8 +231,9 @@ class BufferConfig(Section):
 
 
 def _code(text: str) -> str:
-    file, suffix, name = text.partition(".py:")
-    if not (file and suffix and name.isidentifier()):
+    """Return a text of the form path/to/file.py:function."""
+    file, separator, function_name = text.partition(".py:")
+    if not (file and separator and function_name.isidentifier()):
         raise PydanticCustomError(
             "code",
             "{text}",

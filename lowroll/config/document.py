@@ -26,9 +26,9 @@ _FALSE = re.compile(r"false|False|FALSE")
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,99})")
 _HEX = re.compile(r"0x[0-9a-fA-F]{1,32}|0o[0-7]{1,48}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_ANSWER = re.compile(r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
-_OLD_NUMBER = re.compile(
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_YES_OR_NO = re.compile(r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
+_YAML_1_1_NUMBER = re.compile(
     r"[-+]?0[0-9_]+|[-+]?[0-9][0-9_]*_[0-9_]*|0b[01_]+|[-+]?[0-9]+(:[0-5]?[0-9])+(\.[0-9_]*)?"
 )
 
@@ -62,53 +62,63 @@ class Document:
         it."""
         if path in self.marks:
             return self.marks[path]
-        beneath = (mark for written, mark in self.marks.items() if written[: len(path)] == path)
-        above = (
+        marks_beneath = (
+            mark for written_path, mark in self.marks.items() if written_path[: len(path)] == path
+        )
+        marks_above = (
             self.marks[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.marks
         )
-        return next(beneath, None) or next(above, None)
+        return next(marks_beneath, None) or next(marks_above, None)
 
     def wrap(self, path: Path) -> None:
         mark = self.marks[path]
         node = self.value
         for depth, part in enumerate(path[:-1]):
-            node = _get(node, part, path[: depth + 1], mark)
-        _set(node, path[-1], [_get(node, path[-1], path, mark)], path, mark)
-        end = len(path)
-        inner = {
-            old: mark for old, mark in self.marks.items() if old[:end] == path and len(old) > end
+            node = _get_child(node, part, path[: depth + 1], mark)
+        _set_child(node, path[-1], [_get_child(node, path[-1], path, mark)], path, mark)
+        depth_of_list = len(path)
+        inner_marks = {
+            old_path: mark
+            for old_path, mark in self.marks.items()
+            if old_path[:depth_of_list] == path and len(old_path) > depth_of_list
         }
-        for old, mark in inner.items():
-            del self.marks[old]
-            self.marks[(*path, 0, *old[end:])] = mark
+        for old_path, mark in inner_marks.items():
+            del self.marks[old_path]
+            self.marks[(*path, 0, *old_path[depth_of_list:])] = mark
 
     def move(self, old: Path, new: Path, mark: Mark) -> None:
         """Move a value, with all marks beneath it, between sections. mark: where it was written."""
-        inner = {path: kept for path, kept in self.marks.items() if path[: len(old)] == old}
+        moved_marks = {
+            path: kept_mark for path, kept_mark in self.marks.items() if path[: len(old)] == old
+        }
         self.put(new, self.drop(old), mark)
-        self.marks |= {(*new, *path[len(old) :]): kept for path, kept in inner.items()}
+        self.marks |= {
+            (*new, *path[len(old) :]): kept_mark for path, kept_mark in moved_marks.items()
+        }
 
     def drop(self, path: Path) -> Any:
         """Remove and return a value of sections, with all marks beneath it."""
         node: Any = self.value
         for part in path[:-1]:
             node = node[part]
-        for beneath in [one for one in self.marks if one[: len(path)] == path]:
-            del self.marks[beneath]
+        for path_beneath in [
+            marked_path for marked_path in self.marks if marked_path[: len(path)] == path
+        ]:
+            del self.marks[path_beneath]
         return node.pop(path[-1])
 
     def put(self, path: Path, value: Any, mark: Mark) -> None:
         """Write a value with its sections, replacing what was there."""
         node: Any = self.value
         for depth, part in enumerate(path[:-1]):
-            inner = _get(node, part, path[: depth + 1], mark)
-            if inner is None:
-                inner = {}
-                _set(node, part, inner, path[: depth + 1], mark)
-            node = inner
-        _set(node, path[-1], value, path, mark)
-        for old in [old for old in self.marks if old[: len(path)] == path]:
-            del self.marks[old]
+            child = _get_child(node, part, path[: depth + 1], mark)
+            if child is None:
+                child = {}
+                _set_child(node, part, child, path[: depth + 1], mark)
+            node = child
+        _set_child(node, path[-1], value, path, mark)
+        for old_path in [old_path for old_path in self.marks if old_path[: len(path)] == path]:
+            del self.marks[old_path]
         self.marks[path] = mark
 
 
@@ -131,16 +141,17 @@ def parse(text: str, name: str) -> Document:
         return document
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{name}:{node.start_mark.line + 1}: a mapping of keys is needed here")
-    document.value = _build(node, (), document.marks, name)
+    document.value = _to_plain_value(node, (), document.marks, name)
     return document
 
 
 def parse_value(text: str, mark: Mark) -> Any:
+    """Parse the value of an override. ConfigError names its mark."""
     try:
         node = _compose(text, mark.key)
         if node is None:
             return None
-        return _build(node, (), {}, mark.key)
+        return _to_plain_value(node, (), {}, mark.key)
     except ConfigError as error:
         message = str(error).removeprefix(f"{mark.key}:1: ").removeprefix(f"{mark.key}: ")
         raise ConfigError(mark.blame(message)) from None
@@ -153,18 +164,18 @@ def resolve_plain(text: str) -> Any:
         return None
     if _TRUE.fullmatch(text) or _FALSE.fullmatch(text):
         return text[0] in "tT"
-    if _ANSWER.fullmatch(text):
-        meant = "true" if text.lower() in ("yes", "on") else "false"
-        raise ValueError(f"{text} is ambiguous in YAML: write {meant}, or quote it if it is text")
+    if _YES_OR_NO.fullmatch(text):
+        boolean = "true" if text.lower() in ("yes", "on") else "false"
+        raise ValueError(f"{text} is ambiguous in YAML: write {boolean}, or quote it if it is text")
     if _INT.fullmatch(text):
         return int(text)
     if _HEX.fullmatch(text):
         return int(text, 0)
-    if _OLD_NUMBER.fullmatch(text):
+    if _YAML_1_1_NUMBER.fullmatch(text):
         raise ValueError(
             f"{text} is ambiguous in YAML: write plain decimal digits, or quote it if it is text"
         )
-    if _SPECIAL.fullmatch(text):
+    if _NOT_FINITE.fullmatch(text):
         raise ValueError(f"{text} is not a finite number")
     if _FLOAT.fullmatch(text):
         number = float(text)
@@ -182,23 +193,24 @@ def clip(text: str) -> str:
 
 
 def _compose(text: str, name: str) -> yaml.Node | None:
+    """Parse a text into a YAML node. ConfigError for invalid or refused YAML."""
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{name}: longer than {MAX_BYTES} characters")
     try:
-        _refuse_events(yaml.parse(text, Loader=yaml.SafeLoader), name)
+        _refuse_unsafe_events(yaml.parse(text, Loader=yaml.SafeLoader), name)
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
-        what = str(error.problem or error.context)
-        hint = "; indent with spaces" if "'\\t'" in what else ""
-        raise ConfigError(f"{name}{line}: not valid YAML: {what}{hint}") from None
+        problem = str(error.problem or error.context)
+        hint = "; indent with spaces" if "'\\t'" in problem else ""
+        raise ConfigError(f"{name}{line}: not valid YAML: {problem}{hint}") from None
     except yaml.reader.ReaderError as error:
         line_number = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{name}:{line_number}: not valid YAML: {error.reason}") from None
 
 
-def _refuse_events(events: Iterator[yaml.Event], name: str) -> None:
+def _refuse_unsafe_events(events: Iterator[yaml.Event], name: str) -> None:
     """Refuse unneeded YAML before any node is built."""
     depth = documents = 0
     for event in events:
@@ -221,25 +233,26 @@ def _refuse_events(events: Iterator[yaml.Event], name: str) -> None:
             depth -= 1
 
 
-def _build(node: yaml.Node, path: Path, marks: dict[Path, Mark], name: str) -> Any:
+def _to_plain_value(node: yaml.Node, path: Path, marks: dict[Path, Mark], name: str) -> Any:
+    """Convert a YAML node to plain values, and record the mark of every key."""
     line = node.start_mark.line + 1
-    where = f"{name}:{line}: "
+    error_prefix = f"{name}:{line}: "
     if path:
-        where += f"{dotted(path)}: "
+        error_prefix += f"{dotted(path)}: "
     if isinstance(node, yaml.ScalarNode):
         if node.style is not None:
             return node.value
         try:
             return resolve_plain(node.value)
         except ValueError as error:
-            raise ConfigError(f"{where}{error}") from None
+            raise ConfigError(f"{error_prefix}{error}") from None
     if isinstance(node, yaml.SequenceNode):
         values = []
         for index, item in enumerate(node.value):
             marks[(*path, index)] = Mark(
                 f"{name}:{item.start_mark.line + 1}", dotted((*path, index))
             )
-            values.append(_build(item, (*path, index), marks, name))
+            values.append(_to_plain_value(item, (*path, index), marks, name))
         return values
     mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:
@@ -249,19 +262,20 @@ def _build(node: yaml.Node, path: Path, marks: dict[Path, Mark], name: str) -> A
             raise ConfigError(
                 f"{name}:{key_line}: {dotted(path) or 'top level'}: a key must be text"
             )
-        inner = (*path, key)
+        key_path = (*path, key)
         if key in mapping:
-            first = marks[inner].where.rpartition(":")[2]
+            first_line = marks[key_path].where.rpartition(":")[2]
             raise ConfigError(
-                f"{name}:{key_line}: {dotted(inner)}: duplicated key (first written in line "
-                f"{first})"
+                f"{name}:{key_line}: {dotted(key_path)}: duplicated key (first written in line "
+                f"{first_line})"
             )
-        marks[inner] = Mark(f"{name}:{key_line}", dotted(inner))
-        mapping[key] = _build(value_node, inner, marks, name)
+        marks[key_path] = Mark(f"{name}:{key_line}", dotted(key_path))
+        mapping[key] = _to_plain_value(value_node, key_path, marks, name)
     return mapping
 
 
-def _get(node: Any, part: str | int, path: Path, mark: Mark) -> Any:
+def _get_child(node: Any, part: str | int, path: Path, mark: Mark) -> Any:
+    """Return the value at a key or an index of a node. ConfigError for an impossible one."""
     if isinstance(node, dict) and isinstance(part, str):
         return node.get(part)
     if isinstance(node, list) and isinstance(part, int) and part < len(node):
@@ -269,7 +283,8 @@ def _get(node: Any, part: str | int, path: Path, mark: Mark) -> Any:
     raise ConfigError(mark.blame(f"{dotted(path[:-1])} has no {part}"))
 
 
-def _set(node: Any, part: str | int, value: Any, path: Path, mark: Mark) -> None:
+def _set_child(node: Any, part: str | int, value: Any, path: Path, mark: Mark) -> None:
+    """Set the value at a key or an index of a node. ConfigError for an impossible one."""
     if isinstance(node, dict) and isinstance(part, str):
         node[part] = value
     elif isinstance(node, list) and isinstance(part, int) and part < len(node):
@@ -286,6 +301,7 @@ class ConfigDumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    """Represent a text, quoted where YAML would read another value."""
     try:
         plain = resolve_plain(text) == text
     except ValueError:
@@ -304,9 +320,9 @@ def plain(value: Any, where: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: plain(inner, where) for key, inner in value.items()}
+        return {key: plain(item, where) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(inner, where) for inner in value]
+        return [plain(item, where) for item in value]
     raise ConfigError(f"{where}: {type(value).__name__} is no configuration value")
 
 

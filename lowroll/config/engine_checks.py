@@ -22,16 +22,16 @@ def budget_problems(
     """Yield the settings that a budget, or a folder's stored formats, exclude."""
     if not (is_budget(weights) or weights == STORED):
         return
-    where = ("rollout", "weights")
+    weights_key = ("rollout", "weights")
     if engine != "native":
         yield (
-            (where, ("rollout", "engine")),
+            (weights_key, ("rollout", "engine")),
             f"each layer may have a format of its own, which is for lowroll's own engine; with {engine} "
             "write a format",
         )
     if large_batch_weights is not None:
         yield (
-            (where, ("rollout", "large_batch_weights")),
+            (weights_key, ("rollout", "large_batch_weights")),
             "each layer has one format, and a second one beside it has none; write a format, or "
             "large_batch_weights: null",
         )
@@ -44,40 +44,41 @@ def exact_problems(cfg: RunSettings) -> Iterator[Problem]:
     """Yield settings under which exact rollouts and learner cannot have the same bits."""
     if not cfg.rollout.exact:
         return
-    for key, asked, instead in (*bars_engine(cfg), *_bars_learner(cfg)):
-        if asked:
-            yield (("rollout", "exact"), tuple(key.split("."))), f"it needs {key} {instead}"
+    for key, is_in_way, required in (*bars_engine(cfg), *_learner_bars(cfg)):
+        if is_in_way:
+            yield (("rollout", "exact"), tuple(key.split("."))), f"it needs {key} {required}"
 
 
 def bars_engine(cfg: RunSettings) -> tuple[Bar, ...]:
     """Return the settings an engine needs to give a request the same bits in any batch."""
     rollout = cfg.rollout
-    bounded = rollout.cache.policy != "dense" or rollout.cache.kv_dtype is not None
-    second = rollout.large_batch_weights is not None
+    has_lossy_cache = rollout.cache.policy != "dense" or rollout.cache.kv_dtype is not None
+    has_second_format = rollout.large_batch_weights is not None
     return (
         ("rollout.engine", rollout.engine != "native", "native: vLLM's kernels are others"),
-        ("rollout.kv", bounded, "null: every key, unrounded"),
-        ("rollout.large_batch_weights", second, "null: one format"),
+        ("rollout.kv", has_lossy_cache, "null: every key, unrounded"),
+        ("rollout.large_batch_weights", has_second_format, "null: one format"),
     )
 
 
-def _bars_learner(cfg: RunSettings) -> tuple[Bar, ...]:
+def _learner_bars(cfg: RunSettings) -> tuple[Bar, ...]:
+    """Return the settings a learner needs to compute the bits of exact rollouts."""
     train = cfg.train
-    clean = cfg.noise is not None and cfg.noise.learner == "clean"
+    has_unshared_noise = cfg.noise is not None and cfg.noise.learner == "clean"
     return (
         ("train.forward", train.forward not in ("dense", "aligned"), "aligned, as it will be"),
         ("train.replay_kv", train.replay_kv, "false: no key is dropped"),
-        ("noise", clean, "null, or noise.learner: shared"),
+        ("noise", has_unshared_noise, "null, or noise.learner: shared"),
         ("dtype", cfg.dtype == "bfloat16" and cfg.device == "cpu", "float32 on a CPU"),
     )
 
 
-_TEMPERATURES = "it draws at 0.01 what is asked for below that, and takes 2 at most"
+_TEMPERATURE_LIMITS = "it draws at 0.01 what is asked for below that, and takes 2 at most"
 
 
 def vllm_problems(cfg: RunSettings) -> Iterator[Problem]:
     """Yield the settings that vLLM does not support, and start options of a running server."""
-    rollout, train, drawn = cfg.rollout, cfg.train, cfg.eval
+    rollout, train, eval_cfg = cfg.rollout, cfg.train, cfg.eval
     if rollout.engine == "native":
         return
     if "weights" not in rollout.model_fields_set:
@@ -86,7 +87,7 @@ def vllm_problems(cfg: RunSettings) -> Iterator[Problem]:
             f"vllm needs rollout.weights beside it, whose default, {rollout.weights}, is meant for "
             "lowroll's own engine; write rollout.weights: dense, or a format",
         )
-    native: tuple[tuple[Path, bool, str], ...] = (
+    native_only: tuple[tuple[Path, bool, str], ...] = (
         (("rollout", "kv"), rollout.kv is not None, "vLLM has its own KV cache"),
         (
             ("rollout", "large_batch_weights"),
@@ -125,11 +126,21 @@ def vllm_problems(cfg: RunSettings) -> Iterator[Problem]:
             rollout.min_p > 0 and rollout.top_p < 1,
             "it cuts by min_p before top_p, and lowroll after; set one of them",
         ),
-        (("rollout", "temperature"), _unheeded(rollout.temperature), _TEMPERATURES),
-        (("eval", "temperature"), _unheeded(drawn.temperature), _TEMPERATURES),
+        (
+            ("rollout", "temperature"),
+            _vllm_changes_temperature(rollout.temperature),
+            _TEMPERATURE_LIMITS,
+        ),
+        (
+            ("eval", "temperature"),
+            _vllm_changes_temperature(eval_cfg.temperature),
+            _TEMPERATURE_LIMITS,
+        ),
         (
             ("eval", "rollouts_per_example"),
-            bool(drawn.interval) and drawn.temperature == 0 and drawn.rollouts_per_example > 1,
+            bool(eval_cfg.interval)
+            and eval_cfg.temperature == 0
+            and eval_cfg.rollouts_per_example > 1,
             "it draws one greedy response, and all would be equal; set eval.temperature",
         ),
         (("noise",), cfg.noise is not None, "vLLM puts none on its norms"),
@@ -150,18 +161,18 @@ def vllm_problems(cfg: RunSettings) -> Iterator[Problem]:
             "vLLM is not started anew in another format; write warn or tighten",
         ),
     )
-    for path, asked, why in native:
-        if asked:
-            yield (path, ("rollout", "engine")), f"not with rollout.engine: vllm: {why}"
-    yield from _section_problems(cfg)
+    for path, is_set, reason in native_only:
+        if is_set:
+            yield (path, ("rollout", "engine")), f"not with rollout.engine: vllm: {reason}"
+    yield from _vllm_section_problems(cfg)
 
 
-def _unheeded(temperature: float) -> bool:
+def _vllm_changes_temperature(temperature: float) -> bool:
     """Return whether vLLM would ignore or change this temperature."""
     return 0 < temperature < 0.01 or temperature > 2
 
 
-_STARTED = (
+_START_OPTIONS = (
     "python",
     "devices",
     "tensor_parallel_size",
@@ -171,10 +182,13 @@ _STARTED = (
 )
 
 
-def _section_problems(cfg: RunSettings) -> Iterator[Problem]:
+def _vllm_section_problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Yield the settings of `rollout.vllm` that do not work together."""
     vllm = cfg.rollout.vllm
-    attached = [name for name in _STARTED if name in vllm.model_fields_set and vllm.url is not None]
-    for name in attached:
+    start_options = [
+        name for name in _START_OPTIONS if name in vllm.model_fields_set and vllm.url is not None
+    ]
+    for name in start_options:
         if getattr(vllm, name) != type(vllm).model_fields[name].default:
             yield (
                 (("rollout", "vllm", name), ("rollout", "vllm", "url")),

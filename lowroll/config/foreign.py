@@ -293,14 +293,14 @@ NEEDLESS: dict[str, str] = {
 
 def explain(path: Path) -> str:
     """Return the advice for a foreign key; "" for an unknown one."""
-    words = [str(part).lower().replace("-", "_") for part in path]
-    for ending in (".".join(words[-2:]), words[-1]):
-        if ending in RENAMED:
-            return f"here it is {RENAMED[ending]}"
-        if ending in ABSENT:
-            return f"not there yet: {ABSENT[ending]}"
-        if ending in NEEDLESS:
-            return f"not needed: {NEEDLESS[ending]}"
+    normalized_parts = [str(part).lower().replace("-", "_") for part in path]
+    for key_ending in (".".join(normalized_parts[-2:]), normalized_parts[-1]):
+        if key_ending in RENAMED:
+            return f"here it is {RENAMED[key_ending]}"
+        if key_ending in ABSENT:
+            return f"not there yet: {ABSENT[key_ending]}"
+        if key_ending in NEEDLESS:
+            return f"not needed: {NEEDLESS[key_ending]}"
     return ""
 
 
@@ -309,5 +309,5 @@ def foreign_keys(path: Path, value: Any) -> Iterator[Path]:
     if explain(path):
         yield path
     elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from foreign_keys((*path, key), inner)
+        for key, inner_value in value.items():
+            yield from foreign_keys((*path, key), inner_value)

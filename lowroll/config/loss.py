@@ -106,12 +106,12 @@ class LossConfig(Section):
     def options(self, algorithm: str, correction: str, max_tokens: int) -> dict[str, Any]:
         """Return the options of `objectives.objective.select(algorithm, correction)`, with every
         null filled in."""
-        row = pair(algorithm, correction)
-        length = max_tokens if self.reduce == "constant" else None
-        options: dict[str, Any] = {name: getattr(self, name) for name in row.options}
+        objective = pair(algorithm, correction)
+        max_length = max_tokens if self.reduce == "constant" else None
+        options: dict[str, Any] = {name: getattr(self, name) for name in objective.options}
         if correction in own_sections():
             options |= getattr(self, correction).model_dump()
-        return options | {"max_length": length}
+        return options | {"max_length": max_length}
 
 
 def own_sections() -> list[str]:
@@ -121,8 +121,8 @@ def own_sections() -> list[str]:
 
 def without_dual_clip(algorithm: str, correction: str) -> str:
     """Return the name of what has no dual clip, or ""."""
-    rows = {correction: CORRECTIONS[correction], algorithm: ALGORITHMS[algorithm]}
-    return next((name for name, row in rows.items() if "dual_clip" not in row.options), "")
+    rows_by_name = {correction: CORRECTIONS[correction], algorithm: ALGORITHMS[algorithm]}
+    return next((name for name, row in rows_by_name.items() if "dual_clip" not in row.options), "")
 
 
 def loss_problems(algorithm: str, correction: str, loss: LossConfig) -> Iterator[Problem]:
@@ -162,15 +162,15 @@ def loss_problems(algorithm: str, correction: str, loss: LossConfig) -> Iterator
             "without a veto there is nothing to repair; write null",
         )
     for rule, bound in (loss.reweight.reject or {}).items():
-        where: Path = ("loss", "reweight", "reject", rule)
+        rule_path: Path = ("loss", "reweight", "reject", rule)
         if isinstance(bound, tuple) != rule.endswith("k1"):
-            needed = "one number, an upper bound"
+            expected = "one number, an upper bound"
             if rule.endswith("k1"):
-                needed = "[low, high], bounds on sampler over learner"
-            yield (where,), f"needs {needed}"
+                expected = "[low, high], bounds on sampler over learner"
+            yield (rule_path,), f"needs {expected}"
         elif isinstance(bound, tuple) and bound[0] > bound[1]:
             yield (
-                (where,),
+                (rule_path,),
                 f"the lower bound ({bound[0]:g}) is more than the upper one ({bound[1]:g})",
             )
 

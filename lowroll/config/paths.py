@@ -1,9 +1,9 @@
 """The resolution of relative paths in a configuration.
 
 Inputs (models, environments' files and those that their arguments name, demonstrations) are looked
-up beside the YAML file that names them, then in the working directory; those of an override or a
-Python mapping only in the working directory. Existing paths become absolute, so that the run's
-config.yaml means the same everywhere. `output_dir` is relative to the working directory.
+up in the folder of the YAML file that names them, then in the working directory; those of an
+override or a Python mapping only in the working directory. Existing paths become absolute, so that
+the run's config.yaml means the same everywhere. `output_dir` is relative to the working directory.
 """
 
 from __future__ import annotations
@@ -35,23 +35,25 @@ ENVIRONMENTS = (("env",), ("eval", "env"))
 def anchor(document: Document) -> None:
     """Make the document's existing input paths absolute."""
     for path in READ:
-        _replace(document, path, _beside)
-    _replace(document, ("advantage_function", "import_path"), _code)
-    _replace(document, FUNCTIONS, _code)
-    for inside in _texts(_get(document.value, FUNCTIONS), FUNCTIONS):
-        _replace(document, inside, _function)
-    for inside in _texts(_get(document.value, KWARGS), KWARGS):
-        _replace(document, inside, _argument)
+        _resolve_in_place(document, path, _find_existing)
+    _resolve_in_place(document, ("advantage_function", "import_path"), _resolve_code_file)
+    _resolve_in_place(document, FUNCTIONS, _resolve_code_file)
+    for text_path in _text_paths(_value_at(document.value, FUNCTIONS), FUNCTIONS):
+        _resolve_in_place(document, text_path, _resolve_function)
+    for text_path in _text_paths(_value_at(document.value, KWARGS), KWARGS):
+        _resolve_in_place(document, text_path, _resolve_argument)
     for path in ENVIRONMENTS:
-        for place in _sections(document, path):
-            _replace(document, (*place, "id"), _code)
-            for inside in _texts(_get(document.value, (*place, "args")), (*place, "args")):
-                _replace(document, inside, _argument)
+        for env_path in _section_paths(document, path):
+            _resolve_in_place(document, (*env_path, "id"), _resolve_code_file)
+            for text_path in _text_paths(
+                _value_at(document.value, (*env_path, "args")), (*env_path, "args")
+            ):
+                _resolve_in_place(document, text_path, _resolve_argument)
 
 
-def _sections(document: Document, path: Path) -> list[Path]:
+def _section_paths(document: Document, path: Path) -> list[Path]:
     """Return the paths of the environments: one section, or a list of them."""
-    envs = _get(document.value, path)
+    envs = _value_at(document.value, path)
     if isinstance(envs, dict):
         return [path]
     if isinstance(envs, list):
@@ -59,82 +61,92 @@ def _sections(document: Document, path: Path) -> list[Path]:
     return []
 
 
-def _replace(
+def _resolve_in_place(
     document: Document, path: Path, find: Callable[[str, list[FilePath]], str | None]
 ) -> None:
-    text = _get(document.value, path)
+    """Replace the path at a key by what `find` returns for it, unless it is absolute."""
+    text = _value_at(document.value, path)
     if not isinstance(text, str) or not text or "\0" in text or FilePath(text).is_absolute():
         return
-    if (found := find(text, _folders(document, path))) is not None:
-        section = _get(document.value, path[:-1])
-        section[path[-1]] = found
+    if (resolved := find(text, _search_folders(document, path))) is not None:
+        section = _value_at(document.value, path[:-1])
+        section[path[-1]] = resolved
 
 
-def _folders(document: Document, path: Path) -> list[FilePath]:
-    """Return where a path written here may begin: beside the file, and the working directory."""
+def _search_folders(document: Document, path: Path) -> list[FilePath]:
+    """Return the folders in which a path is looked up: the YAML file's and the working directory."""
     mark = document.mark(path)
-    here = FilePath.cwd()
+    working_dir = FilePath.cwd()
     if mark is None or mark.where == "override":
-        return [here]
-    file = mark.where.rpartition(":")[0]
-    if not file:
-        return [here]
-    return [FilePath(file).absolute().parent, here]
+        return [working_dir]
+    file_name = mark.where.rpartition(":")[0]
+    if not file_name:
+        return [working_dir]
+    return [FilePath(file_name).absolute().parent, working_dir]
 
 
-def _beside(text: str, folders: list[FilePath]) -> str | None:
+def _find_existing(text: str, folders: list[FilePath]) -> str | None:
+    """Return the first existing path of a text among the folders, or None."""
     return next((str(folder / text) for folder in folders if _exists(folder / text)), None)
 
 
-def _code(text: str, folders: list[FilePath]) -> str | None:
-    """Resolve `file.py` or `file.py:Class`; a missing one is reported beside the YAML file."""
+def _resolve_code_file(text: str, folders: list[FilePath]) -> str | None:
+    """Resolve `file.py` or `file.py:Class`; a missing one is taken to be in the YAML file's folder."""
     if text.endswith(".py"):
-        return _file(text, folders)
-    stem, suffix, name = text.partition(".py:")
-    if not suffix:
+        return _resolve_file(text, folders)
+    file_stem, separator, function_name = text.partition(".py:")
+    if not separator:
         return None
-    return f"{_file(f'{stem}.py', folders)}:{name}"
+    return f"{_resolve_file(f'{file_stem}.py', folders)}:{function_name}"
 
 
-def _function(text: str, folders: list[FilePath]) -> str | None:
+def _resolve_function(text: str, folders: list[FilePath]) -> str | None:
     """Resolve a function of a file, or the folder of a reward model."""
-    return _code(text, folders) or _argument(text, folders)
+    return _resolve_code_file(text, folders) or _resolve_argument(text, folders)
 
 
-def _file(text: str, folders: list[FilePath]) -> str:
-    return _beside(text, folders) or str(folders[0] / text)
+def _resolve_file(text: str, folders: list[FilePath]) -> str:
+    """Return an existing path of the file, else one in the first folder."""
+    return _find_existing(text, folders) or str(folders[0] / text)
 
 
-def _argument(text: str, folders: list[FilePath]) -> str | None:
+def _resolve_argument(text: str, folders: list[FilePath]) -> str | None:
     """Resolve a text that is the path of a file, of a folder if it has a slash, or of a file's
     function."""
     if "/" not in text and "." not in text:
         return None
     if FUNCTION.fullmatch(text):
-        return _code(text, folders)
-    found = _beside(text, folders)
-    if found is not None and "/" not in text and FilePath(found).is_dir():
+        return _resolve_code_file(text, folders)
+    resolved = _find_existing(text, folders)
+    if resolved is not None and "/" not in text and FilePath(resolved).is_dir():
         return None
-    return found
+    return resolved
 
 
 def _exists(path: FilePath) -> bool:
+    """Return whether a path, or a file that its pattern matches, exists."""
     try:
-        return path.exists() or any(c in path.name for c in "*?[") and any(glob.iglob(str(path)))
+        return (
+            path.exists()
+            or any(wildcard in path.name for wildcard in "*?[")
+            and any(glob.iglob(str(path)))
+        )
     except (OSError, ValueError):  # a text too long for a name
         return False
 
 
-def _texts(value: Any, path: Path) -> Iterator[Path]:
+def _text_paths(value: Any, path: Path) -> Iterator[Path]:
+    """Yield the paths of all texts in a tree."""
     if isinstance(value, str):
         yield path
     elif isinstance(value, dict | list):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, inside in pairs:
-            yield from _texts(inside, (*path, key))
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from _text_paths(item, (*path, key))
 
 
-def _get(value: Any, path: Path) -> Any:
+def _value_at(value: Any, path: Path) -> Any:
+    """Return the value at a path, or None."""
     for part in path:
         if isinstance(value, dict):
             value = value.get(part)

@@ -11,12 +11,12 @@ from lowroll.config.section import Problem
 
 def role_problems(cfg: RunSettings) -> Iterator[Problem]:
     """Yield settings of the roles that cannot work together."""
-    level = cfg.asynchrony
-    if level.max_off_policy_steps < level.max_async_level:
+    asynchrony = cfg.asynchrony
+    if asynchrony.max_off_policy_steps < asynchrony.max_async_level:
         yield (
             (("asynchrony", "max_off_policy_steps"), ("asynchrony", "max_async_level")),
-            f"max_off_policy_steps ({level.max_off_policy_steps}) is less than max_async_level "
-            f"({level.max_async_level}): rollouts would be dropped that the level allows",
+            f"max_off_policy_steps ({asynchrony.max_off_policy_steps}) is less than max_async_level "
+            f"({asynchrony.max_async_level}): rollouts would be dropped that the level allows",
         )
     if cfg.client.base_url and cfg.client.elastic.hostname is not None:
         yield (
@@ -25,15 +25,15 @@ def role_problems(cfg: RunSettings) -> Iterator[Problem]:
         )
     if len(set(cfg.client.base_url)) != len(cfg.client.base_url):
         yield (("client", "base_url"),), "the same address stands twice"
-    named = cfg.client.base_url or cfg.client.elastic.hostname
-    if cfg.rollout.engines > 1 and named:
+    named_engines = cfg.client.base_url or cfg.client.elastic.hostname
+    if cfg.rollout.engines > 1 and named_engines:
         key = "base_url" if cfg.client.base_url else "elastic"
         yield (
             (("rollout", "engines"), ("client", key)),
             f"{cfg.rollout.engines} are asked for, and client.{key} says which there are; leave "
             "rollout.engines out",
         )
-    if level.partial == "keep" and cfg.rollout.release_cache:
+    if asynchrony.partial == "keep" and cfg.rollout.release_cache:
         yield (
             (("asynchrony", "partial"), ("rollout", "release_cache")),
             "keep has responses in the cache over an update, and rollout.release_cache gives the "
@@ -72,50 +72,50 @@ def ray_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 def one_process_problems(cfg: RunSettings) -> list[str]:
     """List the settings that need roles (launcher: none), a line each."""
-    level, client = cfg.asynchrony, cfg.client
-    told = []
+    asynchrony, client = cfg.asynchrony, cfg.client
+    messages = []
     if cfg.rollout.engines > 1:
-        told.append(
+        messages.append(
             f"rollout.engines: {cfg.rollout.engines}: one process has one engine; several are for "
             "launcher: local"
         )
     if cfg.train.gpus > 1:
-        told.append(
+        messages.append(
             f"train.gpus: {cfg.train.gpus}: one process learns on one GPU; several are for launcher: "
             "local, or `lowroll train`"
         )
-    if level.strict_async_level and level.max_async_level:
-        told.append(
-            f"asynchrony.strict_async_level: rollouts {level.max_async_level} steps behind need "
+    if asynchrony.strict_async_level and asynchrony.max_async_level:
+        messages.append(
+            f"asynchrony.strict_async_level: rollouts {asynchrony.max_async_level} steps behind need "
             "launcher: local; one process has the newest weights"
         )
-    for key, given in (
+    for key, is_set in (
         ("client.base_url", bool(client.base_url)),
         ("client.elastic.hostname", client.elastic.hostname is not None),
     ):
-        if given:
-            told.append(
+        if is_set:
+            messages.append(
                 f"{key}: a run in one process has an engine of its own; engines elsewhere are for "
                 "launcher: local, or `lowroll orchestrate`"
             )
-    return told
+    return messages
 
 
 def one_process_notes(cfg: RunSettings) -> list[str]:
     """List what one process does otherwise than requested, a line each."""
-    level = cfg.asynchrony.max_async_level
-    if level == 0:
+    max_async_level = cfg.asynchrony.max_async_level
+    if max_async_level == 0:
         return []
     return [
-        f"asynchrony.max_async_level: {level} has no effect: one process rolls out with the newest "
+        f"asynchrony.max_async_level: {max_async_level} has no effect: one process rolls out with the newest "
         "weights (level 0); launcher=local has processes that do not wait for each other"
     ]
 
 
 def role_notes(cfg: RunSettings) -> Iterator[str]:
     """Yield settings that have no effect, or deserve a second look."""
-    level = cfg.asynchrony
-    if level.strict_async_level and level.max_async_level == 0:
+    asynchrony = cfg.asynchrony
+    if asynchrony.strict_async_level and asynchrony.max_async_level == 0:
         yield "asynchrony.strict_async_level: no effect at max_async_level 0, which is strict"
     if cfg.client.skip_model_check:
         yield (

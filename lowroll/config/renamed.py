@@ -40,39 +40,44 @@ def carry_over(document: Document) -> list[str]:
     """Rename old keys and drop removed ones; return a note for each. ConfigError names both when
     both are given, and a removed key with another value."""
     notes = []
-    for old, gone in GONE.items():
-        if not _stands(document.value, _path(old)):
+    for old, removed in GONE.items():
+        if not _is_present(document.value, _key_path(old)):
             continue
-        mark = document.marks.get(_path(old)) or Mark(document.name, old)
-        if document.drop(_path(old)) != gone.value and gone.value is not None:
+        mark = document.marks.get(_key_path(old)) or Mark(document.name, old)
+        if document.drop(_key_path(old)) != removed.value and removed.value is not None:
             raise ConfigError(
-                mark.blame(f"the key is gone, and only {gone.value} works: {gone.instead}")
+                mark.blame(f"the key is gone, and only {removed.value} works: {removed.instead}")
             )
-        notes.append(mark.blame(f"the key is gone, and ignored: {gone.instead}"))
+        notes.append(mark.blame(f"the key is gone, and ignored: {removed.instead}"))
     for old, new in RENAMED.items():
-        before = _path(old)
-        now = _path(new)
-        if not _stands(document.value, before):
+        old_path = _key_path(old)
+        new_path = _key_path(new)
+        if not _is_present(document.value, old_path):
             continue
-        mark = document.marks.get(before) or Mark(document.name, old)
-        if _stands(document.value, now):
-            raise ConfigError(mark.blame(_twice(new)))
-        document.move(before, now, mark)
-        notes.append(mark.blame(_note(new)))
+        mark = document.marks.get(old_path) or Mark(document.name, old)
+        if _is_present(document.value, new_path):
+            raise ConfigError(mark.blame(_given_twice_message(new)))
+        document.move(old_path, new_path, mark)
+        notes.append(mark.blame(_rename_note(new)))
     return notes
 
 
 def renamed_overrides(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, str, str]]:
     """Yield overrides by new names: (key, value, the key as it was written, a note or "").
     ConfigError names both when an old and a new name are given."""
-    written: dict[str, str] = {}
+    written_keys: dict[str, str] = {}
     for key, value in pairs:
-        now = _now(key)
-        first = written.setdefault(now, key)
-        if first != key:
-            old, new = sorted((first, key), key=lambda name: name == now)
-            raise ConfigError(Mark("override", old).blame(_twice(new)))
-        yield now, value, key, "" if now == key else Mark("override", key).blame(_note(now))
+        current_key = _current_name(key)
+        first_key = written_keys.setdefault(current_key, key)
+        if first_key != key:
+            old, new = sorted((first_key, key), key=lambda name: name == current_key)
+            raise ConfigError(Mark("override", old).blame(_given_twice_message(new)))
+        yield (
+            current_key,
+            value,
+            key,
+            "" if current_key == key else Mark("override", key).blame(_rename_note(current_key)),
+        )
 
 
 def renamed_tree(tree: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +87,7 @@ def renamed_tree(tree: dict[str, Any]) -> dict[str, Any]:
     return document.value
 
 
-def _now(key: str) -> str:
+def _current_name(key: str) -> str:
     """Return the new name of a dotted key, which may lie beneath a renamed one."""
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
@@ -90,11 +95,12 @@ def _now(key: str) -> str:
     return key
 
 
-def _path(key: str) -> Path:
+def _key_path(key: str) -> Path:
     return tuple(key.split("."))
 
 
-def _stands(value: Any, path: Path) -> bool:
+def _is_present(value: Any, path: Path) -> bool:
+    """Return whether the tree has a value at a path."""
     for part in path:
         if not isinstance(value, dict) or part not in value:
             return False
@@ -102,9 +108,9 @@ def _stands(value: Any, path: Path) -> bool:
     return True
 
 
-def _note(new: str) -> str:
+def _rename_note(new: str) -> str:
     return f"its name is {new} now; the old one works in this version, and not in the next"
 
 
-def _twice(new: str) -> str:
+def _given_twice_message(new: str) -> str:
     return f"is the old name of {new}, which is given too; give one of them"

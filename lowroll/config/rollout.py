@@ -62,8 +62,8 @@ class WeightBudget(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for key, why in self.budget.problems():
-            raise PydanticCustomError("budget", "{text}", {"text": f"{key}: {why}"})
+        for key, problem in self.budget.problems():
+            raise PydanticCustomError("budget", "{text}", {"text": f"{key}: {problem}"})
         return self
 
 
@@ -82,6 +82,7 @@ class FormatOrBudget:
 
 
 def _check(value: Any, as_section: core_schema.ValidatorFunctionWrapHandler) -> Any:
+    """Return a format or a budget as text; a validation error for anything else."""
     if isinstance(value, dict | WeightBudget):
         return as_section(value)
     if not is_budget(value):
@@ -116,9 +117,13 @@ class KvConfig(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        known = POLICIES[self.policy].options
-        given = self.model_extra or {}
-        return {name: v for name, v in given.items() if v is not None or name not in known}
+        policy_options = POLICIES[self.policy].options
+        extra_options = self.model_extra or {}
+        return {
+            name: value
+            for name, value in extra_options.items()
+            if value is not None or name not in policy_options
+        }
 
     @property
     def kv_dtype(self) -> str | None:
@@ -141,16 +146,16 @@ class KvConfig(Section):
     def another(self, name: str) -> KvConfig:
         """Return the cache of a name of `lowroll eval --kv`, with those options of this one that
         its policy has. ValueError lists the names."""
-        words = name.split("+")
-        policy = words[0] if words[0] in POLICIES else "dense"
-        dtype: Dtype = "fp8" if words[-1] == "fp8" else "auto"
+        name_parts = name.split("+")
+        policy = name_parts[0] if name_parts[0] in POLICIES else "dense"
+        dtype: Dtype = "fp8" if name_parts[-1] == "fp8" else "auto"
         if name not in (policy, "fp8", f"{policy}+fp8"):
             raise ValueError(
                 f"--kv: unknown cache {name!r}; known: {', '.join(POLICIES)}, and fp8 or "
                 "<policy>+fp8 for one in 8 bits"
             )
-        known = POLICIES[policy].options
-        options = {key: value for key, value in self.options.items() if key in known}
+        policy_options = POLICIES[policy].options
+        options = {key: value for key, value in self.options.items() if key in policy_options}
         for option, problem in problems(policy, options):
             raise ValueError(f"rollout.kv.{option}: {problem}")
         return KvConfig(policy=policy, dtype=dtype, **filled(policy, options))
@@ -160,17 +165,22 @@ def kv_problems(kv: KvConfig | None) -> Iterator[Problem]:
     """Yield options that the policy lacks, or invalid values."""
     if kv is None:
         return
-    known = POLICIES[kv.policy].options
+    policy_options = POLICIES[kv.policy].options
     for option, problem in problems(kv.policy, kv.options):
-        if option not in known:
-            problem += nearest(option, [*KvConfig.model_fields, *known]) or _bounded(kv.policy)
-        where: Path = ("rollout", "kv", option)
-        yield (where,), problem
+        if option not in policy_options:
+            problem += nearest(
+                option, [*KvConfig.model_fields, *policy_options]
+            ) or _bounded_policies_hint(kv.policy)
+        key_path: Path = ("rollout", "kv", option)
+        yield (key_path,), problem
 
 
-def _bounded(policy: str) -> str:
-    others = [name for name, row in POLICIES.items() if row.options]
-    return "" if POLICIES[policy].options else f"; name a policy: {', '.join(others)}"
+def _bounded_policies_hint(policy: str) -> str:
+    """Return a hint at the policies with options, for a policy without any."""
+    policies_with_options = [name for name, row in POLICIES.items() if row.options]
+    return (
+        "" if POLICIES[policy].options else f"; name a policy: {', '.join(policies_with_options)}"
+    )
 
 
 class TemperatureConfig(Section):

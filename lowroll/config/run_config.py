@@ -34,15 +34,17 @@ class RunConfig(RunSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        found = list(problems(self))
-        if found:
-            text = "; ".join(f"{dotted(keys[0])}: {message}" for keys, message in found)
-            raise PydanticCustomError("combination", "{text}", {"text": text, "problems": found})
+        conflicts = list(problems(self))
+        if conflicts:
+            text = "; ".join(f"{dotted(keys[0])}: {message}" for keys, message in conflicts)
+            raise PydanticCustomError(
+                "combination", "{text}", {"text": text, "problems": conflicts}
+            )
         return self
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Automatic choices, and settings that deserve a second look, one line each."""
+        """Return automatic choices, and settings that deserve a second look, one line each."""
         return self._notes
 
     @property
@@ -88,29 +90,31 @@ class RunConfig(RunSettings):
     def resolved(self) -> RunConfig:
         """Return the run with every `auto` and null filled in, except device, dtype and the sizes
         of the learner's passes, which depend on the machine. Idempotent."""
-        default = ALGORITHMS[self.algorithm]
-        advantage = default.advantage if self.advantage_function is None else CUSTOM
+        algorithm = ALGORITHMS[self.algorithm]
+        advantage = algorithm.advantage if self.advantage_function is None else CUSTOM
         correction, reason = correction_of(self)
         options = pair(self.algorithm, correction).options
         # a correction that does not clip or cap has no bounds and no cap
         defaults = {"cap": CAP, **dict.fromkeys(BOUNDS), **options}
-        loss = {
+        loss_update = {
             name: defaults[name]
             for name in ("cap", *BOUNDS, "reduce")
             if getattr(self.loss, name) is None
         }
-        chosen = thresholds_of(self)
-        if chosen:
-            loss[correction] = getattr(self.loss, correction).model_copy(update=chosen)
+        chosen_thresholds = thresholds_of(self)
+        if chosen_thresholds:
+            loss_update[correction] = getattr(self.loss, correction).model_copy(
+                update=chosen_thresholds
+            )
         copy = self.model_copy(
             update={
                 "advantage": self.advantage or advantage,
                 "correction": correction,
-                "loss": self.loss.model_copy(update=loss),
+                "loss": self.loss.model_copy(update=loss_update),
                 "train": self.train.model_copy(update={"forward": self.forward}),
                 "rollout": self.rollout.with_kv(self.rollout.kv and self.rollout.kv.resolved()),
                 "dapo": self.dapo.model_copy(update={"dynamic_sampling": self.samples_dynamically}),
-                "env": tuple(named(env) for env in _environments(self)),
+                "env": tuple(named(env) for env in _all_environments(self)),
                 "data": None,
                 "reward_funcs": (),
                 "reward_weights": None,
@@ -119,9 +123,9 @@ class RunConfig(RunSettings):
                 ),
             }
         )
-        copy._chosen = self._chosen or tuple(chosen)
-        because = (f"correction: {correction}, because {reason}",) if reason else ()
-        return copy.with_notes(*because, *warnings(copy))
+        copy._chosen = self._chosen or tuple(chosen_thresholds)
+        reason_notes = (f"correction: {correction}, because {reason}",) if reason else ()
+        return copy.with_notes(*reason_notes, *warnings(copy))
 
     def tree(self) -> dict[str, Any]:
         """Return the resolved settings as plain values, equal to loading `dump()`."""
@@ -134,7 +138,8 @@ class RunConfig(RunSettings):
         )
 
 
-def _environments(cfg: RunSettings) -> tuple[EnvConfig, ...]:
+def _all_environments(cfg: RunSettings) -> tuple[EnvConfig, ...]:
+    """Return the environments, with `data` as one of them."""
     if cfg.data is None:
         return cfg.env
     args = cfg.data.model_dump(mode="json", exclude_defaults=True)

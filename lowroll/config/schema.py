@@ -117,21 +117,21 @@ class RunSettings(Section):
 
     @property
     def samples_dynamically(self) -> bool:
-        """Whether groups whose rewards are all equal are drawn again."""
-        asked = self.dapo.dynamic_sampling
-        return ALGORITHMS[self.algorithm].dynamic_sampling if asked is None else asked
+        """Return whether groups whose rewards are all equal are drawn again."""
+        setting = self.dapo.dynamic_sampling
+        return ALGORITHMS[self.algorithm].dynamic_sampling if setting is None else setting
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank of the learner holds a part of it; by default where all weights learn."""
-        asked = self.train.sharding
+        """Return whether each rank holds a shard of the learner; by default where all weights learn."""
+        setting = self.train.sharding
         return self.train.gpus > 1 and (
-            asked == "full" or (asked == "auto" and not self.train.lora)
+            setting == "full" or (setting == "auto" and not self.train.lora)
         )
 
     @property
     def forward(self) -> str:
-        """The learner's forward; beside exact rollouts it multiplies as they do."""
+        """The learner's forward; with exact rollouts it multiplies as they do."""
         if not self.rollout.exact:
             return self.train.forward
         return "dense" if is_dense(self.rollout.weights) else "aligned"
@@ -157,9 +157,9 @@ class RunSettings(Section):
 
     def entering(self, stage: StageConfig) -> Self:
         """Return the settings with a stage's changes."""
-        update: dict[str, Any] = {}
+        updates: dict[str, Any] = {}
         for section, values in stage.changes().items():
-            update |= (
+            updates |= (
                 {section: getattr(self, section).model_copy(update=values)} if section else values
             )
-        return self.model_copy(update=update)
+        return self.model_copy(update=updates)

@@ -46,7 +46,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 HubName = Annotated[str, Field(pattern=HUB_NAME)]
 
 
-def _is_variable(name: str) -> str:
+def _check_variable_name(name: str) -> str:
     if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:  # not shown: it may be a secret value
         raise PydanticCustomError(
             "no_variable", "must be the name of an environment variable, not its value"
@@ -54,7 +54,7 @@ def _is_variable(name: str) -> str:
     return name
 
 
-Variable = Annotated[str, AfterValidator(_is_variable)]
+Variable = Annotated[str, AfterValidator(_check_variable_name)]
 
 
 def unique(items: tuple[str, ...]) -> tuple[str, ...]:
@@ -76,9 +76,9 @@ def one_of(names: Callable[[], Iterable[str]]) -> PlainValidator:
 
 def known(value: Any, names: Iterable[str]) -> Any:
     """Return the value; a validation error unless it is one of the names."""
-    if value not in (listed := list(names)):
-        *most, last = [repr(name) for name in listed]
-        expected = f"{', '.join(most)} or {last}" if most else last
+    if value not in (known_names := list(names)):
+        *first_choices, last_choice = [repr(name) for name in known_names]
+        expected = f"{', '.join(first_choices)} or {last_choice}" if first_choices else last_choice
         raise PydanticKnownError("literal_error", {"expected": expected})
     return value
 
@@ -107,11 +107,14 @@ class Only:
     def words(self) -> str:
         """Format the accepted value: "true", "[]"."""
         value = self.neutral[0]
-        plain = list(value) if isinstance(value, tuple) else value
-        return str(yaml.safe_dump(plain, default_flow_style=True)).split("\n")[0]
+        yaml_value = list(value) if isinstance(value, tuple) else value
+        return str(yaml.safe_dump(yaml_value, default_flow_style=True)).split("\n")[0]
 
     def _check(self, value: Any) -> Any:
-        if not any(value == choice and type(value) is type(choice) for choice in self.neutral):
+        if not any(
+            value == neutral_value and type(value) is type(neutral_value)
+            for neutral_value in self.neutral
+        ):
             raise PydanticCustomError(
                 "not_available", "{text}", {"text": f"{self.why}; only {self.words} works"}
             )

@@ -239,28 +239,30 @@ class StageConfig(Section):
 
     def changes(self) -> dict[str, dict[str, int]]:
         """Return the new values by their section, "" for the top of the tree."""
-        tree: dict[str, dict[str, int]] = {}
+        values_by_section: dict[str, dict[str, int]] = {}
         for name, path in KEYS.items():
             value = getattr(self, name)
             if value is not None:
-                tree.setdefault(path[0] if len(path) == 2 else "", {})[path[-1]] = value
-        return tree
+                values_by_section.setdefault(path[0] if len(path) == 2 else "", {})[path[-1]] = (
+                    value
+                )
+        return values_by_section
 
 
 def order_problems(stages: Sequence[StageConfig], overlong_max: int | None) -> Iterator[Problem]:
     """Yield stages out of order, and a soft length limit that does not grow with the responses."""
-    before = 1
+    previous_step = 1
     for i, stage in enumerate(stages):
-        here: Path = ("stages", i)
-        if stage.step <= before:
+        stage_path: Path = ("stages", i)
+        if stage.step <= previous_step:
             yield (
-                ((*here, "step"),),
-                f"stages[{i}].step ({stage.step}) must come after step {before}",
+                ((*stage_path, "step"),),
+                f"stages[{i}].step ({stage.step}) must come after step {previous_step}",
             )
-        before = max(before, stage.step)
+        previous_step = max(previous_step, stage.step)
         if stage.max_tokens is not None and stage.overlong_max is None and overlong_max is not None:
             yield (
-                ((*here, "max_tokens"),),
+                ((*stage_path, "max_tokens"),),
                 f"stages[{i}] changes max_tokens, so it needs overlong_max too (dapo.overlong_max is set)",
             )
 
@@ -268,7 +270,7 @@ def order_problems(stages: Sequence[StageConfig], overlong_max: int | None) -> I
 def blame(index: int, problem: Problem) -> Problem:
     """Return a problem in a stage, with the stage's own keys first."""
     keys, message = problem
-    mine: list[Path] = [
+    stage_keys: list[Path] = [
         ("stages", index, name) for key in keys for name, path in KEYS.items() if path == key
     ]
-    return (*mine, *keys), f"from stages[{index}] on: {message}"
+    return (*stage_keys, *keys), f"from stages[{index}] on: {message}"

@@ -57,46 +57,57 @@ REFUSED = {
 
 
 def _words(words: tuple[str, ...]) -> tuple[str, ...]:
-    for word in words:
-        if not word.isprintable():
-            raise PydanticCustomError("words", "control characters in {word}", {"word": repr(word)})
-        if word.startswith("-"):
-            _check_option(word)
+    """Return the options for `vllm serve`; a validation error for a refused one."""
+    for argument in words:
+        if not argument.isprintable():
+            raise PydanticCustomError(
+                "words", "control characters in {word}", {"word": repr(argument)}
+            )
+        if argument.startswith("-"):
+            _check_option(argument)
     if words and not words[0].startswith("--"):
         raise PydanticCustomError("words", "begins with {word}, no option", {"word": words[0]})
     return words
 
 
 def _check_option(word: str) -> None:
+    """Raise a validation error for an option that follows from the run, or is refused."""
     if not word.startswith("--"):
         raise PydanticCustomError("words", "write {word} in its long form, --...", {"word": word})
     option = word.partition("=")[0].replace("_", "-").partition(".")[0]
-    for name, key in FROM_RUN.items():
-        if name == option or (len(option) > 4 and name.startswith(option)):
+    for option_name, key in FROM_RUN.items():
+        if option_name == option or (len(option) > 4 and option_name.startswith(option)):
             text = f"{word} follows from {key}; leave it out here"
             raise PydanticCustomError("words", "{text}", {"text": text})
-    for name, why in REFUSED.items():
-        if name == option or (len(option) > 4 and name.startswith(option)):
-            raise PydanticCustomError("words", "{text}", {"text": f"{word} is refused: {why}"})
+    for option_name, reason in REFUSED.items():
+        if option_name == option or (len(option) > 4 and option_name.startswith(option)):
+            raise PydanticCustomError("words", "{text}", {"text": f"{word} is refused: {reason}"})
 
 
-def _url(url: str) -> str:
+def _check_url(url: str) -> str:
+    """Return an address of a server: http, https or a socket of this machine."""
     try:
-        parts = urlsplit(url)
-        port = parts.port
+        url_parts = urlsplit(url)
+        port = url_parts.port
     except ValueError:
-        parts, port = urlsplit(""), None
-    if parts.scheme == "unix" and parts.path and not parts.netloc:
+        url_parts, port = urlsplit(""), None
+    if url_parts.scheme == "unix" and url_parts.path and not url_parts.netloc:
         return url
-    good = parts.scheme in ("http", "https") and parts.hostname and port != 0
-    if not good or parts.query or parts.fragment or parts.username or parts.password:
+    is_http = url_parts.scheme in ("http", "https") and url_parts.hostname and port != 0
+    if (
+        not is_http
+        or url_parts.query
+        or url_parts.fragment
+        or url_parts.username
+        or url_parts.password
+    ):
         raise PydanticCustomError(
             "url", "{text}", {"text": "must be an address such as http://127.0.0.1:8000"}
         )
     return url
 
 
-Url = Annotated[Text, AfterValidator(_url)]
+Url = Annotated[Text, AfterValidator(_check_url)]
 
 
 class VllmConfig(Section):

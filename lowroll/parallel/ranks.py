@@ -48,8 +48,8 @@ class RankLost(TransportError):
 def rows_of(rank: int, size: int, height: int) -> slice:
     """Return a rank's rows of a matrix (entries of a vector): equal shares from the first rank on,
     so that the last ones may have fewer, or none."""
-    most = -(-height // size)
-    return slice(min(rank * most, height), min((rank + 1) * most, height))
+    rows_per_rank = -(-height // size)
+    return slice(min(rank * rows_per_rank, height), min((rank + 1) * rows_per_rank, height))
 
 
 class Ranks:
@@ -61,7 +61,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank reads, writes and decides."""
+        """Return whether this rank reads, writes and decides for the group."""
         return self.rank == 0
 
     def deal(self, costs: Sequence[float]) -> list[int | None]:
@@ -70,8 +70,8 @@ class Ranks:
         return list(range(len(costs)))
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
-        """Return what all ranks found: for each kind, the values of all samples of `sizes` (sample
-        -> tokens). Every sample was in one rank's passes."""
+        """Return the values of all ranks: for each kind, those of all samples of `sizes` (sample ->
+        tokens). Every sample was in one rank's passes."""
         return list(values)
 
     def add(self, gradients: Sequence[Tensor]) -> None:
@@ -158,8 +158,8 @@ class RankGroup(Ranks):
         self.deadline_s = check_deadline(deadline_s)
         self._told = 0
         self._failed = False
-        _stay_on_the_interface(host)
-        self._store = _meeting_point(host, port, self.leads and not _torchruns(), deadline_s)
+        _bind_to_interface(host)
+        self._store = _open_store(host, port, self.leads and not _has_torchrun_store(), deadline_s)
         with self._together("the start"):
             self._wait_for_all(f"to start and meet at {host}:{port}")
         cuda = device.type == "cuda"
@@ -181,16 +181,20 @@ class RankGroup(Ranks):
         costliest = sorted(range(len(costs)), key=lambda i: -costs[i])
         if self.lockstep:
             iterations = range(-(-len(costs) // self.size))
-            positions = [i * self.size + self._position(i) for i in iterations]
-            return [costliest[at] if at < len(costs) else None for at in positions]
+            positions = [
+                iteration * self.size + self._position(iteration) for iteration in iterations
+            ]
+            return [
+                costliest[position] if position < len(costs) else None for position in positions
+            ]
         loads = [0.0] * self.size
-        mine: list[int] = []
-        for i in costliest:
-            least = loads.index(min(loads))
-            loads[least] += costs[i]
-            if least == self.rank:
-                mine.append(i)
-        return [*sorted(mine)]
+        own_passes: list[int] = []
+        for pass_index in costliest:
+            least_loaded = loads.index(min(loads))
+            loads[least_loaded] += costs[pass_index]
+            if least_loaded == self.rank:
+                own_passes.append(pass_index)
+        return [*sorted(own_passes)]
 
     def _position(self, iteration: int) -> int:
         """Return this rank's position in an iteration, back and forth, so that none always gets the
@@ -200,10 +204,10 @@ class RankGroup(Ranks):
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
         """Gather the bits as integers, zero on all ranks but one, so that values are exact."""
         flat = torch.zeros(len(values), sum(sizes.values()))
-        for found, row in zip(values, flat, strict=True):
-            for i, piece in zip(sizes, row.split(list(sizes.values())), strict=True):
-                if i in found:
-                    piece.copy_(found[i])
+        for rank_values, row in zip(values, flat, strict=True):
+            for sample, sample_row in zip(sizes, row.split(list(sizes.values())), strict=True):
+                if sample in rank_values:
+                    sample_row.copy_(rank_values[sample])
         with self._together("what the passes found"):
             dist.all_reduce(flat.view(torch.int32))
         return [dict(zip(sizes, row.split(list(sizes.values())), strict=True)) for row in flat]
@@ -223,7 +227,7 @@ class RankGroup(Ranks):
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
         self._told += 1
         key = f"told/{self._told}"
-        said = bytearray(data or b"")
+        payload = bytearray(data or b"")
         with self._together("what rank 0 says"):
             if self.leads:
                 assert data is not None
@@ -234,10 +238,10 @@ class RankGroup(Ranks):
                     f"rank 0 of {self.size}, which leads, to say what comes next",
                     self.deadline_s if wait_s is None else wait_s,
                 )
-                said = bytearray(int(self._store.get(key)))
-            if said:
-                dist.broadcast(torch.frombuffer(said, dtype=torch.uint8), src=0)
-        return bytes(said)
+                payload = bytearray(int(self._store.get(key)))
+            if payload:
+                dist.broadcast(torch.frombuffer(payload, dtype=torch.uint8), src=0)
+        return bytes(payload)
 
     def meet(self, what: str) -> None:
         """Wait for all ranks. DeadlineExceeded and RankLost name the missing ones."""
@@ -245,7 +249,7 @@ class RankGroup(Ranks):
             dist.all_reduce(torch.zeros(1))
 
     def close(self) -> None:
-        """Leave the group; after an error without notice."""
+        """Leave the group; after an error, without waiting for the others."""
         if not dist.is_initialized():
             return
         with suppress(RuntimeError):
@@ -258,7 +262,7 @@ class RankGroup(Ranks):
     def _together(self, what: str) -> Iterator[None]:
         """Wait for all ranks inside the block, and convert torch's errors to one that names the
         missing ranks."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
             self._store.set(f"at/{self.rank}", what)
             yield
@@ -267,41 +271,48 @@ class RankGroup(Ranks):
             raise
         except RuntimeError as error:
             self._failed = True
-            raise self._failure(what, error, time.monotonic() - began) from None
+            raise self._failure(what, error, time.monotonic() - start_time) from None
 
     def _failure(self, what: str, error: RuntimeError, waited_s: float) -> TransportError:
         """Return the error with the missing ranks: those without a failure of their own within
         ROLL_CALL_S. The store's rank stays longer, to answer the others."""
-        said = str(error).strip().partition("\n")[0]
+        first_line = str(error).strip().partition("\n")[0]
         self._store.set_timeout(timedelta(seconds=ROLL_CALL_S))
         try:
             self._store.set(f"failed/{self.rank}", "")
             with suppress(DeadlineExceeded):
                 wait_until(lambda: not self._absent("failed"), "the others", ROLL_CALL_S)
-            missing = self._names(self._absent("failed"))
+            absent_ranks = self._names(self._absent("failed"))
             time.sleep(ROLL_CALL_S / 2 if self.leads else 0)
         except RuntimeError:
-            missing = "rank 0, at which all meet"
-        whom = missing or "a rank (all failed alike)"
+            absent_ranks = "rank 0, at which all meet"
+        lost_ranks = absent_ranks or "a rank (all failed alike)"
         if waited_s >= 0.9 * self.deadline_s:
-            return DeadlineExceeded(f"{whom}; rank {self.rank} is at {what} ({said})", waited_s)
-        return RankLost(f"{whom} went away; rank {self.rank} is at {what} ({said})")
+            return DeadlineExceeded(
+                f"{lost_ranks}; rank {self.rank} is at {what} ({first_line})", waited_s
+            )
+        return RankLost(f"{lost_ranks} went away; rank {self.rank} is at {what} ({first_line})")
 
     def _absent(self, word: str) -> list[int]:
         """Return the ranks that have not written this key to the store."""
         return [r for r in range(self.size) if not self._store.check([f"{word}/{r}"])]
 
     def _names(self, ranks: Sequence[int]) -> str:
-        seen = [self._store.get(f"at/{r}").decode() for r in ranks]
-        named = [f"rank {r} (last at {where})" for r, where in zip(ranks, seen, strict=True)]
-        return ", ".join(named)
+        last_waits = [self._store.get(f"at/{r}").decode() for r in ranks]
+        descriptions = [
+            f"rank {r} (last at {last_wait})"
+            for r, last_wait in zip(ranks, last_waits, strict=True)
+        ]
+        return ", ".join(descriptions)
 
     def _wait_for_all(self, what: str) -> None:
         try:
             wait_until(lambda: not self._absent("at"), what, self.deadline_s)
         except DeadlineExceeded:
-            late = ", ".join(map(str, self._absent("at")))
-            raise DeadlineExceeded(f"rank {late} of {self.size} {what}", self.deadline_s) from None
+            late_ranks = ", ".join(map(str, self._absent("at")))
+            raise DeadlineExceeded(
+                f"rank {late_ranks} of {self.size} {what}", self.deadline_s
+            ) from None
 
 
 def gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -318,7 +329,7 @@ def gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _meeting_point(host: str, port: int, leads: bool, deadline_s: float) -> Any:
+def _open_store(host: str, port: int, leads: bool, deadline_s: float) -> Any:
     """Return the store: on the leading rank, at this address alone; else a connection to it."""
     if leads:
         try:
@@ -326,16 +337,19 @@ def _meeting_point(host: str, port: int, leads: bool, deadline_s: float) -> Any:
         except OSError as error:
             raise TransportError(f"rank 0 cannot listen at {host}:{port}: {error}") from None
         return tcp_store(host, port, listening, deadline_s)
-    wait_until(lambda: _answers(host, port), f"rank 0 to listen at {host}:{port}", deadline_s)
+    wait_until(
+        lambda: _accepts_connections(host, port), f"rank 0 to listen at {host}:{port}", deadline_s
+    )
     return tcp_store(host, port, None, deadline_s)
 
 
-def _torchruns() -> bool:
+def _has_torchrun_store() -> bool:
     """Return whether torchrun's agent has the store at the ranks' address."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def _answers(host: str, port: int) -> bool:
+def _accepts_connections(host: str, port: int) -> bool:
+    """Return whether something listens at this address."""
     try:
         socket.create_connection((host, port), timeout=1.0).close()
     except OSError:
@@ -343,21 +357,21 @@ def _answers(host: str, port: int) -> bool:
     return True
 
 
-def _stay_on_the_interface(host: str) -> None:
+def _bind_to_interface(host: str) -> None:
     """Bind gloo and NCCL to the interface that reaches `host`, whatever its name resolves to."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
-        own = socket.inet_aton(probe.getsockname()[0])
+        own_address = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
-            if own == _address(probe, name):
+            if own_address == _interface_address(probe, name):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
-def _address(probe: socket.socket, interface: str) -> bytes:
+def _interface_address(probe: socket.socket, interface: str) -> bytes:
     """Return an interface's IPv4 address; b"" without one, or outside Linux."""
     try:
-        asked = interface.encode().ljust(IFREQ, b"\0")
-        return fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24]
+        request = interface.encode().ljust(IFREQ, b"\0")
+        return fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24]
     except OSError:
         return b""

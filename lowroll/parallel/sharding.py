@@ -72,28 +72,30 @@ class Sharded(RankGroup):
         return set()
 
     def shard(self, model: Transformer) -> Transformer:
-        _refuse(model)
+        _check_not_low_bit(model)
         dtype = model.dtype
-        whole = set()
+        adapter_parameters = set()
         for _, linear in model.linears():
             if isinstance(linear.weight, QTensor):  # of a dense format
                 matrix = linear.weight.tensors["weight"]
                 _set_weight(linear, nn.Parameter(matrix, requires_grad=False))
                 self._named.add(linear)
             if linear.adapter is not None:
-                whole |= set(linear.adapter.to(self.device).parameters())
+                adapter_parameters |= set(linear.adapter.to(self.device).parameters())
         for module in (*model.blocks, model):
-            learning = []
+            learning_parameters = []
             for p in module.parameters():
-                if p.requires_grad and p not in whole and not isinstance(p, DTensor):
+                if p.requires_grad and p not in adapter_parameters and not isinstance(p, DTensor):
                     p.data = p.data.float()
-                    learning.append(p)
+                    learning_parameters.append(p)
             policy = MixedPrecisionPolicy(
-                param_dtype=dtype if learning else None,
+                param_dtype=dtype if learning_parameters else None,
                 reduce_dtype=torch.float32,
                 cast_forward_inputs=False,
             )
-            fully_shard(module, mesh=self._mesh, mp_policy=policy, ignored_params=whole)
+            fully_shard(
+                module, mesh=self._mesh, mp_policy=policy, ignored_params=adapter_parameters
+            )
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -133,50 +135,52 @@ class Sharded(RankGroup):
     ) -> list[Tensor]:
         """Give matrix i to rank i."""
         sizes = [part.numel() for part in parts] + [0] * (self.size - len(parts))
-        mine = self.rank < len(parts)
-        counts = [0] * self.size
-        if mine:
+        has_matrix = self.rank < len(parts)
+        piece_sizes = [0] * self.size
+        if has_matrix:
             width = parts[self.rank].shape[1]
-            rows = (rows_of(r, self.size, heights[self.rank]) for r in range(self.size))
-            counts = [(one.stop - one.start) * width for one in rows]
-        sent = torch.cat([part.flatten() for part in parts])
-        whole = sent.new_empty(sum(counts))
+            row_slices = (rows_of(r, self.size, heights[self.rank]) for r in range(self.size))
+            piece_sizes = [(rank_rows.stop - rank_rows.start) * width for rank_rows in row_slices]
+        buffer = torch.cat([part.flatten() for part in parts])
+        matrix = buffer.new_empty(sum(piece_sizes))
         with self._together("matrices to those who work on them"):
-            dist.all_to_all_single(whole, sent, counts, sizes)
-        if mine:
-            whole = work(self.rank, whole.view(-1, width)).flatten()
+            dist.all_to_all_single(matrix, buffer, piece_sizes, sizes)
+        if has_matrix:
+            matrix = work(self.rank, matrix.view(-1, width)).flatten()
         with self._together("matrices that come back"):
-            dist.all_to_all_single(sent, whole, sizes, counts)
-        back = sent.split(sizes[: len(parts)])
-        return [piece.view_as(part) for piece, part in zip(back, parts, strict=True)]
+            dist.all_to_all_single(buffer, matrix, sizes, piece_sizes)
+        results = buffer.split(sizes[: len(parts)])
+        return [piece.view_as(part) for piece, part in zip(results, parts, strict=True)]
 
     def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
         """Return the whole model, frozen, on the leading rank; None on the others. Adapters and
         codes are shared."""
-        made = None
+        whole_model = None
         if self.leads:
             dtype = self.dtype(next(model.parameters()))
-            made = Transformer(model.spec, device, dtype).requires_grad_(False)
+            whole_model = Transformer(model.spec, device, dtype).requires_grad_(False)
             if self.device.type == "cuda" and torch.device(device).type == "cpu":
-                pin(list(made.parameters()))
-            for (_, ours), (_, theirs) in zip(made.linears(), model.linears(), strict=True):
-                ours.adapter, ours.aligned = theirs.adapter, theirs.aligned
-        self._copy(made, model, [*model.blocks, model])
-        if made is not None:
-            self._name(made, model)
-        return made
+                pin(list(whole_model.parameters()))
+            for (_, mirror_linear), (_, linear) in zip(
+                whole_model.linears(), model.linears(), strict=True
+            ):
+                mirror_linear.adapter, mirror_linear.aligned = linear.adapter, linear.aligned
+        self._copy(whole_model, model, [*model.blocks, model])
+        if whole_model is not None:
+            self._name(whole_model, model)
+        return whole_model
 
     def _name(self, mirror: Transformer, model: Transformer) -> None:
         """Restore QTensors of dense formats."""
-        for (_, ours), (_, theirs) in zip(mirror.linears(), model.linears(), strict=True):
-            if theirs in self._named and isinstance(ours.weight, Tensor):
-                named = over(ours.weight)
-                assert named is not None, "plain floating point has a name"
-                _set_weight(ours, named)
+        for (_, mirror_linear), (_, linear) in zip(mirror.linears(), model.linears(), strict=True):
+            if linear in self._named and isinstance(mirror_linear.weight, Tensor):
+                qtensor = over(mirror_linear.weight)
+                assert qtensor is not None, "plain floating point has a name"
+                _set_weight(mirror_linear, qtensor)
 
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
         """Refill block by block; frozen weights stay."""
-        self._copy(mirror, model, [m for m in (*model.blocks, model) if _learns(m)])
+        self._copy(mirror, model, [module for module in (*model.blocks, model) if _learns(module)])
 
     @torch.no_grad()
     def _copy(
@@ -187,11 +191,11 @@ class Sharded(RankGroup):
         for module in modules:
             prefix = f"blocks.{module.layer}." if isinstance(module, Block) else ""
             with _gathered(module):
-                for name, p in module.named_parameters():
-                    if not isinstance(p, DTensor) and prefix + name in targets:
+                for name, parameter in module.named_parameters():
+                    if not isinstance(parameter, DTensor) and prefix + name in targets:
                         target = targets[prefix + name]
-                        if target is not p:
-                            target.copy_(p, non_blocking=True)
+                        if target is not parameter:
+                            target.copy_(parameter, non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -209,7 +213,7 @@ def pieces(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
     torch rounds such a request up to a power of two. Single requests for the matrices of a 7B, a
     14B and a 32B model take 1.8 to 1.9 times their bytes; these pieces at most a seventh more.
     """
-    return min((_pieces(sizes, most) for most in PIECES), key=rounded)
+    return min((_lay_out(sizes, max_bytes) for max_bytes in PIECES), key=rounded)
 
 
 def rounded(found: Sequence[tuple[int, list[int]]]) -> int:
@@ -217,23 +221,23 @@ def rounded(found: Sequence[tuple[int, list[int]]]) -> int:
     return sum(1 << max(0, nbytes - 1).bit_length() for nbytes, _ in found)
 
 
-def _pieces(sizes: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
+def _lay_out(sizes: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
     """Return pieces of at most `most` bytes, except for larger buffers."""
-    found: list[tuple[int, list[int]]] = []
+    layout: list[tuple[int, list[int]]] = []
     for size in sizes:
-        if not found or found[-1][0] + size > most:
-            found.append((0, []))
-        end, starts = found[-1]
-        found[-1] = -(-(end + size) // PLACE) * PLACE, [*starts, end]
-    return found
+        if not layout or layout[-1][0] + size > most:
+            layout.append((0, []))
+        end, starts = layout[-1]
+        layout[-1] = -(-(end + size) // PLACE) * PLACE, [*starts, end]
+    return layout
 
 
 def pin(parameters: Sequence[nn.Parameter], pinned: bool = True) -> None:
     """Move CPU parameters to page-locked memory, without their content."""
-    rest = iter(parameters)
+    remaining = iter(parameters)
     for nbytes, starts in pieces([p.nbytes for p in parameters]):
         piece = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        for start, p in zip(starts, rest, strict=False):
+        for start, p in zip(starts, remaining, strict=False):
             p.data = piece[start : start + p.nbytes].view(p.dtype).view(p.shape)
 
 
@@ -260,7 +264,8 @@ def _learns(module: nn.Module) -> bool:
     return any(p.requires_grad and isinstance(p, DTensor) for p in module.parameters())
 
 
-def _refuse(model: Transformer) -> None:
+def _check_not_low_bit(model: Transformer) -> None:
+    """Raise ValueError for low-bit weights, which cannot be sharded."""
     for name, linear in model.linears():
         weight = linear.weight
         if not isinstance(weight, QTensor):

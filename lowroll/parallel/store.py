@@ -13,14 +13,14 @@ def tcp_store(host: str, port: int, listening: socket.socket | None, deadline_s:
     """Return the store on a listening socket, which it takes over (torch's own would listen at all
     addresses); without a socket, a client of the store at host:port. deadline_s: of each
     request."""
-    span = timedelta(seconds=deadline_s)
+    timeout = timedelta(seconds=deadline_s)
     if listening is None:
-        return dist.TCPStore(host, port, is_master=False, timeout=span, wait_for_workers=False)
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     return dist.TCPStore(
         host,
         port,
         is_master=True,
-        timeout=span,
+        timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )

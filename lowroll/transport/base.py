@@ -26,8 +26,8 @@ class TransportError(RunFailed):
 
 
 class OtherFormat(TransportError, ValueError):
-    """What another version of lowroll wrote. Waiting or a restart cannot help, so commands take it
-    for a mistake of the settings."""
+    """A file or message of another version of lowroll. Waiting or a restart cannot help, so commands
+    report it as a mistake in the settings."""
 
 
 class DeadlineExceeded(TransportError):
@@ -174,15 +174,15 @@ def wait_until(
     alive: called between polls; raises when the other side cannot answer any more. DeadlineExceeded
     after `deadline_s` seconds.
     """
-    until = time.monotonic() + check_deadline(deadline_s)
+    deadline = time.monotonic() + check_deadline(deadline_s)
     reminder = Reminder(lambda: waited_for, deadline_s)
-    seconds = 0.002
+    pause_s = 0.002
     while not ready():
         if alive is not None:
             alive()
-        left = until - time.monotonic()
-        if left <= 0:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
             raise DeadlineExceeded(waited_for, deadline_s)
-        reminder.look(left)
-        pause(min(seconds, left))
-        seconds = min(2 * seconds, LONGEST_PAUSE_S)
+        reminder.look(remaining_s)
+        pause(min(pause_s, remaining_s))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -38,7 +38,7 @@ Found = TypeVar("Found")
 FORMAT = 1
 MAX_BYTES = 1 << 30
 _TAG = "type"
-_EXACT = 1 << 53  # integers up to here are doubles
+_MAX_EXACT_INT = 1 << 53  # integers up to here are doubles
 _NON_FINITE = ("inf", "-inf", "nan")
 _FLOAT: Any = float | Literal["inf", "-inf", "nan"]  # in JSON
 
@@ -71,7 +71,7 @@ def encode_header(batch: Batch) -> bytes:
     header = {"kind": "batch", "format": FORMAT, "num_samples": len(batch.samples)}
     header |= _to_plain(dataclasses.replace(batch, samples=[]), Batch, "batch")
     del header["samples"]
-    return _line(header, "batch")
+    return _encode_line(header, "batch")
 
 
 def decode_header(line: bytes, num_samples: int) -> Batch:
@@ -85,19 +85,19 @@ def decode_header(line: bytes, num_samples: int) -> Batch:
     if type(count) is not int or count != num_samples:
         raise CodecError(f"line 1: num_samples is {count!r}, {num_samples} samples follow")
     header["samples"] = []
-    found = strictly("line 1: batch", lambda: msgspec.convert(header, _schema(Batch)))
-    batch: Batch = _to_record(found, Batch, _has_words(line))
+    checked = strictly("line 1: batch", lambda: msgspec.convert(header, _schema(Batch)))
+    batch: Batch = _to_record(checked, Batch, _has_non_finite(line))
     return batch
 
 
 def encode_sample(sample: Sample) -> bytes:
-    return _line(_to_plain(sample, Sample, "sample"), "sample")
+    return _encode_line(_to_plain(sample, Sample, "sample"), "sample")
 
 
 def decode_sample(line: bytes, where: str = "sample") -> Sample:
     """Return the sample in `line`, with or without its newline."""
-    found = strictly(where, lambda: msgspec.json.decode(line, type=_schema(Sample)))
-    sample: Sample = _to_record(found, Sample, _has_words(line))
+    decoded = strictly(where, lambda: msgspec.json.decode(line, type=_schema(Sample)))
+    sample: Sample = _to_record(decoded, Sample, _has_non_finite(line))
     return sample
 
 
@@ -112,12 +112,13 @@ def strictly(where: str, call: Callable[[], Found]) -> Found:
         raise CodecError(f"{where}{path.removesuffix('`')}: {text}") from error
 
 
-def _line(value: Any, where: str) -> bytes:
+def _encode_line(value: Any, where: str) -> bytes:
     return strictly(where, lambda: msgspec.json.encode(value)) + b"\n"
 
 
 @cache
-def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
+def _field_hints(kind: type) -> dict[str, tuple[Any, bool]]:
+    """Return the type hint of every field of a dataclass, and whether it may be left out."""
     hints = typing.get_type_hints(kind)
     return {
         field.name: (hints[field.name], bool(field.metadata.get("omitted")))
@@ -126,30 +127,34 @@ def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
 
 
 @cache
-def _options(hint: Any) -> tuple[Any, ...]:
+def _union_members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union; () for another hint."""
     is_union = typing.get_origin(hint) in (Union, types.UnionType)
     return typing.get_args(hint) if is_union else ()
 
 
 @cache
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+def _origin_and_args(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the origin and the arguments of a generic hint."""
     return typing.get_origin(hint), typing.get_args(hint)
 
 
 @cache
-def _is_plain(hint: Any) -> bool:
-    origin, args = _parts(hint)
+def _needs_no_conversion(hint: Any) -> bool:
+    """Return whether msgspec's value of a hint is already the final one."""
+    origin, args = _origin_and_args(hint)
     if origin is Literal or hint in (Any, str, int, bool, bytes, type(None)):
         return True
-    return bool(args) and all(_is_plain(one) for one in args if one is not ...)
+    return bool(args) and all(_needs_no_conversion(arg) for arg in args if arg is not ...)
 
 
 @cache
 def _is_numeric(hint: Any) -> bool:
-    origin, args = _parts(hint)
-    members = [one for one in args if one is not ...]
+    """Return whether a hint stands for (nested) lists of numbers."""
+    origin, args = _origin_and_args(hint)
+    members = [member for member in args if member is not ...]
     return origin in (list, tuple) and all(
-        one in (int, float) or _is_numeric(one) for one in members
+        member in (int, float) or _is_numeric(member) for member in members
     )
 
 
@@ -159,21 +164,26 @@ def _schema(hint: Any, tagged: bool = False) -> Any:
     if hint is float:
         return _FLOAT
     if dataclasses.is_dataclass(hint):
-        return _struct(typing.cast(type, hint), tagged)
-    if options := _options(hint):
-        return reduce(operator.or_, (_schema(option, True) for option in options))
-    origin, args = _parts(hint)
+        return _msgspec_struct(typing.cast(type, hint), tagged)
+    if members := _union_members(hint):
+        return reduce(operator.or_, (_schema(member, True) for member in members))
+    origin, args = _origin_and_args(hint)
     if origin in (list, tuple, dict):
-        return origin[tuple(one if one is ... else _schema(one) for one in args)]
+        return origin[tuple(arg if arg is ... else _schema(arg) for arg in args)]
     return hint
 
 
-def _struct(kind: type, tagged: bool) -> type[msgspec.Struct]:
+def _msgspec_struct(kind: type, tagged: bool) -> type[msgspec.Struct]:
+    """Return the struct that msgspec checks for a dataclass."""
     members: list[Any] = []
-    for name, (hint, is_omitted) in _fields(kind).items():
+    for name, (hint, is_omitted) in _field_hints(kind).items():
         if is_omitted:
-            some = [_schema(one, True) for one in _options(hint) if one is not type(None)]
-            schema = reduce(operator.or_, some) | msgspec.UnsetType
+            schemas = [
+                _schema(union_member, True)
+                for union_member in _union_members(hint)
+                if union_member is not type(None)
+            ]
+            schema = reduce(operator.or_, schemas) | msgspec.UnsetType
             members.append((name, schema, msgspec.UNSET))
         else:
             members.append((name, _schema(hint)))
@@ -191,24 +201,24 @@ def _to_plain(value: Any, hint: Any, where: str) -> Any:
     """Return a value as data that msgspec writes. CodecError for a value of another type."""
     if hint is Any:
         return _check_json(value, where)
-    if options := _options(hint):
-        return _union_to_plain(value, options, where)
-    origin, args = _parts(hint)
+    if members := _union_members(hint):
+        return _union_to_plain(value, members, where)
+    origin, args = _origin_and_args(hint)
     if origin is Literal:
         if value not in args:
             raise CodecError(f"{where}: {value!r} is none of {args}")
         return value
     if hint is float:
         return _float_to_plain(value, where)
-    _expect(value, origin or hint, where)
+    _check_type(value, origin or hint, where)
     if dataclasses.is_dataclass(hint):
         return {
-            name: _to_plain(item, inner, f"{where}.{name}")
-            for name, (inner, is_omitted) in _fields(typing.cast(type, hint)).items()
+            name: _to_plain(item, item_hint, f"{where}.{name}")
+            for name, (item_hint, is_omitted) in _field_hints(typing.cast(type, hint)).items()
             if (item := getattr(value, name)) is not None or not is_omitted
         }
-    if _is_numeric(hint) and (text := _numbers(value, hint)) is not None:
-        return text
+    if _is_numeric(hint) and (json_numbers := _encode_numbers(value, hint)) is not None:
+        return json_numbers
     if origin is dict:
         return {
             _to_plain(key, args[0], f"{where}: key"): _to_plain(item, args[1], f"{where}.{key}")
@@ -219,16 +229,19 @@ def _to_plain(value: Any, hint: Any, where: str) -> Any:
     if origin is tuple:
         if len(value) != len(args):
             raise CodecError(f"{where}: expected {len(args)} items, got {len(value)}")
-        return [_to_plain(item, inner, where) for item, inner in zip(value, args, strict=True)]
+        return [
+            _to_plain(item, item_hint, where) for item, item_hint in zip(value, args, strict=True)
+        ]
     return value
 
 
 def _union_to_plain(value: Any, options: tuple[Any, ...], where: str) -> Any:
+    """Return a member of a union as data, a dataclass with its name."""
     kind = type(value)
-    for one in options:
-        if kind is (_parts(one)[0] or one):
-            plain = _to_plain(value, one, where)
-            return {_TAG: kind.__name__, **plain} if dataclasses.is_dataclass(one) else plain
+    for member in options:
+        if kind is (_origin_and_args(member)[0] or member):
+            plain = _to_plain(value, member, where)
+            return {_TAG: kind.__name__, **plain} if dataclasses.is_dataclass(member) else plain
     if float in options and kind is int:
         return _float_to_plain(value, where)
     names = (getattr(option, "__name__", str(option)) for option in options)
@@ -236,33 +249,35 @@ def _union_to_plain(value: Any, options: tuple[Any, ...], where: str) -> Any:
 
 
 def _float_to_plain(value: Any, where: str) -> float | str:
-    if type(value) is int and abs(value) <= _EXACT:
+    """Return a float, or the word for a number that is not finite."""
+    if type(value) is int and abs(value) <= _MAX_EXACT_INT:
         return float(value)
-    _expect(value, float, where)
+    _check_type(value, float, where)
     return value if math.isfinite(value) else str(value)
 
 
-def _expect(value: Any, kind: type, where: str) -> None:
+def _check_type(value: Any, kind: type, where: str) -> None:
+    """Raise CodecError unless the value is exactly of this type."""
     if type(value) is not kind:
         raise CodecError(f"{where}: expected {kind.__name__}, got {type(value).__name__}")
 
 
-def _numbers(values: Any, hint: Any) -> msgspec.Raw | None:
+def _encode_numbers(values: Any, hint: Any) -> msgspec.Raw | None:
     """Return lists of numbers as JSON, checked and written at once, because a batch has millions of
     them. None where one needs a closer look."""
     try:
-        found = msgspec.convert(values, hint)
-        text = msgspec.json.encode(found)
+        converted = msgspec.convert(values, hint)
+        json_text = msgspec.json.encode(converted)
     except (msgspec.MsgspecError, ValueError, OverflowError):
         return None
-    return msgspec.Raw(text) if found == values and b"null" not in text else None
+    return msgspec.Raw(json_text) if converted == values and b"null" not in json_text else None
 
 
 def _check_json(value: Any, where: str) -> Any:
     """Return `value` unless JSON would change it: tuples, non-string keys, NaN, objects."""
     if type(value) is dict:
         for key, item in value.items():
-            _expect(key, str, f"{where}: key")
+            _check_type(key, str, f"{where}: key")
             _check_json(item, f"{where}.{key}")
     elif type(value) is list:
         for index, item in enumerate(value):
@@ -274,32 +289,37 @@ def _check_json(value: Any, where: str) -> Any:
     return value
 
 
-def _has_words(line: bytes) -> bool:
-    return any(f'"{word}"'.encode() in line for word in _NON_FINITE)
+def _has_non_finite(line: bytes) -> bool:
+    """Return whether a line may hold a number that is not finite."""
+    return any(f'"{non_finite}"'.encode() in line for non_finite in _NON_FINITE)
 
 
 def _to_record(value: Any, hint: Any, has_words: bool) -> Any:
-    if _is_plain(hint) or _is_numeric(hint) and not has_words:
+    """Convert a checked value of msgspec to the dataclasses of its type hint."""
+    if _needs_no_conversion(hint) or _is_numeric(hint) and not has_words:
         return value
-    if options := _options(hint):
+    if members := _union_members(hint):
         name = type(value).__name__
-        for one in options:
-            if name == (_parts(one)[0] or one).__name__:
-                return _to_record(value, one, has_words)
-        return float(value) if float in options and value is not None else value
+        for member_hint in members:
+            if name == (_origin_and_args(member_hint)[0] or member_hint).__name__:
+                return _to_record(value, member_hint, has_words)
+        return float(value) if float in members and value is not None else value
     if dataclasses.is_dataclass(hint):
         return typing.cast(type, hint)(
             **{
-                name: _to_record(item, inner, has_words)
-                for name, (inner, _) in _fields(typing.cast(type, hint)).items()
+                name: _to_record(item, item_hint, has_words)
+                for name, (item_hint, _) in _field_hints(typing.cast(type, hint)).items()
                 if (item := getattr(value, name)) is not msgspec.UNSET
             }
         )
     if hint is float:
         return float(value)
-    origin, args = _parts(hint)
+    origin, args = _origin_and_args(hint)
     if origin is dict:
         return {key: _to_record(item, args[1], has_words) for key, item in value.items()}
     if len(args) == 1 or args[-1] is ...:
         return origin(_to_record(item, args[0], has_words) for item in value)
-    return tuple(_to_record(item, one, has_words) for item, one in zip(value, args, strict=True))
+    return tuple(
+        _to_record(item, member_hint, has_words)
+        for item, member_hint in zip(value, args, strict=True)
+    )

@@ -127,16 +127,16 @@ class Sender:
     def drain(self, deadline_s: float) -> None:
         """Wait until the trainer has committed everything that was sent, because no other process
         can answer it."""
-        last = max(self.spool.steps(), default=0)
+        last_step = max(self.spool.steps(), default=0)
 
         def done() -> bool:
             if self._ended is not None and self.spool.ended() is None:
                 self.spool.end(self._ended)  # a restarted trainer may have reopened it
             self.check()
             cursor = self.cursor()
-            return last == 0 or (cursor is not None and cursor.committed >= last)
+            return last_step == 0 or (cursor is not None and cursor.committed >= last_step)
 
-        wait_until(done, f"the trainer to commit step {last}", deadline_s, self.alive)
+        wait_until(done, f"the trainer to commit step {last_step}", deadline_s, self.alive)
 
     def close(self) -> None:
         """Stop sending; sent batches stay. Idempotent."""
@@ -203,11 +203,11 @@ class Receiver:
         return False
 
     def _read(self, step: int) -> Batch:
-        for tries in range(TRIES):
+        for attempt in range(TRIES):
             try:
                 return self.spool.read(step)
             except DamagedFrame as error:
-                if tries == TRIES - 1:
+                if attempt == TRIES - 1:
                     raise DamagedFrame(
                         f"{error}; read {TRIES} times. An orchestrator that is started again makes "
                         "it again"

@@ -64,10 +64,12 @@ def encode_frame(batch: Batch, run: str) -> bytes:
         raise CodecError(
             f"step {batch.step}: a batch of {len(payload)} bytes is over the limit of {MAX_BYTES}"
         )
-    first = encode_line(Header(run, batch.step, len(payload), hashlib.sha256(payload).hexdigest()))
-    if len(first) > MAX_LINE_BYTES:
+    header_line = encode_line(
+        Header(run, batch.step, len(payload), hashlib.sha256(payload).hexdigest())
+    )
+    if len(header_line) > MAX_LINE_BYTES:
         raise CodecError(f"run: a name of {len(run)} characters is too long for a frame")
-    return first + payload
+    return header_line + payload
 
 
 def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
@@ -86,11 +88,11 @@ def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
 def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
     """Return the bytes after the header, checked for size and digest. DamagedFrame otherwise;
     OtherFormat for a frame of another format."""
-    begins = data.find(b"\n", 0, MAX_LINE_BYTES) + 1
+    payload_start = data.find(b"\n", 0, MAX_LINE_BYTES) + 1
     try:
-        if not begins:
+        if not payload_start:
             raise ValueError("no header of a frame")
-        header = decode_line(Header, data[:begins])
+        header = decode_line(Header, data[:payload_start])
     except ValueError as error:
         raise DamagedFrame(f"{where}: {printable(error)}") from error
     if header.format != FORMAT:
@@ -102,7 +104,7 @@ def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
         raise DamagedFrame(f"{where}: of run {printable(header.run)!r}, this is run {run!r}")
     if header.step != step:
         raise DamagedFrame(f"{where}: of step {header.step}, not of step {step}")
-    payload = data[begins:]
+    payload = data[payload_start:]
     if header.size != len(payload):
         raise DamagedFrame(f"{where}: {len(payload)} bytes, {header.size} were sent")
     if hashlib.sha256(payload).hexdigest() != header.sha256:
@@ -117,11 +119,14 @@ def pack_batch(batch: Batch) -> bytes:
 
 
 def unpack_batch(data: bytes) -> Batch:
-    header, _, samples = data.partition(b"\n")
-    packed = strictly("samples", lambda: msgspec.msgpack.decode(samples, type=list[PackedSample]))
-    batch = decode_header(header, len(packed))
-    for index, one in enumerate(packed):
-        batch.samples.append(unpack_sample(one, f"samples[{index}]"))
+    """Return the batch that `pack_batch` wrote. CodecError for anything else."""
+    header_line, _, samples = data.partition(b"\n")
+    packed_samples = strictly(
+        "samples", lambda: msgspec.msgpack.decode(samples, type=list[PackedSample])
+    )
+    batch = decode_header(header_line, len(packed_samples))
+    for index, packed_sample in enumerate(packed_samples):
+        batch.samples.append(unpack_sample(packed_sample, f"samples[{index}]"))
     return batch
 
 
@@ -129,40 +134,43 @@ def pack_sample(sample: Sample) -> PackedSample:
     """Return a sample with its long lists as bytes. CodecError names a list with a number that does
     not fit."""
     rollout = sample.rollout
-    bare = replace(rollout, token_ids=[], logprobs=[])
+    rollout_without_lists = replace(rollout, token_ids=[], logprobs=[])
     return PackedSample(
-        encode_sample(replace(sample, prompt_ids=[], loss_mask=[], rollout=bare)),
-        _pack("i", sample.prompt_ids, {int}, "sample.prompt_ids"),
-        _pack("i", rollout.token_ids, {int}, "sample.rollout.token_ids"),
-        _pack("d", rollout.logprobs, {float, int}, "sample.rollout.logprobs"),
-        _pack("B", sample.loss_mask, {int}, "sample.loss_mask"),
+        encode_sample(replace(sample, prompt_ids=[], loss_mask=[], rollout=rollout_without_lists)),
+        _pack_numbers("i", sample.prompt_ids, {int}, "sample.prompt_ids"),
+        _pack_numbers("i", rollout.token_ids, {int}, "sample.rollout.token_ids"),
+        _pack_numbers("d", rollout.logprobs, {float, int}, "sample.rollout.logprobs"),
+        _pack_numbers("B", sample.loss_mask, {int}, "sample.loss_mask"),
     )
 
 
 def unpack_sample(packed: PackedSample, where: str = "sample") -> Sample:
+    """Return the sample that `pack_sample` packed."""
     sample = decode_sample(packed.sample, where)
     rollout = sample.rollout
     if sample.prompt_ids or sample.loss_mask or rollout.token_ids or rollout.logprobs:
         raise CodecError(f"{where}: numbers as text, where they are packed")
-    sample.prompt_ids = _unpack("i", packed.prompt_ids, f"{where}.prompt_ids")
-    sample.loss_mask = _unpack("B", packed.loss_mask, f"{where}.loss_mask")
-    rollout.token_ids = _unpack("i", packed.token_ids, f"{where}.rollout.token_ids")
-    rollout.logprobs = _unpack("d", packed.logprobs, f"{where}.rollout.logprobs")
+    sample.prompt_ids = _unpack_numbers("i", packed.prompt_ids, f"{where}.prompt_ids")
+    sample.loss_mask = _unpack_numbers("B", packed.loss_mask, f"{where}.loss_mask")
+    rollout.token_ids = _unpack_numbers("i", packed.token_ids, f"{where}.rollout.token_ids")
+    rollout.logprobs = _unpack_numbers("d", packed.logprobs, f"{where}.rollout.logprobs")
     return sample
 
 
-def _pack(code: str, values: Sequence[Any], kinds: set[type], where: str) -> bytes:
-    if odd := set(map(type, values)) - kinds:
+def _pack_numbers(code: str, values: Sequence[Any], kinds: set[type], where: str) -> bytes:
+    """Return numbers as little-endian bytes. CodecError for one that does not fit."""
+    if other_types := set(map(type, values)) - kinds:
         names = " or ".join(sorted(kind.__name__ for kind in kinds))
-        raise CodecError(f"{where}: expected {names}, got {odd.pop().__name__}")
+        raise CodecError(f"{where}: expected {names}, got {other_types.pop().__name__}")
     try:
         return struct.pack(f"<{len(values)}{code}", *values)
     except (struct.error, OverflowError) as error:
         raise CodecError(f"{where}: {error}") from None
 
 
-def _unpack(code: str, data: bytes, where: str) -> list[Any]:
-    count, rest = divmod(len(data), struct.calcsize(code))
-    if rest:
+def _unpack_numbers(code: str, data: bytes, where: str) -> list[Any]:
+    """Return the numbers that `_pack_numbers` wrote."""
+    count, remainder = divmod(len(data), struct.calcsize(code))
+    if remainder:
         raise CodecError(f"{where}: {len(data)} bytes are no whole numbers")
     return list(struct.unpack(f"<{count}{code}", data))

@@ -1,4 +1,4 @@
-"""The messages of a rollout channel beside the frames: one sealed line each.
+"""The messages of a rollout channel other than the frames: one sealed line each.
 
 trainer        CursorReport    a file: what it has received and committed
 trainer        PieceRequest    zmq: the same, and the piece of a frame that it requests
@@ -89,7 +89,7 @@ class SenderAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EndOfBatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Why no batch follows the newest."""
+    """The end of a run's batches, and its reason."""
 
     run: str
     reason: str
@@ -103,8 +103,8 @@ def decode_line(kind: type[Line], data: bytes) -> Line:
     """Return the message that `encode_line` wrote. ValueError for anything else."""
     if len(data) > MAX_LINE_BYTES:
         raise ValueError(f"{len(data)} bytes; a line has {MAX_LINE_BYTES} at most")
-    content, sealed = unseal(data.removesuffix(b"\n"))
-    if not sealed or not data.endswith(b"\n"):
+    content, has_checksum = unseal(data.removesuffix(b"\n"))
+    if not has_checksum or not data.endswith(b"\n"):
         raise ValueError("torn: it has no checksum")
     try:
         message = msgspec.json.decode(content, type=kind)

@@ -17,8 +17,8 @@ from lowroll.checkpoint.line_checksum import seal, unseal_lines
 from lowroll.transport.codec import CodecError, decode_batch, encode_batch
 from lowroll.types import Batch
 
-_FILE = re.compile(r"step_([0-9]{6,})\.jsonl")
-_BEGINS = b'{"kind":"batch",'
+_FILE_NAME = re.compile(r"step_([0-9]{6,})\.jsonl")
+_FIRST_BYTES = b'{"kind":"batch",'
 
 
 def write_rollouts(folder: Path, batch: Batch) -> Path:
@@ -52,15 +52,17 @@ def read_rollouts(path: Path) -> Batch:
         batch = decode_batch(unseal_lines(read_file(path)))
     except ValueError as error:  # CodecError is a ValueError
         raise CodecError(f"{path}: {error}") from error
-    named = _FILE.fullmatch(Path(path).name)
-    if named and int(named[1]) != batch.step:
+    name_match = _FILE_NAME.fullmatch(Path(path).name)
+    if name_match and int(name_match[1]) != batch.step:
         raise CodecError(f"{path}: holds the rollouts of step {batch.step}")
     return batch
 
 
 def rollout_files(folder: Path) -> list[tuple[int, Path]]:
-    found = ((_FILE.fullmatch(path.name), path) for path in Path(folder).glob("step_*.jsonl"))
-    return sorted((int(match[1]), path) for match, path in found if match)
+    matches = (
+        (_FILE_NAME.fullmatch(path.name), path) for path in Path(folder).glob("step_*.jsonl")
+    )
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def is_rollouts(path: Path) -> bool:
@@ -68,12 +70,12 @@ def is_rollouts(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return file.read(len(_BEGINS)) == _BEGINS
+        return file.read(len(_FIRST_BYTES)) == _FIRST_BYTES
 
 
 def truncate_rollouts(folder: Path, step: int) -> None:
     """Remove the files of steps after `step`, which a resumed run makes again. Other files with
     such a name stay."""
-    for later, path in rollout_files(folder):
-        if later > step and is_rollouts(path):
+    for file_step, path in rollout_files(folder):
+        if file_step > step and is_rollouts(path):
             path.unlink()

@@ -28,11 +28,11 @@ from lowroll.types import Batch, printable
 
 log = logging.getLogger(__name__)
 
-_FILE = re.compile(r"step_([0-9]{6,15})\.frame")
+_FRAME_NAME = re.compile(r"step_([0-9]{6,15})\.frame")
 END = "end.json"
 CURSOR = "cursor.json"
 DISMISSED = "dismissed.json"  # cursor of the last dismissed trainer
-_LONGEST_REASON = 500  # characters
+_MAX_REASON_CHARS = 500
 DAMAGED = ".damaged"  # suffix of a frame that was set aside
 
 
@@ -53,7 +53,7 @@ class Spool:
             names = os.listdir(self.folder)
         except FileNotFoundError:
             return []
-        steps = {int(match[1]) for name in names if (match := _FILE.fullmatch(name))}
+        steps = {int(match[1]) for name in names if (match := _FRAME_NAME.fullmatch(name))}
         return sorted(step for step in steps if self.path(step).is_file())
 
     def put(self, batch: Batch) -> None:
@@ -120,15 +120,17 @@ class Spool:
 
     def drop_through(self, step: int) -> None:
         """Delete the frames up to `step`, but not the newest of all."""
-        self._unlink([self.path(one) for one in self.steps()[:-1] if one <= step])
+        self._unlink(
+            [self.path(stored_step) for stored_step in self.steps()[:-1] if stored_step <= step]
+        )
 
     def drop_after(self, step: int) -> list[int]:
         """Delete the frames after `step`, the newest first, and return which: the run goes back to
         `step`."""
-        later = [one for one in reversed(self.steps()) if one > step]
-        for one in later:
-            self._unlink([self.path(one)])
-        return later[::-1]
+        later_steps = [later_step for later_step in reversed(self.steps()) if later_step > step]
+        for later_step in later_steps:
+            self._unlink([self.path(later_step)])
+        return later_steps[::-1]
 
     def repair(self) -> None:
         """Set aside the first damaged frame and those after it, which a resuming orchestrator makes
@@ -142,8 +144,10 @@ class Spool:
                 self._set_aside(steps[index:])
                 break
         steps = self.steps()
-        whole = next((i for i in range(len(steps) - 1, 0, -1) if steps[i] != steps[i - 1] + 1), 0)
-        self._unlink([self.path(step) for step in steps[:whole]])
+        first_after_gap = next(
+            (i for i in range(len(steps) - 1, 0, -1) if steps[i] != steps[i - 1] + 1), 0
+        )
+        self._unlink([self.path(step) for step in steps[:first_after_gap]])
         try:
             self.ended()
         except DamagedFrame as error:
@@ -158,37 +162,39 @@ class Spool:
     def end(self, reason: str) -> None:
         """Record why no batch follows the newest. A later `put` revokes it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(self.folder / END, encode_line(EndOfBatches(self.run, reason[:_LONGEST_REASON])))
+        write_file(
+            self.folder / END, encode_line(EndOfBatches(self.run, reason[:_MAX_REASON_CHARS]))
+        )
 
     def ended(self) -> str | None:
         """Return why no batch follows; None while some may."""
         path = self.folder / END
         try:
-            end = decode_line(EndOfBatches, read_file(path))
+            end_of_batches = decode_line(EndOfBatches, read_file(path))
         except FileNotFoundError:
             return None
         except ValueError as error:
             raise DamagedFrame(f"{path}: {printable(error)}") from error
-        if end.run != self.run:
+        if end_of_batches.run != self.run:
             raise DamagedFrame(f"{path}: not of run {self.run!r}")
-        return end.reason
+        return end_of_batches.reason
 
     def reopen(self) -> None:
         """Revoke `end`."""
         self._unlink([self.folder / END])
 
     def _unlink(self, paths: list[Path]) -> None:
-        gone = [path for path in paths if path.exists()]
-        for path in gone:
+        existing_paths = [path for path in paths if path.exists()]
+        for path in existing_paths:
             faultpoint(f"spool.drop/{path.name}")
             with naming(path):
                 path.unlink(missing_ok=True)
-        if gone:
+        if existing_paths:
             sync_folder(self.folder)
 
 
 class Progress:
-    """The trainer's cursor and that of the last dismissed attempt, in files beside the frames. The
+    """The trainer's cursor and that of the last dismissed attempt, in the frames' folder. The
     trainer's end writes them; any process may read."""
 
     def __init__(self, folder: Path, run: str) -> None:
@@ -215,10 +221,10 @@ class Progress:
 
     def say(self, cursor: Cursor) -> None:
         """Store a trainer's cursor. Fenced when a later attempt has reported."""
-        path, there = self.folder / CURSOR, self.cursor()
-        if there is not None and there.attempt > cursor.attempt:
+        path, stored_cursor = self.folder / CURSOR, self.cursor()
+        if stored_cursor is not None and stored_cursor.attempt > cursor.attempt:
             raise Fenced(
-                f"{path}: attempt {there.attempt} of the trainer has taken over from "
+                f"{path}: attempt {stored_cursor.attempt} of the trainer has taken over from "
                 f"attempt {cursor.attempt}"
             )
         self.check(cursor.attempt)

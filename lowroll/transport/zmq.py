@@ -64,12 +64,13 @@ TRIES = 3  # for a damaged frame
 RETRY_S = 1.0
 SILENCE_S = 30.0
 _LINGER_MS = 1000
-_LOOK_S = 0.1  # between looks for a peer
+_POLL_S = 0.1  # between looks for a peer
 _CLOSE_S = 2.0
-_MOST_WAITING = 16
+_MAX_WAITING = 16
 
 
 def pack(word: PieceRequest | PieceReply, piece: bytes) -> list[bytes]:
+    """Return the two parts of a message: its line and the bytes of a piece."""
     return [encode_line(word), piece]
 
 
@@ -84,8 +85,11 @@ def unpack(kind: type[Message], parts: Sequence[bytes]) -> tuple[Message, bytes]
     return decode_message(kind, line), piece
 
 
-def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int) -> zmq.Socket[bytes]:
-    made = context.socket(kind)
+def _open_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int
+) -> zmq.Socket[bytes]:
+    """Open a socket that takes messages of at most `most` bytes and detects lost peers."""
+    opened = context.socket(kind)
     for option, value in (
         (zmq.LINGER, _LINGER_MS),
         (zmq.MAXMSGSIZE, most),
@@ -96,8 +100,8 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int) -> zmq.
         (zmq.RECONNECT_IVL, 100),
         (zmq.RECONNECT_IVL_MAX, 1_000),
     ):
-        made.setsockopt(option, value)
-    return made
+        opened.setsockopt(option, value)
+    return opened
 
 
 class Sender(FolderSender):
@@ -126,7 +130,7 @@ class Sender(FolderSender):
     ) -> None:
         if not token:
             raise ValueError("rollouts are served only to those who know a token: none is given")
-        interface = _interface(host)
+        interface = _resolve_interface(host)
         super().__init__(folder, hwm, deadline_s, run=run, alive=alive)
         self.service = SpoolServer(self.spool, attempt, token)
         self.address = self.service.bind(interface, port)
@@ -163,7 +167,7 @@ class SpoolServer:
         self._waiting: dict[bytes, PieceRequest] = {}  # by peer: requests for later frames
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.authenticator = start_authenticator(self._context, token)
-        self._socket = _open(self._context, zmq.ROUTER, 2 * MAX_LINE_BYTES)
+        self._socket = _open_socket(self._context, zmq.ROUTER, 2 * MAX_LINE_BYTES)
         set_server_keys(self._socket, token)
         self._ear, self._bell = os.pipe()
         os.set_blocking(self._ear, False)
@@ -181,9 +185,9 @@ class SpoolServer:
             raise TransportError(
                 f"rollouts cannot be served on {interface}:{port}: {error}"
             ) from error
-        where = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        every = ipaddress.ip_address(interface).is_unspecified
-        return where.replace(interface, socket.gethostname()) if every else where
+        endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        all_interfaces = ipaddress.ip_address(interface).is_unspecified
+        return endpoint.replace(interface, socket.gethostname()) if all_interfaces else endpoint
 
     def start(self) -> None:
         self._thread.start()
@@ -240,23 +244,23 @@ class SpoolServer:
     def _turn(self, ready: dict[object, int]) -> None:
         if self._ear in ready:
             os.read(self._ear, 4096)
-            for peer, ask in list(self._waiting.items()):
-                self._answer(peer, ask, again=True)
-        for peer, ask in self._heard().items():
-            self._answer(peer, ask, again=False)
+            for peer, request in list(self._waiting.items()):
+                self._answer(peer, request, again=True)
+        for peer, request in self._heard().items():
+            self._answer(peer, request, again=False)
 
     def _heard(self) -> dict[bytes, PieceRequest]:
         """Return the last request of each peer: repeats that piled up while this process was
         suspended get one answer."""
-        found: dict[bytes, PieceRequest] = {}
+        requests: dict[bytes, PieceRequest] = {}
         while True:
             try:
                 peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return found
+                return requests
             try:
-                ask, _ = unpack(PieceRequest, parts)
-                found[peer] = ask
+                request, _ = unpack(PieceRequest, parts)
+                requests[peer] = request
             except ValueError as error:
                 self._refused += 1
                 if self._refused == 1:
@@ -311,7 +315,7 @@ class SpoolServer:
             self._tell(peer, ask, "ended", text=reason)
         else:
             self._waiting[peer] = ask
-            if len(self._waiting) > _MOST_WAITING:  # peers that are gone do not say so
+            if len(self._waiting) > _MAX_WAITING:  # peers that are gone do not say so
                 del self._waiting[next(iter(self._waiting))]
             if not again:
                 self._tell(peer, ask, "wait")
@@ -325,7 +329,8 @@ class SpoolServer:
             self._socket.send_multipart([peer, *pack(answer, piece)], zmq.NOBLOCK)
 
 
-def _interface(host: str) -> str:
+def _resolve_interface(host: str) -> str:
+    """Return the IPv4 address of a host to listen at."""
     try:
         return socket.gethostbyname(host)
     except OSError as error:
@@ -366,26 +371,29 @@ class Receiver:
         damaged transfers; Fenced when a later attempt of the trainer has taken over; ChannelClosed
         when the orchestrator has ended."""
         step = self._cursor.received + 1
-        until = time.monotonic() + check_deadline(deadline_s)
-        coming = FrameAssembler(step, self.run, self.max_bytes)
+        deadline = time.monotonic() + check_deadline(deadline_s)
+        assembler = FrameAssembler(step, self.run, self.max_bytes)
         silent_s = 0.0  # time spent listening, not wall clock: this process may have been suspended
-        while coming.batch is None:
-            told = self.line.tell(self._word(step, coming.offset))
-            seconds = min(RETRY_S if told else _LOOK_S, max(0.0, until - time.monotonic()))
-            silent_s = 0.0 if self._listen(coming, seconds) else silent_s + seconds
+        while assembler.batch is None:
+            was_sent = self.line.tell(self._word(step, assembler.offset))
+            seconds = min(RETRY_S if was_sent else _POLL_S, max(0.0, deadline - time.monotonic()))
+            silent_s = 0.0 if self._listen(assembler, seconds) else silent_s + seconds
             if self.alive is not None:
                 self.alive()
             if silent_s >= self.silence_s:
                 self._complain()
-            if coming.batch is None and time.monotonic() >= until:
-                never = ", which has never answered" if self._orchestrator < 0 else ""
-                what = f"the batch of step {step} from the orchestrator at {self.line.where}{never}"
-                raise DeadlineExceeded(what, deadline_s)
+            if assembler.batch is None and time.monotonic() >= deadline:
+                never_answered = ", which has never answered" if self._orchestrator < 0 else ""
+                waited_for = (
+                    f"the batch of step {step} from the orchestrator at {self.line.where}"
+                    f"{never_answered}"
+                )
+                raise DeadlineExceeded(waited_for, deadline_s)
         faultpoint(f"receive.read/{step}")
         self._cursor = self._cursor.receive()
         self.line.tell(self._word())
         faultpoint(f"receive.said/{step}")
-        return coming.batch
+        return assembler.batch
 
     def commit(self, step: int) -> None:
         self._cursor = self._cursor.commit(step)
@@ -393,11 +401,11 @@ class Receiver:
 
     def close(self) -> None:
         """Report the last commit until it is acknowledged, two seconds at most."""
-        until = time.monotonic() + _CLOSE_S
-        while self._heard < self._cursor.committed and time.monotonic() < until:
+        deadline = time.monotonic() + _CLOSE_S
+        while self._heard < self._cursor.committed and time.monotonic() < deadline:
             self.line.tell(self._word())
             with suppress(ValueError):
-                self._next(_LOOK_S)
+                self._next(_POLL_S)
         self.line.close()
 
     def _complain(self) -> None:
@@ -422,17 +430,17 @@ class Receiver:
     def _listen(self, coming: FrameAssembler, seconds: float) -> bool:
         """Process answers for one try; return whether the orchestrator answered. Returns early when
         there is something else to request."""
-        until, answered = time.monotonic() + seconds, False
-        while (left := until - time.monotonic()) > 0:
+        deadline, answered = time.monotonic() + seconds, False
+        while (remaining_s := deadline - time.monotonic()) > 0:
             try:
-                found = self._next(left)
+                reply = self._next(remaining_s)
             except ValueError as error:
                 coming.refuse(f"{self.line.where}: {printable(error)}")
                 return True
-            if found is None:
+            if reply is None:
                 break
             answered = True
-            answer, piece = found
+            answer, piece = reply
             self._raise(answer, coming.step)
             if answer.kind == "piece" and coming.take(answer, piece, self.line.where):
                 break
@@ -441,14 +449,14 @@ class Receiver:
     def _next(self, seconds: float) -> tuple[PieceReply, bytes] | None:
         """Return the next answer for this attempt within `seconds`, and record the acknowledged
         commit. ValueError for an invalid message."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            found = self.line.listen(left)
-            if found is None:
+        deadline = time.monotonic() + seconds
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            reply = self.line.listen(remaining_s)
+            if reply is None:
                 return None
-            if self._is_for_me(found[0]):
-                self._heard = found[0].committed
-                return found
+            if self._is_for_me(reply[0]):
+                self._heard = reply[0].committed
+                return reply
         return None
 
     def _is_for_me(self, answer: PieceReply) -> bool:
@@ -579,20 +587,24 @@ class Connection:
         if self.place is None:
             return
         try:
-            place = decode_message(SenderAddress, read_file(self.place))
+            sender_address = decode_message(SenderAddress, read_file(self.place))
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
             log.warning("%s is ignored: %s", self.place, printable(error))
             return
-        if place.run == self.run and place.attempt >= self._attempt and place.address != self.where:
-            self._attempt = place.attempt
-            self._connect(place.address)
+        if (
+            sender_address.run == self.run
+            and sender_address.attempt >= self._attempt
+            and sender_address.address != self.where
+        ):
+            self._attempt = sender_address.attempt
+            self._connect(sender_address.address)
 
     def _connect(self, address: str) -> None:
         if self._socket is not None:
             self._socket.close()
-        self._socket = _open(self._context, zmq.DEALER, PIECE + 2 * MAX_LINE_BYTES)
+        self._socket = _open_socket(self._context, zmq.DEALER, PIECE + 2 * MAX_LINE_BYTES)
         set_client_keys(self._socket, self.token)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue requests for an absent peer
         try:

@@ -37,10 +37,14 @@ def align(model: Transformer, format: str) -> Transformer:
     in that format; a dense one (LoRA) is quantized once."""
     for name, linear in model.linears():
         base = linear.weight if isinstance(linear.weight, QTensor) else None
-        wanted = get_format(format).of(name).name
-        if base is not None and base.format != wanted and not get_format(base.format).dense:
+        expected_format = get_format(format).of(name).name
+        if (
+            base is not None
+            and base.format != expected_format
+            and not get_format(base.format).dense
+        ):
             raise ValueError(
-                f"{name}: the base is {base.format}, and the forward is to be {wanted}"
+                f"{name}: the base is {base.format}, and the forward is to be {expected_format}"
             )
     for name, linear in model.linears():
         linear.aligned = quantized(name, linear, format)
@@ -67,7 +71,7 @@ def transpose(model: Transformer) -> Transformer:
         if isinstance(linear, StackedLinear):
             raise ValueError(f"{name}: the products of experts have no gradient in fp8")
     for name, linear in model.linears():
-        linear.transposed = _transposed(name, linear)
+        linear.transposed = _quantize_transposed(name, linear)
     return model
 
 
@@ -80,10 +84,11 @@ def refresh(model: Transformer) -> None:
     if all(linear.aligned is linear.transposed is None for _, linear in model.linears()):
         return
     for blocks in model.read_blocks(model):
-        _refresh(blocks)
+        _requantize_blocks(blocks)
 
 
-def _refresh(blocks: list[Block]) -> None:
+def _requantize_blocks(blocks: list[Block]) -> None:
+    """Remake the codes of the trainable weights of these blocks."""
     layers = [
         (f"blocks.{block.layer}.{name}", linear, linear.weight)
         for block in blocks
@@ -108,13 +113,13 @@ def _refresh(blocks: list[Block]) -> None:
 @contextmanager
 def suspended(model: Transformer) -> Iterator[Transformer]:
     """Run the dense forward of an aligned model inside the block."""
-    before = [(linear, linear.aligned) for _, linear in model.linears()]
-    for linear, _ in before:
+    saved_codes = [(linear, linear.aligned) for _, linear in model.linears()]
+    for linear, _ in saved_codes:
         linear.aligned = None
     try:
         yield model
     finally:
-        for linear, codes in before:
+        for linear, codes in saved_codes:
             linear.aligned = codes
 
 
@@ -122,10 +127,12 @@ def suspended(model: Transformer) -> Iterator[Transformer]:
 def dequantized(model: Transformer) -> Iterator[Transformer]:
     """Run an aligned model inside the block on the dequantized matrices, with unquantized
     activations. This takes a dense copy of the weights."""
-    codes = [linear.aligned for _, linear in model.linears()]
+    model_codes = [linear.aligned for _, linear in model.linears()]
     with suspended(model):
-        for (_, linear), one in zip(model.linears(), codes, strict=True):
-            linear.aligned = None if one is None else over(one.dequantize(model.dtype))
+        for (_, linear), layer_codes in zip(model.linears(), model_codes, strict=True):
+            linear.aligned = (
+                None if layer_codes is None else over(layer_codes.dequantize(model.dtype))
+            )
         yield model
 
 
@@ -137,7 +144,8 @@ def quantized(name: str, linear: Linear, format: str) -> QTensor:
         raise ValueError(f"{name}.weight: {error}") from None
 
 
-def _transposed(name: str, linear: Linear) -> QTensor:
+def _quantize_transposed(name: str, linear: Linear) -> QTensor:
+    """Return the fp8 codes of a layer's transposed weight."""
     weight = linear.weight
     matrix_NK = weight.dequantize() if isinstance(weight, QTensor) else weight.detach()
     try:

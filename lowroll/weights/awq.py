@@ -83,8 +83,8 @@ def calibrate(
     dense format, a model with quantized weights, experts or an adapter (which learnt the channels
     as they were), and sequences that are empty or outside the vocabulary or context.
     """
-    chosen = get_format(format)
-    check("awq", model, chosen, sequences)
+    target_format = get_format(format)
+    check("awq", model, target_format, sequences)
     ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
     x_TD = nn.functional.embedding(ids_T, model.embedding)
     chunks = list(in_chunks(model, [len(ids) for ids in sequences]))
@@ -92,7 +92,7 @@ def calibrate(
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
         y_TD = torch.cat([whole(block, x_TD[c.rows], c.cos, c.sin, c.attend) for c in chunks])
-        records.append(_calibrate_block(block, chosen, x_TD, y_TD, chunks))
+        records.append(_calibrate_block(block, target_format, x_TD, y_TD, chunks))
         x_TD = y_TD
         if on_progress is not None:
             on_progress(i + 1, len(model.blocks))
@@ -101,7 +101,7 @@ def calibrate(
 
 def factors(w_NK: Tensor, loudness_K: Tensor, ratio: float, group: int | None) -> Tensor:
     """Return the factors s_K of a ratio, float32. loudness_K: the mean |x| of each channel."""
-    weight_K = _relative_size(w_NK, group)
+    weight_K = _relative_magnitude(w_NK, group)
     s_K = (loudness_K.float() ** ratio / (weight_K ** (1 - ratio) + 1e-4)).clamp_min(1e-4)
     return s_K / (s_K.max() * s_K.min()).sqrt()
 
@@ -109,7 +109,8 @@ def factors(w_NK: Tensor, loudness_K: Tensor, ratio: float, group: int | None) -
 def _calibrate_block(
     block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]
 ) -> Calibrated:
-    before = {name: p.clone() for name, p in block.named_parameters()}
+    """Calibrate every mapping of a block, and restore the block where its error did not fall."""
+    original_weights = {name: p.clone() for name, p in block.named_parameters()}
     plain_error = _block_error(block, format, x_TD, y_TD, chunks)
     ratios = {
         mapping.name: _calibrate_mapping(mapping, format, chunks)
@@ -119,7 +120,7 @@ def _calibrate_block(
     kept = error < plain_error
     if not kept:
         for name, p in block.named_parameters():
-            p.copy_(before[name])
+            p.copy_(original_weights[name])
     return Calibrated(plain_error, error if kept else plain_error, ratios, kept)
 
 
@@ -127,37 +128,38 @@ def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) ->
     """Fold the best factors of one mapping into its weights. Return their ratio, None for s = 1."""
     weight = mapping.reader.weight
     assert isinstance(weight, nn.Parameter)
-    sizes = torch.stack([mapping.inputs(c).abs().sum(0, dtype=torch.float32) for c in chunks])
-    loudness_K = sizes.sum(0) / chunks[-1].rows.stop
+    abs_sums = torch.stack([mapping.inputs(c).abs().sum(0, dtype=torch.float32) for c in chunks])
+    loudness_K = abs_sums.sum(0) / chunks[-1].rows.stop
     candidates = [
         (None, torch.ones_like(loudness_K)),
         *((ratio, factors(weight, loudness_K, ratio, format.group)) for ratio in RATIOS),
     ]
-    errors = _errors(mapping, format, chunks, [s_K for _, s_K in candidates])
+    errors = _candidate_errors(mapping, format, chunks, [s_K for _, s_K in candidates])
     ratio, s_K = candidates[errors.index(min(errors))]
     if ratio is not None:
-        weight.copy_(_scaled(weight, s_K))
+        weight.copy_(_scale_columns(weight, s_K))
         mapping.divide(s_K)
     return ratio
 
 
-def _errors(
+def _candidate_errors(
     mapping: Mapping, format: Format, chunks: list[Chunk], candidates: list[Tensor]
 ) -> list[float]:
     """Return the squared error of the mapping's output under each s, summed over the tokens."""
     weight = mapping.reader.weight
     errors = [0.0] * len(candidates)
     assert isinstance(weight, nn.Parameter)
-    quantized = [format.quantize(_scaled(weight, s_K)) for s_K in candidates]
+    quantized = [format.quantize(_scale_columns(weight, s_K)) for s_K in candidates]
     for chunk in chunks:
         x_TK = mapping.inputs(chunk)
         dense_TD = mapping.output(x_TK, chunk)
-        for i, (q, s_K) in enumerate(zip(quantized, candidates, strict=True)):
-            with multiplying((mapping.reader, q)):
+        for i, (candidate_weight, s_K) in enumerate(zip(quantized, candidates, strict=True)):
+            with multiplying((mapping.reader, candidate_weight)):
                 errors[i] += _squared_distance(
                     mapping.output((x_TK.float() / s_K).to(x_TK.dtype), chunk), dense_TD
                 )
-            q.packed.clear()  # kernels' copies of all candidates would be as large as many layers
+            # kernels' copies of all candidates would be as large as many layers
+            candidate_weight.packed.clear()
     return errors
 
 
@@ -182,6 +184,8 @@ def _block_error(
 
 
 def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
+    """Return the mappings of a block whose scales can be folded into a producer."""
+
     def normed(c: Chunk) -> Tensor:
         return block.input_norm(x_TD[c.rows])
 
@@ -198,31 +202,40 @@ def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
         return input_of(block.down, lambda: block.mlp(mlp_input(c)))
 
     mappings = [
-        Mapping("qkv", block.qkv, _norm(block.input_norm), normed, attention),
-        Mapping("o", block.o, _rows(block.qkv, "v_proj"), heads, lambda x, c: plain(block.o(x))),
+        Mapping("qkv", block.qkv, _norm_divider(block.input_norm), normed, attention),
+        Mapping(
+            "o", block.o, _row_divider(block.qkv, "v_proj"), heads, lambda x, c: plain(block.o(x))
+        ),
         Mapping(
             "gate_up",
             block.gate_up,
-            _norm(block.post_attention_norm),
+            _norm_divider(block.post_attention_norm),
             mlp_input,
             lambda x, c: plain(block.mlp(x)),
         ),
         Mapping(
             "down",
             block.down,
-            _rows(block.gate_up, "up_proj"),
+            _row_divider(block.gate_up, "up_proj"),
             hidden,
             lambda x, c: plain(block.down(x)),
         ),
     ]
-    return mappings if block.heads == block.kv_heads else [m for m in mappings if m.name != "o"]
+    return (
+        mappings
+        if block.heads == block.kv_heads
+        else [mapping for mapping in mappings if mapping.name != "o"]
+    )
 
 
-def _norm(norm: RMSNorm) -> Callable[[Tensor], None]:
+def _norm_divider(norm: RMSNorm) -> Callable[[Tensor], None]:
+    """Return a function that divides a norm's weight by the scales."""
     return lambda s_K: _divide(norm.weight, s_K)
 
 
-def _rows(linear: Linear, part: str) -> Callable[[Tensor], None]:
+def _row_divider(linear: Linear, part: str) -> Callable[[Tensor], None]:
+    """Return a function that divides the rows of a layer's part by the scales."""
+
     def divide(s_K: Tensor) -> None:
         assert isinstance(linear.weight, nn.Parameter)
         _divide(linear.weight[linear.rows(part)], s_K[:, None])
@@ -236,17 +249,17 @@ def _divide(weight: Tensor, s: Tensor) -> None:
     weight.copy_(weight.float() / s)
 
 
-def _scaled(w_NK: Tensor, s_K: Tensor) -> Tensor:
+def _scale_columns(w_NK: Tensor, s_K: Tensor) -> Tensor:
     """Return W s in its stored dtype, the bytes that will be quantized."""
     return (w_NK.float() * s_K).to(w_NK.dtype)
 
 
-def _relative_size(w_NK: Tensor, group: int | None) -> Tensor:
+def _relative_magnitude(w_NK: Tensor, group: int | None) -> Tensor:
     """Return wm: the mean over the rows of |w| / amax(|w|) of its group, 0 for groups of zeros."""
     w_NK = w_NK.detach().float().abs()
     num_in = w_NK.shape[1]
-    size = num_in if group is None else group
-    w_NGS = nn.functional.pad(w_NK, (0, -num_in % size)).view(w_NK.shape[0], -1, size)
+    group_size = num_in if group is None else group
+    w_NGS = nn.functional.pad(w_NK, (0, -num_in % group_size)).view(w_NK.shape[0], -1, group_size)
     relative_NGS = w_NGS / w_NGS.amax(dim=-1, keepdim=True).clamp_min(
         torch.finfo(torch.float32).tiny
     )
@@ -254,4 +267,5 @@ def _relative_size(w_NK: Tensor, group: int | None) -> Tensor:
 
 
 def _squared_distance(a: Tensor, b: Tensor) -> float:
+    """Return the sum of squared differences."""
     return float((a.float() - b.float()).square().sum(dtype=torch.float64))

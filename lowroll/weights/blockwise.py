@@ -1,6 +1,7 @@
 """Calibration text through a model, one block at a time, for `weights.awq` and `weights.gptq`.
 
-The sequences are packed in chunks, which bounds the activations held beside the residual streams.
+The sequences are packed in chunks, which bounds the memory of the activations; the residual streams
+are held whole.
 """
 
 from __future__ import annotations
@@ -34,25 +35,32 @@ class Chunk:
 def in_chunks(model: Transformer, lengths: list[int]) -> Iterator[Chunk]:
     """Yield whole sequences, about CHUNK_TOKENS a chunk."""
     start = 0
-    packed: list[int] = []
+    chunk_lengths: list[int] = []
     for i, length in enumerate(lengths):
-        packed.append(length)
-        if i + 1 == len(lengths) or sum(packed) + lengths[i + 1] > CHUNK_TOKENS:
-            pos_T = torch.tensor([pos for n in packed for pos in range(n)], device=model.device)
+        chunk_lengths.append(length)
+        if i + 1 == len(lengths) or sum(chunk_lengths) + lengths[i + 1] > CHUNK_TOKENS:
+            pos_T = torch.tensor(
+                [pos for n in chunk_lengths for pos in range(n)], device=model.device
+            )
             cos, sin = rotations(pos_T, model.freqs.to(model.device))
-            yield Chunk(slice(start, start + sum(packed)), cos, sin, varlen(packed, model.device))
-            start, packed = start + sum(packed), []
+            yield Chunk(
+                slice(start, start + sum(chunk_lengths)),
+                cos,
+                sin,
+                varlen(chunk_lengths, model.device),
+            )
+            start, chunk_lengths = start + sum(chunk_lengths), []
 
 
 def input_of(linear: Linear, run: Callable[[], Stream]) -> Tensor:
     """Capture the linear's input while `run` runs."""
-    seen: list[Tensor] = []
-    hook = linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    captured_inputs: list[Tensor] = []
+    hook = linear.register_forward_pre_hook(lambda _, inputs: captured_inputs.append(inputs[0]))
     try:
         run()
     finally:
         hook.remove()
-    return seen[0]
+    return captured_inputs[0]
 
 
 def plain(stream: Stream) -> Tensor:

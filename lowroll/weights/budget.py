@@ -57,10 +57,10 @@ class Calibration:
     def cut(self, tokens: int, piece: int) -> Calibration:
         """Return the first `piece` tokens of the first sequences that together hold `tokens`. All
         of their positions count."""
-        kept: list[Sequence[int]] = []
-        while len(kept) < len(self.sequences) and sum(map(len, kept)) < tokens:
-            kept.append(self.sequences[len(kept)][:piece])
-        return Calibration(kept, [0] * len(kept))
+        cut_sequences: list[Sequence[int]] = []
+        while len(cut_sequences) < len(self.sequences) and sum(map(len, cut_sequences)) < tokens:
+            cut_sequences.append(self.sequences[len(cut_sequences)][:piece])
+        return Calibration(cut_sequences, [0] * len(cut_sequences))
 
 
 @dataclass(frozen=True)
@@ -112,22 +112,22 @@ def allocate(
     Layers are rounded to nearest. on_progress(done, total) counts them. ValueError as
     `blockwise.check_dense`, and for an unreachable budget, with the measured points.
     """
-    began = time.monotonic()
+    start_time = time.monotonic()
     search = _Search(model, budget)
-    whole = Reference(model, calibration)  # first, because it validates the arguments
+    reference = Reference(model, calibration)  # first, because it validates the arguments
     search.choose(calibration.cut(SINGLE_TOKENS, PIECE_TOKENS), on_progress)
-    search.reference = whole
+    search.reference = reference
     steps = search.find()
-    found = search.measure(steps)
+    chosen_point = search.measure(steps)
     return Allocation(
         search.after(steps),
         search.sizes,
-        found.kl,
-        found.bits,
-        found.nbytes,
-        whole.tokens,
+        chosen_point.kl,
+        chosen_point.bits,
+        chosen_point.nbytes,
+        reference.tokens,
         tuple(sorted(search.points.values(), key=lambda point: point.bits)),
-        time.monotonic() - began,
+        time.monotonic() - start_time,
     )
 
 
@@ -162,11 +162,13 @@ class _Search:
         """Measure every layer alone, and order the steps."""
         reference = Reference(self.model, calibration)
         gains: list[tuple[float, str, int]] = []
-        for done, (block, name, linear) in enumerate(_layers(self.model)):
+        for done, (block, name, linear) in enumerate(_layers_by_block(self.model)):
             hull = _hull(self._choices(reference, block, name, linear))
             self.hulls[name] = hull
-            for i, (less, more) in enumerate(zip(hull, hull[1:], strict=False)):
-                gains.append((-(less.kl - more.kl) / (more.nbytes - less.nbytes), name, i))
+            for i, (smaller, larger) in enumerate(zip(hull, hull[1:], strict=False)):
+                gains.append(
+                    (-(smaller.kl - larger.kl) / (larger.nbytes - smaller.nbytes), name, i)
+                )
             if on_progress is not None:
                 on_progress(done + 1, len(self.sizes))
         self.order = [name for _, name, _ in sorted(gains)]
@@ -176,31 +178,37 @@ class _Search:
     ) -> list[_Choice]:
         """Return the formats that fit the layer's shape: the smallest measured, the others scaled
         by the errors of its output."""
-        sized = sorted(
-            (self._bytes(f, linear), f) for f in self.budget.candidates if self._fits(f, linear)
+        formats_by_size = sorted(
+            (self._bytes(candidate, linear), candidate)
+            for candidate in self.budget.candidates
+            if self._fits(candidate, linear)
         )
-        if not sized:
+        if not formats_by_size:
             raise ValueError(f"rollout.weights: no format of the budget can hold {name}")
         x_TK = reference.input_of(block, linear)
         dense_TN = linear(x_TK)
-        found: list[_Choice] = []
-        most = kl = 0.0
-        for nbytes, format in sized:
+        choices: list[_Choice] = []
+        largest_error = largest_kl = 0.0
+        for nbytes, format in formats_by_size:
             if format == OWN:
-                found.append(_Choice(format, nbytes, 0.0))
+                choices.append(_Choice(format, nbytes, 0.0))
                 continue
             codes = self._codes(name, linear, format)
-            error = float((codes.linear(x_TK) - dense_TN).float().square().sum(dtype=torch.float64))
-            if not found:
-                most = error
+            squared_error = float(
+                (codes.linear(x_TK) - dense_TN).float().square().sum(dtype=torch.float64)
+            )
+            if not choices:
+                largest_error = squared_error
                 with multiplying((linear, codes)):
-                    kl = max(reference.kl_from(block), LEAST_KL)
-                found.append(_Choice(format, nbytes, kl))
+                    largest_kl = max(reference.kl_from(block), LEAST_KL)
+                choices.append(_Choice(format, nbytes, largest_kl))
             else:
-                scaled = kl * error / most if most else kl
-                found.append(_Choice(format, nbytes, max(scaled, LEAST_KL)))
+                estimated_kl = (
+                    largest_kl * squared_error / largest_error if largest_error else largest_kl
+                )
+                choices.append(_Choice(format, nbytes, max(estimated_kl, LEAST_KL)))
             codes.packed.clear()
-        return found
+        return choices
 
     def _fits(self, format: str, linear: Linear) -> bool:
         try:
@@ -218,10 +226,10 @@ class _Search:
         return {name: choice.format for name, choice in self._chosen(steps).items()}
 
     def _chosen(self, steps: int) -> dict[str, _Choice]:
-        at = dict.fromkeys(self.hulls, 0)
+        choice_index = dict.fromkeys(self.hulls, 0)
         for name in self.order[:steps]:
-            at[name] += 1
-        return {name: self.hulls[name][i] for name, i in at.items()}
+            choice_index[name] += 1
+        return {name: self.hulls[name][i] for name, i in choice_index.items()}
 
     def _bits(self, steps: int) -> float:
         assignment = mixed.in_dtype(self.after(steps), self.model.dtype)
@@ -245,29 +253,31 @@ class _Search:
 
     def find(self) -> int:
         """Return the number of steps that meets the budget. ValueError when none does."""
-        budget, last = self.budget, len(self.order)
-        most = last
-        while most >= 0 and not self._small_enough(most):
-            most -= 1
-        if most < 0:
+        budget, num_steps = self.budget, len(self.order)
+        max_steps = num_steps
+        while max_steps >= 0 and not self._small_enough(max_steps):
+            max_steps -= 1
+        if max_steps < 0:
             self.measure(0)
             raise self._cannot("in their smallest formats the layers are larger than that")
         if budget.max_kl is None:
-            return most
-        if self.measure(most).kl > budget.max_kl:
+            return max_steps
+        if self.measure(max_steps).kl > budget.max_kl:
             raise self._cannot("within it no choice of formats is as near to the dense model")
-        return self._fewest(most, budget.max_kl)
+        return self._fewest(max_steps, budget.max_kl)
 
     def _fewest(self, few: int, max_kl: float) -> int:
         """Return the fewest steps that meet `max_kl`. few: a number known to meet it."""
-        sums = [sum(c.kl for c in self._chosen(steps).values()) for steps in range(few + 1)]
+        summed_kl = [
+            sum(choice.kl for choice in self._chosen(steps).values()) for steps in range(few + 1)
+        ]
         low = -1  # the most steps known to be too few
         ratio = 1.0  # of the whole model's KL to the sum of its layers'
         while few - low > 1 and (low < 0 or self._bits(few) - self._bits(low) > FINE_BITS):
-            guess = next((k for k in range(few) if ratio * sums[k] <= max_kl), few)
-            middle = guess if low < guess < few else (few + low) // 2
+            predicted_steps = next((k for k in range(few) if ratio * summed_kl[k] <= max_kl), few)
+            middle = predicted_steps if low < predicted_steps < few else (few + low) // 2
             kl = self.measure(middle).kl
-            ratio = kl / sums[middle]
+            ratio = kl / summed_kl[middle]
             if kl <= max_kl:
                 few = middle
             else:
@@ -282,9 +292,9 @@ class _Search:
 
     def _cannot(self, why: str) -> ValueError:
         points = sorted(self.points.values(), key=lambda point: point.bits)
-        rows = [f"{p.bits:.3g} bits, {p.nbytes} bytes: KL {p.kl:.3g}" for p in points]
+        point_texts = [f"{p.bits:.3g} bits, {p.nbytes} bytes: KL {p.kl:.3g}" for p in points]
         return ValueError(
-            f"rollout.weights: {self.budget} cannot be kept: {why} ({'; '.join(rows)})"
+            f"rollout.weights: {self.budget} cannot be kept: {why} ({'; '.join(point_texts)})"
         )
 
 
@@ -301,12 +311,14 @@ class Reference:
         pos_T = torch.tensor([pos for n in lengths for pos in range(n)], device=device)
         self.cos, self.sin = rotations(pos_T, model.freqs.to(device))
         self.attend: Attend = varlen(lengths, device)
-        counted: list[int] = []
-        first = 0
+        counted_positions: list[int] = []
+        first_position = 0
         for length, start in zip(lengths, calibration.starts, strict=True):
-            counted += range(first + max(start, 1) - 1, first + max(length - 1, 1))
-            first += length
-        self.counted_T = torch.tensor(counted, device=device)
+            counted_positions += range(
+                first_position + max(start, 1) - 1, first_position + max(length - 1, 1)
+            )
+            first_position += length
+        self.counted_T = torch.tensor(counted_positions, device=device)
         self.streams = [embedding(ids_T, model.embedding)]
         for block in model.blocks:
             self.streams.append(self._run(block, self.streams[-1]))
@@ -321,7 +333,9 @@ class Reference:
     def kl(self) -> float:
         """Return the KL of the dense model to the current model, in its formats' own arithmetic."""
         weights = [(linear, linear.weight) for _, linear in self.model.linears()]
-        with multiplying(*((one, w) for one, w in weights if isinstance(w, QTensor))):
+        with multiplying(
+            *((linear, weight) for linear, weight in weights if isinstance(weight, QTensor))
+        ):
             return self.kl_from(0)
 
     def _run(self, block: torch.nn.Module, x_TD: Tensor) -> Tensor:
@@ -343,12 +357,12 @@ class Reference:
         """Return the KL of the dense model to the current model, whose blocks before `block` are
         dense: the mean over the counted positions."""
         x_TD = self.streams[block]
-        for later in self.model.blocks[block:]:
-            x_TD = self._run(later, x_TD)
+        for following_block in self.model.blocks[block:]:
+            x_TD = self._run(following_block, x_TD)
         total = 0.0
         for part_TD, dense_TV in zip(self._ends(x_TD), self.logprobs, strict=True):
-            moved_TV = dense_TV - self._logprobs(part_TD)
-            total += float((dense_TV.exp() * moved_TV).sum(dtype=torch.float64))
+            log_ratio_TV = dense_TV - self._logprobs(part_TD)
+            total += float((dense_TV.exp() * log_ratio_TV).sum(dtype=torch.float64))
         return total / len(self.counted_T)
 
 
@@ -367,9 +381,11 @@ def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
 
 
 def _slope(a: _Choice, b: _Choice) -> float:
+    """Return the change in KL for each byte that the second choice adds."""
     return (b.kl - a.kl) / (b.nbytes - a.nbytes)
 
 
-def _layers(model: Transformer) -> Iterator[tuple[int, str, Linear]]:
+def _layers_by_block(model: Transformer) -> Iterator[tuple[int, str, Linear]]:
+    """Yield the linear layers with the number of their block."""
     for name, linear in model.linears():
         yield int(name.split(".")[1]), name, linear

@@ -74,16 +74,16 @@ def round_base(
     anything changes, as `blockwise.check`, and for a format that has no grid or does not fit a
     matrix. A weight that is not finite raises when its turn comes.
     """
-    chosen = get_format(format)
-    check("gptq", model, chosen, sequences)
-    forms = {name: chosen.of(name) for name, _ in model.linears()}
-    _refuse(model, chosen, forms)
-    widest = max(linear.in_features for _, linear in model.linears())
-    if (tokens := sum(map(len, sequences))) < widest:
+    chosen_format = get_format(format)
+    check("gptq", model, chosen_format, sequences)
+    formats = {name: chosen_format.of(name) for name, _ in model.linears()}
+    _check_gridded(model, chosen_format, formats)
+    max_features = max(linear.in_features for _, linear in model.linears())
+    if (num_tokens := sum(map(len, sequences))) < max_features:
         log.warning(
             "gptq: %d tokens say little of matrices that read %d features; take more text",
-            tokens,
-            widest,
+            num_tokens,
+            max_features,
         )
     ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
     x_TD = nn.functional.embedding(ids_T, model.embedding)
@@ -93,7 +93,7 @@ def round_base(
 
     def settle(linear: Linear, inputs: Iterable[Tensor]) -> None:
         name = names[id(linear)]
-        records.append(_round(name, linear, forms[name], inputs))
+        records.append(_round_linear(name, linear, formats[name], inputs))
 
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
@@ -111,15 +111,15 @@ def fitted(
     if len(stretches) == 1:
         return stretches[0]
     shape = (w_NK.shape[0], w_NK.shape[1])
-    size = form.grid(form.scales(w_NK), shape).size
-    w_NGS, loudness_1GS = split(w_NK, size), split(loudness_K[None], size)
+    group_size = form.grid(form.scales(w_NK), shape).size
+    w_NGS, loudness_1GS = split(w_NK, group_size), split(loudness_K[None], group_size)
     best_NG = torch.ones(w_NGS.shape[:2], device=w_NK.device)
-    least_NG = torch.full_like(best_NG, torch.inf)
+    least_loss_NG = torch.full_like(best_NG, torch.inf)
     for stretch in stretches:
-        found_NGS = form.grid(form.scales(w_NK, stretch), shape).nearest_groups(w_NGS)
-        lost_NG = ((found_NGS - w_NGS).square() * loudness_1GS).sum(-1)
-        best_NG = torch.where(lost_NG < least_NG, stretch, best_NG)
-        least_NG = torch.minimum(lost_NG, least_NG)
+        nearest_NGS = form.grid(form.scales(w_NK, stretch), shape).nearest_groups(w_NGS)
+        loss_NG = ((nearest_NGS - w_NGS).square() * loudness_1GS).sum(-1)
+        best_NG = torch.where(loss_NG < least_loss_NG, stretch, best_NG)
+        least_loss_NG = torch.minimum(loss_NG, least_loss_NG)
     return best_NG
 
 
@@ -129,24 +129,24 @@ def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
     gram_KK = gram_KK.double()
     loudness_K = gram_KK.diagonal()
     order_K = torch.argsort(loudness_K, descending=True, stable=True)
-    columns = order_K.tolist()
-    factor_KK = _factor(gram_KK[order_K][:, order_K]).float()
+    column_order = order_K.tolist()
+    factor_KK = _inverse_cholesky(gram_KK[order_K][:, order_K]).float()
     w_KN = w_NK.float().t()[order_K].contiguous()
-    for start in range(0, len(columns), PANEL):
-        stop = min(start + PANEL, len(columns))
-        lost_BN = torch.empty_like(w_KN[start:stop])
+    for start in range(0, len(column_order), PANEL):
+        stop = min(start + PANEL, len(column_order))
+        error_BN = torch.empty_like(w_KN[start:stop])
         for k in range(start, stop):
-            rest = factor_KK[k, k:stop]
-            lost_N = (w_KN[k] - grid.nearest(w_KN[k], columns[k])) / rest[0]
-            w_KN[k + 1 : stop] -= torch.outer(rest[1:], lost_N)
-            lost_BN[k - start] = lost_N
-        w_KN[stop:] -= factor_KK[start:stop, stop:].t() @ lost_BN
-    moved_KN = torch.empty_like(w_KN)
-    moved_KN[order_K] = w_KN
-    return moved_KN.t().contiguous()
+            factor_row = factor_KK[k, k:stop]
+            error_N = (w_KN[k] - grid.nearest(w_KN[k], column_order[k])) / factor_row[0]
+            w_KN[k + 1 : stop] -= torch.outer(factor_row[1:], error_N)
+            error_BN[k - start] = error_N
+        w_KN[stop:] -= factor_KK[start:stop, stop:].t() @ error_BN
+    compensated_KN = torch.empty_like(w_KN)
+    compensated_KN[order_K] = w_KN
+    return compensated_KN.t().contiguous()
 
 
-def _factor(gram_KK: Tensor) -> Tensor:
+def _inverse_cholesky(gram_KK: Tensor) -> Tensor:
     """Return U of a Gram matrix, damped until it has one. Silent channels compensate nothing."""
     diagonal_K = gram_KK.diagonal()
     diagonal_K[diagonal_K == 0] = 1
@@ -185,7 +185,7 @@ def _round_block(
     return torch.cat([x_TD[c.rows] + plain(mlp(c)) for c in chunks])
 
 
-def _round(name: str, linear: Linear, form: Format, inputs: Iterable[Tensor]) -> Rounded:
+def _round_linear(name: str, linear: Linear, form: Format, inputs: Iterable[Tensor]) -> Rounded:
     """Quantize a linear in place. inputs: what it reads, by chunk."""
     weight = linear.weight
     assert isinstance(weight, nn.Parameter)
@@ -193,19 +193,19 @@ def _round(name: str, linear: Linear, form: Format, inputs: Iterable[Tensor]) ->
     if not gram_KK.isfinite().all():
         raise ValueError(f"gptq: {name}: the calibration text makes inputs that are not finite")
     w_NK = weight.detach().float()
-    size = _square(w_NK, gram_KK)
+    output_power = _output_square(w_NK, gram_KK)
     try:
         best = form.quantize(weight.detach())
     except ValueError as refused:
         raise ValueError(f"{name}.weight: {refused}") from None
-    nearest_error = error = _square(best.dequantize() - w_NK, gram_KK)
+    nearest_error = error = _output_square(best.dequantize() - w_NK, gram_KK)
     if isinstance(form, Gridded):
         rounded = encode(w_NK, gram_KK, form)
-        found = _square(rounded.dequantize() - w_NK, gram_KK)
-        if found < error:
-            best, error = rounded, found
+        compensated_error = _output_square(rounded.dequantize() - w_NK, gram_KK)
+        if compensated_error < error:
+            best, error = rounded, compensated_error
     linear.set_weight(best)
-    return Rounded(name, form.name, nearest_error / size, error / size)
+    return Rounded(name, form.name, nearest_error / output_power, error / output_power)
 
 
 def encode(
@@ -220,11 +220,11 @@ def encode(
     w_NK = form.turned(w_NK)
     gram_KK = form.turned(form.turned(gram_KK).t().contiguous())
     scales = form.scales(w_NK, fitted(w_NK, gram_KK.diagonal(), form, stretches))
-    moved_NK = compensated(w_NK, gram_KK, form.grid(scales, shape))
-    made = form.empty(shape, w_NK.device)
-    for name, tensor in (form.codes(moved_NK, scales) | scales).items():
-        made.tensors[name].copy_(tensor)
-    return made
+    compensated_NK = compensated(w_NK, gram_KK, form.grid(scales, shape))
+    qtensor = form.empty(shape, w_NK.device)
+    for name, tensor in (form.codes(compensated_NK, scales) | scales).items():
+        qtensor.tensors[name].copy_(tensor)
+    return qtensor
 
 
 def sum_of_products(inputs: Iterable[Tensor], num_in: int, device: torch.device) -> Tensor:
@@ -235,11 +235,13 @@ def sum_of_products(inputs: Iterable[Tensor], num_in: int, device: torch.device)
     return gram_KK
 
 
-def _square(w_NK: Tensor, gram_KK: Tensor) -> float:
+def _output_square(w_NK: Tensor, gram_KK: Tensor) -> float:
+    """Return the sum of squares of the products of a matrix with the calibration inputs."""
     return float(((w_NK @ gram_KK) * w_NK).sum(dtype=torch.float64).clamp_min(1e-30))
 
 
-def _refuse(model: Transformer, chosen: Format, forms: dict[str, Format]) -> None:
+def _check_gridded(model: Transformer, chosen: Format, forms: dict[str, Format]) -> None:
+    """Raise ValueError for a format without a grid, or one that does not fit a matrix."""
     if not any(isinstance(form, Gridded) for form in forms.values()):
         raise ValueError(
             f"gptq: {chosen.name} has no grid that codes could be moved on; round it to nearest"
@@ -248,8 +250,8 @@ def _refuse(model: Transformer, chosen: Format, forms: dict[str, Format]) -> Non
         form = forms[name]
         if isinstance(form, Gridded):
             shape = linear.weight.shape
-            like = torch.empty((shape[0], shape[1]), device="meta")
+            meta_weight = torch.empty((shape[0], shape[1]), device="meta")
             try:
-                form.grid(form.scales(like), (shape[0], shape[1]))
+                form.grid(form.scales(meta_weight), (shape[0], shape[1]))
             except ValueError as error:
                 raise ValueError(f"gptq: {name}.weight: {error}") from None

@@ -53,7 +53,7 @@ class Noise:
 
     def draw(self, name: str, size: int) -> Tensor:
         """Draw z [size] of a norm, float32 on the CPU."""
-        generator = torch.Generator().manual_seed(_hash(self.seed, name))
+        generator = torch.Generator().manual_seed(_hash_seed(self.seed, name))
         return torch.randn(size, generator=generator) * self.sigma
 
 
@@ -88,9 +88,9 @@ class NoiseSchedule:
         for name in ("num_stages", "total_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, is {getattr(self, name)}")
-        for name, known in (("schedule", SCHEDULES), ("variant", VARIANTS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(known)}")
+        for name, allowed in (("schedule", SCHEDULES), ("variant", VARIANTS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(allowed)}")
         if self.schedule == "exponential" and (self.sigma_start > 0) != (self.sigma_end > 0):
             raise ValueError(
                 "sigma_end: an exponential never reaches or leaves 0; set both sigmas above 0, or "
@@ -119,7 +119,7 @@ class NoiseSchedule:
 
     def at(self, version: int) -> Noise:
         """Return the noise of rollouts with policy `version`."""
-        return Noise(_hash(self.seed, str(version)), self.sigma(version))
+        return Noise(_hash_seed(self.seed, str(version)), self.sigma(version))
 
 
 def noisy_norms(model: Transformer) -> Iterator[tuple[str, RMSNorm]]:
@@ -134,28 +134,31 @@ def draw(model: Transformer, noise: Noise | None) -> dict[str, Tensor]:
     """Draw the noise of the noisy norms by name, float32 on the CPU; empty for None or sigma 0."""
     if noise is None or noise.sigma == 0:
         return {}
-    s = scaling.applied(model) or 1.0
-    return {name: s * noise.draw(name, norm.weight.numel()) for name, norm in noisy_norms(model)}
+    scale = scaling.applied(model) or 1.0
+    return {
+        name: scale * noise.draw(name, norm.weight.numel()) for name, norm in noisy_norms(model)
+    }
 
 
 def share(model: Transformer, noise: Noise | None) -> None:
     """Add the engine's noise to the norms of the learner's forward; None or sigma 0 ends it."""
-    drawn = draw(model, noise)
+    noise_by_name = draw(model, noise)
     for name, norm in noisy_norms(model):
-        norm.noise = drawn[name].to(norm.weight.device) if drawn else None
+        norm.noise = noise_by_name[name].to(norm.weight.device) if noise_by_name else None
 
 
 @contextmanager
 def muted(model: Transformer) -> Iterator[Transformer]:
     """Run the learner without shared noise inside the block."""
-    before = [(norm, norm.noise) for _, norm in noisy_norms(model)]
+    saved_noise = [(norm, norm.noise) for _, norm in noisy_norms(model)]
     share(model, None)
     try:
         yield model
     finally:
-        for norm, drawn in before:
-            norm.noise = drawn
+        for norm, norm_noise in saved_noise:
+            norm.noise = norm_noise
 
 
-def _hash(seed: int, name: str) -> int:
+def _hash_seed(seed: int, name: str) -> int:
+    """Derive a seed of 63 bits from a seed and a name."""
     return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1

@@ -40,7 +40,7 @@ def quantize_base(model: Transformer, format: str) -> Transformer:
 
     Weights that are already in the format stay.
     """
-    _note_conversion(model, format)
+    _warn_of_conversion(model, format)
     for name, linear in model.linears():
         linear.set_weight(quantized(name, linear, format))
     return model
@@ -74,30 +74,32 @@ def rollout_copy(
     norms that take noise are the engine's own and in float32; without noise the model computes the
     same bits. owned: the master is consumed, and its shared tensors belong to the new model.
     """
-    _note_conversion(master, format)
+    _warn_of_conversion(master, format)
     shares_base = master.dtype == dtype and (owned or master.weight_format == format)
     rollout = Transformer(master.spec, "meta", dtype, ENGINE)
-    mine = dict(master.named_parameters())
-    shared: set[str] = set()
-    disturbed = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
+    master_parameters = dict(master.named_parameters())
+    shared_names: set[str] = set()
+    noisy_names = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
     for name, _ in list(rollout.named_parameters()):
         if not name.endswith(_LINEAR_WEIGHTS):
-            frozen = owned or not mine[name].requires_grad
-            share = shares_base and frozen and name not in disturbed
-            value = mine[name].detach()
-            value = value if share else value.to(dtype, copy=True)
-            set_parameter(rollout, name, value.float() if name in disturbed else value)
-            shared |= {name} if share else set()
-    for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
-        ours.set_weight(_engines(name, theirs, format))
-        if ours.weight is theirs.weight:
-            shared.add(f"{name}.weight")
+            frozen = owned or not master_parameters[name].requires_grad
+            is_shared = shares_base and frozen and name not in noisy_names
+            value = master_parameters[name].detach()
+            value = value if is_shared else value.to(dtype, copy=True)
+            set_parameter(rollout, name, value.float() if name in noisy_names else value)
+            shared_names |= {name} if is_shared else set()
+    for (name, engine_linear), (_, master_linear) in zip(
+        rollout.linears(), master.linears(), strict=True
+    ):
+        engine_linear.set_weight(_engine_weight(name, master_linear, format))
+        if engine_linear.weight is master_linear.weight:
+            shared_names.add(f"{name}.weight")
         if owned:
-            theirs.set_weight(ours.weight)  # frees the old one layer by layer
-        if theirs.adapter is not None:
-            ours.adapter = _copy_adapter(theirs.adapter)
+            master_linear.set_weight(engine_linear.weight)  # frees the old one layer by layer
+        if master_linear.adapter is not None:
+            engine_linear.adapter = _copy_adapter(master_linear.adapter)
     rollout.freqs = master.freqs
-    rollout.shared = frozenset() if owned else frozenset(shared)
+    rollout.shared = frozenset() if owned else frozenset(shared_names)
     rollout.head = over(rollout.lm_head_weight)
     return rollout.requires_grad_(False).eval()
 
@@ -105,19 +107,19 @@ def rollout_copy(
 def beside(master: Transformer, rollout: Transformer, format: str) -> Transformer:
     """Return a second engine model whose linear weights are in another format and whose other
     tensors are those of `rollout`."""
-    other = Transformer(rollout.spec, "meta", rollout.dtype, ENGINE)
-    for name, p in rollout.named_parameters():
+    second_model = Transformer(rollout.spec, "meta", rollout.dtype, ENGINE)
+    for name, parameter in rollout.named_parameters():
         if ".adapter." not in name:
-            set_parameter(other, name, p.detach())
-    for (name, ours), (_, same), (_, theirs) in zip(
-        other.linears(), rollout.linears(), master.linears(), strict=True
+            set_parameter(second_model, name, parameter.detach())
+    for (name, second_linear), (_, rollout_linear), (_, master_linear) in zip(
+        second_model.linears(), rollout.linears(), master.linears(), strict=True
     ):
-        ours.set_weight(_engines(name, theirs, format))
-        ours.adapter = same.adapter
-    other.freqs = rollout.freqs
-    other.shared = rollout.shared
-    other.head = rollout.head
-    return other.requires_grad_(False).eval()
+        second_linear.set_weight(_engine_weight(name, master_linear, format))
+        second_linear.adapter = rollout_linear.adapter
+    second_model.freqs = rollout.freqs
+    second_model.shared = rollout.shared
+    second_model.head = rollout.head
+    return second_model.requires_grad_(False).eval()
 
 
 @torch.no_grad()
@@ -136,41 +138,52 @@ def publish(
     noise for an engine that was not made for it.
     """
     linears = dict(master.linears())
-    weights = {
+    dense_weights = {
         name: linear.weight
         for name, linear in linears.items()
         if isinstance(linear.weight, nn.Parameter)
     }
     # reduced on the device now, compared on the host below
-    amax = dict(zip(weights, checksum.amax(list(weights.values())), strict=True))
-    mine = {name: p for name, p in master.named_parameters() if not name.endswith(_LINEAR_WEIGHTS)}
+    amax_by_name = dict(
+        zip(dense_weights, checksum.amax(list(dense_weights.values())), strict=True)
+    )
+    master_parameters = {
+        name: parameter
+        for name, parameter in master.named_parameters()
+        if not name.endswith(_LINEAR_WEIGHTS)
+    }
     targets = dict(rollout.named_parameters())
-    _check_fits(master, rollout, mine, targets)
-    for name, finite in zip(amax, checksum.finite(list(amax.values())), strict=True):
-        if not finite:
+    _check_fits(master, rollout, master_parameters, targets)
+    for name, is_finite in zip(
+        amax_by_name, checksum.finite(list(amax_by_name.values())), strict=True
+    ):
+        if not is_finite:
             raise ValueError(f"publish: {name}.weight holds a non-finite value")
-    drawn = drawn_noise(noise, rollout)
+    noise_by_name = drawn_noise(noise, rollout)
     models = [rollout]
     if large_batch_model is not None:
         models.append(large_batch_model)
     for model in models:
-        for name, ours in model.linears():
-            assert isinstance(ours.weight, QTensor)
-            if f"{name}.weight" not in rollout.shared and ours.weight is not linears[name].weight:
-                _refill(name, ours.weight, linears[name], amax.get(name))
+        for name, engine_linear in model.linears():
+            assert isinstance(engine_linear.weight, QTensor)
+            if (
+                f"{name}.weight" not in rollout.shared
+                and engine_linear.weight is not linears[name].weight
+            ):
+                _refill_codes(name, engine_linear.weight, linears[name], amax_by_name.get(name))
     for name, target in targets.items():
         if name not in rollout.shared:
-            value: Tensor = mine[name]
+            value: Tensor = master_parameters[name]
             if ".adapter." not in name:
                 value = value.to(rollout.dtype)
-            if name in drawn:
-                value = value.float() + drawn[name]
+            if name in noise_by_name:
+                value = value.float() + noise_by_name[name]
             target.copy_(value)
     if rollout.head is not None:
         rollout.head.renew()
-    for _, ours in rollout.linears():
-        if ours.adapter is not None:
-            ours.adapter.renew()
+    for _, engine_linear in rollout.linears():
+        if engine_linear.adapter is not None:
+            engine_linear.adapter.renew()
 
 
 def can_take_noise(rollout: Transformer) -> bool:
@@ -179,6 +192,7 @@ def can_take_noise(rollout: Transformer) -> bool:
 
 
 def _norms_without_noise(rollout: Transformer) -> list[str]:
+    """Return the noisy norms that are shared or not in float32."""
     norms = {f"{name}.weight": norm for name, norm in noisy_norms(rollout)}
     return [
         name
@@ -190,14 +204,24 @@ def _norms_without_noise(rollout: Transformer) -> list[str]:
 def drawn_noise(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
     """Return the noise by parameter name, on the device. ValueError for an engine that was not made
     for noise."""
-    drawn = {f"{name}.weight": z for name, z in draw(rollout, noise).items()}
-    if not drawn:
+    noise_by_name = {
+        f"{name}.weight": noise_tensor for name, noise_tensor in draw(rollout, noise).items()
+    }
+    if not noise_by_name:
         return {}
-    odd = _norms_without_noise(rollout)
-    if odd:
-        raise ValueError(f"publish: {odd[0]} cannot take noise; make the engine with noisy=True")
-    on_device = torch.cat(list(drawn.values())).to(rollout.device)  # in one transfer
-    return dict(zip(drawn, on_device.split([z.numel() for z in drawn.values()]), strict=True))
+    unfit_norms = _norms_without_noise(rollout)
+    if unfit_norms:
+        raise ValueError(
+            f"publish: {unfit_norms[0]} cannot take noise; make the engine with noisy=True"
+        )
+    on_device = torch.cat(list(noise_by_name.values())).to(rollout.device)  # in one transfer
+    return dict(
+        zip(
+            noise_by_name,
+            on_device.split([noise_tensor.numel() for noise_tensor in noise_by_name.values()]),
+            strict=True,
+        )
+    )
 
 
 def _check_fits(
@@ -209,24 +233,30 @@ def _check_fits(
     """Raise ValueError as `publish`, except for values that are not finite."""
     if master.spec != rollout.spec:
         raise ValueError("publish: the master's sizes are not those of the engine's model")
-    odd = sorted(
+    mismatched = sorted(
         {
             name
             for name in mine.keys() | targets.keys()
             if name not in mine or name not in targets or mine[name].shape != targets[name].shape
         }
     )
-    if odd:
+    if mismatched:
         raise ValueError(
-            f"publish: the master's adapter is not the one that the engine was made with: {odd[0]}"
+            f"publish: the master's adapter is not the one that the engine was made with: {mismatched[0]}"
         )
-    for (name, ours), (_, theirs) in zip(rollout.linears(), master.linears(), strict=True):
-        if ours.adapter and theirs.adapter and ours.adapter.scaling != theirs.adapter.scaling:
+    for (name, engine_linear), (_, master_linear) in zip(
+        rollout.linears(), master.linears(), strict=True
+    ):
+        if (
+            engine_linear.adapter
+            and master_linear.adapter
+            and engine_linear.adapter.scaling != master_linear.adapter.scaling
+        ):
             raise ValueError(
-                f"publish: {name}: the adapter's scaling is {theirs.adapter.scaling}, and the "
-                f"engine was made with {ours.adapter.scaling}"
+                f"publish: {name}: the adapter's scaling is {master_linear.adapter.scaling}, and the "
+                f"engine was made with {engine_linear.adapter.scaling}"
             )
-        if f"{name}.weight" in rollout.shared and theirs.weight is not ours.weight:
+        if f"{name}.weight" in rollout.shared and master_linear.weight is not engine_linear.weight:
             raise ValueError(
                 f"publish: {name}.weight belongs to another model, whose base the engine shares"
             )
@@ -254,8 +284,8 @@ def digest(model: Transformer) -> str:
             tensors.update({f"{name}.weight.{part}": t for part, t in weight.tensors.items()})
         if linear.adapter is not None:
             for part in linear.adapter.a:
-                for half in "ab":
-                    tensors.pop(f"{name}.adapter.{half}.{part}")
+                for factor in "ab":
+                    tensors.pop(f"{name}.adapter.{factor}.{part}")
             for part, a, b in linear.adapter.holding():
                 tensors |= {f"{name}.adapter.a.{part}": a, f"{name}.adapter.b.{part}": b}
                 scalings[f"{name}.adapter.scaling"] = linear.adapter.scaling
@@ -265,21 +295,24 @@ def digest(model: Transformer) -> str:
 def fingerprint(tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> str:
     """Return 32 hex digits over tensors (names, shapes, dtypes, bytes), in any order and on any
     devices, and over numbers by name."""
-    sums = checksum.checksums(list(tensors.values()))
-    parts = {
-        name: f"{tuple(t.shape)} {t.dtype} {value}"
-        for (name, t), value in zip(tensors.items(), sums, strict=True)
+    tensor_checksums = checksum.checksums(list(tensors.values()))
+    descriptions = {
+        name: f"{tuple(tensor.shape)} {tensor.dtype} {value}"
+        for (name, tensor), value in zip(tensors.items(), tensor_checksums, strict=True)
     }
-    parts |= {name: f"() {torch.float64} {_checksum(value)}" for name, value in numbers.items()}
+    descriptions |= {
+        name: f"() {torch.float64} {_number_checksum(value)}" for name, value in numbers.items()
+    }
     return blake2b(
-        "\n".join(f"{name} {parts[name]}" for name in sorted(parts)).encode(), digest_size=16
+        "\n".join(f"{name} {descriptions[name]}" for name in sorted(descriptions)).encode(),
+        digest_size=16,
     ).hexdigest()
 
 
 _LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in ("qkv", "o", "gate_up", "down"))
 
 
-def _engines(name: str, linear: Linear, format: str) -> QTensor:
+def _engine_weight(name: str, linear: Linear, format: str) -> QTensor:
     """Return `quantized` for an engine: codes that the learner will refresh are copied, a frozen
     base is shared."""
     weight = quantized(name, linear, format)
@@ -294,7 +327,7 @@ def _engines(name: str, linear: Linear, format: str) -> QTensor:
     return weight
 
 
-def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -> None:
+def _refill_codes(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -> None:
     """Write `quantized` into the storages of `target`. A dense weight is known to be finite; codes
     made from the same codes of another format stay."""
     if linear.aligned is not None and linear.aligned.format == target.format:
@@ -306,20 +339,21 @@ def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -
         target.note_source(linear.weight)
 
 
-def _note_conversion(model: Transformer, format: str) -> None:
-    before = model.weight_format
-    if before is None or get_format(before).dense:
+def _warn_of_conversion(model: Transformer, format: str) -> None:
+    """Log a warning when codes are made from the dequantized values of another format."""
+    base_name = model.weight_format
+    if base_name is None or get_format(base_name).dense:
         return
-    forms = get_format(before), get_format(format)
+    formats = get_format(base_name), get_format(format)
     if any(
-        stored_format(forms[0].of(name).name) != stored_format(forms[1].of(name).name)
+        stored_format(formats[0].of(name).name) != stored_format(formats[1].of(name).name)
         for name, _ in model.linears()
-        if not forms[0].of(name).dense
+        if not formats[0].of(name).dense
     ):
         log.warning(
             "the model's weights are %s: %s is made from their dequantized values; with "
             "rollout.weights: %s they would be used as they are",
-            before,
+            base_name,
             format,
             STORED,
         )
@@ -327,11 +361,12 @@ def _note_conversion(model: Transformer, format: str) -> None:
 
 def set_parameter(model: Transformer, name: str, value: Tensor) -> None:
     """Replace the parameter `name` by a frozen one."""
-    owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    module_name, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(module_name), attribute, nn.Parameter(value, requires_grad=False))
 
 
 def _copy_adapter(adapter: Adapter) -> Adapter:
+    """Return a copy of an adapter."""
     copy = Adapter(adapter.rank, adapter.alpha)
     for part in adapter.a:
         copy.a[part] = nn.Parameter(adapter.a[part].detach().clone())
@@ -340,5 +375,6 @@ def _copy_adapter(adapter: Adapter) -> Adapter:
 
 
 @cache
-def _checksum(value: float) -> int:
+def _number_checksum(value: float) -> int:
+    """Return the checksum of a number, as of a tensor."""
     return checksum.checksums([torch.tensor(value, dtype=torch.float64)])[0]

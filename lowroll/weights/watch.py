@@ -1,5 +1,5 @@
-"""Metrics of whether updates reach the rollouts: the weights' movement beside the format's rounding
-(QuRL, appendix A).
+"""Metrics of whether updates reach the rollouts: the weights' movement compared with the format's
+rounding (QuRL, appendix A).
 
     update        sum |W' - W|^2 / sum |W|^2            Eq. 13, over the step
     quant error   sum |Q(W') - W'|^2 / sum |W'|^2       Eq. 14, after it
@@ -36,32 +36,44 @@ class WeightWatch:
         self.master = master
         self.weights = weights
         self._before = [
-            (_dense(theirs.weight).clone(), _codes(ours).clone()) for theirs, ours in self._pairs()
+            (_dense_weight(master_linear.weight).clone(), _codes(engine_weight).clone())
+            for master_linear, engine_weight in self._pairs()
         ]
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """Return `weights/*` since the last call. Call it after `publish`."""
-        moved, size, error, size_after, flipped, total = (0.0,) * 6
-        for (theirs, ours), (before, codes) in zip(self._pairs(), self._before, strict=True):
-            now = _dense(theirs.weight)
-            moved += _square(now.float() - before.float())
-            size += _square(before.float())
-            error += _square(ours.dequantize() - now.float())
-            size_after += _square(now.float())
-            flipped += num_flipped(codes, _codes(ours), get_format(ours.format).bits)
-            total += now.numel()
-            before.copy_(now)
-            codes.copy_(_codes(ours))
+        (
+            squared_change,
+            squared_size,
+            squared_error,
+            squared_size_after,
+            flipped_codes,
+            num_weights,
+        ) = (0.0,) * 6
+        for (master_linear, engine_weight), (before, codes) in zip(
+            self._pairs(), self._before, strict=True
+        ):
+            weight = _dense_weight(master_linear.weight)
+            squared_change += _squared_norm(weight.float() - before.float())
+            squared_size += _squared_norm(before.float())
+            squared_error += _squared_norm(engine_weight.dequantize() - weight.float())
+            squared_size_after += _squared_norm(weight.float())
+            flipped_codes += num_flipped(
+                codes, _codes(engine_weight), get_format(engine_weight.format).bits
+            )
+            num_weights += weight.numel()
+            before.copy_(weight)
+            codes.copy_(_codes(engine_weight))
         return {
-            "weights/normalized_update": moved / max(size, 1e-30),
-            "weights/normalized_quant_error": error / max(size_after, 1e-30),
-            "weights/codes_flipped_fraction": flipped / total,
+            "weights/normalized_update": squared_change / max(squared_size, 1e-30),
+            "weights/normalized_quant_error": squared_error / max(squared_size_after, 1e-30),
+            "weights/codes_flipped_fraction": flipped_codes / num_weights,
         }
 
     def _pairs(self) -> Iterator[tuple[Linear, QTensor]]:
-        for name, theirs in self.master.linears():
-            yield theirs, self.weights[name]
+        for name, master_linear in self.master.linears():
+            yield master_linear, self.weights[name]
 
 
 class AdapterWatch:
@@ -70,30 +82,30 @@ class AdapterWatch:
 
     def __init__(self, master: Transformer) -> None:
         self.master = master
-        self._before = [_updates(linear) for _, linear in master.linears()]
+        self._before = [_adapter_factors(linear) for _, linear in master.linears()]
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """Return `weights/normalized_update` since the last call."""
-        moved, size = 0.0, 0.0
+        squared_change, squared_size = 0.0, 0.0
         for i, (_, linear) in enumerate(self.master.linears()):
-            before, now = self._before[i], _updates(linear)
+            factors_before, factors = self._before[i], _adapter_factors(linear)
             if isinstance(linear.weight, QTensor):
                 weight = linear.weight.dequantize()
             else:
                 weight = linear.weight
             base = weight.float().clone()  # a dense format returns the weights themselves
-            for part, (a, b) in before.items():
-                old = b @ a
-                moved += _square(now[part][1] @ now[part][0] - old)
-                base[linear.rows(part)] += old
-            size += _square(base)
-            self._before[i] = now
-        return {"weights/normalized_update": moved / max(size, 1e-30)}
+            for part, (a, b) in factors_before.items():
+                update_before = b @ a
+                squared_change += _squared_norm(factors[part][1] @ factors[part][0] - update_before)
+                base[linear.rows(part)] += update_before
+            squared_size += _squared_norm(base)
+            self._before[i] = factors
+        return {"weights/normalized_update": squared_change / max(squared_size, 1e-30)}
 
 
 @torch.no_grad()
-def _updates(linear: Linear) -> dict[str, tuple[Tensor, Tensor]]:
+def _adapter_factors(linear: Linear) -> dict[str, tuple[Tensor, Tensor]]:
     """Return copies of A and (alpha / r) B of every adapted part."""
     adapter = linear.adapter
     if adapter is None:
@@ -118,10 +130,12 @@ def _codes(weight: QTensor) -> Tensor:
     return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
 
 
-def _dense(weight: object) -> Tensor:
+def _dense_weight(weight: object) -> Tensor:
+    """Return a dense weight without its gradient."""
     assert isinstance(weight, Tensor)
     return weight.detach()
 
 
-def _square(x: Tensor) -> float:
+def _squared_norm(x: Tensor) -> float:
+    """Return the squared Euclidean norm of a tensor."""
     return float(torch.linalg.vector_norm(x).double().square())
