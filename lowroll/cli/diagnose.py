@@ -90,9 +90,9 @@ def settings(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
         raise ConfigError(
             f"give one run folder or model, got {', '.join(sources) if sources else 'none'}"
         )
-    written = Path(sources[0]) / "config.yaml"
-    if written.is_file():
-        return load(written, overrides), written.parent
+    config_file = Path(sources[0]) / "config.yaml"
+    if config_file.is_file():
+        return load(config_file, overrides), config_file.parent
     return from_mapping({"model": sources[0]}, overrides), None
 
 
@@ -115,10 +115,10 @@ def show(diagnosis: Diagnosis) -> None:
     for part in (*diagnosis.parts, diagnosis.whole):
         if part is diagnosis.whole:
             table.add_section()
-        way = part.remark or f"{part.start} -> {part.stop}"
+        steps = part.remark or f"{part.start} -> {part.stop}"
         table.add_row(
             part.cause,
-            way,
+            steps,
             f"{part.share:.0%}",
             *(
                 f"{value:.3g}"

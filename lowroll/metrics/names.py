@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 
 # what may replace a name in brackets
-_PLACES = {
+_PLACEHOLDERS = {
     "<tokens>": r"[0-9]+",
     "<versions>": r"[0-9]+",
     "<turns>": r"[0-9]+",
@@ -49,7 +49,9 @@ class Metric:
     @property
     def pattern(self) -> re.Pattern[str]:
         """A pattern of this row's concrete names."""
-        return re.compile(re.sub(r"<\w+>", lambda place: _PLACES[place[0]], re.escape(self.name)))
+        return re.compile(
+            re.sub(r"<\w+>", lambda place: _PLACEHOLDERS[place[0]], re.escape(self.name))
+        )
 
 
 _M = Metric
@@ -777,9 +779,9 @@ def find(name: str) -> Metric:
     for pattern, metric in _PATTERNS if name not in _BY_NAME else ():
         if pattern.fullmatch(name):
             return metric
-    near = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.0)
+    nearest = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.0)
     raise ValueError(
-        f"metric {name!r} is not in lowroll.metrics.names; the nearest name is {near[0]!r}"
+        f"metric {name!r} is not in lowroll.metrics.names; the nearest name is {nearest[0]!r}"
     )
 
 
@@ -788,8 +790,8 @@ def table() -> str:
     lines: list[str] = []
     group = ""
     for metric in METRICS:
-        if (head := metric.name.split("/")[0]) != group:
-            group = head
+        if (metric_group := metric.name.split("/")[0]) != group:
+            group = metric_group
             lines += [
                 "",
                 f"## {group}",

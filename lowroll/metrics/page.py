@@ -16,7 +16,8 @@ def escape(value: object, limit: int) -> str:
     if len(text) > limit:
         text = f"{text[:limit]} … ({len(text) - limit} more characters)"
     text = "".join(
-        c if c in "\n\t" or (c.isprintable() or c == " ") else f"\\x{ord(c):02x}" for c in text
+        char if char in "\n\t" or (char.isprintable() or char == " ") else f"\\x{ord(char):02x}"
+        for char in text
     )
     return html.escape(text)
 

@@ -315,12 +315,12 @@ class Transformer(nn.Module):
         """The format of the quantized linear weights (a mixed one's name if they differ), or
         None."""
         weights = {name: linear.weight for name, linear in self.linears()}
-        held = {name: w.format for name, w in weights.items() if isinstance(w, QTensor)}
-        if len(held) < len(weights):
+        formats = {name: w.format for name, w in weights.items() if isinstance(w, QTensor)}
+        if len(formats) < len(weights):
             return None
-        if len(set(held.values())) == 1:
-            return next(iter(held.values()))
-        return mixed.register(held, {name: prod(w.shape) for name, w in weights.items()})
+        if len(set(formats.values())) == 1:
+            return next(iter(formats.values()))
+        return mixed.register(formats, {name: prod(w.shape) for name, w in weights.items()})
 
 
 def whole(block: Block, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:

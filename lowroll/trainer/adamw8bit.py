@@ -84,15 +84,15 @@ def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
     """Return this rank's blocks of a parameter, out of all blocks from so many shards. ValueError
     when its parts begin within a block."""
     size = ranks.size if ranks.is_part(p) else 1
-    before = _blocks(p, size)
+    block_counts = _blocks(p, size)
     if size != shards and not (_ends_with_blocks(p, size) and _ends_with_blocks(p, shards)):
         raise ValueError(
             f"optimizer state: the 8-bit moments of a parameter {list(p.shape)} were made by "
             f"{shards} ranks, in blocks of {BLOCK} that {size} cannot share; go on with "
             f"{shards} (train.gpus={shards}), or with another optimizer from the weights"
         )
-    first = sum(before[: ranks.rank]) if size > 1 else 0
-    return absmax[first : first + before[ranks.rank if size > 1 else 0]]
+    first_block = sum(block_counts[: ranks.rank]) if size > 1 else 0
+    return absmax[first_block : first_block + block_counts[ranks.rank if size > 1 else 0]]
 
 
 def _blocks(p: Tensor, shards: int) -> list[int]:
@@ -104,8 +104,8 @@ def _blocks(p: Tensor, shards: int) -> list[int]:
 
 def _ends_with_blocks(p: Tensor, shards: int) -> bool:
     """Return whether every part but the last ends at a block's end."""
-    first = rows_of(0, shards, len(p)).stop * (p.numel() // max(1, len(p)))
-    return first % BLOCK == 0 or first == p.numel()
+    num_entries = rows_of(0, shards, len(p)).stop * (p.numel() // max(1, len(p)))
+    return num_entries % BLOCK == 0 or num_entries == p.numel()
 
 
 def revive(optimizer: Any, p: Tensor, saved: dict[str, Tensor], step: int) -> None:

@@ -165,7 +165,7 @@ def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
     """Convert a demonstration: the prompt by the chat template, the response closed by the
     end-of-turn id."""
     response_ids = tokenizer.encode_response(example.response)
-    demonstrated = Rollout(
+    rollout = Rollout(
         response_ids,
         [0.0] * len(response_ids),
         "stop",
@@ -174,7 +174,7 @@ def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
     return Sample(
         Prompt("demonstration", "sft", example.messages),
         tokenizer.encode_chat(example.messages, tools=example.tools),
-        demonstrated,
+        rollout,
         example.response,
         Score(1.0),
         advantage=1.0,
@@ -203,28 +203,28 @@ def demonstrations(
     Tasks without an answer are skipped. ValueError names the environments if none has any.
     """
     rng = random.Random(f"demonstrations/{seed}")
-    found: list[Demonstration] = []
+    examples: list[Demonstration] = []
     cursors = [0] * len(envs)
     open_envs = list(range(len(envs)))
-    while open_envs and len(found) < count:
-        k = rng.choices(open_envs, [envs[e][1] for e in open_envs])[0]
-        env = envs[k][0]
-        index = cursors[k]
-        cursors[k] += 1
+    while open_envs and len(examples) < count:
+        env_index = rng.choices(open_envs, [envs[e][1] for e in open_envs])[0]
+        env = envs[env_index][0]
+        index = cursors[env_index]
+        cursors[env_index] += 1
         size = env.size("train")
         if (size is not None and index >= size) or index >= 2 * count:
-            open_envs.remove(k)
+            open_envs.remove(env_index)
             continue
         prompt = env.prompt(index, "train")
         try:
-            found.append(Demonstration(prompt.messages, env.gold(prompt), env.tools))
+            examples.append(Demonstration(prompt.messages, env.gold(prompt), env.tools))
         except NotImplementedError:
             continue
-    if not found:
+    if not examples:
         raise ValueError(
             f"env: {', '.join(env.name for env, _ in envs)} gave no gold answer to learn from"
         )
-    return found
+    return examples
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
@@ -235,7 +235,7 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
     """
     if not path.is_file():
         raise ValueError(f"sft.data: {path}: no such file")
-    found = []
+    examples = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -244,17 +244,18 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
                 messages = _messages(json.loads(line))
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
-            found += [
-                Demonstration(messages[:k], m["content"])
-                for k, m in enumerate(messages)
-                if m["role"] == "assistant" and k
+            examples += [
+                Demonstration(messages[:position], message["content"])
+                for position, message in enumerate(messages)
+                if message["role"] == "assistant" and position
             ]
-    if not found:
+    if not examples:
         raise ValueError(f"{path}: holds no demonstration")
-    return found
+    return examples
 
 
 def _messages(row: Any) -> list[dict[str, str]]:
+    """Return the messages of a row. ValueError unless the assistant speaks last."""
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         raise ValueError('expected {"messages": [...]}')
     for k, message in enumerate(row["messages"]):
