@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds between two attempts
 REMIND = 300.0  # seconds between two log lines
-NO_ROOM = 75  # exit code of a command that met a full disk and did not wait
+NO_ROOM = 75  # exit code of a command that found the disk full and did not wait
 
 
 class Space:

@@ -9,7 +9,7 @@ SHA-256 of every file because neither safetensors nor the file system notices a 
 zeroed tail.
 
 The writer flocks its temporary folder. The kernel frees the lock of a dead writer, so a folder
-whose lock can be taken is a leftover, which the next writer beside it removes.
+whose lock can be taken is a leftover, which the next writer in the same folder removes.
 """
 
 from __future__ import annotations

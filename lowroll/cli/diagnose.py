@@ -112,19 +112,24 @@ def show(diagnosis: Diagnosis) -> None:
         "ESS",
         title=f"{diagnosis.model}: {diagnosis.format} rollouts, {diagnosis.num_tokens} tokens",
     )
-    for part in (*diagnosis.parts, diagnosis.whole):
-        if part is diagnosis.whole:
+    for component in (*diagnosis.parts, diagnosis.whole):
+        if component is diagnosis.whole:
             table.add_section()
-        steps = part.remark or f"{part.start} -> {part.stop}"
+        steps = component.remark or f"{component.start} -> {component.stop}"
         table.add_row(
-            part.cause,
+            component.cause,
             steps,
-            f"{part.share:.0%}",
+            f"{component.share:.0%}",
             *(
                 f"{value:.3g}"
-                for value in (part.kl_k1, part.kl_k3, part.logp_diff_mean, part.logp_diff_max)
+                for value in (
+                    component.kl_k1,
+                    component.kl_k3,
+                    component.logp_diff_mean,
+                    component.logp_diff_max,
+                )
             ),
-            f"{part.ess:.4f}",
+            f"{component.ess:.4f}",
         )
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)

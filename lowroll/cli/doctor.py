@@ -1,5 +1,5 @@
-"""`lowroll doctor`: what this machine has, which kernel every product runs by, and why a faster one
-does not."""
+"""`lowroll doctor`: print what this machine has, the kernel of every product, and why a faster one is
+not used."""
 
 from __future__ import annotations
 
@@ -317,8 +317,8 @@ def _machine_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _labelled_lines(name: str, text: str) -> list[tuple[str, str]]:
     """Wrap a text, with the label on its first line."""
-    first, *more = _wrapped(text, "")
-    return [(name, first), *(("", line) for line in more)]
+    first_line, *other_lines = _wrapped(text, "")
+    return [(name, first_line), *(("", line) for line in other_lines)]
 
 
 def _device_text(device: dict[str, Any]) -> str:

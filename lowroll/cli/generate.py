@@ -167,9 +167,9 @@ def answer(
 
 def _as_option_error(problem: str) -> str:
     """Rephrase a problem with a request's field as one with its option."""
-    field, colon, rest = problem.removeprefix("requests[0].").partition(":")
+    field, colon, message = problem.removeprefix("requests[0].").partition(":")
     if colon and problem.startswith("requests[0]."):
-        return f"--{field.replace('_', '-')}:{rest}"
+        return f"--{field.replace('_', '-')}:{message}"
     return problem
 
 

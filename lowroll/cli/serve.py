@@ -247,12 +247,12 @@ class EngineRole:
         engine.serve_vllm(self.cfg, self.paths, self.name, self.heartbeat)
 
     def show(self, address: str) -> None:
-        """Make the orchestrator find it."""
+        """Record the address in the heartbeat, where the orchestrator finds it."""
         self.heartbeat.update(url=address, phase="serving")
 
 
 def _refuse_model_options(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for a model's option beside a run's file, which decides it."""
+    """Raise ValueError for a model's option given together with a run's file, which decides it."""
     for name in (*SETTINGS, *OF_MODEL):
         value = getattr(arguments, name)
         if value == parser().get_default(name):

@@ -42,7 +42,7 @@ class Failure:
 
     @property
     def parted(self) -> bool:
-        """Whether the engines solved different shares of it."""
+        """True if the engines solved different shares of it."""
         return len({attempt.solved / max(1, attempt.count) for attempt in self.attempts}) > 1
 
 
@@ -84,8 +84,8 @@ def _set_section(name: str, failures: Sequence[Failure]) -> str:
     hidden_note = f", {num_hidden} more in the files of responses" if num_hidden else ""
     num_parted = sum(one.parted for one in failures)
     parted_note = f"; engines part on {num_parted}" if num_parted else ""
-    head = f"{escape(name, 80)}: {len(failures)} not always solved{parted_note}{hidden_note}"
-    return f"<details class=step open><summary>{head}</summary>{''.join(map(_failure_details, shown))}</details>"
+    label = f"{escape(name, 80)}: {len(failures)} not always solved{parted_note}{hidden_note}"
+    return f"<details class=step open><summary>{label}</summary>{''.join(map(_failure_details, shown))}</details>"
 
 
 def transcript(messages: Sequence[dict[str, Any]]) -> str:
@@ -95,8 +95,10 @@ def transcript(messages: Sequence[dict[str, Any]]) -> str:
 
 def _failure_details(one: Failure) -> str:
     """Return an example with the responses that failed."""
-    marks = " · ".join(f"{result.name} {result.solved}/{result.count}" for result in one.attempts)
-    line = escape(" ".join(str(one.messages[-1].get("content", "")).split()), _SUMMARY_LENGTH)
+    solved_counts = " · ".join(
+        f"{result.name} {result.solved}/{result.count}" for result in one.attempts
+    )
+    question = escape(" ".join(str(one.messages[-1].get("content", "")).split()), _SUMMARY_LENGTH)
     texts = [("asked", transcript(one.messages)), ("gold answer", _gold_answer(one.info))]
     for attempt in one.attempts:
         if attempt.wrong is not None:
@@ -106,8 +108,8 @@ def _failure_details(one: Failure) -> str:
         f"\n<h4>{escape(name, 200)}</h4>\n<pre>{escape(text, LONGEST)}</pre>"
         for name, text in texts
     )
-    head = f"<b>{escape(marks, 200)}</b><i>{escape(one.id, 80)}</i>{line}"
-    return f"<details class=sample><summary>{head}</summary>{body}</details>\n"
+    summary = f"<b>{escape(solved_counts, 200)}</b><i>{escape(one.id, 80)}</i>{question}"
+    return f"<details class=sample><summary>{summary}</summary>{body}</details>\n"
 
 
 def _gold_answer(info: dict[str, Any]) -> str:

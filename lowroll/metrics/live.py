@@ -145,13 +145,13 @@ class LiveView:
         record."""
         self._held_out |= held_out_words(record)
         if not self._live:
-            parts = [f"step {record.get('step', 0):>4}/{self.total_steps}", *_evals(record)]
-            self._console.print("  ".join(parts), markup=False, highlight=False, soft_wrap=True)
+            words = [f"step {record.get('step', 0):>4}/{self.total_steps}", *_evals(record)]
+            self._console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
 
     def line(self) -> str:
         """Return the last step in one line."""
         record = self._record
-        parts = [
+        words = [
             f"step {record.get('step', 0):>4}/{self.total_steps}",
             f"reward {_number(record.get('reward/mean'), '.3f')} {sparkline(self._rewards, 8)}".rstrip(),
             f"kl {_number(_kl(record), '.1e')}",
@@ -160,11 +160,11 @@ class LiveView:
             f"gen {_number(record.get('perf/generate_tokens_per_second'), '.0f')} tok/s",
             f"learn {_number(record.get('perf/learn_tokens_per_second'), '.0f')} tok/s",
         ]
-        parts += [f"{name} {_number(record.get(f'time/{name}'), '.2f')}s" for name in _PHASES]
+        words += [f"{name} {_number(record.get(f'time/{name}'), '.2f')}s" for name in _PHASES]
         if "critic/loss" in record:
-            parts.append(f"critic {_number(record.get('critic/explained_variance'), '.2f')}")
-        parts += [*kv_words(record), *_evals(record), *guard_words(record)]
-        return "  ".join([*parts, f"eta {self._eta()}"])
+            words.append(f"critic {_number(record.get('critic/explained_variance'), '.2f')}")
+        words += [*kv_words(record), *_evals(record), *guard_words(record)]
+        return "  ".join([*words, f"eta {self._eta()}"])
 
     def _eta(self) -> str:
         if not self._seconds:

@@ -43,7 +43,7 @@ class Metric:
 
     @property
     def reproducible(self) -> bool:
-        """Whether runs of one configuration and seed record the same value."""
+        """True if runs of one configuration and seed record the same value."""
         return not self.name.startswith(_TIMINGS)
 
     @property

@@ -33,10 +33,10 @@ def is_report(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        head = file.read(2000)
+        beginning = file.read(2000)
     return (
-        head.startswith(_FRAME.partition("{title}")[0].encode())
-        and b"Content-Security-Policy" in head
+        beginning.startswith(_FRAME.partition("{title}")[0].encode())
+        and b"Content-Security-Policy" in beginning
     )
 
 

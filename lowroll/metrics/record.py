@@ -88,11 +88,11 @@ class Recorder:
     def truncate(self, step: int) -> None:
         """Cut the file to `step` steps, atomically; lost records are marked."""
         records_file = _scan(self.path)
-        if lost := records_file.lost(step):
+        if lost_steps := records_file.lost(step):
             log.warning(
                 "%s: the records of %s are lost; they are marked, and the run goes on without them",
                 self.path,
-                spans(lost),
+                spans(lost_steps),
             )
         content = records_file.content(step)
         if content != records_file.data:
@@ -101,7 +101,7 @@ class Recorder:
         self._last = max(
             (
                 recorded_step
-                for recorded_step in {*records_file.lines, *lost}
+                for recorded_step in {*records_file.lines, *lost_steps}
                 if recorded_step <= step
             ),
             default=-1,
@@ -118,15 +118,15 @@ def read(folder: Path) -> list[Record]:
         folder
     )  # before the records, which a running run writes first
     records_file = _scan(folder / METRICS_FILE)
-    lost = records_file.lost(max([*records_file.lines, checkpoint_step], default=-1))
-    if lost:
-        log.warning("%s: the records of %s are lost", folder / METRICS_FILE, spans(lost))
+    lost_steps = records_file.lost(max([*records_file.lines, checkpoint_step], default=-1))
+    if lost_steps:
+        log.warning("%s: the records of %s are lost", folder / METRICS_FILE, spans(lost_steps))
     records = [json.loads(unseal(line)[0]) for line in records_file.lines.values()]
     for step, evaluation in read_evaluations(folder).items():
         for record in records:
             if record["step"] == max(1, step):
                 _merge_evaluation(record, evaluation)
-    return sorted([*records, *map(_lost_marker, lost)], key=lambda record: record["step"])
+    return sorted([*records, *map(_lost_marker, lost_steps)], key=lambda record: record["step"])
 
 
 def add_evaluation(folder: Path, step: int, metrics: Mapping[str, float]) -> None:

@@ -55,7 +55,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page of the run in `run_dir` to `out` (default `run_dir/report.html`) and return
     its path.
 
-    FileNotFoundError when `run_dir` is no folder, ValueError when `out` is another file or cannot
+    FileNotFoundError when `run_dir` is not a folder, ValueError when `out` is another file or cannot
     be written. Damaged data is left out, and named at the page's end.
     """
     run_dir = Path(run_dir)
@@ -209,10 +209,10 @@ def _change_section(records: Sequence[Record], supervised: bool, notes: list[str
     row("training prompts, sampled", "mean reward", "reward/mean", _EDGE_STEPS)
     if records and not supervised and not held_out:
         notes.append("nothing was measured on held-out prompts: eval.interval was not set")
-    head = "<tr><th></th><th>before</th><th>after</th></tr>"
+    header = "<tr><th></th><th>before</th><th>after</th></tr>"
     if not rows:
         return ""
-    return f"<section class=wide><h2>Before and after</h2><table class=change>{head}{''.join(rows)}</table></section>"
+    return f"<section class=wide><h2>Before and after</h2><table class=change>{header}{''.join(rows)}</table></section>"
 
 
 def _describe_steps(steps: Sequence[float]) -> str:
@@ -361,11 +361,11 @@ def _glossary(records: Sequence[Record], notes: list[str]) -> str:
             f"<td>{html.escape(metric.unit)}</td><td>{html.escape(metric.meaning)}</td>"
             f"<td>{html.escape(metric.expect)}</td><td>{html.escape(metric.source)}</td></tr>"
         )
-    head = "<tr><th>metric</th><th>last</th><th>unit</th><th>meaning</th><th>expect</th><th>source</th></tr>"
+    header_row = "<tr><th>metric</th><th>last</th><th>unit</th><th>meaning</th><th>expect</th><th>source</th></tr>"
     if not rows:
         return ""
     return (
-        f"<details><summary>What the metrics mean</summary><div class=wide><table>{head}{''.join(rows)}"
+        f"<details><summary>What the metrics mean</summary><div class=wide><table>{header_row}{''.join(rows)}"
         "</table></div></details>"
     )
 

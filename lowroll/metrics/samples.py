@@ -25,7 +25,7 @@ def sample_section(run_dir: Path, notes: list[str]) -> str:
     if not files:
         notes.append("no sample rollouts: rollouts/ is absent or empty")
         return ""
-    parts = []
+    sections = []
     for path in _evenly_spaced(files, STEPS):
         try:
             objects, problems = read_objects(path)
@@ -34,17 +34,23 @@ def sample_section(run_dir: Path, notes: list[str]) -> str:
                 for text in problems
             ]
             samples = [record for record in objects if record.get("kind") != "batch"]
-            shown = [_sample_details(label, sample) for label, sample in _pick_samples(samples)]
+            sample_details = [
+                _sample_details(label, sample) for label, sample in _pick_samples(samples)
+            ]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             notes.append(f"rollouts/{path.name} is unreadable: {error}")
             continue
         step = path.stem.removeprefix("step_").lstrip("0") or "0"
-        parts.append(
-            f"<details class=step open><summary>Step {html.escape(step)}: {len(shown)} of {len(samples)} "
-            f"rollouts</summary>{''.join(shown)}</details>"
+        sections.append(
+            f"<details class=step open><summary>Step {html.escape(step)}: {len(sample_details)} of {len(samples)} "
+            f"rollouts</summary>{''.join(sample_details)}</details>"
         )
     search = "<p><input id=search type=search placeholder='search the samples' hidden><span id=found></span></p>"
-    return f"<section><h2>Sample rollouts</h2>{search}{''.join(parts)}</section>" if parts else ""
+    return (
+        f"<section><h2>Sample rollouts</h2>{search}{''.join(sections)}</section>"
+        if sections
+        else ""
+    )
 
 
 def _evenly_spaced(items: list[Any], count: int) -> list[Any]:
@@ -78,10 +84,10 @@ def _sample_details(label: str, sample: Record) -> str:
         logprobs = [p for turn in turns for p in logprobs[turn["start"] : turn["end"]]]
     reward = f"{float(score['reward']):.3f}" if scored else f"{score['kind']}: {score['message']}"
     versions = ", ".join(map(str, sorted({span["version"] for span in behavior["policy"]})))
-    mean = f"{statistics.fmean(logprobs):.3f}" if logprobs else "-"
+    mean_log_prob = f"{statistics.fmean(logprobs):.3f}" if logprobs else "-"
     facts = (
         f"environment {prompt['env']}, {prompt['id']}; {len(logprobs)} tokens{_turns(sample)}, ended by "
-        f"{rollout['finish_reason']}, mean log-prob {mean}; advantage {float(sample['advantage']):+.2f}; "
+        f"{rollout['finish_reason']}, mean log-prob {mean_log_prob}; advantage {float(sample['advantage']):+.2f}; "
         f"drawn by {behavior['weights']} v{versions}"
     )
     prompt_text = "\n".join(
@@ -89,7 +95,7 @@ def _sample_details(label: str, sample: Record) -> str:
         for message in prompt["messages"]
     )
     last_message = prompt["messages"][-1].get("content", "") if prompt["messages"] else ""
-    head = f"<b>{escape(reward, 60)}</b><i>{label}</i>{_summary_line(last_message)} → {_summary_line(sample['text'])}"
+    title = f"<b>{escape(reward, 60)}</b><i>{label}</i>{_summary_line(last_message)} → {_summary_line(sample['text'])}"
     texts = [("prompt", prompt_text), _gold_answer(prompt), response_text(sample)]
     if not scored:
         texts.append(("score", reward))
@@ -98,7 +104,7 @@ def _sample_details(label: str, sample: Record) -> str:
     body = "".join(
         f"\n<h4>{name}</h4>\n<pre>{escape(text, _LONGEST)}</pre>" for name, text in texts
     )
-    return f"<details class=sample><summary>{head}</summary>{body}<p>{escape(facts, 400)}</p></details>"
+    return f"<details class=sample><summary>{title}</summary>{body}<p>{escape(facts, 400)}</p></details>"
 
 
 def _turns(sample: Record) -> str:

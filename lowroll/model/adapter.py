@@ -110,8 +110,8 @@ class Adapter(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             a_LK = torch.cat([self.a[part] for part, _, _ in self.blocks(parts)]).to(dtype)
             b_NL = a_LK.new_zeros(sum(parts.values()), len(a_LK))
-            for part, rows, columns in self.blocks(parts):
-                b_NL[rows, columns] = (self.b[part] * self.scaling).to(dtype)
+            for part, part_rows, part_columns in self.blocks(parts):
+                b_NL[part_rows, part_columns] = (self.b[part] * self.scaling).to(dtype)
             self._parts = dict(parts)
             self._made_of = made_of
             cached = self._made

@@ -63,8 +63,8 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
         positions = [
             t
             for length, stack_starts in by_length.items()
-            for first in stack_starts
-            for t in range(first, first + length)
+            for sequence_start in stack_starts
+            for t in range(sequence_start, sequence_start + length)
         ]
         stacked_order = upload(torch.tensor(positions), device)
         original_order = torch.empty_like(stacked_order)
@@ -105,7 +105,7 @@ def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
 
 def packed(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, bounds: Tensor, longest: int) -> Tensor:
     """Compute causal attention over packed sequences with int32 bounds [S + 1] on the device; equal
-    bounds are no sequence. Flash attention does not wait for the host."""
+    bounds mean no sequence. Flash attention does not wait for the host."""
     if _can_flash(q_THd):
         return _flash_attention(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest)
     lengths = [length for length in bounds.diff().tolist() if length]

@@ -25,7 +25,9 @@ def make(model: Transformer, key: str = "rollout.exact") -> None:
     weights = [linear.weight for _, linear in model.linears()]
     weight_formats = {get_format(w.format) for w in weights if isinstance(w, QTensor)}
     if other_dtype_formats := [
-        form.name for form in weight_formats if form.dtype not in (None, model.dtype)
+        layer_format.name
+        for layer_format in weight_formats
+        if layer_format.dtype not in (None, model.dtype)
     ]:
         raise ValueError(
             f"{key}: it computes in {model.dtype}, and some layers are {other_dtype_formats[0]}"

@@ -125,12 +125,12 @@ class Experts(nn.Module):
     def __init__(self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
         hidden = spec.hidden_size
-        wide = spec.moe_intermediate_size
+        mlp_size = spec.moe_intermediate_size
         self.router = Router(spec, device, dtype)
         self.gate_up = self.stacked(
-            spec.num_experts, hidden, {"gate_proj": wide, "up_proj": wide}, device, dtype
+            spec.num_experts, hidden, {"gate_proj": mlp_size, "up_proj": mlp_size}, device, dtype
         )
-        self.down = self.stacked(spec.num_experts, wide, {"down_proj": hidden}, device, dtype)
+        self.down = self.stacked(spec.num_experts, mlp_size, {"down_proj": hidden}, device, dtype)
         self.exact = False  # see `Transformer.be_exact`
 
     def forward(self, x_TD: Tensor) -> Tensor:

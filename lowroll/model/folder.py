@@ -27,7 +27,7 @@ HUB_SECONDS = 3.0  # timeout of the hub's first answer
 
 def inside(folder: Path, name: str) -> Path | None:
     """Return a file of the folder, or None. ValueError for a link out of the folder, which could
-    publish a file of this machine; the hub's `blobs` beside `snapshots/<commit>` are allowed."""
+    publish a file of this machine; the hub's `blobs` next to `snapshots` are allowed."""
     path = folder / name
     real_folder = os.path.realpath(folder)
     if not path.is_file():

@@ -221,10 +221,10 @@ def _check_headers(
         if names:
             raise ValueError(f"{folder}: {problem}: {some(names)}")
     if spec.tie_embeddings and "lm_head.weight" in found_headers:
-        with safe_open(files["lm_head.weight"], framework="pt") as head:
-            lm_head = head.get_tensor("lm_head.weight")
-        with safe_open(files["model.embed_tokens.weight"], framework="pt") as body:
-            if not torch.equal(lm_head, body.get_tensor("model.embed_tokens.weight")):
+        with safe_open(files["lm_head.weight"], framework="pt") as lm_head_file:
+            lm_head = lm_head_file.get_tensor("lm_head.weight")
+        with safe_open(files["model.embed_tokens.weight"], framework="pt") as embedding_file:
+            if not torch.equal(lm_head, embedding_file.get_tensor("model.embed_tokens.weight")):
                 raise ValueError(
                     f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from "
                     "model.embed_tokens.weight"

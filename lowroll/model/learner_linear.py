@@ -179,7 +179,7 @@ class _GatedProduct(torch.autograd.Function):
 
 class _FrozenProduct(torch.autograd.Function):
     """The product of a frozen low-bit weight: with codes in an aligned forward, else with the
-    dequantized matrix, which the backward pass makes again."""
+    dequantized matrix, which the backward pass computes again."""
 
     @staticmethod
     def forward(

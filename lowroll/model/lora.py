@@ -270,7 +270,7 @@ def write_tensors(
     revision: str | None = None,
 ) -> None:
     """Write an adapter's tensors under PEFT's names, and their config, into an existing folder.
-    ValueError when they are no adapter's."""
+    ValueError unless they are those of one adapter."""
     ranks = {t.shape[0] for name, t in tensors.items() if name.endswith(".lora_A.weight")}
     parts = {name.split(".")[-3] for name in tensors}
     if len(ranks) != 1 or not parts <= set(TARGETS):

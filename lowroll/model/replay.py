@@ -126,11 +126,13 @@ def replayed(
     if not stretches:
         return dense
     table = _Numbers(numbers_by_sequence, device)
-    portions = [_Portion(some, table, device) for some in _portions(stretches, table)]
+    portions = [_Portion(group, table, device) for group in _portions(stretches, table)]
     dense_positions = [
         range(start, start + length) for start, length in zip(starts, first_lengths, strict=False)
     ]
-    dense_D = upload(torch.tensor([t for place in dense_positions for t in place]), device)
+    dense_D = upload(
+        torch.tensor([t for position_range in dense_positions for t in position_range]), device
+    )
     order_T = torch.cat([dense_D, *(portion.queries_C for portion in portions)])
     back_T = torch.empty_like(order_T)
     back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
@@ -165,8 +167,8 @@ class _Numbers:
         layers, heads = numbers[0].shape[:2]
         dtype = max((x.dtype for x in numbers), key=lambda dtype: dtype.itemsize)
         padded_LGST = torch.zeros(layers, heads, len(numbers), longest, dtype=dtype)
-        for s, x in enumerate(numbers):
-            padded_LGST[:, :, s, : x.shape[2]] = x
+        for sequence, x in enumerate(numbers):
+            padded_LGST[:, :, sequence, : x.shape[2]] = x
         self.numbers_LGST = upload(padded_LGST, device)
         self.num_heads = heads
 
@@ -193,16 +195,22 @@ class _Portion:
     ) -> None:
         self.numbers_LGST = table.numbers_LGST
         self.num_heads = table.num_heads
-        self.num_keys = sum(s.keys for s in stretches)
-        self.longest = max(s.end for s in stretches)
-        offsets = [0, *accumulate(s.keys for s in stretches)]
-        rows = [(s.sequence, s.number, s.start, s.end) for s in stretches]
-        columns = [(*row, offset) for row, offset in zip(rows, offsets, strict=False)]
+        self.num_keys = sum(stretch.keys for stretch in stretches)
+        self.longest = max(stretch.end for stretch in stretches)
+        offsets = [0, *accumulate(stretch.keys for stretch in stretches)]
+        rows = [
+            (stretch.sequence, stretch.number, stretch.start, stretch.end) for stretch in stretches
+        ]
+        columns = [(*numbers, offset) for numbers, offset in zip(rows, offsets, strict=False)]
         self.rows_5R = upload(torch.tensor(columns).t().contiguous(), device)
-        queries = [t for s in stretches for t in range(s.start + s.begin, s.start + s.end)]
+        queries = [
+            t
+            for stretch in stretches
+            for t in range(stretch.start + stretch.begin, stretch.start + stretch.end)
+        ]
         self.queries_C = upload(torch.tensor(queries), device)
-        lengths = [s.end - s.begin for s in stretches] * self.num_heads
-        totals = [s.keys for s in stretches] * self.num_heads
+        lengths = [stretch.end - stretch.begin for stretch in stretches] * self.num_heads
+        totals = [stretch.keys for stretch in stretches] * self.num_heads
         self.attend = suffixes(lengths, totals, device, stacked=True)
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:

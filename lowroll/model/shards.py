@@ -93,16 +93,18 @@ def stream(
 def join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Stack the parts in `dtype`: in their own storage, if they came in one batch and this
     dtype."""
-    stacked_shape, first = (sum(len(part) for part in parts), *parts[0].shape[1:]), parts[0]
+    stacked_shape, first_part = (sum(len(part) for part in parts), *parts[0].shape[1:]), parts[0]
     ends = [part.storage_offset() + part.numel() for part in parts]
     starts = [part.storage_offset() for part in parts]
     if starts[1:] == ends[:-1] and all(
         part.dtype == dtype
-        and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and part.untyped_storage().data_ptr() == first_part.untyped_storage().data_ptr()
         for part in parts
     ):
-        return first.as_strided(stacked_shape, torch.empty(stacked_shape, device="meta").stride())
-    stacked = torch.empty(stacked_shape, dtype=dtype, device=first.device)
+        return first_part.as_strided(
+            stacked_shape, torch.empty(stacked_shape, device="meta").stride()
+        )
+    stacked = torch.empty(stacked_shape, dtype=dtype, device=first_part.device)
     for part, rows in zip(parts, stacked.split([len(part) for part in parts]), strict=True):
         rows.copy_(part)
     return stacked

@@ -279,9 +279,13 @@ def _parse_with_transformers(config: dict[str, Any], family: str) -> Any:
     if config["num_hidden_layers"] > MOST_LAYERS:
         raise ValueError(f"num_hidden_layers: {MOST_LAYERS} at most")
     for key in ("rope_scaling", "rope_parameters"):
-        part = config.get(key) or {}
-        if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
-            raise ValueError(f"{key}: expected one set of numbers for all layers, got {part!r}")
+        rope_values = config.get(key) or {}
+        if not isinstance(rope_values, dict) or any(
+            isinstance(value, dict) for value in rope_values.values()
+        ):
+            raise ValueError(
+                f"{key}: expected one set of numbers for all layers, got {rope_values!r}"
+            )
     known_values = {
         key: config[key] for key in (*_INTEGER_KEYS, *_FLAG_KEYS, *_OTHER_KEYS) if key in config
     }

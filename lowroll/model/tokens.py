@@ -80,7 +80,7 @@ def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):
         template = next(
-            (one.get("template") for one in template if one.get("name") == "default"), None
+            (entry.get("template") for entry in template if entry.get("name") == "default"), None
         )
     return template
 

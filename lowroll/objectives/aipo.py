@@ -70,9 +70,9 @@ def aipo(
     ValueError for an unknown ratio_type or mode, bounds in the wrong order, or teacher_tau without
     a teacher.
     """
-    for name, value, known in (("ratio_type", ratio_type, RATIO_TYPES), ("mode", mode, MODES)):
-        if value not in known:
-            raise ValueError(f"{name}: unknown {value!r}; expected one of {', '.join(known)}")
+    for name, value, choices in (("ratio_type", ratio_type, RATIO_TYPES), ("mode", mode, MODES)):
+        if value not in choices:
+            raise ValueError(f"{name}: unknown {value!r}; expected one of {', '.join(choices)}")
     for name, low, high in (
         ("token_mask", token_mask_low, token_mask_high),
         ("geo_mask", geo_mask_low, geo_mask_high),

@@ -101,7 +101,7 @@ def reweight(
     sampler.
 
     With `normalize`, `counts` must have the batch's weight sum (`Objective.count`). ValueError for
-    an unknown weight or rule, or bounds that leave nothing.
+    an unknown weight or rule, or bounds that reject everything.
     """
     verdict = judge(
         tokens, weight=weight, cap=cap, icepop=icepop, reject=reject, veto=veto, bypass=bypass
@@ -130,8 +130,8 @@ def judge(
 ) -> CorrectionWeights:
     """Weigh or reject every token, by the options in the module docstring.
 
-    ValueError for an unknown weight, rule or repair, bounds that leave nothing, and repair without
-    a veto.
+    ValueError for an unknown weight, rule or repair, bounds that reject everything, and repair
+    without a veto.
     """
     if repair not in REPAIRS:
         raise ValueError(f"repair: unknown {repair!r}; expected mask or None")

@@ -114,9 +114,9 @@ def spread(
         "sequence": sequence_mean(log_ratio_N, sequences)[has_tokens_S],
     }
     values = {
-        f"spread/{name}_{part}": value
+        f"spread/{name}_{statistic}": value
         for name, x in levels.items()
-        for part, value in (("std", x.std(correction=0)), ("p99", _percentile(x.abs(), 0.99)))
+        for statistic, value in (("std", x.std(correction=0)), ("p99", _percentile(x.abs(), 0.99)))
     }
     return as_floats(values)
 

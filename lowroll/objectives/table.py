@@ -6,9 +6,9 @@ is ACR's token term with DAPO's clip range and token mean. GSPO's ratio is a seq
 corrections that bound tokens have no form under it. TBPO has its own bounds, AIPO and IPO none:
 they take the algorithm's advantages and average.
 
-A row names the function (`home`), its log-probs beside the learner's, and the shared options with
-their defaults: `eps_low`, `eps_high`, `dual_clip`, `cap`, `reduce`. An option of one function has
-its default there, and its section under `loss` in a configuration.
+A row names the function (`home`), the log-probs that it reads in addition to the learner's, and the
+shared options with their defaults: `eps_low`, `eps_high`, `dual_clip`, `cap`, `reduce`. An option
+of one function has its default there, and its section under `loss` in a configuration.
 
 Defaults: GRPO, Dr. GRPO and RLOO clip at 0.2; DAPO clips higher (0.28) and averages over tokens
 (arXiv 2503.14476); GSPO clips the sequence ratio at 3e-4 / 4e-4 (arXiv 2507.18071); PPO has a
@@ -55,7 +55,7 @@ class ObjectiveRow:
     formula: str  # the token term, to maximise
     source: str
     home: str = CLIPPED  # module:function
-    log_probs: tuple[str, ...] = ("proximal",)  # beside the learner's
+    log_probs: tuple[str, ...] = ("proximal",)  # in addition to the learner's
     options: Mapping[str, Any] = field(default_factory=lambda: CLIP)  # shared ones, with defaults
     fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that are not options
     judge: str = ""  # module:function of the weights and rejections; "": none
@@ -73,7 +73,7 @@ class Algorithm(ObjectiveRow):
 
     @property
     def has_critic(self) -> bool:
-        """Whether its advantages use a critic's values."""
+        """True if its advantages use a critic's values."""
         return self.advantage == "gae"
 
 
@@ -211,20 +211,20 @@ def forms(algorithm: str) -> tuple[str, ...]:
 def pair(algorithm: str, correction: str) -> ObjectiveRow:
     """Return the row of an algorithm under a correction. ValueError for unknown names or an
     unsupported pair."""
-    for kind, name, known in (
+    for kind, name, choices in (
         ("algorithm", algorithm, tuple(ALGORITHMS)),
         ("correction", correction, tuple(CORRECTIONS)),
     ):
-        if name not in known:
-            raise ValueError(f"{kind}: unknown {name!r}; expected one of {', '.join(known)}")
+        if name not in choices:
+            raise ValueError(f"{kind}: unknown {name!r}; expected one of {', '.join(choices)}")
     base, corrected = ALGORITHMS[algorithm], CORRECTIONS[correction]
     if correction == "none":
         return base
     if correction not in forms(algorithm):
-        *others, last = forms(algorithm)
+        *other_names, last_name = forms(algorithm)
         raise ValueError(
             f"correction: {correction!r} bounds single tokens and has no form under {algorithm}; "
-            f"use {', '.join(others)} or {last}"
+            f"use {', '.join(other_names)} or {last_name}"
         )
     if base.applies is not None and correction in base.applies:
         options = {**base.applies[correction], **base.options}

@@ -59,9 +59,9 @@ def make(
         def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
             if not p.numel():
                 return
-            before = p.detach() * (1 - group["lr"] * group["weight_decay"])
+            decayed = p.detach() * (1 - group["lr"] * group["weight_decay"])
             super().update_step(group, p, gindex, pindex)
-            self.moved += torch.linalg.vector_norm(p.detach() - before).square().item()
+            self.moved += torch.linalg.vector_norm(p.detach() - decayed).square().item()
 
     return Measured(groups, lr=rate, betas=betas, eps=eps, min_8bit_size=SMALLEST)
 
@@ -98,8 +98,8 @@ def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
 def _blocks(p: Tensor, shards: int) -> list[int]:
     """Return the number of blocks of each part."""
     width = p.numel() // max(1, len(p))
-    parts = (rows_of(rank, shards, len(p)) for rank in range(shards))
-    return [-(-(rows.stop - rows.start) * width // BLOCK) for rows in parts]
+    part_ranges = (rows_of(rank, shards, len(p)) for rank in range(shards))
+    return [-(-(part_rows.stop - part_rows.start) * width // BLOCK) for part_rows in part_ranges]
 
 
 def _ends_with_blocks(p: Tensor, shards: int) -> bool:

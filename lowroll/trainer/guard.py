@@ -11,7 +11,7 @@ The average is m <- m + (x - m) / 10. The baseline is BASELINE steps after the s
 a new stage of the run or its noise, which shifts the mismatch on purpose; a shorter stage has no
 growth alarm. After `patience` alarmed steps in a row the action follows, and the count restarts:
 
-    warn        says so
+    warn        reports the alarm only
     tighten     every bound b of the objective becomes b^p around its neutral value (see `rescale`); thrice at most
     fallback    the rollouts get their format's `Format.fallback`, until dense
 
@@ -143,7 +143,7 @@ class Guard:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the rollouts' format differs from the run's first."""
+        """True if the rollouts' format differs from the run's first."""
         return bool(self.fallbacks or self.formats)
 
     def _may_choose(self, rung: Mapping[str, str]) -> bool:

@@ -85,7 +85,7 @@ class Trainer:
         self.version += 1
         metrics |= self.publish(self.version) or {}
         published = time.monotonic()
-        tokens = sum(num_fed(s) for s in batch.samples)
+        tokens = sum(num_fed(sample) for sample in batch.samples)
         return metrics | {
             "time/learn": learned - started,
             "time/publish": published - learned,
@@ -94,7 +94,7 @@ class Trainer:
 
     @property
     def in_parts(self) -> bool:
-        """Whether ranks hold shards, so that `state` is this rank's share."""
+        """True if ranks hold shards, so that `state` is this rank's share."""
         critic = set() if self.critic is None else self.critic.optimizer.parts
         return bool(self.optimizer.parts | critic)
 

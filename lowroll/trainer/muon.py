@@ -9,7 +9,7 @@ For a matrix W [N, K] with gradient G, momentum b and learning rate lr:
 The iteration moves every singular value of U / |U| by s <- a s + b2 s^3 + c s^5 to about 0.7 to
 1.2, so X is nearly the orthogonal factor of U. Its entries then have RMS 1 / sqrt(max(N, K)), and
 the factor makes the update's RMS 0.2 lr, that of Adam in practice (Liu et al. 2025, arXiv
-2502.16982, section 2.2): one learning rate serves Muon and the AdamW beside it. QaRL uses lr 1e-6
+2502.16982, section 2.2): one learning rate serves Muon and AdamW. QaRL uses lr 1e-6
 and wd 0.01, and reports no other detail.
 
 Fused matrices (q, k, v; gate, up) are orthogonalized separately. The iteration runs in bfloat16 on

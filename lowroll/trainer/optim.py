@@ -174,7 +174,7 @@ class Optimizer:
 
     @property
     def in_8_bits(self) -> bool:
-        """Whether AdamW keeps 8-bit moments."""
+        """True if AdamW keeps 8-bit moments."""
         return self.settings.optimizer == "adamw8bit"
 
     def begin_step(self) -> float:
@@ -305,8 +305,8 @@ class Optimizer:
             states = [self.adamw.state[m] for m in self.others.values()]
             self._fused = Tensors(
                 list(self.others.values()),
-                [s["exp_avg"] for s in states],
-                [s["exp_avg_sq"] for s in states],
+                [moments["exp_avg"] for moments in states],
+                [moments["exp_avg_sq"] for moments in states],
                 [self.lows.get(name) for name in self.others],
                 [groups[id(m)]["weight_decay"] for m in self.others.values()],
             )

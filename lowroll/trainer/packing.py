@@ -48,7 +48,7 @@ class PackedBatch:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens fed of each sequence; they sum to T."""
-        return tuple(num_fed(s) for s in self.chosen)
+        return tuple(num_fed(sample) for sample in self.chosen)
 
     @cached_property
     def ids_T(self) -> Tensor:
@@ -56,7 +56,11 @@ class PackedBatch:
         return self._put(
             _concatenate_numbers(
                 "q",
-                [part for s in self.chosen for part in (s.prompt_ids, s.rollout.token_ids[:-1])],
+                [
+                    token_ids
+                    for sample in self.chosen
+                    for token_ids in (sample.prompt_ids, sample.rollout.token_ids[:-1])
+                ],
             )
         )
 
@@ -76,12 +80,16 @@ class PackedBatch:
     @cached_property
     def targets_N(self) -> Tensor:
         """int64."""
-        return self._put(_concatenate_numbers("q", [s.rollout.token_ids for s in self.chosen]))
+        return self._put(
+            _concatenate_numbers("q", [sample.rollout.token_ids for sample in self.chosen])
+        )
 
     @cached_property
     def mask_N(self) -> Tensor:
         """bool: the token is in the loss."""
-        return self._put(_concatenate_numbers("q", [s.loss_mask for s in self.chosen]) != 0)
+        return self._put(
+            _concatenate_numbers("q", [sample.loss_mask for sample in self.chosen]) != 0
+        )
 
     @cached_property
     def segments_N(self) -> Tensor:
@@ -92,13 +100,15 @@ class PackedBatch:
     def behavior_N(self) -> Tensor:
         """float32 log-probs recorded by the sampler."""
         return self._put(
-            _concatenate_numbers("d", [s.rollout.logprobs for s in self.chosen]).float()
+            _concatenate_numbers("d", [sample.rollout.logprobs for sample in self.chosen]).float()
         )
 
     @cached_property
     def advantages_N(self) -> Tensor:
         """float32."""
-        advantages_S = torch.tensor([s.advantage for s in self.chosen], dtype=torch.float32)
+        advantages_S = torch.tensor(
+            [sample.advantage for sample in self.chosen], dtype=torch.float32
+        )
         return self._put(advantages_S.repeat_interleave(self._responses))
 
     def by_sample(self, x_N: Tensor) -> PerToken:
@@ -117,7 +127,7 @@ class PackedBatch:
 
     @cached_property
     def _responses(self) -> Tensor:
-        return torch.tensor([len(s.rollout.token_ids) for s in self.chosen])
+        return torch.tensor([len(sample.rollout.token_ids) for sample in self.chosen])
 
     def _put(self, x: Tensor) -> Tensor:
         return upload(x, self.device)
@@ -239,7 +249,9 @@ class Walk:
         smallest sample, run to keep the ranks in step."""
         samples, costs = self.samples, self.costs
         smallest = min(range(len(samples)), key=lambda i: num_fed(samples[i]))
-        for number in self.ranks.deal([sum(costs[i] for i in each) for each in self.microbatches]):
+        for number in self.ranks.deal(
+            [sum(costs[i] for i in microbatch) for microbatch in self.microbatches]
+        ):
             indices = [smallest] if number is None else self.microbatches[number]
             yield collate(samples, indices, device), number is not None
 
@@ -250,7 +262,7 @@ class Walk:
             values_by_kind.append({})
             for packed, x_N in kind:
                 values_by_kind[-1].update(packed.by_sample(x_N))
-        sample_indices = (i for each in self.microbatches for i in each)
+        sample_indices = (i for microbatch in self.microbatches for i in microbatch)
         sizes = {i: len(self.samples[i].rollout.token_ids) for i in sample_indices}
         return self.ranks.gather(values_by_kind, sizes)
 

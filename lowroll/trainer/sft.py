@@ -122,7 +122,7 @@ def sft_step(
 ) -> dict[str, float]:
     """Make one update towards the samples' responses; returns its metrics."""
     rate = optimizer.begin_step()
-    counts = Denominators(sum(len(s.rollout.token_ids) for s in samples), len(samples))
+    counts = Denominators(sum(len(sample.rollout.token_ids) for sample in samples), len(samples))
 
     def likelihood(packed: PackedBatch, learner_N: Tensor) -> Tensor:
         return aggregate(

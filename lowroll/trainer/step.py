@@ -114,12 +114,12 @@ class LearnSettings:
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the objective reads a teacher's log-probs."""
+        """True if the objective reads a teacher's log-probs."""
         return bool(self.options.get("teacher_tau"))
 
     @property
     def normalizes(self) -> bool:
-        """Whether the objective's weights are divided by their mean over the batch."""
+        """True if the objective's weights are divided by their mean over the batch."""
         return self.objective.normalizes(**self.options)
 
     @property
@@ -164,7 +164,9 @@ class Forward:
         micro-batch's share of J, accumulate the gradient of -J; without, keep nothing for a
         backward pass, with bitwise the same log-probs. Each rank runs its share and gets all
         results; the gradient stays its own."""
-        costs = [cost(s, self.model.spec, self.model.spec.vocab_size) for s in self.samples]
+        costs = [
+            cost(sample, self.model.spec, self.model.spec.vocab_size) for sample in self.samples
+        ]
         by_temperature = map(self._by_temperature, portions)
         walk = Walk(self.samples, by_temperature, self.tokens_per_microbatch, costs, self.ranks)
         transfers: list[tuple[PackedBatch, Tensor]] = []
@@ -288,7 +290,7 @@ def learn(
         settings.replay_kv,
         optimizer.ranks,
     )
-    minibatches = split_groups([s.group for s in samples], settings.minibatches)
+    minibatches = split_groups([sample.group for sample in samples], settings.minibatches)
     active = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
     value_estimates = None if critic is None else critic.judge(samples, active)
     advantages = None if value_estimates is None else value_estimates.advantages
@@ -305,7 +307,7 @@ def learn(
     anchors = _anchors(forward, update_plan, settings, reference, teacher)
 
     records: list[dict[str, float]] = []
-    rate = optimizer.begin_step() if updates_policy else 0.0
+    learning_rate = optimizer.begin_step() if updates_policy else 0.0
     if critic is not None:
         critic.optimizer.begin_step()
     distances: dict[str, float] = {}
@@ -327,7 +329,7 @@ def learn(
         if on_update is not None:
             on_update(len(records), len(update_plan))
         _refuse_divergence(batch.step, record, optimizer, critic)
-    metrics = _merge_records(records) | {"optim/lr": rate}
+    metrics = _merge_records(records) | {"optim/lr": learning_rate}
     if value_estimates is not None:
         metrics |= value_estimates.metrics
     return metrics | distances
