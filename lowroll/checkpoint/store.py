@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 STATE = "state.json"
 DAMAGED = "damaged"
 TRASH = ".trash-"
-_STEP = re.compile(r"step_([0-9]{6,})")
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_STEP_FOLDER = re.compile(r"step_([0-9]{6,})")
+_TENSORS_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class Pieces:
@@ -107,7 +107,7 @@ class Store:
         warning."""
         steps = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            match = _STEP.fullmatch(path.name)
+            match = _STEP_FOLDER.fullmatch(path.name)
             if (
                 match
                 and _folder_name(int(match[1])) == path.name
@@ -191,11 +191,11 @@ class Store:
             try:
                 return self._read(candidate, only)
             except DamagedError as error:
-                moved = self._quarantine(candidate)
+                quarantine_path = self._quarantine(candidate)
                 log.warning(
                     "DAMAGED CHECKPOINT: %s. Moved to %s; falling back to the one before.",
                     error,
-                    moved,
+                    quarantine_path,
                 )
         if (self.folder / DAMAGED).is_dir():
             raise DamagedError(
@@ -215,7 +215,7 @@ class Store:
         """Remove a dead process's leftovers: half-written and half-removed checkpoints."""
         remove_leftovers(self.folder)
         for leftover in self.folder.glob(f"{TRASH}step_*"):
-            if _STEP.fullmatch(leftover.name.removeprefix(TRASH)):
+            if _STEP_FOLDER.fullmatch(leftover.name.removeprefix(TRASH)):
                 shutil.rmtree(leftover)
 
     def _read(
@@ -273,10 +273,10 @@ class Store:
         target.mkdir(exist_ok=True)
         name = _folder_name(step)
         num_quarantined = sum(1 for path in target.iterdir() if path.name.startswith(f"{name}-"))
-        moved = target / f"{name}-{num_quarantined + 1}"
-        os.rename(self.folder / name, moved)
+        quarantine_path = target / f"{name}-{num_quarantined + 1}"
+        os.rename(self.folder / name, quarantine_path)
         sync_folder(self.folder)
-        return moved
+        return quarantine_path
 
     def _warn_foreign(self, path: Path) -> None:
         if path.name not in self._foreign:
@@ -316,8 +316,8 @@ def _check_save(step: int, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step: expected an integer of at least 0, got {step!r}")
     for name in tensors:
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"tensors: the name {name!r} does not match {_NAME.pattern}")
+        if not _TENSORS_NAME.fullmatch(name):
+            raise ValueError(f"tensors: the name {name!r} does not match {_TENSORS_NAME.pattern}")
 
 
 def _encode_state(state: dict[str, Any]) -> str:

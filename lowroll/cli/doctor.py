@@ -78,7 +78,7 @@ def look() -> dict[str, Any]:
         "driver": driver_version(),
         "sandbox": _sandbox(),
         "packages": {name: _version(name) for name in ("torch", "triton", *OPTIONAL)},
-        **_torch(),
+        **_torch_facts(),
     }
 
 
@@ -126,7 +126,7 @@ def _sandbox() -> dict[str, str | None]:
         return {"by": None, "why_not": str(why)}
 
 
-def _torch() -> dict[str, Any]:
+def _torch_facts() -> dict[str, Any]:
     """Return torch's facts: its build, the devices, the kernels."""
     try:
         import torch
@@ -135,14 +135,14 @@ def _torch() -> dict[str, Any]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return {
         "torch": {"cuda": torch.version.cuda, "threads": torch.get_num_threads()},
-        "devices": [_device(index) for index in range(torch.cuda.device_count())],
+        "devices": [_device_facts(index) for index in range(torch.cuda.device_count())],
         "device": str(device),
-        "nvcc": _nvcc(device),
-        "kernels": _kernels(device),
+        "nvcc": _nvcc_facts(device),
+        "kernels": _kernel_answers(device),
     }
 
 
-def _device(index: int) -> dict[str, Any]:
+def _device_facts(index: int) -> dict[str, Any]:
     import torch
 
     try:
@@ -156,7 +156,7 @@ def _device(index: int) -> dict[str, Any]:
     }
 
 
-def _nvcc(device: torch.device) -> dict[str, Any] | None:
+def _nvcc_facts(device: torch.device) -> dict[str, Any] | None:
     from lowroll.kernels import nvcc
 
     path = nvcc.compiler()
@@ -168,7 +168,7 @@ def _nvcc(device: torch.device) -> dict[str, Any] | None:
     return facts
 
 
-def _kernels(device: torch.device) -> dict[str, list[dict[str, Any]]]:
+def _kernel_answers(device: torch.device) -> dict[str, list[dict[str, Any]]]:
     """Return the kernels of each product, with the reason for those not used."""
     from lowroll.kernels import dispatch
 
@@ -216,15 +216,17 @@ def _cuda_hints(found: dict[str, Any]) -> list[str]:
     streamed = _answer(found, "4-bit product (nvfp4, mxfp4, int4)", "matmul/streamed.cu")
     if streamed["used"]:
         return cuda_hints
-    slow = "4-bit weights are dequantized for every product here, so they save memory, not time"
+    slow_note = (
+        "4-bit weights are dequantized for every product here, so they save memory, not time"
+    )
     if "capability" in streamed["why_not"]:
-        cuda_hints.append(f"{slow}; weights: int8 is faster on this GPU")
+        cuda_hints.append(f"{slow_note}; weights: int8 is faster on this GPU")
     elif found["nvcc"] is None:
         cuda_hints.append(
-            f"{slow}: install the CUDA toolkit, or set CUDA_HOME to where its nvcc is"
+            f"{slow_note}: install the CUDA toolkit, or set CUDA_HOME to where its nvcc is"
         )
     else:
-        cuda_hints.append(f"{slow}: nvcc is there and does not work (its words are above)")
+        cuda_hints.append(f"{slow_note}: nvcc is there and does not work (its words are above)")
     return cuda_hints
 
 
@@ -285,7 +287,7 @@ def show(found: dict[str, Any]) -> str:
         lines += _refused_lines(found["kernels"])
     lines += ["", "Hints" if found["hints"] else "Nothing to mend."]
     for hint in found["hints"]:
-        lines += _wrapped(hint, "    ", first="  - ")
+        lines += _wrap_text(hint, "    ", first="  - ")
     return "\n".join(lines)
 
 
@@ -317,7 +319,7 @@ def _machine_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _labelled_lines(name: str, text: str) -> list[tuple[str, str]]:
     """Wrap a text, with the label on its first line."""
-    first_line, *other_lines = _wrapped(text, "")
+    first_line, *other_lines = _wrap_text(text, "")
     return [(name, first_line), *(("", line) for line in other_lines)]
 
 
@@ -340,8 +342,8 @@ def _torch_text(found: dict[str, Any]) -> str:
 def _nvcc_text(nvcc: dict[str, Any] | None) -> str:
     if nvcc is None:
         return "none in $CUDA_HOME, on the PATH or in /usr/local/cuda"
-    works = f"; {nvcc['why_not']}" if nvcc.get("why_not") else ""
-    return f"{nvcc['version']} ({nvcc['path']}){works}"
+    problem_note = f"; {nvcc['why_not']}" if nvcc.get("why_not") else ""
+    return f"{nvcc['version']} ({nvcc['path']}){problem_note}"
 
 
 def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -371,11 +373,11 @@ def _refused_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
                     names.append(answer["kernel"])
     lines = ["", "Not used here"] if refused else []
     for reason, names in refused.items():
-        lines += [f"  {reason}:", *_wrapped(", ".join(names), "    ")]
+        lines += [f"  {reason}:", *_wrap_text(", ".join(names), "    ")]
     return lines
 
 
-def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
+def _wrap_text(text: str, indent: str, first: str | None = None) -> list[str]:
     from textwrap import wrap
 
     first = indent if first is None else first

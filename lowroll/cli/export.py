@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-_FROM_THE_LEARNER = {
+_GAP_CAUSES = {
     "merged": "rounding the sums",
     "adapter": "on the model as it is named, not on the base it states",
 }
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if export_result.gap is None:
         gap = ""
     else:
-        gap = f"\nfrom the learner, {_FROM_THE_LEARNER[arguments.kind]}: {export_result.gap}"
+        gap = f"\nfrom the learner, {_GAP_CAUSES[arguments.kind]}: {export_result.gap}"
     print(
         f"{export_result.folder}: {arguments.kind} of {subject}, linear weights {export_result.format} "
         f"({get_format(export_result.format).bits:g} bits){gap}\n"

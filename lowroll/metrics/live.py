@@ -195,8 +195,8 @@ class LiveView:
         for _ in range(columns):
             grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         cells = self._cells(record, max(4, inner_width // columns - 16))
-        for first in range(0, len(cells), columns):
-            grid.add_row(*cells[first : first + columns])
+        for start in range(0, len(cells), columns):
+            grid.add_row(*cells[start : start + columns])
         elapsed = duration(time.monotonic() - self._began)
         return Panel(
             Group(progress, Text(), grid, *self._lines(record)),

@@ -27,7 +27,7 @@ _TIMINGS = ("time/", "perf/")
 _QURL = "QuRL Eq. 3-9"
 _PPO = "PPO, arXiv 1707.06347"
 _K = "J. Schulman, Approximating KL divergence (2020)"
-_PASS = "Codex, arXiv 2107.03374"
+_PASS_AT_K_SOURCE = "Codex, arXiv 2107.03374"
 
 
 @dataclass(frozen=True)
@@ -626,7 +626,7 @@ METRICS: tuple[Metric, ...] = (
     _M("kv/evictions", "compactions", "how often a response's cache was compacted, on average"),
     _M("eval/temperature", "", "the temperature that eval/<env>/* is drawn at; 0 is greedy"),
     _M("eval/<env>/reward", "reward", "mean raw score on held-out prompts", "rises"),
-    _M("eval/<env>/pass_at_1", "fraction", "share of right responses", "rises", _PASS),
+    _M("eval/<env>/pass_at_1", "fraction", "share of right responses", "rises", _PASS_AT_K_SOURCE),
     _M(
         "eval/<env>/reward_before",
         "reward",
@@ -644,7 +644,7 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "eval/<env>/pass_at_1 of these responses",
         "rises",
-        _PASS,
+        _PASS_AT_K_SOURCE,
     ),
     _M(
         "eval/<env>/sampled_reward_before",
@@ -662,7 +662,7 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "chance that one of k responses is right (unbiased estimate)",
         "",
-        _PASS,
+        _PASS_AT_K_SOURCE,
     ),
     _M("eval/<env>/length_mean", "tokens", "mean response length on held-out prompts"),
     _M(

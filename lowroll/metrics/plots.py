@@ -24,8 +24,8 @@ _INK = "#0a0b0c"  # replaced by currentColor
 _COLOURS = ("#3b7dd8", "#e07b39", "#2f9e73", "#c04f8a", "#8a6fd1", "#b08d1e", "#5aa7b8", "#9a9a9a")
 _SMOOTH_FROM = 40  # steps from which the plain curve fades behind its running mean
 _SAME_HEIGHT = 0.01  # share of the axis below which two curves look the same
-_WIDTH = 4.6  # inches; 9-point text is readable on a phone
-_EVAL = re.compile(r"eval/(.+)/(reward|sampled_reward)")
+_WIDTH_INCHES = 4.6  # inches; 9-point text is readable on a phone
+_EVAL_METRIC = re.compile(r"eval/(.+)/(reward|sampled_reward)")
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def evaluated(records: Sequence[Record]) -> list[tuple[str, str, str]]:
             ("sampled_reward", "rollout/temperature"),
         )
     }
-    matches = (_EVAL.fullmatch(name) for name in sorted(names))
+    matches = (_EVAL_METRIC.fullmatch(name) for name in sorted(names))
     return [(match[0], match[1], sampling_by_metric[match[2]]) for match in matches if match]
 
 
@@ -386,7 +386,7 @@ def draw(records: Sequence[Record], plot: Plot) -> str:
         "ytick.major.width": 0.6,
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(_WIDTH, 2.7), layout="constrained")
+        figure = Figure(figsize=(_WIDTH_INCHES, 2.7), layout="constrained")
         axes = figure.add_subplot()
         lines = present(records, plot)
         if plot.stacked:
@@ -567,7 +567,7 @@ def _style_axes(figure: Figure, axes: Axes, plot: Plot) -> None:
     if len(plot.lines) > 1:
         longest = max(map(len, labels), default=0)
         # points: 4.2 a letter, 32 a sample
-        columns = max(1, min(4, int(72 * _WIDTH / (4.2 * longest + 32))))
+        columns = max(1, min(4, int(72 * _WIDTH_INCHES / (4.2 * longest + 32))))
         figure.legend(
             handles,
             labels,

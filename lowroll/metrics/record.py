@@ -192,7 +192,7 @@ def reproducible(record: Mapping[str, Any]) -> Record:
 def write_about(folder: Path, about: Mapping[str, str]) -> Record:
     """Write `about.json` and return it: the caller's facts (title, model, env, rollout, correction,
     device, ...), then installed versions and the machine."""
-    content: Record = {**about, **_computed_by()}
+    content: Record = {**about, **_versions_and_machine()}
     path = Path(folder) / ABOUT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, (json.dumps(content, indent=1) + "\n").encode())
@@ -204,7 +204,7 @@ def computed_otherwise(folder: Path, about: Mapping[str, str]) -> list[str]:
     versions, machine); nothing if it is unreadable."""
     try:
         recorded = json.loads(read_file(Path(folder) / ABOUT_FILE))
-        current = {"device": about["device"], **_computed_by()}
+        current = {"device": about["device"], **_versions_and_machine()}
         return [
             f"{name} was {recorded[name]} and is {value}"
             for name, value in current.items()
@@ -214,7 +214,7 @@ def computed_otherwise(folder: Path, about: Mapping[str, str]) -> list[str]:
         return []
 
 
-def _computed_by() -> dict[str, str]:
+def _versions_and_machine() -> dict[str, str]:
     """Return the versions and the machine."""
     return {"versions": _versions(), "machine": _machine()}
 
@@ -254,7 +254,7 @@ class _Found:
     in_order: bool = True  # every line is a record, with growing steps
 
     def lost(self, step: int) -> list[int]:
-        """Return the steps from 1 to `step` without a record, the first _MOST_LOST of them."""
+        """Return the steps from 1 to `step` without a record, the first _MAX_LOST of them."""
         return list(
             islice(
                 (
@@ -363,11 +363,11 @@ def _newest_checkpoint(folder: Path) -> int:
 
 def spans(steps: Iterable[int]) -> str:
     """Describe steps: steps 1, 4 to 7."""
-    spans: list[list[int]] = []
+    step_ranges: list[list[int]] = []
     for step in steps:
-        if spans and step == spans[-1][1] + 1:
-            spans[-1][1] = step
+        if step_ranges and step == step_ranges[-1][1] + 1:
+            step_ranges[-1][1] = step
         else:
-            spans.append([step, step])
-    words = [f"{first}" if first == last else f"{first} to {last}" for first, last in spans]
+            step_ranges.append([step, step])
+    words = [f"{first}" if first == last else f"{first} to {last}" for first, last in step_ranges]
     return f"step{'s' if len(words) > 1 or ' to ' in words[0] else ''} {', '.join(words)}"

@@ -35,7 +35,7 @@ from lowroll.metrics.samples import sample_section
 Record = dict[str, Any]
 _MAX_CONFIG = 20_000
 _MAX_EVENTS = 40
-_HEADER = (
+_HEADER_FACTS = (
     "model",
     "data",
     "env",
@@ -76,16 +76,16 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     notes += _lost_notes(records)
     about = _read_about(run_dir, notes)
     supervised = _is_supervised(about, records)
-    title = _title(run_dir, about, supervised)
+    title = _run_title(run_dir, about, supervised)
     body = [
-        _header(run_dir, title, about, records, supervised),
+        _header_section(run_dir, title, about, records, supervised),
         _change_section(records, supervised, notes),
-        _tiles(records),
+        _tiles_section(records),
         _plots(records, supervised, notes),
-        _guard(records),
+        _guard_section(records),
         "" if supervised else sample_section(run_dir, notes),
-        _config(run_dir, notes),
-        _glossary(records, notes),
+        _config_section(run_dir, notes),
+        _glossary_section(records, notes),
         _notes(notes),
     ]
     write_file(out, page(escape(title, 200), "\n".join(body)).encode(errors="replace"))
@@ -125,7 +125,7 @@ def _is_supervised(about: Record, records: Sequence[Record]) -> bool:
     return any("sft/loss" in record for record in records)
 
 
-def _title(run_dir: Path, about: Record, supervised: bool) -> str:
+def _run_title(run_dir: Path, about: Record, supervised: bool) -> str:
     if not about.get("model"):
         return str(about.get("title") or run_dir.resolve().name)
     model = str(about["model"]).split(" (")[0]
@@ -141,7 +141,7 @@ def _title(run_dir: Path, about: Record, supervised: bool) -> str:
     return title
 
 
-def _header(
+def _header_section(
     run_dir: Path, title: str, about: Record, records: Sequence[Record], supervised: bool
 ) -> str:
     omitted_names = {"title", "command", "algorithm"}
@@ -149,7 +149,7 @@ def _header(
         omitted_names |= set(_ROLLOUT_FACTS)
     names = [
         name
-        for name in dict.fromkeys([*_HEADER, *about])
+        for name in dict.fromkeys([*_HEADER_FACTS, *about])
         if about.get(name) and name not in omitted_names
     ]
     facts = "".join(
@@ -224,7 +224,7 @@ def _describe_steps(steps: Sequence[float]) -> str:
     return f"after step {last_step}" if steps[0] else "before step 1"
 
 
-def _tiles(records: Sequence[Record]) -> str:
+def _tiles_section(records: Sequence[Record]) -> str:
     """Return the tiles with single numbers of the run."""
     tiles: list[tuple[str, str, str]] = []
 
@@ -301,7 +301,7 @@ def _figure(records: Sequence[Record], plot: Plot) -> str:
     )
 
 
-def _guard(records: Sequence[Record]) -> str:
+def _guard_section(records: Sequence[Record]) -> str:
     """Return every step whose guard alarms or actions changed."""
     rows = []
     previous_words: list[str] = []
@@ -324,7 +324,7 @@ def _guard(records: Sequence[Record]) -> str:
     return f"<section><h2>Guard</h2><table>{''.join(rows[:_MAX_EVENTS])}</table>{omitted_note}</section>"
 
 
-def _config(run_dir: Path, notes: list[str]) -> str:
+def _config_section(run_dir: Path, notes: list[str]) -> str:
     """Return the configuration section."""
     path = run_dir / "config.yaml"
     if not path.exists():
@@ -338,7 +338,7 @@ def _config(run_dir: Path, notes: list[str]) -> str:
     return f"<details open><summary>Configuration</summary><pre>{escape(text, _MAX_CONFIG)}</pre></details>"
 
 
-def _glossary(records: Sequence[Record], notes: list[str]) -> str:
+def _glossary_section(records: Sequence[Record], notes: list[str]) -> str:
     """Return the table of the metrics that the run recorded."""
     used_metrics = set()
     rows = []

@@ -15,8 +15,8 @@ Record = dict[str, Any]
 STEPS = 5  # steps shown: the first, the last, and evenly spaced ones between
 A_STEP = 8  # scored samples a step
 ERRORS = 2  # samples a step with a failed score
-_LONGEST = 8000  # characters of a text
-_LINE = 160  # characters of a text in a one-line summary
+_MAX_TEXT_LENGTH = 8000  # characters of a text
+_SUMMARY_LENGTH = 160  # characters of a text in a one-line summary
 
 
 def sample_section(run_dir: Path, notes: list[str]) -> str:
@@ -102,7 +102,7 @@ def _sample_details(label: str, sample: Record) -> str:
     if score.get("extra"):
         texts.append(("logged", json.dumps(score["extra"], ensure_ascii=False, indent=1)))
     body = "".join(
-        f"\n<h4>{name}</h4>\n<pre>{escape(text, _LONGEST)}</pre>" for name, text in texts
+        f"\n<h4>{name}</h4>\n<pre>{escape(text, _MAX_TEXT_LENGTH)}</pre>" for name, text in texts
     )
     return f"<details class=sample><summary>{title}</summary>{body}<p>{escape(facts, 400)}</p></details>"
 
@@ -141,4 +141,4 @@ def _gold_answer(prompt: Record) -> tuple[str, str]:
 
 
 def _summary_line(text: object) -> str:
-    return escape(" ".join(str(text).split()), _LINE)
+    return escape(" ".join(str(text).split()), _SUMMARY_LENGTH)

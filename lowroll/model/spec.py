@@ -366,10 +366,12 @@ def _refuse_active_window(config: dict[str, Any], family: str) -> None:
     Takes the parsed config: Qwen2 and Qwen3 have a window in the layers of that type, Mistral and
     Qwen3-MoE in every layer, Llama none.
     """
-    kinds = config.get("layer_types") or []
-    if not isinstance(kinds, list):
-        raise ValueError(f"layer_types: expected a list, got {kinds!r}")
-    unknown_kinds = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ValueError(f"layer_types: expected a list, got {layer_types!r}")
+    unknown_kinds = sorted(
+        {str(layer_type) for layer_type in layer_types} - {"full_attention", "sliding_attention"}
+    )
     if unknown_kinds:
         raise ValueError(
             f"layer_types: {', '.join(unknown_kinds)} is not supported; only full attention is"
@@ -378,7 +380,7 @@ def _refuse_active_window(config: dict[str, Any], family: str) -> None:
     if family in ("mistral", "qwen3_moe"):
         is_used = window is not None
     else:
-        is_used = "sliding_attention" in kinds
+        is_used = "sliding_attention" in layer_types
     if not is_used:
         return
     window, longest = (

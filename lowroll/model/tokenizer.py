@@ -24,8 +24,8 @@ _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _LARGE_FILES = (*_VOCABULARY_FILES, "merges.txt", "chat_template.jinja")
 # marks in a rendered conversation
 _TURN_MARK, _NEXT_MARK = "LOWROLLMARK", "LOWROLLNEWS"
-_EARLIER: list[Message] = [{"role": "user", "content": "a"}]
-_TURN: list[Message] = [*_EARLIER, {"role": "assistant", "content": _TURN_MARK}]
+_EARLIER_MESSAGES: list[Message] = [{"role": "user", "content": "a"}]
+_MARKED_TURN: list[Message] = [*_EARLIER_MESSAGES, {"role": "assistant", "content": _TURN_MARK}]
 _SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -173,7 +173,7 @@ class ChatTokenizer:
         A drawn end-of-turn token stands for the template's own; a turn ended by a stop string gets
         the template's. ValueError for the template's errors.
         """
-        text = self._behind_calls(messages, said) or self._behind([*_TURN, *messages], True)
+        text = self._behind_calls(messages, said) or self._behind([*_MARKED_TURN, *messages], True)
         eos = str(self.tokenizer.special_tokens_map.get("eos_token") or "")
         # a special token first: the text after it is then tokenized as within a whole text
         for end_token in filter(None, (self._end, eos)):
@@ -187,8 +187,8 @@ class ChatTokenizer:
         depend on earlier turns, and must show the messages that follow."""
         next_message = {"role": "user", "content": _NEXT_MARK}
         suffixes = [
-            self._behind([*earlier, *_TURN, next_message], True)
-            for earlier in ([], [*_EARLIER, {"role": "assistant", "content": "b"}])
+            self._behind([*earlier, *_MARKED_TURN, next_message], True)
+            for earlier in ([], [*_EARLIER_MESSAGES, {"role": "assistant", "content": "b"}])
         ]
         if suffixes[0] != suffixes[1] or _NEXT_MARK not in suffixes[0]:
             raise ValueError(
@@ -215,14 +215,17 @@ class ChatTokenizer:
     @cached_property
     def _closing(self) -> str:
         """The text that the template puts after the last turn."""
-        return self._behind(_TURN, False)
+        return self._behind(_MARKED_TURN, False)
 
     def _behind_calls(self, messages: list[Message], said: Message | None) -> str:
         """Return the text that the template puts after a turn with tool calls; "" without calls, or
         if it cannot be separated from the turn."""
         if said is None or not said.get("tool_calls"):
             return ""
-        calls = [*_EARLIER, {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}]
+        calls = [
+            *_EARLIER_MESSAGES,
+            {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]},
+        ]
         rendered_turn, rendered_all = (
             self.render(calls, False),
             self.render([*calls, *messages], True),

@@ -22,7 +22,7 @@ SPECIAL = (
     "cls_token",
     "mask_token",
 )
-_TEMPLATE = "chat_template.jinja"
+_TEMPLATE_FILE = "chat_template.jinja"
 
 
 class FileTokenizer:
@@ -74,9 +74,9 @@ class FileTokenizer:
 
 def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
     """Return the folder's chat template, or None."""
-    if (folder / _TEMPLATE).exists():
-        regular(folder / _TEMPLATE, 1 << 20)
-        return (folder / _TEMPLATE).read_text(encoding="utf-8")
+    if (folder / _TEMPLATE_FILE).exists():
+        regular(folder / _TEMPLATE_FILE, 1 << 20)
+        return (folder / _TEMPLATE_FILE).read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):
         template = next(

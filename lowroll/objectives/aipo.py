@@ -94,7 +94,7 @@ def aipo(
     if ratio_type == "sequence":
         scale_N = _sequence_scale(tokens, sequence_clip_high)
     above_N = ratio_N > token_mask_high
-    masked_N = _sequences_outside(
+    masked_N = _tokens_outside_bounds(
         tokens, (geo_mask_low, geo_mask_high), (sequence_mask_low, sequence_mask_high)
     )
     masked_N = masked_N | (ratio_N < token_mask_low)
@@ -120,7 +120,7 @@ def _sequence_scale(tokens: ObjectiveInput, clip_high: float) -> Tensor:
     return (ratio_S / token_counts(sequences)).to(tokens.ratio_N.dtype)[sequences.segments_N]
 
 
-def _sequences_outside(
+def _tokens_outside_bounds(
     tokens: ObjectiveInput, geometric: tuple[float, float], extremes: tuple[float, float]
 ) -> Tensor:
     """Return the tokens of sequences whose geometric mean or extreme ratios leave their bounds,

@@ -45,7 +45,7 @@ CAP = 2.0  # C, FlashRL's for GSM8K
 BOUNDS = ("eps_low", "eps_high")
 CLIPPED = "lowroll.objectives.clipped:clipped"
 WEIGHTED = "lowroll.objectives.clipped:weighted"
-_MIN = "min(R A, clip(R, 1-el, 1+eh) A)"
+_CLIPPED_TERM = "min(R A, clip(R, 1-el, 1+eh) A)"
 
 
 @dataclass(frozen=True)
@@ -85,26 +85,26 @@ class Correction(ObjectiveRow):
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": Algorithm(_MIN, "arXiv 2402.03300 eq. 3"),
+    "grpo": Algorithm(_CLIPPED_TERM, "arXiv 2402.03300 eq. 3"),
     "grpo_no_std": Algorithm(
-        f"{_MIN}, A without the std",
+        f"{_CLIPPED_TERM}, A without the std",
         "arXiv 2402.03300 eq. 3, 2503.20783 sec. 3.2",
         advantage="grpo_no_std",
     ),
     "dr_grpo": Algorithm(
-        f"{_MIN}, sum / (S max_length)",
+        f"{_CLIPPED_TERM}, sum / (S max_length)",
         "arXiv 2503.20783 sec. 3.2",
         options={**CLIP, "reduce": "constant"},
         advantage="grpo_no_std",
     ),
     "rloo": Algorithm(
-        f"{_MIN}, sum over each sequence",
+        f"{_CLIPPED_TERM}, sum over each sequence",
         "arXiv 2402.14740",
         options={**CLIP, "reduce": "seq-mean-token-sum"},
         advantage="rloo",
     ),
     "dapo": Algorithm(
-        f"{_MIN}, eh > el, mean over tokens",
+        f"{_CLIPPED_TERM}, eh > el, mean over tokens",
         "arXiv 2503.14476 eq. 8",
         options={**CLIP, "eps_high": 0.28, "reduce": "token-mean"},
         dynamic_sampling=True,
@@ -118,7 +118,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         applies={"tis": {"cap": CAP}, "decoupled": {}},
     ),
     "ppo": Algorithm(
-        f"{_MIN}, A a token's, mean over tokens",
+        f"{_CLIPPED_TERM}, A a token's, mean over tokens",
         "arXiv 1707.06347 eq. 7, 1506.02438",
         options={**CLIP, "reduce": "token-mean"},
         advantage="gae",
@@ -127,7 +127,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 CORRECTIONS: dict[str, Correction] = {
     "none": Correction(
-        f"{_MIN} on the sampler's tokens: the mismatch is ignored",
+        f"{_CLIPPED_TERM} on the sampler's tokens: the mismatch is ignored",
         "QuRL eq. 1",
     ),
     "is": Correction(
@@ -136,14 +136,14 @@ CORRECTIONS: dict[str, Correction] = {
         log_probs=("behavior",),
     ),
     "decoupled": Correction(
-        f"w {_MIN}",
+        f"w {_CLIPPED_TERM}",
         "QuRL eq. 4, arXiv 2110.00641",
         WEIGHTED,
         ("proximal", "behavior"),
         fixed={"cap": math.inf},
     ),
     "tis": Correction(
-        f"min(w, C) {_MIN}",
+        f"min(w, C) {_CLIPPED_TERM}",
         "QuRL eq. 5",
         WEIGHTED,
         ("proximal", "behavior"),
@@ -167,7 +167,7 @@ CORRECTIONS: dict[str, Correction] = {
         sequences=True,
     ),
     "sparse": Correction(
-        f"M w {_MIN}, M = 0 for a sequence with any w < veto",
+        f"M w {_CLIPPED_TERM}, M = 0 for a sequence with any w < veto",
         "Sparse-RL eq. 5-7",
         "lowroll.objectives.sparse:sparse",
         ("proximal", "behavior"),
@@ -190,7 +190,7 @@ CORRECTIONS: dict[str, Correction] = {
         takes=("reduce",),
     ),
     "reweight": Correction(
-        f"keep v {_MIN}, v from w, keep by rules on w",
+        f"keep v {_CLIPPED_TERM}, v from w, keep by rules on w",
         "verl, rollout correction",
         "lowroll.objectives.correction:reweight",
         ("proximal", "behavior"),

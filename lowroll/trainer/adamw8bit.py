@@ -71,7 +71,7 @@ def moments(p: Tensor, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dty
     end to end."""
     if p.numel() < SMALLEST:
         return dict.fromkeys(("state1", "state2"), (p.shape, torch.float32))
-    blocks = torch.Size([sum(_blocks(p, shards))])
+    blocks = torch.Size([sum(_block_counts(p, shards))])
     return {
         "state1": (p.shape, torch.uint8),
         "absmax1": (blocks, torch.float32),
@@ -84,7 +84,7 @@ def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
     """Return this rank's blocks of a parameter, out of all blocks from so many shards. ValueError
     when its parts begin within a block."""
     size = ranks.size if ranks.is_part(p) else 1
-    block_counts = _blocks(p, size)
+    block_counts = _block_counts(p, size)
     if size != shards and not (_ends_with_blocks(p, size) and _ends_with_blocks(p, shards)):
         raise ValueError(
             f"optimizer state: the 8-bit moments of a parameter {list(p.shape)} were made by "
@@ -95,7 +95,7 @@ def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
     return absmax[first_block : first_block + block_counts[ranks.rank if size > 1 else 0]]
 
 
-def _blocks(p: Tensor, shards: int) -> list[int]:
+def _block_counts(p: Tensor, shards: int) -> list[int]:
     """Return the number of blocks of each part."""
     width = p.numel() // max(1, len(p))
     part_ranges = (rows_of(rank, shards, len(p)) for rank in range(shards))

@@ -47,8 +47,8 @@ STAGE = ("rollout/noise_sigma", "rollout/stage")  # a change of these restarts t
 WATCHED = ("mismatch/ess", "mismatch/kl_k3", "mismatch/weight_max")
 
 # distances from doing nothing; other bounds are ratios with neutral value 1
-_DISTANCES = ("eps_low", "eps_high", "eps_negative", "width")
-_RATIOS = (
+_DISTANCE_OPTIONS = ("eps_low", "eps_high", "eps_negative", "width")
+_RATIO_OPTIONS = (
     "cap",
     "xi_cap",
     "token_rs",
@@ -273,9 +273,9 @@ def rescale(
         value = options[name]
         if value is None:
             continue
-        if name in _DISTANCES:
+        if name in _DISTANCE_OPTIONS:
             changed[name] = min(1.0, value * power) if name == "eps_low" else value * power
-        elif name in _RATIOS:
+        elif name in _RATIO_OPTIONS:
             changed[name] = _raise_bound(value, power)
         elif name == "reject":
             changed[name] = {

@@ -113,8 +113,10 @@ class SftLearner:
     ) -> None:
         """Restore `state`. The seed and the number of steps give the position in the order."""
         states.restore(self.model, self.optimizer, tensors, state)
-        drawn = self.optimizer.num_steps * self.settings.batch_size
-        self._order = itertools.islice(epochs(len(self.samples), self.settings.seed), drawn, None)
+        num_drawn = self.optimizer.num_steps * self.settings.batch_size
+        self._order = itertools.islice(
+            epochs(len(self.samples), self.settings.seed), num_drawn, None
+        )
 
 
 def sft_step(
@@ -204,13 +206,13 @@ def demonstrations(
     """
     rng = random.Random(f"demonstrations/{seed}")
     examples: list[Demonstration] = []
-    cursors = [0] * len(envs)
+    next_indices = [0] * len(envs)
     open_envs = list(range(len(envs)))
     while open_envs and len(examples) < count:
         env_index = rng.choices(open_envs, [envs[e][1] for e in open_envs])[0]
         env = envs[env_index][0]
-        index = cursors[env_index]
-        cursors[env_index] += 1
+        index = next_indices[env_index]
+        next_indices[env_index] += 1
         size = env.size("train")
         if (size is not None and index >= size) or index >= 2 * count:
             open_envs.remove(env_index)
@@ -241,7 +243,7 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
             if not line.strip():
                 continue
             try:
-                messages = _messages(json.loads(line))
+                messages = _parse_messages(json.loads(line))
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
             examples += [
@@ -254,7 +256,7 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
     return examples
 
 
-def _messages(row: Any) -> list[dict[str, str]]:
+def _parse_messages(row: Any) -> list[dict[str, str]]:
     """Return the messages of a row. ValueError unless the assistant speaks last."""
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         raise ValueError('expected {"messages": [...]}')

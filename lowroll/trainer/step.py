@@ -378,11 +378,11 @@ def _check_replay(samples: Sequence[Sample], model: Transformer) -> None:
     keys."""
     spec = model.spec
     for i, sample in enumerate(samples):
-        evictions, tag = sample.rollout.evictions, sample.rollout.behavior
-        where = f"sample {i} ({sample.prompt.id}): rollout.evictions"
-        if evictions is None and tag.kv_budget is not None:
+        evictions, behavior_tag = sample.rollout.evictions, sample.rollout.behavior
+        location = f"sample {i} ({sample.prompt.id}): rollout.evictions"
+        if evictions is None and behavior_tag.kv_budget is not None:
             raise ValueError(
-                f"{where}: missing, and its cache was bounded ({tag.kv_policy}); replay_kv needs "
+                f"{location}: missing, and its cache was bounded ({behavior_tag.kv_policy}); replay_kv needs "
                 "an engine that records evictions"
             )
         if evictions is None:
@@ -390,7 +390,7 @@ def _check_replay(samples: Sequence[Sample], model: Transformer) -> None:
         try:
             check_evictions(evictions, spec.num_layers, spec.num_kv_heads, spec.max_position)
         except ValueError as error:
-            raise ValueError(f"{where}.{error}") from None
+            raise ValueError(f"{location}.{error}") from None
 
 
 def _samples_with_gradient(
@@ -504,7 +504,7 @@ def _accumulate(
     @functools.cache
     def counts() -> Denominators:
         total = Denominators(
-            sum(_num_learned(samples[i], settings.objective) for i in active),
+            sum(_num_loss_tokens(samples[i], settings.objective) for i in active),
             len(minibatch.samples),
         )
         if not (settings.normalizes and active and proximal is not None):
@@ -571,7 +571,7 @@ def _accumulate(
     return record, trace
 
 
-def _num_learned(sample: Sample, objective: Objective) -> int:
+def _num_loss_tokens(sample: Sample, objective: Objective) -> int:
     """Return a sample's tokens in the denominator: unmasked, with a usable behaviour log-prob if
     needed."""
     is_usable = [not objective.needs_behavior or math.isfinite(p) for p in sample.rollout.logprobs]
