@@ -1,7 +1,7 @@
 """Checkpoints and other folders that must be whole or absent.
 
 `publish` writes folders atomically and detects damage, `store` keeps a run's numbered checkpoints,
-`lock` makes one process the owner of a run folder, `files` writes single files atomically, `seal`
-checksums JSON lines, `space` waits on a full disk. Without pickle: tensors are safetensors,
-everything else is JSON.
+`lock` makes one process the owner of a run folder, `files` writes single files atomically,
+`line_checksum` checksums JSON lines, `disk_space` waits on a full disk. Nothing is pickled: tensors
+are safetensors, everything else is JSON.
 """

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds between two attempts
 REMIND = 300.0  # seconds between two log lines
-NO_ROOM = 75  # exit code of a command that met a full disk and did not wait
+NO_ROOM = 75  # exit code of a command that found the disk full and did not wait
 
 
 class Space:
@@ -33,54 +33,56 @@ class Space:
         A failing action must leave nothing behind. RunFailed names the path at the timeout, and at
         once for any other system error.
         """
-        began, told, pause = time.monotonic(), -REMIND, FIRST_PAUSE
+        started, last_logged_s, pause_s = time.monotonic(), -REMIND, FIRST_PAUSE
         while True:
             try:
                 result = action()
             except FileExistsError:
                 raise
             except OSError as error:
-                waited = time.monotonic() - began
+                waited_s = time.monotonic() - started
                 if not is_disk_full(error):
                     raise RunFailed(
-                        f"{_words(error, path)}. What was committed before is intact: mend the "
+                        f"{_describe_error(error, path)}. What was committed before is intact: mend the "
                         "disk, then go on with --resume"
                     ) from error
-                if waited >= self.seconds:
+                if waited_s >= self.seconds:
                     raise RunFailed(
                         f"disk full: no room to write {path} within {self.seconds:g} s "
-                        f"(ckpt.wait_for_space), {_free(path)} free. What was committed before is "
+                        f"(ckpt.wait_for_space), {_free_space(path)} free. What was committed before is "
                         "intact: make room, then go on with --resume"
                     ) from error
-                if waited - told >= REMIND:
-                    told = waited
+                if waited_s - last_logged_s >= REMIND:
+                    last_logged_s = waited_s
                     log.warning(
                         "disk full: waiting for room to write %s, %s free; the run goes on when "
                         "there is some, and ends in %.0f s (ckpt.wait_for_space)",
                         path,
-                        _free(path),
-                        self.seconds - waited,
+                        _free_space(path),
+                        self.seconds - waited_s,
                     )
             else:
-                if told >= 0:
+                if last_logged_s >= 0:
                     log.warning(
                         "there is room again after %.0f s: %s is written",
-                        time.monotonic() - began,
+                        time.monotonic() - started,
                         path,
                     )
                 return result
-            time.sleep(min(pause, self.seconds - waited))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            time.sleep(min(pause_s, self.seconds - waited_s))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE)
 
 
-def _words(error: OSError, path: Path) -> str:
+def _describe_error(error: OSError, path: Path) -> str:
+    """Return a system error with its path."""
     if error.errno is None:
         return str(error)
-    named = "" if error.filename in (None, str(path)) else f" ({error.filename})"
-    return f"{path}: {error.strerror or os.strerror(error.errno)}{named}"
+    filename = "" if error.filename in (None, str(path)) else f" ({error.filename})"
+    return f"{path}: {error.strerror or os.strerror(error.errno)}{filename}"
 
 
-def _free(path: Path) -> str:
+def _free_space(path: Path) -> str:
+    """Return the free space of a path's disk."""
     folder = next(
         (parent for parent in Path(path).absolute().parents if parent.is_dir()), Path("/")
     )

@@ -22,13 +22,13 @@ def faultpoint(name: str) -> None:
     name."""
     for observer in observers:
         observer(name)
-    armed = os.environ.get(VARIABLE)
-    if armed is None:
+    setting = os.environ.get(VARIABLE)
+    if setting is None:
         return
-    target, _, action = armed.rpartition(":")
+    target, _, action = setting.rpartition(":")
     if action != "kill" and action not in ERRORS:
         raise ValueError(
-            f"{VARIABLE}={armed!r}: expected NAME:kill, "
+            f"{VARIABLE}={setting!r}: expected NAME:kill, "
             f"{', '.join(f'NAME:{name}' for name in ERRORS)}"
         )
     if target != name:

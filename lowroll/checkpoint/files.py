@@ -12,9 +12,9 @@ from pathlib import Path
 
 from lowroll.checkpoint.fault_injection import faultpoint
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_MACHINE = (  # errors of the machine: the same call can succeed later, or elsewhere
-    *_FULL,
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_MACHINE_ERRNOS = (  # errors of the machine: the same call can succeed later, or elsewhere
+    *_DISK_FULL_ERRNOS,
     errno.EIO,
     errno.ESTALE,
     errno.EAGAIN,
@@ -25,7 +25,7 @@ _MACHINE = (  # errors of the machine: the same call can succeed later, or elsew
     errno.ENOLCK,
     errno.ETIMEDOUT,
 )
-_RUST = re.compile(r"\(os error ([0-9]+)\)")  # safetensors' wording of system errors
+_RUST_OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # safetensors' wording of system errors
 
 
 def read_file(path: Path) -> bytes:
@@ -63,13 +63,13 @@ def append_line(path: Path, line: bytes) -> None:
     with naming(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            before = os.fstat(descriptor).st_size
+            size_before = os.fstat(descriptor).st_size
             try:
                 write_all(descriptor, line + b"\n")
                 faultpoint(f"file.appended/{path.name}")
                 os.fsync(descriptor)
             except OSError:
-                os.ftruncate(descriptor, before)
+                os.ftruncate(descriptor, size_before)
                 raise
         finally:
             os.close(descriptor)
@@ -77,9 +77,9 @@ def append_line(path: Path, line: bytes) -> None:
 
 def write_all(descriptor: int, data: bytes) -> None:
     """Write every byte: on a disk that fills up, one call may write only some."""
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(descriptor, remaining) :]
 
 
 def sync_folder(path: Path) -> None:
@@ -107,17 +107,19 @@ def system_error(error: BaseException) -> int | None:
     """Return the errno of a system error, also wrapped by a library; else None."""
     if isinstance(error, OSError):
         return error.errno
-    found = _RUST.search(str(error))
-    if found:
-        return int(found[1])
-    return next((code for code in (*_FULL, errno.EIO) if os.strerror(code) in str(error)), None)
+    match = _RUST_OS_ERROR.search(str(error))
+    if match:
+        return int(match[1])
+    return next(
+        (code for code in (*_DISK_FULL_ERRNOS, errno.EIO) if os.strerror(code) in str(error)), None
+    )
 
 
 def is_disk_full(error: BaseException) -> bool:
     """Return whether the error is ENOSPC or EDQUOT."""
-    return system_error(error) in _FULL
+    return system_error(error) in _DISK_FULL_ERRNOS
 
 
 def is_of_machine(error: BaseException) -> bool:
     """Return whether it is a system error that no name or setting caused."""
-    return isinstance(error, OSError) and error.errno in _MACHINE
+    return isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS

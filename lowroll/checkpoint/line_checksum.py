@@ -18,7 +18,7 @@ from typing import Any
 from lowroll.checkpoint.files import read_file
 
 FIELD = "crc"
-_SUFFIX = re.compile(rb', "crc": "([0-9a-f]{8})"\}$')
+_CHECKSUM_SUFFIX = re.compile(rb', "crc": "([0-9a-f]{8})"\}$')
 
 
 def seal(line: bytes, number: int = 0) -> bytes:
@@ -30,12 +30,14 @@ def seal(line: bytes, number: int = 0) -> bytes:
 def unseal(line: bytes, number: int = 0) -> tuple[bytes, bool]:
     """Return (what was sealed, True), or (the line, False) when it has no checksum. ValueError when
     the two disagree."""
-    found = _SUFFIX.search(line)
-    if found is None:
+    match = _CHECKSUM_SUFFIX.search(line)
+    if match is None:
         return line, False
-    content, stated = line[: found.start()] + b"}", found[1].decode()
-    if (computed := f"{zlib.crc32(content, number):08x}") != stated:
-        raise ValueError(f"damaged: its checksum is {stated}, its content gives {computed}")
+    content, stated_checksum = line[: match.start()] + b"}", match[1].decode()
+    if (computed_checksum := f"{zlib.crc32(content, number):08x}") != stated_checksum:
+        raise ValueError(
+            f"damaged: its checksum is {stated_checksum}, its content gives {computed_checksum}"
+        )
     return content, True
 
 
@@ -45,15 +47,15 @@ def unseal_lines(data: bytes) -> bytes:
 
     ValueError names the first line that is damaged, or that alone has no checksum.
     """
-    lines, sums = [], set[bool]()
+    lines, sealed_states = [], set[bool]()
     for number, line in enumerate(data.split(b"\n"), 1):
         try:
             content, has_sum = unseal(line, number) if line else (line, True)
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
         if line:
-            sums.add(has_sum)
-        if len(sums) == 2:
+            sealed_states.add(has_sum)
+        if len(sealed_states) == 2:
             raise ValueError(
                 f"line {number}: damaged: the lines before it {'lack' if has_sum else 'have'} a "
                 f"checksum"
@@ -68,10 +70,10 @@ def read_objects(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     objects, problems = [], []
     for number, line in enumerate(read_file(path).removesuffix(b"\n").split(b"\n"), 1):
         try:
-            found = json.loads(unseal(line, number)[0])
-            if not isinstance(found, dict):
+            value = json.loads(unseal(line, number)[0])
+            if not isinstance(value, dict):
                 raise ValueError("damaged: not a JSON object")
-            objects.append(found)
+            objects.append(value)
         except (ValueError, RecursionError) as error:
             problems.append(f"{path}:{number}: {error}")
     return objects, problems

@@ -39,7 +39,7 @@ def refuse_locked(folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise RunLockedError(f"{folder} is in use by {_holder(descriptor)}") from None
+        raise RunLockedError(f"{folder} is in use by {_describe_holder(descriptor)}") from None
     finally:
         os.close(descriptor)
 
@@ -58,12 +58,13 @@ class RunLock:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = _holder(self._descriptor)
+            holder = _describe_holder(self._descriptor)
             os.close(self._descriptor)
             raise RunLockedError(f"{self.folder} is in use by {holder}") from None
         self.attempt = self._append_attempt()
 
     def _append_attempt(self) -> int:
+        """Append this process to the lock file; returns the attempt number."""
         content = _read(self._descriptor)
         attempt = len(content.splitlines()) + 1
         line = (
@@ -77,9 +78,9 @@ class RunLock:
             )
             + "\n"
         )
-        torn = bool(content) and not content.endswith(b"\n")
+        ends_torn = bool(content) and not content.endswith(b"\n")
         with naming(self.folder / LOCK):
-            write_all(self._descriptor, (b"\n" if torn else b"") + line.encode())
+            write_all(self._descriptor, (b"\n" if ends_torn else b"") + line.encode())
             os.fsync(self._descriptor)
         return attempt
 
@@ -105,12 +106,12 @@ def _read(descriptor: int) -> bytes:
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
-def _holder(descriptor: int) -> str:
+def _describe_holder(descriptor: int) -> str:
     """Describe the last holder. A new one may still be writing its name: until then the last name
     is of an ended process."""
-    until = time.monotonic() + NAME_S
-    while (entry := _last(descriptor)) is None or _has_ended(entry):
-        if time.monotonic() > until:
+    deadline = time.monotonic() + NAME_S
+    while (entry := _last_entry(descriptor)) is None or _has_ended(entry):
+        if time.monotonic() > deadline:
             break
         time.sleep(0.02)
     if entry is None:
@@ -118,7 +119,8 @@ def _holder(descriptor: int) -> str:
     return f"pid {entry['pid']} on {entry['host']} (attempt {entry['attempt']}, since {entry['started']})"
 
 
-def _last(descriptor: int) -> dict[str, Any] | None:
+def _last_entry(descriptor: int) -> dict[str, Any] | None:
+    """Return the last attempt of the lock file; None while it is not written."""
     try:
         entry = json.loads(_read(descriptor).splitlines()[-1])
         return {name: entry[name] for name in ("attempt", "pid", "host", "started")}

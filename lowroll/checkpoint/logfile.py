@@ -10,10 +10,12 @@ from lowroll.types import printable
 
 _ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S")
 # errors that point at another one
-_ECHO = re.compile(r"root cause|EngineDeadError|See stack trace|RequestCancelled|CancelledError")
-_MOST = 1 << 18  # bytes read from the log's end
+_SECONDARY_ERROR = re.compile(
+    r"root cause|EngineDeadError|See stack trace|RequestCancelled|CancelledError"
+)
+_MAX_BYTES = 1 << 18  # bytes read from the log's end
 _NUMBER = re.compile(r"[0-9.]+(e[-+]?[0-9]+)?", re.ASCII)
-_LOUD = re.compile(r"^\S+ \S+ (?:WARNING|ERROR|CRITICAL) \S+: (.*)$")
+_WARNING_LINE = re.compile(r"^\S+ \S+ (?:WARNING|ERROR|CRITICAL) \S+: (.*)$")
 
 
 def last_error(log: Path, since: int = 0) -> str:
@@ -22,14 +24,14 @@ def last_error(log: Path, since: int = 0) -> str:
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(since, size - _MOST))
+            file.seek(max(since, size - _MAX_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError as error:
         return printable(f"(the log cannot be read: {error.strerror or error})")
-    told = [line for line in lines if line.strip()]
-    errors = [line for line in told if _ERROR.search(line)]
-    causes = [line for line in errors if not _ECHO.search(line)]
-    return printable((causes or errors or told or ["(nothing)"])[-1].strip())
+    non_empty_lines = [line for line in lines if line.strip()]
+    errors = [line for line in non_empty_lines if _ERROR.search(line)]
+    causes = [line for line in errors if not _SECONDARY_ERROR.search(line)]
+    return printable((causes or errors or non_empty_lines or ["(nothing)"])[-1].strip())
 
 
 class Warnings:
@@ -44,27 +46,30 @@ class Warnings:
 
     def new(self) -> list[str]:
         """Return the lines since the last call, without those present at the start."""
-        found = []
+        new_lines = []
         for line in self._written():
             kind = _NUMBER.sub("", line)
             if kind not in self._kinds:
                 self._kinds.add(kind)
-                found.append(line)
-        return found
+                new_lines.append(line)
+        return new_lines
 
     def _written(self) -> list[str]:
-        found: list[str] = []
+        """Return the new warnings and errors, from complete lines."""
+        messages: list[str] = []
         for path in self._logs():
-            begin = self._read.get(path, 0)
-            if path.stat().st_size <= begin:
+            offset = self._read.get(path, 0)
+            if path.stat().st_size <= offset:
                 continue
             with path.open("rb") as file:
-                file.seek(begin)
-                whole = file.read(_MOST).rpartition(b"\n")[0]
-            self._read[path] = begin + len(whole)
-            lines = whole.decode(errors="replace").splitlines()
-            found += [printable(match[1]) for line in lines if (match := _LOUD.match(line))]
-        return found
+                file.seek(offset)
+                complete_lines = file.read(_MAX_BYTES).rpartition(b"\n")[0]
+            self._read[path] = offset + len(complete_lines)
+            lines = complete_lines.decode(errors="replace").splitlines()
+            messages += [
+                printable(match[1]) for line in lines if (match := _WARNING_LINE.match(line))
+            ]
+        return messages
 
     def _logs(self) -> list[Path]:
         return sorted(path for name in self.names for path in self.folder.glob(f"{name}_*.log"))

@@ -9,7 +9,7 @@ SHA-256 of every file because neither safetensors nor the file system notices a 
 zeroed tail.
 
 The writer flocks its temporary folder. The kernel frees the lock of a dead writer, so a folder
-whose lock can be taken is a leftover, which the next writer beside it removes.
+whose lock can be taken is a leftover, which the next writer in the same folder removes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MANIFEST = "MANIFEST.json"
 TEMPORARY = ".tmp-lowroll-"  # leftovers of this name are removed
 FORMAT = 1
 _CHUNK = 1 << 20
-_MOST_MANIFEST = 16 << 20
-_MOST_READERS = 16
+_MAX_MANIFEST_BYTES = 16 << 20
+_MAX_DIGEST_THREADS = 16
 
 
 class DamagedError(ValueError):
@@ -68,13 +68,13 @@ def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, An
     encode_manifest({}, meta)  # meta that is not JSON fails before any write
     dest.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(dest.parent)
-    with _temporary(dest) as tmp:
+    with _temporary_sibling(dest) as tmp:
         faultpoint("publish.begin")
         write(tmp)
         faultpoint("publish.written")
         names, files = _file_names(tmp), {}
         _open_to_readers(tmp, names)
-        with _readers() as pool:
+        with _digest_threads() as pool:
             digests = pool.map(_sync_and_digest, [tmp / name for name in names])
             for name, digest in zip(names, digests, strict=True):
                 files[name] = {"size": (tmp / name).stat().st_size, "sha256": digest}
@@ -110,16 +110,16 @@ def verify_folder(path: Path) -> dict[str, Any]:
     for name, entry in files.items():
         file = path / name
         try:
-            status = file.lstat()
+            file_status = file.lstat()
         except (FileNotFoundError, NotADirectoryError):
             raise DamagedError(f"{printable(file)}: listed in {MANIFEST} but missing") from None
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(file_status.st_mode):
             raise DamagedError(f"{printable(file)}: not a regular file")
-        if status.st_size != entry["size"]:
+        if file_status.st_size != entry["size"]:
             raise DamagedError(
-                f"{printable(file)}: {status.st_size} bytes, {entry['size']} were published"
+                f"{printable(file)}: {file_status.st_size} bytes, {entry['size']} were published"
             )
-    with _readers() as pool:
+    with _digest_threads() as pool:
         digests = pool.map(_digest, [path / name for name in files])
         for (name, entry), digest in zip(files.items(), digests, strict=True):
             if digest != entry["sha256"]:
@@ -174,7 +174,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextmanager
-def _temporary(dest: Path) -> Iterator[Path]:
+def _temporary_sibling(dest: Path) -> Iterator[Path]:
     """Yield a locked temporary sibling of `dest`, removed on an error."""
     tmp, descriptor = _lock_new_sibling(dest)
     try:
@@ -198,6 +198,7 @@ def _temporary(dest: Path) -> Iterator[Path]:
 
 
 def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
+    """Make and lock a temporary folder beside `dest`; returns it and the descriptor."""
     for _ in range(16):
         tmp = dest.parent / f"{TEMPORARY}{dest.name}-{secrets.token_hex(4)}"
         tmp.mkdir(mode=0o755)
@@ -221,19 +222,21 @@ def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
 def _open_to_readers(folder: Path, names: list[str]) -> None:
     """Give files the folder's read permissions: safetensors from 0.8 on writes for the owner alone,
     whatever the umask."""
-    wanted = folder.stat().st_mode & 0o444
+    read_bits = folder.stat().st_mode & 0o444
     for path in (folder / name for name in names):
         mode = stat.S_IMODE(path.stat().st_mode)
-        if mode | wanted != mode:
-            path.chmod(mode | wanted)
+        if mode | read_bits != mode:
+            path.chmod(mode | read_bits)
 
 
 def _check_absent(dest: Path) -> None:
+    """Raise FileExistsError when `dest` exists."""
     if dest.is_symlink() or dest.exists():
         raise FileExistsError(errno.EEXIST, "already published, refusing to overwrite", str(dest))
 
 
 def _file_names(folder: Path) -> list[str]:
+    """Return the folder's files. ValueError for other kinds of files."""
     names = []
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
@@ -247,13 +250,14 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return the files and the meta of a manifest. DamagedError names the problem."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):  # a FIFO would block
             raise DamagedError(f"{path}: not a regular file")
-        if status.st_size > _MOST_MANIFEST:
+        if status.st_size > _MAX_MANIFEST_BYTES:
             raise DamagedError(
-                f"{path}: {status.st_size:,} bytes; a manifest has {_MOST_MANIFEST:,} at most"
+                f"{path}: {status.st_size:,} bytes; a manifest has {_MAX_MANIFEST_BYTES:,} at most"
             )
         raw = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -261,10 +265,10 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any
     try:
         content = json.loads(raw)
         files, meta = content["files"], content["meta"]
-        intact = encode_manifest(files, meta) == raw
+        is_intact = encode_manifest(files, meta) == raw
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"{path}: unreadable ({printable(error)})") from error
-    if not intact:
+    if not is_intact:
         raise DamagedError(f"{path}: its content differs from what was published")
     if not isinstance(meta, dict) or not isinstance(files, dict):
         raise DamagedError(f"{path}: files and meta must be objects")
@@ -285,12 +289,13 @@ def _check_entry(path: Path, name: str, entry: object) -> None:
         raise DamagedError(f"{path}: {printable(name)}: expected a size and a sha256")
 
 
-def _readers() -> ThreadPoolExecutor:
+def _digest_threads() -> ThreadPoolExecutor:
     """Return threads for parallel digests, most of a large folder's cost."""
-    return ThreadPoolExecutor(min(_MOST_READERS, os.cpu_count() or 1))
+    return ThreadPoolExecutor(min(_MAX_DIGEST_THREADS, os.cpu_count() or 1))
 
 
 def _digest(path: Path) -> str:
+    """Return a file's SHA-256."""
     digest = hashlib.sha256()
     with naming(path), path.open("rb") as file:
         while chunk := file.read(_CHUNK):

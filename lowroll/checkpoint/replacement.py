@@ -39,15 +39,15 @@ def foreign_in(folder: Path, contents: bool = True) -> str:
     try:
         if contents:
             verify_folder(folder)
-        listed = published_files(folder) | {MANIFEST}
+        published_names = published_files(folder) | {MANIFEST}
     except DamagedError as error:
         return str(error)
-    inside = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    found = {path.relative_to(folder).as_posix() for path in inside}
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    present_names = {path.relative_to(folder).as_posix() for path in paths}
     return next(
         (
             f"{folder / name}: it was not published with the folder"
-            for name in sorted(found - listed)
+            for name in sorted(present_names - published_names)
         ),
         "",
     )
@@ -59,52 +59,53 @@ def replace_folder(dest: Path, publish: Callable[[Path], object]) -> Path:
     if not dest.exists():
         publish(dest)
         return dest
-    new, old = _beside(dest)
-    publish(new)
+    new_folder, old_folder = _sibling_paths(dest)
+    publish(new_folder)
     faultpoint("replace.published")
-    os.rename(dest, old)
+    os.rename(dest, old_folder)
     faultpoint("replace.moved")
-    os.rename(new, dest)
+    os.rename(new_folder, dest)
     sync_folder(dest.parent)
     faultpoint("replace.renamed")
-    _discard(old, dest)
+    _remove_or_keep(old_folder, dest)
     return dest
 
 
 def settle_folder(dest: Path) -> None:
     """Finish a dead process's `replace_folder` or `remove_published`: afterwards `dest` is the
     newest whole one."""
-    new, old = _beside(dest)
+    new_folder, old_folder = _sibling_paths(dest)
     remove_leftovers(dest.parent)
-    if new.is_dir() and not dest.exists():
-        os.rename(new, dest)
+    if new_folder.is_dir() and not dest.exists():
+        os.rename(new_folder, dest)
         sync_folder(dest.parent)
-    for leftover in (new, old):
+    for leftover in (new_folder, old_folder):
         if leftover.is_dir():
-            _discard(leftover, dest)
+            _remove_or_keep(leftover, dest)
 
 
 def remove_published(folder: Path, trash: Path) -> None:
     """Remove a published folder. A process that dies in between leaves it in `trash`, on the same
     disk, as a leftover for the next writer."""
-    aside = trash / f"{TEMPORARY}{folder.name}-{secrets.token_hex(4)}"
-    os.rename(folder, aside)
+    trash_folder = trash / f"{TEMPORARY}{folder.name}-{secrets.token_hex(4)}"
+    os.rename(folder, trash_folder)
     faultpoint("replace.trashed")
-    shutil.rmtree(aside)
+    shutil.rmtree(trash_folder)
 
 
-def _beside(dest: Path) -> tuple[Path, Path]:
+def _sibling_paths(dest: Path) -> tuple[Path, Path]:
+    """Return the paths of the new folder and of the old one during a replacement."""
     return dest.with_name(f".lowroll-new-{dest.name}"), dest.with_name(f".lowroll-old-{dest.name}")
 
 
-def _discard(folder: Path, dest: Path) -> None:
+def _remove_or_keep(folder: Path, dest: Path) -> None:
     """Remove a published folder; keep one with anything else under a visible name."""
     foreign = foreign_in(folder)
     if not foreign:
         remove_published(folder, folder.parent)
         return
-    count = 1
-    while (kept := dest.with_name(f"{dest.name}-{count}")).exists():
-        count += 1
-    os.rename(folder, kept)
-    log.warning("%s; kept as %s", foreign, kept)
+    number = 1
+    while (kept_path := dest.with_name(f"{dest.name}-{number}")).exists():
+        number += 1
+    os.rename(folder, kept_path)
+    log.warning("%s; kept as %s", foreign, kept_path)

@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 STATE = "state.json"
 DAMAGED = "damaged"
 TRASH = ".trash-"
-_STEP = re.compile(r"step_([0-9]{6,})")
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_STEP_FOLDER = re.compile(r"step_([0-9]{6,})")
+_TENSORS_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class Pieces:
@@ -62,11 +62,11 @@ class Pieces:
         import torch
 
         start, stop, _ = rows.indices(self.shape[0])
-        found = []
+        slices = []
         for piece in self.pieces:
-            found.append(piece[max(start, 0) : max(stop, 0)])
+            slices.append(piece[max(start, 0) : max(stop, 0)])
             start, stop = start - len(piece), stop - len(piece)
-        return torch.cat(found)
+        return torch.cat(slices)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Store:
         warning."""
         steps = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            match = _STEP.fullmatch(path.name)
+            match = _STEP_FOLDER.fullmatch(path.name)
             if (
                 match
                 and _folder_name(int(match[1])) == path.name
@@ -191,11 +191,11 @@ class Store:
             try:
                 return self._read(candidate, only)
             except DamagedError as error:
-                moved = self._quarantine(candidate)
+                quarantine_path = self._quarantine(candidate)
                 log.warning(
                     "DAMAGED CHECKPOINT: %s. Moved to %s; falling back to the one before.",
                     error,
-                    moved,
+                    quarantine_path,
                 )
         if (self.folder / DAMAGED).is_dir():
             raise DamagedError(
@@ -206,21 +206,22 @@ class Store:
 
     def truncate(self, step: int) -> None:
         """Remove every checkpoint after `step`, for a run that resumes from it."""
-        for later in self.steps():
-            if later > step:
-                self._remove(later)
+        for newer_step in self.steps():
+            if newer_step > step:
+                self._remove(newer_step)
         self.clean()
 
     def clean(self) -> None:
         """Remove a dead process's leftovers: half-written and half-removed checkpoints."""
         remove_leftovers(self.folder)
         for leftover in self.folder.glob(f"{TRASH}step_*"):
-            if _STEP.fullmatch(leftover.name.removeprefix(TRASH)):
+            if _STEP_FOLDER.fullmatch(leftover.name.removeprefix(TRASH)):
                 shutil.rmtree(leftover)
 
     def _read(
         self, step: int, only: Collection[str] | None = None, verified: bool = False
     ) -> Checkpoint:
+        """Verify and read a checkpoint."""
         path = self.folder / _folder_name(step)
         meta = (read_meta(path) if verified else None) or verify_folder(path)
         if meta.get("step") != step or "tensors" not in meta:
@@ -250,12 +251,14 @@ class Store:
             )
 
     def _holds_foreign(self, step: int) -> bool:
+        """Return whether a checkpoint has unpublished files, with a warning."""
         foreign = foreign_in(self.path(step), contents=False)
         if foreign:
             log.warning("%s: the folder stays", foreign)
         return bool(foreign)
 
     def _remove(self, step: int) -> None:
+        """Remove a checkpoint, which readers no longer see from the start."""
         self.clean()
         name = _folder_name(step)
         trash = self.folder / f"{TRASH}{name}"
@@ -265,14 +268,15 @@ class Store:
         faultpoint(f"store.removed/{name}")
 
     def _quarantine(self, step: int) -> Path:
+        """Move a damaged checkpoint to `damaged/`; returns its new path."""
         target = self.folder / DAMAGED
         target.mkdir(exist_ok=True)
         name = _folder_name(step)
-        taken = sum(1 for path in target.iterdir() if path.name.startswith(f"{name}-"))
-        moved = target / f"{name}-{taken + 1}"
-        os.rename(self.folder / name, moved)
+        num_quarantined = sum(1 for path in target.iterdir() if path.name.startswith(f"{name}-"))
+        quarantine_path = target / f"{name}-{num_quarantined + 1}"
+        os.rename(self.folder / name, quarantine_path)
         sync_folder(self.folder)
-        return moved
+        return quarantine_path
 
     def _warn_foreign(self, path: Path) -> None:
         if path.name not in self._foreign:
@@ -292,9 +296,9 @@ def write_part(
 def check_pieces(where: str, state: Mapping[str, Any], wanted: Collection[str]) -> None:
     """Raise ValueError unless a checkpoint's `state` has exactly the pieces `wanted`: none may
     silently get a default."""
-    if odd := sorted({*wanted} ^ state.keys()):
+    if differing := sorted({*wanted} ^ state.keys()):
         raise ValueError(
-            f"{where}: {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}: the checkpoint "
+            f"{where}: {differing[0]} is {'missing' if differing[0] in wanted else 'unknown'}: the checkpoint "
             "is of another lowroll, continue it there"
         )
 
@@ -308,14 +312,16 @@ def _folder_name(step: int) -> str:
 
 
 def _check_save(step: int, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Raise ValueError for an invalid step or tensor name."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step: expected an integer of at least 0, got {step!r}")
     for name in tensors:
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"tensors: the name {name!r} does not match {_NAME.pattern}")
+        if not _TENSORS_NAME.fullmatch(name):
+            raise ValueError(f"tensors: the name {name!r} does not match {_TENSORS_NAME.pattern}")
 
 
 def _encode_state(state: dict[str, Any]) -> str:
+    """Return the state as JSON. ValueError for data that JSON would change."""
     if not isinstance(state, dict):
         raise ValueError(f"state: expected a dict, got {type(state).__name__}")
     _check_json(state, "state")
@@ -340,6 +346,7 @@ def _check_json(value: object, where: str) -> None:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors as one safetensors file."""
     from safetensors.torch import save_file
 
     flat: dict[str, torch.Tensor] = {}
@@ -357,19 +364,20 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _read_tensors(path: Path, name: str) -> dict[str, Any]:
+    """Read a tensor file, or the parts of one. DamagedError when parts are missing."""
     from safetensors.torch import load_file
 
     if (path / f"{name}.safetensors").is_file():
         return dict(load_file(path / f"{name}.safetensors"))
-    numbers = [
+    part_counts = [
         int(match[1])
         for file in published_files(path)
         if (match := re.fullmatch(rf"{name}\.1of([0-9]+)\.safetensors", file))
     ]
-    if len(numbers) != 1:
+    if len(part_counts) != 1:
         raise DamagedError(f"{path}: {name}: neither whole nor in the parts of one save")
     pieces: dict[str, list[torch.Tensor]] = {}
-    for part in range(numbers[0]):
-        for key, tensor in load_file(path / _file_name(name, part, numbers[0])).items():
+    for part in range(part_counts[0]):
+        for key, tensor in load_file(path / _file_name(name, part, part_counts[0])).items():
             pieces.setdefault(key, []).append(tensor)
-    return {key: Pieces(found) if len(found) > 1 else found[0] for key, found in pieces.items()}
+    return {key: Pieces(parts) if len(parts) > 1 else parts[0] for key, parts in pieces.items()}

@@ -50,8 +50,10 @@ def bash() -> str:
     """Return the script for bash."""
     from lowroll.cli.main import COMMANDS
 
-    known = {name: " ".join(word for word, _ in words(name)) for name in COMMANDS}
-    cases = "\n".join(f'            {name}) words="{line}" ;;' for name, line in known.items())
+    words_by_command = {name: " ".join(word for word, _ in words(name)) for name in COMMANDS}
+    cases = "\n".join(
+        f'            {name}) words="{line}" ;;' for name, line in words_by_command.items()
+    )
     return BASH % {"commands": " ".join((*COMMANDS, "--help", "--version")), "cases": cases}
 
 
@@ -88,22 +90,24 @@ def words(command: str) -> Iterator[tuple[str, str]]:
         for choice in action.choices or () if not action.option_strings else ():
             yield str(choice), summary
         if action.dest == "settings":
-            yield from ((f"{key}=", "a setting") for key in _keys())
+            yield from ((f"{key}=", "a setting") for key in _value_keys())
 
 
-def _keys() -> list[str]:
+def _value_keys() -> list[str]:
     """Return the dotted keys that take a value."""
     from lowroll.config.build import known_keys
     from lowroll.config.run_config import RunConfig
 
-    every = known_keys(RunConfig)
-    lists = {
+    all_keys = known_keys(RunConfig)
+    list_sections = {
         name for name, field in RunConfig.model_fields.items() if isinstance(field.default, tuple)
     }
-    whole = [key for key in every if not any(other.startswith(f"{key}.") for other in every)]
+    leaf_keys = [
+        key for key in all_keys if not any(other.startswith(f"{key}.") for other in all_keys)
+    ]
     return [
-        key.replace(".", ".0.", 1) if key.partition(".")[0] in lists else key
-        for key in whole
+        key.replace(".", ".0.", 1) if key.partition(".")[0] in list_sections else key
+        for key in leaf_keys
         if not key.startswith("eval.env.")
     ]
 

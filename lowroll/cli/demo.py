@@ -34,5 +34,5 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from lowroll.runs.demo import main
 
-    given = {} if arguments.output_dir is None else {"output_dir": arguments.output_dir}
-    return int(main(**given, seed=arguments.seed, device=arguments.device) or 0)
+    folder_option = {} if arguments.output_dir is None else {"output_dir": arguments.output_dir}
+    return int(main(**folder_option, seed=arguments.seed, device=arguments.device) or 0)

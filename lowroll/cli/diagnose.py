@@ -90,9 +90,9 @@ def settings(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
         raise ConfigError(
             f"give one run folder or model, got {', '.join(sources) if sources else 'none'}"
         )
-    written = Path(sources[0]) / "config.yaml"
-    if written.is_file():
-        return load(written, overrides), written.parent
+    config_file = Path(sources[0]) / "config.yaml"
+    if config_file.is_file():
+        return load(config_file, overrides), config_file.parent
     return from_mapping({"model": sources[0]}, overrides), None
 
 
@@ -112,19 +112,24 @@ def show(diagnosis: Diagnosis) -> None:
         "ESS",
         title=f"{diagnosis.model}: {diagnosis.format} rollouts, {diagnosis.num_tokens} tokens",
     )
-    for part in (*diagnosis.parts, diagnosis.whole):
-        if part is diagnosis.whole:
+    for component in (*diagnosis.parts, diagnosis.whole):
+        if component is diagnosis.whole:
             table.add_section()
-        way = part.remark or f"{part.start} -> {part.stop}"
+        steps = component.remark or f"{component.start} -> {component.stop}"
         table.add_row(
-            part.cause,
-            way,
-            f"{part.share:.0%}",
+            component.cause,
+            steps,
+            f"{component.share:.0%}",
             *(
                 f"{value:.3g}"
-                for value in (part.kl_k1, part.kl_k3, part.logp_diff_mean, part.logp_diff_max)
+                for value in (
+                    component.kl_k1,
+                    component.kl_k3,
+                    component.logp_diff_mean,
+                    component.logp_diff_max,
+                )
             ),
-            f"{part.ess:.4f}",
+            f"{component.ess:.4f}",
         )
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)

@@ -1,5 +1,5 @@
-"""`lowroll doctor`: what this machine has, which kernel every product runs by, and why a faster one
-does not."""
+"""`lowroll doctor`: print what this machine has, the kernel of every product, and why a faster one is
+not used."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = look()
-    found["hints"] = hints(found)
-    print(json.dumps(found, indent=2) if arguments.json else show(found))
+    facts = look()
+    facts["hints"] = hints(facts)
+    print(json.dumps(facts, indent=2) if arguments.json else show(facts))
     return 0
 
 
@@ -78,7 +78,7 @@ def look() -> dict[str, Any]:
         "driver": driver_version(),
         "sandbox": _sandbox(),
         "packages": {name: _version(name) for name in ("torch", "triton", *OPTIONAL)},
-        **_torch(),
+        **_torch_facts(),
     }
 
 
@@ -86,16 +86,16 @@ def _cpu() -> dict[str, Any]:
     from lowroll.machine import usable_cores
 
     try:
-        words = CPUINFO.read_text()
+        cpuinfo = CPUINFO.read_text()
     except OSError:
-        words = ""
-    name = re.search(r"^model name\s*: (.*)", words, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*: (.*)", words, re.MULTILINE)
-    known = set(flags[1].split()) if flags else set()
+        cpuinfo = ""
+    name = re.search(r"^model name\s*: (.*)", cpuinfo, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)", cpuinfo, re.MULTILINE)
+    flag_set = set(flags[1].split()) if flags else set()
     return {
         "name": name[1] if name else platform.processor() or platform.machine(),
         "cores": usable_cores(),
-        "instructions": [flag for flag in INSTRUCTIONS if flag in known],
+        "instructions": [flag for flag in INSTRUCTIONS if flag in flag_set],
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
     }
 
@@ -103,10 +103,10 @@ def _cpu() -> dict[str, Any]:
 def driver_version() -> str | None:
     """Return the version of the NVIDIA driver's kernel module; None where there is none."""
     try:
-        found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", DRIVER.read_text())
+        match = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", DRIVER.read_text())
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def _version(package: str) -> str | None:
@@ -126,7 +126,7 @@ def _sandbox() -> dict[str, str | None]:
         return {"by": None, "why_not": str(why)}
 
 
-def _torch() -> dict[str, Any]:
+def _torch_facts() -> dict[str, Any]:
     """Return torch's facts: its build, the devices, the kernels."""
     try:
         import torch
@@ -135,40 +135,41 @@ def _torch() -> dict[str, Any]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return {
         "torch": {"cuda": torch.version.cuda, "threads": torch.get_num_threads()},
-        "devices": [_device(index) for index in range(torch.cuda.device_count())],
+        "devices": [_device_facts(index) for index in range(torch.cuda.device_count())],
         "device": str(device),
-        "nvcc": _nvcc(device),
-        "kernels": _kernels(device),
+        "nvcc": _nvcc_facts(device),
+        "kernels": _kernel_answers(device),
     }
 
 
-def _device(index: int) -> dict[str, Any]:
+def _device_facts(index: int) -> dict[str, Any]:
     import torch
 
     try:
-        found = torch.cuda.get_device_properties(index)
+        properties = torch.cuda.get_device_properties(index)
     except RuntimeError as error:
         return {"name": f"cuda:{index}", "error": _first_line(error)}
     return {
-        "name": found.name,
-        "capability": f"{found.major}.{found.minor}",
-        "memory": found.total_memory,
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory": properties.total_memory,
     }
 
 
-def _nvcc(device: torch.device) -> dict[str, Any] | None:
+def _nvcc_facts(device: torch.device) -> dict[str, Any] | None:
     from lowroll.kernels import nvcc
 
     path = nvcc.compiler()
     if path is None:
         return None
-    found: dict[str, Any] = {"path": str(path), "version": nvcc.version()}
+    facts: dict[str, Any] = {"path": str(path), "version": nvcc.version()}
     if device.type == "cuda":
-        found["why_not"] = nvcc.supports_device(device).why_not
-    return found
+        facts["why_not"] = nvcc.supports_device(device).why_not
+    return facts
 
 
-def _kernels(device: torch.device) -> dict[str, list[dict[str, Any]]]:
+def _kernel_answers(device: torch.device) -> dict[str, list[dict[str, Any]]]:
+    """Return the kernels of each product, with the reason for those not used."""
     from lowroll.kernels import dispatch
 
     return {
@@ -197,36 +198,44 @@ def hints(found: dict[str, Any]) -> list[str]:
     """Return a few hints for faster runs here, the most important first."""
     if "error" in found["torch"]:
         return ["torch cannot be imported, and nothing runs without it: install it again"]
-    told = [*_cuda_hints(found), *_cpu_hints(found)]
-    return told[:MOST_HINTS]
+    all_hints = [*_cuda_hints(found), *_cpu_hints(found)]
+    return all_hints[:MOST_HINTS]
 
 
 def _cuda_hints(found: dict[str, Any]) -> list[str]:
+    """Return hints on the GPU."""
     if found["device"] == "cpu":
-        return [_why_no_cuda(found)]
-    told = []
+        return [_explain_no_cuda(found)]
+    cuda_hints = []
     if found["packages"]["triton"] is None:
-        told.append("Triton is missing, so almost every kernel is plain torch: pip install triton")
+        cuda_hints.append(
+            "Triton is missing, so almost every kernel is plain torch: pip install triton"
+        )
     if not _answer(found, "fp8 product", "torch._scaled_mm")["used"]:
-        told.append("this GPU does not multiply FP8: take weights: int8 in the place of fp8")
+        cuda_hints.append("this GPU does not multiply FP8: take weights: int8 in the place of fp8")
     streamed = _answer(found, "4-bit product (nvfp4, mxfp4, int4)", "matmul/streamed.cu")
     if streamed["used"]:
-        return told
-    slow = "4-bit weights are dequantized for every product here, so they save memory, not time"
+        return cuda_hints
+    slow_note = (
+        "4-bit weights are dequantized for every product here, so they save memory, not time"
+    )
     if "capability" in streamed["why_not"]:
-        told.append(f"{slow}; weights: int8 is faster on this GPU")
+        cuda_hints.append(f"{slow_note}; weights: int8 is faster on this GPU")
     elif found["nvcc"] is None:
-        told.append(f"{slow}: install the CUDA toolkit, or set CUDA_HOME to where its nvcc is")
+        cuda_hints.append(
+            f"{slow_note}: install the CUDA toolkit, or set CUDA_HOME to where its nvcc is"
+        )
     else:
-        told.append(f"{slow}: nvcc is there and does not work (its words are above)")
-    return told
+        cuda_hints.append(f"{slow_note}: nvcc is there and does not work (its words are above)")
+    return cuda_hints
 
 
 def _answer(found: dict[str, Any], product: str, kernel: str) -> dict[str, Any]:
-    return next(one for one in found["kernels"][product] if one["kernel"] == kernel)
+    return next(answer for answer in found["kernels"][product] if answer["kernel"] == kernel)
 
 
-def _why_no_cuda(found: dict[str, Any]) -> str:
+def _explain_no_cuda(found: dict[str, Any]) -> str:
+    """Explain why runs take the CPU."""
     if found["driver"] is None and shutil.which("nvidia-smi") is None:
         return (
             "no NVIDIA GPU: runs take the CPU, which is right for small models and for trying out"
@@ -244,22 +253,25 @@ def _why_no_cuda(found: dict[str, Any]) -> str:
 
 
 def _cpu_hints(found: dict[str, Any]) -> list[str]:
-    told = []
+    """Return hints on threads and the CPU."""
+    cpu_hints = []
     cores, threads = found["cpu"]["cores"], found["torch"]["threads"]
-    chosen = found["cpu"]["OMP_NUM_THREADS"]
-    why = f" (OMP_NUM_THREADS={chosen})" if chosen else ""
+    omp_threads = found["cpu"]["OMP_NUM_THREADS"]
+    omp_note = f" (OMP_NUM_THREADS={omp_threads})" if omp_threads else ""
     if threads > cores:
-        told.append(
-            f"torch has {threads} threads for {cores} cores{why}: set OMP_NUM_THREADS={cores}"
+        cpu_hints.append(
+            f"torch has {threads} threads for {cores} cores{omp_note}: set OMP_NUM_THREADS={cores}"
         )
     if found["device"] != "cpu":
-        return told
+        return cpu_hints
     if threads < cores:
-        told.append(f"torch uses {threads} of {cores} cores{why}: set OMP_NUM_THREADS={cores}")
+        cpu_hints.append(
+            f"torch uses {threads} of {cores} cores{omp_note}: set OMP_NUM_THREADS={cores}"
+        )
     onednn = _answer(found, "int8 product", "matmul/onednn")
     if not onednn["used"]:
-        told.append(f"weights: int8 is slower than float32 on this CPU: {onednn['why_not']}")
-    return told
+        cpu_hints.append(f"weights: int8 is slower than float32 on this CPU: {onednn['why_not']}")
+    return cpu_hints
 
 
 # -- showing -----------------------------------------------------------------------------------------
@@ -275,11 +287,12 @@ def show(found: dict[str, Any]) -> str:
         lines += _refused_lines(found["kernels"])
     lines += ["", "Hints" if found["hints"] else "Nothing to mend."]
     for hint in found["hints"]:
-        lines += _wrapped(hint, "    ", first="  - ")
+        lines += _wrap_text(hint, "    ", first="  - ")
     return "\n".join(lines)
 
 
 def _machine_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the facts of the machine as (label, text)."""
     lines = [(f"cuda:{i}", _device_text(device)) for i, device in enumerate(found["devices"])]
     cpu = found["cpu"]
     threads = found["torch"].get("threads", "unknown")
@@ -297,16 +310,17 @@ def _machine_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines.append(("triton", found["packages"]["triton"] or "not installed"))
     lines.append(("nvcc", _nvcc_text(found["nvcc"])))
     sandbox = found["sandbox"]
-    lines += _in_pieces("sandbox", sandbox["by"] or sandbox["why_not"])
+    lines += _labelled_lines("sandbox", sandbox["by"] or sandbox["why_not"])
     for name, purpose in OPTIONAL.items():
-        have = found["packages"][name]
-        lines.append(("optional", f"{name} {have or 'not installed'} ({purpose})"))
+        installed = found["packages"][name]
+        lines.append(("optional", f"{name} {installed or 'not installed'} ({purpose})"))
     return lines
 
 
-def _in_pieces(name: str, text: str) -> list[tuple[str, str]]:
-    first, *more = _wrapped(text, "")
-    return [(name, first), *(("", line) for line in more)]
+def _labelled_lines(name: str, text: str) -> list[tuple[str, str]]:
+    """Wrap a text, with the label on its first line."""
+    first_line, *other_lines = _wrap_text(text, "")
+    return [(name, first_line), *(("", line) for line in other_lines)]
 
 
 def _device_text(device: dict[str, Any]) -> str:
@@ -328,8 +342,8 @@ def _torch_text(found: dict[str, Any]) -> str:
 def _nvcc_text(nvcc: dict[str, Any] | None) -> str:
     if nvcc is None:
         return "none in $CUDA_HOME, on the PATH or in /usr/local/cuda"
-    works = f"; {nvcc['why_not']}" if nvcc.get("why_not") else ""
-    return f"{nvcc['version']} ({nvcc['path']}){works}"
+    problem_note = f"; {nvcc['why_not']}" if nvcc.get("why_not") else ""
+    return f"{nvcc['version']} ({nvcc['path']}){problem_note}"
 
 
 def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -339,8 +353,8 @@ def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
     for product, answers in kernels.items():
         used = [answer for answer in answers if answer["used"]]
         for i, answer in enumerate(used):
-            rest = "the rest" if i else ""
-            takes = answer["takes"] or rest
+            default_takes = "the rest" if i else ""
+            takes = answer["takes"] or default_takes
             name = answer["kernel"]
             if answer["language"] != "torch":
                 name = f"{name} ({answer['language']})"
@@ -359,11 +373,11 @@ def _refused_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
                     names.append(answer["kernel"])
     lines = ["", "Not used here"] if refused else []
     for reason, names in refused.items():
-        lines += [f"  {reason}:", *_wrapped(", ".join(names), "    ")]
+        lines += [f"  {reason}:", *_wrap_text(", ".join(names), "    ")]
     return lines
 
 
-def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
+def _wrap_text(text: str, indent: str, first: str | None = None) -> list[str]:
     from textwrap import wrap
 
     first = indent if first is None else first

@@ -89,22 +89,24 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     refuse_beside_server(arguments, "weights", "kv")
-    found = None
+    run_preset = None
     if arguments.preset is not None:
         from lowroll.runs.presets import preset
 
-        found = preset(arguments.preset)
-    cfg = settings(arguments, found)
-    each = dict(found.each) if found is not None and arguments.k is None else {}
-    given = None if arguments.out is None else Path(arguments.out)
+        run_preset = preset(arguments.preset)
+    cfg = settings(arguments, run_preset)
+    responses_by_set = (
+        dict(run_preset.each) if run_preset is not None and arguments.k is None else {}
+    )
+    out_folder = None if arguments.out is None else Path(arguments.out)
     if arguments.server is not None:
-        _ask_server(arguments, cfg, each, given)
+        _ask_server(arguments, cfg, responses_by_set, out_folder)
         return 0
-    caches = [cfg.rollout.cache.another(name) for name in _listed(arguments.kv)]
+    caches = [cfg.rollout.cache.another(name) for name in _split_names(arguments.kv)]
     from lowroll.runs.evaluate import evaluate, place
 
-    with place(cfg, each, given) as out:
-        rows = evaluate(cfg, _formats(arguments.weights), caches, each=each, out=out)
+    with place(cfg, responses_by_set, out_folder) as out:
+        rows = evaluate(cfg, _formats(arguments.weights), caches, each=responses_by_set, out=out)
     show(rows, title(cfg), out)
     return 0
 
@@ -112,6 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _ask_server(
     arguments: argparse.Namespace, cfg: RunConfig, each: Mapping[str, int], given: Path | None
 ) -> None:
+    """Evaluate a server's model and print the table."""
     from lowroll.runs.evaluate import evaluate_server, place
     from lowroll.runs.remote_model import reach
 
@@ -130,17 +133,18 @@ def _ask_server(
 def _formats(words: str | None) -> list[str]:
     """Return an option's formats and budgets without duplicates. Consecutive bounds form one
     budget."""
-    found: list[str] = []
-    for word in _listed(words):
+    formats: list[str] = []
+    for word in _split_names(words):
         key, bound, _ = word.partition("=")
-        if bound and found and "=" in found[-1] and f"{key}=" not in found[-1]:
-            found[-1] += f",{word}"
+        if bound and formats and "=" in formats[-1] and f"{key}=" not in formats[-1]:
+            formats[-1] += f",{word}"
         else:
-            found.append(word)
-    return list(dict.fromkeys(found))
+            formats.append(word)
+    return list(dict.fromkeys(formats))
 
 
-def _listed(words: str | None) -> list[str]:
+def _split_names(words: str | None) -> list[str]:
+    """Split at commas, without duplicates."""
     return list(dict.fromkeys(words.split(","))) if words else []
 
 
@@ -164,8 +168,10 @@ def settings(arguments: argparse.Namespace, preset: Preset | None = None) -> Run
         "stages": None if arguments.max_tokens is None and preset is None else [],
         "eval.env": envs or None,
     }
-    chosen = [f"{k}={json.dumps(v)}" for k, v in options.items() if v is not None]
-    arguments.settings = [*files, *_before(arguments, preset, envs), *overrides, *chosen]
+    option_overrides = [
+        f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None
+    ]
+    arguments.settings = [*files, *_before(arguments, preset, envs), *overrides, *option_overrides]
     if any((files, arguments.train, arguments.orch)):
         return read_settings(arguments, tell=False)
     if not (envs and (arguments.model or arguments.server)):
@@ -183,36 +189,38 @@ def _before(
     """Return the settings that the user's override: a preset's, and the sets' needs."""
     from lowroll.envs.sets.table import PREFIX
 
-    found: dict[str, object] = dict(preset.settings) if preset is not None else {}
+    defaults: dict[str, object] = dict(preset.settings) if preset is not None else {}
     files = [word for word in arguments.settings if word.endswith((".yaml", ".yml"))]
     if preset is not None or not (files or arguments.train):
-        found["train.tokens_per_microbatch"] = ROOM
+        defaults["train.tokens_per_microbatch"] = ROOM
     if any(env["id"].startswith(PREFIX) for env in envs):
-        found["eval.num_examples"] = None
+        defaults["eval.num_examples"] = None
     if any(env["id"] == f"{PREFIX}livecodebench" for env in envs):
-        found["score.time_limit"] = PROGRAM_SECONDS
-    return [f"{key}={json.dumps(value)}" for key, value in found.items()]
+        defaults["score.time_limit"] = PROGRAM_SECONDS
+    return [f"{key}={json.dumps(value)}" for key, value in defaults.items()]
 
 
 def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[dict[str, Any]]:
     """Return the requested environments, as in `eval.env`; [] keeps the run's own. ValueError for a
     file that belongs to none."""
-    words = arguments.suite or (preset.sets if preset is not None and not arguments.env else None)
+    set_names = arguments.suite or (
+        preset.sets if preset is not None and not arguments.env else None
+    )
     envs: list[dict[str, Any]] = []
-    if words is not None:
+    if set_names is not None:
         from lowroll.envs.sets.table import PREFIX, chosen
 
-        envs += [{"id": PREFIX + one.name, "name": one.name} for one in chosen(words)]
-    envs += [{"id": one} for one in arguments.env or ()]
+        envs += [{"id": PREFIX + item.name, "name": item.name} for item in chosen(set_names)]
+    envs += [{"id": item} for item in arguments.env or ()]
     by_name = {env.get("name", env["id"]): env for env in envs}
     for word in arguments.data:
         name, equals, path = word.partition("=")
         if not equals or name not in by_name:
             name, path = (next(iter(by_name)), word) if len(by_name) == 1 else (name, path)
         if name not in by_name:
-            asked = ", ".join(by_name) or "nothing; add --suite or --env"
+            known_names = ", ".join(by_name) or "nothing; add --suite or --env"
             raise ValueError(
-                f"--data {word}: is for none of what is asked: write NAME=FILE ({asked})"
+                f"--data {word}: is for none of what is asked: write NAME=FILE ({known_names})"
             )
         by_name[name]["args"] = {"test_path": path}
     return envs
@@ -220,10 +228,12 @@ def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[
 
 def title(cfg: RunConfig, server: str | None = None) -> str:
     """Return a title: the model, the sampling and the number of prompts."""
-    drawn, each = cfg.eval, cfg.eval.rollouts_per_example
-    how = "greedy" if drawn.temperature == 0 else f"sampled at T = {drawn.temperature:g}"
-    responses = f"{each} response{'s' * (each > 1)} each"
-    return f"{server or cfg.model}: {how}, {drawn.most} held-out prompts, {responses}"
+    evaluation, num_responses = cfg.eval, cfg.eval.rollouts_per_example
+    sampling = (
+        "greedy" if evaluation.temperature == 0 else f"sampled at T = {evaluation.temperature:g}"
+    )
+    responses = f"{num_responses} response{'s' * (num_responses > 1)} each"
+    return f"{server or cfg.model}: {sampling}, {evaluation.most} held-out prompts, {responses}"
 
 
 def show(rows: Sequence[dict[str, Any]], title: str = "", out: Path | None = None) -> None:
@@ -233,10 +243,10 @@ def show(rows: Sequence[dict[str, Any]], title: str = "", out: Path | None = Non
 
     from lowroll.runs.results import shown
 
-    head, cells = shown(rows)
-    table = Table(*(Column(name, overflow="fold") for name in head), title=title)
-    for line in cells:
-        table.add_row(*line)
+    header, cells = shown(rows)
+    table = Table(*(Column(name, overflow="fold") for name in header), title=title)
+    for row in cells:
+        table.add_row(*row)
     console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(table)
     if out is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-_FROM_THE_LEARNER = {
+_GAP_CAUSES = {
     "merged": "rounding the sums",
     "adapter": "on the model as it is named, not on the base it states",
 }
@@ -47,21 +47,21 @@ def run(arguments: argparse.Namespace) -> int:
     from lowroll.runs.export import export_run
 
     hub.check(arguments.push_to_hub)
-    done = export_run(arguments.run, arguments.out, arguments.kind, arguments.step)
-    of = "an adapter" if done.step is None else f"step {done.step}"
-    if done.gap is None:
+    export_result = export_run(arguments.run, arguments.out, arguments.kind, arguments.step)
+    subject = "an adapter" if export_result.step is None else f"step {export_result.step}"
+    if export_result.gap is None:
         gap = ""
     else:
-        gap = f"\nfrom the learner, {_FROM_THE_LEARNER[arguments.kind]}: {done.gap}"
+        gap = f"\nfrom the learner, {_GAP_CAUSES[arguments.kind]}: {export_result.gap}"
     print(
-        f"{done.folder}: {arguments.kind} of {of}, linear weights {done.format} "
-        f"({get_format(done.format).bits:g} bits){gap}\n"
-        f"weight files: {done.bytes / 1e6:.1f} MB; of the model at the start: "
-        f"{done.bytes_before / 1e6:.1f} MB\n"
-        + (f"note: {done.note}\n" if done.note else "")
-        + f"try it: lowroll generate --model {done.folder} --weights {done.format}"
+        f"{export_result.folder}: {arguments.kind} of {subject}, linear weights {export_result.format} "
+        f"({get_format(export_result.format).bits:g} bits){gap}\n"
+        f"weight files: {export_result.bytes / 1e6:.1f} MB; of the model at the start: "
+        f"{export_result.bytes_before / 1e6:.1f} MB\n"
+        + (f"note: {export_result.note}\n" if export_result.note else "")
+        + f"try it: lowroll generate --model {export_result.folder} --weights {export_result.format}"
     )
     if arguments.push_to_hub:
-        where = hub.push(arguments.out, arguments.push_to_hub, arguments.run, arguments.kind)
-        print(f"pushed: {where}")
+        url = hub.push(arguments.out, arguments.push_to_hub, arguments.run, arguments.kind)
+        print(f"pushed: {url}")
     return 0

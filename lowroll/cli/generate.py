@@ -62,12 +62,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.n < 1:
         raise ValueError(f"--n: expected at least 1, got {arguments.n}")
     refuse_beside_server(arguments, "weights", "device")
-    further = _template_kwargs(arguments.chat_template_kwargs)
+    template_kwargs = _template_kwargs(arguments.chat_template_kwargs)
     if arguments.server is not None:
         from lowroll.runs.remote_model import reach
 
         server = reach(
-            arguments.server, arguments.model, arguments.tokenizer, arguments.token_env, further
+            arguments.server,
+            arguments.model,
+            arguments.tokenizer,
+            arguments.token_env,
+            template_kwargs,
         )
         with closing(server.engine):
             converse(server.engine, server.chat, arguments, f"{server.model} at {server.url}")
@@ -89,22 +93,23 @@ def run(arguments: argparse.Namespace) -> int:
         device=arguments.device or "auto",
         max_batch=arguments.n,
     )
-    shown = f"{engine.stats().weights} weights"
-    chat = ChatTokenizer(engine.tokenizer, template_kwargs=further)
-    converse(engine, chat, arguments, shown)
+    description = f"{engine.stats().weights} weights"
+    chat = ChatTokenizer(engine.tokenizer, template_kwargs=template_kwargs)
+    converse(engine, chat, arguments, description)
     return 0
 
 
 def _template_kwargs(text: str | None) -> dict[str, Any]:
+    """Parse a JSON object of template variables."""
     try:
-        found = json.loads(text or "{}")
+        kwargs = json.loads(text or "{}")
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        kwargs = None
+    if not isinstance(kwargs, dict):
         raise ValueError(
             "--chat-template-kwargs: expected a JSON object, such as '{\"enable_thinking\": false}'"
         )
-    return found
+    return kwargs
 
 
 def converse(
@@ -114,7 +119,7 @@ def converse(
     if arguments.prompt is not None:
         answer(engine, chat, arguments, arguments.prompt, shown)
         return
-    for prompt in _lines():
+    for prompt in _read_prompts():
         try:
             answer(engine, chat, arguments, prompt, shown)
         except ValueError as error:
@@ -130,11 +135,11 @@ def answer(
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages.append({"role": "user", "content": prompt})
     ids = chat.encode_chat(messages)
-    room = max(1, min(256, engine.capabilities.context_length - len(ids)))
+    default_max_tokens = max(1, min(256, engine.capabilities.context_length - len(ids)))
     request = Request(
         prompt_ids=list(ids),
         n=arguments.n,
-        max_tokens=arguments.max_tokens or room,
+        max_tokens=arguments.max_tokens or default_max_tokens,
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         seed=arguments.seed,
@@ -143,14 +148,14 @@ def answer(
     try:
         rollouts = engine.generate([request])[0].rollouts
     except ValueError as error:
-        raise ValueError(_of_an_option(str(error))) from None
+        raise ValueError(_as_option_error(str(error))) from None
     seconds = time.monotonic() - started
     for rollout in rollouts:
         print(_printable(chat.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)))
-        mean = sum(rollout.logprobs) / max(1, len(rollout.logprobs))
+        mean_log_prob = sum(rollout.logprobs) / max(1, len(rollout.logprobs))
         length = len(rollout.token_ids)
         print(
-            f"  [{length} tokens, {rollout.finish_reason}, mean log-prob {mean:.3f}]",
+            f"  [{length} tokens, {rollout.finish_reason}, mean log-prob {mean_log_prob:.3f}]",
             file=sys.stderr,
         )
     total = sum(len(rollout.token_ids) for rollout in rollouts)
@@ -160,11 +165,11 @@ def answer(
     )
 
 
-def _of_an_option(problem: str) -> str:
+def _as_option_error(problem: str) -> str:
     """Rephrase a problem with a request's field as one with its option."""
-    field, colon, rest = problem.removeprefix("requests[0].").partition(":")
+    field, colon, message = problem.removeprefix("requests[0].").partition(":")
     if colon and problem.startswith("requests[0]."):
-        return f"--{field.replace('_', '-')}:{rest}"
+        return f"--{field.replace('_', '-')}:{message}"
     return problem
 
 
@@ -173,7 +178,7 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
-def _lines() -> Iterator[str]:
+def _read_prompts() -> Iterator[str]:
     """Yield prompts from the terminal until its end or an empty line; from a pipe, every non-empty
     line."""
     if not sys.stdin.isatty():

@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from lowroll.runs.preflight import look_at_run
 
-        found = look_at_run(cfg, arguments.resume, arguments.overwrite)
-        return show(cfg, plan(cfg), found, arguments.verbose)
+        findings = look_at_run(cfg, arguments.resume, arguments.overwrite)
+        return show(cfg, plan(cfg), findings, arguments.verbose)
     if cfg.launcher != "none":
         from lowroll.runs.roles.supervisor import launch
 
@@ -56,23 +56,23 @@ def plan(cfg: RunConfig) -> list[str]:
     rollout, train = cfg.rollout, cfg.train
     updates = train.max_steps * train.minibatches
     tokens = sum(
-        now.batch_size * now.rollout.max_tokens
-        for now in map(cfg.at, range(1, train.max_steps + 1))
+        stage_cfg.batch_size * stage_cfg.rollout.max_tokens
+        for stage_cfg in map(cfg.at, range(1, train.max_steps + 1))
     )
     learned = f"LoRA adapters of rank {train.lora_rank}" if train.lora else "all weights"
     low, high = cfg.loss.eps_low, cfg.loss.eps_high
     clip = "no clip" if low is None or high is None else f"clip {low:g}/{high:g}"
-    cache = "" if rollout.kv is None else f" and a cache of {rollout.kv.name}"
-    by = "" if rollout.engine == "native" else f" by {rollout.vllm.words}"
+    cache_note = "" if rollout.kv is None else f" and a cache of {rollout.kv.name}"
+    engine_note = "" if rollout.engine == "native" else f" by {rollout.vllm.words}"
     return [
-        f"model {cfg.model}, learning {learned}; rollouts with {rollout.weights} weights{cache}{by}",
+        f"model {cfg.model}, learning {learned}; rollouts with {rollout.weights} weights{cache_note}{engine_note}",
         f"{train.max_steps} steps of {cfg.num_groups} prompts x {cfg.rollouts_per_example} "
         f"rollouts of up to {rollout.max_tokens} tokens: at most {tokens:,} tokens generated",
         *(
-            f"from step {stage.step}: {now.num_groups} prompts x {now.rollouts_per_example} "
-            f"rollouts of up to {now.rollout.max_tokens} tokens"
+            f"from step {stage.step}: {stage_cfg.num_groups} prompts x {stage_cfg.rollouts_per_example} "
+            f"rollouts of up to {stage_cfg.rollout.max_tokens} tokens"
             for stage in cfg.stages
-            for now in [cfg.at(stage.step)]
+            for stage_cfg in [cfg.at(stage.step)]
         ),
         f"{updates} updates at learning rate {train.learning_rate:g} ({train.lr_scheduler_type}, "
         f"{train.warmup_steps} steps of warm-up)",
@@ -86,12 +86,12 @@ def plan(cfg: RunConfig) -> list[str]:
 
 def _evaluations(cfg: RunConfig) -> list[str]:
     """Describe the cost of the run's evaluations, if any."""
-    drawn = cfg.eval
-    if not drawn.interval:
+    evaluation = cfg.eval
+    if not evaluation.interval:
         return []
     return [
-        f"evaluation before step 1, every {drawn.interval} steps and after the last: "
-        f"{drawn.most} held-out prompts x {drawn.rollouts_per_example} responses an "
+        f"evaluation before step 1, every {evaluation.interval} steps and after the last: "
+        f"{evaluation.most} held-out prompts x {evaluation.rollouts_per_example} responses an "
         "environment each time, twice before step 1 and after the last (eval.num_examples; "
         "eval.interval: null has none)"
     ]

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = ALIASES.get(words[0], words[0])
     if name not in COMMANDS:
         print(
-            f"error: unknown command {name!r}{_meant(name, words[1:])}; commands: "
+            f"error: unknown command {name!r}{_suggest_command(name, words[1:])}; commands: "
             f"{', '.join(COMMANDS)}",
             file=sys.stderr,
         )
@@ -107,13 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         for line in (str(error) or type(error).__name__).splitlines():
             print(f"error: {printable(line, 4000)}", file=sys.stderr)
-        return _code(error)
+        return _exit_code(error)
     except RunFailed as error:
         print(f"error: {printable(error, 4000)}", file=sys.stderr)
         return 1
 
 
-def _code(error: Exception) -> int:
+def _exit_code(error: Exception) -> int:
     """Return the exit code of an error reported in one line."""
     from lowroll.checkpoint.disk_space import NO_ROOM
     from lowroll.checkpoint.files import is_disk_full, is_of_machine
@@ -128,14 +128,14 @@ def refuse(parser: ArgumentParser, message: str) -> NoReturn:
     raise ValueError(f"{message}; {parser.prog} --help says what it takes")
 
 
-def _meant(name: str, rest: Sequence[str]) -> str:
+def _suggest_command(name: str, rest: Sequence[str]) -> str:
     """Return " (did you mean x?)" for an unknown command, or a file in its place."""
     from difflib import get_close_matches
 
     if name.endswith((".yaml", ".yml")):
         return f" (did you mean lowroll grpo {' '.join((name, *rest))}?)"
-    near = [MEANT[name]] if name in MEANT else get_close_matches(name, COMMANDS, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    candidates = [MEANT[name]] if name in MEANT else get_close_matches(name, COMMANDS, n=1)
+    return f" (did you mean {candidates[0]}?)" if candidates else ""
 
 
 def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
@@ -144,24 +144,30 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
 
     name, equals, value = option.lstrip("-").partition("=")
     options = [word for action in parser._actions for word in action.option_strings]
-    near = get_close_matches(f"--{name}", options, n=1, cutoff=0.75)
-    if not near and any(action.dest == "settings" for action in parser._actions):
+    similar_options = get_close_matches(f"--{name}", options, n=1, cutoff=0.75)
+    if not similar_options and any(action.dest == "settings" for action in parser._actions):
         from lowroll.config.build import known_keys, last_names
         from lowroll.config.foreign import explain as explain_key
         from lowroll.config.run_config import RunConfig
 
         key = name.replace("-", "_")
-        rest = words[words.index(option) + 1 :] if option in words else []
+        following_words = words[words.index(option) + 1 :] if option in words else []
         if not equals:
-            value = rest[0] if rest and "=" not in rest[0] else "true"
-        if told := explain_key((key,)):
-            return f"{option}: {told}; a setting is written key=value"
+            value = (
+                following_words[0] if following_words and "=" not in following_words[0] else "true"
+            )
+        if advice := explain_key((key,)):
+            return f"{option}: {advice}; a setting is written key=value"
         if "." in key or key in last_names(RunConfig):
             key = last_names(RunConfig).get(key, key)
-            inner = next((k for k in known_keys(RunConfig) if k.startswith(f"{key}.")), None)
-            what = f"{key} is a section; a setting of it" if inner else "a setting"
-            return f"{option}: {what} is written {inner or key}={'...' if inner else value}"
-    hint = f" (did you mean {near[0]}?)" if near else f"; {parser.prog} --help lists what there is"
+            inner_key = next((k for k in known_keys(RunConfig) if k.startswith(f"{key}.")), None)
+            kind = f"{key} is a section; a setting of it" if inner_key else "a setting"
+            return f"{option}: {kind} is written {inner_key or key}={'...' if inner_key else value}"
+    hint = (
+        f" (did you mean {similar_options[0]}?)"
+        if similar_options
+        else f"; {parser.prog} --help lists what there is"
+    )
     return f"{option}: {parser.prog} has no such option{hint}"
 
 

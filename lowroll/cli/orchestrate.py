@@ -31,10 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
     cfg = read_role("orchestrate", arguments)
     from lowroll.runs.roles.orchestrator import orchestrate
 
-    before = gc.get_threshold()
-    gc.set_threshold(YOUNGEST, *before[1:])  # requests in flight are many live objects
+    thresholds = gc.get_threshold()
+    gc.set_threshold(YOUNGEST, *thresholds[1:])  # requests in flight are many live objects
     try:
-        signal = orchestrate(cfg)
+        signal_number = orchestrate(cfg)
     finally:
-        gc.set_threshold(*before)
-    return 128 + signal if signal else 0
+        gc.set_threshold(*thresholds)
+    return 128 + signal_number if signal_number else 0

@@ -80,31 +80,33 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     options = [arguments.calibration, arguments.calibration_samples, arguments.calibration_length]
-    asked = ["--awq"] * arguments.awq + [f"--rounding {GPTQ}"] * (arguments.rounding == GPTQ)
+    calibrated_options = ["--awq"] * arguments.awq + [f"--rounding {GPTQ}"] * (
+        arguments.rounding == GPTQ
+    )
     if arguments.calibration is None and any(option is not None for option in options):
         raise ValueError(
             "--calibration-samples, --calibration-length: they are of --calibration FILE"
         )
-    chooses = is_budget(arguments.format)
-    if chooses and arguments.awq:
+    has_budget = is_budget(arguments.format)
+    if has_budget and arguments.awq:
         raise ValueError("--awq: it rescales for one format, and a budget chooses several")
-    unread = options[1:] if chooses else options
-    if not asked and any(option is not None for option in unread):
+    unused_options = options[1:] if has_budget else options
+    if not calibrated_options and any(option is not None for option in unused_options):
         raise ValueError(f"--calibration: without --awq or --rounding {GPTQ} nothing is calibrated")
     from lowroll.model.device import pick_device
     from lowroll.quant.formats import get_format
     from lowroll.runs.export import quantize_folder
 
     device = pick_device(arguments.device)
-    format = _chosen(arguments, device) if chooses else arguments.format
-    transform = _calibration(arguments, format, device) if asked else None
-    done = quantize_folder(arguments.model, arguments.out, format, transform, device)
-    form = get_format(done.format)
+    format = _chosen(arguments, device) if has_budget else arguments.format
+    transform = _make_calibration(arguments, format, device) if calibrated_options else None
+    export_result = quantize_folder(arguments.model, arguments.out, format, transform, device)
+    format_spec = get_format(export_result.format)
     print(
-        f"{done.folder}: {done.format}, {form.bits:g} bits a weight: {form.summary}\n"
-        f"weight files: {done.bytes_before / 1e6:.1f} MB before, {done.bytes / 1e6:.1f} MB now\n"
-        + (f"note: {done.note}\n" if done.note else "")
-        + f"try it: lowroll generate --model {done.folder}"
+        f"{export_result.folder}: {export_result.format}, {format_spec.bits:g} bits a weight: {format_spec.summary}\n"
+        f"weight files: {export_result.bytes_before / 1e6:.1f} MB before, {export_result.bytes / 1e6:.1f} MB now\n"
+        + (f"note: {export_result.note}\n" if export_result.note else "")
+        + f"try it: lowroll generate --model {export_result.folder}"
     )
     return 0
 
@@ -118,12 +120,12 @@ def _chosen(arguments: argparse.Namespace, device: torch.device) -> str:
     from lowroll.runs.export import absent, stored_dtype
 
     absent(arguments.out)
-    text = None if arguments.calibration is None else Path(arguments.calibration)
+    text_file = None if arguments.calibration is None else Path(arguments.calibration)
     dtype = stored_dtype(resolve(arguments.model))
-    return of_model(arguments.model, arguments.format, device, dtype, text)
+    return of_model(arguments.model, arguments.format, device, dtype, text_file)
 
 
-def _calibration(
+def _make_calibration(
     arguments: argparse.Namespace, format: str, device: torch.device
 ) -> Callable[[Transformer], None]:
     """Return the function that calibrates the loaded model. Reads the text before the weights are
@@ -134,11 +136,11 @@ def _calibration(
     from lowroll.runs.budget import answers
     from lowroll.runs.calibration import calibration_sequences
 
-    given: list[list[int]] | None = None
+    given_sequences: list[list[int]] | None = None
     if arguments.calibration is not None:
         folder = resolve(arguments.model)
         length = arguments.calibration_length
-        given = calibration_sequences(
+        given_sequences = calibration_sequences(
             arguments.calibration,
             load_tokenizer(folder),
             128 if arguments.calibration_samples is None else arguments.calibration_samples,
@@ -146,7 +148,7 @@ def _calibration(
         )
 
     def calibrate(model: Transformer) -> None:
-        sequences = given or answers(arguments.model, model, device)
+        sequences = given_sequences or answers(arguments.model, model, device)
         if arguments.awq:
             _rescale(model, format, sequences)
         if arguments.rounding == GPTQ:
@@ -156,6 +158,7 @@ def _calibration(
 
 
 def _rescale(model: Transformer, format: str, sequences: list[list[int]]) -> None:
+    """Rescale channels by AWQ and print the errors."""
     from lowroll.metrics.progress import phases
     from lowroll.weights import awq
 
@@ -166,16 +169,17 @@ def _rescale(model: Transformer, format: str, sequences: list[list[int]]) -> Non
             sequences,
             on_progress=lambda done, total: on_phase("AWQ, blocks", done, total),
         )
-    before, after = (
+    error_before, error_after = (
         sum(errors) for errors in zip(*((b.plain_error, b.error) for b in blocks), strict=True)
     )
     print(
-        f"AWQ on {_size(sequences)}: squared error of the quantized blocks {before:.3g} before, "
-        f"{after:.3g} now; {sum(b.kept for b in blocks)} of {len(blocks)} rescaled"
+        f"AWQ on {_describe_sequences(sequences)}: squared error of the quantized blocks {error_before:.3g} before, "
+        f"{error_after:.3g} now; {sum(b.kept for b in blocks)} of {len(blocks)} rescaled"
     )
 
 
 def _round(model: Transformer, format: str, sequences: list[list[int]]) -> None:
+    """Round the weights by GPTQ and print the errors."""
     from lowroll.metrics.progress import phases
     from lowroll.weights import gptq
     from lowroll.weights.budget import Calibration, Reference
@@ -188,16 +192,16 @@ def _round(model: Transformer, format: str, sequences: list[list[int]]) -> None:
             sequences,
             on_progress=lambda done, total: on_phase("GPTQ, blocks", done, total),
         )
-    nearest, now = (
+    nearest_error, rounded_error = (
         sum(errors) / len(matrices)
         for errors in zip(*((m.nearest_error, m.error) for m in matrices), strict=True)
     )
     print(
-        f"GPTQ on {_size(sequences)}: squared error of a product {nearest:.2%} rounded to nearest, "
-        f"{now:.2%} now (means over {len(matrices)} matrices); KL from the dense model {dense.kl():.2g} "
+        f"GPTQ on {_describe_sequences(sequences)}: squared error of a product {nearest_error:.2%} rounded to nearest, "
+        f"{rounded_error:.2%} now (means over {len(matrices)} matrices); KL from the dense model {dense.kl():.2g} "
         f"on {dense.tokens} of these tokens"
     )
 
 
-def _size(sequences: list[list[int]]) -> str:
+def _describe_sequences(sequences: list[list[int]]) -> str:
     return f"{len(sequences)} sequences, {sum(map(len, sequences))} tokens"

@@ -187,12 +187,12 @@ def run(arguments: argparse.Namespace) -> int:
             arguments = role.arguments
         elif arguments.settings:
             raise ValueError(f"{arguments.settings[0]}: a setting is of a run's YAML file")
-        _check(arguments)
+        _check_arguments(arguments)
         tokens = credentials(arguments) if role is None else role.tokens
-        listening = stack.enter_context(bind(arguments.host, arguments.port))
+        server_socket = stack.enter_context(bind(arguments.host, arguments.port))
         logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
         sys.setswitchinterval(SWITCH_S)
-        host, port = listening.getsockname()[:2]
+        host, port = server_socket.getsockname()[:2]
         app = application(arguments, tokens, role)
         gc.collect()
         gc.freeze()  # else a collection during requests scans all loaded objects, for 0.2 s
@@ -204,10 +204,10 @@ def run(arguments: argparse.Namespace) -> int:
                 role.show(address)
 
         try:
-            number = asyncio.run(run(app, listening, ready, GRACE_S))
+            signal_number = asyncio.run(run(app, server_socket, ready, GRACE_S))
         finally:
             gc.unfreeze()  # Triton reports what is never collected as leaked
-    return 128 + number
+    return 128 + signal_number
 
 
 class EngineRole:
@@ -223,7 +223,7 @@ class EngineRole:
         from lowroll.server.limits import Credentials
 
         die_with_parent()
-        _refuse_options(arguments)
+        _refuse_model_options(arguments)
         arguments.settings = [arguments.model, *arguments.settings]
         self.stack = stack
         self.cfg = read_role("serve", arguments).resolved()
@@ -247,12 +247,12 @@ class EngineRole:
         engine.serve_vllm(self.cfg, self.paths, self.name, self.heartbeat)
 
     def show(self, address: str) -> None:
-        """Make the orchestrator find it."""
+        """Record the address in the heartbeat, where the orchestrator finds it."""
         self.heartbeat.update(url=address, phase="serving")
 
 
-def _refuse_options(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for a model's option beside a run's file, which decides it."""
+def _refuse_model_options(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for a model's option given together with a run's file, which decides it."""
     for name in (*SETTINGS, *OF_MODEL):
         value = getattr(arguments, name)
         if value == parser().get_default(name):
@@ -260,9 +260,9 @@ def _refuse_options(arguments: argparse.Namespace) -> None:
         option = f"--{name.replace('_', '-')}"
         if name in SETTINGS:
             raise ValueError(f"{option}: with a run's file write {SETTINGS[name]}={value}")
-        tokens = "; tokens are LOWROLL_TOKEN and LOWROLL_ADMIN_TOKEN (docs/roles.md)"
+        token_note = "; tokens are LOWROLL_TOKEN and LOWROLL_ADMIN_TOKEN (docs/roles.md)"
         raise ValueError(
-            f"{option}: it is for a model; a run's file says it{tokens if 'token' in name else ''}"
+            f"{option}: it is for a model; a run's file says it{token_note if 'token' in name else ''}"
         )
 
 
@@ -306,17 +306,19 @@ def application(
     from lowroll.server.weight_store import WeightStore
 
     folder = resolve(arguments.model)
-    shelf = None
+    weight_store = None
     if arguments.weights_dir is not None:
         if tokens.admin is None:
             raise ValueError(
                 "--weights-dir: POST /weights is a control route, which needs --admin-token-env"
             )
-        shelf = WeightStore(arguments.weights_dir, folder, weight_client(arguments, tokens.admin))
+        weight_store = WeightStore(
+            arguments.weights_dir, folder, weight_client(arguments, tokens.admin)
+        )
     elif arguments.weights_from is not None:
         raise ValueError("--weights-from: the versions are those of --weights-dir")
-    made = serving(arguments, folder, role)
-    return make_app(made, tokens, shelf, loopback=is_loopback(arguments.host))
+    server_state = serving(arguments, folder, role)
+    return make_app(server_state, tokens, weight_store, loopback=is_loopback(arguments.host))
 
 
 def weight_client(arguments: argparse.Namespace, admin: str) -> WeightClient | None:
@@ -351,14 +353,18 @@ def serving(
 
     name = arguments.name or folder.resolve().name
     print(f"loading {name} from {folder}", file=sys.stderr, flush=True)
-    home = tokenizer_home(folder)
-    tokenizer = load_tokenizer(home) if (home / "tokenizer.json").is_file() else None
+    tokenizer_folder = tokenizer_home(folder)
+    tokenizer = (
+        load_tokenizer(tokenizer_folder)
+        if (tokenizer_folder / "tokenizer.json").is_file()
+        else None
+    )
     engine = role.engine() if role else make_engine(arguments, folder, tokenizer)
     engine.warm_up()
     print(words(engine, pick_device(arguments.device)), file=sys.stderr, flush=True)
     return ServerState(
         EngineThread(engine),
-        _chat(tokenizer, arguments.tool_call_parser),
+        _chat_tokenizer(tokenizer, arguments.tool_call_parser),
         name,
         engine.capabilities,
         None if tokenizer is None else Vocabulary(tokenizer),
@@ -367,7 +373,8 @@ def serving(
     )
 
 
-def _chat(tokenizer: Any, tool_format: str | None) -> ChatTokenizer | None:
+def _chat_tokenizer(tokenizer: Any, tool_format: str | None) -> ChatTokenizer | None:
+    """Return the chat tokenizer, or None without a chat template."""
     from lowroll.model.tokenizer import ChatTokenizer
 
     if not getattr(tokenizer, "chat_template", None):
@@ -416,11 +423,15 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
 
 def words(engine: NativeEngine, device: torch.device) -> str:
     """Describe the engine: weights, cache, context length and device."""
-    able, stats = engine.capabilities, engine.stats()
-    kind = f"{able.kv_policy}+{able.kv_dtype}" if able.kv_dtype else able.kv_policy
+    capabilities, stats = engine.capabilities, engine.stats()
+    cache_kind = (
+        f"{capabilities.kv_policy}+{capabilities.kv_dtype}"
+        if capabilities.kv_dtype
+        else capabilities.kv_policy
+    )
     return (
-        f"{stats.weights} weights, {kind} cache of {stats.cache_tokens:,} tokens, context of "
-        f"{able.context_length:,}, on {device.type}"
+        f"{stats.weights} weights, {cache_kind} cache of {stats.cache_tokens:,} tokens, context of "
+        f"{capabilities.context_length:,}, on {device.type}"
     )
 
 
@@ -474,6 +485,7 @@ def tell(app: web.Application, address: str) -> None:
 
 
 def _token(option: str, variable: str | None) -> str | None:
+    """Read a token from an environment variable. ValueError when it is missing or weak."""
     if variable is None:
         return None
     token = os.environ.get(variable, "")
@@ -492,7 +504,8 @@ def _token(option: str, variable: str | None) -> str | None:
     return token
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for an invalid option."""
     from lowroll.config.rollout import KvConfig
 
     if not 0 <= arguments.port < 1 << 16:
@@ -516,8 +529,8 @@ def _check(arguments: argparse.Namespace) -> None:
         except ValueError as error:
             raise ValueError(f"--weights: {error}") from None
     elif arguments.weights is not None and arguments.weights not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise ValueError(f"--weights: unknown format {arguments.weights!r}; known: {known}")
+        known_formats = ", ".join(FORMATS)
+        raise ValueError(f"--weights: unknown format {arguments.weights!r}; known: {known_formats}")
     KvConfig().another(arguments.kv)
     if arguments.lora_alpha is not None and arguments.lora_rank is None:
         raise ValueError("--lora-alpha: it is of --lora-rank's adapter")

@@ -42,7 +42,7 @@ def add_role_settings(parser: argparse.ArgumentParser, theirs: str) -> None:
 
 
 WAIT_S = 3600.0  # the wait for the orchestrator's part, for a trainer with its own file
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 def read_role(
@@ -55,17 +55,17 @@ def read_role(
     files, overrides = split(arguments.settings)
     if len(files) != 1:
         raise ConfigError(f"give one YAML file, got {', '.join(files) if files else 'none'}")
-    until, told = time.monotonic() + WAIT_S, False
+    deadline, announced = time.monotonic() + WAIT_S, False
     while True:
         try:
             return load_role(role, files[0], overrides)
         except NotThereYet as error:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
-            if not told:
+            if not announced:
                 print(f"waiting for lowroll orchestrate: {error}", file=sys.stderr, flush=True)
-                told = True
-            time.sleep(_LOOK_S)
+                announced = True
+            time.sleep(_POLL_S)
 
 
 def add_folder_options(parser: argparse.ArgumentParser) -> None:
@@ -126,21 +126,25 @@ def read_settings(arguments: argparse.Namespace, tell: bool = True) -> RunConfig
     from lowroll.config import ConfigError, load
 
     files, overrides = split(arguments.settings)
-    three = {name: getattr(arguments, name) for name in ("train", "infer", "orch")}
-    if any(three.values()):
+    role_files = {name: getattr(arguments, name) for name in ("train", "infer", "orch")}
+    if any(role_files.values()):
         if files:
             raise ConfigError(
                 f"{files[0]}: give either one YAML file or --train, --infer and --orch"
             )
         for name in ("train", "orch"):
-            if not three[name]:
+            if not role_files[name]:
                 raise ConfigError(f"--{name}: this file is required beside the others")
         from lowroll.config.surogate.read import load_surogate
 
-        cfg = load_surogate(three["train"], three["infer"], three["orch"], overrides)
+        cfg = load_surogate(role_files["train"], role_files["infer"], role_files["orch"], overrides)
     elif len(files) != 1:
-        odd = any(not word.endswith((".yaml", ".yml")) for word in files[1:])
-        hint = "; a setting is one word with its value, such as train.max_steps=20" if odd else ""
+        has_other_words = any(not word.endswith((".yaml", ".yml")) for word in files[1:])
+        hint = (
+            "; a setting is one word with its value, such as train.max_steps=20"
+            if has_other_words
+            else ""
+        )
         raise ConfigError(f"give one YAML file, got {', '.join(files) if files else 'none'}{hint}")
     else:
         cfg = load(files[0], overrides)
@@ -165,26 +169,30 @@ def add_dry_run(parser: argparse.ArgumentParser, looks_at: str) -> None:
     )
 
 
-def _changes(cfg: RunConfig) -> str:
+def _changed_settings(cfg: RunConfig) -> str:
     """Return the settings that differ from defaults; they load as the whole does."""
     from lowroll.config.document import dump_short
 
-    named = {"model": cfg.model, "output_dir": cfg.output_dir}
+    identity = {"model": cfg.model, "output_dir": cfg.output_dir}
     changed = cfg.resolved().model_dump(mode="json", exclude_defaults=True)
-    return dump_short(named | changed, 60)  # it breaks after a long word
+    return dump_short(identity | changed, 60)  # it breaks after a long word
 
 
 def show(cfg: RunConfig, plan: Sequence[str], found: Findings, verbose: bool = False) -> int:
     """Print a dry run: a verdict and the plan as comments over the non-default settings (all with
     `verbose`), as a loadable file. ValueError, a line each, when the run would fail."""
-    count = len(found.problems)
-    fails = f"the run would not start: {count} problem{'s' * (count > 1)}, named at the end"
-    verdict = fails if count else "the run would start: nothing that would end it was found"
+    num_problems = len(found.problems)
+    failure = f"the run would not start: {num_problems} problem{'s' * (num_problems > 1)}, named at the end"
+    verdict = (
+        failure if num_problems else "the run would start: nothing that would end it was found"
+    )
     settings = "every setting" if verbose else "what is not a default (--verbose: every setting)"
     for line in (verdict, *plan, *found.lines, f"{settings}:"):
-        rows = textwrap.wrap(line, _COLUMNS - 4, break_long_words=False, break_on_hyphens=False)
-        print("# " + "\n#   ".join(rows if len(line) > _COLUMNS - 4 else [line]))
-    print(cfg.dump() if verbose else _changes(cfg), end="", flush=True)
+        wrapped_lines = textwrap.wrap(
+            line, _COLUMNS - 4, break_long_words=False, break_on_hyphens=False
+        )
+        print("# " + "\n#   ".join(wrapped_lines if len(line) > _COLUMNS - 4 else [line]))
+    print(cfg.dump() if verbose else _changed_settings(cfg), end="", flush=True)
     for note in found.notes:
         print(note, file=sys.stderr)
     if found.problems:

@@ -33,9 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from lowroll.runs.preflight import look_at_sft
 
-        found = look_at_sft(cfg, arguments.resume, arguments.overwrite)
+        findings = look_at_sft(cfg, arguments.resume, arguments.overwrite)
         plan = [f"warm start of {cfg.model}; run folder {cfg.output_dir}"]
-        return show(cfg, plan, found, arguments.verbose)
+        return show(cfg, plan, findings, arguments.verbose)
     from lowroll.runs.sft import run_sft
 
     result = run_sft(cfg, resume=arguments.resume, overwrite=arguments.overwrite)

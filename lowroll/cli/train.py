@@ -36,9 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     die_with_parent()
     cfg = read_role("train", arguments)
-    own = RankEnvironment.read(cfg)
-    if own is not None and own.size > 1:
-        return learn(cfg, own, arguments)
+    environment = RankEnvironment.read(cfg)
+    if environment is not None and environment.size > 1:
+        return learn(cfg, environment, arguments)
     if cfg.train.gpus > 1:
         flags = [f"--{name}" for name in ("resume", "overwrite") if getattr(arguments, name)]
         words = ["train", *arguments.settings, *flags]

@@ -16,7 +16,7 @@ from lowroll.metrics.page import escape, page
 
 MOST = 100  # examples shown of a set
 LONGEST = 8000  # characters of a text
-_LINE = 160
+_SUMMARY_LENGTH = 160
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Failure:
 
     @property
     def parted(self) -> bool:
-        """Whether the engines solved different shares of it."""
-        return len({one.solved / max(1, one.count) for one in self.attempts}) > 1
+        """True if the engines solved different shares of it."""
+        return len({attempt.solved / max(1, attempt.count) for attempt in self.attempts}) > 1
 
 
 def failure_page(
@@ -53,35 +53,39 @@ def failure_page(
     failures: Mapping[str, Sequence[Failure]],
 ) -> str:
     """Return the document. `failures` by set; those on which engines differ come first."""
-    listed = "".join(f"<dt>{escape(k, 80)}</dt><dd>{escape(v, 400)}</dd>" for k, v in facts)
+    fact_list = "".join(
+        f"<dt>{escape(label, 80)}</dt><dd>{escape(value, 400)}</dd>" for label, value in facts
+    )
     body = [
         f"<h1>{escape(title, 200)}</h1><p class=sub>held-out examples and how they fail</p>",
-        f"<dl>{listed}</dl>",
+        f"<dl>{fact_list}</dl>",
         _table(*table),
         "<p><input id=search type=search placeholder='search the failures' hidden>"
         "<span id=found></span></p>",
-        *(_set(name, found) for name, found in failures.items()),
+        *(_set_section(name, set_failures) for name, set_failures in failures.items()),
     ]
     return page(escape(title, 200), "\n".join(body))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(cell, 80)}</th>" for cell in head)
+    """Return a table as HTML."""
+    head_cells = "".join(f"<th>{escape(cell, 80)}</th>" for cell in head)
     lines = "".join(
         "<tr>" + "".join(f"<td class=num>{escape(cell, 200)}</td>" for cell in row) + "</tr>\n"
         for row in rows
     )
-    return f"<div class=wide><table><tr>{top}</tr>\n{lines}</table></div>"
+    return f"<div class=wide><table><tr>{head_cells}</tr>\n{lines}</table></div>"
 
 
-def _set(name: str, failures: Sequence[Failure]) -> str:
-    first = sorted(failures, key=lambda one: not one.parted)[:MOST]
-    more = len(failures) - len(first)
-    tail = f", {more} more in the files of responses" if more else ""
-    parted = sum(one.parted for one in failures)
-    split = f"; engines part on {parted}" if parted else ""
-    head = f"{escape(name, 80)}: {len(failures)} not always solved{split}{tail}"
-    return f"<details class=step open><summary>{head}</summary>{''.join(map(_failure, first))}</details>"
+def _set_section(name: str, failures: Sequence[Failure]) -> str:
+    """Return a set's failures as a folded section, with those on which engines differ first."""
+    shown = sorted(failures, key=lambda one: not one.parted)[:MOST]
+    num_hidden = len(failures) - len(shown)
+    hidden_note = f", {num_hidden} more in the files of responses" if num_hidden else ""
+    num_parted = sum(one.parted for one in failures)
+    parted_note = f"; engines part on {num_parted}" if num_parted else ""
+    label = f"{escape(name, 80)}: {len(failures)} not always solved{parted_note}{hidden_note}"
+    return f"<details class=step open><summary>{label}</summary>{''.join(map(_failure_details, shown))}</details>"
 
 
 def transcript(messages: Sequence[dict[str, Any]]) -> str:
@@ -89,10 +93,13 @@ def transcript(messages: Sequence[dict[str, Any]]) -> str:
     return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in messages)
 
 
-def _failure(one: Failure) -> str:
-    marks = " · ".join(f"{a.name} {a.solved}/{a.count}" for a in one.attempts)
-    line = escape(" ".join(str(one.messages[-1].get("content", "")).split()), _LINE)
-    texts = [("asked", transcript(one.messages)), ("gold answer", _gold(one.info))]
+def _failure_details(one: Failure) -> str:
+    """Return an example with the responses that failed."""
+    solved_counts = " · ".join(
+        f"{result.name} {result.solved}/{result.count}" for result in one.attempts
+    )
+    question = escape(" ".join(str(one.messages[-1].get("content", "")).split()), _SUMMARY_LENGTH)
+    texts = [("asked", transcript(one.messages)), ("gold answer", _gold_answer(one.info))]
     for attempt in one.attempts:
         if attempt.wrong is not None:
             note = f", {attempt.note}" if attempt.note else ""
@@ -101,12 +108,15 @@ def _failure(one: Failure) -> str:
         f"\n<h4>{escape(name, 200)}</h4>\n<pre>{escape(text, LONGEST)}</pre>"
         for name, text in texts
     )
-    head = f"<b>{escape(marks, 200)}</b><i>{escape(one.id, 80)}</i>{line}"
-    return f"<details class=sample><summary>{head}</summary>{body}</details>\n"
+    summary = f"<b>{escape(solved_counts, 200)}</b><i>{escape(one.id, 80)}</i>{question}"
+    return f"<details class=sample><summary>{summary}</summary>{body}</details>\n"
 
 
-def _gold(info: dict[str, Any]) -> str:
-    known = {key: value for key, value in info.items() if key not in ("row", "split", "place")}
-    if "answer" in known:
-        return str(known["answer"])
-    return json.dumps(known, ensure_ascii=False) if known else "none is stored"
+def _gold_answer(info: dict[str, Any]) -> str:
+    """Return the gold answer, or all of the scorer's data."""
+    scorer_data = {
+        key: value for key, value in info.items() if key not in ("row", "split", "place")
+    }
+    if "answer" in scorer_data:
+        return str(scorer_data["answer"])
+    return json.dumps(scorer_data, ensure_ascii=False) if scorer_data else "none is stored"

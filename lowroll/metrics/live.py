@@ -29,10 +29,10 @@ from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASES = ("generate", "score", "learn", "publish")
-_WINDOW = 20  # steps for the estimate of the remaining time
-_CELL = 25  # columns of a number with its label
+_ETA_STEPS = 20  # steps for the estimate of the remaining time
+_CELL_COLUMNS = 25  # columns of a number with its label
 _MAX_HELD_OUT = 4  # environments shown with an evaluation
-_EVAL = re.compile(r"eval/(.+)/(reward|sampled_reward)(_before)?")
+_EVAL_METRIC = re.compile(r"eval/(.+)/(reward|sampled_reward)(_before)?")
 
 
 class Terminal(Console):
@@ -58,8 +58,8 @@ class Narrower(RenderHook):
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """Clear the screen before a drawing if the terminal became narrower."""
-        before, self._width = self._width, self._console.width
-        if self._width >= before:
+        previous_width, self._width = self._width, self._console.width
+        if self._width >= previous_width:
             return renderables
         return [Control(ControlType.CLEAR, ControlType.HOME), *renderables]
 
@@ -82,7 +82,7 @@ class LiveView:
         self._console = console or Terminal()
         self._record: Mapping[str, Any] = {}
         self._rewards: deque[float] = deque(maxlen=32)
-        self._seconds: deque[float] = deque(maxlen=_WINDOW)
+        self._seconds: deque[float] = deque(maxlen=_ETA_STEPS)
         self._held_out: dict[str, str] = {}  # by environment
         self._phase: tuple[str, int, int] = ("start", 0, 0)
         self.asked_to_stop: object = ()
@@ -96,11 +96,11 @@ class LiveView:
     def __enter__(self) -> LiveView:
         self._began = self._stepped = time.monotonic()
         if self._live:
-            terminal = sys.stderr
+            original_stderr = sys.stderr
             self._live.start()
             self._console.push_render_hook(Narrower(self._console))
             # warnings go above the panel
-            _redirect(terminal, sys.stderr)
+            _redirect_logging(original_stderr, sys.stderr)
         else:
             self._console.print(self.title, markup=False, highlight=False)
         return self
@@ -112,11 +112,11 @@ class LiveView:
         trace: TracebackType | None,
     ) -> None:
         if self._live:
-            above = sys.stderr
+            live_stderr = sys.stderr
             self._live.refresh()
             self._console.pop_render_hook()
             self._live.stop()
-            _redirect(above, sys.stderr)
+            _redirect_logging(live_stderr, sys.stderr)
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Record that `done` of `total` units of the step's phase `name` are finished."""
@@ -145,13 +145,13 @@ class LiveView:
         record."""
         self._held_out |= held_out_words(record)
         if not self._live:
-            parts = [f"step {record.get('step', 0):>4}/{self.total_steps}", *_evals(record)]
-            self._console.print("  ".join(parts), markup=False, highlight=False, soft_wrap=True)
+            words = [f"step {record.get('step', 0):>4}/{self.total_steps}", *_evals(record)]
+            self._console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
 
     def line(self) -> str:
         """Return the last step in one line."""
         record = self._record
-        parts = [
+        words = [
             f"step {record.get('step', 0):>4}/{self.total_steps}",
             f"reward {_number(record.get('reward/mean'), '.3f')} {sparkline(self._rewards, 8)}".rstrip(),
             f"kl {_number(_kl(record), '.1e')}",
@@ -160,25 +160,27 @@ class LiveView:
             f"gen {_number(record.get('perf/generate_tokens_per_second'), '.0f')} tok/s",
             f"learn {_number(record.get('perf/learn_tokens_per_second'), '.0f')} tok/s",
         ]
-        parts += [f"{name} {_number(record.get(f'time/{name}'), '.2f')}s" for name in _PHASES]
+        words += [f"{name} {_number(record.get(f'time/{name}'), '.2f')}s" for name in _PHASES]
         if "critic/loss" in record:
-            parts.append(f"critic {_number(record.get('critic/explained_variance'), '.2f')}")
-        parts += [*kv_words(record), *_evals(record), *guard_words(record)]
-        return "  ".join([*parts, f"eta {self._eta()}"])
+            words.append(f"critic {_number(record.get('critic/explained_variance'), '.2f')}")
+        words += [*kv_words(record), *_evals(record), *guard_words(record)]
+        return "  ".join([*words, f"eta {self._eta()}"])
 
     def _eta(self) -> str:
         if not self._seconds:
             return "-"
-        left = max(0, self.total_steps - int(self._record.get("step", 0)))
-        return duration(left * statistics.fmean(self._seconds))
+        steps_left = max(0, self.total_steps - int(self._record.get("step", 0)))
+        return duration(steps_left * statistics.fmean(self._seconds))
 
     def __rich__(self) -> Panel:
         """Return the panel for rich."""
         record = self._record
-        step, inner = int(record.get("step", 0)), max(1, self._console.width - 4)
+        step, inner_width = int(record.get("step", 0)), max(1, self._console.width - 4)
         name, done, total = self._phase
         progress = Table.grid(padding=(0, 2), expand=True)
-        progress.add_column(width=max(1, min(28, inner // 2)), no_wrap=True, overflow="ellipsis")
+        progress.add_column(
+            width=max(1, min(28, inner_width // 2)), no_wrap=True, overflow="ellipsis"
+        )
         progress.add_column(ratio=1)
         progress.add_row(
             f"step {step}/{self.total_steps}",
@@ -188,13 +190,13 @@ class LiveView:
             f"{name} {done}/{total}" if total else name,
             ProgressBar(max(total, 1), done, complete_style="cyan"),
         )
-        columns = max(1, min(4, inner // _CELL))
+        columns = max(1, min(4, inner_width // _CELL_COLUMNS))
         grid = Table.grid(padding=(0, 2), expand=True)
         for _ in range(columns):
             grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        cells = self._cells(record, max(4, inner // columns - 16))
-        for first in range(0, len(cells), columns):
-            grid.add_row(*cells[first : first + columns])
+        cells = self._cells(record, max(4, inner_width // columns - 16))
+        for start in range(0, len(cells), columns):
+            grid.add_row(*cells[start : start + columns])
         elapsed = duration(time.monotonic() - self._began)
         return Panel(
             Group(progress, Text(), grid, *self._lines(record)),
@@ -260,32 +262,35 @@ class LiveView:
 
 def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
     """Return a step's evaluations by environment: reward, sampling and step."""
-    found = {
+    rewards = {
         match[1]: record[name]
         for name in record
-        if (match := _EVAL.fullmatch(name))
+        if (match := _EVAL_METRIC.fullmatch(name))
         if match[2] == "reward" and not match[3]
     }
-    early = {
+    rewards_before = {
         match[1]: record[name]
         for name in record
-        if (match := _EVAL.fullmatch(name))
+        if (match := _EVAL_METRIC.fullmatch(name))
         if match[2] == "reward" and match[3]
     }
-    how = drawn_at(record.get("eval/temperature"))
+    decoding = drawn_at(record.get("eval/temperature"))
     words = {
-        env: f"{_number(value, '.3f')} ({how}, before step {record['step']})"
-        for env, value in early.items()
+        env: f"{_number(value, '.3f')} ({decoding}, before step {record['step']})"
+        for env, value in rewards_before.items()
     }
     return words | {
-        env: f"{_number(value, '.3f')} ({how}, step {record['step']})"
-        for env, value in found.items()
+        env: f"{_number(value, '.3f')} ({decoding}, step {record['step']})"
+        for env, value in rewards.items()
     }
 
 
 def _evals(record: Mapping[str, Any]) -> list[str]:
+    """Describe a record's evaluations."""
     return [
-        f"{name} {_number(value, '.3f')}" for name, value in record.items() if _EVAL.fullmatch(name)
+        f"{name} {_number(value, '.3f')}"
+        for name, value in record.items()
+        if _EVAL_METRIC.fullmatch(name)
     ]
 
 
@@ -296,7 +301,7 @@ def drawn_at(temperature: object) -> str:
     return f"sampled, T = {temperature:g}" if temperature else "greedy"
 
 
-def _redirect(old: object, new: Any) -> None:
+def _redirect_logging(old: object, new: Any) -> None:
     """Redirect logging from the stream `old` to `new`."""
     for handler in logging.getLogger("lowroll").handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is old:
@@ -318,15 +323,17 @@ def kv_words(record: Mapping[str, Any]) -> list[str]:
 
 def guard_words(record: Mapping[str, Any]) -> list[str]:
     """Return a step's alarms and the guard's actions so far, in two words each."""
-    rung = [name for name, value in record.items() if name.startswith("guard/") and value]
-    done = {
+    nonzero_names = [name for name, value in record.items() if name.startswith("guard/") and value]
+    action_words = {
         "guard/tightened": "tightened",
         "guard/fallbacks": "fell back",
         "guard/choices": "chose formats again",
     }
     return [
-        f"{done[name]} {record[name]:.0f}x" if name in done else name.replace("/", ": ")
-        for name in rung
+        f"{action_words[name]} {record[name]:.0f}x"
+        if name in action_words
+        else name.replace("/", ": ")
+        for name in nonzero_names
     ]
 
 
@@ -343,12 +350,12 @@ def sparkline(values: deque[float] | list[float], width: int) -> str:
 
 def duration(seconds: float) -> str:
     """Return a duration in words: 5s, 2m10s, 3h05m."""
-    whole = int(round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    total_seconds = int(round(seconds))
+    if total_seconds < 60:
+        return f"{total_seconds}s"
+    if total_seconds < 3600:
+        return f"{total_seconds // 60}m{total_seconds % 60:02d}s"
+    return f"{total_seconds // 3600}h{total_seconds % 3600 // 60:02d}m"
 
 
 def _kl(record: Mapping[str, Any]) -> object:

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 
 # what may replace a name in brackets
-_PLACES = {
+_PLACEHOLDERS = {
     "<tokens>": r"[0-9]+",
     "<versions>": r"[0-9]+",
     "<turns>": r"[0-9]+",
@@ -27,7 +27,7 @@ _TIMINGS = ("time/", "perf/")
 _QURL = "QuRL Eq. 3-9"
 _PPO = "PPO, arXiv 1707.06347"
 _K = "J. Schulman, Approximating KL divergence (2020)"
-_PASS = "Codex, arXiv 2107.03374"
+_PASS_AT_K_SOURCE = "Codex, arXiv 2107.03374"
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,15 @@ class Metric:
 
     @property
     def reproducible(self) -> bool:
-        """Whether runs of one configuration and seed record the same value."""
+        """True if runs of one configuration and seed record the same value."""
         return not self.name.startswith(_TIMINGS)
 
     @property
     def pattern(self) -> re.Pattern[str]:
         """A pattern of this row's concrete names."""
-        return re.compile(re.sub(r"<\w+>", lambda place: _PLACES[place[0]], re.escape(self.name)))
+        return re.compile(
+            re.sub(r"<\w+>", lambda place: _PLACEHOLDERS[place[0]], re.escape(self.name))
+        )
 
 
 _M = Metric
@@ -624,7 +626,7 @@ METRICS: tuple[Metric, ...] = (
     _M("kv/evictions", "compactions", "how often a response's cache was compacted, on average"),
     _M("eval/temperature", "", "the temperature that eval/<env>/* is drawn at; 0 is greedy"),
     _M("eval/<env>/reward", "reward", "mean raw score on held-out prompts", "rises"),
-    _M("eval/<env>/pass_at_1", "fraction", "share of right responses", "rises", _PASS),
+    _M("eval/<env>/pass_at_1", "fraction", "share of right responses", "rises", _PASS_AT_K_SOURCE),
     _M(
         "eval/<env>/reward_before",
         "reward",
@@ -642,7 +644,7 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "eval/<env>/pass_at_1 of these responses",
         "rises",
-        _PASS,
+        _PASS_AT_K_SOURCE,
     ),
     _M(
         "eval/<env>/sampled_reward_before",
@@ -660,7 +662,7 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "chance that one of k responses is right (unbiased estimate)",
         "",
-        _PASS,
+        _PASS_AT_K_SOURCE,
     ),
     _M("eval/<env>/length_mean", "tokens", "mean response length on held-out prompts"),
     _M(
@@ -777,9 +779,9 @@ def find(name: str) -> Metric:
     for pattern, metric in _PATTERNS if name not in _BY_NAME else ():
         if pattern.fullmatch(name):
             return metric
-    near = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.0)
+    nearest = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.0)
     raise ValueError(
-        f"metric {name!r} is not in lowroll.metrics.names; the nearest name is {near[0]!r}"
+        f"metric {name!r} is not in lowroll.metrics.names; the nearest name is {nearest[0]!r}"
     )
 
 
@@ -788,8 +790,8 @@ def table() -> str:
     lines: list[str] = []
     group = ""
     for metric in METRICS:
-        if (head := metric.name.split("/")[0]) != group:
-            group = head
+        if (metric_group := metric.name.split("/")[0]) != group:
+            group = metric_group
             lines += [
                 "",
                 f"## {group}",

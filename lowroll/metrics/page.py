@@ -16,7 +16,8 @@ def escape(value: object, limit: int) -> str:
     if len(text) > limit:
         text = f"{text[:limit]} … ({len(text) - limit} more characters)"
     text = "".join(
-        c if c in "\n\t" or (c.isprintable() or c == " ") else f"\\x{ord(c):02x}" for c in text
+        char if char in "\n\t" or (char.isprintable() or char == " ") else f"\\x{ord(char):02x}"
+        for char in text
     )
     return html.escape(text)
 
@@ -32,10 +33,10 @@ def is_report(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        head = file.read(2000)
+        beginning = file.read(2000)
     return (
-        head.startswith(_FRAME.partition("{title}")[0].encode())
-        and b"Content-Security-Policy" in head
+        beginning.startswith(_FRAME.partition("{title}")[0].encode())
+        and b"Content-Security-Policy" in beginning
     )
 
 

@@ -23,9 +23,9 @@ Record = dict[str, Any]
 _INK = "#0a0b0c"  # replaced by currentColor
 _COLOURS = ("#3b7dd8", "#e07b39", "#2f9e73", "#c04f8a", "#8a6fd1", "#b08d1e", "#5aa7b8", "#9a9a9a")
 _SMOOTH_FROM = 40  # steps from which the plain curve fades behind its running mean
-_SAME = 0.01  # share of the axis below which two curves look the same
-_WIDTH = 4.6  # inches; 9-point text is readable on a phone
-_EVAL = re.compile(r"eval/(.+)/(reward|sampled_reward)")
+_SAME_HEIGHT = 0.01  # share of the axis below which two curves look the same
+_WIDTH_INCHES = 4.6  # inches; 9-point text is readable on a phone
+_EVAL_METRIC = re.compile(r"eval/(.+)/(reward|sampled_reward)")
 
 
 @dataclass(frozen=True)
@@ -256,8 +256,8 @@ def reward_plot(records: Sequence[Record]) -> Plot:
     lines = [Curve("reward/mean", "rollouts")]
     lines += [Curve(name, middle(name)) for name in envs if len(envs) > 1]
     lines += [
-        Curve(name, f"held out, {how}" + (f": {env}" if len(evals) > 2 else ""), points=True)
-        for name, env, how in evals
+        Curve(name, f"held out, {sampling}" + (f": {env}" if len(evals) > 2 else ""), points=True)
+        for name, env, sampling in evals
     ]
     return Plot(
         "Reward",
@@ -276,15 +276,15 @@ def evaluated(records: Sequence[Record]) -> list[tuple[str, str, str]]:
         for name in record
         if name.startswith("eval/")
     }
-    how = {
+    sampling_by_metric = {
         metric: drawn_at(next((r[source] for r in records if source in r), None))
         for metric, source in (
             ("reward", "eval/temperature"),
             ("sampled_reward", "rollout/temperature"),
         )
     }
-    found = (_EVAL.fullmatch(name) for name in sorted(names))
-    return [(match[0], match[1], how[match[2]]) for match in found if match]
+    matches = (_EVAL_METRIC.fullmatch(name) for name in sorted(names))
+    return [(match[0], match[1], sampling_by_metric[match[2]]) for match in matches if match]
 
 
 def middle(metric: str) -> str:
@@ -294,7 +294,7 @@ def middle(metric: str) -> str:
 
 def length_plot(records: Sequence[Record]) -> Plot:
     """Return the mismatch by response length: the longest eight classes."""
-    found = sorted(
+    lengths = sorted(
         {
             int(match[1])
             for record in records
@@ -305,7 +305,7 @@ def length_plot(records: Sequence[Record]) -> Plot:
     return Plot(
         "Mismatch by length",
         "KL of the responses of at most so many tokens, and more than half of that",
-        tuple(Curve(f"mismatch/length_{length}/kl_k3", f"{length}") for length in found[-8:]),
+        tuple(Curve(f"mismatch/length_{length}/kl_k3", f"{length}") for length in lengths[-8:]),
         "nats",
         log=True,
     )
@@ -317,9 +317,11 @@ def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[fl
     pairs = [
         (record["step"], record[metric]) for record in records if record.get(metric) is not None
     ]
-    early = f"{metric}_before"
+    metric_before = f"{metric}_before"
     pairs = [
-        (record["step"] - 1, record[early]) for record in records if record.get(early) is not None
+        (record["step"] - 1, record[metric_before])
+        for record in records
+        if record.get(metric_before) is not None
     ] + pairs
     return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
 
@@ -328,24 +330,28 @@ def with_gaps(
     records: Sequence[Record], steps: list[float], values: list[float]
 ) -> tuple[list[float], list[float]]:
     """Return the curve with gaps at lost records."""
-    lost = {float(record["step"]) for record in records if record.get("record/lost")} - set(steps)
-    pairs = sorted([*zip(steps, values, strict=True), *((step, math.nan) for step in lost)])
+    lost_steps = {float(record["step"]) for record in records if record.get("record/lost")} - set(
+        steps
+    )
+    pairs = sorted([*zip(steps, values, strict=True), *((step, math.nan) for step in lost_steps)])
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def _alone(values: Sequence[float]) -> list[int]:
+def _isolated_indices(values: Sequence[float]) -> list[int]:
     """Return the indices of isolated values, which no line would show."""
-    known = [False, *(not math.isnan(value) for value in values), False]
+    is_number = [False, *(not math.isnan(value) for value in values), False]
     return [
-        i - 1 for i in range(1, len(known) - 1) if known[i] and not (known[i - 1] or known[i + 1])
+        i - 1
+        for i in range(1, len(is_number) - 1)
+        if is_number[i] and not (is_number[i - 1] or is_number[i + 1])
     ]
 
 
 def present(records: Sequence[Record], plot: Plot) -> list[Curve]:
     """Return the lines of `plot` with data; an all-zero line is dropped beside others."""
-    known = [line for line in plot.lines if series(records, line.metric)[0]]
-    lively = [line for line in known if any(series(records, line.metric)[1])]
-    return lively or known
+    recorded_lines = [line for line in plot.lines if series(records, line.metric)[0]]
+    nonzero_lines = [line for line in recorded_lines if any(series(records, line.metric)[1])]
+    return nonzero_lines or recorded_lines
 
 
 def silent(records: Sequence[Record], plot: Plot) -> str | None:
@@ -380,31 +386,32 @@ def draw(records: Sequence[Record], plot: Plot) -> str:
         "ytick.major.width": 0.6,
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(_WIDTH, 2.7), layout="constrained")
+        figure = Figure(figsize=(_WIDTH_INCHES, 2.7), layout="constrained")
         axes = figure.add_subplot()
         lines = present(records, plot)
         if plot.stacked:
             _draw_stack(axes, records, lines)
         else:
             _draw_lines(axes, records, plot, lines)
-        _dress(figure, axes, plot)
+        _style_axes(figure, axes, plot)
         return _to_svg(figure)
 
 
 def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequence[Curve]) -> None:
-    twin = axes.twinx() if any(line.right for line in lines) else None
-    data = {line: series(records, line.metric) for line in lines}
+    """Draw lines, with a right-hand axis for those that need one."""
+    right_axes = axes.twinx() if any(line.right for line in lines) else None
+    series_by_line = {line: series(records, line.metric) for line in lines}
     if plot.log:
-        data = {
+        series_by_line = {
             line: (steps, [max(abs(value), plot.floor) for value in values])
-            for line, (steps, values) in data.items()
+            for line, (steps, values) in series_by_line.items()
         }
-    hidden = _hidden(data, plot)
-    for colour, line in zip(_cycle(len(lines)), lines, strict=True):
-        steps, values = data[line]
-        target = twin if line.right and twin else axes
+    covered_by = _covering_lines(series_by_line, plot)
+    for colour, line in zip(_colour_cycle(len(lines)), lines, strict=True):
+        steps, values = series_by_line[line]
+        line_axes = right_axes if line.right and right_axes else axes
         if line.points:
-            target.plot(
+            line_axes.plot(
                 steps,
                 values,
                 "o-",
@@ -415,49 +422,51 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
                 zorder=4,
             )
             continue
-        style = (0, (2.5, 2.5)) if line in hidden else "--" if line.right else "-"
-        width = 1.6 if line in hidden or line not in hidden.values() else 3.2
+        style = (0, (2.5, 2.5)) if line in covered_by else "--" if line.right else "-"
+        width = 1.6 if line in covered_by or line not in covered_by.values() else 3.2
         if len(steps) >= _SMOOTH_FROM and not line.right:
-            target.plot(*with_gaps(records, steps, values), color=colour, linewidth=0.8, alpha=0.35)
+            line_axes.plot(
+                *with_gaps(records, steps, values), color=colour, linewidth=0.8, alpha=0.35
+            )
             values = _running_mean(values, max(5, len(values) // 25))
         xs, ys = with_gaps(records, steps, values)
-        alone = _alone(ys)
-        target.plot(
+        isolated = _isolated_indices(ys)
+        line_axes.plot(
             xs,
             ys,
             linestyle=style,
-            marker="o" if alone else None,
+            marker="o" if isolated else None,
             markersize=4,
-            markevery=alone,
+            markevery=isolated,
             color=colour,
             label=_label(line),
             linewidth=width,
         )
         if line.metric == "reward/mean":
             _draw_band(axes, records, colour)
-    if plot.log and any(value for _, values in data.values() for value in values):
+    if plot.log and any(value for _, values in series_by_line.values() for value in values):
         _log_scale(axes)
     elif plot.bottom is not None:
-        _from(axes, plot.bottom)
-    if twin:
-        _from(twin, 0.0)
-        twin.set_ylabel(plot.right_unit)
-        twin.spines[["top"]].set_visible(False)
-        for curve in twin.get_lines():
+        _set_bottom(axes, plot.bottom)
+    if right_axes:
+        _set_bottom(right_axes, 0.0)
+        right_axes.set_ylabel(plot.right_unit)
+        right_axes.spines[["top"]].set_visible(False)
+        for curve in right_axes.get_lines():
             if not str(curve.get_label()).startswith("_"):
                 axes.plot(
                     [], [], "--", color=curve.get_color(), label=f"{curve.get_label()} (right)"
                 )
 
 
-def _from(axes: Axes, bottom: float) -> None:
+def _set_bottom(axes: Axes, bottom: float) -> None:
     """Start an axis at `bottom`, with a margin for lines at its ends."""
-    top = axes.get_ylim()[1]
-    room = 0.04 * ((top - bottom) or 1.0)
-    axes.set_ylim(bottom - room, top + room)
+    top_limit = axes.get_ylim()[1]
+    margin = 0.04 * ((top_limit - bottom) or 1.0)
+    axes.set_ylim(bottom - margin, top_limit + margin)
 
 
-def _hidden(
+def _covering_lines(
     data: Mapping[Curve, tuple[list[float], list[float]]], plot: Plot
 ) -> dict[Curve, Curve]:
     """Return the lines that would cover an earlier one of the same axis, and that one."""
@@ -465,26 +474,29 @@ def _hidden(
     def heights(line: Curve) -> list[float]:
         return [math.log(value) if plot.log and value > 0 else value for value in data[line][1]]
 
-    found: dict[Curve, Curve] = {}
+    covered: dict[Curve, Curve] = {}
     for right in (False, True):
         lines = [line for line in data if line.right == right and not line.points and data[line][1]]
         bottom = [] if plot.log or plot.bottom is None else [plot.bottom]
-        every = [*bottom, *(height for line in lines for height in heights(line))]
-        reach = _SAME * (max(every) - min(every) or 1.0) if every else 0.0
-        for place, line in enumerate(lines):
-            under = (
+        all_heights = [*bottom, *(height for line in lines for height in heights(line))]
+        resolution = (
+            _SAME_HEIGHT * (max(all_heights) - min(all_heights) or 1.0) if all_heights else 0.0
+        )
+        for position, line in enumerate(lines):
+            candidates = (
                 other
-                for other in lines[:place]
+                for other in lines[:position]
                 if data[other][0] == data[line][0]
                 and max(abs(a - b) for a, b in zip(heights(line), heights(other), strict=True))
-                <= reach
+                <= resolution
             )
-            if (other := next(under, None)) is not None:
-                found[line] = found.get(other, other)
-    return found
+            if (other := next(candidates, None)) is not None:
+                covered[line] = covered.get(other, other)
+    return covered
 
 
 def _log_scale(axes: Axes) -> None:
+    """Make the vertical axis logarithmic, with readable ticks."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -505,6 +517,7 @@ def _power_label(value: float, _: object) -> str:
 
 
 def _draw_band(axes: Axes, records: Sequence[Record], colour: str) -> None:
+    """Shade one standard deviation around the mean reward."""
     rows = [
         (r["step"], r["reward/mean"], r["reward/std"])
         for r in records
@@ -522,23 +535,25 @@ def _draw_band(axes: Axes, records: Sequence[Record], colour: str) -> None:
 
 
 def _draw_stack(axes: Axes, records: Sequence[Record], lines: Sequence[Curve]) -> None:
+    """Draw the curves stacked: bars, or areas for many steps."""
     steps = [record["step"] for record in records]
-    base = [0.0] * len(steps)
+    bottoms = [0.0] * len(steps)
     width = 0.85 * min((b - a for a, b in zip(steps, steps[1:], strict=False)), default=1)
-    for colour, line in zip(_cycle(len(lines)), lines, strict=True):
+    for colour, line in zip(_colour_cycle(len(lines)), lines, strict=True):
         values = [float(record.get(line.metric) or 0.0) for record in records]
-        tops = [low + value for low, value in zip(base, values, strict=True)]
+        tops = [low + value for low, value in zip(bottoms, values, strict=True)]
         if len(steps) >= _SMOOTH_FROM:
             axes.fill_between(
-                steps, base, tops, color=colour, label=_label(line), linewidth=0, step="mid"
+                steps, bottoms, tops, color=colour, label=_label(line), linewidth=0, step="mid"
             )
         else:
-            axes.bar(steps, values, width, bottom=base, color=colour, label=_label(line))
-        base = tops
+            axes.bar(steps, values, width, bottom=bottoms, color=colour, label=_label(line))
+        bottoms = tops
     axes.set_ylim(bottom=0)
 
 
-def _dress(figure: Figure, axes: Axes, plot: Plot) -> None:
+def _style_axes(figure: Figure, axes: Axes, plot: Plot) -> None:
+    """Set labels, grid and legend."""
     from matplotlib.ticker import MaxNLocator
 
     axes.spines[["top", "right"]].set_visible(False)
@@ -552,7 +567,7 @@ def _dress(figure: Figure, axes: Axes, plot: Plot) -> None:
     if len(plot.lines) > 1:
         longest = max(map(len, labels), default=0)
         # points: 4.2 a letter, 32 a sample
-        columns = max(1, min(4, int(72 * _WIDTH / (4.2 * longest + 32))))
+        columns = max(1, min(4, int(72 * _WIDTH_INCHES / (4.2 * longest + 32))))
         figure.legend(
             handles,
             labels,
@@ -566,6 +581,7 @@ def _dress(figure: Figure, axes: Axes, plot: Plot) -> None:
 
 
 def _to_svg(figure: Figure) -> str:
+    """Return the figure as SVG that takes its colour from the page."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
@@ -588,5 +604,5 @@ def _running_mean(values: Sequence[float], window: int) -> list[float]:
     ]
 
 
-def _cycle(count: int) -> list[str]:
+def _colour_cycle(count: int) -> list[str]:
     return [_COLOURS[index % len(_COLOURS)] for index in range(count)]

@@ -38,9 +38,9 @@ EVALUATIONS_FILE = Path("orchestrator", "evaluations.jsonl")
 ABOUT_FILE = "about.json"
 LOST = "record/lost"
 Record = dict[str, Any]  # "step": int, every other key: float or None
-_MOST_TOLD = 5  # damaged lines that are logged
-_MOST_LOST = 100_000  # lost records that are marked: a folder may claim any step
-_MOST_STEPS = 10**9
+_MAX_LOGGED = 5  # damaged lines that are logged
+_MAX_LOST = 100_000  # lost records that are marked: a folder may claim any step
+_MAX_STEP = 10**9
 
 
 class Recorder:
@@ -49,9 +49,9 @@ class Recorder:
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        found = _scan(self.path)
-        self._last = max(found.lines, default=-1)
-        self._mended = None if found.in_order else found.content(self._last)
+        records_file = _scan(self.path)
+        self._last = max(records_file.lines, default=-1)
+        self._mended = None if records_file.in_order else records_file.content(self._last)
 
     @property
     def last_step(self) -> int:
@@ -81,24 +81,31 @@ class Recorder:
         if self._mended is not None:  # do not extend a torn line
             write_file(self.path, self._mended)
             self._mended = None
-        append_line(self.path, _line(record))
+        append_line(self.path, _encode_record(record))
         self._last = step
         return record
 
     def truncate(self, step: int) -> None:
         """Cut the file to `step` steps, atomically; lost records are marked."""
-        found = _scan(self.path)
-        if lost := found.lost(step):
+        records_file = _scan(self.path)
+        if lost_steps := records_file.lost(step):
             log.warning(
                 "%s: the records of %s are lost; they are marked, and the run goes on without them",
                 self.path,
-                spans(lost),
+                spans(lost_steps),
             )
-        content = found.content(step)
-        if content != found.data:
+        content = records_file.content(step)
+        if content != records_file.data:
             write_file(self.path, content)
         self._mended = None
-        self._last = max((kept for kept in {*found.lines, *lost} if kept <= step), default=-1)
+        self._last = max(
+            (
+                recorded_step
+                for recorded_step in {*records_file.lines, *lost_steps}
+                if recorded_step <= step
+            ),
+            default=-1,
+        )
 
 
 def read(folder: Path) -> list[Record]:
@@ -107,17 +114,19 @@ def read(folder: Path) -> list[Record]:
     A damaged or missing one is `{"step": n, "record/lost": 1.0}`, with a warning.
     """
     folder = Path(folder)
-    saved = _newest_checkpoint(folder)  # before the records, which a running run writes first
-    found = _scan(folder / METRICS_FILE)
-    lost = found.lost(max([*found.lines, saved], default=-1))
-    if lost:
-        log.warning("%s: the records of %s are lost", folder / METRICS_FILE, spans(lost))
-    records = [json.loads(unseal(line)[0]) for line in found.lines.values()]
+    checkpoint_step = _newest_checkpoint(
+        folder
+    )  # before the records, which a running run writes first
+    records_file = _scan(folder / METRICS_FILE)
+    lost_steps = records_file.lost(max([*records_file.lines, checkpoint_step], default=-1))
+    if lost_steps:
+        log.warning("%s: the records of %s are lost", folder / METRICS_FILE, spans(lost_steps))
+    records = [json.loads(unseal(line)[0]) for line in records_file.lines.values()]
     for step, evaluation in read_evaluations(folder).items():
         for record in records:
             if record["step"] == max(1, step):
-                _join(record, evaluation)
-    return sorted([*records, *map(_marker, lost)], key=lambda record: record["step"])
+                _merge_evaluation(record, evaluation)
+    return sorted([*records, *map(_lost_marker, lost_steps)], key=lambda record: record["step"])
 
 
 def add_evaluation(folder: Path, step: int, metrics: Mapping[str, float]) -> None:
@@ -129,37 +138,41 @@ def add_evaluation(folder: Path, step: int, metrics: Mapping[str, float]) -> Non
         record[name] = float(value) if math.isfinite(value) else None
     path = Path(folder) / EVALUATIONS_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    torn = path.exists() and not read_file(path).endswith(b"\n")
-    append_line(path, (b"\n" if torn else b"") + _line(record))
+    ends_torn = path.exists() and not read_file(path).endswith(b"\n")
+    append_line(path, (b"\n" if ends_torn else b"") + _encode_record(record))
 
 
 def read_evaluations(folder: Path) -> dict[int, Record]:
     """Return an orchestrator's evaluations by step, the last of each. Damaged lines are dropped:
     the evaluation is repeated, or missing in the report."""
-    found: dict[int, Record] = {}
+    evaluations: dict[int, Record] = {}
     path = Path(folder) / EVALUATIONS_FILE
     if not path.is_file():
-        return found
+        return evaluations
     for number, line in enumerate(read_file(path).split(b"\n"), 1):
         if not line:
             continue
         try:
             content, _ = unseal(line)
-            found[_step_of(content)] = json.loads(content)
+            evaluations[_step_of(content)] = json.loads(content)
         except ValueError as error:
             log.warning("%s:%d: not an evaluation: %s", path, number, error)
-    return found
+    return evaluations
 
 
 def forget_evaluations(folder: Path, step: int) -> None:
     """Remove the evaluations after a step to which the run has returned."""
-    found = read_evaluations(folder)
-    if any(one > step for one in found):
-        kept = [_line(record) for one, record in found.items() if one <= step]
-        write_file(Path(folder) / EVALUATIONS_FILE, b"".join(kept))
+    evaluations = read_evaluations(folder)
+    if any(evaluated_step > step for evaluated_step in evaluations):
+        kept_lines = [
+            _encode_record(record)
+            for evaluated_step, record in evaluations.items()
+            if evaluated_step <= step
+        ]
+        write_file(Path(folder) / EVALUATIONS_FILE, b"".join(kept_lines))
 
 
-def _join(record: Record, evaluation: Mapping[str, Any]) -> None:
+def _merge_evaluation(record: Record, evaluation: Mapping[str, Any]) -> None:
     """Merge an evaluation as one process would have recorded it: existing numbers stay, times add
     up."""
     for name, value in evaluation.items():
@@ -179,7 +192,7 @@ def reproducible(record: Mapping[str, Any]) -> Record:
 def write_about(folder: Path, about: Mapping[str, str]) -> Record:
     """Write `about.json` and return it: the caller's facts (title, model, env, rollout, correction,
     device, ...), then installed versions and the machine."""
-    content: Record = {**about, **_computed_by()}
+    content: Record = {**about, **_versions_and_machine()}
     path = Path(folder) / ABOUT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, (json.dumps(content, indent=1) + "\n").encode())
@@ -190,32 +203,35 @@ def computed_otherwise(folder: Path, about: Mapping[str, str]) -> list[str]:
     """List differences from `about.json` that may change results' last bits (device and threads,
     versions, machine); nothing if it is unreadable."""
     try:
-        before = json.loads(read_file(Path(folder) / ABOUT_FILE))
-        facts = {"device": about["device"], **_computed_by()}
+        recorded = json.loads(read_file(Path(folder) / ABOUT_FILE))
+        current = {"device": about["device"], **_versions_and_machine()}
         return [
-            f"{name} was {before[name]} and is {now}"
-            for name, now in facts.items()
-            if before[name] != now
+            f"{name} was {recorded[name]} and is {value}"
+            for name, value in current.items()
+            if recorded[name] != value
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def _computed_by() -> dict[str, str]:
+def _versions_and_machine() -> dict[str, str]:
+    """Return the versions and the machine."""
     return {"versions": _versions(), "machine": _machine()}
 
 
 def _versions() -> str:
-    found = [f"Python {platform.python_version()}"]
+    """Describe the installed versions."""
+    versions = [f"Python {platform.python_version()}"]
     for package in ("lowroll", "torch", "transformers", "math-verify"):
         try:
-            found.append(f"{package} {metadata.version(package)}")
+            versions.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(versions)
 
 
 def _machine() -> str:
+    """Describe the processor and memory."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -238,53 +254,68 @@ class _Found:
     in_order: bool = True  # every line is a record, with growing steps
 
     def lost(self, step: int) -> list[int]:
-        """Return the steps from 1 to `step` without a record, the first _MOST_LOST of them."""
+        """Return the steps from 1 to `step` without a record, the first _MAX_LOST of them."""
         return list(
             islice(
-                (number for number in range(1, step + 1) if number not in self.lines), _MOST_LOST
+                (
+                    step_number
+                    for step_number in range(1, step + 1)
+                    if step_number not in self.lines
+                ),
+                _MAX_LOST,
             )
         )
 
     def content(self, step: int) -> bytes:
         """Return the file content of a run of `step` steps."""
-        kept = {number: line for number, line in self.lines.items() if number <= step}
-        kept |= {number: _line(_marker(number)) for number in self.lost(step)}
-        return b"".join(kept[number] + b"\n" for number in sorted(kept))
+        lines_by_step = {
+            step_number: line for step_number, line in self.lines.items() if step_number <= step
+        }
+        lines_by_step |= {
+            step_number: _encode_record(_lost_marker(step_number))
+            for step_number in self.lost(step)
+        }
+        return b"".join(lines_by_step[step_number] + b"\n" for step_number in sorted(lines_by_step))
 
 
 def _scan(path: Path) -> _Found:
+    """Read a records file and drop damaged lines, with a warning."""
     if not path.exists():
         return _Found()
-    found, problems = _Found(read_file(path)), []
-    *lines, tail = found.data.split(b"\n")
-    if tail:
-        log.warning("%s: dropped a torn last line of %d bytes", path, len(tail))
-    last, sealed, twice = -1, False, set[int]()
+    records_file, problems = _Found(read_file(path)), []
+    *lines, torn_line = records_file.data.split(b"\n")
+    if torn_line:
+        log.warning("%s: dropped a torn last line of %d bytes", path, len(torn_line))
+    last_step, seen_checksum, repeated_steps = -1, False, set[int]()
     for number, line in enumerate(lines, 1):
         try:
             content, has_sum = unseal(line)
             step = _step_of(content)
-            if not has_sum and (sealed or not last < step <= last + 1 + len(lines)):
-                raise ValueError(f"step {step} without a checksum does not follow step {last}")
+            if not has_sum and (
+                seen_checksum or not last_step < step <= last_step + 1 + len(lines)
+            ):
+                raise ValueError(f"step {step} without a checksum does not follow step {last_step}")
         except ValueError as error:
             problems.append(f"{path}:{number}: not a record: {error}")
             continue
-        if found.lines.get(step, line) != line:
+        if records_file.lines.get(step, line) != line:
             problems.append(
                 f"{path}:{number}: a second record of step {step}, which is not the first"
             )
-            twice.add(step)
-        found.in_order &= step > last
-        last, sealed = max(last, step), sealed or has_sum
-        found.lines[step] = line
-    for step in twice:  # it is unknown which of the two is right
-        del found.lines[step]
-    for problem in problems[:_MOST_TOLD]:
+            repeated_steps.add(step)
+        records_file.in_order &= step > last_step
+        last_step, seen_checksum = max(last_step, step), seen_checksum or has_sum
+        records_file.lines[step] = line
+    for step in repeated_steps:  # it is unknown which of the two is right
+        del records_file.lines[step]
+    for problem in problems[:_MAX_LOGGED]:
         log.warning("%s", problem)
-    if len(problems) > _MOST_TOLD:
-        log.warning("%s: %d more damaged lines", path, len(problems) - _MOST_TOLD)
-    found.in_order &= not problems and not tail and len(found.lines) == len(lines)
-    return found
+    if len(problems) > _MAX_LOGGED:
+        log.warning("%s: %d more damaged lines", path, len(problems) - _MAX_LOGGED)
+    records_file.in_order &= (
+        not problems and not torn_line and len(records_file.lines) == len(lines)
+    )
+    return records_file
 
 
 def _step_of(content: bytes) -> int:
@@ -293,7 +324,7 @@ def _step_of(content: bytes) -> int:
     try:
         record = json.loads(content)
         step = record["step"]
-        numbers = all(
+        all_numbers = all(
             value is None or type(value) in (int, float) and math.isfinite(value)
             for value in record.values()
         )
@@ -306,18 +337,20 @@ def _step_of(content: bytes) -> int:
         RecursionError,
     ) as error:
         raise ValueError(str(error)) from error
-    if type(step) is not int or not 0 <= step < _MOST_STEPS:
+    if type(step) is not int or not 0 <= step < _MAX_STEP:
         raise ValueError(f"step {step!r} is not a count")
-    if not numbers or FIELD in record:
+    if not all_numbers or FIELD in record:
         raise ValueError("a value is not a number")
     return step
 
 
-def _line(record: Record) -> bytes:
+def _encode_record(record: Record) -> bytes:
+    """Return the sealed line of a record."""
     return seal(json.dumps(record, allow_nan=False).encode())
 
 
-def _marker(step: int) -> Record:
+def _lost_marker(step: int) -> Record:
+    """Return the record that stands for a lost one."""
     return {"step": step, LOST: 1.0}
 
 
@@ -325,16 +358,16 @@ def _newest_checkpoint(folder: Path) -> int:
     """Return the newest checkpoint's step, or -1. Its record was written before."""
     steps = [path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*")]
     numbers = (int(step) for step in steps if step.isascii() and step.isdigit() and len(step) < 20)
-    return max((number for number in numbers if number < _MOST_STEPS), default=-1)
+    return max((number for number in numbers if number < _MAX_STEP), default=-1)
 
 
 def spans(steps: Iterable[int]) -> str:
     """Describe steps: steps 1, 4 to 7."""
-    spans: list[list[int]] = []
+    step_ranges: list[list[int]] = []
     for step in steps:
-        if spans and step == spans[-1][1] + 1:
-            spans[-1][1] = step
+        if step_ranges and step == step_ranges[-1][1] + 1:
+            step_ranges[-1][1] = step
         else:
-            spans.append([step, step])
-    words = [f"{first}" if first == last else f"{first} to {last}" for first, last in spans]
+            step_ranges.append([step, step])
+    words = [f"{first}" if first == last else f"{first} to {last}" for first, last in step_ranges]
     return f"step{'s' if len(words) > 1 or ' to ' in words[0] else ''} {', '.join(words)}"

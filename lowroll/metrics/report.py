@@ -35,7 +35,7 @@ from lowroll.metrics.samples import sample_section
 Record = dict[str, Any]
 _MAX_CONFIG = 20_000
 _MAX_EVENTS = 40
-_HEADER = (
+_HEADER_FACTS = (
     "model",
     "data",
     "env",
@@ -47,15 +47,15 @@ _HEADER = (
     "versions",
     "machine",
 )
-_OF_ROLLOUTS = ("rollout", "correction")  # facts that a supervised run lacks
-_EDGE = 5  # steps averaged for a run's beginning or end
+_ROLLOUT_FACTS = ("rollout", "correction")  # facts that a supervised run lacks
+_EDGE_STEPS = 5  # steps averaged for a run's beginning or end
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page of the run in `run_dir` to `out` (default `run_dir/report.html`) and return
     its path.
 
-    FileNotFoundError when `run_dir` is no folder, ValueError when `out` is another file or cannot
+    FileNotFoundError when `run_dir` is not a folder, ValueError when `out` is another file or cannot
     be written. Damaged data is left out, and named at the page's end.
     """
     run_dir = Path(run_dir)
@@ -73,36 +73,38 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     notes: list[str] = []
     if not records:
         notes.append("no metrics yet: metrics.jsonl is absent or empty")
-    notes += _lost(records)
+    notes += _lost_notes(records)
     about = _read_about(run_dir, notes)
-    supervised = _supervised(about, records)
-    title = _title(run_dir, about, supervised)
+    supervised = _is_supervised(about, records)
+    title = _run_title(run_dir, about, supervised)
     body = [
-        _header(run_dir, title, about, records, supervised),
-        _change(records, supervised, notes),
-        _tiles(records),
+        _header_section(run_dir, title, about, records, supervised),
+        _change_section(records, supervised, notes),
+        _tiles_section(records),
         _plots(records, supervised, notes),
-        _guard(records),
+        _guard_section(records),
         "" if supervised else sample_section(run_dir, notes),
-        _config(run_dir, notes),
-        _glossary(records, notes),
+        _config_section(run_dir, notes),
+        _glossary_section(records, notes),
         _notes(notes),
     ]
     write_file(out, page(escape(title, 200), "\n".join(body)).encode(errors="replace"))
     return out
 
 
-def _lost(records: Sequence[Record]) -> list[str]:
-    lost = [record["step"] for record in records if record.get(LOST)]
-    if not lost:
+def _lost_notes(records: Sequence[Record]) -> list[str]:
+    """Return a note on lost records, if there are any."""
+    steps = [record["step"] for record in records if record.get(LOST)]
+    if not steps:
         return []
     return [
-        f"metrics.jsonl: the records of {spans(lost)} are lost (damaged or missing on disk); the curves have gaps "
+        f"metrics.jsonl: the records of {spans(steps)} are lost (damaged or missing on disk); the curves have gaps "
         "there"
     ]
 
 
 def _read_about(run_dir: Path, notes: list[str]) -> Record:
+    """Return about.json, or {} and a note."""
     path = run_dir / ABOUT_FILE
     try:
         about = json.loads(read_file(path))
@@ -116,14 +118,14 @@ def _read_about(run_dir: Path, notes: list[str]) -> Record:
     return {}
 
 
-def _supervised(about: Record, records: Sequence[Record]) -> bool:
+def _is_supervised(about: Record, records: Sequence[Record]) -> bool:
     """Return whether the run was supervised, for old folders by its metrics."""
     if "command" in about:
         return about["command"] == "sft"
     return any("sft/loss" in record for record in records)
 
 
-def _title(run_dir: Path, about: Record, supervised: bool) -> str:
+def _run_title(run_dir: Path, about: Record, supervised: bool) -> str:
     if not about.get("model"):
         return str(about.get("title") or run_dir.resolve().name)
     model = str(about["model"]).split(" (")[0]
@@ -139,35 +141,35 @@ def _title(run_dir: Path, about: Record, supervised: bool) -> str:
     return title
 
 
-def _header(
+def _header_section(
     run_dir: Path, title: str, about: Record, records: Sequence[Record], supervised: bool
 ) -> str:
-    left_out = {"title", "command", "algorithm"}
+    omitted_names = {"title", "command", "algorithm"}
     if supervised:
-        left_out |= set(_OF_ROLLOUTS)
+        omitted_names |= set(_ROLLOUT_FACTS)
     names = [
         name
-        for name in dict.fromkeys([*_HEADER, *about])
-        if about.get(name) and name not in left_out
+        for name in dict.fromkeys([*_HEADER_FACTS, *about])
+        if about.get(name) and name not in omitted_names
     ]
     facts = "".join(
         f"<dt>{escape(name.replace('_', ' '), 40)}</dt><dd>{escape(about[name], 300)}</dd>"
         for name in names
     )
     name = about.get("title") or run_dir.resolve().name
-    span = "no steps"
+    step_range = "no steps"
     if records:
-        span = f"steps {records[0]['step']} to {records[-1]['step']}"
-    lost = sum(bool(record.get("record/lost")) for record in records)
-    if lost:
-        span += f", {lost} of their records lost"
+        step_range = f"steps {records[0]['step']} to {records[-1]['step']}"
+    num_lost = sum(bool(record.get("record/lost")) for record in records)
+    if num_lost:
+        step_range += f", {num_lost} of their records lost"
     return (
-        f"<header><h1>{escape(title, 200)}</h1><p class=sub>{escape(name, 200)}, {span}</p><dl>{facts}</dl>"
+        f"<header><h1>{escape(title, 200)}</h1><p class=sub>{escape(name, 200)}, {step_range}</p><dl>{facts}</dl>"
         "</header>"
     )
 
 
-def _change(records: Sequence[Record], supervised: bool, notes: list[str]) -> str:
+def _change_section(records: Sequence[Record], supervised: bool, notes: list[str]) -> str:
     """Return the section on rewards before and after the run, with sampling and prompts."""
     rows = []
 
@@ -177,48 +179,53 @@ def _change(records: Sequence[Record], supervised: bool, notes: list[str]) -> st
             return
         edge = max(1, min(edge, len(values) // 2))
         cells = [
-            (statistics.fmean(part), at)
-            for part, at in ((values[:edge], steps[:edge]), (values[-edge:], steps[-edge:]))
+            (statistics.fmean(part), averaged_steps)
+            for part, averaged_steps in (
+                (values[:edge], steps[:edge]),
+                (values[-edge:], steps[-edge:]),
+            )
         ]
-        shown = [
-            f"<td class=num><b>{value:.3f}</b><small>{_span(at)}</small></td>"
-            for value, at in cells
+        value_cells = [
+            f"<td class=num><b>{value:.3f}</b><small>{_describe_steps(averaged_steps)}</small></td>"
+            for value, averaged_steps in cells
         ]
         if len(values) == 1:
-            shown[int(steps[0] < 1)] = "<td>not measured</td>"
+            value_cells[int(steps[0] < 1)] = "<td>not measured</td>"
         rows.append(
-            f"<tr><th>{escape(label, 120)}<small>{escape(hint, 120)}</small></th>{''.join(shown)}</tr>"
+            f"<tr><th>{escape(label, 120)}<small>{escape(hint, 120)}</small></th>{''.join(value_cells)}</tr>"
         )
 
     if supervised:
-        row("loss on demonstrations", "negative log-prob, nats a token", "sft/loss", _EDGE)
+        row("loss on demonstrations", "negative log-prob, nats a token", "sft/loss", _EDGE_STEPS)
     held_out = evaluated(records)
-    for metric, env, how in held_out:
-        row(f"{env}: held out, {how}", "mean reward", metric, 1)
+    for metric, env, sampling in held_out:
+        row(f"{env}: held out, {sampling}", "mean reward", metric, 1)
         row(
-            f"{env}: held out, {how}",
+            f"{env}: held out, {sampling}",
             "share of right responses",
             metric.removesuffix("reward") + "pass_at_1",
             1,
         )
-    row("training prompts, sampled", "mean reward", "reward/mean", _EDGE)
+    row("training prompts, sampled", "mean reward", "reward/mean", _EDGE_STEPS)
     if records and not supervised and not held_out:
         notes.append("nothing was measured on held-out prompts: eval.interval was not set")
-    head = "<tr><th></th><th>before</th><th>after</th></tr>"
+    header = "<tr><th></th><th>before</th><th>after</th></tr>"
     if not rows:
         return ""
-    return f"<section class=wide><h2>Before and after</h2><table class=change>{head}{''.join(rows)}</table></section>"
+    return f"<section class=wide><h2>Before and after</h2><table class=change>{header}{''.join(rows)}</table></section>"
 
 
-def _span(steps: Sequence[float]) -> str:
-    first = f"{steps[0]:.0f}"
-    last = f"{steps[-1]:.0f}"
-    if first != last:
-        return f"steps {first} to {last}"
-    return f"after step {last}" if steps[0] else "before step 1"
+def _describe_steps(steps: Sequence[float]) -> str:
+    """Describe a range of steps."""
+    first_step = f"{steps[0]:.0f}"
+    last_step = f"{steps[-1]:.0f}"
+    if first_step != last_step:
+        return f"steps {first_step} to {last_step}"
+    return f"after step {last_step}" if steps[0] else "before step 1"
 
 
-def _tiles(records: Sequence[Record]) -> str:
+def _tiles_section(records: Sequence[Record]) -> str:
+    """Return the tiles with single numbers of the run."""
     tiles: list[tuple[str, str, str]] = []
 
     def single(
@@ -269,17 +276,18 @@ def _tiles(records: Sequence[Record]) -> str:
 
 
 def _plots(records: Sequence[Record], supervised: bool, notes: list[str]) -> str:
+    """Return the figures, with a note on those without data."""
     figures: list[str] = []
-    absent: dict[str, list[str]] = {}
+    titles_by_reason: dict[str, list[str]] = {}
     for plot in (reward_plot(records), *PLOTS, length_plot(records)):
         if reason := silent(records, plot):
-            absent.setdefault(reason, []).append(plot.title)
+            titles_by_reason.setdefault(reason, []).append(plot.title)
         else:
             figures.append(_figure(records, plot))
     if records and not supervised:
         notes += [
             f"not plotted, because {reason}: {', '.join(titles)}"
-            for reason, titles in absent.items()
+            for reason, titles in titles_by_reason.items()
         ]
     if not figures:
         return ""
@@ -293,30 +301,31 @@ def _figure(records: Sequence[Record], plot: Plot) -> str:
     )
 
 
-def _guard(records: Sequence[Record]) -> str:
+def _guard_section(records: Sequence[Record]) -> str:
     """Return every step whose guard alarms or actions changed."""
     rows = []
-    before: list[str] = []
+    previous_words: list[str] = []
     for record in records:
         if record.get(LOST):
             continue
         words = guard_words(record)
         if record.get("guard/fallbacks") and "rollout/weight_bits" in record:
             words.append(f"this step's rollouts: {record['rollout/weight_bits']:g} bits a weight")
-        if words != before:
+        if words != previous_words:
             rows.append(
                 f"<tr><th>step {record['step']}</th><td>{html.escape(', '.join(words) or 'quiet')}</td></tr>"
             )
-        before = words
+        previous_words = words
     if not rows:
         return ""
-    more = ""
+    omitted_note = ""
     if len(rows) > _MAX_EVENTS:
-        more = f"<p>and {len(rows) - _MAX_EVENTS} more changes</p>"
-    return f"<section><h2>Guard</h2><table>{''.join(rows[:_MAX_EVENTS])}</table>{more}</section>"
+        omitted_note = f"<p>and {len(rows) - _MAX_EVENTS} more changes</p>"
+    return f"<section><h2>Guard</h2><table>{''.join(rows[:_MAX_EVENTS])}</table>{omitted_note}</section>"
 
 
-def _config(run_dir: Path, notes: list[str]) -> str:
+def _config_section(run_dir: Path, notes: list[str]) -> str:
+    """Return the configuration section."""
     path = run_dir / "config.yaml"
     if not path.exists():
         notes.append("config.yaml is absent")
@@ -329,33 +338,34 @@ def _config(run_dir: Path, notes: list[str]) -> str:
     return f"<details open><summary>Configuration</summary><pre>{escape(text, _MAX_CONFIG)}</pre></details>"
 
 
-def _glossary(records: Sequence[Record], notes: list[str]) -> str:
-    used = set()
+def _glossary_section(records: Sequence[Record], notes: list[str]) -> str:
+    """Return the table of the metrics that the run recorded."""
+    used_metrics = set()
     rows = []
     for name in sorted(set[str]().union(*records) - {"step"}):
         try:
-            used.add(find(name).name)
+            used_metrics.add(find(name).name)
         except ValueError as error:
             notes.append(str(error))
     for metric in METRICS:
-        if metric.name not in used:
+        if metric.name not in used_metrics:
             continue
-        last = next(
+        last_value = next(
             (record[metric.name] for record in reversed(records) if metric.name in record), None
         )
-        value = "null" if last is None else f"{last:.4g}"
+        value_text = "null" if last_value is None else f"{last_value:.4g}"
         if "<" in metric.name:  # several metrics have this pattern
-            value = ""
+            value_text = ""
         rows.append(
-            f"<tr><td><code>{html.escape(metric.name)}</code></td><td class=num>{value}</td>"
+            f"<tr><td><code>{html.escape(metric.name)}</code></td><td class=num>{value_text}</td>"
             f"<td>{html.escape(metric.unit)}</td><td>{html.escape(metric.meaning)}</td>"
             f"<td>{html.escape(metric.expect)}</td><td>{html.escape(metric.source)}</td></tr>"
         )
-    head = "<tr><th>metric</th><th>last</th><th>unit</th><th>meaning</th><th>expect</th><th>source</th></tr>"
+    header_row = "<tr><th>metric</th><th>last</th><th>unit</th><th>meaning</th><th>expect</th><th>source</th></tr>"
     if not rows:
         return ""
     return (
-        f"<details><summary>What the metrics mean</summary><div class=wide><table>{head}{''.join(rows)}"
+        f"<details><summary>What the metrics mean</summary><div class=wide><table>{header_row}{''.join(rows)}"
         "</table></div></details>"
     )
 

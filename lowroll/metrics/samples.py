@@ -15,8 +15,8 @@ Record = dict[str, Any]
 STEPS = 5  # steps shown: the first, the last, and evenly spaced ones between
 A_STEP = 8  # scored samples a step
 ERRORS = 2  # samples a step with a failed score
-_LONGEST = 8000  # characters of a text
-_LINE = 160  # characters of a text in a one-line summary
+_MAX_TEXT_LENGTH = 8000  # characters of a text
+_SUMMARY_LENGTH = 160  # characters of a text in a one-line summary
 
 
 def sample_section(run_dir: Path, notes: list[str]) -> str:
@@ -25,50 +25,57 @@ def sample_section(run_dir: Path, notes: list[str]) -> str:
     if not files:
         notes.append("no sample rollouts: rollouts/ is absent or empty")
         return ""
-    parts = []
-    for path in _spread(files, STEPS):
+    sections = []
+    for path in _evenly_spaced(files, STEPS):
         try:
             objects, problems = read_objects(path)
             notes += [
                 f"rollouts/{path.name}: line {text.removeprefix(f'{path}:')}; left out"
                 for text in problems
             ]
-            samples = [found for found in objects if found.get("kind") != "batch"]
-            shown = [_sample(label, sample) for label, sample in _pick(samples)]
+            samples = [record for record in objects if record.get("kind") != "batch"]
+            sample_details = [
+                _sample_details(label, sample) for label, sample in _pick_samples(samples)
+            ]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             notes.append(f"rollouts/{path.name} is unreadable: {error}")
             continue
         step = path.stem.removeprefix("step_").lstrip("0") or "0"
-        parts.append(
-            f"<details class=step open><summary>Step {html.escape(step)}: {len(shown)} of {len(samples)} "
-            f"rollouts</summary>{''.join(shown)}</details>"
+        sections.append(
+            f"<details class=step open><summary>Step {html.escape(step)}: {len(sample_details)} of {len(samples)} "
+            f"rollouts</summary>{''.join(sample_details)}</details>"
         )
     search = "<p><input id=search type=search placeholder='search the samples' hidden><span id=found></span></p>"
-    return f"<section><h2>Sample rollouts</h2>{search}{''.join(parts)}</section>" if parts else ""
+    return (
+        f"<section><h2>Sample rollouts</h2>{search}{''.join(sections)}</section>"
+        if sections
+        else ""
+    )
 
 
-def _spread(items: list[Any], count: int) -> list[Any]:
+def _evenly_spaced(items: list[Any], count: int) -> list[Any]:
     """Return at most `count` items: the first, the last, and evenly spaced ones between."""
     if len(items) <= count:
         return items
     return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
 
 
-def _pick(samples: list[Record]) -> list[tuple[str, Record]]:
+def _pick_samples(samples: list[Record]) -> list[tuple[str, Record]]:
     """Return samples from the best reward to the worst, and failed scores."""
     scored = sorted(
         (s for s in samples if s["score"]["type"] == "Score"),
         key=lambda s: -float(s["score"]["reward"]),
     )
     failed = [("no score", s) for s in samples if s["score"]["type"] != "Score"][:ERRORS]
-    picked = [("", sample) for sample in _spread(scored, A_STEP)]
+    picked = [("", sample) for sample in _evenly_spaced(scored, A_STEP)]
     if picked:
         picked[-1] = ("worst", picked[-1][1])
         picked[0] = ("best", picked[0][1])
     return picked + failed
 
 
-def _sample(label: str, sample: Record) -> str:
+def _sample_details(label: str, sample: Record) -> str:
+    """Return a sample with its prompt, gold answer and response."""
     rollout, score, behavior = sample["rollout"], sample["score"], sample["rollout"]["behavior"]
     prompt, scored = sample["prompt"], score["type"] == "Score"
     turns = rollout.get("turns")
@@ -77,27 +84,27 @@ def _sample(label: str, sample: Record) -> str:
         logprobs = [p for turn in turns for p in logprobs[turn["start"] : turn["end"]]]
     reward = f"{float(score['reward']):.3f}" if scored else f"{score['kind']}: {score['message']}"
     versions = ", ".join(map(str, sorted({span["version"] for span in behavior["policy"]})))
-    mean = f"{statistics.fmean(logprobs):.3f}" if logprobs else "-"
+    mean_log_prob = f"{statistics.fmean(logprobs):.3f}" if logprobs else "-"
     facts = (
         f"environment {prompt['env']}, {prompt['id']}; {len(logprobs)} tokens{_turns(sample)}, ended by "
-        f"{rollout['finish_reason']}, mean log-prob {mean}; advantage {float(sample['advantage']):+.2f}; "
+        f"{rollout['finish_reason']}, mean log-prob {mean_log_prob}; advantage {float(sample['advantage']):+.2f}; "
         f"drawn by {behavior['weights']} v{versions}"
     )
-    asked = "\n".join(
+    prompt_text = "\n".join(
         f"{message.get('role', '?')}: {message.get('content', '')}"
         for message in prompt["messages"]
     )
-    last = prompt["messages"][-1].get("content", "") if prompt["messages"] else ""
-    head = f"<b>{escape(reward, 60)}</b><i>{label}</i>{_line(last)} → {_line(sample['text'])}"
-    texts = [("prompt", asked), _gold(prompt), response_text(sample)]
+    last_message = prompt["messages"][-1].get("content", "") if prompt["messages"] else ""
+    title = f"<b>{escape(reward, 60)}</b><i>{label}</i>{_summary_line(last_message)} → {_summary_line(sample['text'])}"
+    texts = [("prompt", prompt_text), _gold_answer(prompt), response_text(sample)]
     if not scored:
         texts.append(("score", reward))
     if score.get("extra"):
         texts.append(("logged", json.dumps(score["extra"], ensure_ascii=False, indent=1)))
     body = "".join(
-        f"\n<h4>{name}</h4>\n<pre>{escape(text, _LONGEST)}</pre>" for name, text in texts
+        f"\n<h4>{name}</h4>\n<pre>{escape(text, _MAX_TEXT_LENGTH)}</pre>" for name, text in texts
     )
-    return f"<details class=sample><summary>{head}</summary>{body}<p>{escape(facts, 400)}</p></details>"
+    return f"<details class=sample><summary>{title}</summary>{body}<p>{escape(facts, 400)}</p></details>"
 
 
 def _turns(sample: Record) -> str:
@@ -107,23 +114,23 @@ def _turns(sample: Record) -> str:
 
 def response_text(sample: Record) -> tuple[str, str]:
     """Return the kind and text of a response; of a conversation, its turns."""
-    said = sample.get("messages")
-    if said is None:
+    conversation = sample.get("messages")
+    if conversation is None:
         return "response", sample["text"]
-    return "conversation", "\n".join(map(_said, said))
+    return "conversation", "\n".join(map(_message_text, conversation))
 
 
-def _said(message: Record) -> str:
+def _message_text(message: Record) -> str:
     """Return a message with its calls as text."""
-    called = [json.dumps(call["function"], ensure_ascii=False) for call in _calls(message)]
-    return "\n".join([f"{message.get('role', '?')}: {message.get('content', '')}", *called])
+    call_texts = [json.dumps(call["function"], ensure_ascii=False) for call in _calls(message)]
+    return "\n".join([f"{message.get('role', '?')}: {message.get('content', '')}", *call_texts])
 
 
 def _calls(message: Record) -> list[Record]:
     return message.get("tool_calls") or []
 
 
-def _gold(prompt: Record) -> tuple[str, str]:
+def _gold_answer(prompt: Record) -> tuple[str, str]:
     """Return the gold answer and its name, or all of the scorer's data."""
     info = prompt.get("info") or {}
     if "answer" in info:
@@ -133,5 +140,5 @@ def _gold(prompt: Record) -> tuple[str, str]:
     return "gold answer", "none is stored"
 
 
-def _line(text: object) -> str:
-    return escape(" ".join(str(text).split()), _LINE)
+def _summary_line(text: object) -> str:
+    return escape(" ".join(str(text).split()), _SUMMARY_LENGTH)

@@ -76,14 +76,20 @@ class Adapter(nn.Module):
 
     def blocks(self, parts: Mapping[str, int]) -> list[tuple[str, slice, slice]]:
         """Return (part, its rows of B [N, L], its columns) of every adapted part."""
-        found: list[tuple[str, slice, slice]] = []
+        blocks_of_parts: list[tuple[str, slice, slice]] = []
         start = 0
         for part, size in parts.items():
             if part in self.a:
-                at = len(found) * self.rank
-                found.append((part, slice(start, start + size), slice(at, at + self.rank)))
+                first_column = len(blocks_of_parts) * self.rank
+                blocks_of_parts.append(
+                    (
+                        part,
+                        slice(start, start + size),
+                        slice(first_column, first_column + self.rank),
+                    )
+                )
             start += size
-        return found
+        return blocks_of_parts
 
     def matrices(self, parts: Mapping[str, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A [L, K] and the scaled block-diagonal B [N, L] in a dtype, cached until a change.
@@ -104,18 +110,18 @@ class Adapter(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             a_LK = torch.cat([self.a[part] for part, _, _ in self.blocks(parts)]).to(dtype)
             b_NL = a_LK.new_zeros(sum(parts.values()), len(a_LK))
-            for part, rows, columns in self.blocks(parts):
-                b_NL[rows, columns] = (self.b[part] * self.scaling).to(dtype)
+            for part, part_rows, part_columns in self.blocks(parts):
+                b_NL[part_rows, part_columns] = (self.b[part] * self.scaling).to(dtype)
             self._parts = dict(parts)
             self._made_of = made_of
-            made = self._made
-            if made is not None and made[0].dtype == dtype and made[0].device == a_LK.device:
-                made[0].copy_(a_LK)
-                made[1].copy_(b_NL)
+            cached = self._made
+            if cached is not None and cached[0].dtype == dtype and cached[0].device == a_LK.device:
+                cached[0].copy_(a_LK)
+                cached[1].copy_(b_NL)
             else:
-                made = a_LK, b_NL
-            self._made = made
-        return made
+                cached = a_LK, b_NL
+            self._made = cached
+        return cached
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
         """Reset the copies after a move or a cast, which replaces the parameters' storages."""
@@ -154,8 +160,11 @@ def product(
     without this update, and its silu(gate) * up is multiplied. exact: a row's sums do not depend on
     its batch (`kernels.batch_invariant`); for a dense weight or codes in their own arithmetic.
     """
-    adapted = [part for part, _, _ in adapter.blocks(parts)]
-    masters = [*(adapter.a[part] for part in adapted), *(adapter.b[part] for part in adapted)]
+    adapted_parts = [part for part, _, _ in adapter.blocks(parts)]
+    masters = [
+        *(adapter.a[part] for part in adapted_parts),
+        *(adapter.b[part] for part in adapted_parts),
+    ]
     in_codes = codes is not None
     dense: Tensor | None = None
     if not isinstance(weight, QTensor):
@@ -179,7 +188,7 @@ def product(
     return y_TN, low_TL, adapter.matrices(parts, x_TK.dtype)[1]
 
 
-def _base(
+def _base_product(
     x_TK: Tensor,
     weight_NK: Tensor | None,
     codes: QTensor | None,
@@ -198,7 +207,7 @@ def _base(
     return F.linear(low_TL, b_NL, bias_N).addmm_(x_TK, weight_NK.t())
 
 
-_GIVEN = 11  # number of arguments before the masters
+_NUM_PLAIN_ARGUMENTS = 11  # number of arguments before the masters
 
 
 class _AdaptedProduct(torch.autograd.Function):
@@ -218,9 +227,9 @@ class _AdaptedProduct(torch.autograd.Function):
         exact: bool,
         *masters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        given, ctx.update = x_TK, update
+        input_TK, ctx.update = x_TK, update
         if update is not None:
-            x_TK = update.gate(given)
+            x_TK = update.gate(input_TK)
         a_LK, b_NL = adapter.matrices(parts, x_TK.dtype)
         bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
         low_TL = float_product(x_TK, a_LK, None, exact)
@@ -237,11 +246,13 @@ class _AdaptedProduct(torch.autograd.Function):
             if whole:
                 y_TN = y_TN.addmm_(low_TL, b_NL.t())
         else:
-            y_TN = _base(x_TK, weight_NK, codes, bias_in_dtype_N, low_TL if whole else None, b_NL)
-        learns = any(ctx.needs_input_grad[_GIVEN:]) or ctx.needs_input_grad[1]
+            y_TN = _base_product(
+                x_TK, weight_NK, codes, bias_in_dtype_N, low_TL if whole else None, b_NL
+            )
+        needs_inputs = any(ctx.needs_input_grad[_NUM_PLAIN_ARGUMENTS:]) or ctx.needs_input_grad[1]
         inputs: tuple[Tensor | None, Tensor | None] = (None, None)
-        if learns or update is not None:
-            inputs = given, low_TL
+        if needs_inputs or update is not None:
+            inputs = input_TK, low_TL
         kept_NK = weight_NK if codes is None and transposed is None else None
         ctx.save_for_backward(*inputs, a_LK, b_NL, kept_NK)
         ctx.codes, ctx.transposed = codes, transposed
@@ -276,12 +287,20 @@ class _AdaptedProduct(torch.autograd.Function):
         bias_grad = None
         if needs_bias:
             bias_grad = grad_TN.sum(0).to(ctx.dtypes[1])
-        master_grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad[_GIVEN:])
-        if any(ctx.needs_input_grad[_GIVEN:]):
+        master_grads: list[Tensor | None] = [None] * len(
+            ctx.needs_input_grad[_NUM_PLAIN_ARGUMENTS:]
+        )
+        if any(ctx.needs_input_grad[_NUM_PLAIN_ARGUMENTS:]):
             a_grad_LK = float32_product(low_grad_TL.t(), x_TK).float()
             b_grad_NL = float32_product(grad_TN.t(), low_TL).float() * ctx.scaling
             master_grads = [
                 *(a_grad_LK[columns] for _, _, columns in ctx.blocks),
                 *(b_grad_NL[rows, columns] for _, rows, columns in ctx.blocks),
             ]
-        return x_grad_TK, weight_grad, bias_grad, *(None,) * (_GIVEN - 3), *master_grads
+        return (
+            x_grad_TK,
+            weight_grad,
+            bias_grad,
+            *(None,) * (_NUM_PLAIN_ARGUMENTS - 3),
+            *master_grads,
+        )

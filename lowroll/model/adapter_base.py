@@ -58,11 +58,11 @@ def of(model: Transformer, uaq_scale: float) -> Base:
 
 
 def write(base: Base, folder: Path) -> None:
-    stated = asdict(base)
-    form = None if base.weights is None else get_format(base.weights)
-    if isinstance(form, Mixed):
-        stated["weights"] = form.stated()
-    (folder / FILE).write_text(json.dumps(stated, indent=2) + "\n")
+    content = asdict(base)
+    weight_format = None if base.weights is None else get_format(base.weights)
+    if isinstance(weight_format, Mixed):
+        content["weights"] = weight_format.stated()
+    (folder / FILE).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read(folder: Path) -> Base | None:
@@ -71,11 +71,11 @@ def read(folder: Path) -> Base | None:
     path = folder / FILE
     if not path.exists():
         return None
-    found = read_json(path)
-    known = [field.name for field in fields(Base)]
-    if not isinstance(found, dict) or found.keys() != set(known):
-        raise ValueError(f"{path}: expected an object with the keys {', '.join(known)}")
-    weights, dtype, s = found["weights"], found["dtype"], found["uaq_scale"]
+    content = read_json(path)
+    known_keys = [field.name for field in fields(Base)]
+    if not isinstance(content, dict) or content.keys() != set(known_keys):
+        raise ValueError(f"{path}: expected an object with the keys {', '.join(known_keys)}")
+    weights, dtype, uaq_scale = content["weights"], content["dtype"], content["uaq_scale"]
     if isinstance(weights, dict):
         try:
             weights = mixed.read(weights)
@@ -87,13 +87,15 @@ def read(folder: Path) -> Base | None:
         )
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(f"{path}: dtype: {printable(repr(dtype))} is none of {', '.join(_DTYPES)}")
-    if s is not None and (
-        isinstance(s, bool) or not isinstance(s, int | float) or not 0 < s < LARGE
+    if uaq_scale is not None and (
+        isinstance(uaq_scale, bool)
+        or not isinstance(uaq_scale, int | float)
+        or not 0 < uaq_scale < LARGE
     ):
         raise ValueError(
-            f"{path}: uaq_scale: expected a positive number or null, got {printable(repr(s))}"
+            f"{path}: uaq_scale: expected a positive number or null, got {printable(repr(uaq_scale))}"
         )
-    return Base(weights, dtype, s)
+    return Base(weights, dtype, uaq_scale)
 
 
 def base_of(folder: Path) -> str:
@@ -118,20 +120,20 @@ def base_of(folder: Path) -> str:
             f"{printable(repr(revision))}"
         )
     try:
-        named = resolve(base, revision, connect=False)
+        base_folder = resolve(base, revision, connect=False)
     except ValueError:
-        wanted = f"{base} --revision {revision}" if revision else base
+        download_arguments = f"{base} --revision {revision}" if revision else base
         raise ValueError(
             f"{path}: base_model_name_or_path: {printable(repr(base))} is not on this machine, and "
             "a name that comes with a folder opens no connection. If you want that model: `hf "
-            f"download {printable(wanted)}`"
+            f"download {printable(download_arguments)}`"
         ) from None
-    if (named / "adapter_config.json").is_file():
+    if (base_folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"{path}: base_model_name_or_path: {named} is an adapter folder itself; merge it into "
-            f"its base first (lowroll export {named} OUT --as merged)"
+            f"{path}: base_model_name_or_path: {base_folder} is an adapter folder itself; merge it into "
+            f"its base first (lowroll export {base_folder} OUT --as merged)"
         )
-    return str(named)
+    return str(base_folder)
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:

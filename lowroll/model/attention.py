@@ -54,32 +54,34 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
     by_length: dict[int, list[int]] = defaultdict(list)
     for start, length in zip(starts, lengths, strict=False):
         by_length[length].append(start)
-    shapes = [(len(firsts), length) for length, firsts in by_length.items()]
+    stack_shapes = [(len(stack_starts), length) for length, stack_starts in by_length.items()]
     longest, on_cuda = max(lengths), torch.device(device).type == "cuda"
     bounds = upload(torch.tensor(starts, dtype=torch.int32), device) if on_cuda else None
 
     @cache
     def order() -> tuple[Tensor, Tensor]:
-        places = [
+        positions = [
             t
-            for length, firsts in by_length.items()
-            for first in firsts
-            for t in range(first, first + length)
+            for length, stack_starts in by_length.items()
+            for sequence_start in stack_starts
+            for t in range(sequence_start, sequence_start + length)
         ]
-        there = upload(torch.tensor(places), device)
-        back = torch.empty_like(there)
-        back[there] = torch.arange(len(there), device=device)
-        return there, back
+        stacked_order = upload(torch.tensor(positions), device)
+        original_order = torch.empty_like(stacked_order)
+        original_order[stacked_order] = torch.arange(len(stacked_order), device=device)
+        return stacked_order, original_order
 
     def attend(_layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        ragged = len(shapes) > MOST_STACKS or longest < LONG
-        if ragged and _flashes(q_THd):
+        prefers_flash = len(stack_shapes) > MOST_STACKS or longest < LONG
+        if prefers_flash and _can_flash(q_THd):
             assert bounds is not None
-            return _flash(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest)
-        if len(shapes) == 1:
-            return _by_length(q_THd, k_TGd, v_TGd, shapes)
-        there, back = order()
-        return _by_length(q_THd[there], k_TGd[there], v_TGd[there], shapes)[back]
+            return _flash_attention(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest)
+        if len(stack_shapes) == 1:
+            return _attend_stacks(q_THd, k_TGd, v_TGd, stack_shapes)
+        stacked_order, original_order = order()
+        return _attend_stacks(
+            q_THd[stacked_order], k_TGd[stacked_order], v_TGd[stacked_order], stack_shapes
+        )[original_order]
 
     return attend
 
@@ -87,23 +89,25 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
 def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
     """Return `varlen` in which a query's bits depend on it and its keys alone
     (`kernels.batch_invariant.attention`)."""
-    plain = varlen(lengths, device)
+    plain_attention = varlen(lengths, device)
     lengths_S = upload(torch.tensor(lengths, dtype=torch.int32), device)
-    fast = invariant.packed(lengths_S, sum(lengths))
+    invariant_attention = invariant.packed(lengths_S, sum(lengths))
 
     def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        made = with_gradient_of(partial(plain, layer), fast, q_THd, k_TGd, v_TGd)
-        assert isinstance(made, Tensor)
-        return made
+        o_THd = with_gradient_of(
+            partial(plain_attention, layer), invariant_attention, q_THd, k_TGd, v_TGd
+        )
+        assert isinstance(o_THd, Tensor)
+        return o_THd
 
     return attend
 
 
 def packed(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, bounds: Tensor, longest: int) -> Tensor:
     """Compute causal attention over packed sequences with int32 bounds [S + 1] on the device; equal
-    bounds are no sequence. Flash attention does not wait for the host."""
-    if _flashes(q_THd):
-        return _flash(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest)
+    bounds mean no sequence. Flash attention does not wait for the host."""
+    if _can_flash(q_THd):
+        return _flash_attention(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest)
     lengths = [length for length in bounds.diff().tolist() if length]
     return varlen(lengths, q_THd.device)(0, q_THd, k_TGd, v_TGd)
 
@@ -134,21 +138,25 @@ def suffixes(
 
     @cache
     def stacks() -> tuple[list[_Stack], Tensor]:
-        found = list(_stacks(lengths, totals, device))
-        order_C = torch.cat([stack.queries_C for stack in found])
+        stack_list = list(_stacks(lengths, totals, device))
+        order_C = torch.cat([stack.queries_C for stack in stack_list])
         back_C = torch.empty_like(order_C)
         back_C[order_C] = torch.arange(len(order_C), device=device)
-        return found, back_C
+        return stack_list, back_C
 
     def attend(_layer: int, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        if _flashes(q_CHd):
-            return _flash(q_CHd, k_TGd, v_TGd, bounds[0], max(lengths), bounds[1], max(totals))
+        if _can_flash(q_CHd):
+            return _flash_attention(
+                q_CHd, k_TGd, v_TGd, bounds[0], max(lengths), bounds[1], max(totals)
+            )
         if stacked:
-            found, back_C = stacks()
-            return torch.cat([stack(q_CHd, k_TGd, v_TGd) for stack in found])[back_C]
+            stack_list, back_C = stacks()
+            return torch.cat([stack(q_CHd, k_TGd, v_TGd) for stack in stack_list])[back_C]
         k_parts, v_parts = k_TGd.split(list(totals)), v_TGd.split(list(totals))
-        parts = zip(spans, q_CHd.split(list(lengths)), k_parts, v_parts, strict=True)
-        return torch.cat([_suffix(q, k, v, total - length) for (length, total), q, k, v in parts])
+        sequences = zip(spans, q_CHd.split(list(lengths)), k_parts, v_parts, strict=True)
+        return torch.cat(
+            [_attend_suffix(q, k, v, total - length) for (length, total), q, k, v in sequences]
+        )
 
     return attend
 
@@ -182,20 +190,21 @@ def _stacks(
     lengths: Sequence[int], totals: Sequence[int], device: torch.device | str
 ) -> Iterator[_Stack]:
     """Yield sequences by length and total, up to MOST_SCORES scores of a head together."""
-    by_span: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    starts_by_span: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     starts = zip(accumulate(lengths, initial=0), accumulate(totals, initial=0), strict=True)
     for span, start in zip(zip(lengths, totals, strict=True), starts, strict=False):
-        by_span[span].append(start)
-    for (length, total), firsts in by_span.items():
-        together = max(1, MOST_SCORES // (length * total))
-        for i in range(0, len(firsts), together):
-            first_2S = torch.tensor(firsts[i : i + together]).t()
+        starts_by_span[span].append(start)
+    for (length, total), span_starts in starts_by_span.items():
+        stack_size = max(1, MOST_SCORES // (length * total))
+        for i in range(0, len(span_starts), stack_size):
+            first_2S = torch.tensor(span_starts[i : i + stack_size]).t()
             queries_C = (first_2S[0, :, None] + torch.arange(length)).flatten()
             keys_T = (first_2S[1, :, None] + torch.arange(total)).flatten()
             yield _Stack(length, total, upload(queries_C, device), upload(keys_T, device))
 
 
-def _suffix(q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, before: int) -> Tensor:
+def _attend_suffix(q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, before: int) -> Tensor:
+    """Compute the attention of the last queries of one sequence, after `before` tokens."""
     pos_C = torch.arange(before, len(k_TGd), device=q_CHd.device)
     mask_CT = torch.arange(len(k_TGd), device=q_CHd.device) <= pos_C[:, None]
     q, k, v = (x.transpose(0, 1)[None] for x in (q_CHd, k_TGd, v_TGd))
@@ -211,9 +220,10 @@ def upload(x: Tensor, device: torch.device | str) -> Tensor:
     return x.to(device)
 
 
-def _by_length(
+def _attend_stacks(
     q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, shapes: list[tuple[int, int]]
 ) -> Tensor:
+    """Compute attention with one call for all sequences of one length. shapes: (count, length)."""
     sizes = [count * length for count, length in shapes]
     outputs = []
     for (count, length), q, k, v in zip(
@@ -227,6 +237,7 @@ def _by_length(
 
 
 def _stack(q_SHLd: Tensor, k_SGLd: Tensor, v_SGLd: Tensor) -> Tensor:
+    """Compute causal attention over sequences of equal length."""
     if not q_SHLd.is_cuda:
         return F.scaled_dot_product_attention(
             q_SHLd, k_SGLd, v_SGLd, is_causal=True, enable_gqa=True
@@ -237,7 +248,8 @@ def _stack(q_SHLd: Tensor, k_SGLd: Tensor, v_SGLd: Tensor) -> Tensor:
         )
 
 
-def _flashes(q_THd: Tensor) -> bool:
+def _can_flash(q_THd: Tensor) -> bool:
+    """Return whether torch's variable-length flash attention takes these queries."""
     return q_THd.is_cuda and flashes(q_THd.dtype, q_THd.shape[-1])
 
 
@@ -245,7 +257,7 @@ def flashes(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
 
 
-def _flash(
+def _flash_attention(
     q_CHd: Tensor,
     k_TGd: Tensor,
     v_TGd: Tensor,
@@ -266,13 +278,13 @@ def _flash(
         q_longest,
         k_longest,
         window_size=(-1, 0),
-        **_grouped_heads(varlen_attn),
+        **_grouped_heads_argument(varlen_attn),
     )
     assert isinstance(o_THd, Tensor)
     return o_THd
 
 
 @cache
-def _grouped_heads(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
+def _grouped_heads_argument(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
     """Return the argument for grouped heads: torch 2.11 needs none, later versions do."""
     return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}

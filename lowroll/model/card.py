@@ -30,54 +30,66 @@ def write(folder: Path, named: str, base: Base, holds: str | None = None, cost: 
         f"weights {base.weights or 'as they are'}, {base.dtype}.",
     ]
     if (folder / "base").is_dir():
-        body += _beside(base)
+        body += _base_section(base)
     elif base.rounds and stored_format(str(base.weights)) != holds:
-        body += _rounded(base, cost or _UNMEASURED)
-    (folder / FILE).write_text(_front(named) + "\n\n".join(body) + "\n", encoding="utf-8")
+        body += _rounding_section(base, cost or _UNMEASURED)
+    (folder / FILE).write_text(_front_matter(named) + "\n\n".join(body) + "\n", encoding="utf-8")
 
 
-def _front(named: str) -> str:
+def _front_matter(named: str) -> str:
+    """Return the card's YAML header."""
     from huggingface_hub import ModelCardData
 
     on_the_hub = (
         named.count("/") == 1 and not Path(named).is_absolute() and not Path(named).exists()
     )
-    data = ModelCardData(
+    card_data = ModelCardData(
         base_model=named if on_the_hub else None,
         library_name="peft",
         tags=["lora", "lowroll"],
         pipeline_tag="text-generation",
     )
-    return f"---\n{data.to_yaml()}\n---\n\n"
+    return f"---\n{card_data.to_yaml()}\n---\n\n"
 
 
-def _beside(base: Base) -> list[str]:
-    form = get_format(base.weights) if base.low_bit and base.weights else None
-    if isinstance(form, Mixed):
+def _base_section(base: Base) -> list[str]:
+    """Describe how to load the quantized base in the folder `base`."""
+    weight_format = get_format(base.weights) if base.low_bit and base.weights else None
+    if isinstance(weight_format, Mixed):
         return [
             "The very weights that it stands on are in the folder `base`, several formats in one. "
             "PEFT needs matrices that can be multiplied with, and transformers makes none of such a "
             "folder; lowroll reads it, and `lowroll export FOLDER OUT --as merged` makes one dense "
             "model of both.",
         ]
-    if form is not None and form.scheme is not None and form.scheme.rotated:
+    if (
+        weight_format is not None
+        and weight_format.scheme is not None
+        and weight_format.scheme.rotated
+    ):
         return [
             "The very weights that it stands on are in the folder `base`, rotated as its "
             "`transform_config` says. transformers and PEFT do not read that, and would compute "
             "another model without a word; lowroll and vLLM do.",
         ]
     # PEFT cannot multiply packed codes
-    unpacked = form is not None and form.describe(getattr(torch, base.dtype), False) is None
-    names = ["AutoModelForCausalLM", *(["CompressedTensorsConfig"] if unpacked else [])]
-    read = [f'dtype="{base.dtype}"']
-    if unpacked:
-        read.append("quantization_config=CompressedTensorsConfig(dequantize=True)")
+    needs_dequantize = (
+        weight_format is not None
+        and weight_format.describe(getattr(torch, base.dtype), False) is None
+    )
+    imported_classes = [
+        "AutoModelForCausalLM",
+        *(["CompressedTensorsConfig"] if needs_dequantize else []),
+    ]
+    load_arguments = [f'dtype="{base.dtype}"']
+    if needs_dequantize:
+        load_arguments.append("quantization_config=CompressedTensorsConfig(dequantize=True)")
     code = [
         "from peft import PeftModel",
-        f"from transformers import {', '.join(names)}",
+        f"from transformers import {', '.join(imported_classes)}",
         "",
         "model = AutoModelForCausalLM.from_pretrained(",
-        *(f"    {argument}," for argument in ['"./base"', *read]),
+        *(f"    {argument}," for argument in ['"./base"', *load_arguments]),
         ")",
         'model = PeftModel.from_pretrained(model, ".")',
     ]
@@ -88,14 +100,15 @@ def _beside(base: Base) -> list[str]:
     ]
 
 
-def _rounded(base: Base, cost: str) -> list[str]:
+def _rounding_section(base: Base, cost: str) -> list[str]:
+    """Describe a base that was quantized and is not in the folder."""
     if base.uaq_scale is None:
-        scaled = ""
+        scaling_note = ""
     else:
-        scaled = f" scaled by {base.uaq_scale:g} (update-aware scaling), then"
+        scaling_note = f" scaled by {base.uaq_scale:g} (update-aware scaling), then"
     return [
         "## What it stands on",
-        f"Not on that model as it is: its linear weights were{scaled} quantized to {base.weights}, "
+        f"Not on that model as it is: its linear weights were{scaling_note} quantized to {base.weights}, "
         f"and the adapter "
         "learned on what they became, rounding errors and all. `adapter_base.json` says so, and "
         "lowroll makes that "

@@ -15,14 +15,14 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
     """
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type == "cuda" and not torch.cuda.is_available():
+    picked = torch.device(device)
+    if picked.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device} was asked for, and torch sees no CUDA device")
-    if found.type == "cuda":
-        if found.index is None:
-            found = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.set_device(found)
-    return found
+    if picked.type == "cuda":
+        if picked.index is None:
+            picked = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(picked)
+    return picked
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
@@ -34,15 +34,15 @@ def free_memory(device: torch.device) -> int | None:
     system does not say."""
     if device.type == "cuda":
         # cached by torch and unused
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        unused_cache = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused_cache
     return machine.free_memory()
 
 
 def total_memory(device: torch.device | str) -> int | None:
     """Return the device's total memory (that this process may use, for a CPU) in bytes, or None
     where unknown."""
-    place = torch.device(device)
-    if place.type == "cuda":
-        return int(torch.cuda.mem_get_info(place)[1])
-    return machine.total_memory() if place.type == "cpu" else None
+    torch_device = torch.device(device)
+    if torch_device.type == "cuda":
+        return int(torch.cuda.mem_get_info(torch_device)[1])
+    return machine.total_memory() if torch_device.type == "cpu" else None

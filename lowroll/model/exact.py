@@ -22,10 +22,16 @@ from lowroll.quant.formats import QTensor, get_format
 def make(model: Transformer, key: str = "rollout.exact") -> None:
     """Make a model exact. ValueError as `refuse`, and for layers of another dtype than the
     model's."""
-    held = [linear.weight for _, linear in model.linears()]
-    forms = {get_format(w.format) for w in held if isinstance(w, QTensor)}
-    if other := [form.name for form in forms if form.dtype not in (None, model.dtype)]:
-        raise ValueError(f"{key}: it computes in {model.dtype}, and some layers are {other[0]}")
+    weights = [linear.weight for _, linear in model.linears()]
+    weight_formats = {get_format(w.format) for w in weights if isinstance(w, QTensor)}
+    if other_dtype_formats := [
+        layer_format.name
+        for layer_format in weight_formats
+        if layer_format.dtype not in (None, model.dtype)
+    ]:
+        raise ValueError(
+            f"{key}: it computes in {model.dtype}, and some layers are {other_dtype_formats[0]}"
+        )
     refuse(model.spec, model.device, model.dtype, key)
     model.be_exact()
 
@@ -35,29 +41,30 @@ def refuse(
 ) -> None:
     """Raise ValueError when a model cannot be exact, with the alternatives. key: the setting to
     name."""
-    if (said := why_not(spec, device, dtype)) is not None:
-        raise ValueError(f"{key}: {said}")
+    if (reason := why_not(spec, device, dtype)) is not None:
+        raise ValueError(f"{key}: {reason}")
 
 
 def why_not(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cpu" and not INTERPRETED:
         return _why_not_on_cpu(spec, device, dtype)
-    found = tiled.supports_device(device) and tiled.supports_heads(
+    support = tiled.supports_device(device) and tiled.supports_heads(
         spec.head_dim, spec.num_heads, spec.num_kv_heads
     )
-    if not found:
-        return f"attention {found.why_not}"
+    if not support:
+        return f"attention {support.why_not}"
     if spec.num_experts:
         return "experts have the same bits on a CPU alone; set device: cpu"
     return None
 
 
 def _why_not_on_cpu(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why a model cannot be exact on this CPU, or None."""
     if dtype != torch.float32:
         return f"on a CPU it computes in float32, and the dtype is {dtype}"
-    for part in (rows, heads, attention, ordered):
-        if not (found := part.supports_device(device)):
-            return f"a kernel of this CPU {found.why_not}"
+    for kernel in (rows, heads, attention, ordered):
+        if not (support := kernel.supports_device(device)):
+            return f"a kernel of this CPU {support.why_not}"
     if spec.head_dim % heads.MULTIPLE or spec.head_dim > attention.WIDEST:
         return (
             f"heads have {spec.head_dim} numbers; it takes multiples of {heads.MULTIPLE} up "

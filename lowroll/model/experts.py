@@ -76,7 +76,7 @@ class StackedLinear(Linear):
     def set_weight(self, weight: QTensor | nn.Parameter) -> None:
         """Set the weight as `Linear` does. ValueError when a block of the format spans two experts."""
         if isinstance(weight, QTensor):
-            _experts(weight, self.num_experts)
+            _split_experts(weight, self.num_experts)
         super().set_weight(weight)
 
     def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
@@ -112,11 +112,11 @@ class EngineStack(StackedLinear):
     def stack(self, x: Tensor) -> Stack:
         """Return the matrices for products with activations like x."""
         refuse_gradient(x)
-        return _stack(self.codes, self.num_experts, x.dtype)
+        return _make_stack(self.codes, self.num_experts, x.dtype)
 
     def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
         refuse_gradient(x_PK)
-        return _low_bit(x_PK, self.codes, groups, self.num_experts, self.exact)
+        return _low_bit_multiply(x_PK, self.codes, groups, self.num_experts, self.exact)
 
 
 class Experts(nn.Module):
@@ -125,12 +125,12 @@ class Experts(nn.Module):
     def __init__(self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
         hidden = spec.hidden_size
-        wide = spec.moe_intermediate_size
+        mlp_size = spec.moe_intermediate_size
         self.router = Router(spec, device, dtype)
         self.gate_up = self.stacked(
-            spec.num_experts, hidden, {"gate_proj": wide, "up_proj": wide}, device, dtype
+            spec.num_experts, hidden, {"gate_proj": mlp_size, "up_proj": mlp_size}, device, dtype
         )
-        self.down = self.stacked(spec.num_experts, wide, {"down_proj": hidden}, device, dtype)
+        self.down = self.stacked(spec.num_experts, mlp_size, {"down_proj": hidden}, device, dtype)
         self.exact = False  # see `Transformer.be_exact`
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -201,8 +201,8 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.master_dtype = None if master_NK is None else master_NK.dtype
         ctx.save_for_backward(x_PK if ctx.needs_input_grad[1] else None)
         if isinstance(weight, QTensor) and aligned:
-            return _low_bit(x_PK.detach(), weight, groups, num_experts, exact)
-        w_ENK = _dense(weight, num_experts, x_PK.dtype)
+            return _low_bit_multiply(x_PK.detach(), weight, groups, num_experts, exact)
+        w_ENK = _dense_by_expert(weight, num_experts, x_PK.dtype)
         if exact:
             pieces = x_PK.detach().split([end - start for start, end in groups.bounds])
             return torch.cat([ordered.product(*pair) for pair in zip(pieces, w_ENK, strict=True)])
@@ -215,7 +215,7 @@ class _GroupedProduct(torch.autograd.Function):
         x_grad_PK = None
         master_grad_NK = None
         if ctx.needs_input_grad[0]:
-            w_ENK = _dense(ctx.weight, ctx.num_experts, grad_PN.dtype)
+            w_ENK = _dense_by_expert(ctx.weight, ctx.num_experts, grad_PN.dtype)
             x_grad_PK = grouped.product(grad_PN, w_ENK, ctx.groups)
         if ctx.needs_input_grad[1]:
             master_grad_ENK = grouped.outer(grad_PN, x_PK, ctx.groups)
@@ -223,12 +223,13 @@ class _GroupedProduct(torch.autograd.Function):
         return x_grad_PK, master_grad_NK, *(None,) * 5
 
 
-def _dense(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Tensor:
+def _dense_by_expert(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Tensor:
+    """Return the dense weight as [E, N, K]."""
     w_NK = weight.dequantize(dtype) if isinstance(weight, QTensor) else weight.detach().to(dtype)
     return w_NK.view(num_experts, -1, w_NK.shape[1])
 
 
-def _stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
+def _make_stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
     """Return the weight as stored if the kernels support its format, else dequantized."""
     format = get_format(weight.format)
     if format.stacked:
@@ -238,23 +239,25 @@ def _stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
         if grouped.supports(stack, dtype):
             return stack
     elif format.rounds:
-        w_NK = _dense(weight, num_experts, torch.float32).flatten(0, 1)
+        w_NK = _dense_by_expert(weight, num_experts, torch.float32).flatten(0, 1)
         return Stack("dense", num_experts, w_NK, rounded=format.rounded)
-    return Stack("dense", num_experts, _dense(weight, num_experts, dtype).flatten(0, 1))
+    return Stack("dense", num_experts, _dense_by_expert(weight, num_experts, dtype).flatten(0, 1))
 
 
-def _low_bit(
+def _low_bit_multiply(
     x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool = False
 ) -> Tensor:
+    """Multiply sorted rows by their experts' codes."""
     if triton_supports(x_PK):
-        return grouped.multiply(x_PK, _stack(weight, num_experts, x_PK.dtype), groups)
+        return grouped.multiply(x_PK, _make_stack(weight, num_experts, x_PK.dtype), groups)
     return _low_bit_product(x_PK, weight, groups, num_experts, exact)
 
 
 def _low_bit_product(
     x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool
 ) -> Tensor:
-    experts = weight.derive("experts", lambda q: tuple(_experts(q, num_experts)))
+    """Multiply each expert's rows by its codes, one expert after the other."""
+    experts = weight.derive("experts", lambda q: tuple(_split_experts(q, num_experts)))
     return torch.cat(
         [
             expert.linear(x_PK[start:end], None, exact)
@@ -264,5 +267,6 @@ def _low_bit_product(
     )
 
 
-def _experts(weight: QTensor, num_experts: int) -> list[QTensor]:
+def _split_experts(weight: QTensor, num_experts: int) -> list[QTensor]:
+    """Return each expert's codes."""
     return get_format(weight.format).split(weight, [weight.shape[0] // num_experts] * num_experts)

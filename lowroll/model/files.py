@@ -64,9 +64,12 @@ def tensor_headers(path: Path) -> Headers:
                 f"a header of {length:,} bytes in a file of {size:,}; {MOST_HEADER:,} at most are "
                 f"read"
             )
-        with safe_open(path, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}
-            return {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+        with safe_open(path, framework="pt") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}
+            return {
+                name: (tuple(tensor_slice.get_shape()), tensor_slice.get_dtype())
+                for name, tensor_slice in slices.items()
+            }
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
             f"{printable(path)}: damaged or not a safetensors file ({printable(error)})"
@@ -75,7 +78,7 @@ def tensor_headers(path: Path) -> Headers:
 
 def some(names: Iterable[str]) -> str:
     names = list(names)
-    shown = ", ".join(printable(name, 200) for name in names[:5])
+    first_names = ", ".join(printable(name, 200) for name in names[:5])
     if len(names) <= 5:
-        return shown
-    return f"{shown} and {len(names) - 5} more"
+        return first_names
+    return f"{first_names} and {len(names) - 5} more"

@@ -27,16 +27,18 @@ HUB_SECONDS = 3.0  # timeout of the hub's first answer
 
 def inside(folder: Path, name: str) -> Path | None:
     """Return a file of the folder, or None. ValueError for a link out of the folder, which could
-    publish a file of this machine; the hub's `blobs` beside `snapshots/<commit>` are allowed."""
+    publish a file of this machine; the hub's `blobs` next to `snapshots` are allowed."""
     path = folder / name
-    home = os.path.realpath(folder)
+    real_folder = os.path.realpath(folder)
     if not path.is_file():
         return None
-    homes = [home]
-    if Path(home).parent.name == "snapshots":
-        homes.append(os.path.join(home, "..", "..", "blobs"))
-    real = os.path.realpath(path)
-    if not any(real.startswith(os.path.normpath(place) + os.sep) for place in homes):
+    allowed_folders = [real_folder]
+    if Path(real_folder).parent.name == "snapshots":
+        allowed_folders.append(os.path.join(real_folder, "..", "..", "blobs"))
+    real_path = os.path.realpath(path)
+    if not any(
+        real_path.startswith(os.path.normpath(allowed) + os.sep) for allowed in allowed_folders
+    ):
         raise ValueError(
             f"{printable(path)}: a link that leads out of the folder; put the file itself there"
         )
@@ -60,22 +62,22 @@ def why_hub_is_silent() -> str:
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set, and "
-    found: list[str] = []
+    error_names: list[str] = []
 
     def ask() -> None:
         try:
             get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
-            found.append("")
+            error_names.append("")
         except Exception as error:  # any network failure
-            found.append(type(error).__name__)
+            error_names.append(type(error).__name__)
 
     thread = threading.Thread(target=ask, daemon=True)  # a name lookup may take long
     thread.start()
     thread.join(HUB_SECONDS)
-    if found == [""]:
+    if error_names == [""]:
         return ""
-    how = f" ({found[0]})" if found else ""
-    return f"the hub at {constants.ENDPOINT} does not answer within {HUB_SECONDS:g} s{how}, and "
+    error_note = f" ({error_names[0]})" if error_names else ""
+    return f"the hub at {constants.ENDPOINT} does not answer within {HUB_SECONDS:g} s{error_note}, and "
 
 
 def resolve(
@@ -112,21 +114,21 @@ def resolve(
         )
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]
-    silent = why_hub_is_silent() if connect else ""
-    local = not connect or bool(silent)
+    patterns = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]
+    hub_problem = why_hub_is_silent() if connect else ""
+    local_only = not connect or bool(hub_problem)
     try:
         return Path(
             snapshot_download(
-                name, revision=revision, local_files_only=local, allow_patterns=wanted
+                name, revision=revision, local_files_only=local_only, allow_patterns=patterns
             )
         )
     except Exception as error:  # the hub raises many kinds
-        if local:
-            why = f"{silent}it is not in the hub's cache on this machine"
+        if local_only:
+            reason = f"{hub_problem}it is not in the hub's cache on this machine"
         else:
-            why = "the hub could not deliver it"
+            reason = "the hub could not deliver it"
         raise ValueError(
-            f"{key}: {name!r} is no local folder, and {why} ({type(error).__name__}: "
+            f"{key}: {name!r} is no local folder, and {reason} ({type(error).__name__}: "
             f"{printable((str(error).splitlines() or [''])[0])})"
         ) from error

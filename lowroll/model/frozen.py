@@ -47,7 +47,7 @@ def add_input_gradient(x_grad_TK: Tensor, grad_TN: Tensor, weight: QTensor) -> T
     """Add dY W to the gradient of x in place; return it."""
     if not _in_bytes(grad_TN, weight):
         return x_grad_TK.addmm_(grad_TN, weight.dequantize(grad_TN.dtype))
-    packed, scale_N = weight.derive("onednn of the transpose", _transposed)
+    packed, scale_N = weight.derive("onednn of the transpose", _pack_transpose)
     if weight.format == ROTATED:  # the rotation is its own transpose and inverse
         rotated_TK = limbs.add_product(torch.zeros_like(x_grad_TK), grad_TN, packed, scale_N)
         return x_grad_TK.add_(rotate(rotated_TK))
@@ -55,11 +55,13 @@ def add_input_gradient(x_grad_TK: Tensor, grad_TN: Tensor, weight: QTensor) -> T
 
 
 def _in_bytes(x: Tensor, weight: QTensor) -> bool:
+    """Return whether the kernel multiplies the weight's int8 codes directly."""
     # by name: other formats' codes may mean more than codes times scales
-    known = weight.format in (int8.Int8.name, ROTATED)
-    return known and bool(limbs.supports(x, weight.tensors["codes"]))
+    has_int8_codes = weight.format in (int8.Int8.name, ROTATED)
+    return has_int8_codes and bool(limbs.supports(x, weight.tensors["codes"]))
 
 
-def _transposed(q: QTensor) -> tuple[w8a8_onednn.Packed, Tensor]:
+def _pack_transpose(q: QTensor) -> tuple[w8a8_onednn.Packed, Tensor]:
+    """Return the transpose's packed codes and the scales [N]."""
     codes_KN = q.tensors["codes"].t().contiguous()
     return w8a8_onednn.pack(codes_KN, torch.ones(len(codes_KN))), q.tensors["scale"].flatten()

@@ -53,8 +53,8 @@ def folder_of(path: Path) -> Path:
     require(path)
     file = path.resolve()
     status = file.stat()
-    named = f"{file} {status.st_size} {status.st_mtime_ns}"
-    digest = hashlib.sha256(named.encode()).hexdigest()[:16]
+    identity = f"{file} {status.st_size} {status.st_mtime_ns}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = home() / f"{file.stem}-{digest}"
     if not folder.is_dir():
         make(file, folder)
@@ -83,36 +83,38 @@ def format_of(folder: Path) -> str | None:
     names a damaged gguf.json."""
     if not (folder / NOTE).is_file():
         return None
-    found = read_json(folder / NOTE)
-    name = found.get("format") if isinstance(found, dict) else None
+    note = read_json(folder / NOTE)
+    name = note.get("format") if isinstance(note, dict) else None
     if name not in KINDS.values():
         raise ValueError(f"{printable(folder / NOTE)}: format: {printable(repr(name))} is unknown")
     return str(name)
 
 
-def _check(reader: Any) -> None:
+def _check_readable(reader: Any) -> None:
+    """Raise ValueError for an unsupported architecture, or keys that transformers ignores."""
     field = reader.fields.get("general.architecture")
     architecture = None if field is None else field.contents()
     if architecture not in ARCHITECTURES:
         raise ValueError(
             f"general.architecture: {architecture!r} is not one of {', '.join(ARCHITECTURES)}"
         )
-    lost = [name for name in reader.fields if any(key in name for key in UNREAD)]
-    lost += [tensor.name for tensor in reader.tensors if tensor.name == FREQUENCIES]
-    if lost:
+    unread_names = [name for name in reader.fields if any(key in name for key in UNREAD)]
+    unread_names += [tensor.name for tensor in reader.tensors if tensor.name == FREQUENCIES]
+    if unread_names:
         raise ValueError(
-            f"{', '.join(lost)}: scaled positions and windows are not read; take the model's "
+            f"{', '.join(unread_names)}: scaled positions and windows are not read; take the model's "
             "safetensors"
         )
 
 
 def _write(file: Path, target: Path) -> None:
+    """Write the dense folder of a GGUF file."""
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     reader = GGUFReader(file)
-    _check(reader)
-    kind = _kind(reader)
+    _check_readable(reader)
+    kind = _block_format(reader)
     home, name = str(file.parent), file.name
     model = AutoModelForCausalLM.from_pretrained(home, gguf_file=name, dtype=torch.float32)
     model.config.architectures = [type(model).__name__]
@@ -121,23 +123,25 @@ def _write(file: Path, target: Path) -> None:
     del model.config.quantization_config
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(home, gguf_file=name).save_pretrained(target)
-    if kind is not None and all(keeps(kind, w_NK) for w_NK in _linears(model)):
+    if kind is not None and all(keeps(kind, w_NK) for w_NK in _linear_weights(model)):
         log.warning(
             "%s: its weights are exactly %s, the format where none is asked for", name, kind
         )
         (target / NOTE).write_text(json.dumps({"format": kind}) + "\n")
 
 
-def _kind(reader: Any) -> str | None:
-    kinds = {
+def _block_format(reader: Any) -> str | None:
+    """Return the format of the linear layers' blocks; None if they differ or it is unknown."""
+    block_types = {
         tensor.tensor_type.name
         for tensor in reader.tensors
         if tensor.name.startswith("blk.") and len(tensor.shape) > 1
     }
-    return KINDS.get(kinds.pop()) if len(kinds) == 1 else None
+    return KINDS.get(block_types.pop()) if len(block_types) == 1 else None
 
 
-def _linears(model: Any) -> Iterator[Tensor]:
+def _linear_weights(model: Any) -> Iterator[Tensor]:
+    """Yield the dense weights of the linear layers."""
     for name, tensor in model.named_parameters():
         if ".layers." in name and tensor.ndim == 2:
             yield tensor.detach()

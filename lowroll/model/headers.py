@@ -36,16 +36,18 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
     spec = read_spec(folder)
     layout = read_folder_layout(folder)
     if isinstance(layout, StoredLayout | MixedLayout) and layout.rotated:
-        reads = features_read(spec)
+        in_features = features_read(spec)
         if isinstance(layout, MixedLayout):
-            reads = {name: reads.get(name.rpartition(".")[2], 1) for name in layout.rotating}
+            in_features = {
+                name: in_features.get(name.rpartition(".")[2], 1) for name in layout.rotating
+            }
         try:
-            transforms.check(layout.rotated, reads)
+            transforms.check(layout.rotated, in_features)
         except ValueError as error:
             raise ValueError(f"{folder / 'config.json'}: quantization_config: {error}") from None
     files = _weight_files(folder)
-    stored = sum(path.stat().st_size for path in set(files.values()))
-    size_checks.check_files(folder / "config.json", spec, len(files), stored)
+    stored_bytes = sum(path.stat().st_size for path in set(files.values()))
+    size_checks.check_files(folder / "config.json", spec, len(files), stored_bytes)
     _check_headers(folder, spec, files, layout)
     return spec, layout, files
 
@@ -70,25 +72,31 @@ def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None
     """Return the format of a folder's linear layers (for an adapter folder, of its base), or None
     when dense. dtype: of dense layers in a mixed format, by default the folder's."""
     if (folder / "adapter_config.json").is_file():
-        stated = adapter_base.read(folder)
-        if stated is not None and stated.weights is not None:
-            return stated.weights if stated.low_bit else None
+        base = adapter_base.read(folder)
+        if base is not None and base.weights is not None:
+            return base.weights if base.low_bit else None
         folder = resolve(adapter_base.base_of(folder))
     layout = read_folder_layout(folder)
     if not isinstance(layout, MixedLayout):
         return None if layout is None else layout.format
     config = read_config(folder)
-    said = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    own = dtype or next((t for t, name in DTYPES.items() if name == said), torch.float32)
-    return own_format(folder, read_spec(folder), layout, own)
+    dtype_name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    dense_dtype = dtype or next(
+        (t for t, name in DTYPES.items() if name == dtype_name), torch.float32
+    )
+    return own_format(folder, read_spec(folder), layout, dense_dtype)
 
 
 def exact_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
     """Return the low-bit format that holds the linear layers exactly: that of `low_bit_format`, or
     of a dense folder's GGUF file, or None. dtype: in which dense weights will be read; only float32
     keeps a GGUF file's numbers exactly."""
-    own = low_bit_format(folder, dtype)
-    return gguf.format_of(folder) if own is None and dtype in (None, torch.float32) else own
+    folder_format = low_bit_format(folder, dtype)
+    return (
+        gguf.format_of(folder)
+        if folder_format is None and dtype in (None, torch.float32)
+        else folder_format
+    )
 
 
 def own_format(
@@ -102,36 +110,39 @@ def own_format(
     for name, parts, shape in hf_names(spec):
         if not is_linear(parts[0]):
             continue
-        mine, *others = [layout.of(part.removesuffix(".weight")) for part in parts]
-        if any(other != mine for other in others):
+        part_layout, *other_layouts = [layout.of(part.removesuffix(".weight")) for part in parts]
+        if any(other != part_layout for other in other_layouts):
             raise ValueError(
                 f"{folder / 'config.json'}: quantization_config: {', '.join(parts)}: parts of one "
                 "matrix here, in several formats; quantize the dense model with `lowroll quantize`"
             )
         layer = name.removesuffix(".weight")
-        assignment[layer] = OWN if mine is None else mine.format
+        assignment[layer] = OWN if part_layout is None else part_layout.format
         sizes[layer] = prod(shape)
-    own = mixed.register(assignment, sizes, dtype)
-    return None if own == OWN else own
+    folder_format = mixed.register(assignment, sizes, dtype)
+    return None if folder_format == OWN else folder_format
 
 
 def stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> dict[str, Header]:
     if layout is None or not is_linear(part):
         return {part: (shape, FLOATS)}
     module = part.removesuffix(".weight")
-    mine = layout.of(module)
-    if mine is None:
+    module_layout = layout.of(module)
+    if module_layout is None:
         return {part: (shape, FLOATS)}
     rows, columns = shape
     return {
-        f"{module}.{suffix}": header for suffix, header in mine.headers((rows, columns)).items()
+        f"{module}.{suffix}": header
+        for suffix, header in module_layout.headers((rows, columns)).items()
     }
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
-    index, single = folder / shards.INDEX, folder / shards.WEIGHTS
-    if single.is_file():  # it precedes an index, as in transformers
-        return dict.fromkeys(tensor_headers(single), single)
+    """Return each tensor's file. ValueError for a missing or contradicting index, or other
+    formats."""
+    index, single_file = folder / shards.INDEX, folder / shards.WEIGHTS
+    if single_file.is_file():  # it precedes an index, as in transformers
+        return dict.fromkeys(tensor_headers(single_file), single_file)
     if index.is_file():
         try:
             weight_map = read_json(index)["weight_map"]
@@ -153,18 +164,20 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         stored: dict[str, Path] = {}
         for shard in sorted(set(names.values())):
             stored.update(dict.fromkeys(tensor_headers(folder / shard), folder / shard))
-        lies = sorted(
+        inconsistent = sorted(
             t for t in set(names) | set(stored) if stored.get(t) != folder / names.get(t, "")
         )
-        if lies:
-            raise ValueError(f"{index}: the index and the shards disagree about {some(lies)}")
+        if inconsistent:
+            raise ValueError(
+                f"{index}: the index and the shards disagree about {some(inconsistent)}"
+            )
         return stored
-    foreign = sorted(
+    other_weight_files = sorted(
         p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern)
     )
-    if foreign:
+    if other_weight_files:
         raise ValueError(
-            f"{folder}: weights only as {some(foreign)}; lowroll reads safetensors (a pickle can "
+            f"{folder}: weights only as {some(other_weight_files)}; lowroll reads safetensors (a pickle can "
             "run code when it is opened), and a .gguf file that is named itself. Convert them first"
         )
     raise ValueError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
@@ -173,90 +186,92 @@ def _weight_files(folder: Path) -> dict[str, Path]:
 def _check_headers(
     folder: Path, spec: ModelSpec, files: dict[str, Path], layout: Layouts | None
 ) -> None:
-    found: Headers = {}
+    """Raise ValueError unless the files' tensors are those of the spec and layout."""
+    found_headers: Headers = {}
     for path in sorted(set(files.values())):
-        found.update(tensor_headers(path))
-    wanted = _wanted_headers(spec, layout)
+        found_headers.update(tensor_headers(path))
+    wanted_headers = _expected_headers(spec, layout)
     if layout is not None:
-        _check_quantized(folder, found, wanted)
-    missing = [name for name in wanted if name not in found]
+        _check_quantized(folder, found_headers, wanted_headers)
+    missing = [name for name in wanted_headers if name not in found_headers]
     # Old Llama checkpoints store the rotary table; tied ones may repeat the embedding as lm_head.
-    extra = [
+    unexpected = [
         name
-        for name in found
-        if name not in wanted
+        for name in found_headers
+        if name not in wanted_headers
         and not name.endswith("rotary_emb.inv_freq")
         and not (spec.tie_embeddings and name == "lm_head.weight")
     ]
     shapes = [
-        f"{name} {list(found[name][0])} instead of {list(shape)}"
-        for name, (shape, _) in wanted.items()
-        if name in found and shape is not None and found[name][0] != shape
+        f"{name} {list(found_headers[name][0])} instead of {list(shape)}"
+        for name, (shape, _) in wanted_headers.items()
+        if name in found_headers and shape is not None and found_headers[name][0] != shape
     ]
     dtypes = [
-        f"{name} ({found[name][1]} instead of {' or '.join(dtypes)})"
-        for name, (_, dtypes) in wanted.items()
-        if name in found and found[name][1] not in dtypes
+        f"{name} ({found_headers[name][1]} instead of {' or '.join(dtypes)})"
+        for name, (_, dtypes) in wanted_headers.items()
+        if name in found_headers and found_headers[name][1] not in dtypes
     ]
     for problem, names in (
         ("missing tensors", missing),
-        ("unexpected tensors", extra),
+        ("unexpected tensors", unexpected),
         ("tensors of the wrong shape", shapes),
         ("tensors of the wrong dtype", dtypes),
     ):
         if names:
             raise ValueError(f"{folder}: {problem}: {some(names)}")
-    if spec.tie_embeddings and "lm_head.weight" in found:
-        with safe_open(files["lm_head.weight"], framework="pt") as head:
-            lm_head = head.get_tensor("lm_head.weight")
-        with safe_open(files["model.embed_tokens.weight"], framework="pt") as body:
-            if not torch.equal(lm_head, body.get_tensor("model.embed_tokens.weight")):
+    if spec.tie_embeddings and "lm_head.weight" in found_headers:
+        with safe_open(files["lm_head.weight"], framework="pt") as lm_head_file:
+            lm_head = lm_head_file.get_tensor("lm_head.weight")
+        with safe_open(files["model.embed_tokens.weight"], framework="pt") as embedding_file:
+            if not torch.equal(lm_head, embedding_file.get_tensor("model.embed_tokens.weight")):
                 raise ValueError(
                     f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from "
                     "model.embed_tokens.weight"
                 )
 
 
-def _wanted_headers(spec: ModelSpec, layout: Layouts | None) -> dict[str, Header]:
-    wanted: dict[str, Header] = {}
+def _expected_headers(spec: ModelSpec, layout: Layouts | None) -> dict[str, Header]:
+    """Return the shape and dtypes of each tensor that the folder must have."""
+    expected: dict[str, Header] = {}
     for _, parts, shape in hf_names(spec):
         for part in parts:
-            wanted |= stored_names(part, (part_rows(spec, part, shape[0]), *shape[1:]), layout)
-    return wanted
+            expected |= stored_names(part, (part_rows(spec, part, shape[0]), *shape[1:]), layout)
+    return expected
 
 
 def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) -> None:
     """Check that exactly the declared linear layers are quantized, in column order."""
-    dense = [
+    dense_linears = [
         name
         for name in found
         if is_linear(name)
         and found[name][1] in FLOATS
         and (name not in wanted or found[name][1] not in wanted[name][1])
     ]
-    if dense:
+    if dense_linears:
         raise ValueError(
-            f"{folder}: quantization_config leaves {some(dense)} dense; one format for all linear "
+            f"{folder}: quantization_config leaves {some(dense_linears)} dense; one format for all linear "
             "layers is supported. Quantize the dense model with `lowroll quantize`"
         )
-    odd = [
+    unsupported = [
         name
         for name in found
         if name.startswith("lm_head.") and name not in ("lm_head.weight", "lm_head.bias")
     ]
-    if odd:
+    if unsupported:
         raise ValueError(
-            f"{folder}: quantization_config includes lm_head ({some(odd)}), which must stay dense. "
+            f"{folder}: quantization_config includes lm_head ({some(unsupported)}), which must stay dense. "
             "Quantize the dense model with `lowroll quantize`"
         )
-    for suffix, what in (
+    for suffix, feature in (
         ("g_idx", "reordered columns (actorder)"),
         ("input_scale", "calibrated scales of activations"),
         ("input_global_scale", "calibrated scales of activations"),
     ):
-        odd = [name for name in found if name.endswith(suffix) and name not in wanted]
-        if odd:
+        unsupported = [name for name in found if name.endswith(suffix) and name not in wanted]
+        if unsupported:
             raise ValueError(
-                f"{folder}: {some(odd)}: {what} are not supported. Quantize the dense model with "
+                f"{folder}: {some(unsupported)}: {feature} are not supported. Quantize the dense model with "
                 "`lowroll quantize`"
             )

@@ -69,41 +69,51 @@ def load(
     spec, layout, files = read_headers(folder)
     if dtype is None:
         dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-    own = own_format(folder, spec, layout, dtype)
-    kept = own or weights
-    if isinstance(layout, PackedWeights) and own is None:
+    folder_format = own_format(folder, spec, layout, dtype)
+    weight_format = folder_format or weights
+    if isinstance(layout, PackedWeights) and folder_format is None:
         log.warning("%s: %s weights that no format here holds become dense", folder, layout.words)
-    bits = 8 * dtype.itemsize if kept is None else min(8 * dtype.itemsize, get_format(kept).bits)
+    bits = (
+        8 * dtype.itemsize
+        if weight_format is None
+        else min(8 * dtype.itemsize, get_format(weight_format).bits)
+    )
     size_checks.check_memory(folder / "config.json", spec, bits, device)
     model = Transformer(spec, "meta", dtype)
     shapes = {
-        name: {part: (part_rows(spec, part, whole[0]), *whole[1:]) for part in parts}
-        for name, parts, whole in hf_names(spec)
+        name: {part: (part_rows(spec, part, stacked[0]), *stacked[1:]) for part in parts}
+        for name, parts, stacked in hf_names(spec)
     }
     amax: dict[str, Tensor] = {}
     for name, stored in zip(
-        shapes, shards.stream(files, _batches(shapes, layout), device), strict=True
+        shapes, shards.stream(files, _tensor_batches(shapes, layout), device), strict=True
     ):
-        owner = model.get_submodule(name.rpartition(".")[0])
-        leaf = name.rpartition(".")[2]
-        linear = owner if isinstance(owner, Linear) and leaf == "weight" else None
-        mine = None if layout is None or linear is None else layout.of(module_of(shapes[name]))
-        if mine is not None and linear is not None:
-            parts = _decode_low_bit(stored, files, mine, shapes[name])
-            if mine.format is not None:
-                linear.set_weight(_stack(mine.format, parts))
+        module = model.get_submodule(name.rpartition(".")[0])
+        parameter_name = name.rpartition(".")[2]
+        linear = module if isinstance(module, Linear) and parameter_name == "weight" else None
+        part_layout = (
+            None if layout is None or linear is None else layout.of(module_of(shapes[name]))
+        )
+        if part_layout is not None and linear is not None:
+            parts = _decode_low_bit(stored, files, part_layout, shapes[name])
+            if part_layout.format is not None:
+                linear.set_weight(_stack(part_layout.format, parts))
                 continue
             stored = parts
-        whole = shards.join(list(stored.values()), dtype)
-        extents = checksum.amax(whole.split([len(part) for part in stored.values()]))
-        amax |= dict(zip(stored, extents, strict=True))
-        if kept is not None and linear is not None:
-            form = get_format(kept).of(name.removesuffix(".weight")).name
-            linear.set_weight(_quantize(form, whole, torch.cat(extents).amax(0, keepdim=True)))
+        stacked = shards.join(list(stored.values()), dtype)
+        part_amax = checksum.amax(stacked.split([len(part) for part in stored.values()]))
+        amax |= dict(zip(stored, part_amax, strict=True))
+        if weight_format is not None and linear is not None:
+            layer_format = get_format(weight_format).of(name.removesuffix(".weight")).name
+            linear.set_weight(
+                _quantize(layer_format, stacked, torch.cat(part_amax).amax(0, keepdim=True))
+            )
         else:
-            setattr(owner, leaf, nn.Parameter(whole, requires_grad=kept is None))
-    for part, finite in zip(amax, checksum.finite(list(amax.values())), strict=True):
-        if not finite:
+            setattr(
+                module, parameter_name, nn.Parameter(stacked, requires_grad=weight_format is None)
+            )
+    for part, is_finite in zip(amax, checksum.finite(list(amax.values())), strict=True):
+        if not is_finite:
             raise ValueError(
                 f"{files.get(part, folder)}: tensor {part} holds a value that is not finite in "
                 f"{DTYPES.get(dtype, dtype)}"
@@ -121,8 +131,12 @@ def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]
             f"{folder / 'config.json'}: quantization_config: its weights are no dense ones"
         )
     names = [part for _, parts, _ in hf_names(spec) for part in parts]
-    held = {path: load_file(path) for path in sorted({files[name] for name in names})}
-    return spec, {name: files[name] for name in names}, {n: held[files[n]][n] for n in names}
+    tensors_by_file = {path: load_file(path) for path in sorted({files[name] for name in names})}
+    return (
+        spec,
+        {name: files[name] for name in names},
+        {n: tensors_by_file[files[n]][n] for n in names},
+    )
 
 
 def _load_adapted(
@@ -136,12 +150,15 @@ def _load_adapted(
     weights: a format for the dense layers of a base without its own. ValueError as for `load`,
     `bases.read` and `lora.load`.
     """
-    base, named = bases.read(folder), bases.base_of(folder)
+    base, base_folder = bases.read(folder), bases.base_of(folder)
     if base is None:
-        return lora.load(load(named, device, dtype, weights), folder).eval()
-    early = base.weights if base.rounds else weights
+        return lora.load(load(base_folder, device, dtype, weights), folder).eval()
+    loaded_format = base.weights if base.rounds else weights
     model = load(
-        named, device, getattr(torch, base.dtype), early if base.uaq_scale is None else None
+        base_folder,
+        device,
+        getattr(torch, base.dtype),
+        loaded_format if base.uaq_scale is None else None,
     )
     if base.uaq_scale is not None:
         scaling.scale(model, base.uaq_scale)
@@ -152,9 +169,10 @@ def _load_adapted(
 
 
 def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
-    mine = over(w_NK)
-    if mine is not None and mine.format == format:
-        return mine
+    """Return the codes of a matrix: those it was read from, if they have this format."""
+    exact_codes = over(w_NK)
+    if exact_codes is not None and exact_codes.format == format:
+        return exact_codes
     return (
         get_format(format)
         .empty((w_NK.shape[0], w_NK.shape[1]), w_NK.device)
@@ -162,9 +180,10 @@ def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
     )
 
 
-def _batches(
+def _tensor_batches(
     shapes: dict[str, dict[str, tuple[int, ...]]], layout: Layouts | None
 ) -> list[list[str]]:
+    """Return the names of the tensors that each parameter is read from."""
     return [
         [name for part, shape in parts.items() for name in stored_names(part, shape, layout)]
         for parts in shapes.values()
@@ -191,6 +210,7 @@ def _decode_low_bit(
 
 
 def _stack(format: str, parts: dict[str, QTensor]) -> QTensor:
+    """Stack the parts' codes into one matrix."""
     try:
         return get_format(format).stack(list(parts.values()))
     except ValueError as error:
@@ -221,10 +241,10 @@ def state(model: Transformer) -> dict[str, Tensor]:
             tensors |= {part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
             continue
         try:
-            cut = get_format(weight.format).cut(weight, rows)
+            part_weights = get_format(weight.format).cut(weight, rows)
         except ValueError as error:
             raise ValueError(f"{', '.join(parts)}: {error}") from None
-        for part, piece in zip(parts, cut, strict=True):
+        for part, piece in zip(parts, part_weights, strict=True):
             stored = StoredLayout(weight.format).encode(piece, model.dtype)
             tensors |= {
                 f"{part.removesuffix('.weight')}.{suffix}": tensor
@@ -258,31 +278,33 @@ def save(
 def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config: dict[str, Any] = {**model.spec.config, "dtype": DTYPES[model.dtype]}
     config.pop("torch_dtype", None)
-    form = None if model.weight_format is None else get_format(model.weight_format)
-    if isinstance(form, Mixed):
+    weight_format = None if model.weight_format is None else get_format(model.weight_format)
+    if isinstance(weight_format, Mixed):
         config["quantization_config"] = describe_mixed(
-            _modules(model, form), features_read(model.spec)
+            _modules_by_format(model, weight_format), features_read(model.spec)
         )
-    elif form is not None and not form.dense:
+    elif weight_format is not None and not weight_format.dense:
         config["quantization_config"] = describe(
-            form.name, model.dtype, bool(model.spec.num_experts), features_read(model.spec)
+            weight_format.name, model.dtype, bool(model.spec.num_experts), features_read(model.spec)
         )
     return config, state(model)
 
 
-def _modules(model: Transformer, form: Mixed) -> dict[str, list[str]]:
+def _modules_by_format(model: Transformer, form: Mixed) -> dict[str, list[str]]:
     """Return the modules of each format by file name. ValueError for a dense format other than the
     model's, which files cannot hold."""
-    found: dict[str, list[str]] = {}
+    modules_by_format: dict[str, list[str]] = {}
     for name, parts, _ in hf_names(model.spec):
         if is_linear(parts[0]):
-            mine = form.of(name.removesuffix(".weight"))
-            if mine.dense and mine.dtype != model.dtype:
+            layer_format = form.of(name.removesuffix(".weight"))
+            if layer_format.dense and layer_format.dtype != model.dtype:
                 raise ValueError(
-                    f"{name}: it is {mine.name}, and the folder's dtype is {model.dtype}"
+                    f"{name}: it is {layer_format.name}, and the folder's dtype is {model.dtype}"
                 )
-            found.setdefault(mine.name, []).extend(part.removesuffix(".weight") for part in parts)
-    return found
+            modules_by_format.setdefault(layer_format.name, []).extend(
+                part.removesuffix(".weight") for part in parts
+            )
+    return modules_by_format
 
 
 def write(

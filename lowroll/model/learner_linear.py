@@ -61,9 +61,9 @@ class LearnerLinear(Linear):
             return _GatedProduct.apply(
                 gate_up_TN, self.weight, self.bias, self.aligned, self.transposed
             )
-        made = self.gate(gate_up_TN)
-        assert isinstance(made, Tensor)
-        return self(remake(made, self.gate, gate_up_TN))
+        gated = self.gate(gate_up_TN)
+        assert isinstance(gated, Tensor)
+        return self(remake(gated, self.gate, gate_up_TN))
 
     def after_update(self, gate_up_TN: Tensor, update: Update) -> Tensor | Product:
         """Compute `after_swiglu` of a product that lacks its update. With an adapter, the backward
@@ -88,6 +88,7 @@ def _multiply(
     codes: QTensor | None,
     exact: bool = False,
 ) -> Tensor:
+    """Return x W' + b, with the codes where there are some."""
     if codes is None:
         return float_product(x_TK, weight_NK, bias_N, exact)
     return codes.linear(x_TK.detach(), bias_N, exact)
@@ -120,8 +121,8 @@ class _LearningProduct(torch.autograd.Function):
         exact: bool,
     ) -> Tensor:
         ctx.stands_for, ctx.transposed = codes, transposed
-        kept_NK = weight_NK if codes is None and transposed is None else None
-        ctx.save_for_backward(x_TK if ctx.needs_input_grad[1] else None, kept_NK)
+        saved_weight_NK = weight_NK if codes is None and transposed is None else None
+        ctx.save_for_backward(x_TK if ctx.needs_input_grad[1] else None, saved_weight_NK)
         ctx.dtypes = [None if t is None else t.dtype for t in (weight_NK, bias_N)]
         return _multiply(x_TK, weight_NK, bias_N, codes, exact)
 
@@ -130,8 +131,8 @@ class _LearningProduct(torch.autograd.Function):
         x_TK, weight_NK = ctx.saved_tensors
         x_grad_TK = weight_grad_NK = bias_grad_N = None
         if ctx.needs_input_grad[0]:
-            stands_for = weight_NK if ctx.stands_for is None else ctx.stands_for
-            x_grad_TK = _input_gradient(grad_TN, stands_for, ctx.transposed)
+            effective_weight = weight_NK if ctx.stands_for is None else ctx.stands_for
+            x_grad_TK = _input_gradient(grad_TN, effective_weight, ctx.transposed)
         if ctx.needs_input_grad[1]:
             weight_grad_NK = (grad_TN.t() @ x_TK).to(ctx.dtypes[0])
         if ctx.needs_input_grad[2]:
@@ -153,10 +154,12 @@ class _GatedProduct(torch.autograd.Function):
         transposed: QTensor | None,
     ) -> Tensor:
         ctx.stands_for, ctx.transposed = codes, transposed
-        kept_NK = weight_NK if codes is None and transposed is None else None
-        ctx.save_for_backward(gate_up_TN, kept_NK)
-        kind = None if codes is None or not gate_up_TN.is_cuda else get_format(codes.format).rows
-        x = silu_mul(gate_up_TN, kind)
+        saved_weight_NK = weight_NK if codes is None and transposed is None else None
+        ctx.save_for_backward(gate_up_TN, saved_weight_NK)
+        row_kind = (
+            None if codes is None or not gate_up_TN.is_cuda else get_format(codes.format).rows
+        )
+        x = silu_mul(gate_up_TN, row_kind)
         if isinstance(x, QuantizedRows):
             assert codes is not None
             return get_format(codes.format).product(x, codes, bias_N).dense()
@@ -165,8 +168,8 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         gate_up_TN, weight_NK = ctx.saved_tensors
-        stands_for = weight_NK if ctx.stands_for is None else ctx.stands_for
-        x_grad_TK = _input_gradient(grad_TN, stands_for, ctx.transposed)
+        effective_weight = weight_NK if ctx.stands_for is None else ctx.stands_for
+        x_grad_TK = _input_gradient(grad_TN, effective_weight, ctx.transposed)
         x_TK = torch.empty_like(x_grad_TK)
         gate_up_grad_TN = silu_mul_backward(gate_up_TN, x_grad_TK, x_TK)
         weight_grad_NK = grad_TN.t() @ x_TK
@@ -176,7 +179,7 @@ class _GatedProduct(torch.autograd.Function):
 
 class _FrozenProduct(torch.autograd.Function):
     """The product of a frozen low-bit weight: with codes in an aligned forward, else with the
-    dequantized matrix, which the backward pass makes again."""
+    dequantized matrix, which the backward pass computes again."""
 
     @staticmethod
     def forward(

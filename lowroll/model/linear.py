@@ -75,8 +75,8 @@ class Linear(nn.Module):
         if isinstance(weight, QTensor):
             if weight.format == format:
                 return weight
-            if (same := weight.seen_as(format)) is not None:
-                return same.clone()
+            if (same_codes := weight.seen_as(format)) is not None:
+                return same_codes.clone()
             weight = nn.Parameter(weight.dequantize(), requires_grad=False)
         return get_format(format).quantize(weight)
 

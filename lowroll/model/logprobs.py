@@ -109,8 +109,8 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_CV: Tensor | None = None
         if only_hidden:
             slope_TD = torch.empty_like(hidden_TD)
-            grad_CV = _room(hidden_TD, weight_VD, chunk)
-        kept = _kept(hidden_TD) if ctx.needs_input_grad[1] else 0
+            grad_CV = _gradient_buffer(hidden_TD, weight_VD, chunk)
+        num_kept = _kept(hidden_TD) if ctx.needs_input_grad[1] else 0
         ctx.slopes = {}  # G by chunk; its reader drops it
         for i, rows in enumerate(_chunks(hidden_TD, chunk)):
             if exact:
@@ -120,14 +120,16 @@ class _TokenLogProbs(torch.autograd.Function):
             if slope_TD is not None and grad_CV is not None:
                 grad_CV = grad_CV[: len(logits_CV)]
             else:
-                grad_CV = torch.empty_like(logits_CV, dtype=weight_VD.dtype) if i < kept else None
-            as_drawn_C = None
+                grad_CV = (
+                    torch.empty_like(logits_CV, dtype=weight_VD.dtype) if i < num_kept else None
+                )
+            sampler_logp_C = None
             if exact and triton_supports(logits_CV):  # elsewhere there is only one log-softmax
-                as_drawn_C = token_logprobs.log_probs(logits_CV, targets_T[rows], temperature)
+                sampler_logp_C = token_logprobs.log_probs(logits_CV, targets_T[rows], temperature)
             logp_C, entropy_T[rows] = kernels.token_log_probs(
                 logits_CV, targets_T[rows], temperature, grad_CV
             )
-            logp_T[rows] = logp_C if as_drawn_C is None else as_drawn_C
+            logp_T[rows] = logp_C if sampler_logp_C is None else sampler_logp_C
             if slope_TD is not None and grad_CV is not None:
                 torch.mm(grad_CV, weight_VD, out=slope_TD[rows])
             elif grad_CV is not None:
@@ -172,16 +174,18 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _chunks(hidden_TD: Tensor, chunk: int) -> list[slice]:
+    """Return the rows of each chunk."""
     return [slice(start, start + chunk) for start in range(0, hidden_TD.shape[0], chunk)]
 
 
-def _room(hidden_TD: Tensor, weight_VD: Tensor, chunk: int) -> Tensor:
+def _gradient_buffer(hidden_TD: Tensor, weight_VD: Tensor, chunk: int) -> Tensor:
     """Return the buffer for a chunk's logit gradient, in the weight's dtype and the layout of its
     products."""
     return weight_VD.new_empty(min(chunk, hidden_TD.shape[0]), weight_VD.shape[0])
 
 
 def _kept(hidden_TD: Tensor) -> int:
+    """Return the number of chunks whose G is kept."""
     return KEPT if _wide(hidden_TD) else 0
 
 
@@ -198,6 +202,7 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_float32_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, which is float32."""
     if _wide(a):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:

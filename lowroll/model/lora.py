@@ -34,7 +34,7 @@ from lowroll.types import printable
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # PEFT config keys that are read or have no effect; others must be neutral
-_READ = {
+_KNOWN_KEYS = {
     "peft_type",
     "task_type",
     "r",
@@ -50,13 +50,13 @@ _READ = {
     "megatron_core",
     "qalora_group_size",
 }
-_NEUTRAL: tuple[object, ...] = (None, False, "none", "", [], {})
-_BEHIND_A_NORM = tuple(
+_NEUTRAL_VALUES: tuple[object, ...] = (None, False, "none", "", [], {})
+_LORA_A_AFTER_NORM = tuple(
     f"{part}.lora_A.weight" for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 )
-_FLOATS = ("F64", "F32", "BF16", "F16")
-_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-_HOMES = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
+_FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+_EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+_PEFT_MODULES = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
 
 
 def attach(
@@ -69,23 +69,25 @@ def attach(
     are unsupported.
     """
     check(model.spec, rank, alpha, targets)
-    needed = 4 * sum(math.prod(shape) for shape in _shapes(model, rank, targets).values())
+    needed_bytes = 4 * sum(
+        math.prod(shape) for shape in _adapter_shapes(model, rank, targets).values()
+    )
     memory = total_memory(model.device)
-    if memory is not None and needed > memory:
+    if memory is not None and needed_bytes > memory:
         raise ValueError(
-            f"lora_rank: adapters of rank {rank:,} take {needed / 1e9:,.1f} GB, and {model.device} "
+            f"lora_rank: adapters of rank {rank:,} take {needed_bytes / 1e9:,.1f} GB, and {model.device} "
             f"has {memory / 1e9:,.1f} GB"
         )
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for _, linear in model.linears():
         linear.adapter = None
-        wanted = [part for part in linear.parts if part in targets]
-        if not wanted:
+        target_parts = [part for part in linear.parts if part in targets]
+        if not target_parts:
             continue
         linear.adapter = Adapter(rank, alpha)
         bound = 1 / math.sqrt(linear.in_features)
-        for part in wanted:
+        for part in target_parts:
             a_RK = torch.empty(rank, linear.in_features).uniform_(
                 -bound, bound, generator=generator
             )
@@ -104,9 +106,9 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
             f"lora_target_modules: expected a list out of {', '.join(TARGETS)}, got "
             f"{unknown or targets}"
         )
-    if spec.num_experts and (inside := sorted(set(targets) & set(_EXPERTS))):
+    if spec.num_experts and (expert_targets := sorted(set(targets) & set(_EXPERT_PARTS))):
         raise ValueError(
-            f"lora_target_modules: {', '.join(inside)} are experts' matrices in "
+            f"lora_target_modules: {', '.join(expert_targets)} are experts' matrices in "
             f"{spec.architecture}, which take no adapter; choose out of {', '.join(TARGETS[:4])}"
         )
     if rank < 1:
@@ -118,13 +120,13 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
 @contextmanager
 def disabled(model: Transformer) -> Iterator[Transformer]:
     adapters = [linear.adapter for _, linear in model.linears() if linear.adapter is not None]
-    before = [adapter.enabled for adapter in adapters]
+    were_enabled = [adapter.enabled for adapter in adapters]
     for adapter in adapters:
         adapter.enabled = False
     try:
         yield model
     finally:
-        for adapter, enabled in zip(adapters, before, strict=True):
+        for adapter, enabled in zip(adapters, were_enabled, strict=True):
             adapter.enabled = enabled
 
 
@@ -152,13 +154,15 @@ def state(model: Transformer, input_scale: float = 1.0) -> dict[str, Tensor]:
     input_scale: the s of a base with scaled norms (`model.scaling`). Adapters behind a norm read s
     x, so their A is multiplied by s to fit the unscaled base.
     """
-    return unscaled({name: p.detach() for name, p in _named(model)}, input_scale)
+    return unscaled({name: p.detach() for name, p in _named_parameters(model)}, input_scale)
 
 
 def unscaled(tensors: Mapping[str, Tensor], input_scale: float) -> dict[str, Tensor]:
     """Convert an adapter's tensors from a base that carries s to the unscaled base."""
     return {
-        name: tensor * input_scale if input_scale != 1 and name.endswith(_BEHIND_A_NORM) else tensor
+        name: tensor * input_scale
+        if input_scale != 1 and name.endswith(_LORA_A_AFTER_NORM)
+        else tensor
         for name, tensor in tensors.items()
     }
 
@@ -167,7 +171,7 @@ def wanted(model: Transformer, rank: int) -> dict[str, tuple[int, ...]]:
     """Return the tensor shapes of an adapter of this rank, for all parts that have one here."""
     return {
         name: (rank, p.shape[1]) if name.endswith(".lora_A.weight") else (p.shape[0], rank)
-        for name, p in _named(model)
+        for name, p in _named_parameters(model)
     }
 
 
@@ -180,36 +184,41 @@ def are_whole_targets(lacking: Set[str], every: Set[str]) -> bool:
 def pairs(
     linear: str, adapter: Adapter, tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    names = {part: _names(linear, part) for part in adapter.a}
+    names = {part: _peft_names(linear, part) for part in adapter.a}
     return {part: (tensors[a], tensors[b]) for part, (a, b) in names.items() if a in tensors}
 
 
-def _named(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
+def _named_parameters(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the adapter's parameters under PEFT's names."""
     for name, linear in model.linears():
         if linear.adapter is None:
             continue
         for part in linear.adapter.a:
-            a, b = _names(name, part)
+            a, b = _peft_names(name, part)
             yield a, linear.adapter.a[part]
             yield b, linear.adapter.b[part]
 
 
-def _names(linear: str, part: str) -> tuple[str, str]:
+def _peft_names(linear: str, part: str) -> tuple[str, str]:
+    """Return PEFT's names of A and B of a part."""
     _, layer, kind = linear.split(".")
-    stem = f"base_model.model.model.layers.{layer}.{_HOMES[kind]}.{part}"
+    stem = f"base_model.model.model.layers.{layer}.{_PEFT_MODULES[kind]}.{part}"
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 
 
-def _shapes(model: Transformer, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
+def _adapter_shapes(
+    model: Transformer, rank: int, targets: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a new adapter's tensors under PEFT's names."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
         for part in (part for part in linear.parts if part in targets):
-            found |= zip(
-                _names(name, part),
+            shapes |= zip(
+                _peft_names(name, part),
                 ((rank, linear.in_features), (linear.parts[part], rank)),
                 strict=True,
             )
-    return found
+    return shapes
 
 
 def save(
@@ -228,13 +237,13 @@ def save(
 
     if all(linear.adapter is None for _, linear in model.linears()):
         raise ValueError("the model has no adapter to save")
-    base = _absolute(base)
+    base = _absolute_base(base)
 
     def write_all(target: Path) -> None:
         write(model, target, base, tokenizer_from, input_scale)
-        here = base and (Path(base) / "config.json").is_file()
-        holds = low_bit_format(Path(base)) if here else None
-        card.write(target, base, bases.of(model, input_scale), holds)
+        base_is_folder = base and (Path(base) / "config.json").is_file()
+        base_format = low_bit_format(Path(base)) if base_is_folder else None
+        card.write(target, base, bases.of(model, input_scale), base_format)
 
     return publish_folder(Path(folder), write_all, {"kind": "adapter"})
 
@@ -250,7 +259,7 @@ def write(
     """Write the adapter and its base's record into an existing folder. revision: the commit of a
     base on the hub."""
     alpha = next(linear.adapter.alpha for _, linear in model.linears() if linear.adapter)
-    write_tensors(state(model, input_scale), target, alpha, _absolute(base), revision)
+    write_tensors(state(model, input_scale), target, alpha, _absolute_base(base), revision)
     bases.write(bases.of(model, input_scale), target)
     copy_tokenizer(tokenizer_from, target)
 
@@ -263,7 +272,7 @@ def write_tensors(
     revision: str | None = None,
 ) -> None:
     """Write an adapter's tensors under PEFT's names, and their config, into an existing folder.
-    ValueError when they are no adapter's."""
+    ValueError unless they are those of one adapter."""
     ranks = {t.shape[0] for name, t in tensors.items() if name.endswith(".lora_A.weight")}
     parts = {name.split(".")[-3] for name in tensors}
     if len(ranks) != 1 or not parts <= set(TARGETS):
@@ -282,11 +291,11 @@ def write_tensors(
     }
     config |= {} if revision is None else {"revision": revision}
     (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, target / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _absolute(base: str) -> str:
+def _absolute_base(base: str) -> str:
     """Return a model's name, with an absolute path for a folder or a short name (`model.aliases`),
     which other tools do not know."""
     folder = resolve(base) if base in KNOWN else Path(base).expanduser()
@@ -311,14 +320,20 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
             )
     rank, alpha, targets = _read_config(config_path)
     check(model.spec, rank, alpha, targets)
-    _check_headers(weights_path, rank, _shapes(model, rank, targets), tensor_headers(weights_path))
+    _check_headers(
+        weights_path, rank, _adapter_shapes(model, rank, targets), tensor_headers(weights_path)
+    )
     tensors = load_file(weights_path)
-    if odd := [name for name, tensor in tensors.items() if not all_finite(tensor)]:
-        raise ValueError(f"{weights_path}: tensors with a non-finite value: {some(odd)}")
+    if nonfinite_names := [name for name, tensor in tensors.items() if not all_finite(tensor)]:
+        raise ValueError(
+            f"{weights_path}: tensors with a non-finite value: {some(nonfinite_names)}"
+        )
     attach(model, rank, alpha, targets)
     with torch.no_grad():
-        for name, p in _named(model):
-            p.copy_(tensors[name] / input_scale if name.endswith(_BEHIND_A_NORM) else tensors[name])
+        for name, p in _named_parameters(model):
+            p.copy_(
+                tensors[name] / input_scale if name.endswith(_LORA_A_AFTER_NORM) else tensors[name]
+            )
     return model
 
 
@@ -326,15 +341,16 @@ def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Ten
     """Return (alpha, tensors) of a PEFT folder on the CPU; input_scale as in `load`. The caller
     checks shapes and names. ValueError names the file and the key."""
     _, alpha, _ = _read_config(folder / "adapter_config.json")
-    weights = folder / "adapter_model.safetensors"
-    tensor_headers(weights)  # explains a damaged file
+    weights_path = folder / "adapter_model.safetensors"
+    tensor_headers(weights_path)  # explains a damaged file
     return alpha, {
-        name: tensor / input_scale if name.endswith(_BEHIND_A_NORM) else tensor
-        for name, tensor in load_file(weights).items()
+        name: tensor / input_scale if name.endswith(_LORA_A_AFTER_NORM) else tensor
+        for name, tensor in load_file(weights_path).items()
     }
 
 
 def _read_config(path: Path) -> tuple[int, float, list[str]]:
+    """Return (rank, alpha, target parts) of an adapter_config.json. ValueError names the key."""
     config = read_adapter_config(path)
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -354,7 +370,7 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
             "the base weights, and is not supported; convert the adapter to a plain one with PEFT"
         )
     for key, value in config.items():
-        if key not in _READ and value not in _NEUTRAL:
+        if key not in _KNOWN_KEYS and value not in _NEUTRAL_VALUES:
             raise ValueError(f"{path}: {printable(key)}: {printable(repr(value))} is not supported")
     return rank, float(alpha), sorted(_parts(targets), key=TARGETS.index)
 
@@ -369,16 +385,19 @@ def _parts(targets: list[object]) -> set[str]:
 def _check_headers(
     path: Path, rank: int, wanted: dict[str, tuple[int, ...]], found: Headers
 ) -> None:
-    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    """Raise ValueError for missing, unexpected or misshapen tensors."""
+    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     shapes = [
         f"{name} {list(found[name][0])} instead of {list(shape)}"
         for name, shape in wanted.items()
         if name in found and found[name][0] != shape
     ]
-    dtypes = [f"{name} ({dtype})" for name, (_, dtype) in found.items() if dtype not in _FLOATS]
+    dtypes = [
+        f"{name} ({dtype})" for name, (_, dtype) in found.items() if dtype not in _FLOAT_DTYPES
+    ]
     for problem, names in (
         ("missing tensors", missing),
-        ("unexpected tensors", extra),
+        ("unexpected tensors", unexpected),
         (f"tensors of the wrong shape for r = {rank}", shapes),
         ("tensors that are not floats", dtypes),
     ):

@@ -47,15 +47,15 @@ class _Recipe:
         self.readers += 1
 
     def get(self) -> Tensor:
-        made = self.made
-        if made is None:
+        result = self.made
+        if result is None:
             with torch.no_grad():
-                made = self.function(
+                result = self.function(
                     *(x.get() if isinstance(x, _Recipe) else x for x in self.inputs)
                 )
         self.readers -= 1
-        self.made = made if self.readers > 0 else None
-        return made
+        self.made = result if self.readers > 0 else None
+        return result
 
 
 class _Book:
@@ -74,10 +74,10 @@ class _Book:
         return recipe
 
     def add(self, output: Tensor, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-        kept = tuple(
+        recipe_inputs = tuple(
             self.recipes.get(_key(x), x.detach()) if isinstance(x, Tensor) else x for x in inputs
         )
-        self.recipes[_key(output)] = _Recipe(function, kept)
+        self.recipes[_key(output)] = _Recipe(function, recipe_inputs)
         self.outputs.append(output)
 
     def close(self) -> None:
@@ -90,13 +90,13 @@ class _Book:
 def remaking(products: bool = False) -> Iterator[None]:
     """Save tensors announced by `remake` as recipes inside the block. products: also matrix
     products."""
-    before = getattr(_active, "book", None)
+    outer_book = getattr(_active, "book", None)
     _active.book = book = _Book(products)
     try:
         with torch.autograd.graph.saved_tensors_hooks(book.pack, _unpack):
             yield
     finally:
-        _active.book = before
+        _active.book = outer_book
         book.close()
 
 
@@ -110,8 +110,10 @@ def remake(output: Any, function: Callable[..., Any], *inputs: Any, product: boo
 
 
 def _unpack(saved: Tensor | _Recipe) -> Tensor:
+    """Return a saved tensor, or a recipe's result."""
     return saved.get() if isinstance(saved, _Recipe) else saved
 
 
 def _key(x: Tensor) -> _Key:
+    """Return the key of a tensor's memory and layout."""
     return x.data_ptr(), x.shape, x.stride(), x.dtype

@@ -90,8 +90,9 @@ def check_evictions(evictions: Evictions, layers: int, heads: int, context_lengt
     if lowest < 0 or highest > len(after):
         raise ValueError(f"numbers: leave 0 .. {len(after)}, the compactions")
     positions_T = torch.arange(numbers_XT.shape[1])
-    first_T = torch.searchsorted(torch.tensor(after), positions_T) + 1  # the first that can drop it
-    if bool(((numbers_XT != 0) & (numbers_XT < first_T.to(numbers_XT.dtype))).any()):
+    # the first compaction that can drop each key
+    earliest_T = torch.searchsorted(torch.tensor(after), positions_T) + 1
+    if bool(((numbers_XT != 0) & (numbers_XT < earliest_T.to(numbers_XT.dtype))).any()):
         raise ValueError("numbers: a key is dropped before it is there")
     counts = [numbers_T.bincount(minlength=len(after) + 1) for numbers_T in numbers_XT]
     if any(not torch.equal(counts_E, counts[0]) for counts_E in counts):
@@ -107,29 +108,31 @@ def replayed(
     held; over all, bitwise as `varlen`, for None or before the first compaction."""
     starts = [0, *accumulate(lengths)]
     stretches: list[_Stretch] = []
-    numbers: list[Tensor] = []
+    numbers_by_sequence: list[Tensor] = []
     first_lengths: list[int] = []
-    for start, length, dropped in zip(starts, lengths, evictions, strict=False):
-        bounds = [] if dropped is None else [p + 1 for p in dropped.after if p + 1 < length]
+    for start, length, record in zip(starts, lengths, evictions, strict=False):
+        bounds = [] if record is None else [p + 1 for p in record.after if p + 1 < length]
         first_lengths.append(bounds[0] if bounds else length)
-        if dropped is None or not bounds:
+        if record is None or not bounds:
             continue
-        numbers_LGT = unpack_evictions(dropped)[..., :length]
-        gone = numbers_LGT[0, 0].long().bincount(minlength=len(dropped.after) + 1).tolist()
-        gone_after = list(accumulate(gone[1:]))
+        numbers_LGT = unpack_evictions(record)[..., :length]
+        num_dropped = numbers_LGT[0, 0].long().bincount(minlength=len(record.after) + 1).tolist()
+        num_dropped_until = list(accumulate(num_dropped[1:]))
         for i, (begin, end) in enumerate(pairwise([*bounds, length])):
-            keys = end - gone_after[i]
-            stretches.append(_Stretch(len(numbers), i + 1, start, begin, end, keys))
-        numbers.append(numbers_LGT)
+            keys = end - num_dropped_until[i]
+            stretches.append(_Stretch(len(numbers_by_sequence), i + 1, start, begin, end, keys))
+        numbers_by_sequence.append(numbers_LGT)
     dense = varlen(first_lengths, device)
     if not stretches:
         return dense
-    table = _Numbers(numbers, device)
-    portions = [_Portion(some, table, device) for some in _portions(stretches, table)]
-    places = [
+    table = _Numbers(numbers_by_sequence, device)
+    portions = [_Portion(group, table, device) for group in _group_stretches(stretches, table)]
+    dense_positions = [
         range(start, start + length) for start, length in zip(starts, first_lengths, strict=False)
     ]
-    dense_D = upload(torch.tensor([t for place in places for t in place]), device)
+    dense_D = upload(
+        torch.tensor([t for position_range in dense_positions for t in position_range]), device
+    )
     order_T = torch.cat([dense_D, *(portion.queries_C for portion in portions)])
     back_T = torch.empty_like(order_T)
     back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
@@ -137,8 +140,8 @@ def replayed(
     def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         outputs = [dense(layer, q_THd[dense_D], k_TGd[dense_D], v_TGd[dense_D])]
         for portion in portions:
-            made = (portion, layer, q_THd, k_TGd, v_TGd)
-            outputs.append(checkpoint(*made, use_reentrant=False, preserve_rng_state=False))
+            arguments = (portion, layer, q_THd, k_TGd, v_TGd)
+            outputs.append(checkpoint(*arguments, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(outputs)[back_T]
 
     return attend
@@ -160,27 +163,27 @@ class _Numbers:
     """The compactions of all sequences, numbers_LGST on the device; 0 beyond a sequence's own."""
 
     def __init__(self, numbers: Sequence[Tensor], device: torch.device | str) -> None:
-        widest = max(x.shape[2] for x in numbers)
+        longest = max(x.shape[2] for x in numbers)
         layers, heads = numbers[0].shape[:2]
         dtype = max((x.dtype for x in numbers), key=lambda dtype: dtype.itemsize)
-        padded = torch.zeros(layers, heads, len(numbers), widest, dtype=dtype)
-        for s, x in enumerate(numbers):
-            padded[:, :, s, : x.shape[2]] = x
-        self.numbers_LGST = upload(padded, device)
+        padded_LGST = torch.zeros(layers, heads, len(numbers), longest, dtype=dtype)
+        for sequence, x in enumerate(numbers):
+            padded_LGST[:, :, sequence, : x.shape[2]] = x
+        self.numbers_LGST = upload(padded_LGST, device)
         self.num_heads = heads
 
 
-def _portions(stretches: Sequence[_Stretch], table: _Numbers) -> Iterator[list[_Stretch]]:
+def _group_stretches(stretches: Sequence[_Stretch], table: _Numbers) -> Iterator[list[_Stretch]]:
     """Group stretches to process at once: MOST_MARKED marks, or a single stretch."""
-    some: list[_Stretch] = []
+    group: list[_Stretch] = []
     longest = 0
     for stretch in stretches:
         longest = max(longest, stretch.end)
-        if some and (len(some) + 1) * table.num_heads * longest > MOST_MARKED:
-            yield some
-            some, longest = [], stretch.end
-        some.append(stretch)
-    yield some
+        if group and (len(group) + 1) * table.num_heads * longest > MOST_MARKED:
+            yield group
+            group, longest = [], stretch.end
+        group.append(stretch)
+    yield group
 
 
 class _Portion:
@@ -192,16 +195,22 @@ class _Portion:
     ) -> None:
         self.numbers_LGST = table.numbers_LGST
         self.num_heads = table.num_heads
-        self.num_keys = sum(s.keys for s in stretches)
-        self.longest = max(s.end for s in stretches)
-        offsets = [0, *accumulate(s.keys for s in stretches)]
-        rows = [(s.sequence, s.number, s.start, s.end) for s in stretches]
-        columns = [(*row, offset) for row, offset in zip(rows, offsets, strict=False)]
+        self.num_keys = sum(stretch.keys for stretch in stretches)
+        self.longest = max(stretch.end for stretch in stretches)
+        offsets = [0, *accumulate(stretch.keys for stretch in stretches)]
+        rows = [
+            (stretch.sequence, stretch.number, stretch.start, stretch.end) for stretch in stretches
+        ]
+        columns = [(*numbers, offset) for numbers, offset in zip(rows, offsets, strict=False)]
         self.rows_5R = upload(torch.tensor(columns).t().contiguous(), device)
-        queries = [t for s in stretches for t in range(s.start + s.begin, s.start + s.end)]
+        queries = [
+            t
+            for stretch in stretches
+            for t in range(stretch.start + stretch.begin, stretch.start + stretch.end)
+        ]
         self.queries_C = upload(torch.tensor(queries), device)
-        lengths = [s.end - s.begin for s in stretches] * self.num_heads
-        totals = [s.keys for s in stretches] * self.num_heads
+        lengths = [stretch.end - stretch.begin for stretch in stretches] * self.num_heads
+        totals = [stretch.keys for stretch in stretches] * self.num_heads
         self.attend = suffixes(lengths, totals, device, stacked=True)
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
@@ -225,11 +234,11 @@ class _Portion:
         numbers_GRT = self._numbers(layer)[:, sequence_R]
         t_T = torch.arange(self.longest, device=number_R1.device)
         seen_GRT = ((numbers_GRT == 0) | (numbers_GRT > number_R1)) & (t_T < end_R1)
-        place_GRT = seen_GRT.cumsum(2) - 1 + offset_R1
-        place_GRT = torch.where(seen_GRT, place_GRT, self.num_keys)  # behind the last
+        target_GRT = seen_GRT.cumsum(2) - 1 + offset_R1
+        target_GRT = torch.where(seen_GRT, target_GRT, self.num_keys)  # behind the last
         keys_GN = t_T.new_zeros(self.num_heads, self.num_keys + 1)
-        where_GX = (start_R1 + t_T).expand_as(place_GRT).flatten(1)
-        return keys_GN.scatter_(1, place_GRT.flatten(1), where_GX)[:, :-1]
+        source_GX = (start_R1 + t_T).expand_as(target_GRT).flatten(1)
+        return keys_GN.scatter_(1, target_GRT.flatten(1), source_GX)[:, :-1]
 
     def _numbers(self, layer: int) -> Tensor:
         numbers_GST = self.numbers_LGST[layer]

@@ -46,14 +46,16 @@ def score(
                 f"sequences[{i}]: an id is outside the vocabulary of {model.spec.vocab_size}"
             )
     spec = model.spec
-    dropped = [None] * len(sequences) if evictions is None else list(evictions)
-    if len(dropped) != len(sequences):
-        raise ValueError(f"evictions: {len(dropped)} of them for {len(sequences)} sequences")
-    for i, one in enumerate(dropped):
-        if one is None:
+    evictions_by_sequence = [None] * len(sequences) if evictions is None else list(evictions)
+    if len(evictions_by_sequence) != len(sequences):
+        raise ValueError(
+            f"evictions: {len(evictions_by_sequence)} of them for {len(sequences)} sequences"
+        )
+    for i, record in enumerate(evictions_by_sequence):
+        if record is None:
             continue
         try:
-            check_evictions(one, spec.num_layers, spec.num_kv_heads, spec.max_position)
+            check_evictions(record, spec.num_layers, spec.num_kv_heads, spec.max_position)
         except ValueError as error:
             raise ValueError(f"evictions[{i}].{error}") from None
     scores: list[Tensor] = []
@@ -69,7 +71,7 @@ def score(
                 [sequences[j] for j in batch],
                 [prompt_lens[j] for j in batch],
                 temperature,
-                [dropped[j] for j in batch],
+                [evictions_by_sequence[j] for j in batch],
             )
             batch = []
     return scores
@@ -82,6 +84,7 @@ def _score_packed(
     temperature: float,
     evictions: list[Evictions | None],
 ) -> list[Tensor]:
+    """Score sequences in one packed forward pass."""
     lengths = [len(ids) for ids in sequences]
     ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
     pos_T = torch.tensor([pos for length in lengths for pos in range(length)], device=model.device)
@@ -93,7 +96,8 @@ def _score_packed(
     logp_T, _ = token_log_probs(
         hidden_TD, model.lm_head_weight, ids_T.roll(-1), temperature, exact=model.exact
     )
-    rows = logp_T.split(lengths)
+    sequence_logps = logp_T.split(lengths)
     return [
-        row[prompt_len - 1 : -1].clone() for row, prompt_len in zip(rows, prompt_lens, strict=True)
+        logp[prompt_len - 1 : -1].clone()
+        for logp, prompt_len in zip(sequence_logps, prompt_lens, strict=True)
     ]

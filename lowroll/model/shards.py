@@ -69,19 +69,19 @@ def stream(
     A batch's tensors of one dtype are contiguous, and usable on the current stream. ValueError
     names a truncated file.
     """
-    places, reader = (
-        _places(files, {name for batch in batches for name in batch}),
+    locations, reader = (
+        _locate_tensors(files, {name for batch in batches for name in batch}),
         _Reader(torch.device(device)),
     )
-    under_way: deque[tuple[dict[str, Tensor], list[Future[None | torch.cuda.Event]], int]] = deque()
+    pending: deque[tuple[dict[str, Tensor], list[Future[None | torch.cuda.Event]], int]] = deque()
     pool = ThreadPoolExecutor(THREADS, "shards")
     try:
         for batch in batches:
-            under_way.append(reader.begin(pool, {name: places[name] for name in batch}))
-            while under_way and sum(size for *_, size in under_way) > AHEAD:
-                yield reader.finish(*under_way.popleft()[:2])
-        while under_way:
-            yield reader.finish(*under_way.popleft()[:2])
+            pending.append(reader.begin(pool, {name: locations[name] for name in batch}))
+            while pending and sum(size for *_, size in pending) > AHEAD:
+                yield reader.finish(*pending.popleft()[:2])
+        while pending:
+            yield reader.finish(*pending.popleft()[:2])
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         # after an error, no copy may still write to freed memory
@@ -93,23 +93,26 @@ def stream(
 def join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Stack the parts in `dtype`: in their own storage, if they came in one batch and this
     dtype."""
-    whole, first = (sum(len(part) for part in parts), *parts[0].shape[1:]), parts[0]
+    stacked_shape, first_part = (sum(len(part) for part in parts), *parts[0].shape[1:]), parts[0]
     ends = [part.storage_offset() + part.numel() for part in parts]
     starts = [part.storage_offset() for part in parts]
     if starts[1:] == ends[:-1] and all(
         part.dtype == dtype
-        and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and part.untyped_storage().data_ptr() == first_part.untyped_storage().data_ptr()
         for part in parts
     ):
-        return first.as_strided(whole, torch.empty(whole, device="meta").stride())
-    out = torch.empty(whole, dtype=dtype, device=first.device)
-    for part, rows in zip(parts, out.split([len(part) for part in parts]), strict=True):
+        return first_part.as_strided(
+            stacked_shape, torch.empty(stacked_shape, device="meta").stride()
+        )
+    stacked = torch.empty(stacked_shape, dtype=dtype, device=first_part.device)
+    for part, rows in zip(parts, stacked.split([len(part) for part in parts]), strict=True):
         rows.copy_(part)
-    return out
+    return stacked
 
 
-def _places(files: dict[str, Path], wanted: set[str]) -> dict[str, TensorLocation]:
-    places = {}
+def _locate_tensors(files: dict[str, Path], wanted: set[str]) -> dict[str, TensorLocation]:
+    """Read where each wanted tensor lies in its file."""
+    locations = {}
     for path in sorted({files[name] for name in wanted}):
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -117,14 +120,14 @@ def _places(files: dict[str, Path], wanted: set[str]) -> dict[str, TensorLocatio
         for name, entry in header.items():
             if name in wanted and files[name] == path:
                 start, stop = entry["data_offsets"]
-                places[name] = TensorLocation(
+                locations[name] = TensorLocation(
                     path,
                     8 + size + start,
                     stop - start,
                     _DTYPES[entry["dtype"]],
                     tuple(entry["shape"]),
                 )
-    return places
+    return locations
 
 
 class _Reader:
@@ -140,8 +143,8 @@ class _Reader:
     ) -> tuple[dict[str, Tensor], list[Future[None | torch.cuda.Event]], int]:
         """Allocate the batch and submit its pieces. Return (tensors to be filled, pieces, bytes)."""
         ends, size = {}, 0
-        for name, place in batch.items():
-            size = -(-size // place.dtype.itemsize) * place.dtype.itemsize + place.nbytes
+        for name, location in batch.items():
+            size = -(-size // location.dtype.itemsize) * location.dtype.itemsize + location.nbytes
             ends[name] = size
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         ready = None
@@ -150,12 +153,18 @@ class _Reader:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self.device))
         tensors, futures = {}, []
-        for name, place in batch.items():
-            target = buffer[ends[name] - place.nbytes : ends[name]]
-            tensors[name] = target.view(place.dtype).view(place.shape)
+        for name, location in batch.items():
+            target = buffer[ends[name] - location.nbytes : ends[name]]
+            tensors[name] = target.view(location.dtype).view(location.shape)
             futures += [
-                pool.submit(self.read, place.path, place.start + at, target[at : at + PIECE], ready)
-                for at in range(0, place.nbytes, PIECE)
+                pool.submit(
+                    self.read,
+                    location.path,
+                    location.start + offset,
+                    target[offset : offset + PIECE],
+                    ready,
+                )
+                for offset in range(0, location.nbytes, PIECE)
             ]
         return tensors, futures, size
 
@@ -182,8 +191,8 @@ class _Reader:
                 (torch.empty(PIECE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
                 for _ in range(2)
             )
-        pinned_B, last = self.own.staging.popleft()
-        last.synchronize()  # the previous copy from here
+        pinned_B, last_copy = self.own.staging.popleft()
+        last_copy.synchronize()  # the previous copy from here
         pinned_B_part = pinned_B[: len(target_B)]
         self.fill(path, start, pinned_B_part)
         with torch.cuda.stream(self.own.stream):
@@ -199,22 +208,24 @@ class _Reader:
             self.own.files = dict[Path, FileIO]()
         if path not in self.own.files:
             self.own.files[path] = open(path, "rb", buffering=0)
-        file, done = self.own.files[path], 0
+        file, num_read = self.own.files[path], 0
         view = memoryview((ctypes.c_char * len(host_B)).from_address(host_B.data_ptr())).cast("B")
         file.seek(start)
-        while done < len(host_B):
+        while num_read < len(host_B):
             with naming(path):
-                count = file.readinto(view[done:])
+                count = file.readinto(view[num_read:])
             if not count:
-                raise ValueError(f"{path}: ends at byte {start + done}, in the middle of a tensor")
-            done += count
+                raise ValueError(
+                    f"{path}: ends at byte {start + num_read}, in the middle of a tensor"
+                )
+            num_read += count
 
 
 def write(tensors: dict[str, Tensor], target: Path) -> None:
     """Write tensors into an existing folder: one file, or several and their index."""
-    shards = _shards(tensors)
+    shards = _split_into_shards(tensors)
     if len(shards) > 1:
-        (target / INDEX).write_text(json.dumps(_index(shards), indent=2) + "\n")
+        (target / INDEX).write_text(json.dumps(_make_index(shards), indent=2) + "\n")
 
     def store(name: str) -> None:  # safetensors releases the GIL
         save_file(shards[name], target / name, metadata={"format": "pt"})
@@ -223,24 +234,26 @@ def write(tensors: dict[str, Tensor], target: Path) -> None:
         list(pool.map(store, shards))
 
 
-def _shards(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    parts: list[dict[str, Tensor]] = [{}]
-    room = SHARD_BYTES
+def _split_into_shards(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Split tensors into files of at most SHARD_BYTES, by file name."""
+    shards: list[dict[str, Tensor]] = [{}]
+    free_bytes = SHARD_BYTES
     for name, tensor in tensors.items():
-        if parts[-1] and tensor.nbytes > room:
-            parts.append({})
-            room = SHARD_BYTES
-        parts[-1][name] = tensor
-        room -= tensor.nbytes
-    if len(parts) == 1:
-        return {WEIGHTS: parts[0]}
+        if shards[-1] and tensor.nbytes > free_bytes:
+            shards.append({})
+            free_bytes = SHARD_BYTES
+        shards[-1][name] = tensor
+        free_bytes -= tensor.nbytes
+    if len(shards) == 1:
+        return {WEIGHTS: shards[0]}
     return {
-        f"model-{number:05d}-of-{len(parts):05d}.safetensors": part
-        for number, part in enumerate(parts, 1)
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": part
+        for number, part in enumerate(shards, 1)
     }
 
 
-def _index(shards: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+def _make_index(shards: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+    """Return the content of the index file."""
     size = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
-    places = {name: file for file, shard in shards.items() for name in shard}
-    return {"metadata": {"total_size": size}, "weight_map": places}
+    file_by_tensor = {name: file for file, shard in shards.items() for name in shard}
+    return {"metadata": {"total_size": size}, "weight_map": file_by_tensor}

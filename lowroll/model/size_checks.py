@@ -15,7 +15,7 @@ LEAST_BITS = 4  # of a stored weight, whatever the format
 # the least bytes of names and objects a layer and an expert
 LAYER_NAMES = 10_000
 EXPERT_NAMES = 100
-_SIZES = {
+_SPEC_FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -31,38 +31,39 @@ _SIZES = {
 def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
     """Raise ValueError for the key of `path`, a config.json, that exceeds the weight files, with
     both numbers. tensors, stored: their number and bytes."""
-    for key, least in (
+    for key, minimum in (
         ("num_hidden_layers", spec.num_layers),
         ("num_experts", spec.num_layers * spec.num_experts),
     ):
-        if least > tensors:
+        if minimum > tensors:
             if key == "num_experts" and "num_local_experts" in spec.config:
                 name = "num_local_experts"
             else:
                 name = key
             raise ValueError(
-                f"{path}: {name}: {getattr(spec, _SIZES[key]):,} need {least:,} tensors or more, and the "
+                f"{path}: {name}: {getattr(spec, _SPEC_FIELDS[key]):,} need {minimum:,} tensors or more, and the "
                 f"weight files hold {tensors:,}"
             )
-    least = spec.num_parameters * LEAST_BITS // 8
-    if least > stored:
+    minimum = spec.num_parameters * LEAST_BITS // 8
+    if minimum > stored:
         raise ValueError(
-            f"{path}: {_described(spec)}, at least {least:,} bytes, and the weight files hold {stored:,}"
+            f"{path}: {_describe_model(spec)}, at least {minimum:,} bytes, and the weight files hold {stored:,}"
         )
 
 
 def check_memory(path: Path, spec: ModelSpec, bits: float, device: torch.device | str) -> None:
     """Raise ValueError for the key of `path` that exceeds the device's memory, with both numbers.
     bits: the least a parameter on the device."""
-    names = spec.num_layers * (LAYER_NAMES + spec.num_experts * EXPERT_NAMES)
-    needed, memory = int(spec.num_parameters * bits / 8) + names, total_memory(device)
-    if memory is not None and needed > memory:
+    name_bytes = spec.num_layers * (LAYER_NAMES + spec.num_experts * EXPERT_NAMES)
+    needed_bytes, memory = int(spec.num_parameters * bits / 8) + name_bytes, total_memory(device)
+    if memory is not None and needed_bytes > memory:
         raise ValueError(
-            f"{path}: {_described(spec)}, at least {needed / 1e9:,.1f} GB in memory, and {device} has "
+            f"{path}: {_describe_model(spec)}, at least {needed_bytes / 1e9:,.1f} GB in memory, and {device} has "
             f"{memory / 1e9:,.1f} GB"
         )
 
 
-def _described(spec: ModelSpec) -> str:
-    largest = max(_SIZES, key=lambda key: getattr(spec, _SIZES[key]))
-    return f"{largest}: {getattr(spec, _SIZES[largest]):,} makes a model of {spec.num_parameters:,} parameters"
+def _describe_model(spec: ModelSpec) -> str:
+    """Describe the model by its largest size."""
+    largest = max(_SPEC_FIELDS, key=lambda key: getattr(spec, _SPEC_FIELDS[key]))
+    return f"{largest}: {getattr(spec, _SPEC_FIELDS[largest]):,} makes a model of {spec.num_parameters:,} parameters"

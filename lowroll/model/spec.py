@@ -32,7 +32,7 @@ FAMILIES = {
     "mistral": ("MistralForCausalLM", "MistralConfig"),
 }
 # required keys: a class's default would be another model's
-_REQUIRED = (
+_REQUIRED_KEYS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -40,8 +40,8 @@ _REQUIRED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-_INTEGERS = (
-    *_REQUIRED,
+_INTEGER_KEYS = (
+    *_REQUIRED_KEYS,
     "num_key_value_heads",
     "head_dim",
     "moe_intermediate_size",
@@ -49,14 +49,14 @@ _INTEGERS = (
     "num_local_experts",
     "num_experts_per_tok",
 )
-_FLAGS = (
+_FLAG_KEYS = (
     "tie_word_embeddings",
     "attention_bias",
     "mlp_bias",
     "use_sliding_window",
     "norm_topk_prob",
 )
-_OTHERS = (
+_OTHER_KEYS = (
     "rms_norm_eps",
     "hidden_act",
     "rope_parameters",
@@ -137,24 +137,26 @@ def read_spec(folder: Path) -> ModelSpec:
 def read_spec_apart(folder: Path) -> ModelSpec:
     """Run `read_spec` in a subprocess: transformers' configurations import torch, which an
     orchestrator must not load. The errors are the same; RunFailed on a timeout."""
-    command = [sys.executable, "-c", _APART, str(folder)]
+    command = [sys.executable, "-c", _READ_SPEC_PROGRAM, str(folder)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=APART_SECONDS)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=APART_SECONDS)
     except subprocess.TimeoutExpired:
         raise RunFailed(f"{folder}: its config.json is not read after {APART_SECONDS} s") from None
-    if done.returncode:
-        raise RunFailed(f"{folder}: its config.json was not read: {printable(done.stderr[-500:])}")
-    said = json.loads(done.stdout)
-    if "error" in said:
-        raise ValueError(said["error"])
-    scaling = said.pop("rope_scaling")
+    if result.returncode:
+        raise RunFailed(
+            f"{folder}: its config.json was not read: {printable(result.stderr[-500:])}"
+        )
+    reply = json.loads(result.stdout)
+    if "error" in reply:
+        raise ValueError(reply["error"])
+    scaling = reply.pop("rope_scaling")
     return ModelSpec(
-        **{**said, "eos_ids": tuple(said["eos_ids"])},
+        **{**reply, "eos_ids": tuple(reply["eos_ids"])},
         rope_scaling=None if scaling is None else RopeScaling(**scaling),
     )
 
 
-_APART = """
+_READ_SPEC_PROGRAM = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
@@ -198,36 +200,36 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if config.get("is_encoder_decoder") or config.get("add_cross_attention"):
         raise ValueError("is_encoder_decoder, add_cross_attention: only decoders are supported")
     family = _family(config)
-    parsed = _parsed(config, family)
-    stated = vars(parsed)  # the class's attributes, and the file's own
-    if stated["hidden_act"] != "silu":
-        raise ValueError(f"hidden_act: {stated['hidden_act']!r} is not supported; supported: silu")
-    _refuse_active_window(stated, family)
+    hf_config = _parse_with_transformers(config, family)
+    values = vars(hf_config)  # the class's attributes, and the file's own
+    if values["hidden_act"] != "silu":
+        raise ValueError(f"hidden_act: {values['hidden_act']!r} is not supported; supported: silu")
+    _refuse_active_window(values, family)
     architecture = FAMILIES[family][0]
-    hidden, heads = _integer(stated, "hidden_size"), _integer(stated, "num_attention_heads")
-    biases = family != "mistral" and _flag(stated, "attention_bias")
-    theta, scaling = _rope(stated)
+    hidden, heads = _integer(values, "hidden_size"), _integer(values, "num_attention_heads")
+    biases = family != "mistral" and _flag(values, "attention_bias")
+    theta, scaling = _rope_settings(values)
     spec = ModelSpec(
         architecture=architecture,
-        vocab_size=_integer(stated, "vocab_size"),
+        vocab_size=_integer(values, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_integer(stated, "intermediate_size"),
-        num_layers=_integer(stated, "num_hidden_layers"),
+        intermediate_size=_integer(values, "intermediate_size"),
+        num_layers=_integer(values, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_integer(stated, "num_key_value_heads", heads),
-        head_dim=_integer(stated, "head_dim", hidden // heads),
-        norm_eps=_positive(stated, "rms_norm_eps"),
+        num_kv_heads=_integer(values, "num_key_value_heads", heads),
+        head_dim=_integer(values, "head_dim", hidden // heads),
+        norm_eps=_positive(values, "rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position=_integer(stated, "max_position_embeddings"),
-        tie_embeddings=_flag(stated, "tie_word_embeddings"),
+        max_position=_integer(values, "max_position_embeddings"),
+        tie_embeddings=_flag(values, "tie_word_embeddings"),
         qkv_bias=family == "qwen2" or biases,
         o_bias=family != "qwen2" and biases,
-        mlp_bias=family == "llama" and _flag(stated, "mlp_bias"),
+        mlp_bias=family == "llama" and _flag(values, "mlp_bias"),
         qk_norm=family in ("qwen3", "qwen3_moe"),
         eos_ids=_eos_ids(config),
         config={key: value for key, value in config.items() if key != "quantization_config"},
-        **(_experts(stated) if family == "qwen3_moe" else {}),
+        **(_expert_settings(values) if family == "qwen3_moe" else {}),
     )
     if spec.num_heads % spec.num_kv_heads:
         raise ValueError(
@@ -241,18 +243,20 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
 def _family(config: dict[str, Any]) -> str:
     """Return a config's model_type. ValueError if unsupported, or if `architectures` names another
     model, such as a classifier."""
-    known = {architecture: family for family, (architecture, _) in FAMILIES.items()}
+    family_by_architecture = {
+        architecture: family for family, (architecture, _) in FAMILIES.items()
+    }
     architectures = config.get("architectures")
     if (
         not isinstance(architectures, list)
         or len(architectures) != 1
         or not isinstance(architectures[0], str)
-        or architectures[0] not in known
+        or architectures[0] not in family_by_architecture
     ):
         raise ValueError(
-            f"architectures: {architectures!r} is not supported; supported: {', '.join(known)}"
+            f"architectures: {architectures!r} is not supported; supported: {', '.join(family_by_architecture)}"
         )
-    family = config.get("model_type", known[architectures[0]])
+    family = config.get("model_type", family_by_architecture[architectures[0]])
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(
             f"model_type: {family!r} is not supported; supported: {', '.join(FAMILIES)}"
@@ -262,26 +266,32 @@ def _family(config: dict[str, Any]) -> str:
     return family
 
 
-def _parsed(config: dict[str, Any], family: str) -> Any:
+def _parse_with_transformers(config: dict[str, Any], family: str) -> Any:
     """Return transformers' configuration. ValueError names the key.
 
     Types and sizes are checked first: the class builds a list of all layers.
     """
-    for key in _INTEGERS:
-        if key in _REQUIRED or config.get(key) is not None:
+    for key in _INTEGER_KEYS:
+        if key in _REQUIRED_KEYS or config.get(key) is not None:
             _integer(config, key)
-    for key in _FLAGS:
+    for key in _FLAG_KEYS:
         _flag(config, key)
     if config["num_hidden_layers"] > MOST_LAYERS:
         raise ValueError(f"num_hidden_layers: {MOST_LAYERS} at most")
     for key in ("rope_scaling", "rope_parameters"):
-        part = config.get(key) or {}
-        if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
-            raise ValueError(f"{key}: expected one set of numbers for all layers, got {part!r}")
-    kept = {key: config[key] for key in (*_INTEGERS, *_FLAGS, *_OTHERS) if key in config}
+        rope_values = config.get(key) or {}
+        if not isinstance(rope_values, dict) or any(
+            isinstance(value, dict) for value in rope_values.values()
+        ):
+            raise ValueError(
+                f"{key}: expected one set of numbers for all layers, got {rope_values!r}"
+            )
+    known_values = {
+        key: config[key] for key in (*_INTEGER_KEYS, *_FLAG_KEYS, *_OTHER_KEYS) if key in config
+    }
     module = import_module(f"transformers.models.{family}.configuration_{family}")
     try:
-        parsed = getattr(module, FAMILIES[family][1]).from_dict(deepcopy(kept))
+        parsed = getattr(module, FAMILIES[family][1]).from_dict(deepcopy(known_values))
         parsed.standardize_rope_params()  # again, as transformers' models do: extra keys count now
         return parsed
     except Exception as error:  # the class's own errors, and Python's for odd values
@@ -289,7 +299,8 @@ def _parsed(config: dict[str, Any], family: str) -> Any:
         raise ValueError(f"not a configuration of {family}: {' '.join(lines)[:300]}") from None
 
 
-def _experts(config: dict[str, Any]) -> dict[str, Any]:
+def _expert_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec's fields of a mixture of experts."""
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise ValueError(
             "mlp_only_layers, decoder_sparse_step: experts in every layer are supported, not in "
@@ -310,6 +321,7 @@ def _experts(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _integer(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """Return a positive integer of the config. ValueError names the key."""
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
@@ -318,6 +330,7 @@ def _integer(config: dict[str, Any], key: str, default: int | None = None) -> in
 
 
 def _positive(config: dict[str, Any], key: str, default: float | None = None) -> float:
+    """Return a positive number of the config. ValueError names the key."""
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGE:
         raise ValueError(f"{key}: expected a positive number, got {value!r}")
@@ -325,6 +338,7 @@ def _positive(config: dict[str, Any], key: str, default: float | None = None) ->
 
 
 def _flag(config: dict[str, Any], key: str) -> bool:
+    """Return a boolean of the config. ValueError names the key."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{key}: expected true or false, got {value!r}")
@@ -332,11 +346,15 @@ def _flag(config: dict[str, Any], key: str) -> bool:
 
 
 def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
+    """Return the config's end-of-sequence ids."""
     value = config.get("eos_token_id")
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+    if any(
+        isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0
+        for token_id in ids
+    ):
         raise ValueError(f"eos_token_id: expected token ids, got {value!r}")
     return tuple(ids)
 
@@ -348,18 +366,22 @@ def _refuse_active_window(config: dict[str, Any], family: str) -> None:
     Takes the parsed config: Qwen2 and Qwen3 have a window in the layers of that type, Mistral and
     Qwen3-MoE in every layer, Llama none.
     """
-    kinds = config.get("layer_types") or []
-    if not isinstance(kinds, list):
-        raise ValueError(f"layer_types: expected a list, got {kinds!r}")
-    odd = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
-    if odd:
-        raise ValueError(f"layer_types: {', '.join(odd)} is not supported; only full attention is")
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ValueError(f"layer_types: expected a list, got {layer_types!r}")
+    unknown_kinds = sorted(
+        {str(layer_type) for layer_type in layer_types} - {"full_attention", "sliding_attention"}
+    )
+    if unknown_kinds:
+        raise ValueError(
+            f"layer_types: {', '.join(unknown_kinds)} is not supported; only full attention is"
+        )
     window = config.get("sliding_window")
     if family in ("mistral", "qwen3_moe"):
-        used = window is not None
+        is_used = window is not None
     else:
-        used = "sliding_attention" in kinds
-    if not used:
+        is_used = "sliding_attention" in layer_types
+    if not is_used:
         return
     window, longest = (
         _integer(config, "sliding_window"),
@@ -372,7 +394,8 @@ def _refuse_active_window(config: dict[str, Any], family: str) -> None:
         )
 
 
-def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope_settings(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Return the rotary base and the scaling. ValueError for an unsupported rope_type."""
     rope = config["rope_parameters"]
     for source in (config, rope):
         if source.get("partial_rotary_factor") not in (None, 1):

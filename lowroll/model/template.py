@@ -29,7 +29,7 @@ START_SECONDS = 60.0  # for the child's start; about 0.1 is usual
 MEMORY_MB = 512
 MOST_TEMPLATE = 1 << 20  # characters
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_CHILD = Path(__file__).with_name("template_child.py")
+_CHILD_SCRIPT = Path(__file__).with_name("template_child.py")
 
 
 class Ended(ValueError):
@@ -69,39 +69,41 @@ class Template:
         ValueError in one line for the template's errors, a timeout or memory limit, and for a
         reserved variable.
         """
-        further = dict(template_kwargs or {})
-        check_template_kwargs(further, self.variables)
+        extra_variables = dict(template_kwargs or {})
+        check_template_kwargs(extra_variables, self.variables)
         messages = [
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
-        asked = {
+        request = {
             "messages": messages,
             "add_generation_prompt": open_turn,
             "tools": list(tools) or None,
-            "template_kwargs": further,
+            "template_kwargs": extra_variables,
         }
         with self.lock:
-            served = self.child is not None
+            had_child = self.child is not None
             try:
-                return self._text(asked)
+                return self._text(request)
             except Ended:
-                if not served:
+                if not had_child:
                     raise
             # it worked before: something else has ended it, so try another one
-            return self._text(asked)
+            return self._text(request)
 
     def _text(self, asked: dict[str, Any]) -> str:
+        """Return the rendered text, starting a child if there is none."""
         # also in a fork, where the child is another process's
         if self.child is not None and self.child.poll() is not None:
             self._forget_child()
         if self.child is None:
-            self.child = _start()
+            self.child = _start_child()
             self.end_child = weakref.finalize(self, _end, self.child)
             self._ask(self.setup, START_SECONDS)
         return str(self._ask(asked)["text"])
 
     def _ask(self, message: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
+        """Return the child's reply to a message. ValueError for the template's error."""
         assert self.child is not None
         try:
             reply = _exchange(self.child, json.dumps(message).encode() + b"\n", seconds or SECONDS)
@@ -115,6 +117,7 @@ class Template:
         return reply
 
     def _forget_child(self) -> None:
+        """End the child."""
         self.end_child()
         self.child = None
 
@@ -138,9 +141,10 @@ def template(source: str, variables: tuple[tuple[str, str], ...]) -> Template:
     return Template(source, dict(variables))
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start_child() -> subprocess.Popen[bytes]:
+    """Start the child process, with pipes that do not block."""
     child = subprocess.Popen(
-        [sys.executable, "-P", str(_CHILD)],
+        [sys.executable, "-P", str(_CHILD_SCRIPT)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -155,6 +159,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill the child and close its pipes."""
     child.kill()
     child.wait(SECONDS)
     for pipe in (child.stdin, child.stdout):
@@ -163,32 +168,34 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _exchange(child: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, Any]:
-    until = time.monotonic() + seconds
+    """Send a request to the child and return its reply. ValueError on a timeout, Ended at its
+    end."""
+    deadline = time.monotonic() + seconds
     assert child.stdin is not None and child.stdout is not None
     to_child, from_child = child.stdin.fileno(), child.stdout.fileno()
-    left, reply = memoryview(request), bytearray()
-    with selectors.DefaultSelector() as ready:
-        ready.register(from_child, selectors.EVENT_READ)
-        ready.register(to_child, selectors.EVENT_WRITE)
+    remaining, reply = memoryview(request), bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(from_child, selectors.EVENT_READ)
+        selector.register(to_child, selectors.EVENT_WRITE)
         while not reply.endswith(b"\n"):
-            events = ready.select(max(0.0, until - time.monotonic()))
+            events = selector.select(max(0.0, deadline - time.monotonic()))
             if not events:
                 raise ValueError(
                     f"chat template: no text after {seconds:g} s; it loops, or does too much"
                 )
             for key, _ in events:
                 if key.fd == to_child:
-                    left = _write(to_child, left)
-                    if not left:
-                        ready.unregister(to_child)
+                    remaining = _write(to_child, remaining)
+                    if not remaining:
+                        selector.unregister(to_child)
                 elif not (piece := os.read(from_child, 1 << 20)):
                     raise Ended(
                         f"chat template: its process ended; it may use {MEMORY_MB} MB of memory"
                     )
                 else:
                     reply += piece
-    found: dict[str, Any] = json.loads(reply)
-    return found
+    message: dict[str, Any] = json.loads(reply)
+    return message
 
 
 def _write(pipe: int, data: memoryview) -> memoryview:

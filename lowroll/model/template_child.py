@@ -94,17 +94,17 @@ def tojson(
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(
+    jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    made.filters["tojson"] = tojson
-    made.globals |= {
+    jinja.filters["tojson"] = tojson
+    jinja.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "dict": Dict(),
         "namespace": SafeNamespace,
     }
-    return made
+    return jinja
 
 
 def protect(memory_mb: int) -> None:
@@ -114,17 +114,17 @@ def protect(memory_mb: int) -> None:
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        _, hard = resource.getrlimit(kind)
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        _, hard_limit = resource.getrlimit(kind)
+        limit = limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)
         resource.setrlimit(kind, (limit, limit))
 
 
 def error(reason: BaseException) -> dict[str, str]:
     if isinstance(reason, MemoryError):
-        what = "more memory than it may use"
+        description = "more memory than it may use"
     else:
-        what = f"{type(reason).__name__}: {reason}"
-    return {"error": what[:1000]}
+        description = f"{type(reason).__name__}: {reason}"
+    return {"error": description[:1000]}
 
 
 def main() -> None:
@@ -146,14 +146,14 @@ def main() -> None:
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, setup["seconds"])
         try:
-            asked = json.loads(line)
+            request = json.loads(line)
             text = template.render(
-                messages=asked["messages"],
-                tools=asked["tools"],
+                messages=request["messages"],
+                tools=request["tools"],
                 documents=None,
-                add_generation_prompt=asked["add_generation_prompt"],
+                add_generation_prompt=request["add_generation_prompt"],
                 **setup["variables"],
-                **asked["template_kwargs"],
+                **request["template_kwargs"],
             )
             if len(text) > MOST_TEXT:
                 raise ValueError(

@@ -20,13 +20,13 @@ from lowroll.model.template import template
 from lowroll.tool_calls import FORMATS, format_of, read
 from lowroll.types import Message, Turn, printable
 
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
-_LARGE = (*_VOCABULARIES, "merges.txt", "chat_template.jinja")
+_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+_LARGE_FILES = (*_VOCABULARY_FILES, "merges.txt", "chat_template.jinja")
 # marks in a rendered conversation
-_MARK, _NEWS = "LOWROLLMARK", "LOWROLLNEWS"
-_BEFORE: list[Message] = [{"role": "user", "content": "a"}]
-_TURN: list[Message] = [*_BEFORE, {"role": "assistant", "content": _MARK}]
-_SMALL = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_TURN_MARK, _NEXT_MARK = "LOWROLLMARK", "LOWROLLNEWS"
+_EARLIER_MESSAGES: list[Message] = [{"role": "user", "content": "a"}]
+_MARKED_TURN: list[Message] = [*_EARLIER_MESSAGES, {"role": "assistant", "content": _TURN_MARK}]
+_SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -37,7 +37,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     folder = tokenizer_home(folder)
     # transformers would make an empty one
     if not has_tokenizer(folder):
-        raise ValueError(f"{folder}: no tokenizer here; looked for {', '.join(_VOCABULARIES)}")
+        raise ValueError(f"{folder}: no tokenizer here; looked for {', '.join(_VOCABULARY_FILES)}")
     _check_files(folder)
     if (folder / "tokenizer.json").is_file():
         tokenizer_trial.attempt(folder / "tokenizer.json")
@@ -63,20 +63,20 @@ def tokenizer_home(folder: str | Path) -> Path:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _VOCABULARIES)
+    return any((folder / name).is_file() for name in _VOCABULARY_FILES)
 
 
 def _check_files(folder: Path) -> None:
     """Raise ValueError for a file that is too large or no JSON, and for a key of
     tokenizer_config.json that would break transformers later."""
-    for name in _LARGE:
+    for name in _LARGE_FILES:
         if (folder / name).exists():
             regular(folder / name, MOST_TOKENIZER)
-    small = {name: read_json(folder / name) for name in _SMALL if (folder / name).exists()}
-    for name, content in small.items():
+    contents = {name: read_json(folder / name) for name in _SMALL_FILES if (folder / name).exists()}
+    for name, content in contents.items():
         if not isinstance(content, dict):
             raise ValueError(f"{folder / name}: expected a JSON object")
-    path, config = folder / _SMALL[0], small.get(_SMALL[0], {})
+    path, config = folder / _SMALL_FILES[0], contents.get(_SMALL_FILES[0], {})
     if "auto_map" in config:
         raise ValueError(
             f"{path}: auto_map: the tokenizer brings its own code, and lowroll runs none"
@@ -110,16 +110,16 @@ def eos_id(folder: str | Path) -> int | None:
     folder = tokenizer_home(folder)
     try:
         config = read_json(folder / "tokenizer_config.json")
-        known = read_json(folder / "tokenizer.json", MOST_TOKENIZER)["added_tokens"]
+        added_tokens = read_json(folder / "tokenizer.json", MOST_TOKENIZER)["added_tokens"]
         token = config["eos_token"]
         token = token["content"] if isinstance(token, dict) else token
-        ids = [entry["id"] for entry in known if entry["content"] == token]
+        ids = [entry["id"] for entry in added_tokens if entry["content"] == token]
     except (ValueError, KeyError, TypeError):
         ids, config = [], {}  # try transformers, or let it report the error
     if len(ids) == 1 and isinstance(ids[0], int) and "auto_map" not in config:
         return ids[0]
-    found = load_tokenizer(folder).eos_token_id
-    return None if found is None else int(found)
+    eos = load_tokenizer(folder).eos_token_id
+    return None if eos is None else int(eos)
 
 
 class ChatTokenizer:
@@ -173,11 +173,11 @@ class ChatTokenizer:
         A drawn end-of-turn token stands for the template's own; a turn ended by a stop string gets
         the template's. ValueError for the template's errors.
         """
-        text = self._behind_calls(messages, said) or self._behind([*_TURN, *messages], True)
+        text = self._behind_calls(messages, said) or self._behind([*_MARKED_TURN, *messages], True)
         eos = str(self.tokenizer.special_tokens_map.get("eos_token") or "")
         # a special token first: the text after it is then tokenized as within a whole text
-        for end in filter(None, (self._end, eos)):
-            if text.startswith(end):
+        for end_token in filter(None, (self._end, eos)):
+            if text.startswith(end_token):
                 ids = self._encode(text)
                 return ids[1:] if self._is_end(after) else ids
         return self._encode(f"{eos}{text}")[1:] if eos else self._encode(text)
@@ -185,12 +185,12 @@ class ChatTokenizer:
     def check_turns(self) -> None:
         """Raise ValueError unless the template can continue a drawn turn: what it adds must not
         depend on earlier turns, and must show the messages that follow."""
-        said = {"role": "user", "content": _NEWS}
-        behind = [
-            self._behind([*before, *_TURN, said], True)
-            for before in ([], [*_BEFORE, {"role": "assistant", "content": "b"}])
+        next_message = {"role": "user", "content": _NEXT_MARK}
+        suffixes = [
+            self._behind([*earlier, *_MARKED_TURN, next_message], True)
+            for earlier in ([], [*_EARLIER_MESSAGES, {"role": "assistant", "content": "b"}])
         ]
-        if behind[0] != behind[1] or _NEWS not in behind[0]:
+        if suffixes[0] != suffixes[1] or _NEXT_MARK not in suffixes[0]:
             raise ValueError(
                 "chat template: what it puts behind an assistant's turn is another text in a longer "
                 "conversation, so that a conversation of several turns cannot go on from the tokens "
@@ -207,22 +207,37 @@ class ChatTokenizer:
     @cached_property
     def _end(self) -> str:
         """The special token that the template puts after the assistant's text, or ""."""
-        first = self._encode(self._closing)[:1]
-        return self.tokenizer.decode(first) if first and self._is_special(first[0]) else ""
+        first_ids = self._encode(self._closing)[:1]
+        return (
+            self.tokenizer.decode(first_ids) if first_ids and self._is_special(first_ids[0]) else ""
+        )
 
     @cached_property
     def _closing(self) -> str:
-        return self._behind(_TURN, False)
+        """The text that the template puts after the last turn."""
+        return self._behind(_MARKED_TURN, False)
 
     def _behind_calls(self, messages: list[Message], said: Message | None) -> str:
         """Return the text that the template puts after a turn with tool calls; "" without calls, or
         if it cannot be separated from the turn."""
         if said is None or not said.get("tool_calls"):
             return ""
-        calls = [*_BEFORE, {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}]
-        turn, whole = self.render(calls, False), self.render([*calls, *messages], True)
-        cut = turn.rfind(self._end) if self._end else len(turn) - len(self._closing)
-        return whole[cut:] if cut > 0 and whole.startswith(turn[:cut]) else ""
+        calls = [
+            *_EARLIER_MESSAGES,
+            {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]},
+        ]
+        rendered_turn, rendered_all = (
+            self.render(calls, False),
+            self.render([*calls, *messages], True),
+        )
+        turn_end = (
+            rendered_turn.rfind(self._end) if self._end else len(rendered_turn) - len(self._closing)
+        )
+        return (
+            rendered_all[turn_end:]
+            if turn_end > 0 and rendered_all.startswith(rendered_turn[:turn_end])
+            else ""
+        )
 
     def _is_end(self, turn: Turn) -> bool:
         """Return whether a turn ended with a token that stands for the template's end."""
@@ -233,13 +248,13 @@ class ChatTokenizer:
 
     def _behind(self, messages: list[Message], open_turn: bool) -> str:
         """Return the text that the template puts after the mark. ValueError when it drops the mark."""
-        _, mark, behind = self.render(messages, open_turn).partition(_MARK)
+        _, mark, suffix = self.render(messages, open_turn).partition(_TURN_MARK)
         if not mark:
             raise ValueError(
                 "chat template: it does not show what an assistant said earlier, so that a "
                 "conversation of several turns is not possible; use max_turns: 1, or another template"
             )
-        return behind
+        return suffix
 
     def render(
         self,
@@ -261,13 +276,13 @@ class ChatTokenizer:
     @property
     def tool_format(self) -> str:
         """The format of the model's tool calls. ValueError when unknown."""
-        found = self._tool_format or format_of(self.source)
-        if found is None:
+        call_format = self._tool_format or format_of(self.source)
+        if call_format is None:
             raise ValueError(
                 "chat template: it shows none of the known formats of tool calls; name one "
                 f"(rollout.tool_call_parser: {', '.join(FORMATS)})"
             )
-        return found
+        return call_format
 
     def turn(self, token_ids: list[int], tools: bool = False) -> Message:
         """Convert a response to a chat message, with all text as content; tools: with its calls and

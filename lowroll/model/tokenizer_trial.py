@@ -19,8 +19,8 @@ from lowroll.types import printable
 SECONDS = 60  # of processor time
 WALL_SECONDS = 300.0  # on a busy machine
 MEMORY_MB = 2048
-_CHILD = Path(__file__).with_name("tokenizer_child.py")
-_good: set[bytes] = set()  # digests of accepted files
+_CHILD_SCRIPT = Path(__file__).with_name("tokenizer_child.py")
+_accepted_digests: set[bytes] = set()  # digests of accepted files
 
 
 def attempt(path: Path) -> None:
@@ -28,19 +28,20 @@ def attempt(path: Path) -> None:
     regular(path, MOST_TOKENIZER)
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").digest()
-    if digest in _good:
+    if digest in _accepted_digests:
         return
-    why = _try(path)
-    if why:
-        raise ValueError(f"{printable(path)}: {printable(why)}")
-    _good.add(digest)
+    problem = _try(path)
+    if problem:
+        raise ValueError(f"{printable(path)}: {printable(problem)}")
+    _accepted_digests.add(digest)
 
 
 def _try(path: Path) -> str:
-    words = [sys.executable, "-P", str(_CHILD), str(path), str(MEMORY_MB), str(SECONDS)]
+    """Run the child process; returns the error, or an empty text."""
+    command = [sys.executable, "-P", str(_CHILD_SCRIPT), str(path), str(MEMORY_MB), str(SECONDS)]
     try:
-        done = subprocess.run(
-            words,
+        result = subprocess.run(
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -49,9 +50,9 @@ def _try(path: Path) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"a tokenizer that is not loaded after {WALL_SECONDS:g} s"
-    if done.returncode == 0:
-        return done.stdout.decode(errors="replace").strip()
+    if result.returncode == 0:
+        return result.stdout.decode(errors="replace").strip()
     return (
-        f"its process ended while it was tried (status {done.returncode}); a tokenizer may not take "
+        f"its process ended while it was tried (status {result.returncode}); a tokenizer may not take "
         f"more than {SECONDS} s of processor time and {MEMORY_MB:,} MB of memory"
     )

@@ -22,7 +22,7 @@ SPECIAL = (
     "cls_token",
     "mask_token",
 )
-_TEMPLATE = "chat_template.jinja"
+_TEMPLATE_FILE = "chat_template.jinja"
 
 
 class FileTokenizer:
@@ -34,7 +34,7 @@ class FileTokenizer:
         folder = Path(folder)
         path = folder / "tokenizer.json"
         tokenizer_trial.attempt(path)
-        config = _object(folder / "tokenizer_config.json")
+        config = _read_object(folder / "tokenizer_config.json")
         if "auto_map" in config:
             raise ValueError(f"{folder}: auto_map: the tokenizer brings its own code")
         try:
@@ -44,12 +44,14 @@ class FileTokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.special_tokens_map = {
-            name: text for name in SPECIAL if (text := _text(config.get(name))) is not None
+            name: text for name in SPECIAL if (text := _token_text(config.get(name))) is not None
         }
-        known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
-        missing = [text for text in self.special_tokens_map.values() if text not in known]
-        self.backend.add_special_tokens([AddedToken(t, special=True) for t in missing])
-        self.chat_template = _template(folder, config)
+        known_texts = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        missing = [text for text in self.special_tokens_map.values() if text not in known_texts]
+        self.backend.add_special_tokens(
+            [AddedToken(token_text, special=True) for token_text in missing]
+        )
+        self.chat_template = _read_template(folder, config)
 
     def get_chat_template(self) -> str:
         return str(self.chat_template)
@@ -70,23 +72,28 @@ class FileTokenizer:
         return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
-def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    if (folder / _TEMPLATE).exists():
-        regular(folder / _TEMPLATE, 1 << 20)
-        return (folder / _TEMPLATE).read_text(encoding="utf-8")
-    named = config.get("chat_template")
-    if isinstance(named, list):
-        named = next((one.get("template") for one in named if one.get("name") == "default"), None)
-    return named
+def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """Return the folder's chat template, or None."""
+    if (folder / _TEMPLATE_FILE).exists():
+        regular(folder / _TEMPLATE_FILE, 1 << 20)
+        return (folder / _TEMPLATE_FILE).read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = next(
+            (entry.get("template") for entry in template if entry.get("name") == "default"), None
+        )
+    return template
 
 
-def _text(token: object) -> str | None:
+def _token_text(token: object) -> str | None:
+    """Return a special token's text, or None."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
-def _object(path: Path) -> dict[str, Any]:
-    found = read_json(path)
-    if not isinstance(found, dict):
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object. ValueError for anything else."""
+    content = read_json(path)
+    if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object")
-    return found
+    return content

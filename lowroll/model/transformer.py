@@ -91,7 +91,7 @@ class Block(nn.Module):
         q = spec.num_heads * spec.head_dim
         kv = spec.num_kv_heads * spec.head_dim
         hidden = spec.hidden_size
-        wide = spec.intermediate_size
+        mlp_size = spec.intermediate_size
         self.input_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
         self.qkv = layers.linear(
             hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, spec.qkv_bias, device, dtype
@@ -107,9 +107,9 @@ class Block(nn.Module):
         if self.experts is not None:
             return
         self.gate_up = layers.linear(
-            hidden, {"gate_proj": wide, "up_proj": wide}, spec.mlp_bias, device, dtype
+            hidden, {"gate_proj": mlp_size, "up_proj": mlp_size}, spec.mlp_bias, device, dtype
         )
-        self.down = layers.linear(wide, {"down_proj": hidden}, spec.mlp_bias, device, dtype)
+        self.down = layers.linear(mlp_size, {"down_proj": hidden}, spec.mlp_bias, device, dtype)
 
     def forward(
         self,
@@ -315,12 +315,12 @@ class Transformer(nn.Module):
         """The format of the quantized linear weights (a mixed one's name if they differ), or
         None."""
         weights = {name: linear.weight for name, linear in self.linears()}
-        held = {name: w.format for name, w in weights.items() if isinstance(w, QTensor)}
-        if len(held) < len(weights):
+        formats = {name: w.format for name, w in weights.items() if isinstance(w, QTensor)}
+        if len(formats) < len(weights):
             return None
-        if len(set(held.values())) == 1:
-            return next(iter(held.values()))
-        return mixed.register(held, {name: prod(w.shape) for name, w in weights.items()})
+        if len(set(formats.values())) == 1:
+            return next(iter(formats.values()))
+        return mixed.register(formats, {name: prod(w.shape) for name, w in weights.items()})
 
 
 def whole(block: Block, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:

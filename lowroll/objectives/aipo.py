@@ -70,9 +70,9 @@ def aipo(
     ValueError for an unknown ratio_type or mode, bounds in the wrong order, or teacher_tau without
     a teacher.
     """
-    for name, value, known in (("ratio_type", ratio_type, RATIO_TYPES), ("mode", mode, MODES)):
-        if value not in known:
-            raise ValueError(f"{name}: unknown {value!r}; expected one of {', '.join(known)}")
+    for name, value, choices in (("ratio_type", ratio_type, RATIO_TYPES), ("mode", mode, MODES)):
+        if value not in choices:
+            raise ValueError(f"{name}: unknown {value!r}; expected one of {', '.join(choices)}")
     for name, low, high in (
         ("token_mask", token_mask_low, token_mask_high),
         ("geo_mask", geo_mask_low, geo_mask_high),
@@ -94,7 +94,7 @@ def aipo(
     if ratio_type == "sequence":
         scale_N = _sequence_scale(tokens, sequence_clip_high)
     above_N = ratio_N > token_mask_high
-    masked_N = _sequences_outside(
+    masked_N = _tokens_outside_bounds(
         tokens, (geo_mask_low, geo_mask_high), (sequence_mask_low, sequence_mask_high)
     )
     masked_N = masked_N | (ratio_N < token_mask_low)
@@ -120,7 +120,7 @@ def _sequence_scale(tokens: ObjectiveInput, clip_high: float) -> Tensor:
     return (ratio_S / token_counts(sequences)).to(tokens.ratio_N.dtype)[sequences.segments_N]
 
 
-def _sequences_outside(
+def _tokens_outside_bounds(
     tokens: ObjectiveInput, geometric: tuple[float, float], extremes: tuple[float, float]
 ) -> Tensor:
     """Return the tokens of sequences whose geometric mean or extreme ratios leave their bounds,

@@ -50,13 +50,13 @@ def clipped(
 ) -> TokenValues:
     """Return each token's value and the statistics. The ratio's anchor is the proximal policy, or
     the sampler where that is the only one given."""
-    kept = clip(
+    surrogate = clip(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )
-    statistics = policy_statistics(tokens, kept)
+    statistics = policy_statistics(tokens, surrogate)
     if tokens.has_behavior:
         statistics["correction/dropped_tokens"] = tokens.num_dropped
-    return kept.value_N, statistics
+    return surrogate.value_N, statistics
 
 
 def weighted(
@@ -64,8 +64,8 @@ def weighted(
 ) -> TokenValues:
     """Return each token's value and the statistics; `cap` is C."""
     weight_N = truncate(tokens.weight_N, cap)
-    kept = clip(
+    surrogate = clip(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )
-    statistics = policy_statistics(tokens, kept) | weight_statistics(tokens, weight_N, cap)
-    return weight_N * kept.value_N, statistics
+    statistics = policy_statistics(tokens, surrogate) | weight_statistics(tokens, weight_N, cap)
+    return weight_N * surrogate.value_N, statistics

@@ -101,7 +101,7 @@ def reweight(
     sampler.
 
     With `normalize`, `counts` must have the batch's weight sum (`Objective.count`). ValueError for
-    an unknown weight or rule, or bounds that leave nothing.
+    an unknown weight or rule, or bounds that reject everything.
     """
     verdict = judge(
         tokens, weight=weight, cap=cap, icepop=icepop, reject=reject, veto=veto, bypass=bypass
@@ -130,8 +130,8 @@ def judge(
 ) -> CorrectionWeights:
     """Weigh or reject every token, by the options in the module docstring.
 
-    ValueError for an unknown weight, rule or repair, bounds that leave nothing, and repair without
-    a veto.
+    ValueError for an unknown weight, rule or repair, bounds that reject everything, and repair
+    without a veto.
     """
     if repair not in REPAIRS:
         raise ValueError(f"repair: unknown {repair!r}; expected mask or None")
@@ -144,18 +144,18 @@ def judge(
         log_weight_N = (tokens.log_ratio_N + tokens.log_weight_N).detach()
     else:
         log_weight_N = tokens.log_weight_N
-    raw_N = exp_ratio(log_weight_N)
+    uncapped_N = exp_ratio(log_weight_N)
     if weight == "sequence":
-        raw_N = exp_ratio(sequence_sum(log_weight_N, sequences)).to(log_weight_N.dtype)[
+        uncapped_N = exp_ratio(sequence_sum(log_weight_N, sequences)).to(log_weight_N.dtype)[
             sequences.segments_N
         ]
     if weight == "none" or bypass:
-        raw_N = weight_N = torch.ones_like(log_weight_N)
+        uncapped_N = weight_N = torch.ones_like(log_weight_N)
     elif icepop is None:
-        weight_N = truncate(raw_N, cap)
+        weight_N = truncate(uncapped_N, cap)
     else:
         low, high = checked_bounds("icepop", icepop)
-        weight_N = torch.where((raw_N < low) | (raw_N > high), 0, raw_N)
+        weight_N = torch.where((uncapped_N < low) | (uncapped_N > high), 0, uncapped_N)
     rejected_N = torch.zeros_like(sequences.mask_N)
     repaired_N: Tensor | None = None
     if veto is not None:
@@ -167,8 +167,8 @@ def judge(
         else:
             rejected_N = repaired_N = sequence_from(anomaly_N, sequences)
     for rule, bound in (reject or {}).items():
-        rejected_N = rejected_N | _breaks(rule, bound, -log_weight_N, sequences)
-    return CorrectionWeights(weight_N, weight_N != raw_N, ~rejected_N, sequences, repaired_N)
+        rejected_N = rejected_N | _rejected_by_rule(rule, bound, -log_weight_N, sequences)
+    return CorrectionWeights(weight_N, weight_N != uncapped_N, ~rejected_N, sequences, repaired_N)
 
 
 def correct(
@@ -233,7 +233,9 @@ def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Ten
     }
 
 
-def _breaks(rule: str, bound: float | Bounds, d_N: Tensor, sequences: Sequences) -> Tensor:
+def _rejected_by_rule(
+    rule: str, bound: float | Bounds, d_N: Tensor, sequences: Sequences
+) -> Tensor:
     """Return the tokens that a rule rejects, bool [N]. NaNs are kept, so that they show."""
     if rule not in RULES:
         raise ValueError(f"reject: unknown rule {rule!r}; expected one of {', '.join(RULES)}")

@@ -48,21 +48,21 @@ def ipo(
     sequences, ratio_N, A_N = tokens.sequences, tokens.ratio_N.detach(), tokens.advantages_N
     learner_N = tokens.learner_N
     behavior_N = learner_N.detach() - tokens.log_ratio_N.detach()
-    moved_N = learner_N.detach().exp() - behavior_N.exp()
+    prob_change_N = learner_N.detach().exp() - behavior_N.exp()
     if signed:
-        far_N = torch.where(A_N > 0, moved_N > width, moved_N < -width)
+        outside_N = torch.where(A_N > 0, prob_change_N > width, prob_change_N < -width)
     else:
-        far_N = moved_N.abs() > width
+        outside_N = prob_change_N.abs() > width
     scale_N = ratio_N.clamp(max=ratio_cap)
     value_N = (
-        torch.where(far_N, 0, A_N * scale_N * learner_N) - kl_tau * tokens.log_ratio_N.square()
+        torch.where(outside_N, 0, A_N * scale_N * learner_N) - kl_tau * tokens.log_ratio_N.square()
     )
     statistics = {
         "policy/ratio_mean": masked_mean(ratio_N, sequences.mask_N),
         "policy/ratio_max": masked_max(ratio_N, sequences.mask_N),
         "correction/truncated_fraction": masked_mean(
-            ~far_N & (ratio_N > ratio_cap), sequences.mask_N
+            ~outside_N & (ratio_N > ratio_cap), sequences.mask_N
         ),
         "correction/dropped_tokens": tokens.num_dropped,
     }
-    return value_N, statistics | rejection_statistics(~far_N, sequences)
+    return value_N, statistics | rejection_statistics(~outside_N, sequences)

@@ -56,7 +56,7 @@ def mismatch(
     `learner` usually has the parameters that made the rollouts (the proximal log-probs). `pearson`
     is absent for constant probabilities, and everything without tokens.
     """
-    sequences, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
+    sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     mask_N = sequences.mask_N
     if not bool(mask_N.any()):
         return {}
@@ -102,7 +102,7 @@ def spread(
     "spread/token_std", "spread/token_p99" (the 99th percentile of |l - b|), and the same of
     "sequence".
     """
-    sequences, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
+    sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     if not bool(sequences.mask_N.any()):
         return {}
     log_ratio_N, has_tokens_S = (
@@ -114,14 +114,14 @@ def spread(
         "sequence": sequence_mean(log_ratio_N, sequences)[has_tokens_S],
     }
     values = {
-        f"spread/{name}_{part}": value
+        f"spread/{name}_{statistic}": value
         for name, x in levels.items()
-        for part, value in (("std", x.std(correction=0)), ("p99", _percentile(x.abs(), 0.99)))
+        for statistic, value in (("std", x.std(correction=0)), ("p99", _percentile(x.abs(), 0.99)))
     }
     return as_floats(values)
 
 
-def _usable(
+def _usable_tokens(
     learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None
 ) -> tuple[Sequences, Tensor, Tensor]:
     """Return the sequences without unusable tokens, and both log-probs in float64, 0 under the
@@ -142,7 +142,7 @@ def by_length(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
     """Return {"mismatch/length_<tokens>/<name>": value} of each non-empty class of lengths."""
-    sequences, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
+    sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     log_ratio_N = learner_N - behavior_N
     statistics: dict[str, Tensor] = {}
     weight_N = exp_ratio(log_ratio_N)
@@ -172,15 +172,15 @@ def by_staleness(
 ) -> dict[str, float]:
     """Return {"mismatch/staleness_<n>/<name>": value} for each n in `staleness`, the age of each
     token in versions."""
-    sequences, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
+    sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     age_N = flatten("staleness", staleness, mask)
     statistics: dict[str, Tensor] = {}
     for age in age_N[sequences.mask_N].unique().tolist():
         mask_N = sequences.mask_N & (age_N == age)
-        gap_N = learner_N - behavior_N
+        log_ratio_N = learner_N - behavior_N
         name = f"mismatch/staleness_{int(age)}"
-        statistics[f"{name}/kl_k1"] = masked_mean(-gap_N, mask_N)
-        statistics[f"{name}/logp_diff_mean"] = masked_mean(gap_N.abs(), mask_N)
+        statistics[f"{name}/kl_k1"] = masked_mean(-log_ratio_N, mask_N)
+        statistics[f"{name}/logp_diff_mean"] = masked_mean(log_ratio_N.abs(), mask_N)
     return as_floats(statistics) if statistics else {}
 
 

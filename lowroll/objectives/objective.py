@@ -30,13 +30,13 @@ class Objective:
     @property
     def function(self) -> Callable[..., TokenValues]:
         """The function from `prepare`'s tokens and options to their values and statistics."""
-        return _at(self.row.home)
+        return _import_object(self.row.home)
 
     @property
     def judge(self) -> Callable[..., CorrectionWeights] | None:
         """The function that gives weights and rejections of `prepare`'s tokens; None without
         rejections."""
-        return _at(self.row.judge) if self.row.judge else None
+        return _import_object(self.row.judge) if self.row.judge else None
 
     @property
     def needs_proximal(self) -> bool:
@@ -50,9 +50,9 @@ class Objective:
     def options(self) -> dict[str, Any]:
         """All options (eps_low, cap, reduce, ...) with their defaults."""
         parameters = inspect.signature(self.function).parameters
-        own = {name: p.default for name, p in parameters.items() if name not in GIVEN}
-        given = own | dict(self.row.options) | {"max_length": None}
-        return {name: value for name, value in given.items() if name not in self.row.fixed}
+        function_options = {name: p.default for name, p in parameters.items() if name not in GIVEN}
+        all_options = function_options | dict(self.row.options) | {"max_length": None}
+        return {name: value for name, value in all_options.items() if name not in self.row.fixed}
 
     def __call__(
         self,
@@ -75,16 +75,16 @@ class Objective:
         options = {**self._complete(options), **self.row.fixed}
         mode, max_length = options.pop("reduce"), options.pop("max_length")
         # with `bypass` the learner is compared with the sampler itself
-        anchored = self.needs_proximal and not options.get("bypass")
-        needed = {"proximal": proximal} if anchored else {}
-        needed |= {"behavior": behavior} if self.needs_behavior else {}
-        for name, log_probs in needed.items():
+        reads_proximal = self.needs_proximal and not options.get("bypass")
+        other_log_probs = {"proximal": proximal} if reads_proximal else {}
+        other_log_probs |= {"behavior": behavior} if self.needs_behavior else {}
+        for name, log_probs in other_log_probs.items():
             if log_probs is None:
                 raise ValueError(f"{name}: objective {self.name} needs these log-probs")
         if options.get("teacher_tau"):
-            needed["teacher"] = teacher
+            other_log_probs["teacher"] = teacher
         tokens = prepare(
-            learner=learner, advantages=advantages, mask=mask, segments=segments, **needed
+            learner=learner, advantages=advantages, mask=mask, segments=segments, **other_log_probs
         )
         if "counts" in inspect.signature(self.function).parameters:
             options["counts"] = counts
@@ -128,8 +128,10 @@ class Objective:
             advantages=torch.zeros_like(learner, requires_grad=False),
         )
         options = self._complete(options)
-        wanted = inspect.signature(judge).parameters
-        return judge(tokens, **{name: value for name, value in options.items() if name in wanted})
+        judge_parameters = inspect.signature(judge).parameters
+        return judge(
+            tokens, **{name: value for name, value in options.items() if name in judge_parameters}
+        )
 
     def count(
         self,
@@ -189,6 +191,7 @@ def select(algorithm: str, correction: str = "none") -> Objective:
     return Objective(algorithm if correction == "none" else f"{algorithm}+{correction}", row)
 
 
-def _at(home: str) -> Any:
+def _import_object(home: str) -> Any:
+    """Import "module:name"."""
     module, _, name = home.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -176,11 +176,13 @@ def sequence_any(flag_N: Tensor, sequences: Sequences) -> Tensor:
 def sequence_from(flag_N: Tensor, sequences: Sequences) -> Tensor:
     """Return the tokens from their sequence's first unmasked flagged token on, bool [N]. A
     sequence's tokens must be in order."""
-    place_N = torch.arange(len(flag_N), device=flag_N.device)
-    flagged_N = torch.where(flag_N & sequences.mask_N, place_N, len(flag_N))
-    first_S = place_N.new_full((sequences.num_sequences,), len(flag_N))
-    first_S = first_S.scatter_reduce(0, sequences.segments_N, flagged_N, "amin")
-    return place_N >= first_S[sequences.segments_N]
+    position_N = torch.arange(len(flag_N), device=flag_N.device)
+    flagged_position_N = torch.where(flag_N & sequences.mask_N, position_N, len(flag_N))
+    first_position_S = position_N.new_full((sequences.num_sequences,), len(flag_N))
+    first_position_S = first_position_S.scatter_reduce(
+        0, sequences.segments_N, flagged_position_N, "amin"
+    )
+    return position_N >= first_position_S[sequences.segments_N]
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

@@ -46,20 +46,20 @@ def rejection(
     log_weight_N = flatten("learner", learner, mask) - flatten("behavior", behavior, mask)
     log_weight_N = log_weight_N.detach().double()
     sequences = sequences.drop(~log_weight_N.isfinite())
-    found = {"mismatch/weight_mean": masked_mean(exp_ratio(log_weight_N), sequences.mask_N)}
+    statistics = {"mismatch/weight_mean": masked_mean(exp_ratio(log_weight_N), sequences.mask_N)}
     if veto is not None:
         low_N = log_weight_N < math.log(veto)
-        found["correction/vetoed_fraction"] = masked_mean(low_N, sequences.mask_N)
+        statistics["correction/vetoed_fraction"] = masked_mean(low_N, sequences.mask_N)
     if kept is None:
-        return as_floats(found)
-    all_S = sequence_any(torch.ones_like(kept), sequences)
-    rejected_S = all_S & ~sequence_any(kept, sequences)
+        return as_floats(statistics)
+    has_tokens_S = sequence_any(torch.ones_like(kept), sequences)
+    rejected_S = has_tokens_S & ~sequence_any(kept, sequences)
     if bool(rejected_S.any()):
         length_S = token_counts(sequences).double()
-        ratio = masked_mean(length_S, rejected_S) / masked_mean(length_S, all_S)
-        found["correction/rejected_length_ratio"] = ratio
-    scored_S = all_S & rewards.isfinite()
+        length_ratio = masked_mean(length_S, rejected_S) / masked_mean(length_S, has_tokens_S)
+        statistics["correction/rejected_length_ratio"] = length_ratio
+    scored_S = has_tokens_S & rewards.isfinite()
     if bool((rejected_S & scored_S).any()):
-        gap = masked_mean(rewards, rejected_S & scored_S) - masked_mean(rewards, scored_S)
-        found["correction/rejected_reward_gap"] = gap
-    return as_floats(found)
+        reward_gap = masked_mean(rewards, rejected_S & scored_S) - masked_mean(rewards, scored_S)
+        statistics["correction/rejected_reward_gap"] = reward_gap
+    return as_floats(statistics)

@@ -89,39 +89,43 @@ def prepare(
     ValueError names the tensor whose shape differs.
     """
     sequences = sequences_of(mask, segments)
-    given = {
+    tensors = {
         "learner": learner,
         "advantages": advantages,
         "proximal": proximal,
         "behavior": behavior,
         "teacher": teacher,
     }
-    flat = {
+    flat_tensors = {
         name: flatten(name, x if name == "learner" else x.detach(), mask)
-        for name, x in given.items()
+        for name, x in tensors.items()
         if x is not None
     }
     num_dropped = torch.zeros((), dtype=torch.int64, device=mask.device)
-    if "behavior" in flat:
-        unusable_N = sequences.mask_N & ~flat["behavior"].isfinite()
+    if "behavior" in flat_tensors:
+        unusable_N = sequences.mask_N & ~flat_tensors["behavior"].isfinite()
         sequences = sequences.drop(unusable_N)
         num_dropped = unusable_N.sum()
-    clean = {name: torch.where(sequences.mask_N, x_N, 0) for name, x_N in flat.items()}
-    anchor_N = clean["proximal"] if "proximal" in clean else clean["behavior"]
-    log_ratio_N = clean["learner"] - anchor_N
+    clean_tensors = {
+        name: torch.where(sequences.mask_N, x_N, 0) for name, x_N in flat_tensors.items()
+    }
+    anchor_N = (
+        clean_tensors["proximal"] if "proximal" in clean_tensors else clean_tensors["behavior"]
+    )
+    log_ratio_N = clean_tensors["learner"] - anchor_N
     log_weight_N = torch.zeros_like(anchor_N)
-    if "proximal" in clean and "behavior" in clean:
-        log_weight_N = clean["proximal"] - clean["behavior"]
+    if "proximal" in clean_tensors and "behavior" in clean_tensors:
+        log_weight_N = clean_tensors["proximal"] - clean_tensors["behavior"]
     return ObjectiveInput(
         sequences,
-        clean["learner"],
+        clean_tensors["learner"],
         log_ratio_N,
         exp_ratio(log_ratio_N),
         log_weight_N,
         exp_ratio(log_weight_N),
-        clean["advantages"],
-        clean.get("teacher"),
-        "behavior" in clean,
+        clean_tensors["advantages"],
+        clean_tensors.get("teacher"),
+        "behavior" in clean_tensors,
         num_dropped,
     )
 

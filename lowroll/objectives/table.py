@@ -6,9 +6,9 @@ is ACR's token term with DAPO's clip range and token mean. GSPO's ratio is a seq
 corrections that bound tokens have no form under it. TBPO has its own bounds, AIPO and IPO none:
 they take the algorithm's advantages and average.
 
-A row names the function (`home`), its log-probs beside the learner's, and the shared options with
-their defaults: `eps_low`, `eps_high`, `dual_clip`, `cap`, `reduce`. An option of one function has
-its default there, and its section under `loss` in a configuration.
+A row names the function (`home`), the log-probs that it reads in addition to the learner's, and the
+shared options with their defaults: `eps_low`, `eps_high`, `dual_clip`, `cap`, `reduce`. An option
+of one function has its default there, and its section under `loss` in a configuration.
 
 Defaults: GRPO, Dr. GRPO and RLOO clip at 0.2; DAPO clips higher (0.28) and averages over tokens
 (arXiv 2503.14476); GSPO clips the sequence ratio at 3e-4 / 4e-4 (arXiv 2507.18071); PPO has a
@@ -45,7 +45,7 @@ CAP = 2.0  # C, FlashRL's for GSM8K
 BOUNDS = ("eps_low", "eps_high")
 CLIPPED = "lowroll.objectives.clipped:clipped"
 WEIGHTED = "lowroll.objectives.clipped:weighted"
-_MIN = "min(R A, clip(R, 1-el, 1+eh) A)"
+_CLIPPED_TERM = "min(R A, clip(R, 1-el, 1+eh) A)"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ObjectiveRow:
     formula: str  # the token term, to maximise
     source: str
     home: str = CLIPPED  # module:function
-    log_probs: tuple[str, ...] = ("proximal",)  # beside the learner's
+    log_probs: tuple[str, ...] = ("proximal",)  # in addition to the learner's
     options: Mapping[str, Any] = field(default_factory=lambda: CLIP)  # shared ones, with defaults
     fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that are not options
     judge: str = ""  # module:function of the weights and rejections; "": none
@@ -73,7 +73,7 @@ class Algorithm(ObjectiveRow):
 
     @property
     def has_critic(self) -> bool:
-        """Whether its advantages use a critic's values."""
+        """True if its advantages use a critic's values."""
         return self.advantage == "gae"
 
 
@@ -85,26 +85,26 @@ class Correction(ObjectiveRow):
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": Algorithm(_MIN, "arXiv 2402.03300 eq. 3"),
+    "grpo": Algorithm(_CLIPPED_TERM, "arXiv 2402.03300 eq. 3"),
     "grpo_no_std": Algorithm(
-        f"{_MIN}, A without the std",
+        f"{_CLIPPED_TERM}, A without the std",
         "arXiv 2402.03300 eq. 3, 2503.20783 sec. 3.2",
         advantage="grpo_no_std",
     ),
     "dr_grpo": Algorithm(
-        f"{_MIN}, sum / (S max_length)",
+        f"{_CLIPPED_TERM}, sum / (S max_length)",
         "arXiv 2503.20783 sec. 3.2",
         options={**CLIP, "reduce": "constant"},
         advantage="grpo_no_std",
     ),
     "rloo": Algorithm(
-        f"{_MIN}, sum over each sequence",
+        f"{_CLIPPED_TERM}, sum over each sequence",
         "arXiv 2402.14740",
         options={**CLIP, "reduce": "seq-mean-token-sum"},
         advantage="rloo",
     ),
     "dapo": Algorithm(
-        f"{_MIN}, eh > el, mean over tokens",
+        f"{_CLIPPED_TERM}, eh > el, mean over tokens",
         "arXiv 2503.14476 eq. 8",
         options={**CLIP, "eps_high": 0.28, "reduce": "token-mean"},
         dynamic_sampling=True,
@@ -118,7 +118,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         applies={"tis": {"cap": CAP}, "decoupled": {}},
     ),
     "ppo": Algorithm(
-        f"{_MIN}, A a token's, mean over tokens",
+        f"{_CLIPPED_TERM}, A a token's, mean over tokens",
         "arXiv 1707.06347 eq. 7, 1506.02438",
         options={**CLIP, "reduce": "token-mean"},
         advantage="gae",
@@ -127,7 +127,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 CORRECTIONS: dict[str, Correction] = {
     "none": Correction(
-        f"{_MIN} on the sampler's tokens: the mismatch is ignored",
+        f"{_CLIPPED_TERM} on the sampler's tokens: the mismatch is ignored",
         "QuRL eq. 1",
     ),
     "is": Correction(
@@ -136,14 +136,14 @@ CORRECTIONS: dict[str, Correction] = {
         log_probs=("behavior",),
     ),
     "decoupled": Correction(
-        f"w {_MIN}",
+        f"w {_CLIPPED_TERM}",
         "QuRL eq. 4, arXiv 2110.00641",
         WEIGHTED,
         ("proximal", "behavior"),
         fixed={"cap": math.inf},
     ),
     "tis": Correction(
-        f"min(w, C) {_MIN}",
+        f"min(w, C) {_CLIPPED_TERM}",
         "QuRL eq. 5",
         WEIGHTED,
         ("proximal", "behavior"),
@@ -167,7 +167,7 @@ CORRECTIONS: dict[str, Correction] = {
         sequences=True,
     ),
     "sparse": Correction(
-        f"M w {_MIN}, M = 0 for a sequence with any w < veto",
+        f"M w {_CLIPPED_TERM}, M = 0 for a sequence with any w < veto",
         "Sparse-RL eq. 5-7",
         "lowroll.objectives.sparse:sparse",
         ("proximal", "behavior"),
@@ -190,7 +190,7 @@ CORRECTIONS: dict[str, Correction] = {
         takes=("reduce",),
     ),
     "reweight": Correction(
-        f"keep v {_MIN}, v from w, keep by rules on w",
+        f"keep v {_CLIPPED_TERM}, v from w, keep by rules on w",
         "verl, rollout correction",
         "lowroll.objectives.correction:reweight",
         ("proximal", "behavior"),
@@ -211,20 +211,20 @@ def forms(algorithm: str) -> tuple[str, ...]:
 def pair(algorithm: str, correction: str) -> ObjectiveRow:
     """Return the row of an algorithm under a correction. ValueError for unknown names or an
     unsupported pair."""
-    for kind, name, known in (
+    for kind, name, choices in (
         ("algorithm", algorithm, tuple(ALGORITHMS)),
         ("correction", correction, tuple(CORRECTIONS)),
     ):
-        if name not in known:
-            raise ValueError(f"{kind}: unknown {name!r}; expected one of {', '.join(known)}")
+        if name not in choices:
+            raise ValueError(f"{kind}: unknown {name!r}; expected one of {', '.join(choices)}")
     base, corrected = ALGORITHMS[algorithm], CORRECTIONS[correction]
     if correction == "none":
         return base
     if correction not in forms(algorithm):
-        *others, last = forms(algorithm)
+        *other_names, last_name = forms(algorithm)
         raise ValueError(
             f"correction: {correction!r} bounds single tokens and has no form under {algorithm}; "
-            f"use {', '.join(others)} or {last}"
+            f"use {', '.join(other_names)} or {last_name}"
         )
     if base.applies is not None and correction in base.applies:
         options = {**base.applies[correction], **base.options}

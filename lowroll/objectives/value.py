@@ -40,9 +40,9 @@ def value_loss(
     if clip is not None and not clip > 0:
         raise ValueError(f"clip: {clip} must be positive")
     sequences = sequences_of(mask, segments)
-    given = {"values": values, "old_values": old_values.detach(), "returns": returns.detach()}
+    tensors = {"values": values, "old_values": old_values.detach(), "returns": returns.detach()}
     values_N, old_N, returns_N = (
-        torch.where(sequences.mask_N, flatten(name, x, mask), 0) for name, x in given.items()
+        torch.where(sequences.mask_N, flatten(name, x, mask), 0) for name, x in tensors.items()
     )
     error_N = (values_N - returns_N).square()
     clipped_N = torch.zeros_like(sequences.mask_N)

@@ -59,9 +59,9 @@ def make(
         def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
             if not p.numel():
                 return
-            before = p.detach() * (1 - group["lr"] * group["weight_decay"])
+            decayed = p.detach() * (1 - group["lr"] * group["weight_decay"])
             super().update_step(group, p, gindex, pindex)
-            self.moved += torch.linalg.vector_norm(p.detach() - before).square().item()
+            self.moved += torch.linalg.vector_norm(p.detach() - decayed).square().item()
 
     return Measured(groups, lr=rate, betas=betas, eps=eps, min_8bit_size=SMALLEST)
 
@@ -71,7 +71,7 @@ def moments(p: Tensor, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dty
     end to end."""
     if p.numel() < SMALLEST:
         return dict.fromkeys(("state1", "state2"), (p.shape, torch.float32))
-    blocks = torch.Size([sum(_blocks(p, shards))])
+    blocks = torch.Size([sum(_block_counts(p, shards))])
     return {
         "state1": (p.shape, torch.uint8),
         "absmax1": (blocks, torch.float32),
@@ -84,28 +84,28 @@ def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
     """Return this rank's blocks of a parameter, out of all blocks from so many shards. ValueError
     when its parts begin within a block."""
     size = ranks.size if ranks.is_part(p) else 1
-    before = _blocks(p, size)
+    block_counts = _block_counts(p, size)
     if size != shards and not (_ends_with_blocks(p, size) and _ends_with_blocks(p, shards)):
         raise ValueError(
             f"optimizer state: the 8-bit moments of a parameter {list(p.shape)} were made by "
             f"{shards} ranks, in blocks of {BLOCK} that {size} cannot share; go on with "
             f"{shards} (train.gpus={shards}), or with another optimizer from the weights"
         )
-    first = sum(before[: ranks.rank]) if size > 1 else 0
-    return absmax[first : first + before[ranks.rank if size > 1 else 0]]
+    first_block = sum(block_counts[: ranks.rank]) if size > 1 else 0
+    return absmax[first_block : first_block + block_counts[ranks.rank if size > 1 else 0]]
 
 
-def _blocks(p: Tensor, shards: int) -> list[int]:
+def _block_counts(p: Tensor, shards: int) -> list[int]:
     """Return the number of blocks of each part."""
     width = p.numel() // max(1, len(p))
-    parts = (rows_of(rank, shards, len(p)) for rank in range(shards))
-    return [-(-(rows.stop - rows.start) * width // BLOCK) for rows in parts]
+    part_ranges = (rows_of(rank, shards, len(p)) for rank in range(shards))
+    return [-(-(part_rows.stop - part_rows.start) * width // BLOCK) for part_rows in part_ranges]
 
 
 def _ends_with_blocks(p: Tensor, shards: int) -> bool:
     """Return whether every part but the last ends at a block's end."""
-    first = rows_of(0, shards, len(p)).stop * (p.numel() // max(1, len(p)))
-    return first % BLOCK == 0 or first == p.numel()
+    num_entries = rows_of(0, shards, len(p)).stop * (p.numel() // max(1, len(p)))
+    return num_entries % BLOCK == 0 or num_entries == p.numel()
 
 
 def revive(optimizer: Any, p: Tensor, saved: dict[str, Tensor], step: int) -> None:

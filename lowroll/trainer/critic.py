@@ -109,31 +109,38 @@ class Critic:
         check(samples, self.body.spec.vocab_size, self.body.spec.max_position)
         values = self._run(samples, portions)
         indices = [i for portion in portions for i in portion]
-        rows = [values[i].tolist() for i in indices]
+        sample_values = [values[i].tolist() for i in indices]
         masks = [samples[i].loss_mask for i in indices]
         advantages, returns = [], []
-        for i, row, mask in zip(indices, rows, masks, strict=True):
+        for i, values_of_sample, mask in zip(indices, sample_values, masks, strict=True):
             reward = samples[i].reward
             if reward is None:
                 raise ValueError(
                     f"sample {i} ({samples[i].prompt.id}): reward: it is to be learned from and "
                     f"has none"
                 )
-            if not all(map(math.isfinite, row)):
+            if not all(map(math.isfinite, values_of_sample)):
                 raise RunFailed(
                     f"critic: a value of sample {i} ({samples[i].prompt.id}) is not finite"
                 )
             A, G = gae(
-                place(reward, mask), row, mask, gamma=self.settings.gamma, lam=self.settings.lam
+                place(reward, mask),
+                values_of_sample,
+                mask,
+                gamma=self.settings.gamma,
+                lam=self.settings.lam,
             )
             advantages.append(A)
             returns.append(G)
-        metrics = explained_variance(rows, returns, masks)
+        metrics = explained_variance(sample_values, returns, masks)
         if self.settings.whiten:
             advantages = whiten(advantages, masks)
 
         def by_sample(lists: list[list[float]]) -> PerToken:
-            return {i: torch.tensor(row) for i, row in zip(indices, lists, strict=True)}
+            return {
+                i: torch.tensor(values_of_sample)
+                for i, values_of_sample in zip(indices, lists, strict=True)
+            }
 
         return Judgement(values, by_sample(advantages), by_sample(returns), metrics)
 
@@ -158,12 +165,12 @@ class Critic:
         values = self._run(samples, [active], lambda packed, values_N: loss(packed, values_N)[0])
         record: dict[str, float] = {"critic/loss": 0.0}
         if active:
-            whole = collate(samples, active, self.body.device)
-            record = loss(whole, gather(values, whole))[1]
-        updated = self.optimizer.update(refuse=not math.isfinite(record["critic/loss"]))
+            whole_minibatch = collate(samples, active, self.body.device)
+            record = loss(whole_minibatch, gather(values, whole_minibatch))[1]
+        optimizer_metrics = self.optimizer.update(refuse=not math.isfinite(record["critic/loss"]))
         return record | {
-            "critic/grad_norm": updated["optim/grad_norm"],
-            "critic/skipped": updated["optim/skipped"],
+            "critic/grad_norm": optimizer_metrics["optim/grad_norm"],
+            "critic/skipped": optimizer_metrics["optim/skipped"],
         }
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
@@ -182,10 +189,10 @@ class Critic:
         """Restore `state`, bitwise. ValueError, before anything changes, for names or shapes that
         differ."""
         saved = tensors.get("critic", {})
-        if odd := sorted(self.params.keys() ^ saved.keys()):
+        if differing := sorted(self.params.keys() ^ saved.keys()):
             raise ValueError(
-                f"critic state: {odd[0]} is {'missing' if odd[0] in self.params else 'unknown'} "
-                f"({len(odd)} such names)"
+                f"critic state: {differing[0]} is {'missing' if differing[0] in self.params else 'unknown'} "
+                f"({len(differing)} such names)"
             )
         ranks = self.optimizer.ranks
         for name, p in self.params.items():
@@ -197,9 +204,9 @@ class Critic:
                 )
         self.optimizer.restore(tensors["critic_optimizer"], counters)
         for name, p in self.params.items():
-            part = ranks.part(p)
-            if part.dtype == saved[name].dtype:  # else it is a master
-                part.copy_(ranks.cut(saved[name], p))
+            local_param = ranks.part(p)
+            if local_param.dtype == saved[name].dtype:  # else it is a master
+                local_param.copy_(ranks.cut(saved[name], p))
 
     def _run(
         self,
@@ -211,9 +218,9 @@ class Critic:
         values_N)`, a micro-batch's share of the loss, accumulate its gradient. Each rank runs its
         share, and gets all values."""
         costs = [cost(sample, self.body.spec, outputs=1) for sample in samples]
-        each_alone = ([portion] for portion in portions)
+        portion_lists = ([portion] for portion in portions)
         capacity = self.settings.tokens_per_microbatch
-        walk = Walk(samples, each_alone, capacity, costs, self.optimizer.ranks)
+        walk = Walk(samples, portion_lists, capacity, costs, self.optimizer.ranks)
         values: list[tuple[PackedBatch, Tensor]] = []
         for packed, counts in walk.dealt(self.body.device):
             with torch.set_grad_enabled(loss is not None):

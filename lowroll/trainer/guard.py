@@ -11,7 +11,7 @@ The average is m <- m + (x - m) / 10. The baseline is BASELINE steps after the s
 a new stage of the run or its noise, which shifts the mismatch on purpose; a shorter stage has no
 growth alarm. After `patience` alarmed steps in a row the action follows, and the count restarts:
 
-    warn        says so
+    warn        reports the alarm only
     tighten     every bound b of the objective becomes b^p around its neutral value (see `rescale`); thrice at most
     fallback    the rollouts get their format's `Format.fallback`, until dense
 
@@ -47,8 +47,8 @@ STAGE = ("rollout/noise_sigma", "rollout/stage")  # a change of these restarts t
 WATCHED = ("mismatch/ess", "mismatch/kl_k3", "mismatch/weight_max")
 
 # distances from doing nothing; other bounds are ratios with neutral value 1
-_DISTANCES = ("eps_low", "eps_high", "eps_negative", "width")
-_RATIOS = (
+_DISTANCE_OPTIONS = ("eps_low", "eps_high", "eps_negative", "width")
+_RATIO_OPTIONS = (
     "cap",
     "xi_cap",
     "token_rs",
@@ -114,18 +114,18 @@ class Guard:
         if self.stage not in (None, stage):
             self._forget()
         self.stage = stage
-        rung = self._alarms(metrics)
-        self.streak = self.streak + 1 if rung else 0
+        alarms = self._alarms(metrics)
+        self.streak = self.streak + 1 if alarms else 0
         if self.streak in (1, self.settings.patience):
-            told = [f"{name}: {text}" for name, text in rung.items()]
+            messages = [f"{name}: {text}" for name, text in alarms.items()]
         else:
-            told = []
+            messages = []
         if self.streak >= self.settings.patience:
-            told += self._choose() if self._may_choose(rung) else self._act()
+            messages += self._choose() if self._may_choose(alarms) else self._act()
             self.streak = 0
-        values = {f"guard/{name}": float(name in rung) for name in ALARMS}
+        values = {f"guard/{name}": float(name in alarms) for name in ALARMS}
         counts = ("tightened", "fallbacks", *(["choices"] if self.choices else []))
-        return values | {f"guard/{name}": float(getattr(self, name)) for name in counts}, told
+        return values | {f"guard/{name}": float(getattr(self, name)) for name in counts}, messages
 
     def chosen(self, weights: str, formats: dict[str, dict[str, int]]) -> None:
         """Accept newly chosen formats for the rollouts. formats: as from `quant.mixed.stated`."""
@@ -143,16 +143,18 @@ class Guard:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the rollouts' format differs from the run's first."""
+        """True if the rollouts' format differs from the run's first."""
         return bool(self.fallbacks or self.formats)
 
     def _may_choose(self, rung: Mapping[str, str]) -> bool:
+        """Count a KL alarm, and return whether formats may be chosen again."""
         if not self.has_budget or self.fallbacks or "kl" not in rung:
             return False
         self.waited += 1
         return self.waited > self.wait
 
     def _choose(self) -> list[str]:
+        """Request a new choice of formats; returns the message."""
         self.wants_choice = True
         return ["the budget's formats are searched for again, for the weights as they are now"]
 
@@ -180,40 +182,41 @@ class Guard:
             setattr(self, name, state[name])
 
     def _alarms(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        s = self.settings
-        rung: dict[str, str] = {}
-        odd = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
-        odd += ["optim/skipped"] if metrics.get("optim/skipped", 0) else []
-        if s.nonfinite and odd:
-            rung["nonfinite"] = (
-                f"{', '.join(odd)} {'shows' if len(odd) == 1 else 'show'} a value that is not "
+        """Return a step's alarms and their texts."""
+        settings = self.settings
+        alarms: dict[str, str] = {}
+        nonfinite_names = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
+        nonfinite_names += ["optim/skipped"] if metrics.get("optim/skipped", 0) else []
+        if settings.nonfinite and nonfinite_names:
+            alarms["nonfinite"] = (
+                f"{', '.join(nonfinite_names)} {'shows' if len(nonfinite_names) == 1 else 'show'} a value that is not "
                 f"finite"
             )
         ess, kl, ratio = (metrics.get(name, math.nan) for name in WATCHED)
-        if s.ess_below is not None and ess < s.ess_below:
-            rung["ess"] = f"mismatch/ess is {ess:.6g}, below {s.ess_below:g}"
-        if s.ratio_above is not None and ratio > s.ratio_above:
-            rung["ratio"] = f"mismatch/weight_max is {ratio:.3g}, above {s.ratio_above:g}"
+        if settings.ess_below is not None and ess < settings.ess_below:
+            alarms["ess"] = f"mismatch/ess is {ess:.6g}, below {settings.ess_below:g}"
+        if settings.ratio_above is not None and ratio > settings.ratio_above:
+            alarms["ratio"] = f"mismatch/weight_max is {ratio:.3g}, above {settings.ratio_above:g}"
         rejected = max(
             metrics.get(f"correction/rejected{part}_fraction", 0.0) for part in ("", "_sequence")
         )
-        if s.rejected_above is not None and rejected > s.rejected_above:
-            rung["rejected"] = (
+        if settings.rejected_above is not None and rejected > settings.rejected_above:
+            alarms["rejected"] = (
                 f"{rejected:.0%} of the tokens or sequences are rejected, above "
-                f"{s.rejected_above:.0%}"
+                f"{settings.rejected_above:.0%}"
             )
         has_grown = math.isfinite(kl) and self._follow(kl)
-        if math.isfinite(kl) and s.kl_above is not None and self.average > s.kl_above:
-            rung["kl"] = (
-                f"mismatch/kl_k3 averages {self.average:.3g} nats a token, above {s.kl_above:g}: "
+        if math.isfinite(kl) and settings.kl_above is not None and self.average > settings.kl_above:
+            alarms["kl"] = (
+                f"mismatch/kl_k3 averages {self.average:.3g} nats a token, above {settings.kl_above:g}: "
                 f"{TOO_FAR}"
             )
         elif has_grown:
-            rung["kl"] = (
-                f"mismatch/kl_k3 averages {self.average:.3g}, over {s.kl_growth:g} times the "
+            alarms["kl"] = (
+                f"mismatch/kl_k3 averages {self.average:.3g}, over {settings.kl_growth:g} times the "
                 f"{self.baseline:.3g} of its first steps"
             )
-        return rung
+        return alarms
 
     def _follow(self, kl: float) -> bool:
         """Update the KL average; return whether it has grown too far."""
@@ -233,22 +236,25 @@ class Guard:
         self.num_seen, self.average, self.baseline = 0, 0.0, 0.0
 
     def _act(self) -> list[str]:
+        """Take the setting's action; returns the messages."""
         if self.settings.action == "tighten":
             if self.tightened == MAX_TIGHTENED:
                 return [f"tightened {MAX_TIGHTENED} times already: the bounds stay"]
             self.tightened += 1
             return [f"tightened the objective's bounds (power {TIGHTENING**self.tightened:g})"]
         if self.settings.action == "fallback":
-            after = "" if self.weights == OWN else get_format(self.weights).fallback
-            if not after:
+            fallback = "" if self.weights == OWN else get_format(self.weights).fallback
+            if not fallback:
                 return [
                     f"the rollouts have {self.weights} weights already: nothing is left to fall "
                     f"back to"
                 ]
-            before, self.weights = self.weights, OWN if self.to_dense else after
+            previous_format, self.weights = self.weights, OWN if self.to_dense else fallback
             self.fallbacks += 1
             self._forget()
-            return [f"fell back from {before} to {self.weights} rollouts for the following steps"]
+            return [
+                f"fell back from {previous_format} to {self.weights} rollouts for the following steps"
+            ]
         return []
 
 
@@ -267,20 +273,20 @@ def rescale(
         value = options[name]
         if value is None:
             continue
-        if name in _DISTANCES:
+        if name in _DISTANCE_OPTIONS:
             changed[name] = min(1.0, value * power) if name == "eps_low" else value * power
-        elif name in _RATIOS:
-            changed[name] = _power(value, power)
+        elif name in _RATIO_OPTIONS:
+            changed[name] = _raise_bound(value, power)
         elif name == "reject":
             changed[name] = {
-                rule: _power(bound, power) if rule.endswith("k1") else bound * power
+                rule: _raise_bound(bound, power) if rule.endswith("k1") else bound * power
                 for rule, bound in value.items()
             }
     return changed
 
 
-def _power(bound: Any, power: float) -> Any:
+def _raise_bound(bound: Any, power: float) -> Any:
     """Return bound ** power, of a number or a pair; 0 and infinity stay."""
     if isinstance(bound, (tuple, list)):
-        return tuple(_power(part, power) for part in bound)
+        return tuple(_raise_bound(part, power) for part in bound)
     return float(bound) ** power

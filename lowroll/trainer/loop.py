@@ -75,17 +75,17 @@ class Trainer:
         started = time.monotonic()
         self._tell("learn", 0, self.settings.minibatches)
         if self.before_first is not None and self.last_step is None:
-            first = self.before_first(batch)
+            first_metrics = self.before_first(batch)
         else:
-            first = {}
-        metrics = {**first, **self._learn(batch)}
+            first_metrics = {}
+        metrics = {**first_metrics, **self._learn(batch)}
         learned = time.monotonic()
         self._tell("publish", 0, 0)
         self.last_step = batch.step
         self.version += 1
         metrics |= self.publish(self.version) or {}
         published = time.monotonic()
-        tokens = sum(num_fed(s) for s in batch.samples)
+        tokens = sum(num_fed(sample) for sample in batch.samples)
         return metrics | {
             "time/learn": learned - started,
             "time/publish": published - learned,
@@ -94,7 +94,7 @@ class Trainer:
 
     @property
     def in_parts(self) -> bool:
-        """Whether ranks hold shards, so that `state` is this rank's share."""
+        """True if ranks hold shards, so that `state` is this rank's share."""
         critic = set() if self.critic is None else self.critic.optimizer.parts
         return bool(self.optimizer.parts | critic)
 
@@ -107,9 +107,11 @@ class Trainer:
         self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
     ) -> None:
         """Restore `state`. The caller then publishes `version` to the engine."""
-        critic = ("critic",) if "critic" in {*state, *tensors} else ()
+        critic_pieces = ("critic",) if "critic" in {*state, *tensors} else ()
         check_pieces(
-            "trainer state", state, ("optimizer", "uaq_scale", "version", "last_step", *critic)
+            "trainer state",
+            state,
+            ("optimizer", "uaq_scale", "version", "last_step", *critic_pieces),
         )
         check_pieces(
             "trainer tensors",
@@ -117,14 +119,15 @@ class Trainer:
             (
                 "model",
                 "optimizer",
-                *(f"{name}_optimizer" for name in critic),
-                *(tensors.keys() & critic),
+                *(f"{name}_optimizer" for name in critic_pieces),
+                *(tensors.keys() & critic_pieces),
             ),
         )
         states.restore(self.model, self.optimizer, tensors, state, self.critic)
         self.version, self.last_step = state["version"], state["last_step"]
 
     def _learn(self, batch: Batch) -> dict[str, float]:
+        """Learn from a batch, and save it if an update was not finite."""
         try:
             metrics = learn(
                 self.model,
@@ -144,14 +147,17 @@ class Trainer:
         return metrics
 
     def _tell(self, phase: str, done: int, total: int) -> None:
+        """Report progress to `on_phase`."""
         if self.on_phase is not None:
             self.on_phase(phase, done, total)
 
     def _keep(self, batch: Batch) -> None:
+        """Save a batch with a non-finite update."""
         if self.save_offending is not None:
             self.save_offending(batch)
 
     def _refuse_replay(self, batch: Batch) -> None:
+        """Raise ValueError for a batch that was already learned from."""
         if self.last_step is not None and batch.step <= self.last_step:
             raise ValueError(
                 f"batch of step {batch.step}: step {self.last_step} was already learned from; a "

@@ -9,7 +9,7 @@ For a matrix W [N, K] with gradient G, momentum b and learning rate lr:
 The iteration moves every singular value of U / |U| by s <- a s + b2 s^3 + c s^5 to about 0.7 to
 1.2, so X is nearly the orthogonal factor of U. Its entries then have RMS 1 / sqrt(max(N, K)), and
 the factor makes the update's RMS 0.2 lr, that of Adam in practice (Liu et al. 2025, arXiv
-2502.16982, section 2.2): one learning rate serves Muon and the AdamW beside it. QaRL uses lr 1e-6
+2502.16982, section 2.2): one learning rate serves Muon and AdamW. QaRL uses lr 1e-6
 and wd 0.01, and reports no other detail.
 
 Fused matrices (q, k, v; gate, up) are orthogonalized separately. The iteration runs in bfloat16 on
@@ -42,27 +42,31 @@ def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
 
     AdamW trains embedding and lm_head, which are tables of vectors, and norms and biases.
     """
-    known: dict[str, tuple[int, ...]] = {}
+    heights_by_name: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
-        known[f"{name}.weight"] = tuple(linear.parts.values())
+        heights_by_name[f"{name}.weight"] = tuple(linear.parts.values())
         if linear.adapter is not None:
             for side, parts in (("a", linear.adapter.a), ("b", linear.adapter.b)):
-                known |= {f"{name}.adapter.{side}.{part}": (len(p),) for part, p in parts.items()}
-    return {name: rows for name, rows in known.items() if name in model.trainable_parameters()}
+                heights_by_name |= {
+                    f"{name}.adapter.{side}.{part}": (len(p),) for part, p in parts.items()
+                }
+    return {
+        name: rows for name, rows in heights_by_name.items() if name in model.trainable_parameters()
+    }
 
 
 def orthogonalize(x_NK: Tensor) -> Tensor:
     """Return nearly a matrix's orthogonal factor, in its dtype; zero stays zero."""
     a, b, c = COEFFICIENTS
     dtype = x_NK.dtype
-    tall = x_NK.shape[0] > x_NK.shape[1]
-    x = x_NK.float().t() if tall else x_NK.float()
+    is_tall = x_NK.shape[0] > x_NK.shape[1]
+    x = x_NK.float().t() if is_tall else x_NK.float()
     x = x / torch.linalg.vector_norm(x).clamp_min(1e-30)
     x = x.bfloat16() if x.is_cuda else x
     for _ in range(ITERATIONS):
         gram = x @ x.t()
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.t() if tall else x).to(dtype)
+    return (x.t() if is_tall else x).to(dtype)
 
 
 class Muon:
@@ -97,21 +101,23 @@ class Muon:
 
             def update(i: int, direction: Tensor, names: Sequence[str] = names) -> Tensor:
                 nonlocal total
-                made = torch.empty_like(direction)
-                rows = list(self.rows[names[i]])
-                for piece, target in zip(direction.split(rows), made.split(rows), strict=True):
+                update_NK = torch.empty_like(direction)
+                heights = list(self.rows[names[i]])
+                for piece, target in zip(
+                    direction.split(heights), update_NK.split(heights), strict=True
+                ):
                     size = rate * RMS * max(piece.shape) ** 0.5
                     target.copy_(orthogonalize(piece).mul_(size))
                     total = total.to(target.device) + torch.linalg.vector_norm(target).square()
-                return made
+                return update_NK
 
             updates = self.ranks.on_whole(
                 update,
                 [self._direction(name) for name in names],
                 [sum(self.rows[name]) for name in names],
             )
-            for name, made in zip(names, updates, strict=True):
-                self.params[name].mul_(1 - rate * self.weight_decay).sub_(made)
+            for name, update_NK in zip(names, updates, strict=True):
+                self.params[name].mul_(1 - rate * self.weight_decay).sub_(update_NK)
         return total
 
     def _rounds(self) -> list[list[str]]:

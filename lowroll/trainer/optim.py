@@ -96,13 +96,13 @@ def learning_rate(settings: OptimSettings, step: int) -> float:
     decay(p)), where p = (step - warmup_steps) / (total_steps - warmup_steps), at most 1, and decay
     is 1, 1 - p or (1 + cos(pi p)) / 2.
     """
-    full = settings.learning_rate
-    warmup = settings.warmup_steps
-    if step < warmup:
-        return full * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, settings.total_steps - warmup))
+    full_rate = settings.learning_rate
+    warmup_steps = settings.warmup_steps
+    if step < warmup_steps:
+        return full_rate * (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, settings.total_steps - warmup_steps))
     decay = DECAYS[settings.lr_scheduler_type]
-    return full * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * decay(progress))
+    return full_rate * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * decay(progress))
 
 
 class Optimizer:
@@ -129,7 +129,7 @@ class Optimizer:
         # on CUDA: the first gradient since the last update, in its own dtype
         self._waiting: dict[str, Tensor] = {}
         self.masters = {
-            name: ranks.part(p) if name in self.parts else _master(name, p, self._waiting)
+            name: ranks.part(p) if name in self.parts else _make_master(name, p, self._waiting)
             for name, p in self.params.items()
         }
         # parameters that are the rounding of another tensor
@@ -154,27 +154,27 @@ class Optimizer:
         )
         self.others = {name: m for name, m in self.masters.items() if name not in rows}
         decaying = [m for m in self.others.values() if m.ndim >= 2]
-        constant = [m for m in self.others.values() if m.ndim < 2]
+        without_decay = [m for m in self.others.values() if m.ndim < 2]
         groups: list[dict[str, Any]] = []
         if decaying:
             groups.append({"params": decaying, "weight_decay": settings.weight_decay})
-        if constant:
-            groups.append({"params": constant, "weight_decay": 0.0})
+        if without_decay:
+            groups.append({"params": without_decay, "weight_decay": 0.0})
         if not groups:
             groups.append({"params": []})
         self.adamw: Any
-        rates = settings.learning_rate, settings.betas, settings.eps
+        hyperparameters = settings.learning_rate, settings.betas, settings.eps
         if self.in_8_bits:
             sizes = {id(m): self.params[name].numel() for name, m in self.others.items()}
-            self.adamw = adamw8bit.make(groups, *rates, sizes)
+            self.adamw = adamw8bit.make(groups, *hyperparameters, sizes)
         else:
-            self.adamw = torch.optim.AdamW(groups, *rates)
+            self.adamw = torch.optim.AdamW(groups, *hyperparameters)
         self.rate = settings.learning_rate
         self._fused: Tensors | None = None
 
     @property
     def in_8_bits(self) -> bool:
-        """Whether AdamW keeps 8-bit moments."""
+        """True if AdamW keeps 8-bit moments."""
         return self.settings.optimizer == "adamw8bit"
 
     def begin_step(self) -> float:
@@ -195,16 +195,19 @@ class Optimizer:
         """
         gradients = self._gradients()
         norm = torch.linalg.vector_norm(self._norms(gradients))
-        at = None
+        addresses = None
         if self._fused is not None:  # before norm.item() waits for the device
-            at = self._fused.addresses(self._own(gradients))
+            addresses = self._fused.addresses(self._own(gradients))
         metrics = {"optim/grad_norm": norm.item(), "optim/update_norm": 0.0, "optim/skipped": 1.0}
         if refuse or not math.isfinite(metrics["optim/grad_norm"]):
             self.refused_in_a_row += 1
         else:
             self.num_updates += 1
             self.refused_in_a_row = 0
-            metrics |= {"optim/update_norm": self._apply(norm, gradients, at), "optim/skipped": 0.0}
+            metrics |= {
+                "optim/update_norm": self._apply(norm, gradients, addresses),
+                "optim/skipped": 0.0,
+            }
             # autograd does not see the kernels' writes
             torch.autograd.graph.increment_version(list(self.params.values()))
         self.zero_grad()
@@ -213,16 +216,18 @@ class Optimizer:
     def _gradients(self) -> list[Tensor]:
         """Return every parameter's gradient, summed over the ranks: unconverted for a fused step
         with one rank, else the masters'."""
-        waiting = self._waiting.keys() == self.masters.keys() == self.others.keys()
-        if self.ranks.size == 1 and waiting and self._fuses():
+        all_waiting = self._waiting.keys() == self.masters.keys() == self.others.keys()
+        if self.ranks.size == 1 and all_waiting and self._fuses():
             return [self._waiting[name] for name in self.masters]
         for name, gradient in self._waiting.items():
             self.masters[name].grad = gradient.float()
         self._waiting.clear()
         for name in self.parts:
-            found = self.params[name].grad
+            param_gradient = self.params[name].grad
             self.params[name].grad = None
-            self.masters[name].grad = None if found is None else self.ranks.part(found)
+            self.masters[name].grad = (
+                None if param_gradient is None else self.ranks.part(param_gradient)
+            )
         for master in self.masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
@@ -236,25 +241,26 @@ class Optimizer:
         norms_P = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
         if not self.parts:
             return norms_P
-        in_parts_P = torch.tensor([name in self.parts for name in self.masters])
-        whole_P = self.ranks.total(norms_P.square()).sqrt()
-        return torch.where(in_parts_P.to(norms_P.device), whole_P, norms_P)
+        is_sharded_P = torch.tensor([name in self.parts for name in self.masters])
+        summed_norms_P = self.ranks.total(norms_P.square()).sqrt()
+        return torch.where(is_sharded_P.to(norms_P.device), summed_norms_P, norms_P)
 
     def _own(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Return the gradients of AdamW's parameters."""
         return [g for name, g in zip(self.masters, gradients, strict=True) if name in self.others]
 
     def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:
         """Clip, step and round; returns the update's 2-norm (with shards, a whole parameter counts
         once a rank)."""
-        plain = {} if self._fuses() else self.others
+        unfused = {} if self._fuses() else self.others
         most = self.settings.max_grad_norm
-        by_hand = self.muon.params | plain
-        if most is not None and by_hand:
-            nn.utils.clip_grads_with_norm_(by_hand.values(), most, norm)
+        clipped_here = self.muon.params | unfused
+        if most is not None and clipped_here:
+            nn.utils.clip_grads_with_norm_(clipped_here.values(), most, norm)
         moved = self.muon.step(self.rate)
-        if plain:
+        if unfused:
             self.adamw.step()
-        for name in by_hand.keys() & self.lows.keys():
+        for name in clipped_here.keys() & self.lows.keys():
             self.lows[name].copy_(self.masters[name])
         if self._fuses():
             clip = torch.ones_like(norm)
@@ -299,8 +305,8 @@ class Optimizer:
             states = [self.adamw.state[m] for m in self.others.values()]
             self._fused = Tensors(
                 list(self.others.values()),
-                [s["exp_avg"] for s in states],
-                [s["exp_avg_sq"] for s in states],
+                [moments["exp_avg"] for moments in states],
+                [moments["exp_avg_sq"] for moments in states],
                 [self.lows.get(name) for name in self.others],
                 [groups[id(m)]["weight_decay"] for m in self.others.values()],
             )
@@ -312,16 +318,16 @@ class Optimizer:
         if not self.others:
             return 0.0
         if self.in_8_bits:
-            moved = torch.tensor(self.adamw.moved, dtype=torch.float64)
+            squared_norm = torch.tensor(self.adamw.moved, dtype=torch.float64)
             self.adamw.moved = 0.0
-            return math.sqrt(self._total(moved))
+            return math.sqrt(self._total(squared_norm))
         b1, b2 = (1 - beta**self.num_updates for beta in self.settings.betas)
         rate = self.adamw.param_groups[0]["lr"]
         norms = []
         for moments in (self.adamw.state[master] for master in self.others.values()):
-            step = (moments["exp_avg_sq"] / b2).sqrt_().add_(self.settings.eps)
+            direction = (moments["exp_avg_sq"] / b2).sqrt_().add_(self.settings.eps)
             norms.append(
-                torch.linalg.vector_norm(torch.div(moments["exp_avg"], step, out=step))
+                torch.linalg.vector_norm(torch.div(moments["exp_avg"], direction, out=direction))
                 * (rate / b1)
             )
         norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -382,13 +388,15 @@ class Optimizer:
         expected = {}
         for name, p in self.params.items():
             if state["num_updates"]:
-                for kind, like in self._moments(name, state.get("shards", 1)).items():
-                    expected[f"{name}.{kind}"] = like
+                for kind, shape_and_dtype in self._moments(name, state.get("shards", 1)).items():
+                    expected[f"{name}.{kind}"] = shape_and_dtype
             if self._has_master(name):
                 expected[f"{name}.master"] = (p.shape, torch.float32)
-        if odd := sorted(expected.keys() ^ tensors.keys()):
-            what = "missing" if odd[0] in expected else "unknown"
-            raise ValueError(f"optimizer state: {odd[0]} is {what} ({len(odd)} such names)")
+        if differing := sorted(expected.keys() ^ tensors.keys()):
+            problem = "missing" if differing[0] in expected else "unknown"
+            raise ValueError(
+                f"optimizer state: {differing[0]} is {problem} ({len(differing)} such names)"
+            )
         for key, (shape, dtype) in expected.items():
             if tensors[key].shape != shape or tensors[key].dtype != dtype:
                 raise ValueError(
@@ -411,19 +419,24 @@ class Optimizer:
     def _revive(self, name: str, master: Tensor, saved: dict[str, Tensor], shards: int) -> None:
         """Restore a parameter's moments, saved by so many shards."""
         p = self.params[name]
-        mine = {
-            kind: adamw8bit.cut(t, p, self.ranks, shards)
+        local_moments = {
+            kind: adamw8bit.cut(saved_tensor, p, self.ranks, shards)
             if kind.startswith("absmax")
-            else self.ranks.cut(t, p)
-            for kind, t in saved.items()
+            else self.ranks.cut(saved_tensor, p)
+            for kind, saved_tensor in saved.items()
         }
-        mine = {kind: t.to(master.device, copy=True) for kind, t in mine.items()}
+        local_moments = {
+            kind: saved_tensor.to(master.device, copy=True)
+            for kind, saved_tensor in local_moments.items()
+        }
         if name not in self.others:
-            self.muon.momentum[name] = mine["momentum"]
+            self.muon.momentum[name] = local_moments["momentum"]
         elif self.in_8_bits:
-            adamw8bit.revive(self.adamw, master, mine, self.num_updates)
+            adamw8bit.revive(self.adamw, master, local_moments, self.num_updates)
         else:
-            self.adamw.state[master] = {"step": torch.tensor(float(self.num_updates))} | mine
+            self.adamw.state[master] = {
+                "step": torch.tensor(float(self.num_updates))
+            } | local_moments
 
     def _has_master(self, name: str) -> bool:
         """Return whether a parameter is float32 and passes read its rounding."""
@@ -439,7 +452,7 @@ class Optimizer:
         return dict.fromkeys(("exp_avg", "exp_avg_sq"), (p.shape, torch.float32))
 
 
-def _master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tensor:
+def _make_master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tensor:
     """Return AdamW's float32 tensor: the parameter itself, or a master that a hook feeds with
     gradients.
 

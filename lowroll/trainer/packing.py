@@ -48,40 +48,48 @@ class PackedBatch:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens fed of each sequence; they sum to T."""
-        return tuple(num_fed(s) for s in self.chosen)
+        return tuple(num_fed(sample) for sample in self.chosen)
 
     @cached_property
     def ids_T(self) -> Tensor:
         """int64."""
         return self._put(
-            _tensor(
+            _concatenate_numbers(
                 "q",
-                [part for s in self.chosen for part in (s.prompt_ids, s.rollout.token_ids[:-1])],
+                [
+                    token_ids
+                    for sample in self.chosen
+                    for token_ids in (sample.prompt_ids, sample.rollout.token_ids[:-1])
+                ],
             )
         )
 
     @cached_property
     def pos_T(self) -> Tensor:
         """int64, from 0 in each sequence."""
-        fed = torch.tensor(self.lengths)
-        return self._put(_within(torch.zeros_like(fed), fed))
+        lengths_S = torch.tensor(self.lengths)
+        return self._put(_ranges(torch.zeros_like(lengths_S), lengths_S))
 
     @cached_property
     def index_N(self) -> Tensor:
         """int64 into T."""
         return self._put(
-            _within(torch.tensor(self.lengths).cumsum(0) - self._responses, self._responses)
+            _ranges(torch.tensor(self.lengths).cumsum(0) - self._responses, self._responses)
         )
 
     @cached_property
     def targets_N(self) -> Tensor:
         """int64."""
-        return self._put(_tensor("q", [s.rollout.token_ids for s in self.chosen]))
+        return self._put(
+            _concatenate_numbers("q", [sample.rollout.token_ids for sample in self.chosen])
+        )
 
     @cached_property
     def mask_N(self) -> Tensor:
         """bool: the token is in the loss."""
-        return self._put(_tensor("q", [s.loss_mask for s in self.chosen]) != 0)
+        return self._put(
+            _concatenate_numbers("q", [sample.loss_mask for sample in self.chosen]) != 0
+        )
 
     @cached_property
     def segments_N(self) -> Tensor:
@@ -91,12 +99,16 @@ class PackedBatch:
     @cached_property
     def behavior_N(self) -> Tensor:
         """float32 log-probs recorded by the sampler."""
-        return self._put(_tensor("d", [s.rollout.logprobs for s in self.chosen]).float())
+        return self._put(
+            _concatenate_numbers("d", [sample.rollout.logprobs for sample in self.chosen]).float()
+        )
 
     @cached_property
     def advantages_N(self) -> Tensor:
         """float32."""
-        advantages_S = torch.tensor([s.advantage for s in self.chosen], dtype=torch.float32)
+        advantages_S = torch.tensor(
+            [sample.advantage for sample in self.chosen], dtype=torch.float32
+        )
         return self._put(advantages_S.repeat_interleave(self._responses))
 
     def by_sample(self, x_N: Tensor) -> PerToken:
@@ -115,7 +127,7 @@ class PackedBatch:
 
     @cached_property
     def _responses(self) -> Tensor:
-        return torch.tensor([len(s.rollout.token_ids) for s in self.chosen])
+        return torch.tensor([len(sample.rollout.token_ids) for sample in self.chosen])
 
     def _put(self, x: Tensor) -> Tensor:
         return upload(x, self.device)
@@ -133,13 +145,13 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if lengths[i] < 1:
             raise ValueError(f"sequence {i}: has {lengths[i]} tokens, must have at least 1")
-        home = next((b for b, load in enumerate(loads) if load + lengths[i] <= capacity), None)
-        if home is None:
+        bin_index = next((b for b, load in enumerate(loads) if load + lengths[i] <= capacity), None)
+        if bin_index is None:
             bins.append([i])
             loads.append(lengths[i])
         else:
-            bins[home].append(i)
-            loads[home] += lengths[i]
+            bins[bin_index].append(i)
+            loads[bin_index] += lengths[i]
     return [MicroBatch(tuple(b), load) for b, load in zip(bins, loads, strict=True)]
 
 
@@ -148,36 +160,38 @@ def balance(
 ) -> list[MicroBatch]:
     """Pack as `first_fit`, into micro-batches of equal cost; their number is a multiple of `parts`,
     if there are enough sequences."""
-    number = len(first_fit(lengths, capacity))
+    num_bins = len(first_fit(lengths, capacity))
     costliest = sorted(range(len(lengths)), key=lambda i: -costs[i])
     while True:
-        number = min(len(lengths), -(-number // parts) * parts)
-        bins: list[list[int]] = [[] for _ in range(number)]
-        loads, spent = [0] * number, [0.0] * number
+        num_bins = min(len(lengths), -(-num_bins // parts) * parts)
+        bins: list[list[int]] = [[] for _ in range(num_bins)]
+        loads, bin_costs = [0] * num_bins, [0.0] * num_bins
         for i in costliest:
-            homes = [b for b in range(number) if not bins[b] or loads[b] + lengths[i] <= capacity]
-            if not homes:
+            fitting_bins = [
+                b for b in range(num_bins) if not bins[b] or loads[b] + lengths[i] <= capacity
+            ]
+            if not fitting_bins:
                 break
-            home = min(homes, key=spent.__getitem__)
-            bins[home].append(i)
-            loads[home] += lengths[i]
-            spent[home] += costs[i]
+            cheapest_bin = min(fitting_bins, key=bin_costs.__getitem__)
+            bins[cheapest_bin].append(i)
+            loads[cheapest_bin] += lengths[i]
+            bin_costs[cheapest_bin] += costs[i]
         else:
             return [MicroBatch(tuple(b), load) for b, load in zip(bins, loads, strict=True)]
-        number += 1
+        num_bins += 1
 
 
 def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
     """Return the multiplications of a sample's forward pass; backward takes about twice as many.
     outputs: numbers computed from the hidden state before each response token."""
-    fed = num_fed(sample)
-    queries = spec.num_heads * spec.head_dim
-    keys = spec.num_kv_heads * spec.head_dim
-    mlp = spec.experts_per_token * spec.moe_intermediate_size or spec.intermediate_size
-    token = spec.hidden_size * (2 * queries + 2 * keys + 3 * mlp)
-    attention = fed * queries  # of a token: scores and values of fed / 2 keys
-    head = len(sample.rollout.token_ids) * outputs * spec.hidden_size
-    return float(spec.num_layers * fed * (token + attention) + head)
+    num_tokens = num_fed(sample)
+    query_size = spec.num_heads * spec.head_dim
+    key_size = spec.num_kv_heads * spec.head_dim
+    mlp_size = spec.experts_per_token * spec.moe_intermediate_size or spec.intermediate_size
+    token_cost = spec.hidden_size * (2 * query_size + 2 * key_size + 3 * mlp_size)
+    attention_cost = num_tokens * query_size  # scores and values of num_tokens / 2 keys
+    head_cost = len(sample.rollout.token_ids) * outputs * spec.hidden_size
+    return float(spec.num_layers * num_tokens * (token_cost + attention_cost) + head_cost)
 
 
 def pack(
@@ -200,10 +214,12 @@ def pack(
         if parts == 1:
             bins = first_fit(lengths, capacity)
         else:
-            own = [costs[i] for i in portion]
-            share = min(parts, math.ceil(parts * sum(own) / total)) if own else 1
-            bins = balance(lengths, own, capacity, share)
-        packed += [[portion[i] for i in each.indices] for each in bins]
+            portion_costs = [costs[i] for i in portion]
+            num_bins = (
+                min(parts, math.ceil(parts * sum(portion_costs) / total)) if portion_costs else 1
+            )
+            bins = balance(lengths, portion_costs, capacity, num_bins)
+        packed += [[portion[i] for i in microbatch.indices] for microbatch in bins]
     return packed
 
 
@@ -223,9 +239,9 @@ class Walk:
         self.costs = costs
         self.ranks = ranks
         self.microbatches = [
-            each
+            indices
             for portion in portions
-            for each in pack(samples, portion, capacity, costs, ranks.size)
+            for indices in pack(samples, portion, capacity, costs, ranks.size)
         ]
 
     def dealt(self, device: torch.device) -> Iterator[tuple[PackedBatch, bool]]:
@@ -233,20 +249,22 @@ class Walk:
         smallest sample, run to keep the ranks in step."""
         samples, costs = self.samples, self.costs
         smallest = min(range(len(samples)), key=lambda i: num_fed(samples[i]))
-        for number in self.ranks.deal([sum(costs[i] for i in each) for each in self.microbatches]):
+        for number in self.ranks.deal(
+            [sum(costs[i] for i in microbatch) for microbatch in self.microbatches]
+        ):
             indices = [smallest] if number is None else self.microbatches[number]
             yield collate(samples, indices, device), number is not None
 
     def gathered(self, *found: Iterable[tuple[PackedBatch, Tensor]]) -> list[PerToken]:
         """Return the values of all samples, for each kind, from each rank's micro-batches [N]."""
-        mine: list[PerToken] = []
+        values_by_kind: list[PerToken] = []
         for kind in found:
-            mine.append({})
+            values_by_kind.append({})
             for packed, x_N in kind:
-                mine[-1].update(packed.by_sample(x_N))
-        order = (i for each in self.microbatches for i in each)
-        sizes = {i: len(self.samples[i].rollout.token_ids) for i in order}
-        return self.ranks.gather(mine, sizes)
+                values_by_kind[-1].update(packed.by_sample(x_N))
+        sample_indices = (i for microbatch in self.microbatches for i in microbatch)
+        sizes = {i: len(self.samples[i].rollout.token_ids) for i in sample_indices}
+        return self.ranks.gather(values_by_kind, sizes)
 
 
 def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:
@@ -257,14 +275,15 @@ def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:
     """
     if parts < 1:
         raise ValueError(f"minibatches: must be at least 1, is {parts}")
-    members: dict[int, list[int]] = {}
+    samples_by_group: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
-        members.setdefault(group, []).append(i)
-    whole = list(members.values())
-    parts = min(parts, len(whole))
-    bounds = [len(whole) * p // parts for p in range(parts + 1)] if parts else [0]
+        samples_by_group.setdefault(group, []).append(i)
+    whole_groups = list(samples_by_group.values())
+    parts = min(parts, len(whole_groups))
+    bounds = [len(whole_groups) * p // parts for p in range(parts + 1)] if parts else [0]
     return [
-        [i for group in whole[a:b] for i in group] for a, b in zip(bounds, bounds[1:], strict=False)
+        [i for group in whole_groups[a:b] for i in group]
+        for a, b in zip(bounds, bounds[1:], strict=False)
     ]
 
 
@@ -279,18 +298,18 @@ def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> No
         raise ValueError("samples: the batch is empty")
     for i, sample in enumerate(samples):
         rollout = sample.rollout
-        num = len(sample.rollout.token_ids)
+        num_tokens = len(sample.rollout.token_ids)
         if not sample.prompt_ids:
             raise ValueError(f"sample {i} ({sample.prompt.id}): prompt_ids is empty")
-        if not num:
+        if not num_tokens:
             raise ValueError(f"sample {i} ({sample.prompt.id}): rollout.token_ids is empty")
         for name, values in (
             ("rollout.logprobs", rollout.logprobs),
             ("loss_mask", sample.loss_mask),
         ):
-            if len(values) != num:
+            if len(values) != num_tokens:
                 raise ValueError(
-                    f"sample {i} ({sample.prompt.id}): {name} has {len(values)} entries for {num} "
+                    f"sample {i} ({sample.prompt.id}): {name} has {len(values)} entries for {num_tokens} "
                     "response tokens"
                 )
         if num_fed(sample) > context_length:
@@ -315,14 +334,14 @@ def collate(
     return PackedBatch(tuple(indices), tuple(samples[i] for i in indices), torch.device(device))
 
 
-def _within(starts: Tensor, sizes: Tensor) -> Tensor:
+def _ranges(starts: Tensor, sizes: Tensor) -> Tensor:
     """Return starts[s], starts[s] + 1, ... for sizes[s] numbers, concatenated over s."""
     return torch.arange(int(sizes.sum())) + (starts - sizes.cumsum(0) + sizes).repeat_interleave(
         sizes
     )
 
 
-def _tensor(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
+def _concatenate_numbers(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
     """Concatenate Python numbers, as int64 ("q") or float64 ("d")."""
     values: array[Any] = array(code)
     for numbers in lists:

@@ -47,26 +47,26 @@ class Probe:
     def findings(self, options: Mapping[str, Any]) -> list[str]:
         """Describe the spread, and the bands on sequence ratios that are narrower than it."""
         token, sequence = (self.spread[f"spread/{level}_std"] for level in ("token", "sequence"))
-        found = [
+        messages = [
             f"before the first update: ln pi_old - ln b has std {token:.2g} a token and "
             f"{sequence:.2g} a sequence (mean over its tokens)"
         ]
         band = options.get("eps_high")
         name = self.settings.objective.name
         if band and band < sequence and any(word in name for word in ("gspo", "tbpo")):
-            found.append(
+            messages.append(
                 f"{name}: its band ends at 1 + {band:.2g}, {sequence / band:.1f} times closer than "
                 "that: it bounds what the learner moves, not this mismatch; train.forward aligned "
                 "makes that small"
             )
-        return found
+        return messages
 
     def silent(self, options: Mapping[str, Any]) -> dict[str, float]:
         """Return the shares of tokens, and of whole sequences, without a gradient under these
         options."""
         packed = self.packed
         objective = self.settings.objective
-        given = {
+        batch_tensors = {
             "mask": packed.mask_N,
             "segments": packed.segments_N,
             "behavior": packed.behavior_N,
@@ -79,10 +79,10 @@ class Probe:
         with torch.enable_grad():
             J, _ = objective(
                 learner=learner_N,
-                counts=objective.count(**given, **options),
+                counts=objective.count(**batch_tensors, **options),
                 advantages=advantages_N,
                 teacher=self.learner_N + advantages_N / 2,
-                **given,
+                **batch_tensors,
                 **options,
             )
             (gradient_N,) = torch.autograd.grad(J, learner_N)

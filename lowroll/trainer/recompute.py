@@ -59,6 +59,7 @@ def _checkpoint(
     sin: Tensor,
     attend: Attend,
 ) -> tuple[Tensor, Stream | None]:
+    """Run a block, and keep only its input for the backward pass."""
     if not torch.is_grad_enabled():
         return run_block(block, x_TD, update_TD, cos, sin, attend)
     assert update_TD is None, "a block that is made again whole leaves no update behind"

@@ -113,8 +113,10 @@ class SftLearner:
     ) -> None:
         """Restore `state`. The seed and the number of steps give the position in the order."""
         states.restore(self.model, self.optimizer, tensors, state)
-        drawn = self.optimizer.num_steps * self.settings.batch_size
-        self._order = itertools.islice(epochs(len(self.samples), self.settings.seed), drawn, None)
+        num_drawn = self.optimizer.num_steps * self.settings.batch_size
+        self._order = itertools.islice(
+            epochs(len(self.samples), self.settings.seed), num_drawn, None
+        )
 
 
 def sft_step(
@@ -122,7 +124,7 @@ def sft_step(
 ) -> dict[str, float]:
     """Make one update towards the samples' responses; returns its metrics."""
     rate = optimizer.begin_step()
-    counts = Denominators(sum(len(s.rollout.token_ids) for s in samples), len(samples))
+    counts = Denominators(sum(len(sample.rollout.token_ids) for sample in samples), len(samples))
 
     def likelihood(packed: PackedBatch, learner_N: Tensor) -> Tensor:
         return aggregate(
@@ -165,7 +167,7 @@ def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
     """Convert a demonstration: the prompt by the chat template, the response closed by the
     end-of-turn id."""
     response_ids = tokenizer.encode_response(example.response)
-    demonstrated = Rollout(
+    rollout = Rollout(
         response_ids,
         [0.0] * len(response_ids),
         "stop",
@@ -174,7 +176,7 @@ def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
     return Sample(
         Prompt("demonstration", "sft", example.messages),
         tokenizer.encode_chat(example.messages, tools=example.tools),
-        demonstrated,
+        rollout,
         example.response,
         Score(1.0),
         advantage=1.0,
@@ -203,28 +205,28 @@ def demonstrations(
     Tasks without an answer are skipped. ValueError names the environments if none has any.
     """
     rng = random.Random(f"demonstrations/{seed}")
-    found: list[Demonstration] = []
-    cursors = [0] * len(envs)
+    examples: list[Demonstration] = []
+    next_indices = [0] * len(envs)
     open_envs = list(range(len(envs)))
-    while open_envs and len(found) < count:
-        k = rng.choices(open_envs, [envs[e][1] for e in open_envs])[0]
-        env = envs[k][0]
-        index = cursors[k]
-        cursors[k] += 1
+    while open_envs and len(examples) < count:
+        env_index = rng.choices(open_envs, [envs[e][1] for e in open_envs])[0]
+        env = envs[env_index][0]
+        index = next_indices[env_index]
+        next_indices[env_index] += 1
         size = env.size("train")
         if (size is not None and index >= size) or index >= 2 * count:
-            open_envs.remove(k)
+            open_envs.remove(env_index)
             continue
         prompt = env.prompt(index, "train")
         try:
-            found.append(Demonstration(prompt.messages, env.gold(prompt), env.tools))
+            examples.append(Demonstration(prompt.messages, env.gold(prompt), env.tools))
         except NotImplementedError:
             continue
-    if not found:
+    if not examples:
         raise ValueError(
             f"env: {', '.join(env.name for env, _ in envs)} gave no gold answer to learn from"
         )
-    return found
+    return examples
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
@@ -235,26 +237,27 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
     """
     if not path.is_file():
         raise ValueError(f"sft.data: {path}: no such file")
-    found = []
+    examples = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                messages = _messages(json.loads(line))
+                messages = _parse_messages(json.loads(line))
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
-            found += [
-                Demonstration(messages[:k], m["content"])
-                for k, m in enumerate(messages)
-                if m["role"] == "assistant" and k
+            examples += [
+                Demonstration(messages[:position], message["content"])
+                for position, message in enumerate(messages)
+                if message["role"] == "assistant" and position
             ]
-    if not found:
+    if not examples:
         raise ValueError(f"{path}: holds no demonstration")
-    return found
+    return examples
 
 
-def _messages(row: Any) -> list[dict[str, str]]:
+def _parse_messages(row: Any) -> list[dict[str, str]]:
+    """Return the messages of a row. ValueError unless the assistant speaks last."""
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         raise ValueError('expected {"messages": [...]}')
     for k, message in enumerate(row["messages"]):

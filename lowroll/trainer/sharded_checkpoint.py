@@ -32,7 +32,7 @@ def lead(ranks: Ranks, save: Callable[[Callable[[Path], None]], Result]) -> Resu
 
     def share(folder: Path) -> None:
         ranks.tell(str(folder.absolute()).encode())
-        for rank, code in enumerate(_said(ranks, 0)):
+        for rank, code in enumerate(_gather_errnos(ranks, 0)):
             if code:
                 raise OSError(code, f"{os.strerror(code)} (rank {rank})", str(folder))
 
@@ -50,10 +50,10 @@ def lead(ranks: Ranks, save: Callable[[Callable[[Path], None]], Result]) -> Resu
 def follow(ranks: Ranks, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Write this rank's share whenever the leading rank has a folder for it."""
     while folder := ranks.tell(wait_s=SAVE_S):
-        _said(ranks, _written(Path(folder.decode()), tensors, ranks))
+        _gather_errnos(ranks, _write_share(Path(folder.decode()), tensors, ranks))
 
 
-def _written(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> int:
+def _write_share(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> int:
     """Write a share and return its errno; 0 for none."""
     try:
         write_part(folder, tensors, ranks.rank, ranks.size)
@@ -64,8 +64,8 @@ def _written(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: R
     return 0
 
 
-def _said(ranks: Ranks, code: int) -> list[int]:
+def _gather_errnos(ranks: Ranks, code: int) -> list[int]:
     """Return each rank's errno; 0 for none."""
     sizes = dict.fromkeys(range(ranks.size), 1)
-    (found,) = ranks.gather([{ranks.rank: torch.tensor([float(code)])}], sizes)
-    return [int(found[rank].item()) for rank in range(ranks.size)]
+    (codes_by_rank,) = ranks.gather([{ranks.rank: torch.tensor([float(code)])}], sizes)
+    return [int(codes_by_rank[rank].item()) for rank in range(ranks.size)]

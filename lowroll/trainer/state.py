@@ -42,8 +42,8 @@ def capture(
     )
     if critic is None:
         return tensors, state
-    more, steps = critic.state()
-    return tensors | more, state | {"critic": steps}
+    critic_tensors, critic_counters = critic.state()
+    return tensors | critic_tensors, state | {"critic": critic_counters}
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def restore(
     saved = tensors["model"]
     ranks = optimizer.ranks
     ranks.forget()
-    _check(model, saved, state, ranks)
+    _check_saved(model, saved, state, ranks)
     if (critic is None) != ("critic" not in state):
         raise ValueError(
             f"critic state: "
@@ -82,26 +82,27 @@ def restore_weights(
     ranks: Ranks = ALONE,
 ) -> None:
     """Restore the trainable parameters except sharded masters, and an aligned model's codes."""
-    _check(model, saved, state, ranks)
+    _check_saved(model, saved, state, ranks)
     for name, param in model.trainable_parameters().items():
-        part = ranks.part(param)
-        if part.dtype == saved[name].dtype:
-            part.copy_(ranks.cut(saved[name], param))
+        local_param = ranks.part(param)
+        if local_param.dtype == saved[name].dtype:
+            local_param.copy_(ranks.cut(saved[name], param))
     derived_tensors.renew(model)
 
 
-def _check(
+def _check_saved(
     model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, Any], ranks: Ranks
 ) -> None:
+    """Raise ValueError unless the saved weights fit the model."""
     if state.get("uaq_scale") != scaling.applied(model):
         raise ValueError(
             f"model state: uaq_scale: the saved weights carry {state.get('uaq_scale')}, and the "
             f"model {scaling.applied(model)}"
         )
     params = model.trainable_parameters()
-    if odd := sorted(params.keys() ^ saved.keys()):
+    if differing := sorted(params.keys() ^ saved.keys()):
         raise ValueError(
-            f"model state: {odd[0]} is {'missing' if odd[0] in params else 'unknown'} ({len(odd)} "
+            f"model state: {differing[0]} is {'missing' if differing[0] in params else 'unknown'} ({len(differing)} "
             "such names)"
         )
     for name, param in params.items():

@@ -114,12 +114,12 @@ class LearnSettings:
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the objective reads a teacher's log-probs."""
+        """True if the objective reads a teacher's log-probs."""
         return bool(self.options.get("teacher_tau"))
 
     @property
     def normalizes(self) -> bool:
-        """Whether the objective's weights are divided by their mean over the batch."""
+        """True if the objective's weights are divided by their mean over the batch."""
         return self.objective.normalizes(**self.options)
 
     @property
@@ -164,11 +164,13 @@ class Forward:
         micro-batch's share of J, accumulate the gradient of -J; without, keep nothing for a
         backward pass, with bitwise the same log-probs. Each rank runs its share and gets all
         results; the gradient stays its own."""
-        costs = [cost(s, self.model.spec, self.model.spec.vocab_size) for s in self.samples]
+        costs = [
+            cost(sample, self.model.spec, self.model.spec.vocab_size) for sample in self.samples
+        ]
         by_temperature = map(self._by_temperature, portions)
         walk = Walk(self.samples, by_temperature, self.tokens_per_microbatch, costs, self.ranks)
-        arrivals: list[tuple[PackedBatch, Tensor]] = []
-        arrived = None
+        transfers: list[tuple[PackedBatch, Tensor]] = []
+        last_copy_event = None
         for packed, counts in walk.dealt(self.model.device):
             with torch.set_grad_enabled(objective is not None):
                 hidden_TD = self.model(packed.ids_T, packed.pos_T, self.attend(packed))
@@ -182,27 +184,36 @@ class Forward:
                 )
                 del hidden_TD
                 if counts:
-                    both_2N = torch.stack((learner_N.detach(), entropy_N))
-                    arrivals.append((packed, both_2N.to("cpu", non_blocking=True)))
-                    arrived = _record(self.model.device)
+                    log_probs_and_entropies_2N = torch.stack((learner_N.detach(), entropy_N))
+                    transfers.append(
+                        (packed, log_probs_and_entropies_2N.to("cpu", non_blocking=True))
+                    )
+                    last_copy_event = _record_event(self.model.device)
                 if objective is not None:
                     J = objective(packed, learner_N) if counts else 0 * learner_N.sum()
                     (-J).backward()
-        if arrived is not None:
-            arrived.synchronize()
-        kinds = ([(packed, both_2N[kind]) for packed, both_2N in arrivals] for kind in range(2))
-        return Trace(*walk.gathered(*kinds))
+        if last_copy_event is not None:
+            last_copy_event.synchronize()
+        packed_by_kind = (
+            [
+                (packed, log_probs_and_entropies_2N[kind])
+                for packed, log_probs_and_entropies_2N in transfers
+            ]
+            for kind in range(2)
+        )
+        return Trace(*walk.gathered(*packed_by_kind))
 
     def _temperature(self, index: int) -> float:
-        own = self.samples[index].temperature
-        return self.temperature if own is None else own
+        """Return a sample's sampling temperature."""
+        sample_temperature = self.samples[index].temperature
+        return self.temperature if sample_temperature is None else sample_temperature
 
     def _by_temperature(self, portion: Sequence[int]) -> list[list[int]]:
         """Group a portion's samples by temperature, in order of first appearance."""
-        parts: dict[float, list[int]] = {}
+        indices_by_temperature: dict[float, list[int]] = {}
         for i in portion:
-            parts.setdefault(self._temperature(i), []).append(i)
-        return list(parts.values())
+            indices_by_temperature.setdefault(self._temperature(i), []).append(i)
+        return list(indices_by_temperature.values())
 
     def attend(self, packed: PackedBatch) -> Attend:
         """Return attention over all earlier tokens, or over those that the cache kept."""
@@ -241,7 +252,7 @@ class Anchors:
     teacher: PerToken | None
 
 
-def _record(device: torch.device) -> torch.cuda.Event | None:
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
     """Record an event on the device's stream; None on the CPU."""
     if device.type != "cuda":
         return None
@@ -269,7 +280,7 @@ def learn(
     TrainingDiverged.
     """
     samples = batch.samples
-    _refuse(model, batch, settings, reference, teacher)
+    _check_inputs(model, batch, settings, reference, teacher)
     forward = Forward(
         model,
         samples,
@@ -279,54 +290,59 @@ def learn(
         settings.replay_kv,
         optimizer.ranks,
     )
-    minibatches = split_groups([s.group for s in samples], settings.minibatches)
+    minibatches = split_groups([sample.group for sample in samples], settings.minibatches)
     active = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
-    judgement = None if critic is None else critic.judge(samples, active)
-    advantages = None if judgement is None else judgement.advantages
+    value_estimates = None if critic is None else critic.judge(samples, active)
+    advantages = None if value_estimates is None else value_estimates.advantages
     updates_policy = critic is None or not critic.warming_up
     with_gradient: set[int] = set()
     if updates_policy:
-        with_gradient = _with_gradient(samples, chain.from_iterable(active), settings, advantages)
-    plan = [
+        with_gradient = _samples_with_gradient(
+            samples, chain.from_iterable(active), settings, advantages
+        )
+    update_plan = [
         Minibatch(chosen, learned, with_gradient)
         for chosen, learned in zip(minibatches, active, strict=True)
     ]
-    anchors = _anchors(forward, plan, settings, reference, teacher)
+    anchors = _anchors(forward, update_plan, settings, reference, teacher)
 
     records: list[dict[str, float]] = []
-    rate = optimizer.begin_step() if updates_policy else 0.0
+    learning_rate = optimizer.begin_step() if updates_policy else 0.0
     if critic is not None:
         critic.optimizer.begin_step()
     distances: dict[str, float] = {}
-    for minibatch in plan:
+    for minibatch in update_plan:
         record, trace = _accumulate(forward, minibatch, settings, anchors, advantages)
         if not records:  # of the policy before its first update, while the device is busy
             learner = trace.log_probs if anchors.proximal is None else anchors.proximal
-            distances = _distances(batch, list(chain.from_iterable(active)), learner, settings)
+            distances = _mismatch_metrics(
+                batch, list(chain.from_iterable(active)), learner, settings
+            )
         if updates_policy:
             record |= optimizer.update(refuse=not math.isfinite(record["policy/objective"]))
             derived_tensors.renew(model)
         else:
             record |= NO_UPDATE
-        if critic is not None and judgement is not None:
-            record |= critic.update(samples, minibatch.samples, judgement)
+        if critic is not None and value_estimates is not None:
+            record |= critic.update(samples, minibatch.samples, value_estimates)
         records.append(record)
         if on_update is not None:
-            on_update(len(records), len(plan))
+            on_update(len(records), len(update_plan))
         _refuse_divergence(batch.step, record, optimizer, critic)
-    metrics = _merge(records) | {"optim/lr": rate}
-    if judgement is not None:
-        metrics |= judgement.metrics
+    metrics = _merge_records(records) | {"optim/lr": learning_rate}
+    if value_estimates is not None:
+        metrics |= value_estimates.metrics
     return metrics | distances
 
 
-def _refuse(
+def _check_inputs(
     model: Transformer,
     batch: Batch,
     settings: LearnSettings,
     reference: Transformer | None,
     teacher: Transformer | None,
 ) -> None:
+    """Raise ValueError for a batch that cannot be learned from, or a missing model."""
     samples = batch.samples
     check(samples, model.spec.vocab_size, model.spec.max_position)
     if settings.replay_kv:
@@ -336,10 +352,10 @@ def _refuse(
             f"temperature: must be finite and above 0 to learn from, is {batch.temperature}"
         )
     for i, sample in enumerate(samples):
-        own = sample.temperature
-        if own is not None and not (math.isfinite(own) and own > 0):
+        temperature = sample.temperature
+        if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
             raise ValueError(
-                f"sample {i} ({sample.prompt.id}): temperature: must be finite and above 0, is {own}"
+                f"sample {i} ({sample.prompt.id}): temperature: must be finite and above 0, is {temperature}"
             )
     if (
         settings.kl_coef
@@ -362,11 +378,11 @@ def _check_replay(samples: Sequence[Sample], model: Transformer) -> None:
     keys."""
     spec = model.spec
     for i, sample in enumerate(samples):
-        evictions, tag = sample.rollout.evictions, sample.rollout.behavior
-        where = f"sample {i} ({sample.prompt.id}): rollout.evictions"
-        if evictions is None and tag.kv_budget is not None:
+        evictions, behavior_tag = sample.rollout.evictions, sample.rollout.behavior
+        location = f"sample {i} ({sample.prompt.id}): rollout.evictions"
+        if evictions is None and behavior_tag.kv_budget is not None:
             raise ValueError(
-                f"{where}: missing, and its cache was bounded ({tag.kv_policy}); replay_kv needs "
+                f"{location}: missing, and its cache was bounded ({behavior_tag.kv_policy}); replay_kv needs "
                 "an engine that records evictions"
             )
         if evictions is None:
@@ -374,10 +390,10 @@ def _check_replay(samples: Sequence[Sample], model: Transformer) -> None:
         try:
             check_evictions(evictions, spec.num_layers, spec.num_kv_heads, spec.max_position)
         except ValueError as error:
-            raise ValueError(f"{where}.{error}") from None
+            raise ValueError(f"{location}.{error}") from None
 
 
-def _with_gradient(
+def _samples_with_gradient(
     samples: Sequence[Sample],
     active: Iterable[int],
     settings: LearnSettings,
@@ -414,7 +430,7 @@ def _anchors(
     return Anchors(proximal_lp, reference_lp, teacher_lp)
 
 
-def _distances(
+def _mismatch_metrics(
     batch: Batch, active: Sequence[int], learner: PerToken, settings: LearnSettings
 ) -> dict[str, float]:
     """Return the mismatch between sampler and learner, and what it rejects where the sampler's
@@ -429,17 +445,17 @@ def _distances(
         "mask": packed.mask_N,
         "segments": packed.segments_N,
     }
-    found = mismatch(**policies) | by_length(**policies)
+    metrics = mismatch(**policies) | by_length(**policies)
     version = batch.stats.get("rollout/learner_version")
     if version is not None:
-        found |= by_staleness(**policies, staleness=packed.staleness_N(int(version)))
+        metrics |= by_staleness(**policies, staleness=packed.staleness_N(int(version)))
     if all(sample.rollout.behavior.exact_kv for sample in packed.chosen):
-        return found
+        return metrics
     options = settings.objective.options | dict(settings.options)
     verdict = settings.objective.verdict(**policies, proximal=policies["learner"], **options)
     scores = [sample.score for sample in packed.chosen]
     rewards = [score.reward if isinstance(score, Score) else math.nan for score in scores]
-    return found | rejection(
+    return metrics | rejection(
         **policies,
         rewards=torch.tensor(rewards, dtype=torch.float64),
         kept=None if verdict is None else verdict.kept_N,
@@ -450,6 +466,7 @@ def _distances(
 def _refuse_divergence(
     step: int, record: Mapping[str, float], optimizer: Optimizer, critic: Critic | None
 ) -> None:
+    """Raise TrainingDiverged after MAX_REFUSALS refused updates in a row."""
     if optimizer.refused_in_a_row >= MAX_REFUSALS:
         raise TrainingDiverged(
             f"step {step}: objective {record['policy/objective']}, gradient norm "
@@ -487,7 +504,7 @@ def _accumulate(
     @functools.cache
     def counts() -> Denominators:
         total = Denominators(
-            sum(_num_learned(samples[i], settings.objective) for i in active),
+            sum(_num_loss_tokens(samples[i], settings.objective) for i in active),
             len(minibatch.samples),
         )
         if not (settings.normalizes and active and proximal is not None):
@@ -527,7 +544,7 @@ def _accumulate(
                 **settings.options,
             )
             kept_N = usable_N if verdict is None else verdict.kept_N
-            divergence, more = penalty(
+            divergence, kl_statistics = penalty(
                 learner=torch.where(kept_N, learner_N, reference_N),
                 reference=reference_N,
                 mask=packed.mask_N & usable_N,
@@ -537,7 +554,7 @@ def _accumulate(
                 **settings.reduction,
             )
             J = J - settings.kl_coef * divergence
-            statistics = statistics | more
+            statistics = statistics | kl_statistics
         return J, statistics
 
     with_gradient, forward_only = minibatch.portions
@@ -545,21 +562,23 @@ def _accumulate(
     trace |= forward.run([forward_only])
     record: dict[str, float] = {"policy/objective": 0.0}
     if active:
-        whole = collate(samples, active)
-        J, record = objective(whole, gather(trace.log_probs, whole))
+        whole_minibatch = collate(samples, active)
+        J, record = objective(whole_minibatch, gather(trace.log_probs, whole_minibatch))
         record["policy/objective"] = J.item()
-        record["policy/entropy"] = masked_mean(gather(trace.entropy, whole), whole.mask_N).item()
+        record["policy/entropy"] = masked_mean(
+            gather(trace.entropy, whole_minibatch), whole_minibatch.mask_N
+        ).item()
     return record, trace
 
 
-def _num_learned(sample: Sample, objective: Objective) -> int:
+def _num_loss_tokens(sample: Sample, objective: Objective) -> int:
     """Return a sample's tokens in the denominator: unmasked, with a usable behaviour log-prob if
     needed."""
-    usable = [not objective.needs_behavior or math.isfinite(p) for p in sample.rollout.logprobs]
-    return sum(ok for m, ok in zip(sample.loss_mask, usable, strict=True) if m)
+    is_usable = [not objective.needs_behavior or math.isfinite(p) for p in sample.rollout.logprobs]
+    return sum(usable for m, usable in zip(sample.loss_mask, is_usable, strict=True) if m)
 
 
-def _merge(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _merge_records(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Merge the statistics of a step's updates: extremes of extremes, sums of counts, means of the
     rest."""
     merged: dict[str, float] = {}
