@@ -47,19 +47,19 @@ def run(arguments: argparse.Namespace) -> int:
     from lowroll.runs.export import export_run
 
     hub.check(arguments.push_to_hub)
-    export_result = export_run(arguments.run, arguments.out, arguments.kind, arguments.step)
-    subject = "an adapter" if export_result.step is None else f"step {export_result.step}"
-    if export_result.gap is None:
+    exported = export_run(arguments.run, arguments.out, arguments.kind, arguments.step)
+    subject = "an adapter" if exported.step is None else f"step {exported.step}"
+    if exported.gap is None:
         gap = ""
     else:
-        gap = f"\nfrom the learner, {_GAP_CAUSES[arguments.kind]}: {export_result.gap}"
+        gap = f"\nfrom the learner, {_GAP_CAUSES[arguments.kind]}: {exported.gap}"
     print(
-        f"{export_result.folder}: {arguments.kind} of {subject}, linear weights {export_result.format} "
-        f"({get_format(export_result.format).bits:g} bits){gap}\n"
-        f"weight files: {export_result.bytes / 1e6:.1f} MB; of the model at the start: "
-        f"{export_result.bytes_before / 1e6:.1f} MB\n"
-        + (f"note: {export_result.note}\n" if export_result.note else "")
-        + f"try it: lowroll generate --model {export_result.folder} --weights {export_result.format}"
+        f"{exported.folder}: {arguments.kind} of {subject}, linear weights {exported.format} "
+        f"({get_format(exported.format).bits:g} bits){gap}\n"
+        f"weight files: {exported.bytes / 1e6:.1f} MB; of the model at the start: "
+        f"{exported.bytes_before / 1e6:.1f} MB\n"
+        + (f"note: {exported.note}\n" if exported.note else "")
+        + f"try it: lowroll generate --model {exported.folder} --weights {exported.format}"
     )
     if arguments.push_to_hub:
         url = hub.push(arguments.out, arguments.push_to_hub, arguments.run, arguments.kind)

@@ -100,13 +100,13 @@ def run(arguments: argparse.Namespace) -> int:
     device = pick_device(arguments.device)
     format = _chosen(arguments, device) if has_budget else arguments.format
     transform = _make_calibration(arguments, format, device) if calibrated_options else None
-    export_result = quantize_folder(arguments.model, arguments.out, format, transform, device)
-    format_spec = get_format(export_result.format)
+    quantized = quantize_folder(arguments.model, arguments.out, format, transform, device)
+    format_spec = get_format(quantized.format)
     print(
-        f"{export_result.folder}: {export_result.format}, {format_spec.bits:g} bits a weight: {format_spec.summary}\n"
-        f"weight files: {export_result.bytes_before / 1e6:.1f} MB before, {export_result.bytes / 1e6:.1f} MB now\n"
-        + (f"note: {export_result.note}\n" if export_result.note else "")
-        + f"try it: lowroll generate --model {export_result.folder}"
+        f"{quantized.folder}: {quantized.format}, {format_spec.bits:g} bits a weight: {format_spec.summary}\n"
+        f"weight files: {quantized.bytes_before / 1e6:.1f} MB before, {quantized.bytes / 1e6:.1f} MB now\n"
+        + (f"note: {quantized.note}\n" if quantized.note else "")
+        + f"try it: lowroll generate --model {quantized.folder}"
     )
     return 0
 

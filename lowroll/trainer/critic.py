@@ -112,20 +112,20 @@ class Critic:
         sample_values = [values[i].tolist() for i in indices]
         masks = [samples[i].loss_mask for i in indices]
         advantages, returns = [], []
-        for i, values_of_sample, mask in zip(indices, sample_values, masks, strict=True):
+        for i, token_values, mask in zip(indices, sample_values, masks, strict=True):
             reward = samples[i].reward
             if reward is None:
                 raise ValueError(
                     f"sample {i} ({samples[i].prompt.id}): reward: it is to be learned from and "
                     f"has none"
                 )
-            if not all(map(math.isfinite, values_of_sample)):
+            if not all(map(math.isfinite, token_values)):
                 raise RunFailed(
                     f"critic: a value of sample {i} ({samples[i].prompt.id}) is not finite"
                 )
             A, G = gae(
                 place(reward, mask),
-                values_of_sample,
+                token_values,
                 mask,
                 gamma=self.settings.gamma,
                 lam=self.settings.lam,
@@ -138,8 +138,8 @@ class Critic:
 
         def by_sample(lists: list[list[float]]) -> PerToken:
             return {
-                i: torch.tensor(values_of_sample)
-                for i, values_of_sample in zip(indices, lists, strict=True)
+                i: torch.tensor(token_values)
+                for i, token_values in zip(indices, lists, strict=True)
             }
 
         return Judgement(values, by_sample(advantages), by_sample(returns), metrics)

@@ -242,8 +242,8 @@ class Optimizer:
         if not self.parts:
             return norms_P
         is_sharded_P = torch.tensor([name in self.parts for name in self.masters])
-        summed_norms_P = self.ranks.total(norms_P.square()).sqrt()
-        return torch.where(is_sharded_P.to(norms_P.device), summed_norms_P, norms_P)
+        whole_norms_P = self.ranks.total(norms_P.square()).sqrt()
+        return torch.where(is_sharded_P.to(norms_P.device), whole_norms_P, norms_P)
 
     def _own(self, gradients: list[Tensor]) -> list[Tensor]:
         """Return the gradients of AdamW's parameters."""

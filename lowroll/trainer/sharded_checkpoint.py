@@ -67,5 +67,5 @@ def _write_share(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], rank
 def _gather_errnos(ranks: Ranks, code: int) -> list[int]:
     """Return each rank's errno; 0 for none."""
     sizes = dict.fromkeys(range(ranks.size), 1)
-    (codes_by_rank,) = ranks.gather([{ranks.rank: torch.tensor([float(code)])}], sizes)
-    return [int(codes_by_rank[rank].item()) for rank in range(ranks.size)]
+    (errno_by_rank,) = ranks.gather([{ranks.rank: torch.tensor([float(code)])}], sizes)
+    return [int(errno_by_rank[rank].item()) for rank in range(ranks.size)]

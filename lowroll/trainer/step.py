@@ -184,24 +184,19 @@ class Forward:
                 )
                 del hidden_TD
                 if counts:
-                    log_probs_and_entropies_2N = torch.stack((learner_N.detach(), entropy_N))
-                    transfers.append(
-                        (packed, log_probs_and_entropies_2N.to("cpu", non_blocking=True))
-                    )
+                    logp_entropy_2N = torch.stack((learner_N.detach(), entropy_N))
+                    transfers.append((packed, logp_entropy_2N.to("cpu", non_blocking=True)))
                     last_copy_event = _record_event(self.model.device)
                 if objective is not None:
                     J = objective(packed, learner_N) if counts else 0 * learner_N.sum()
                     (-J).backward()
         if last_copy_event is not None:
             last_copy_event.synchronize()
-        packed_by_kind = (
-            [
-                (packed, log_probs_and_entropies_2N[kind])
-                for packed, log_probs_and_entropies_2N in transfers
-            ]
+        values_by_kind = (
+            [(packed, logp_entropy_2N[kind]) for packed, logp_entropy_2N in transfers]
             for kind in range(2)
         )
-        return Trace(*walk.gathered(*packed_by_kind))
+        return Trace(*walk.gathered(*values_by_kind))
 
     def _temperature(self, index: int) -> float:
         """Return a sample's sampling temperature."""
