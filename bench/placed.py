@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench.harness import synchronize
 from lowroll import Engine, Request
-from lowroll.engine.runner import First
+from lowroll.engine.runner import PrefillTokens
 from lowroll.engine.sampler import TopLogprobs
 from lowroll.engine.sequence import Check, Compaction, PrefillChunk
 from lowroll.engine.sequence import Sequence as Sample
@@ -142,7 +142,7 @@ class Placed:
 
     def _prefill(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sample]
-    ) -> tuple[First, None]:
+    ) -> tuple[PrefillTokens, None]:
         runner = self.engine.runner
         page_size, spec = runner.cache.page_size, self.engine.spec
         slots_T = torch.cat([_slots(chunk, page_size) for chunk in prefills]).to(self.device)
@@ -157,7 +157,7 @@ class Placed:
         tokens_B = tokens_P.repeat_interleave(torch.tensor(samples))
         sequences = [sequence for chunk in prefills for sequence in chunk.samples]
         logprobs_B = torch.full((len(sequences),), -1.0)
-        return First(sequences, tokens_B, logprobs_B, TopLogprobs(sequences)), None
+        return PrefillTokens(sequences, tokens_B, logprobs_B, TopLogprobs(sequences)), None
 
     def _show_queries(self, prefills: list[PrefillChunk]) -> None:
         """Show queries as if the prefix cache had served all but the last tokens, which a policy

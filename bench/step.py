@@ -48,7 +48,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.objectives.objective import select
 from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.trainer.step import Forward, LearnSettings, learn
+from lowroll.trainer.step import LearnSettings, PackedForward, learn
 from lowroll.types import Batch, Group, Prompt, Sample, Score
 from lowroll.weights.publish import publish, quantize_base
 from lowroll.weights.sync.update import WeightUpdate
@@ -100,9 +100,9 @@ class Clock:
     @contextmanager
     def log_probs(self) -> Iterator[None]:
         """Count passes of the learner without an objective as log-prob, and not as update."""
-        run = Forward.run
+        run = PackedForward.run
 
-        def timed(forward: Forward, indices: Sequence[int], objective: Any = None) -> Any:
+        def timed(forward: PackedForward, indices: Sequence[int], objective: Any = None) -> Any:
             if objective is not None or not indices:
                 return run(forward, indices, objective)
             before = self.seconds["log-prob"]
@@ -111,11 +111,11 @@ class Clock:
             self.seconds["update"] -= self.seconds["log-prob"] - before
             return trace
 
-        Forward.run = timed  # type: ignore[method-assign]
+        PackedForward.run = timed  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Forward.run = run  # type: ignore[method-assign]
+            PackedForward.run = run  # type: ignore[method-assign]
 
 
 class Loop:

@@ -182,6 +182,6 @@ def of_file(file: str) -> list[tuple[str, ...]]:
 
 def only(field: FieldInfo) -> Any:
     """Return why a key takes one value alone; None for any other key."""
-    from lowroll.config.section import Only
+    from lowroll.config.section import AllowOnly
 
-    return next((found for found in field.metadata if isinstance(found, Only)), None)
+    return next((found for found in field.metadata if isinstance(found, AllowOnly)), None)

@@ -92,7 +92,7 @@ LargeBatchWeights = Annotated[str, one_of(lambda: sorted(large_batch(), key=is_d
 
 
 @dataclass(frozen=True)
-class Only:
+class AllowOnly:
     """A validator that accepts only the neutral values, and gives a reason."""
 
     neutral: tuple[Any, ...]
@@ -121,9 +121,9 @@ class Only:
         return value
 
 
-def only(*neutral: Any, why: str) -> Only:
+def only(*neutral: Any, why: str) -> AllowOnly:
     """Accept only the neutral values."""
-    return Only(neutral, why)
+    return AllowOnly(neutral, why)
 
 
 def as_list(value: Any) -> Any:

@@ -63,7 +63,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class First:
+class PrefillTokens:
     """The tokens of a pass over prompts, one of each sequence, on the device until they are read."""
 
     sequences: list[Sequence]
@@ -168,7 +168,7 @@ class Runner:
         if plan.begun:
             for state in self.states:
                 state.begin(plan.begun)
-        all_first_tokens, checked_TD = list[First](), None
+        all_first_tokens, checked_TD = list[PrefillTokens](), None
         checks, decodes = plan.checks, plan.decodes if is_one_pass else []
         for prefills in plan.passes:
             first_tokens, hidden_TD = self._prefill(prefills, checks, decodes)
@@ -232,7 +232,7 @@ class Runner:
 
     def _prefill(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
-    ) -> tuple[First | None, Tensor | None]:
+    ) -> tuple[PrefillTokens | None, Tensor | None]:
         """Run chunks of prompts and of drafts, and a step of the rows `beside` them, in one pass.
         Return a token of each of those and then of each sample whose prompt is through, and the
         hidden states along the drafts."""
@@ -246,7 +246,7 @@ class Runner:
         )
         return first, hidden_TD[len(samples_by_row) :] if checks else None
 
-    def _begin(self, hidden_PD: Tensor, drawing: list[tuple[Sequence, ...]]) -> First:
+    def _begin(self, hidden_PD: Tensor, drawing: list[tuple[Sequence, ...]]) -> PrefillTokens:
         """Draw a token of each of these samples; those of one tuple draw from one row."""
         sequences = [sequence for samples in drawing for sequence in samples]
         device = hidden_PD.device
@@ -257,7 +257,7 @@ class Runner:
                 num_samples_P, dim=0, output_size=len(sequences)
             )
         tokens_B, logprobs_B, ranks = self._draw(logits_BV, sequences)
-        return First(sequences, tokens_B, logprobs_B, ranks)
+        return PrefillTokens(sequences, tokens_B, logprobs_B, ranks)
 
     def _follow(self, hidden_TD: Tensor, checks: list[Check]) -> list[StepResult]:
         """Draw behind each token of the checks, as if those before it had been drawn."""

@@ -77,7 +77,7 @@ class Dialogue(Request):
 
 
 @dataclass
-class Talk:
+class ConversationState:
     """One conversation so far."""
 
     dialogue: Dialogue
@@ -204,7 +204,7 @@ class Talk:
 @dataclass
 class _Exchange:
     dialogue: Dialogue
-    talks: list[Talk] = field(default_factory=list)
+    talks: list[ConversationState] = field(default_factory=list)
     asked: dict[int, int | None] = field(default_factory=dict)  # handle -> sample; None: all
 
     @property
@@ -274,7 +274,7 @@ class Conversations:
         """Wait a moment; return finished groups by handle. Conversations whose turns returned
         continue after the environments' replies."""
         ended: list[tuple[int, Group]] = []
-        talks_to_answer: dict[int, list[Talk]] = {}
+        talks_to_answer: dict[int, list[ConversationState]] = {}
         for handle, group in self.engine.step():
             if handle in self._given_up:
                 self._given_up.discard(handle)
@@ -338,11 +338,13 @@ class Conversations:
 
     def _begin(self, exchange: _Exchange, group: Group) -> None:
         """Start one conversation for each first turn of a group."""
-        exchange.talks = [Talk(exchange.dialogue, i) for i in range(len(group.rollouts))]
+        exchange.talks = [
+            ConversationState(exchange.dialogue, i) for i in range(len(group.rollouts))
+        ]
         for talk, rollout in zip(exchange.talks, group.rollouts, strict=True):
             self._take(talk, [rollout])
 
-    def _take(self, talk: Talk, rollouts: list[Rollout]) -> None:
+    def _take(self, talk: ConversationState, rollouts: list[Rollout]) -> None:
         """Append a returned turn. InvalidRollout unless there is exactly one."""
         if len(rollouts) != 1:
             raise InvalidRollout(
@@ -350,7 +352,7 @@ class Conversations:
             )
         talk.take(rollouts[0], self.tokenizer.turn(rollouts[0].token_ids, talk.dialogue.tools))
 
-    def _answer(self, talks: Sequence[Talk]) -> list[Talk]:
+    def _answer(self, talks: Sequence[ConversationState]) -> list[ConversationState]:
         """Get the environments' replies; return the conversations that continue."""
         waiting = [talk for talk in talks if talk.ended is None]
         if not waiting:

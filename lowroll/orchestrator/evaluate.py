@@ -15,7 +15,7 @@ from lowroll.orchestrator import groups as grouping
 from lowroll.orchestrator.errors import ErrorWindow, check_any
 from lowroll.orchestrator.eval_statistics import pass_at_k
 from lowroll.orchestrator.interfaces import EngineClient, PhaseProgress, Scorer, Tokenizer
-from lowroll.orchestrator.prompt_source import Draw, draw_at
+from lowroll.orchestrator.prompt_source import PromptDraw, draw_at
 from lowroll.orchestrator.settings import SOLVED, SamplingSettings
 from lowroll.types import Sample, Score, ScoreError
 
@@ -102,7 +102,7 @@ def plan(
     max_prompt_tokens: int | None,
     max_sequence_tokens: int | None = None,
     split: str = "test",
-) -> list[Draw]:
+) -> list[PromptDraw]:
     """Return the draws of the first examples of a split, without those of more than
     `max_prompt_tokens`. ValueError when none is left."""
     size = env.size(split)

@@ -15,7 +15,7 @@ from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.eval_statistics import majority
 from lowroll.orchestrator.groups import check_group, for_scorer, samples_of
 from lowroll.orchestrator.interfaces import EngineClient, Progress, Scorer, Tokenizer
-from lowroll.orchestrator.prompt_source import Draw
+from lowroll.orchestrator.prompt_source import PromptDraw
 from lowroll.orchestrator.settings import SOLVED
 from lowroll.types import FinishReason, Message, Prompt, Sample, Score, ScoreError
 
@@ -73,7 +73,7 @@ Keep = Callable[[list[Example]], object]
 
 
 def draw(
-    draws: Sequence[Draw],
+    draws: Sequence[PromptDraw],
     engine: EngineClient,
     tokenizer: Tokenizer,
     keep: Keep,

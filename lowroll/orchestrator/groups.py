@@ -15,7 +15,7 @@ from lowroll.advantages import TABLE, overlong
 from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.filters import flag
 from lowroll.orchestrator.interfaces import Progress, Scorer, Tokenizer
-from lowroll.orchestrator.prompt_source import Draw
+from lowroll.orchestrator.prompt_source import PromptDraw
 from lowroll.orchestrator.settings import Settings
 from lowroll.types import (
     Conversation,
@@ -69,7 +69,7 @@ class ScoredGroup:
         return len(set(self.scores())) >= 2
 
 
-def in_planned_order(draws: list[Draw], groups: list[Group]) -> list[Group]:
+def in_planned_order(draws: list[PromptDraw], groups: list[Group]) -> list[Group]:
     """Return the groups in the order of the draws. InvalidRollout unless they match one to one and
     are complete."""
     group_by_id: dict[str, Group] = {}
@@ -86,7 +86,7 @@ def in_planned_order(draws: list[Draw], groups: list[Group]) -> list[Group]:
     return [group_by_id[draw.request.id] for draw in draws]
 
 
-def check_group(draw: Draw, group: Group) -> None:
+def check_group(draw: PromptDraw, group: Group) -> None:
     """Raise InvalidRollout unless the group is complete and every token has a usable log-prob."""
     request = draw.request
     if len(group.rollouts) != request.n:
@@ -144,7 +144,7 @@ def check_versions(group: ScoredGroup, version: int, most: int) -> None:
 
 
 def score(
-    draws: list[Draw],
+    draws: list[PromptDraw],
     groups: list[Group],
     scorer: Scorer,
     tokenizer: Tokenizer,
@@ -225,7 +225,7 @@ def credit(
     return ScoredGroup(samples, flags, request.id, request.temperature)
 
 
-def samples_of(draw: Draw, group: Group, tokenizer: Tokenizer) -> list[Sample]:
+def samples_of(draw: PromptDraw, group: Group, tokenizer: Tokenizer) -> list[Sample]:
     """Return a group's samples, unscored or with their environment's error."""
     conversations: Sequence[Conversation | None] = group.conversations or [None] * len(
         group.rollouts
@@ -237,7 +237,7 @@ def samples_of(draw: Draw, group: Group, tokenizer: Tokenizer) -> list[Sample]:
 
 
 def _build_sample(
-    draw: Draw, rollout: Rollout, conversation: Conversation | None, tokenizer: Tokenizer
+    draw: PromptDraw, rollout: Rollout, conversation: Conversation | None, tokenizer: Tokenizer
 ) -> Sample:
     """Return a rollout as an unscored sample."""
     unscored = ScoreError("invalid", f"rollout aborted after {rollout.num_drawn} tokens")

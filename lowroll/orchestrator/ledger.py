@@ -25,7 +25,7 @@ STATE = ("format", "step", "plan", "ledger", "errors")  # of the orchestrator
 
 
 @dataclass(frozen=True)
-class Planned:
+class GroupPlan:
     """An open group: the values to draw it again."""
 
     env: str
@@ -34,7 +34,7 @@ class Planned:
     temperature: float
 
     @classmethod
-    def of(cls, state: Any, env_names: set[str]) -> Planned:
+    def of(cls, state: Any, env_names: set[str]) -> GroupPlan:
         """Parse a group. ValueError names the field."""
         if not isinstance(state, Mapping) or set(state) != set(cls.__dataclass_fields__):
             raise ValueError(f"ledger.open: expected {sorted(cls.__dataclass_fields__)}")
@@ -121,7 +121,7 @@ class Ledger:
     passed_over: int = 0  # prompts over max_prompt_tokens: never planned, like the next two
     duplicates: int = 0  # duplicate prompts
     pooled: int = 0  # prompts in the easy or the hard pool
-    open: list[Planned] = field(default_factory=list)  # in planned order
+    open: list[GroupPlan] = field(default_factory=list)  # in planned order
     pools: Pools = field(default_factory=Pools)
     levels: dict[str, LevelProgress] = field(
         default_factory=dict
@@ -173,7 +173,7 @@ class Ledger:
         return cls(
             **counts,
             cursors=dict(cursors),
-            open=[Planned.of(group_state, env_names) for group_state in open_groups],
+            open=[GroupPlan.of(group_state, env_names) for group_state in open_groups],
             pools=Pools.of(state["pools"]),
             levels={name: LevelProgress.of(level_state) for name, level_state in levels.items()},
         )

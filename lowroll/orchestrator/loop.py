@@ -41,9 +41,9 @@ from lowroll.orchestrator.interfaces import (
 )
 from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.ledger import POOLS, Ledger, state_of, upgraded
-from lowroll.orchestrator.pending_batch import Drop, PendingBatch, reason_to_drop
-from lowroll.orchestrator.prompt_source import Draw, PromptSource, seed_of
-from lowroll.orchestrator.rollout_buffer import Open, RolloutBuffer
+from lowroll.orchestrator.pending_batch import DroppedGroup, PendingBatch, reason_to_drop
+from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource, seed_of
+from lowroll.orchestrator.rollout_buffer import OpenGroup, RolloutBuffer
 from lowroll.orchestrator.settings import Settings
 from lowroll.orchestrator.stats import batch_stats
 from lowroll.types import Batch, Group
@@ -238,7 +238,7 @@ class Orchestrator:
         pending.stats["rollout/open_groups"] = float(len(ledger.open))
 
     def _score(
-        self, pending: PendingBatch, draws: list[Draw], groups: list[Group]
+        self, pending: PendingBatch, draws: list[PromptDraw], groups: list[Group]
     ) -> list[ScoredGroup]:
         """Score the groups, check the error rate, and set advantages."""
         started = time.monotonic()
@@ -278,9 +278,11 @@ class Orchestrator:
             if reason is not None:
                 self._drop(pending, [open_group], reason)
 
-    def _drop(self, pending: PendingBatch, groups: Sequence[Open], reason: str) -> None:
+    def _drop(self, pending: PendingBatch, groups: Sequence[OpenGroup], reason: str) -> None:
         """Record groups as dropped and close them."""
-        pending.dropped += [Drop(open_group.id, reason, open_group.scored) for open_group in groups]
+        pending.dropped += [
+            DroppedGroup(open_group.id, reason, open_group.scored) for open_group in groups
+        ]
         self.rollout_buffer.close(pending.ledger, groups)
 
     def _check_signal(self, pending: PendingBatch) -> None:
@@ -314,7 +316,7 @@ class Orchestrator:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def _load_weights(self, pending: PendingBatch) -> list[Open]:
+    def _load_weights(self, pending: PendingBatch) -> list[OpenGroup]:
         """Wait until the engines have the step's weights. Return the groups in flight that are too
         old for them."""
         if self.weights is None:
@@ -329,7 +331,7 @@ class Orchestrator:
         self._waits["time/wait_weights"] += time.monotonic() - started
         return self.rollout_buffer.swap(loaded)
 
-    def _load_newer_weights(self, step: int) -> list[Open]:
+    def _load_newer_weights(self, step: int) -> list[OpenGroup]:
         """Load newly arrived weights. Return the groups in flight that are too old for them."""
         settings = self.settings
         if self.weights is None or settings.strict_async_level or not settings.max_async_level:

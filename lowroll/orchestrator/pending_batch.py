@@ -17,7 +17,7 @@ NO_SIGNAL = ("no_signal", "too_easy", "too_hard")  # reasons that a step may fal
 
 
 @dataclass(frozen=True)
-class Drop:
+class DroppedGroup:
     """A group that goes into no batch. `group` is None if it never returned."""
 
     id: str
@@ -35,7 +35,7 @@ class PendingBatch:
     ledger: Ledger
     errors: ErrorWindow
     kept: list[ScoredGroup] = field(default_factory=list)  # in planned order
-    dropped: list[Drop] = field(default_factory=list)
+    dropped: list[DroppedGroup] = field(default_factory=list)
     rounds: int = 0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"time/generate": 0.0, "time/score": 0.0}
@@ -68,7 +68,7 @@ class PendingBatch:
             if reason is None:
                 self.kept.append(group)
             else:
-                self.dropped.append(Drop(group.id, reason, group))
+                self.dropped.append(DroppedGroup(group.id, reason, group))
 
     def fall_back(self, count: int) -> None:
         """Keep the first `count` groups that were dropped for their rewards."""

@@ -26,7 +26,7 @@ from lowroll.envs.tasks import prompt_at
 from lowroll.orchestrator.conversations import Dialogue
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.interfaces import Tokenizer
-from lowroll.orchestrator.ledger import Ledger, Planned
+from lowroll.orchestrator.ledger import GroupPlan, Ledger
 from lowroll.orchestrator.settings import SamplingSettings, Settings
 from lowroll.types import Prompt, Request
 
@@ -45,7 +45,7 @@ def seed_of(*parts: str | int) -> int:
 
 
 @dataclass(frozen=True)
-class Draw:
+class PromptDraw:
     """One planned prompt and its request to the engine."""
 
     prompt: Prompt
@@ -79,10 +79,10 @@ class PromptSource:
         self._sizes = {name: env.size("train") for name, env in self.envs.items()}
         self._firsts = {name: Firsts() for name in self.envs}
 
-    def draw(self, ledger: Ledger, count: int, temperature: float) -> list[Draw]:
+    def draw(self, ledger: Ledger, count: int, temperature: float) -> list[PromptDraw]:
         """Return the next `count` draws and advance `ledger`. ValueError for unusable prompts,
         NoSignal when the pools leave none."""
-        draws: list[Draw] = []
+        draws: list[PromptDraw] = []
         num_too_long = num_unwanted = 0
         limit = self.settings.max_prompt_tokens
         while len(draws) < count:
@@ -109,7 +109,7 @@ class PromptSource:
             draws.append(next_draw)
         return draws
 
-    def again(self, planned: Planned) -> Draw:
+    def again(self, planned: GroupPlan) -> PromptDraw:
         """Return the original draw of an open group."""
         return self._at(planned.env, planned.position, planned.temperature)
 
@@ -161,7 +161,7 @@ class PromptSource:
         level = ledger.levels.get(name, LevelProgress(curriculum.start)).level
         return curriculum.position(cursor, min(level, curriculum.levels - 1))
 
-    def _at(self, name: str, position: int, temperature: float) -> Draw:
+    def _at(self, name: str, position: int, temperature: float) -> PromptDraw:
         settings = self.settings
         return draw_at(
             self.envs[name],
@@ -248,7 +248,7 @@ def draw_at(
     n: int,
     run_seed: int,
     max_sequence_tokens: int | None = None,
-) -> Draw:
+) -> PromptDraw:
     """Return an environment's prompt at a position and its request, with constant id and seed; a
     dialogue where the environment replies. ValueError for a prompt that names another environment
     or has no tokens."""
@@ -281,7 +281,7 @@ def draw_at(
             max_sequence_tokens=token_limit,
             tools=bool(env.tools),
         )
-    return Draw(prompt, request, position)
+    return PromptDraw(prompt, request, position)
 
 
 def encode(env: Environment, prompt: Prompt, tokenizer: Tokenizer) -> list[int]:

@@ -32,8 +32,8 @@ from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.groups import ScoredGroup, check_group
 from lowroll.orchestrator.interfaces import EngineClient
 from lowroll.orchestrator.journal import Journal
-from lowroll.orchestrator.ledger import Ledger, Planned
-from lowroll.orchestrator.prompt_source import Draw, PromptSource
+from lowroll.orchestrator.ledger import GroupPlan, Ledger
+from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource
 from lowroll.orchestrator.settings import Settings
 from lowroll.types import Group, RunFailed
 
@@ -43,11 +43,11 @@ class RolloutsStalled(RunFailed):
 
 
 @dataclass
-class Open:
+class OpenGroup:
     """A planned group in flight, or returned and waiting for a batch."""
 
-    planned: Planned
-    draw: Draw
+    planned: GroupPlan
+    draw: PromptDraw
     handle: int | None = None  # engine's handle of the request in flight
     swaps: int = 0  # weight updates while in flight
     scored: ScoredGroup | None = None  # set when it has returned
@@ -72,8 +72,8 @@ class RolloutBuffer:
         self.engine = engine
         self.journal = journal
         self.version: int | None = None  # version of the engines' weights
-        self._known: dict[Planned, Open] = {}
-        self._flights: dict[int, Open] = {}  # groups in flight by handle
+        self._known: dict[GroupPlan, OpenGroup] = {}
+        self._flights: dict[int, OpenGroup] = {}  # groups in flight by handle
         self._aborted: set[int] = set()  # handles whose groups may still return
         self._landed = time.monotonic()
 
@@ -84,33 +84,33 @@ class RolloutBuffer:
 
     # -- the groups --------------------------------------------------------------------------------
 
-    def opened(self, ledger: Ledger) -> list[Open]:
+    def opened(self, ledger: Ledger) -> list[OpenGroup]:
         """Return a ledger's open groups in planned order, and abort other requests."""
         still_open = set(ledger.open)
         for planned in [known_plan for known_plan in self._known if known_plan not in still_open]:
             self.abort(self._known.pop(planned))
         for planned in ledger.open:
             if planned not in self._known:
-                self._known[planned] = Open(planned, self.source.again(planned))
+                self._known[planned] = OpenGroup(planned, self.source.again(planned))
         return [self._known[planned] for planned in ledger.open]
 
-    def ready(self, ledger: Ledger) -> list[Open]:
+    def ready(self, ledger: Ledger) -> list[OpenGroup]:
         """Return the open groups that have returned and are scored, in planned order."""
         return [open_group for open_group in self.opened(ledger) if open_group.scored is not None]
 
-    def plan(self, ledger: Ledger, count: int, step: int, temperature: float) -> list[Open]:
+    def plan(self, ledger: Ledger, count: int, step: int, temperature: float) -> list[OpenGroup]:
         """Open `count` more groups and return them."""
         new_groups = []
         for draw in self.source.draw(ledger, count, temperature):
-            planned = Planned(draw.prompt.env, draw.position, step, temperature)
+            planned = GroupPlan(draw.prompt.env, draw.position, step, temperature)
             ledger.open.append(planned)
-            self._known[planned] = Open(planned, draw)
+            self._known[planned] = OpenGroup(planned, draw)
             new_groups.append(self._known[planned])
         if new_groups:
             self.note("planned", step=step, ids=[new_group.id for new_group in new_groups])
         return new_groups
 
-    def close(self, ledger: Ledger, groups: Sequence[Open]) -> None:
+    def close(self, ledger: Ledger, groups: Sequence[OpenGroup]) -> None:
         """Remove groups from the ledger, and abort their requests."""
         closed = {open_group.planned for open_group in groups}
         for open_group in groups:
@@ -134,7 +134,7 @@ class RolloutBuffer:
             self._landed = time.monotonic()  # nothing was in flight before
         self.note("dispatched", version=self.version, ids=sent_ids)
 
-    def collect(self, ledger: Ledger) -> list[tuple[Open, Group]]:
+    def collect(self, ledger: Ledger) -> list[tuple[OpenGroup, Group]]:
         """Wait a moment; return checked groups in planned order. InvalidRollout for an answer
         without a request, RolloutsStalled after `stall_s` without an answer."""
         returned = []
@@ -163,7 +163,7 @@ class RolloutBuffer:
         planned_index = {planned: index for index, planned in enumerate(ledger.open)}
         return sorted(returned, key=lambda answer: planned_index[answer[0].planned])
 
-    def abort(self, one: Open) -> None:
+    def abort(self, one: OpenGroup) -> None:
         """Abort a group's request and discard later answers."""
         handle, one.handle = one.handle, None
         if handle is None:
@@ -193,7 +193,7 @@ class RolloutBuffer:
         self.version = None
         return count
 
-    def rewind(self, ledger: Ledger, back: set[Planned]) -> None:
+    def rewind(self, ledger: Ledger, back: set[GroupPlan]) -> None:
         """Restore the groups after a failed step: the ledger's are open, and all but those in
         `back` are drawn again."""
         self.recall()
@@ -203,7 +203,7 @@ class RolloutBuffer:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def swap(self, version: int) -> list[Open]:
+    def swap(self, version: int) -> list[OpenGroup]:
         """Record the engines' new version; abort and return the groups in flight that are too old."""
         previous_version, self.version = self.version, version
         if (
@@ -228,7 +228,7 @@ class RolloutBuffer:
     def in_flight(self) -> int:
         return len(self._flights)
 
-    def stats(self, step: int, chosen: Iterable[Open]) -> dict[str, float]:
+    def stats(self, step: int, chosen: Iterable[OpenGroup]) -> dict[str, float]:
         """Return statistics of a batch and of the groups in flight."""
         stats = {"rollout/in_flight_groups": float(self.in_flight)}
         lengths_so_far = [

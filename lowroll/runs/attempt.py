@@ -92,7 +92,7 @@ class RunResult:
 
 
 class StepRunner(Protocol):
-    """The interface through which `drive` runs steps."""
+    """The interface through which `run_steps` runs steps."""
 
     def step(self, step: int) -> Record: ...
 
@@ -142,7 +142,7 @@ def attempt(
                 hub.offer(folder.final, cfg)
 
 
-def drive(
+def run_steps(
     steps: StepRunner, first: int, last: int, every: int, show: Callable[[Record], str], stop: Stop
 ) -> int:
     """Make the steps `first` to `last`, with a checkpoint every `every` steps, and finish, or stop

@@ -51,7 +51,7 @@ class Checkpointing:
 
     @cached_property
     def _own_inputs(self) -> dict[str, str]:
-        return identity.read_by(self.home.cfg, self.home.command)
+        return identity.run_inputs(self.home.cfg, self.home.command)
 
     def _find(self) -> Checkpoint | None:
         """Return the checkpoint to continue; None when the run begins again.

@@ -62,7 +62,7 @@ _SPOOL_FILE = re.compile(r"step_[0-9]{6,15}\.frame(\.damaged)?|(end|cursor|dismi
 _STEP_FOLDER = re.compile(r"step_[0-9]{6,}")
 
 
-def goes_on(cfg: RunConfig) -> bool:
+def resumes_by_config(cfg: RunConfig) -> bool:
     """Return whether `ckpt.resume_step` requests a resumption and a run has begun."""
     resume_step = cfg.ckpt.resume_step
     return resume_step is not None and (

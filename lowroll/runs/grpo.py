@@ -28,11 +28,11 @@ from lowroll.orchestrator.errors import NoSignal
 from lowroll.runs import budget
 from lowroll.runs.assembly import configuration, engines, models, prompts
 from lowroll.runs.assembly.compute import Compute
-from lowroll.runs.attempt import RunResult, attempt, drive, tell
+from lowroll.runs.attempt import RunResult, attempt, run_steps, tell
 from lowroll.runs.batches import BatchSource, RunEnvironments
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.evaluations import around
-from lowroll.runs.folder import RunFolder, goes_on
+from lowroll.runs.folder import RunFolder, resumes_by_config
 from lowroll.runs.learner import Learner, Policy
 from lowroll.runs.memory import fit, sizes
 from lowroll.runs.memory.plan import Planner
@@ -63,7 +63,7 @@ def run(
     early.
     """
     cfg, texts = configuration.read(config, overrides or {})
-    resume = resume or goes_on(cfg)
+    resume = resume or resumes_by_config(cfg)
     if cfg.launcher != "none":
         from lowroll.runs.roles.supervisor import launch  # imported only for such a run
 
@@ -88,7 +88,7 @@ def run(
             return view.line()
 
         try:
-            signal = drive(training_run, first_step, last_step, cfg.ckpt.interval, show, stop)
+            signal = run_steps(training_run, first_step, last_step, cfg.ckpt.interval, show, stop)
         except NoSignal as reason:
             training_run.end(reason)
             return RunResult(run_folder.path, read(run_folder.path), ended=str(reason))

@@ -86,7 +86,7 @@ IDLE_FILES = (
 )  # copied along; its ends of sequence are recorded with the config
 
 
-def read_by(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
+def run_inputs(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
     """Return the inputs of a command's run other than its settings and weights: name -> value or
     digest."""
     inputs = {f"model: {CONFIG}{key}": value for key, value in _config_values(cfg.model).items()}

@@ -20,7 +20,7 @@ from typing import Any
 from lowroll.checkpoint.files import append_line, write_file
 from lowroll.checkpoint.line_checksum import read_objects, seal
 from lowroll.orchestrator.examples import Example, ExampleResponse
-from lowroll.orchestrator.prompt_source import Draw
+from lowroll.orchestrator.prompt_source import PromptDraw
 from lowroll.types import Prompt, Score, ScoreError
 
 _UNKNOWN_PROMPT = Prompt("", "", [])  # until its draw is known
@@ -46,7 +46,7 @@ class Responses:
         if not self._lines:
             self._append([{"kind": "asked", **asked}])
 
-    def missing(self, draws: Sequence[Draw]) -> list[Draw]:
+    def missing(self, draws: Sequence[PromptDraw]) -> list[PromptDraw]:
         """Return the draws without responses. ValueError when one had another prompt."""
         for draw in draws:
             if (
@@ -63,7 +63,7 @@ class Responses:
                 example.prompt = draw.prompt
         return [draw for draw in draws if draw.request.id not in self.examples]
 
-    def of(self, draws: Sequence[Draw]) -> list[Example]:
+    def of(self, draws: Sequence[PromptDraw]) -> list[Example]:
         """Return their examples in order."""
         return [self.examples[draw.request.id] for draw in draws]
 
@@ -149,7 +149,7 @@ def _score_fields(score: Score | ScoreError | None) -> dict[str, Any]:
     return {key: value for key, value in vars(score).items() if value is not None}
 
 
-def _prompt_digest(draw: Draw) -> str:
+def _prompt_digest(draw: PromptDraw) -> str:
     return hashlib.sha256(
         json.dumps([draw.request.prompt_ids, draw.request.n]).encode()
     ).hexdigest()[:16]

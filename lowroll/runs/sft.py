@@ -28,7 +28,7 @@ from lowroll.runs import budget
 from lowroll.runs.assembly import environments, models, trainer
 from lowroll.runs.assembly.about import about, learned
 from lowroll.runs.assembly.compute import Compute
-from lowroll.runs.attempt import RunResult, attempt, drive, tell
+from lowroll.runs.attempt import RunResult, attempt, run_steps, tell
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.memory import sizes
@@ -61,7 +61,7 @@ def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) ->
         sft_run = SftRun(folder, resume)
         first_step = sft_run.resume() if resume else sft_run.begin()
         with progress(cfg.sft.steps) as show, polite_stop() as stop:
-            signal = drive(sft_run, first_step, cfg.sft.steps, cfg.ckpt.interval, show, stop)
+            signal = run_steps(sft_run, first_step, cfg.sft.steps, cfg.ckpt.interval, show, stop)
     return RunResult(folder.path, read(folder.path), signal=signal)
 
 

@@ -34,7 +34,15 @@ from lowroll.objectives.reduce import Denominators
 from lowroll.objectives.value import value_loss
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.trainer.packing import PackedBatch, PerToken, Walk, check, collate, cost, gather
+from lowroll.trainer.packing import (
+    MicrobatchSchedule,
+    PackedBatch,
+    PerToken,
+    check,
+    collate,
+    cost,
+    gather,
+)
 from lowroll.types import RunFailed, Sample
 
 NO_VARIANCE = 1e-12  # of returns: the rounding of equal ones
@@ -65,7 +73,7 @@ class CriticSettings:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class CriticOutput:
     """Values, advantages and returns before the batch's first update; float32 [response tokens] by
     sample index."""
 
@@ -102,7 +110,7 @@ class Critic:
         """Return whether the next training step trains the critic alone."""
         return self.optimizer.num_steps < self.settings.warmup_steps
 
-    def judge(self, samples: Sequence[Sample], portions: Sequence[Sequence[int]]) -> Judgement:
+    def judge(self, samples: Sequence[Sample], portions: Sequence[Sequence[int]]) -> CriticOutput:
         """Return values, advantages and returns, in the portions that an update will read: equal
         weights then give bitwise equal values. ValueError for a sample without a reward or that the
         critic cannot read; RunFailed for a non-finite value."""
@@ -142,10 +150,10 @@ class Critic:
                 for i, token_values in zip(indices, lists, strict=True)
             }
 
-        return Judgement(values, by_sample(advantages), by_sample(returns), metrics)
+        return CriticOutput(values, by_sample(advantages), by_sample(returns), metrics)
 
     def update(
-        self, samples: Sequence[Sample], minibatch: Sequence[int], judged: Judgement
+        self, samples: Sequence[Sample], minibatch: Sequence[int], judged: CriticOutput
     ) -> dict[str, float]:
         """Make one update towards a minibatch's returns; returns its metrics."""
         active = [i for i in minibatch if i in judged.returns]
@@ -220,7 +228,7 @@ class Critic:
         costs = [cost(sample, self.body.spec, outputs=1) for sample in samples]
         portion_lists = ([portion] for portion in portions)
         capacity = self.settings.tokens_per_microbatch
-        walk = Walk(samples, portion_lists, capacity, costs, self.optimizer.ranks)
+        walk = MicrobatchSchedule(samples, portion_lists, capacity, costs, self.optimizer.ranks)
         values: list[tuple[PackedBatch, Tensor]] = []
         for packed, counts in walk.dealt(self.body.device):
             with torch.set_grad_enabled(loss is not None):

@@ -223,7 +223,7 @@ def pack(
     return packed
 
 
-class Walk:
+class MicrobatchSchedule:
     """Passes over samples: portions packed separately, dealt to ranks by cost, and gathered.
     costs[i]: of sample i, in any unit."""
 

@@ -21,7 +21,7 @@ from lowroll.objectives.mismatch import spread
 from lowroll.objectives.reduce import masked_mean, sequence_any, sequences_of
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer.packing import PackedBatch, gather
-from lowroll.trainer.step import Forward, LearnSettings
+from lowroll.trainer.step import LearnSettings, PackedForward
 from lowroll.types import Batch
 
 
@@ -105,7 +105,7 @@ def probe(
     active = [i for i, sample in enumerate(batch.samples) if any(sample.loss_mask)]
     if not active:
         return None
-    forward = Forward(
+    forward = PackedForward(
         model,
         batch.samples,
         settings.tokens_per_microbatch,

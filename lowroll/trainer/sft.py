@@ -29,7 +29,7 @@ from lowroll.trainer import state as states
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.packing import PackedBatch, check
-from lowroll.trainer.step import MAX_REFUSALS, Forward, TrainingDiverged
+from lowroll.trainer.step import MAX_REFUSALS, PackedForward, TrainingDiverged
 from lowroll.types import BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
 from lowroll.weights import derived_tensors
 
@@ -134,7 +134,7 @@ def sft_step(
             counts=counts,
         )
 
-    forward = Forward(model, samples, settings.tokens_per_microbatch, settings.logprob_chunk)
+    forward = PackedForward(model, samples, settings.tokens_per_microbatch, settings.logprob_chunk)
     trace = forward.run([range(len(samples))], likelihood)
     loss = (
         -sum(values.double().sum().item() for values in trace.log_probs.values())

@@ -59,9 +59,9 @@ from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.packing import (
+    MicrobatchSchedule,
     PackedBatch,
     PerToken,
-    Walk,
     check,
     collate,
     cost,
@@ -132,18 +132,18 @@ class LearnSettings:
 
 
 @dataclass(frozen=True)
-class Trace:
+class PassOutput:
     """Detached learner log-probs and entropies of the sequences that ran, on the host."""
 
     log_probs: PerToken = field(default_factory=dict)
     entropy: PerToken = field(default_factory=dict)
 
-    def __or__(self, other: Trace) -> Trace:
-        return Trace(self.log_probs | other.log_probs, self.entropy | other.entropy)
+    def __or__(self, other: PassOutput) -> PassOutput:
+        return PassOutput(self.log_probs | other.log_probs, self.entropy | other.entropy)
 
 
 @dataclass(frozen=True)
-class Forward:
+class PackedForward:
     """Forward passes of a model over packed micro-batches, each of one sampling temperature (the
     samples' own, else the batch's)."""
 
@@ -159,7 +159,7 @@ class Forward:
         self,
         portions: Iterable[Sequence[int]],
         objective: Callable[[PackedBatch, Tensor], Tensor] | None = None,
-    ) -> Trace:
+    ) -> PassOutput:
         """Run samples, each portion packed by itself. With `objective(packed, learner_N)`, a
         micro-batch's share of J, accumulate the gradient of -J; without, keep nothing for a
         backward pass, with bitwise the same log-probs. Each rank runs its share and gets all
@@ -168,7 +168,9 @@ class Forward:
             cost(sample, self.model.spec, self.model.spec.vocab_size) for sample in self.samples
         ]
         by_temperature = map(self._by_temperature, portions)
-        walk = Walk(self.samples, by_temperature, self.tokens_per_microbatch, costs, self.ranks)
+        walk = MicrobatchSchedule(
+            self.samples, by_temperature, self.tokens_per_microbatch, costs, self.ranks
+        )
         transfers: list[tuple[PackedBatch, Tensor]] = []
         last_copy_event = None
         for packed, counts in walk.dealt(self.model.device):
@@ -196,7 +198,7 @@ class Forward:
             [(packed, logp_entropy_2N[kind]) for packed, logp_entropy_2N in transfers]
             for kind in range(2)
         )
-        return Trace(*walk.gathered(*values_by_kind))
+        return PassOutput(*walk.gathered(*values_by_kind))
 
     def _temperature(self, index: int) -> float:
         """Return a sample's sampling temperature."""
@@ -239,7 +241,7 @@ class Minibatch:
 
 
 @dataclass(frozen=True)
-class Anchors:
+class FixedPolicyLogProbs:
     """Log-probs of policies that are fixed during a batch; None for those not read."""
 
     proximal: PerToken | None
@@ -276,7 +278,7 @@ def learn(
     """
     samples = batch.samples
     _check_inputs(model, batch, settings, reference, teacher)
-    forward = Forward(
+    forward = PackedForward(
         model,
         samples,
         settings.tokens_per_microbatch,
@@ -403,12 +405,12 @@ def _samples_with_gradient(
 
 
 def _anchors(
-    forward: Forward,
+    forward: PackedForward,
     plan: Sequence[Minibatch],
     settings: LearnSettings,
     reference: Transformer | None,
     teacher: Transformer | None,
-) -> Anchors:
+) -> FixedPolicyLogProbs:
     """Run a pass without gradient for each fixed policy that is read, packed as the updates."""
     portions = list(chain.from_iterable(minibatch.portions for minibatch in plan))
     proximal_lp = reference_lp = teacher_lp = None
@@ -422,7 +424,7 @@ def _anchors(
             reference_lp = replace(dense, model=base).run(portions).log_probs
     if settings.has_teacher and teacher is not None:
         teacher_lp = replace(dense, model=teacher).run(portions).log_probs
-    return Anchors(proximal_lp, reference_lp, teacher_lp)
+    return FixedPolicyLogProbs(proximal_lp, reference_lp, teacher_lp)
 
 
 def _mismatch_metrics(
@@ -482,12 +484,12 @@ def _base_policy(model: Transformer) -> Iterator[Transformer]:
 
 
 def _accumulate(
-    forward: Forward,
+    forward: PackedForward,
     minibatch: Minibatch,
     settings: LearnSettings,
-    anchors: Anchors,
+    anchors: FixedPolicyLogProbs,
     advantages: PerToken | None,
-) -> tuple[dict[str, float], Trace]:
+) -> tuple[dict[str, float], PassOutput]:
     """Accumulate a minibatch's gradient; returns its statistics and trace. Token `advantages`
     replace those of the samples."""
     samples = forward.samples

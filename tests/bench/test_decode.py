@@ -354,13 +354,13 @@ def test_a_step_is_split_into_its_parts(tiny: str, rank: int | None) -> None:
     case = step.Case(tiny, "int8", rank, prompts=2, samples=4, prompt_tokens=5, new_tokens=4)
     loop = step.Loop(case, torch.device("cpu"))
     before = {name: p.detach().clone() for name, p in loop.model.trainable_parameters().items()}
-    run = step.Forward.run
+    run = step.PackedForward.run
     loop.step()
     loop.settings = dataclasses.replace(
         loop.settings, minibatches=2
     )  # now the proximal log-probs take a pass
     seconds = loop.step()
-    assert step.Forward.run is run
+    assert step.PackedForward.run is run
     assert all(seconds[part] > 0 for part in ("generate", "score", "log-prob", "update", "publish"))
     assert set(seconds) == set(step.PARTS) and seconds["idle"] >= 0
     assert any(

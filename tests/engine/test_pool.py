@@ -24,7 +24,7 @@ from lowroll.engine.remote.replica_set import PoolReport
 from lowroll.engine.remote.vllm_probe import ADAPTERS, RELOAD
 from lowroll.orchestrator.conversations import Conversations, Dialogue
 from lowroll.orchestrator.groups import check_group
-from lowroll.orchestrator.prompt_source import Draw
+from lowroll.orchestrator.prompt_source import PromptDraw
 from lowroll.types import Group, Message, Prompt, Request
 from tests.fixtures.fake_engine import EOS, Child, FakeEngine, Mood, length, publish, started, token
 from tests.fixtures.fake_vllm import FakeVllm
@@ -1051,5 +1051,5 @@ def test_a_conversation_goes_on_at_another_engine(n: int, together: bool) -> Non
             groups = finish(talks, [talks.add(one) for one in dialogues])
         assert late and b.answered
     for one, group in zip(dialogues, groups, strict=True):
-        check_group(Draw(prompt, one), group)
+        check_group(PromptDraw(prompt, one), group)
         assert drawn(group) == [spoken(one, i) for i in range(n)]

@@ -15,7 +15,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.orchestrator import groups as grouping
 from lowroll.orchestrator.conversations import Conversations, Dialogue
 from lowroll.orchestrator.errors import InvalidRollout
-from lowroll.orchestrator.prompt_source import Draw
+from lowroll.orchestrator.prompt_source import PromptDraw
 from lowroll.orchestrator.settings import Settings
 from lowroll.orchestrator.stats import rollout_stats, staleness_stats, turn_stats
 from lowroll.runs import demo
@@ -121,7 +121,7 @@ def test_how_a_conversation_ends(asked, reply, ended, finish, text) -> None:
 
 
 def test_nothing_but_what_was_drawn_counts() -> None:
-    drawn = Draw(PROMPT, dialogue())
+    drawn = PromptDraw(PROMPT, dialogue())
     group = held(says("ab", "cde"), lambda *_: MORE, dialogue(max_turns=2))
     grouping.check_group(drawn, group)
 
@@ -154,7 +154,7 @@ def test_an_environment_that_fails_is_an_error_of_its_sample_alone() -> None:
             assert len(items) == 1
             return [Score(1.0)]
 
-    samples = grouping.score([Draw(PROMPT, dialogue())], [group], Rest(), Letters())[0]
+    samples = grouping.score([PromptDraw(PROMPT, dialogue())], [group], Rest(), Letters())[0]
     assert [sample.score for sample in samples] == [broken, Score(1.0)]
     grouping.credit(samples, Settings(batch_size=2, rollouts_per_example=2))
     assert samples[0].loss_mask == [0, 0] and samples[0].reward is None
@@ -165,14 +165,14 @@ def test_turns_that_do_not_hold_are_refused(turns) -> None:
     group = held(says("ab"), lambda *_: None)
     group.rollouts[0].turns = turns
     with pytest.raises(InvalidRollout, match="turn"):
-        grouping.check_group(Draw(PROMPT, dialogue()), group)
+        grouping.check_group(PromptDraw(PROMPT, dialogue()), group)
 
 
 def test_log_probs_between_turns_are_refused() -> None:
     group = held(says("ab", "cd"), lambda *_: MORE)
     group.rollouts[0].logprobs[3] = -0.1
     with pytest.raises(InvalidRollout, match="before turn 1 have log-probs"):
-        grouping.check_group(Draw(PROMPT, dialogue()), group)
+        grouping.check_group(PromptDraw(PROMPT, dialogue()), group)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -203,7 +203,7 @@ def test_a_stream_holds_the_conversations_that_rounds_hold(seed) -> None:
     assert not talks._open and not talks._whose
     for one in asked:
         for rollout, talk in zip(found[one.id].rollouts, found[one.id].conversations, strict=True):
-            grouping.check_group(Draw(PROMPT, one), found[one.id])
+            grouping.check_group(PromptDraw(PROMPT, one), found[one.id])
             assert talk.ended in ("done", "turns")
             said = [Letters().decode(rollout.token_ids[t.start : t.end]) for t in rollout.turns]
             assert said == [m["content"] for m in talk.messages if m["role"] == "assistant"]

@@ -16,7 +16,7 @@ from lowroll.orchestrator.errors import ErrorWindow, InvalidRollout, ScoringFail
 from lowroll.orchestrator.evaluate import check_errors
 from lowroll.orchestrator.groups import check_group, check_versions, credit
 from lowroll.orchestrator.ledger import Ledger
-from lowroll.orchestrator.prompt_source import Draw, PromptSource
+from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import SamplingSettings, Settings
 from lowroll.types import (
@@ -191,13 +191,15 @@ def test_the_seconds_of_a_step_add_up_over_its_rounds(monkeypatch: pytest.Monkey
 # -- what an engine may return
 
 
-def answer(**changes: object) -> tuple[Draw, Group]:
+def answer(**changes: object) -> tuple[PromptDraw, Group]:
     request = Request([1, 2], n=2, max_tokens=3, id="r")
     rollout = Rollout(
         [5, 6, 7], [-0.1, 0.0, -3.0], "length", BehaviorTag((PolicySpan(4, "d"),), "int8")
     )
     other = replace(rollout, **changes)
-    return Draw(Prompt(id="p", env="a", messages=[]), request), Group(request, [rollout, other])
+    return PromptDraw(Prompt(id="p", env="a", messages=[]), request), Group(
+        request, [rollout, other]
+    )
 
 
 def test_a_whole_group_passes_and_a_certain_token_may_round_above_0() -> None:
@@ -315,7 +317,7 @@ def test_prompts_at_the_limit_pass_and_too_many_longer_ones_blame_the_limit(
             self.content = "x" * (5 if index in long else 4)
             return super().prompt(index, split)
 
-    def draws(count: int) -> tuple[list[Draw], Ledger]:
+    def draws(count: int) -> tuple[list[PromptDraw], Ledger]:
         ledger = Ledger()
         return PromptSource(
             Settings(4, 2, max_prompt_tokens=4), {"a": Env("a")}, FakeTokenizer()

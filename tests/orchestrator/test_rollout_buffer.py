@@ -14,7 +14,7 @@ import pytest
 from lowroll.orchestrator.audit import Audit, balance, check
 from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.journal import Journal, read
-from lowroll.orchestrator.ledger import Planned
+from lowroll.orchestrator.ledger import GroupPlan
 from lowroll.orchestrator.rollout_buffer import RolloutsStalled
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import SamplingSettings, Settings
@@ -68,7 +68,7 @@ def test_a_batch_has_the_first_that_are_back_in_planned_order():
 
 def asked(orchestrator):
     source = orchestrator.source
-    draws = [source.again(Planned("a", position, 0, 1.0)) for position in range(8)]
+    draws = [source.again(GroupPlan("a", position, 0, 1.0)) for position in range(8)]
     return [(draw.request.id, draw.request) for draw in draws]
 
 

@@ -531,12 +531,12 @@ def test_the_file_of_an_advantage_function_is_part_of_a_run(model: Path, tmp_pat
     (tmp_path / "table.json").write_text("[1]")
     file.write_text("def mine(rewards, lengths, table):\n    return rewards\n")
     cfg = from_mapping(tree(model, tmp_path / "run", advantage_function=own))
-    saved = identity.read_by(cfg)
-    identity.refuse_other_files(saved, identity.read_by(cfg))
+    saved = identity.run_inputs(cfg)
+    identity.refuse_other_files(saved, identity.run_inputs(cfg))
     for path, place in ((tmp_path / "table.json", "table"), (file, "import_path")):
         before = path.read_text()
         path.write_text(before + "\n")
-        now = identity.read_by(cfg)
+        now = identity.run_inputs(cfg)
         with pytest.raises(ValueError, match=rf": advantage_function: {place} was sha256:\w+"):
             identity.refuse_other_files(saved, now)
         path.write_text(before)
@@ -545,7 +545,7 @@ def test_the_file_of_an_advantage_function_is_part_of_a_run(model: Path, tmp_pat
     moved = shutil.move(tmp_path / "table.json", tmp_path / "moved.json")
     own["kwargs"] = {"table": str(moved)}
     cfg = from_mapping(tree(model, tmp_path / "run", advantage_function=own))
-    identity.refuse_other_files(saved, identity.read_by(cfg))
+    identity.refuse_other_files(saved, identity.run_inputs(cfg))
 
 
 def test_arguments_that_name_files_are_read_and_other_texts_are_not(
@@ -563,7 +563,7 @@ def test_arguments_that_name_files_are_read_and_other_texts_are_not(
         },
     }
     cfg = from_mapping({"model": str(model), "env": [env]})
-    before = identity.read_by(cfg)
+    before = identity.run_inputs(cfg)
     assert [key for key in before if key.startswith("env")] == [
         f"env mine: files: {tmp_path / n}" for n in ("a", "b")
     ]
@@ -571,14 +571,16 @@ def test_arguments_that_name_files_are_read_and_other_texts_are_not(
     with pytest.raises(
         ValueError, match=rf"env mine: files: {tmp_path / 'b'} was sha256:\w{{12}}\.\.\. and is sha"
     ):
-        identity.refuse_other_files(before, identity.read_by(cfg))
-    older = {key: value for key, value in identity.read_by(cfg).items() if "rope_theta" not in key}
+        identity.refuse_other_files(before, identity.run_inputs(cfg))
+    older = {
+        key: value for key, value in identity.run_inputs(cfg).items() if "rope_theta" not in key
+    }
     identity.refuse_other_files(
-        older, identity.read_by(cfg)
+        older, identity.run_inputs(cfg)
     )  # of a version that did not know the key
     (tmp_path / "b").unlink()
     with pytest.raises(ValueError, match="and is not there$"):
-        identity.refuse_other_files(before, identity.read_by(cfg))
+        identity.refuse_other_files(before, identity.run_inputs(cfg))
 
 
 def test_a_checkpoint_that_does_not_say_what_was_read_is_refused(
@@ -613,10 +615,10 @@ def test_data_and_rewards_are_told_apart_by_their_keys(tmp_path: Path, model: Pa
     ):
         with pytest.raises(ValueError, match=re.escape(f"checkpoint: {where}")):
             identity.refuse_other_settings(saved, tree(**changes))
-    before = identity.read_by(tree())
+    before = identity.run_inputs(tree())
     rewards.write_text("def f(text): return 2.0\n")
     with pytest.raises(ValueError, match="env data: reward_funcs: .*rewards.py:f was sha256"):
-        identity.refuse_other_files(before, identity.read_by(tree()))
+        identity.refuse_other_files(before, identity.run_inputs(tree()))
 
 
 def test_the_number_of_engines_may_change_where_they_are_exact() -> None:

@@ -18,7 +18,7 @@ from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory import sizes
 from lowroll.runs.memory.plan import MemoryPlan, Planner
 from lowroll.trainer import recompute
-from lowroll.trainer.step import Forward
+from lowroll.trainer.step import PackedForward
 from lowroll.types import BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
 from lowroll.weights.publish import quantize_base
 
@@ -165,6 +165,6 @@ def gradients(tokens: int, chunk: int, again: bool) -> list[torch.Tensor]:
         rollout = Rollout(ids[8:], [-5.0] * len(ids[8:]), "length", tag)
         prompt = Prompt(f"p{i}", "env", [])
         samples.append(Sample(prompt, ids[:8], rollout, "", Score(1.0), 1.0, [1] * len(ids[8:]), 0))
-    forward = Forward(model, samples, tokens, chunk)
+    forward = PackedForward(model, samples, tokens, chunk)
     forward.run([range(6)], lambda packed, learner_N: learner_N.sum())
     return [p.grad for p in model.trainable_parameters().values() if p.grad is not None]

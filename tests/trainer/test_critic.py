@@ -17,7 +17,7 @@ from lowroll.model import hf
 from lowroll.objectives.objective import select
 from lowroll.objectives.table import CORRECTIONS
 from lowroll.trainer import recompute
-from lowroll.trainer.critic import Critic, CriticSettings, Judgement, explained_variance
+from lowroll.trainer.critic import Critic, CriticOutput, CriticSettings, explained_variance
 from lowroll.trainer.loop import Trainer
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, TrainingDiverged, learn
@@ -127,7 +127,7 @@ def test_the_value_loss_of_the_table_through_an_update():
     record = critic.update(
         [sample],
         [0],
-        Judgement({0: torch.tensor([0.1, 0.2, 0.3, 0.4])}, {}, {0: torch.ones(4)}, {}),
+        CriticOutput({0: torch.tensor([0.1, 0.2, 0.3, 0.4])}, {}, {0: torch.ones(4)}, {}),
     )
     assert (record["critic/loss"], record["critic/clip_fraction"]) == pytest.approx(
         (0.29875, 0.25), abs=1e-5

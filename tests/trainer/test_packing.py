@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lowroll.parallel.ranks import Ranks
 from lowroll.trainer.packing import (
-    Walk,
+    MicrobatchSchedule,
     balance,
     check,
     collate,
@@ -118,7 +118,7 @@ class Idle(Ranks):
 def test_a_walk_deals_and_gathers():
     """A rank without a part runs the smallest sample, which does not count."""
     samples = [sample([1] * n, [2] * k) for n, k in ((3, 1), (2, 1), (4, 3))]
-    walk = Walk(samples, [[[0, 1, 2]]], 10, [1.0, 2.0, 4.0], Idle())
+    walk = MicrobatchSchedule(samples, [[[0, 1, 2]]], 10, [1.0, 2.0, 4.0], Idle())
     ran = [(packed.samples, counts) for packed, counts in walk.dealt(torch.device("cpu"))]
     assert walk.microbatches == [[2], [1, 0]] and ran == [((1, 0), True), ((1,), False)]
     packed = collate(samples, [1, 0])

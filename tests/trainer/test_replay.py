@@ -16,7 +16,7 @@ from lowroll.trainer import recompute
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.probe import probe
-from lowroll.trainer.step import Forward, LearnSettings, learn
+from lowroll.trainer.step import LearnSettings, PackedForward, learn
 from lowroll.types import Batch, Evictions, Sample
 from lowroll.weights.aligned import align, refresh
 from tests.fixtures.evictions import random_evictions, sees
@@ -103,7 +103,7 @@ def test_log_probs_are_those_under_the_mask():
     model = tiny_model()
     batch = bounded(make_batch(model))
     for capacity in (1, 24, 10_000):
-        forward = Forward(model, batch.samples, capacity, 3, TEMPERATURE, replay_kv=True)
+        forward = PackedForward(model, batch.samples, capacity, 3, TEMPERATURE, replay_kv=True)
         trace = forward.run([range(8)])
         dense = dataclasses.replace(forward, replay_kv=False).run([range(8)])
         gaps = []
@@ -197,7 +197,7 @@ def test_an_aligned_learner_replays_too():
     model = align(tiny_model(), "int8")
     refresh(model)
     batch = bounded(make_batch(model))
-    trace = Forward(model, batch.samples, 40, 5, TEMPERATURE, replay_kv=True).run([range(8)])
+    trace = PackedForward(model, batch.samples, 40, 5, TEMPERATURE, replay_kv=True).run([range(8)])
     for i, s in enumerate(batch.samples):
         with torch.no_grad():
             want = masked_log_probs(model, s)

@@ -18,7 +18,7 @@ from lowroll.model.spec import spec_from_config
 from lowroll.trainer import recompute
 from lowroll.trainer.loop import Trainer
 from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.trainer.step import Forward, TrainingDiverged, learn
+from lowroll.trainer.step import PackedForward, TrainingDiverged, learn
 from lowroll.transport.base import DeadlineExceeded
 from lowroll.transport.memory import MemoryRolloutChannel
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
@@ -102,7 +102,7 @@ def test_packed_log_probs_match_dense_float64():
     model = tiny_model()
     batch, wide = make_batch(model), copy.deepcopy(model).double()
     for capacity in (1, 24, 10_000):
-        trace = Forward(model, batch.samples, capacity, 3, TEMPERATURE).run([range(8)])
+        trace = PackedForward(model, batch.samples, capacity, 3, TEMPERATURE).run([range(8)])
         for i, s in enumerate(batch.samples):
             assert torch.allclose(trace.log_probs[i].double(), dense_log_probs(wide, s), atol=2e-5)
 
@@ -676,7 +676,7 @@ def test_a_sample_is_learnt_from_at_the_temperature_that_it_was_drawn_at(capacit
     batch = make_batch(model)
     for i in (1, 2, 5):
         batch.samples[i].temperature = 1.7
-    forward = Forward(model, batch.samples, capacity, 16, batch.temperature)
+    forward = PackedForward(model, batch.samples, capacity, 16, batch.temperature)
     everything = [list(range(len(batch.samples)))]
     found = forward.run(everything).log_probs
     for i, sample in enumerate(batch.samples):

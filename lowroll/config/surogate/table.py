@@ -15,7 +15,7 @@ from lowroll.config.data import FilterConfig
 from lowroll.config.loss import SurogateLoss
 from lowroll.config.processes import ElasticConfig
 from lowroll.config.rollout import TemperatureConfig
-from lowroll.config.section import Only, Section
+from lowroll.config.section import AllowOnly, Section
 from lowroll.config.surogate.schema import (
     Buffer,
     NoiseScheduler,
@@ -56,7 +56,7 @@ def _section(
         f"{theirs}.{name}": KeyMapping((f"{ours}.{name}",), differs.get(name, ""), copied)
         for name, field in model.model_fields.items()
         if section_in(field.annotation) is None
-        and not any(isinstance(one, Only) for one in field.metadata)
+        and not any(isinstance(one, AllowOnly) for one in field.metadata)
     }
 
 

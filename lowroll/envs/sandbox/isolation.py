@@ -18,7 +18,7 @@ from typing import Any
 
 from lowroll.envs.sandbox import filter
 from lowroll.envs.sandbox.cases import Case, CaseResults, SandboxLimits
-from lowroll.envs.sandbox.run import SandboxError, Walls, run_in
+from lowroll.envs.sandbox.run import Isolation, SandboxError, run_in
 
 HERE = Path(__file__).parent
 INSIDE, JAIL = HERE / "inside.py", HERE / "jail.py"
@@ -74,11 +74,11 @@ def _jail_command(disk_mb: int) -> list[str]:
     return [python(), *PYTHON_FLAGS, str(JAIL), json.dumps(plan)]
 
 
-NAMESPACES = Walls("namespaces", _jail_command)
+NAMESPACES = Isolation("namespaces", _jail_command)
 
 
 @cache
-def found() -> Walls:
+def found() -> Isolation:
     """Return the working isolation. SandboxMissing has the attempts and fixes."""
     if not sys.platform.startswith("linux") or filter.program() is None:
         raise SandboxMissing(
@@ -111,7 +111,7 @@ print(os.path.exists(input()), os.getppid(), os.getuid(), os.path.exists("/proc"
 """
 
 
-def _try(walls: Walls) -> str | None:
+def _try(walls: Isolation) -> str | None:
     """Explain why this does not isolate; None when a program ran and saw nothing of this
     machine."""
     limits = SandboxLimits(total_seconds=30.0, wall_seconds=30.0)

@@ -33,7 +33,7 @@ MAX_SAID = 500  # characters of the sandbox's own errors
 
 
 @dataclass(frozen=True)
-class Walls:
+class Isolation:
     """A kind of isolation: its name, and the command that starts `inside` in it."""
 
     name: str
@@ -45,7 +45,7 @@ class SandboxError(RuntimeError):
 
 
 def run_in(
-    here: Walls,
+    here: Isolation,
     source: str,
     cases: Sequence[Case],
     limits: SandboxLimits,
@@ -102,7 +102,7 @@ def _judged(case: Case, reply: dict[str, Any]) -> Result:
 class _Sandbox:
     """A sandbox for one program."""
 
-    def __init__(self, here: Walls, limits: SandboxLimits) -> None:
+    def __init__(self, here: Isolation, limits: SandboxLimits) -> None:
         self.limits, self.name = limits, here.name
         try:
             self.process = subprocess.Popen(

@@ -45,15 +45,17 @@ def receiver(
 ) -> RolloutReceiver:
     transport_cfg = cfg.rollout_transport
     if transport_cfg.type == "filesystem":
-        return Patient(filesystem.Receiver(place.spool, attempt, committed, alive=alive), alive)
+        return ReconnectingReceiver(
+            filesystem.Receiver(place.spool, attempt, committed, alive=alive), alive
+        )
     from lowroll.transport import zmq
 
-    return Patient(
+    return ReconnectingReceiver(
         zmq.Receiver(place.address, attempt, committed, alive=alive, token=place.tokens()[0]), alive
     )
 
 
-class Patient:
+class ReconnectingReceiver:
     """A receiver that waits for a restarted orchestrator, or one that goes back with this trainer
     to make batches again; `alive` sets the limit."""
 

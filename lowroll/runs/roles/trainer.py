@@ -22,9 +22,9 @@ from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.runs.assembly import models, trainer
 from lowroll.runs.assembly.compute import Compute
-from lowroll.runs.attempt import RunResult, attempt, drive
+from lowroll.runs.attempt import RunResult, attempt, run_steps
 from lowroll.runs.checkpointing import Checkpointing
-from lowroll.runs.folder import RunFolder, goes_on
+from lowroll.runs.folder import RunFolder, resumes_by_config
 from lowroll.runs.learner import Learner, Policy
 from lowroll.runs.roles.channels import receiver
 from lowroll.runs.roles.heartbeat import GONE_S, Heartbeat, HeartbeatMonitor
@@ -59,7 +59,7 @@ def train(
     """Learn as `cfg` says from an orchestrator's batches; return the run folder and its records.
     Folder, `resume`, `overwrite` and signals as by `lowroll.run`. environment: of rank 0, where
     several ranks learn."""
-    resume = resume or goes_on(cfg)
+    resume = resume or resumes_by_config(cfg)
     cfg = cfg.resolved()
     refuse(cfg)
     last_step = cfg.train.max_steps
@@ -82,7 +82,7 @@ def train(
             return view.line()
 
         try:
-            signal = drive(role, first_step, last_step, cfg.ckpt.interval, show, stop)
+            signal = run_steps(role, first_step, last_step, cfg.ckpt.interval, show, stop)
         except ChannelClosed as reason:
             role.finish(role.learner.made)
             role.orders.send("end")

@@ -97,13 +97,13 @@ def test_the_pool_scores_programs_within_its_own_limits(path: str) -> None:
 
 @isolated
 def test_a_sandbox_that_fails_is_an_error_and_no_reward(path: str) -> None:
-    broken = run.Walls("broken", lambda size: ["/bin/sh", "-c", "echo no room >&2; exit 7"])
+    broken = run.Isolation("broken", lambda size: ["/bin/sh", "-c", "echo no room >&2; exit 7"])
     with pytest.raises(SandboxError, match=r"broken: no room \(exit status 7\)"):
         run.run_in(broken, ADD, [Case("1 2", "3")], SandboxLimits())
-    gone = run.Walls("gone", lambda size: ["/no/such/program"])
+    gone = run.Isolation("gone", lambda size: ["/no/such/program"])
     with pytest.raises(SandboxError, match="gone: it cannot be started"):
         run.run_in(gone, ADD, [Case("1 2", "3")], SandboxLimits())
-    dies = run.Walls("dies", lambda size: ["/bin/sh", "-c", "echo '{\"ready\": true}'; read x"])
+    dies = run.Isolation("dies", lambda size: ["/bin/sh", "-c", "echo '{\"ready\": true}'; read x"])
     with pytest.raises(SandboxError, match="dies: it ended under the program"):
         run.run_in(dies, ADD, [Case("1 2", "3")], SandboxLimits())
     with pytest.raises(ValueError, match="there are none"):
@@ -113,7 +113,7 @@ def test_a_sandbox_that_fails_is_an_error_and_no_reward(path: str) -> None:
 def test_without_isolation_nothing_runs_and_the_error_says_what_helps(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = run.Walls("namespaces", lambda size: ["/bin/sh", "-c", "echo refused >&2; exit 1"])
+    broken = run.Isolation("namespaces", lambda size: ["/bin/sh", "-c", "echo refused >&2; exit 1"])
     monkeypatch.setattr(isolation, "NAMESPACES", broken)
     settings = {"/proc/sys/kernel/unprivileged_userns_clone": "0"}
     monkeypatch.setattr(isolation, "_reads", settings.get)

@@ -23,7 +23,7 @@ def kill(pid, number):
 os.kill = kill
 runpy.run_path({str(isolation.INSIDE)!r}, run_name="__main__")
 """
-NOTHING = run.Walls("nothing", lambda size: [sys.executable, "-c", BARE])
+NOTHING = run.Isolation("nothing", lambda size: [sys.executable, "-c", BARE])
 
 
 @pytest.fixture
