@@ -142,7 +142,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
             streamed.CAPABILITY,
         ),
         Kernel(
-            "matmul/avx2.cpp",
+            "matmul/w4_avx2.cpp",
             "C++",
             f"{w4_avx2.LEAST} weights or more, rows of whole {w4_avx2.MULTIPLE}s",
             w4_avx2.supports_device,

@@ -51,7 +51,7 @@ HOST_FILES = (
     "/proc/self",
     "/sys/kernel",
     "/etc/passwd",
-    os.path.join(os.path.dirname(os.path.abspath(__file__)), "walls.py"),
+    os.path.join(os.path.dirname(os.path.abspath(__file__)), "isolation.py"),
 )
 ANY_PORT = 9  # nothing is sent to it
 libc = ctypes.CDLL(None, use_errno=True)

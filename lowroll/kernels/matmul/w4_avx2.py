@@ -1,4 +1,4 @@
-"""y = x W^T on a CPU with W in 4 bits: `avx2.cpp` for torch, over a QTensor's storages.
+"""y = x W^T on a CPU with W in 4 bits: `w4_avx2.cpp` for torch, over a QTensor's storages.
 
     x_b^ = s_b round(x_b / s_b),  s_b = amax(|x_b|) / 32767      b: 256 numbers of a row
     y[m, n] = sum_b s_b[m] sum_g scale[n, g] sum_k x^[m, k] code[n, k]

@@ -39,7 +39,7 @@ def test_walls_that_isolate_nothing_are_refused_before_they_take_a_program() -> 
         run.run_in(NOTHING, "print(1)", [Case("", "1")], SandboxLimits())
     said = str(refused.value)
     assert said.startswith("nothing: it isolates nothing, so no program is run: it is process ")
-    assert "/proc/self" in said and "walls.py" in said and "os.kill" not in said
+    assert "/proc/self" in said and "isolation.py" in said and "os.kill" not in said
 
 
 def test_a_machine_whose_walls_isolate_nothing_has_no_sandbox(
@@ -73,7 +73,7 @@ def test_a_bwrap_on_the_path_is_not_believed(
 def test_this_process_is_known_not_to_be_isolated(kills: list[tuple[int, int]]) -> None:
     said = "; ".join(inside.missing_walls())
     assert f"it is process {os.getpid()}, not process 1" in said
-    assert "walls.py" in said and "/proc/self" in said
+    assert "isolation.py" in said and "/proc/self" in said
     assert not kills
 
 
