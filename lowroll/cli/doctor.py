@@ -268,7 +268,7 @@ def _cpu_hints(found: dict[str, Any]) -> list[str]:
         cpu_hints.append(
             f"torch uses {threads} of {cores} cores{omp_note}: set OMP_NUM_THREADS={cores}"
         )
-    onednn = _answer(found, "int8 product", "matmul/onednn")
+    onednn = _answer(found, "int8 product", "matmul/w8a8_onednn")
     if not onednn["used"]:
         cpu_hints.append(f"weights: int8 is slower than float32 on this CPU: {onednn['why_not']}")
     return cpu_hints

@@ -99,14 +99,14 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         _torch_kernel(),
     ),
     "scores of a bounded cache": (
-        _triton_kernel("compact/score", "keys in bfloat16, float16 or float32"),
+        _triton_kernel("kv_eviction/score", "keys in bfloat16, float16 or float32"),
         _torch_kernel(),
     ),
-    "choice of the keys that stay": (_triton_kernel("compact/choose"), _torch_kernel()),
-    "move of the keys that stay": (_triton_kernel("compact/move"), _torch_kernel()),
-    "queries of a bounded cache": (_triton_kernel("compact/watch"), _torch_kernel()),
+    "choice of the keys that stay": (_triton_kernel("kv_eviction/choose"), _torch_kernel()),
+    "move of the keys that stay": (_triton_kernel("kv_eviction/move"), _torch_kernel()),
+    "queries of a bounded cache": (_triton_kernel("kv_eviction/watch"), _torch_kernel()),
     "attention that keys are given": (
-        _triton_kernel("compact/watch", "keys in bfloat16, float16 or float32"),
+        _triton_kernel("kv_eviction/watch", "keys in bfloat16, float16 or float32"),
         _torch_kernel(),
     ),
     "writes to the KV cache": (_triton_kernel("attention/decode"), _torch_kernel()),
@@ -117,7 +117,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     "int8 product": (
         _triton_kernel("matmul/gemv", f"up to {gemv.MOST[torch.int8]} rows"),
         _triton_kernel("matmul/integers"),
-        Kernel("matmul/onednn", "oneDNN", "", w8a8_onednn.supports_device),
+        Kernel("matmul/w8a8_onednn", "oneDNN", "", w8a8_onednn.supports_device),
         Kernel("torch._int_mm", "torch", "", cuda_supports),
         _torch_kernel("float32 products of 1,024 columns, which are exact"),
     ),
@@ -183,7 +183,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         _torch_kernel(),
     ),
     "SwiGLU": (_triton_kernel("fused/swiglu"), _torch_kernel()),
-    "penalties and bans": (_triton_kernel("sampling/marks"), _torch_kernel()),
+    "penalties and bans": (_triton_kernel("sampling/penalties"), _torch_kernel()),
     "filters of sampling": (_triton_kernel("sampling/filters"), _torch_kernel()),
     "sampling": (
         _triton_kernel("sampling/draw"),
@@ -193,7 +193,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     "end of a decode step": (_triton_kernel("sampling/advance"), _torch_kernel()),
     "log-probs of the learner": (_triton_kernel("training/logprobs"), _torch_kernel()),
     "SwiGLU of an adapter": (
-        _triton_kernel("training/low_rank", "ranks up to 256"),
+        _triton_kernel("training/swiglu_lora", "ranks up to 256"),
         _torch_kernel(),
     ),
     "AdamW": (_triton_kernel("training/adamw"), _torch_kernel()),

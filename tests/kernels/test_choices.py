@@ -675,8 +675,8 @@ CASES_OF = {
 # no case reaches them: tests of their own do
 APART = {
     "AdamW",
-    "matmul/onednn",
-    "matmul/avx2.cpp",
+    "matmul/w8a8_onednn",
+    "matmul/w4_avx2.cpp",
     "matmul/limbs.cpp",
     "learner's product of int8 codes",
     "attention/avx2.cpp",
