@@ -108,7 +108,7 @@ class WeightClient:
         def connect() -> None:
             try:
                 connected.set_result(tcp_store(self.host, port, None, deadline_s))
-            except Exception as error:  # whatever torch raises is the caller's
+            except (RuntimeError, OSError, ValueError) as error:
                 connected.set_exception(error)
 
         threading.Thread(target=connect, name="weight-store", daemon=True).start()
