@@ -32,6 +32,7 @@ from lowroll.weights.sync.base import (
     read_broadcast,
     reading,
 )
+from lowroll.weights.sync.folder import read_update
 
 if TYPE_CHECKING:
     from lowroll.weights.noise import Noise
@@ -151,8 +152,6 @@ class WeightStore:
         self, version: WeightVersion, number: int, able: Capabilities, weights: str
     ) -> WeightUpdate:
         """Verify a version's folder and read its update."""
-        from lowroll.weights.sync.folder import read_update
-
         folder, broadcast = version.folder, version.broadcast
         verify_folder(folder)
         kind = version.kind
