@@ -15,6 +15,7 @@ import os
 import re
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,6 @@ from lowroll.weights.sync.base import (
     read_broadcast,
     reading,
 )
-from lowroll.weights.sync.folder import read_update
 
 if TYPE_CHECKING:
     from lowroll.weights.noise import Noise
@@ -80,6 +80,7 @@ class WeightStore:
         self.current: WeightVersion | None = None  # None before the first update
         if not self.folder.is_dir():
             raise ValueError(f"--weights-dir: {folder} is no folder")
+        import_module("lowroll.weights.sync.folder")  # it loads torch, and no request waits for it
 
     def versions(self) -> list[str]:
         return sorted(
@@ -152,6 +153,8 @@ class WeightStore:
         self, version: WeightVersion, number: int, able: Capabilities, weights: str
     ) -> WeightUpdate:
         """Verify a version's folder and read its update."""
+        from lowroll.weights.sync.folder import read_update
+
         folder, broadcast = version.folder, version.broadcast
         verify_folder(folder)
         kind = version.kind
