@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -64,6 +64,7 @@ class Row:
     goal: Goal = "ratio at least"
     note: str = ""
     against: str = ""
+    date: str = ""  # of the measurement, put in by `merge`
 
     @property
     def value(self) -> float | None:
@@ -398,8 +399,9 @@ def merge(name: str, rows: list[Row], folder: Path, **settings: Any) -> Path:
             print(f"{path}: rows of another machine or version are left out", file=sys.stderr)
             before = {"settings": {}, "rows": []}
         kept = [read_row(row) for row in before["rows"] if row["name"] not in mine]
+        today = date.today().isoformat()
         ordered = sorted(
-            kept + rows,
+            kept + [replace(row, date=today) for row in rows],
             key=lambda row: [
                 (not part.isdigit(), int(part) if part.isdigit() else part)
                 for part in re.findall(r"\d+|\D+", row.name)

@@ -49,6 +49,16 @@ def _qwen(
 
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        **_qwen(576, 1536, 30, 9, 3, 49152, tied=True),
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "qwen2.5-0.5b": _qwen(896, 4864, 24, 14, 2, 151936, tied=True),
     "qwen2.5-1.5b": _qwen(1536, 8960, 28, 12, 2, 151936, tied=True),
     "qwen2.5-3b": _qwen(2048, 11008, 36, 16, 2, 151936, tied=True),

@@ -326,6 +326,7 @@ TARGETS: tuple[Target, ...] = (
     _rollouts("qwen2.5-7b", "nvfp4", (1.2, 1.2, 1.4), (2.0, 1.5, 2.2)),
     _rollouts("qwen2.5-32b", "nvfp4", (1.2, 1.2, 1.4), (2.0, 1.5, 2.2)),
     _rollouts("qwen2.5-1.5b", "bf16", (1.3,), (1.8,), (64,)),
+    _rollouts("smollm2-135m", "bf16", (None, None, 1.5), (None, None, 2.0), (1, 64, 512)),
     _rollouts("qwen3-30b-a3b", "bf16", (None,) * 2, (None,) * 2, (1, 64)),
     _rollouts("qwen3-30b-a3b", "fp8", (None,) * 3, (None,) * 3),
     _rollouts("qwen3-30b-a3b", "nvfp4", (None,) * 3, (None,) * 3),

@@ -331,7 +331,7 @@ def targets() -> str:
         [
             *(heads or [NOT_RUN]),
             "",
-            table(("target", "ours", "the other", "ratio", "must", "aim", "result"), lines),
+            table(("target", "ours", "the other", "ratio", "must", "aim", "result", "measured"), lines),
         ]
     )
 
@@ -353,8 +353,8 @@ def _target(
         shown = [_number(value) for value in values]
         return " / ".join(shown) if set(shown) - {"-"} else "-"
 
-    verdicts = ["not run" if row is None else row.verdict for row in rows]
-    said = verdicts[0] or "no target" if len(set(verdicts)) == 1 else " / ".join(verdicts)
+    verdicts = ["not run" if row is None else row.verdict or "no target" for row in rows]
+    said = verdicts[0] if len(set(verdicts)) == 1 else " / ".join(verdicts)
     found = [row for row in rows if row is not None]
     notes = [reason(row) or (row.note if row.verdict == "not run" else "") for row in found]
     peers = dict.fromkeys(row.against for row in found if row.against)
@@ -367,6 +367,7 @@ def _target(
         beside(must),
         beside(aim),
         ": ".join([said, "; ".join(filter(None, dict.fromkeys(notes)))]) if any(notes) else said,
+        " / ".join(sorted({row.date for row in found if row.date})),
     )
 
 
