@@ -331,7 +331,9 @@ def targets() -> str:
         [
             *(heads or [NOT_RUN]),
             "",
-            table(("target", "ours", "the other", "ratio", "must", "aim", "result", "measured"), lines),
+            table(
+                ("target", "ours", "the other", "ratio", "must", "aim", "result", "measured"), lines
+            ),
         ]
     )
 

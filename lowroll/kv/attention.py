@@ -63,14 +63,17 @@ class PagedAttention:
         if self.exact is not None:
             fresh, later = [], []  # it reads all of them in place
         self.num_fresh = sum(c.num_tokens for c in fresh)
-        self.fresh: Attend | None = varlen([c.num_tokens for c in fresh], device) if fresh else None
+        self.fresh: Attend | None = (
+            varlen([c.num_tokens for c in fresh], device, cache.windows) if fresh else None
+        )
         # queries, the slots of all their tokens, attention
         self.later: list[tuple[int, Tensor, Attend]] = []
         for portion in portions(later):
             lengths = [c.num_tokens for c in portion]
             totals = [c.stop for c in portion]
             slots_T = upload(torch.cat([c.slots(page_size) for c in portion]), device)
-            self.later.append((sum(lengths), slots_T, suffixes(lengths, totals, device)))
+            attend = suffixes(lengths, totals, device, windows=cache.windows)
+            self.later.append((sum(lengths), slots_T, attend))
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
@@ -127,7 +130,8 @@ class PackedPrompts:
         k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
         if self.cache.exact:
             return self._exact(q_THd, k_TGd, v_TGd)
-        return packed(q_THd, k_TGd, v_TGd, self.bounds, self.longest)
+        window = self.cache.window(layer)
+        return packed(q_THd, k_TGd, v_TGd, self.bounds, self.longest, window)
 
     @cached_property
     def _exact(self) -> invariant.Causal:

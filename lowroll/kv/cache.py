@@ -50,6 +50,7 @@ class KVCache:
     ) -> None:
         self.page_size, self.dtype, self.device = page_size, dtype, torch.device(device)
         self.released = False
+        self.windows = spec.windows  # of layers, empty for none
         leading_shape = (num_pages, page_size, spec.num_kv_heads)
         columns = self.columns(spec, dtype)
         shapes = [
@@ -161,18 +162,17 @@ class KVCache:
     def decode(
         self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: DecodeRows
     ) -> Tensor:
-        """Append each row's new key and value, and attend over all of them."""
-        decode = invariant.decode if self.exact else paged_decode
-        return decode(
-            q_BHd,
-            k_BGd,
-            v_BGd,
-            self.keys[layer],
-            self.values[layer],
-            rows.table_BP,
-            rows.lengths_B,
-            q_BHd.shape[-1] ** -0.5,
-        )
+        """Append each row's new key and value, and attend over those of the layer's window."""
+        new_rows = (q_BHd, k_BGd, v_BGd)
+        cached = (self.keys[layer], self.values[layer], rows.table_BP, rows.lengths_B)
+        scale = q_BHd.shape[-1] ** -0.5
+        if self.exact:
+            return invariant.decode(*new_rows, *cached, scale)
+        return paged_decode(*new_rows, *cached, scale, self.window(layer))
+
+    def window(self, layer: int) -> int:
+        """Return the layer's window, 0 for none."""
+        return self.windows[layer] if self.windows else 0
 
     def keep(self, table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor) -> None:
         """Move the kept keys and values of each layer, row and KV head to new slots

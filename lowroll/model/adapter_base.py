@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from lowroll.model.config_values import LARGE
 from lowroll.model.files import read_json
 from lowroll.model.folder import resolve
-from lowroll.model.spec import LARGE
 from lowroll.model.transformer import Transformer
 from lowroll.quant import dense, mixed
 from lowroll.quant.formats import formats, get_format

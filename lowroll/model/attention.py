@@ -39,8 +39,12 @@ FASTEST_FIRST = [
 ]
 
 
-def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
+def varlen(
+    lengths: Sequence[int], device: torch.device | str = "cpu", windows: Sequence[int] = ()
+) -> Attend:
     """Return causal attention over packed sequences of these lengths, without padding.
+
+    windows: of each layer, how many last keys a query sees, itself included; 0, or none: all.
 
     Sequences of equal length share one call: cuDNN's in half precision on CUDA, twice as fast as
     flash attention. There, short sequences, and more than MOST_STACKS lengths, use torch's
@@ -71,16 +75,17 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
         original_order[stacked_order] = torch.arange(len(stacked_order), device=device)
         return stacked_order, original_order
 
-    def attend(_layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        prefers_flash = len(stack_shapes) > MOST_STACKS or longest < LONG
+    def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        window = _window(windows, layer, longest)
+        prefers_flash = len(stack_shapes) > MOST_STACKS or longest < LONG or window > 0
         if prefers_flash and _can_flash(q_THd):
             assert bounds is not None
-            return _flash_attention(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest)
+            return _flash_attention(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest, window)
         if len(stack_shapes) == 1:
-            return _attend_stacks(q_THd, k_TGd, v_TGd, stack_shapes)
+            return _attend_stacks(q_THd, k_TGd, v_TGd, stack_shapes, window)
         stacked_order, original_order = order()
         return _attend_stacks(
-            q_THd[stacked_order], k_TGd[stacked_order], v_TGd[stacked_order], stack_shapes
+            q_THd[stacked_order], k_TGd[stacked_order], v_TGd[stacked_order], stack_shapes, window
         )[original_order]
 
     return attend
@@ -103,13 +108,15 @@ def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
     return attend
 
 
-def packed(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, bounds: Tensor, longest: int) -> Tensor:
+def packed(
+    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, bounds: Tensor, longest: int, window: int = 0
+) -> Tensor:
     """Compute causal attention over packed sequences with int32 bounds [S + 1] on the device; equal
     bounds mean no sequence. Flash attention does not wait for the host."""
     if _can_flash(q_THd):
-        return _flash_attention(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest)
+        return _flash_attention(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest, window)
     lengths = [length for length in bounds.diff().tolist() if length]
-    return varlen(lengths, q_THd.device)(0, q_THd, k_TGd, v_TGd)
+    return varlen(lengths, q_THd.device, [window])(0, q_THd, k_TGd, v_TGd)
 
 
 def suffixes(
@@ -117,9 +124,10 @@ def suffixes(
     totals: Sequence[int],
     device: torch.device | str = "cpu",
     stacked: bool = False,
+    windows: Sequence[int] = (),
 ) -> Attend:
     """Return causal attention of the last `lengths` tokens of each sequence over all its `totals`
-    tokens.
+    tokens, in each layer with its window (`varlen`).
 
     attend(layer, q [sum lengths, H, d], k, v [sum totals, G, d]). One call of torch's
     variable-length flash attention in half precision on CUDA, where head sizes allow; else a call a
@@ -144,18 +152,22 @@ def suffixes(
         back_C[order_C] = torch.arange(len(order_C), device=device)
         return stack_list, back_C
 
-    def attend(_layer: int, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def attend(layer: int, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        window = _window(windows, layer, max(totals))
         if _can_flash(q_CHd):
             return _flash_attention(
-                q_CHd, k_TGd, v_TGd, bounds[0], max(lengths), bounds[1], max(totals)
+                q_CHd, k_TGd, v_TGd, bounds[0], max(lengths), bounds[1], max(totals), window
             )
         if stacked:
             stack_list, back_C = stacks()
-            return torch.cat([stack(q_CHd, k_TGd, v_TGd) for stack in stack_list])[back_C]
+            return torch.cat([stack(q_CHd, k_TGd, v_TGd, window) for stack in stack_list])[back_C]
         k_parts, v_parts = k_TGd.split(list(totals)), v_TGd.split(list(totals))
         sequences = zip(spans, q_CHd.split(list(lengths)), k_parts, v_parts, strict=True)
         return torch.cat(
-            [_attend_suffix(q, k, v, total - length) for (length, total), q, k, v in sequences]
+            [
+                _attend_suffix(q, k, v, total - length, window)
+                for (length, total), q, k, v in sequences
+            ]
         )
 
     return attend
@@ -170,7 +182,7 @@ class _Stack:
     queries_C: Tensor
     keys_T: Tensor
 
-    def __call__(self, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def __call__(self, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int = 0) -> Tensor:
         q_SHCd = (
             q_CHd.index_select(0, self.queries_C).unflatten(0, (-1, self.length)).transpose(1, 2)
         )
@@ -178,8 +190,7 @@ class _Stack:
             x_TGd.index_select(0, self.keys_T).unflatten(0, (-1, self.total)).transpose(1, 2)
             for x_TGd in (k_TGd, v_TGd)
         )
-        pos_T = torch.arange(self.total, device=q_CHd.device)
-        mask_CT = pos_T <= pos_T[self.total - self.length :, None]
+        mask_CT = _mask(self.total - self.length, self.total, window, q_CHd.device)
         o_SHCd = F.scaled_dot_product_attention(
             q_SHCd, k_SGTd, v_SGTd, attn_mask=mask_CT, enable_gqa=True
         )
@@ -203,10 +214,25 @@ def _stacks(
             yield _Stack(length, total, upload(queries_C, device), upload(keys_T, device))
 
 
-def _attend_suffix(q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, before: int) -> Tensor:
+def _window(windows: Sequence[int], layer: int, longest: int) -> int:
+    """Return a layer's window, or 0 where it hides nothing of the longest sequence."""
+    window = windows[layer] if windows else 0
+    return window if window < longest else 0
+
+
+def _mask(before: int, total: int, window: int, device: torch.device) -> Tensor:
+    """Return which of `total` keys the queries after the first `before` tokens see: [C, T]."""
+    pos_T = torch.arange(total, device=device)
+    pos_C = pos_T[before:, None]
+    mask_CT = pos_T <= pos_C
+    return mask_CT & (pos_T > pos_C - window) if window else mask_CT
+
+
+def _attend_suffix(
+    q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, before: int, window: int = 0
+) -> Tensor:
     """Compute the attention of the last queries of one sequence, after `before` tokens."""
-    pos_C = torch.arange(before, len(k_TGd), device=q_CHd.device)
-    mask_CT = torch.arange(len(k_TGd), device=q_CHd.device) <= pos_C[:, None]
+    mask_CT = _mask(before, len(k_TGd), window, q_CHd.device)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_CHd, k_TGd, v_TGd))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_CT, enable_gqa=True)[0].transpose(
         0, 1
@@ -221,7 +247,11 @@ def upload(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _attend_stacks(
-    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, shapes: list[tuple[int, int]]
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGd: Tensor,
+    shapes: list[tuple[int, int]],
+    window: int = 0,
 ) -> Tensor:
     """Compute attention with one call for all sequences of one length. shapes: (count, length)."""
     sizes = [count * length for count, length in shapes]
@@ -232,12 +262,17 @@ def _attend_stacks(
         q_SHLd, k_SGLd, v_SGLd = (
             x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
         )
-        outputs.append(_stack(q_SHLd, k_SGLd, v_SGLd).transpose(1, 2).reshape(q.shape))
+        outputs.append(_stack(q_SHLd, k_SGLd, v_SGLd, window).transpose(1, 2).reshape(q.shape))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _stack(q_SHLd: Tensor, k_SGLd: Tensor, v_SGLd: Tensor) -> Tensor:
+def _stack(q_SHLd: Tensor, k_SGLd: Tensor, v_SGLd: Tensor, window: int) -> Tensor:
     """Compute causal attention over sequences of equal length."""
+    if window and window < q_SHLd.shape[2]:
+        mask_LL = _mask(0, q_SHLd.shape[2], window, q_SHLd.device)
+        return F.scaled_dot_product_attention(
+            q_SHLd, k_SGLd, v_SGLd, attn_mask=mask_LL, enable_gqa=True
+        )
     if not q_SHLd.is_cuda:
         return F.scaled_dot_product_attention(
             q_SHLd, k_SGLd, v_SGLd, is_causal=True, enable_gqa=True
@@ -265,8 +300,9 @@ def _flash_attention(
     q_longest: int,
     k_bounds: Tensor,
     k_longest: int,
+    window: int = 0,
 ) -> Tensor:
-    """Compute causal attention, the last query aligned with the last key."""
+    """Compute causal attention, the last query aligned with the last key. window: of keys; 0: all."""
     from torch.nn.attention.varlen import varlen_attn
 
     o_THd = varlen_attn(
@@ -277,7 +313,7 @@ def _flash_attention(
         k_bounds,
         q_longest,
         k_longest,
-        window_size=(-1, 0),
+        window_size=(window - 1, 0),
         **_grouped_heads_argument(varlen_attn),
     )
     assert isinstance(o_THd, Tensor)

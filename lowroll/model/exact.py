@@ -46,6 +46,11 @@ def refuse(
 
 
 def why_not(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    if spec.windows or spec.activation != "silu" or not spec.adds_plainly:
+        return (
+            f"{spec.architecture} has windows, norms after attention or another activation, whose "
+            "kernels with the same bits in any batch are not there yet"
+        )
     if device.type == "cpu" and not INTERPRETED:
         return _why_not_on_cpu(spec, device, dtype)
     support = tiled.supports_device(device) and tiled.supports_heads(

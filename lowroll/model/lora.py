@@ -23,11 +23,12 @@ from lowroll.model import card
 from lowroll.model.adapter import Adapter
 from lowroll.model.adapter_base import read_adapter_config
 from lowroll.model.aliases import KNOWN
+from lowroll.model.config_values import LARGE
 from lowroll.model.device import total_memory
 from lowroll.model.files import Headers, some, tensor_headers
 from lowroll.model.folder import copy_tokenizer, resolve
 from lowroll.model.headers import low_bit_format
-from lowroll.model.spec import LARGE, ModelSpec
+from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, all_finite
 from lowroll.types import printable

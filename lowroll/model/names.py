@@ -9,61 +9,72 @@ from lowroll.model.spec import ModelSpec
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def hf_names(spec: ModelSpec) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:
+Names = tuple[str, list[str], tuple[int, ...]]  # internal, of the stacked parts, shape of the whole
+
+
+def hf_names(spec: ModelSpec) -> Iterator[Names]:
     """Yield (internal name, HF names of the stacked parts, shape of the whole) of every parameter."""
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, mlp_size = spec.hidden_size, spec.intermediate_size
-    yield "embedding", ["model.embed_tokens.weight"], (spec.vocab_size, hidden)
+    embedding_shape = (spec.vocab_size, spec.hidden_size)
+    yield "embedding", ["model.embed_tokens.weight"], embedding_shape
     for i in range(spec.num_layers):
-        internal, hf_layer = f"blocks.{i}", f"model.layers.{i}"
-        attention, mlp = f"{hf_layer}.self_attn", f"{hf_layer}.mlp"
-        yield f"{internal}.input_norm.weight", [f"{hf_layer}.input_layernorm.weight"], (hidden,)
-        qkv = [f"{attention}.{part}_proj" for part in "qkv"]
-        yield f"{internal}.qkv.weight", [f"{part}.weight" for part in qkv], (q + 2 * kv, hidden)
-        if spec.qkv_bias:
-            yield f"{internal}.qkv.bias", [f"{part}.bias" for part in qkv], (q + 2 * kv,)
-        if spec.qk_norm:
-            yield f"{internal}.q_norm.weight", [f"{attention}.q_norm.weight"], (spec.head_dim,)
-            yield f"{internal}.k_norm.weight", [f"{attention}.k_norm.weight"], (spec.head_dim,)
-        yield f"{internal}.o.weight", [f"{attention}.o_proj.weight"], (hidden, q)
-        if spec.o_bias:
-            yield f"{internal}.o.bias", [f"{attention}.o_proj.bias"], (hidden,)
-        yield (
-            f"{internal}.post_attention_norm.weight",
-            [f"{hf_layer}.post_attention_layernorm.weight"],
-            (hidden,),
-        )
-        if spec.num_experts:
-            experts = [f"{mlp}.experts.{e}" for e in range(spec.num_experts)]
-            yield (
-                f"{internal}.experts.router.weight",
-                [f"{mlp}.gate.weight"],
-                (spec.num_experts, hidden),
-            )
-            yield (
-                f"{internal}.experts.gate_up.weight",
-                [f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")],
-                (2 * spec.num_experts * spec.moe_intermediate_size, hidden),
-            )
-            yield (
-                f"{internal}.experts.down.weight",
-                [f"{expert}.down_proj.weight" for expert in experts],
-                (spec.num_experts * hidden, spec.moe_intermediate_size),
-            )
-            continue
-        gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
-        yield (
-            f"{internal}.gate_up.weight",
-            [f"{part}.weight" for part in gate_up],
-            (2 * mlp_size, hidden),
-        )
-        yield f"{internal}.down.weight", [f"{mlp}.down_proj.weight"], (hidden, mlp_size)
-        if spec.mlp_bias:
-            yield f"{internal}.gate_up.bias", [f"{part}.bias" for part in gate_up], (2 * mlp_size,)
-            yield f"{internal}.down.bias", [f"{mlp}.down_proj.bias"], (hidden,)
-    yield "norm.weight", ["model.norm.weight"], (hidden,)
+        layer = f"model.layers.{i}"
+        norms = {
+            name: (f"{name}.weight", [f"{layer}.{hf_norm}.weight"], (spec.hidden_size,))
+            for name, hf_norm in spec.norms
+        }
+        first = norms.pop("input_norm", None)
+        mlp = _expert_names if spec.num_experts else _mlp_names
+        for name, parts, shape in (
+            *([first] if first else []),
+            *_attention_names(spec, f"{layer}.self_attn"),
+            *norms.values(),
+            *mlp(spec, f"{layer}.mlp"),
+        ):
+            yield f"blocks.{i}.{name}", parts, shape
+    yield "norm.weight", ["model.norm.weight"], (spec.hidden_size,)
     if not spec.tie_embeddings:
-        yield "lm_head", ["lm_head.weight"], (spec.vocab_size, hidden)
+        yield "lm_head", ["lm_head.weight"], embedding_shape
+
+
+def _attention_names(spec: ModelSpec, attention: str) -> Iterator[Names]:
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    qkv = [f"{attention}.{part}_proj" for part in "qkv"]
+    yield "qkv.weight", [f"{part}.weight" for part in qkv], (q + 2 * kv, spec.hidden_size)
+    if spec.qkv_bias:
+        yield "qkv.bias", [f"{part}.bias" for part in qkv], (q + 2 * kv,)
+    if spec.qk_norm:
+        q_size, k_size = (q, kv) if spec.qk_norm == "whole" else (spec.head_dim, spec.head_dim)
+        yield "q_norm.weight", [f"{attention}.q_norm.weight"], (q_size,)
+        yield "k_norm.weight", [f"{attention}.k_norm.weight"], (k_size,)
+    yield "o.weight", [f"{attention}.o_proj.weight"], (spec.hidden_size, q)
+    if spec.o_bias:
+        yield "o.bias", [f"{attention}.o_proj.bias"], (spec.hidden_size,)
+
+
+def _mlp_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
+    hidden, size = spec.hidden_size, spec.intermediate_size
+    gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+    yield "gate_up.weight", [f"{part}.weight" for part in gate_up], (2 * size, hidden)
+    yield "down.weight", [f"{mlp}.down_proj.weight"], (hidden, size)
+    if spec.mlp_bias:
+        yield "gate_up.bias", [f"{part}.bias" for part in gate_up], (2 * size,)
+        yield "down.bias", [f"{mlp}.down_proj.bias"], (hidden,)
+
+
+def _expert_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
+    hidden, size, count = spec.hidden_size, spec.moe_intermediate_size, spec.num_experts
+    experts = [f"{mlp}.experts.{e}" for e in range(count)]
+    yield "experts.router.weight", [f"{mlp}.gate.weight"], (count, hidden)
+    yield (
+        "experts.gate_up.weight",
+        [f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")],
+        (2 * count * size, hidden),
+    )
+    yield (
+        "experts.down.weight",
+        [f"{expert}.down_proj.weight" for expert in experts],
+        (count * hidden, size),
+    )
 
 
 def features_read(spec: ModelSpec) -> dict[str, int]:

@@ -1,10 +1,13 @@
-"""Rotary position embeddings, half-rotation layout (Su et al. 2021), with Llama 3's frequency
-scaling.
+"""Rotary position embeddings (Su et al. 2021), with linear, Llama 3's and YaRN's scaling.
 
 Pair i of a head turns by pos * theta^(-2i/d). Llama 3 slows the pairs whose wavelength exceeds the
-original context by `factor`, keeps the fast ones, and blends in between.
+original context by `factor`, keeps the fast ones, and blends in between; YaRN (Peng et al. 2023,
+arXiv 2309.00071) does so by the turns that a pair makes within the original context, and scales cos
+and sin. Kernels rotate halves of a head, number i with number i + d/2: heads whose pairs lie
+otherwise, or which are rotated in part, are reordered before (`head_order`). Attention scores do not
+depend on the order of a head's numbers.
 
-Legend: T tokens, H heads, d head size.
+Legend: R ropes, T tokens, H heads, d head size.
 """
 
 from __future__ import annotations
@@ -14,26 +17,85 @@ import math
 import torch
 from torch import Tensor
 
+from lowroll.model.families.base import Rope, RopeScaling
 from lowroll.model.spec import ModelSpec
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """Return radians a position of the d/2 pairs, float32."""
-    freqs = 1.0 / spec.rope_theta ** (
-        torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-    )
-    scaling = spec.rope_scaling
+    """Return radians a position of the d/2 pairs for each rope, and zeros at last for layers that
+    have no positions: [R + 1, d/2] float32. Pairs that are not rotated have zeros."""
+    rows = [torch.zeros(spec.head_dim // 2) for _ in (*spec.ropes, None)]
+    for row, rope in zip(rows, spec.ropes, strict=False):
+        row[: rope.dims // 2] = _frequencies(rope)
+    return torch.stack(rows)
+
+
+def magnitudes(spec: ModelSpec) -> Tensor | None:
+    """Return what cos and sin are multiplied by, [R + 1, 1, 1, 1], or None where it is 1."""
+    sizes = [1.0 if rope.scaling is None else rope.scaling.magnitude for rope in spec.ropes]
+    return None if set(sizes) == {1.0} else torch.tensor([*sizes, 1.0]).view(-1, 1, 1, 1)
+
+
+def _frequencies(rope: Rope) -> Tensor:
+    freqs = 1.0 / rope.theta ** (torch.arange(0, rope.dims, 2, dtype=torch.float32) / rope.dims)
+    scaling = rope.scaling
     if scaling is None:
         return freqs
+    if scaling.kind == "linear":
+        return freqs / scaling.factor
+    kept = _kept_llama3(freqs, scaling) if scaling.kind == "llama3" else _kept_yarn(rope, scaling)
+    return kept * freqs + (1 - kept) * freqs / scaling.factor
+
+
+def _kept_llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
+    """Return the share of each pair's frequency that is kept."""
     wavelength = 2 * math.pi / freqs
-    blend = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
+    kept = (scaling.original_max_position / wavelength - scaling.low) / (scaling.high - scaling.low)
+    return kept.clamp(0, 1)
+
+
+def _kept_yarn(rope: Rope, scaling: RopeScaling) -> Tensor:
+    """Return the share of each pair's frequency that is kept: all of those that make `high` turns
+    within the original context, none of those that make `low`, linearly in between."""
+
+    def pair_of(turns: float) -> float:
+        context = scaling.original_max_position
+        return rope.dims * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = pair_of(scaling.high), pair_of(scaling.low)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.dims - 1)
+    pairs = torch.arange(rope.dims // 2, dtype=torch.float32)
+    return 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+
+
+def head_order(spec: ModelSpec) -> Tensor | None:
+    """Return the order in which kernels need a head's numbers, int64 [d], or None for their own.
+    ValueError where layers need different ones."""
+    orders = {_order(rope, spec.head_dim) for rope in spec.ropes}
+    if len(orders) > 1:
+        raise ValueError("rope_parameters: all layers must rotate the same numbers of a head")
+    (order,) = orders
+    return None if order == tuple(range(spec.head_dim)) else torch.tensor(order)
+
+
+def _order(rope: Rope, head_dim: int) -> tuple[int, ...]:
+    """Return the numbers that make first halves of pairs, then those that make the second."""
+    step, second = (2, 1) if rope.interleaved else (1, rope.dims // 2)
+    firsts = [step * pair for pair in range(rope.dims // 2)]
+    rest = list(range(rope.dims, head_dim))
+    middle = len(rest) // 2
+    return (
+        *firsts,
+        *rest[:middle],
+        *(first + second for first in firsts),
+        *rest[middle:],
     )
-    blend = blend.clamp(0, 1)
-    return blend * freqs + (1 - blend) * freqs / scaling.factor
 
 
 def rotations(pos_T: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (cos, sin) of every token's angles, each [T, 1, d/2] float32."""
-    angles = pos_T.float()[:, None, None] * freqs
+    """Return (cos, sin) of every token's angles, each [T, 1, d/2] float32, or [R, T, 1, d/2] of
+    frequencies [R, d/2]."""
+    angles = pos_T.float()[:, None, None] * freqs[..., None, None, :]
     return angles.cos(), angles.sin()

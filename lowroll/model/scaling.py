@@ -47,6 +47,11 @@ def scale(model: Transformer, s: float) -> Transformer:
             f"uaq_scale: the model's weights were scaled by {applied(model)} before ({KEY} in its "
             "config.json), and scaling is done once; write null"
         )
+    if {"input_norm", "post_attention_norm"} - {name for name, _ in model.spec.norms}:
+        raise ValueError(
+            f"uaq_scale: {model.spec.architecture} has no norms in front of attention and MLP that "
+            "could be scaled; write null"
+        )
     for name, linear in model.linears():
         if isinstance(linear.weight, QTensor) or linear.adapter is not None:
             raise ValueError(
@@ -59,11 +64,10 @@ def scale(model: Transformer, s: float) -> Transformer:
             mlp = [block.gate_up.weight]
         else:
             mlp = [experts.gate_up.weight, experts.router.weight]
-        for norm, readers in (
-            (block.input_norm, [block.qkv.weight]),
-            (block.post_attention_norm, mlp),
-        ):
+        for norm, readers in zip(block.pre_norms, ([block.qkv.weight], mlp), strict=True):
             norm.weight.mul_(s)
+            if norm.offset:
+                norm.weight.add_((s - 1) * norm.offset)
             for weight in readers:
                 assert not isinstance(weight, QTensor)
                 weight.div_(s)

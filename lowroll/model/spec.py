@@ -1,8 +1,8 @@
 """The decoder's part of a checkpoint's config.json.
 
-Supported: Qwen2/2.5, Qwen3, Llama 3.x and Mistral, dense, and Qwen3-MoE. They differ by flags, not
-by code. transformers' configuration class of the `model_type` reads the file and fills in defaults.
-A key that would change the computation and is not implemented is refused.
+Families (`lowroll.model.families`) differ by flags and sizes, not by code. transformers'
+configuration class of the `model_type` reads the file and fills in defaults. A key that would change
+the computation and is not implemented is refused.
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ import subprocess
 import sys
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from lowroll.model.config_values import flag, integer, positive, token_ids
+from lowroll.model.families.base import (
+    FULL,
+    PRE_NORMS,
+    SLIDING,
+    Family,
+    LayerSpec,
+    Rope,
+    head_dim,
+    rope_of,
+)
+from lowroll.model.families.table import FAMILIES
 from lowroll.model.files import read_json
 from lowroll.types import RunFailed, printable
 
-MOST = 2**31 - 1  # of any integer in a config
-LARGE = 1e30  # of any other number: must fit float32
 MOST_LAYERS = 1024
 APART_SECONDS = 300  # of `read_spec_apart`, on a busy machine
-# model_type: the checkpoint's architecture, and transformers' config class
-FAMILIES = {
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config"),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config"),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig"),
-    "llama": ("LlamaForCausalLM", "LlamaConfig"),
-    "mistral": ("MistralForCausalLM", "MistralConfig"),
-}
 # required keys: a class's default would be another model's
 _REQUIRED_KEYS = (
     "vocab_size",
@@ -73,16 +76,6 @@ _OTHER_KEYS = (
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's frequency scaling (`rope_type: llama3`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
-
-
-@dataclass(frozen=True)
 class ModelSpec:
     """Sizes and flags of a decoder. `config` keeps the source dictionary for saving, without
     formats."""
@@ -96,15 +89,22 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
     max_position: int
     tie_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     eos_ids: tuple[int, ...]
+    ropes: tuple[Rope, ...]  # the kinds of positions that layers have
+    layers: tuple[LayerSpec, ...] = ()  # empty: all as `LayerSpec()`
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str = ""  # `head`: of each head of q and k; `whole`: of all heads together
+    norms: tuple[tuple[str, str], ...] = PRE_NORMS  # of a block: attribute, name in checkpoints
+    norm_offset: float = 0.0  # is added to the norms' weights
+    activation: str = "silu"  # or `gelu_tanh`
+    embedding_scale: float = 1.0
+    query_scale: float = 1.0  # beside 1 / sqrt(head_dim)
+    update_scale: float = 1.0  # of what attention and MLP add to the residual stream
+    hidden_scale: float = 1.0  # of the last hidden states, in front of the head
     num_experts: int = 0  # of every layer; 0: a dense MLP of `intermediate_size`
     experts_per_token: int = 0
     moe_intermediate_size: int = 0  # of one expert
@@ -112,13 +112,25 @@ class ModelSpec:
     config: dict[str, Any] = field(repr=False, hash=False, compare=False, default_factory=dict)
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """The window of each layer, 0 for none; empty where no layer has one."""
+        windows = tuple(layer.window for layer in self.layers)
+        return windows if any(windows) else ()
+
+    @property
+    def adds_plainly(self) -> bool:
+        """Whether a block's stream is x + f(norm(x)), as calibration assumes."""
+        return self.norms == PRE_NORMS and self.update_scale == 1.0
+
+    @property
     def num_parameters(self) -> int:
         """Parameters, with tied embeddings counted once and all experts."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         mlp = self.num_experts * (3 * self.moe_intermediate_size + 1) or 3 * self.intermediate_size
-        layer = self.hidden_size * (2 * q + 2 * kv + mlp + 2)
+        layer = self.hidden_size * (2 * q + 2 * kv + mlp + len(self.norms))
         layer += (q + 2 * kv) * self.qkv_bias + self.hidden_size * (self.o_bias + self.mlp_bias)
-        layer += 2 * self.intermediate_size * self.mlp_bias + 2 * self.head_dim * self.qk_norm
+        layer += 2 * self.intermediate_size * self.mlp_bias
+        layer += {"": 0, "head": 2 * self.head_dim, "whole": q + kv}[self.qk_norm]
         heads = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return self.num_layers * layer + heads + self.hidden_size
 
@@ -146,14 +158,10 @@ def read_spec_apart(folder: Path) -> ModelSpec:
         raise RunFailed(
             f"{folder}: its config.json was not read: {printable(result.stderr[-500:])}"
         )
-    reply = json.loads(result.stdout)
-    if "error" in reply:
-        raise ValueError(reply["error"])
-    scaling = reply.pop("rope_scaling")
-    return ModelSpec(
-        **{**reply, "eos_ids": tuple(reply["eos_ids"])},
-        rope_scaling=None if scaling is None else RopeScaling(**scaling),
-    )
+    try:
+        return msgspec.json.decode(result.stdout, type=ModelSpec)
+    except msgspec.ValidationError:
+        raise ValueError(json.loads(result.stdout)["error"]) from None
 
 
 _READ_SPEC_PROGRAM = """
@@ -178,7 +186,7 @@ def generation_eos_ids(folder: Path) -> tuple[int, ...]:
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a JSON object")
     try:
-        return _eos_ids(config)
+        return token_ids(config, "eos_token_id")
     except ValueError as error:
         raise ValueError(f"{path}: {printable(error)}") from None
 
@@ -200,220 +208,102 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if config.get("is_encoder_decoder") or config.get("add_cross_attention"):
         raise ValueError("is_encoder_decoder, add_cross_attention: only decoders are supported")
     family = _family(config)
-    hf_config = _parse_with_transformers(config, family)
-    values = vars(hf_config)  # the class's attributes, and the file's own
-    if values["hidden_act"] != "silu":
-        raise ValueError(f"hidden_act: {values['hidden_act']!r} is not supported; supported: silu")
-    _refuse_active_window(values, family)
-    architecture = FAMILIES[family][0]
-    hidden, heads = _integer(values, "hidden_size"), _integer(values, "num_attention_heads")
-    biases = family != "mistral" and _flag(values, "attention_bias")
-    theta, scaling = _rope_settings(values)
+    values = _parse_with_transformers(config, family)
+    activation = values[family.activation_key]
+    if activation != family.activation:
+        raise ValueError(
+            f"{family.activation_key}: {activation!r} is not supported; supported: "
+            f"{family.activation}"
+        )
+    described = family.describe(values)
+    if "ropes" not in described:
+        described["ropes"] = (rope_of(values),)
     spec = ModelSpec(
-        architecture=architecture,
-        vocab_size=_integer(values, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=_integer(values, "intermediate_size"),
-        num_layers=_integer(values, "num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=_integer(values, "num_key_value_heads", heads),
-        head_dim=_integer(values, "head_dim", hidden // heads),
-        norm_eps=_positive(values, "rms_norm_eps"),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position=_integer(values, "max_position_embeddings"),
-        tie_embeddings=_flag(values, "tie_word_embeddings"),
-        qkv_bias=family == "qwen2" or biases,
-        o_bias=family != "qwen2" and biases,
-        mlp_bias=family == "llama" and _flag(values, "mlp_bias"),
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        eos_ids=_eos_ids(config),
+        architecture=family.architecture,
+        vocab_size=integer(values, "vocab_size"),
+        hidden_size=integer(values, "hidden_size"),
+        intermediate_size=integer(values, "intermediate_size"),
+        num_layers=integer(values, "num_hidden_layers"),
+        num_heads=integer(values, "num_attention_heads"),
+        num_kv_heads=integer(values, "num_key_value_heads", integer(values, "num_attention_heads")),
+        head_dim=head_dim(values),
+        norm_eps=positive(values, "rms_norm_eps"),
+        max_position=integer(values, "max_position_embeddings"),
+        tie_embeddings=flag(values, "tie_word_embeddings"),
+        eos_ids=token_ids(config, "eos_token_id"),
         config={key: value for key, value in config.items() if key != "quantization_config"},
-        **(_expert_settings(values) if family == "qwen3_moe" else {}),
+        **described,
     )
     if spec.num_heads % spec.num_kv_heads:
         raise ValueError(
-            f"num_key_value_heads: {spec.num_kv_heads} does not divide num_attention_heads {heads}"
+            f"num_key_value_heads: {spec.num_kv_heads} does not divide num_attention_heads "
+            f"{spec.num_heads}"
         )
     if spec.head_dim % 2:
         raise ValueError(f"head_dim: {spec.head_dim} is odd; rotary embeddings need pairs")
     return spec
 
 
-def _family(config: dict[str, Any]) -> str:
-    """Return a config's model_type. ValueError if unsupported, or if `architectures` names another
+def _family(config: dict[str, Any]) -> Family:
+    """Return the family of a config. ValueError if unsupported, or if `architectures` names another
     model, such as a classifier."""
-    family_by_architecture = {
-        architecture: family for family, (architecture, _) in FAMILIES.items()
-    }
+    by_architecture = {family.architecture: family for family in FAMILIES.values()}
     architectures = config.get("architectures")
     if (
         not isinstance(architectures, list)
         or len(architectures) != 1
         or not isinstance(architectures[0], str)
-        or architectures[0] not in family_by_architecture
+        or architectures[0] not in by_architecture
     ):
         raise ValueError(
-            f"architectures: {architectures!r} is not supported; supported: {', '.join(family_by_architecture)}"
+            f"architectures: {architectures!r} is not supported; supported: {', '.join(by_architecture)}"
         )
-    family = config.get("model_type", family_by_architecture[architectures[0]])
-    if not isinstance(family, str) or family not in FAMILIES:
+    model_type = config.get("model_type", by_architecture[architectures[0]].model_type)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
-            f"model_type: {family!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"model_type: {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    if FAMILIES[family][0] != architectures[0]:
-        raise ValueError(f"architectures: {architectures[0]} is no model of model_type {family!r}")
+    family = FAMILIES[model_type]
+    if family.architecture != architectures[0]:
+        raise ValueError(
+            f"architectures: {architectures[0]} is no model of model_type {model_type!r}"
+        )
     return family
 
 
-def _parse_with_transformers(config: dict[str, Any], family: str) -> Any:
-    """Return transformers' configuration. ValueError names the key.
+def _parse_with_transformers(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the attributes of transformers' configuration. ValueError names the key.
 
     Types and sizes are checked first: the class builds a list of all layers.
     """
     for key in _INTEGER_KEYS:
         if key in _REQUIRED_KEYS or config.get(key) is not None:
-            _integer(config, key)
+            integer(config, key)
     for key in _FLAG_KEYS:
-        _flag(config, key)
+        flag(config, key)
     if config["num_hidden_layers"] > MOST_LAYERS:
         raise ValueError(f"num_hidden_layers: {MOST_LAYERS} at most")
     for key in ("rope_scaling", "rope_parameters"):
-        rope_values = config.get(key) or {}
-        if not isinstance(rope_values, dict) or any(
-            isinstance(value, dict) for value in rope_values.values()
-        ):
-            raise ValueError(
-                f"{key}: expected one set of numbers for all layers, got {rope_values!r}"
-            )
-    known_values = {
-        key: config[key] for key in (*_INTEGER_KEYS, *_FLAG_KEYS, *_OTHER_KEYS) if key in config
-    }
-    module = import_module(f"transformers.models.{family}.configuration_{family}")
+        _check_rope(key, config.get(key) or {})
+    keys = (*_INTEGER_KEYS, *_FLAG_KEYS, *_OTHER_KEYS, *family.keys)
+    known_values = {key: config[key] for key in keys if key in config}
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     try:
-        parsed = getattr(module, FAMILIES[family][1]).from_dict(deepcopy(known_values))
+        parsed = CONFIG_MAPPING[family.model_type].from_dict(deepcopy(known_values))
         parsed.standardize_rope_params()  # again, as transformers' models do: extra keys count now
-        return parsed
+        return vars(parsed)
     except Exception as error:  # the class's own errors, and Python's for odd values
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ValueError(f"not a configuration of {family}: {' '.join(lines)[:300]}") from None
-
-
-def _expert_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec's fields of a mixture of experts."""
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise ValueError(
-            "mlp_only_layers, decoder_sparse_step: experts in every layer are supported, not in "
-            "some"
-        )
-    count = _integer(
-        config, "num_local_experts" if "num_local_experts" in config else "num_experts"
-    )
-    choices = _integer(config, "num_experts_per_tok")
-    if choices > count:
-        raise ValueError(f"num_experts_per_tok: a token cannot have {choices} of {count} experts")
-    return {
-        "num_experts": count,
-        "experts_per_token": choices,
-        "norm_topk_prob": _flag(config, "norm_topk_prob"),
-        "moe_intermediate_size": _integer(config, "moe_intermediate_size"),
-    }
+            f"not a configuration of {family.model_type}: {' '.join(lines)[:300]}"
+        ) from None
 
 
-def _integer(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    """Return a positive integer of the config. ValueError names the key."""
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-        raise ValueError(f"{key}: expected a positive integer of at most {MOST:,}, got {value!r}")
-    return value
-
-
-def _positive(config: dict[str, Any], key: str, default: float | None = None) -> float:
-    """Return a positive number of the config. ValueError names the key."""
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGE:
-        raise ValueError(f"{key}: expected a positive number, got {value!r}")
-    return float(value)
-
-
-def _flag(config: dict[str, Any], key: str) -> bool:
-    """Return a boolean of the config. ValueError names the key."""
-    value = config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{key}: expected true or false, got {value!r}")
-    return bool(value)
-
-
-def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the config's end-of-sequence ids."""
-    value = config.get("eos_token_id")
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    if any(
-        isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0
-        for token_id in ids
-    ):
-        raise ValueError(f"eos_token_id: expected token ids, got {value!r}")
-    return tuple(ids)
-
-
-def _refuse_active_window(config: dict[str, Any], family: str) -> None:
-    """Refuse sliding-window attention unless it has no effect: off, in no layer, or as long as the
-    context.
-
-    Takes the parsed config: Qwen2 and Qwen3 have a window in the layers of that type, Mistral and
-    Qwen3-MoE in every layer, Llama none.
-    """
-    layer_types = config.get("layer_types") or []
-    if not isinstance(layer_types, list):
-        raise ValueError(f"layer_types: expected a list, got {layer_types!r}")
-    unknown_kinds = sorted(
-        {str(layer_type) for layer_type in layer_types} - {"full_attention", "sliding_attention"}
-    )
-    if unknown_kinds:
-        raise ValueError(
-            f"layer_types: {', '.join(unknown_kinds)} is not supported; only full attention is"
-        )
-    window = config.get("sliding_window")
-    if family in ("mistral", "qwen3_moe"):
-        is_used = window is not None
-    else:
-        is_used = "sliding_attention" in layer_types
-    if not is_used:
-        return
-    window, longest = (
-        _integer(config, "sliding_window"),
-        _integer(config, "max_position_embeddings"),
-    )
-    if window < longest:
-        raise ValueError(
-            f"sliding_window: a window of {window} would be active within the context of "
-            f"{longest}, and sliding-window attention is not supported"
-        )
-
-
-def _rope_settings(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Return the rotary base and the scaling. ValueError for an unsupported rope_type."""
-    rope = config["rope_parameters"]
-    for source in (config, rope):
-        if source.get("partial_rotary_factor") not in (None, 1):
-            raise ValueError("partial_rotary_factor: only full rotary embeddings are supported")
-    theta = _positive(rope, "rope_theta")
-    kind = rope["rope_type"]
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ValueError(
-            f"rope_scaling: rope_type {kind!r} is not supported; supported: default, llama3"
-        )
-    try:
-        return theta, RopeScaling(
-            _positive(rope, "factor"),
-            _positive(rope, "low_freq_factor"),
-            _positive(rope, "high_freq_factor"),
-            _integer(rope, "original_max_position_embeddings"),
-        )
-    except ValueError as error:
-        raise ValueError(f"rope_scaling: rope_type llama3 needs numbers; {error}") from None
+def _check_rope(key: str, rope: Any) -> None:
+    """Raise ValueError unless these are numbers for all layers, or a set for each type of layers."""
+    by_type = isinstance(rope, dict) and set(rope) <= {FULL, SLIDING}
+    sets = list(rope.values()) if by_type else [rope]
+    for numbers in sets:
+        if not isinstance(numbers, dict) or any(isinstance(v, dict) for v in numbers.values()):
+            raise ValueError(f"{key}: expected one set of numbers for all layers, got {rope!r}")

@@ -1,4 +1,4 @@
-"""One decoder for the engine and the learner: Qwen2/2.5, Qwen3 and Qwen3-MoE, Llama 3, Mistral.
+"""One decoder for the engine and the learner, of all families (`lowroll.model.families`).
 
     hidden_TD = model(ids_T, pos_T, attend)      tokens of any number of sequences, packed, with their positions
     logits_TV = model.logits(hidden_TD)
@@ -24,14 +24,14 @@ from lowroll.kernels.batch_invariant import rows as invariant
 from lowroll.kernels.batch_invariant.heads import rotate_heads as invariant_heads
 from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.rope import rotate_heads
-from lowroll.kernels.quantize.rows import Product, QuantizedRows
+from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
 from lowroll.model import logprobs
 from lowroll.model.attention import Attend, exact_varlen, varlen
 from lowroll.model.experts import Experts
 from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.linear import Linear
 from lowroll.model.recompute import remake
-from lowroll.model.rope import inverse_frequencies, rotations
+from lowroll.model.rope import head_order, inverse_frequencies, magnitudes, rotations
 from lowroll.model.spec import ModelSpec
 from lowroll.quant import mixed
 from lowroll.quant.formats import QTensor
@@ -40,15 +40,21 @@ Stream = Tensor | Product  # the reader applies a low-bit product's scales
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, with float32 statistics. `noise` (`weights.noise`) is added to the
-    weight, in float32."""
+    """x / rms(x) * (weight + offset), with float32 statistics. `noise` (`weights.noise`) is added
+    to the weight, in float32."""
 
     def __init__(
-        self, size: int, eps: float, device: torch.device | str, dtype: torch.dtype
+        self,
+        size: int,
+        eps: float,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        offset: float = 0.0,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.eps = eps
+        self.offset = offset
         self.noise: Tensor | None = None
         self.exact = False  # see `Transformer.be_exact`
 
@@ -66,13 +72,14 @@ class RMSNorm(nn.Module):
 
     @property
     def gain(self) -> Tensor:
-        if self.noise is None:
-            return self.weight
-        return self.weight.float() + self.noise
+        if self.noise is not None:
+            return self.weight.float() + (self.noise + self.offset)
+        return self.weight.float() + self.offset if self.offset else self.weight
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU (or experts), each with a residual."""
+    """Attention and SwiGLU (or experts), each with a residual, and with norms before, after or on
+    both sides (`ModelSpec.norms`)."""
 
     def __init__(
         self,
@@ -88,21 +95,35 @@ class Block(nn.Module):
         self.heads = spec.num_heads
         self.kv_heads = spec.num_kv_heads
         self.head_dim = spec.head_dim
+        self.eps = spec.norm_eps
+        self.query_scale, self.update_scale = spec.query_scale, spec.update_scale
+        rope = spec.layers[layer].rope if spec.layers else 0
+        self.rope = len(spec.ropes) if rope is None else rope
+        self.order = head_order(spec)
         q = spec.num_heads * spec.head_dim
         kv = spec.num_kv_heads * spec.head_dim
         hidden = spec.hidden_size
         mlp_size = spec.intermediate_size
-        self.input_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
+
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm(size, spec.norm_eps, device, dtype, spec.norm_offset)
+
+        norms = {name: norm(hidden) for name, _ in spec.norms}
+        self.input_norm = norms.get("input_norm")
         self.qkv = layers.linear(
             hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, spec.qkv_bias, device, dtype
         )
+        self.norms_whole = spec.qk_norm == "whole"
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if spec.qk_norm:
-            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype)
-            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype)
+            self.q_norm = norm(q if self.norms_whole else spec.head_dim)
+            self.k_norm = norm(kv if self.norms_whole else spec.head_dim)
         self.o = layers.linear(q, {"o_proj": hidden}, spec.o_bias, device, dtype)
-        self.post_attention_norm = RMSNorm(hidden, spec.norm_eps, device, dtype)
+        self.attention_out_norm = norms.get("attention_out_norm")
+        self.post_attention_norm = norms.get("post_attention_norm")
+        self.mlp_out_norm = norms.get("mlp_out_norm")
+        self.activation = spec.activation
         self.experts = layers.experts(spec, device, dtype) if spec.num_experts else None
         if self.experts is not None:
             return
@@ -123,15 +144,40 @@ class Block(nn.Module):
         """Return the residual stream, and this block's update, which the next norm adds.
         `update_TD`: the previous block's. wanted_P: the tokens that continue after attention; keys
         and values are always all written."""
-        x_TD, normed = self.input_norm.add(x_TD, update_TD, self.qkv.row_kind)
-        remake(normed, self.input_norm, x_TD)
+        x_TD, normed = self._add(x_TD, update_TD, self.input_norm, self.qkv.row_kind)
         rows = None if self.experts is not None else self.gate_up.row_kind
-        added_TD = self.attention(normed, cos, sin, attend, wanted_P)
+        added_TD = self._scaled(
+            self.attention(normed, cos, sin, attend, wanted_P), self.attention_out_norm
+        )
         if wanted_P is not None:
             x_TD = x_TD[wanted_P]
-        x_TD, normed = self.post_attention_norm.add(x_TD, added_TD, rows)
-        remake(normed, self.post_attention_norm, x_TD)
-        return x_TD, self.mlp(normed)
+        x_TD, normed = self._add(x_TD, added_TD, self.post_attention_norm, rows)
+        return x_TD, self._scaled(self.mlp(normed), self.mlp_out_norm)
+
+    @property
+    def pre_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        """The norms in front of attention and of the MLP. ValueError for a block without them."""
+        if self.input_norm is None or self.post_attention_norm is None:
+            raise ValueError("the model has no norms in front of attention and MLP")
+        return self.input_norm, self.post_attention_norm
+
+    def _add(
+        self, x_TD: Tensor, update_TD: Stream | None, norm: RMSNorm | None, rows: str | None
+    ) -> tuple[Tensor, Tensor | QuantizedRows]:
+        """Return (x + update, what the next layer reads): its norm, or itself where there is
+        none."""
+        if norm is None:
+            x_TD = x_TD if update_TD is None else x_TD + dense(update_TD)
+            return x_TD, x_TD if rows is None else quantize_rows(x_TD, rows)
+        x_TD, normed = norm.add(x_TD, update_TD, rows)
+        remake(normed, norm, x_TD)
+        return x_TD, normed
+
+    def _scaled(self, update_TD: Stream, norm: RMSNorm | None) -> Stream:
+        """Return an update of the residual stream after its norm and scale, where it has them."""
+        if norm is not None:
+            update_TD = norm(dense(update_TD))
+        return update_TD if self.update_scale == 1 else dense(update_TD) * self.update_scale
 
     def attention(
         self,
@@ -141,35 +187,63 @@ class Block(nn.Module):
         attend: Attend,
         wanted_P: Tensor | None = None,
     ) -> Stream:
-        q_norm = None if self.q_norm is None else self.q_norm.gain
-        k_norm = None if self.k_norm is None else self.k_norm.gain
+        """Compute attention. cos, sin: of all the model's ropes."""
         rotate = invariant_heads if self.exact else rotate_heads
+        qkv, q_norm, k_norm = self._ordered(self.qkv(x_TD))
         q_THd, k_TGd, v_TGd = rotate(
-            self.qkv(x_TD),
-            cos,
-            sin,
+            qkv,
+            cos[self.rope],
+            sin[self.rope],
             self.heads,
             self.kv_heads,
             self.head_dim,
             q_norm,
             k_norm,
-            self.input_norm.eps,
+            self.eps,
         )
+        if self.query_scale != 1:
+            q_THd = q_THd * self.query_scale
         o_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
         if wanted_P is not None:
             o_THd = o_THd[wanted_P]
         return self.o(self.o.read(o_THd.reshape(o_THd.shape[0], -1)))
 
+    def _ordered(self, qkv: Stream) -> tuple[Stream, Tensor | None, Tensor | None]:
+        """Return q, k and v as the kernel that norms and rotates heads takes them, and the gains of
+        heads. Norms over all heads are applied here."""
+        q_gain, k_gain = (None if n is None else n.gain for n in (self.q_norm, self.k_norm))
+        if self.norms_whole:
+            assert self.q_norm is not None and self.k_norm is not None
+            sizes = [self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2]
+            q, k, v = dense(qkv).split(sizes, dim=1)
+            qkv, q_gain, k_gain = torch.cat([self.q_norm(q), self.k_norm(k), v], 1), None, None
+        if self.order is None:
+            return qkv, q_gain, k_gain
+        order_d = self.order.to(dense(qkv).device)
+        heads_THd = dense(qkv).unflatten(1, (-1, self.head_dim))
+        rotated = self.heads + self.kv_heads
+        heads_THd = torch.cat([heads_THd[:, :rotated, order_d], heads_THd[:, rotated:]], 1)
+        q_gain, k_gain = (None if gain is None else gain[order_d] for gain in (q_gain, k_gain))
+        return heads_THd.flatten(1), q_gain, k_gain
+
     def mlp(self, x_TD: Tensor | QuantizedRows) -> Stream:
         if self.experts is not None:
             assert isinstance(x_TD, Tensor)
             return self.experts(x_TD)
+        if self.activation != "silu":
+            gate_TF, up_TF = dense(self.gate_up(x_TD)).chunk(2, dim=1)
+            return self.down(self.down.read(F.gelu(gate_TF, approximate="tanh") * up_TF))
         gate_up, update = self.gate_up.base_and_update(x_TD)
         remake(gate_up, lambda x: self.gate_up.base_and_update(x)[0], x_TD, product=True)
         if update is None:
             return self.down.after_swiglu(gate_up)
         assert isinstance(gate_up, Tensor)
         return self.down.after_update(gate_up, update)
+
+
+def dense(stream: Stream) -> Tensor:
+    """Return a product as a plain tensor, with its scales applied."""
+    return stream.dense() if isinstance(stream, Product) else stream
 
 
 # the call of a block: (block, x, update, cos, sin, attend) -> (x, update)
@@ -226,7 +300,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(
             Block(spec, i, device, dtype, layers) for i in range(spec.num_layers)
         )
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device, dtype)
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device, dtype, spec.norm_offset)
         if spec.tie_embeddings:
             self.lm_head = None
         else:
@@ -241,10 +315,8 @@ class Transformer(nn.Module):
         """Return the final hidden states [T, D] of packed tokens, or of the `wanted` ones [P, D].
         Others are skipped after the last attention on CUDA; elsewhere fewer rows would change last
         bits."""
-        if self.freqs.device != ids_T.device:
-            self.freqs = self.freqs.to(ids_T.device)
-        cos, sin = rotations(pos_T, self.freqs)
-        x_TD = F.embedding(ids_T, self.embedding)
+        cos, sin = self.rotations(pos_T)
+        x_TD = self.embed(ids_T)
         update_TD: Stream | None = None
         early_P = wanted_P if ids_T.is_cuda else None
         for block in self.blocks:
@@ -255,7 +327,34 @@ class Transformer(nn.Module):
                 x_TD, update_TD = self.run_block(block, x_TD, update_TD, cos, sin, attend)
         normed_TD = self.norm.add(x_TD, update_TD)[1]
         assert isinstance(normed_TD, Tensor)
+        normed_TD = self._for_head(normed_TD)
         return normed_TD if wanted_P is None or early_P is not None else normed_TD[wanted_P]
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """Return the embeddings [T, D] of tokens, scaled as the model's are."""
+        x_TD = F.embedding(ids_T, self.embedding)
+        if self.spec.embedding_scale == 1:
+            return x_TD
+        # the constant is rounded to the dtype, as transformers' Gemma has it
+        return x_TD * torch.tensor(self.spec.embedding_scale, dtype=x_TD.dtype).item()
+
+    def rotations(self, pos_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (cos, sin) [R, T, 1, d/2] of all ropes, float32."""
+        if self.freqs.device != pos_T.device:
+            self.freqs = self.freqs.to(pos_T.device)
+        cos, sin = rotations(pos_T, self.freqs)
+        sizes = magnitudes(self.spec)
+        if sizes is None:
+            return cos, sin
+        return cos * sizes.to(pos_T.device), sin * sizes.to(pos_T.device)
+
+    def final(self, x_TD: Tensor) -> Tensor:
+        """Return the hidden states that the head reads, of the stream after the last block."""
+        return self._for_head(self.norm(x_TD))
+
+    def _for_head(self, normed_TD: Tensor) -> Tensor:
+        scale = self.spec.hidden_scale
+        return normed_TD if scale == 1 else normed_TD * scale
 
     def be_exact(self) -> Transformer:
         """Make every row's bits independent of its batch (`kernels.batch_invariant`).
@@ -266,7 +365,10 @@ class Transformer(nn.Module):
         return self
 
     def causal(self, lengths: Sequence[int]) -> Attend:
-        return (exact_varlen if self.exact else varlen)(lengths, self.device)
+        """Return causal attention over packed sequences, in each layer with its window."""
+        if self.exact:
+            return exact_varlen(lengths, self.device)
+        return varlen(lengths, self.device, self.spec.windows)
 
     @property
     def lm_head_weight(self) -> Tensor:

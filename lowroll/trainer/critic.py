@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from lowroll.advantages import gae, place, whiten
-from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.reduce import Denominators
 from lowroll.objectives.value import value_loss
@@ -232,9 +231,7 @@ class Critic:
         values: list[tuple[PackedBatch, Tensor]] = []
         for packed, counts in walk.dealt(self.body.device):
             with torch.set_grad_enabled(loss is not None):
-                hidden_TD = self.body(
-                    packed.ids_T, packed.pos_T, varlen(packed.lengths, self.body.device)
-                )
+                hidden_TD = self.body(packed.ids_T, packed.pos_T, self.body.causal(packed.lengths))
                 values_N = hidden_TD[packed.index_N].float() @ self.weight_D + self.bias
                 if loss is not None:
                     (loss(packed, values_N) if counts else 0 * values_N.sum()).backward()

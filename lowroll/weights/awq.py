@@ -86,7 +86,7 @@ def calibrate(
     target_format = get_format(format)
     check("awq", model, target_format, sequences)
     ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
-    x_TD = nn.functional.embedding(ids_T, model.embedding)
+    x_TD = model.embed(ids_T)
     chunks = list(in_chunks(model, [len(ids) for ids in sequences]))
     records = []
     for i, block in enumerate(model.blocks):
@@ -185,9 +185,10 @@ def _block_error(
 
 def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
     """Return the mappings of a block whose scales can be folded into a producer."""
+    input_norm, mlp_norm = block.pre_norms
 
     def normed(c: Chunk) -> Tensor:
-        return block.input_norm(x_TD[c.rows])
+        return input_norm(x_TD[c.rows])
 
     def attention(x_TD: Tensor, c: Chunk) -> Tensor:
         return plain(block.attention(x_TD, c.cos, c.sin, c.attend))
@@ -196,20 +197,20 @@ def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
         return input_of(block.o, lambda: attention(normed(c), c))
 
     def mlp_input(c: Chunk) -> Tensor:
-        return block.post_attention_norm(x_TD[c.rows] + attention(normed(c), c))
+        return mlp_norm(x_TD[c.rows] + attention(normed(c), c))
 
     def hidden(c: Chunk) -> Tensor:
         return input_of(block.down, lambda: block.mlp(mlp_input(c)))
 
     mappings = [
-        Mapping("qkv", block.qkv, _norm_divider(block.input_norm), normed, attention),
+        Mapping("qkv", block.qkv, _norm_divider(input_norm), normed, attention),
         Mapping(
             "o", block.o, _row_divider(block.qkv, "v_proj"), heads, lambda x, c: plain(block.o(x))
         ),
         Mapping(
             "gate_up",
             block.gate_up,
-            _norm_divider(block.post_attention_norm),
+            _norm_divider(mlp_norm),
             mlp_input,
             lambda x, c: plain(block.mlp(x)),
         ),

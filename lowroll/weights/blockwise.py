@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.model.attention import Attend, varlen
+from lowroll.model.attention import Attend
 from lowroll.model.linear import Linear
-from lowroll.model.rope import rotations
 from lowroll.model.transformer import Stream, Transformer
 from lowroll.quant.formats import Format, QTensor
 
@@ -42,12 +41,12 @@ def in_chunks(model: Transformer, lengths: list[int]) -> Iterator[Chunk]:
             pos_T = torch.tensor(
                 [pos for n in chunk_lengths for pos in range(n)], device=model.device
             )
-            cos, sin = rotations(pos_T, model.freqs.to(model.device))
+            cos, sin = model.rotations(pos_T)
             yield Chunk(
                 slice(start, start + sum(chunk_lengths)),
                 cos,
                 sin,
-                varlen(chunk_lengths, model.device),
+                model.causal(chunk_lengths),
             )
             start, chunk_lengths = start + sum(chunk_lengths), []
 
@@ -109,6 +108,11 @@ def check_dense(method: str, model: Transformer, sequences: Sequence[Sequence[in
         raise ValueError(
             f"{method}: {model.spec.architecture} has experts, of which each would need to be "
             "calibrated on its own tokens; that is not supported"
+        )
+    if not model.spec.adds_plainly:
+        raise ValueError(
+            f"{method}: {model.spec.architecture} has norms after attention, or scales its updates; "
+            "calibration is not supported for it"
         )
     if not sequences:
         raise ValueError(f"{method}: no calibration sequences")

@@ -26,11 +26,9 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
-from lowroll.model.attention import Attend, varlen
+from lowroll.model.attention import Attend
 from lowroll.model.linear import Linear
-from lowroll.model.rope import rotations
 from lowroll.model.transformer import Block, Transformer, whole
 from lowroll.quant import mixed
 from lowroll.quant.budget import Budget
@@ -309,8 +307,8 @@ class Reference:
         device = model.device
         ids_T = torch.tensor([i for ids in calibration.sequences for i in ids], device=device)
         pos_T = torch.tensor([pos for n in lengths for pos in range(n)], device=device)
-        self.cos, self.sin = rotations(pos_T, model.freqs.to(device))
-        self.attend: Attend = varlen(lengths, device)
+        self.cos, self.sin = model.rotations(pos_T)
+        self.attend: Attend = model.causal(lengths)
         counted_positions: list[int] = []
         first_position = 0
         for length, start in zip(lengths, calibration.starts, strict=True):
@@ -319,7 +317,7 @@ class Reference:
             )
             first_position += length
         self.counted_T = torch.tensor(counted_positions, device=device)
-        self.streams = [embedding(ids_T, model.embedding)]
+        self.streams = [model.embed(ids_T)]
         for block in model.blocks:
             self.streams.append(self._run(block, self.streams[-1]))
         self.logprobs = [self._logprobs(part_TD) for part_TD in self._ends(self.streams[-1])]
@@ -344,7 +342,7 @@ class Reference:
 
     def _ends(self, x_TD: Tensor) -> tuple[Tensor, ...]:
         """Return the normed hidden states of the counted positions, in chunks."""
-        return self.model.norm(x_TD[self.counted_T]).split(HEAD_TOKENS)
+        return self.model.final(x_TD[self.counted_T]).split(HEAD_TOKENS)
 
     def _logprobs(self, x_TD: Tensor) -> Tensor:
         return self.model.logits(x_TD).float().log_softmax(-1)

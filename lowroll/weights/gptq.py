@@ -86,7 +86,7 @@ def round_base(
             max_features,
         )
     ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
-    x_TD = nn.functional.embedding(ids_T, model.embedding)
+    x_TD = model.embed(ids_T)
     chunks = list(in_chunks(model, [len(ids) for ids in sequences]))
     names = {id(linear): name for name, linear in model.linears()}
     records: list[Rounded] = []
@@ -167,20 +167,21 @@ def _round_block(
 ) -> Tensor:
     """Round the linears of a block in the order of its forward pass. x_TD: the rounded model's
     residual stream before the block. Return the stream after it."""
+    input_norm, mlp_norm = block.pre_norms
 
     def attention(c: Chunk) -> Stream:
-        return block.attention(block.input_norm(x_TD[c.rows]), c.cos, c.sin, c.attend)
+        return block.attention(input_norm(x_TD[c.rows]), c.cos, c.sin, c.attend)
 
-    settle(block.qkv, (block.input_norm(x_TD[c.rows]) for c in chunks))
+    settle(block.qkv, (input_norm(x_TD[c.rows]) for c in chunks))
     heads_TQ = torch.cat([input_of(block.o, partial(attention, c)) for c in chunks])
     settle(block.o, (heads_TQ[c.rows] for c in chunks))
     x_TD = torch.cat([x_TD[c.rows] + plain(block.o(heads_TQ[c.rows])) for c in chunks])
     del heads_TQ
 
     def mlp(c: Chunk) -> Stream:
-        return block.mlp(block.post_attention_norm(x_TD[c.rows]))
+        return block.mlp(mlp_norm(x_TD[c.rows]))
 
-    settle(block.gate_up, (block.post_attention_norm(x_TD[c.rows]) for c in chunks))
+    settle(block.gate_up, (mlp_norm(x_TD[c.rows]) for c in chunks))
     settle(block.down, (input_of(block.down, partial(mlp, c)) for c in chunks))
     return torch.cat([x_TD[c.rows] + plain(mlp(c)) for c in chunks])
 

@@ -123,21 +123,27 @@ class NoiseSchedule:
 
 
 def noisy_norms(model: Transformer) -> Iterator[tuple[str, RMSNorm]]:
-    """Yield the norms that take noise, by name."""
+    """Yield the norms that take noise, by name: those in front of attention and MLP."""
     for name, module in model.named_modules():
         if isinstance(module, Block):
-            yield f"{name}.input_norm", module.input_norm
-            yield f"{name}.post_attention_norm", module.post_attention_norm
+            if module.input_norm is not None:
+                yield f"{name}.input_norm", module.input_norm
+            if module.post_attention_norm is not None:
+                yield f"{name}.post_attention_norm", module.post_attention_norm
 
 
 def draw(model: Transformer, noise: Noise | None) -> dict[str, Tensor]:
     """Draw the noise of the noisy norms by name, float32 on the CPU; empty for None or sigma 0."""
     if noise is None or noise.sigma == 0:
         return {}
+    norms = list(noisy_norms(model))
+    if not norms:
+        raise ValueError(
+            f"noise: {model.spec.architecture} has no norms in front of attention and MLP, which "
+            "would take it; write null"
+        )
     scale = scaling.applied(model) or 1.0
-    return {
-        name: scale * noise.draw(name, norm.weight.numel()) for name, norm in noisy_norms(model)
-    }
+    return {name: scale * noise.draw(name, norm.weight.numel()) for name, norm in norms}
 
 
 def share(model: Transformer, noise: Noise | None) -> None:

@@ -26,10 +26,19 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "quant": ({"kernels"}, {"torch"}),
     "checkpoint": ({"types"}, {"torch", "safetensors"}),
     # model -> checkpoint: folders of weights are published by the one atomic publisher, which knows
-    # no model
+    # no model; msgspec reads the spec that a process of its own found
     "model": (
         {"quant", "kernels", "types", "machine", "checkpoint", "tool_calls"},
-        {"torch", "safetensors", "transformers", "tokenizers", "huggingface_hub", "jinja2", "gguf"},
+        {
+            "torch",
+            "safetensors",
+            "transformers",
+            "tokenizers",
+            "huggingface_hub",
+            "jinja2",
+            "gguf",
+            "msgspec",
+        },
     ),
     "kernels": (set(), {"torch", "triton"}),
     # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from lowroll.model import hf, lora, shards, tokenizer
 from lowroll.model.attention import varlen
-from lowroll.model.spec import FAMILIES as CONFIGS
+from lowroll.model.families.table import FAMILIES as CONFIGS
 from lowroll.model.spec import spec_from_config
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.runs.demo import build_tokenizer
-from tests.fixtures.tiny import COMMON, FAMILIES, LLAMA3_ROPE, hf_folder, hf_model
+from tests.fixtures.tiny import COMMON, FAMILIES, LLAMA3_ROPE, MODELS, hf_folder, hf_model
 
 IDS = torch.randint(0, COMMON["vocab_size"], (19,), generator=torch.Generator().manual_seed(0))
 
@@ -41,7 +41,7 @@ def folder(qwen3: Path, tmp_path: Path) -> Path:
 
 @torch.no_grad()
 def logits(model: Transformer) -> Tensor:
-    return model.logits(model(IDS, torch.arange(len(IDS)), varlen([len(IDS)])))
+    return model.logits(model(IDS, torch.arange(len(IDS)), model.causal([len(IDS)])))
 
 
 @torch.no_grad()
@@ -340,11 +340,8 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
     "no architecture": ({"architectures": None}, "architectures"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-    "linear rope": (
-        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},
-        "linear",
-    ),
+    "yarn without numbers": ({"rope_parameters": {"rope_type": "yarn", "factor": -1}}, "factor"),
+    "long rope": ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
     "half rope": (
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         "partial_rotary_factor",
@@ -463,9 +460,7 @@ WINDOWS: dict[str, tuple[str, dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("case", WINDOWS)
-def test_windows_are_refused_exactly_when_transformers_would_use_them(
-    case: str, tmp_path: Path
-) -> None:
+def test_windows_are_used_exactly_when_transformers_uses_them(case: str, tmp_path: Path) -> None:
     kind, changes, active = WINDOWS[case]
     torch.manual_seed(0)
     full = {**COMMON, "head_dim": 8, **changes} if kind != "Qwen2" else {**COMMON, **changes}
@@ -483,16 +478,13 @@ def test_windows_are_refused_exactly_when_transformers_would_use_them(
                 {k: v for k, v in json.loads(path.read_text()).items() if k != "layer_types"}
             )
         )
-    if active:
-        refused(tmp_path / "m", "config.json", "sliding_window")
-        edit_config(
-            tmp_path / "m", sliding_window=None, layer_types=None
-        )  # and full attention gives other logits
     loaded = hf.load(tmp_path / "m")
     with torch.no_grad():
-        ours = loaded.logits(loaded(ids, torch.arange(256), varlen([256])))
-    difference = (ours - theirs).abs().amax(-1)
-    assert (difference.max() > 1e-4) == active, difference.max()
+        ours = loaded.logits(loaded(ids, torch.arange(256), loaded.causal([256])))
+        full = loaded.logits(loaded(ids, torch.arange(256), varlen([256])))
+    assert (ours - theirs).abs().max() < 1e-4
+    assert bool(loaded.spec.windows) == active
+    assert ((full - theirs).abs().max() > 1e-4) == active
 
 
 def test_a_model_that_is_neither_folder_nor_hub_id(
@@ -515,8 +507,8 @@ def test_a_model_that_is_neither_folder_nor_hub_id(
 
 
 def test_supported_architectures_are_those_of_the_families() -> None:
-    assert {f"{kind}ForCausalLM" for kind, _ in FAMILIES.values()} == {
-        architecture for architecture, _ in CONFIGS.values()
+    assert {MODELS.get(kind, f"{kind}ForCausalLM") for kind, _ in FAMILIES.values()} == {
+        family.architecture for family in CONFIGS.values()
     }
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lowroll.model import hf, lora
 from lowroll.model.adapter_base import base_of
-from lowroll.model.attention import varlen
 from lowroll.model.headers import low_bit_format
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.tokenizer import eos_id, load_tokenizer
@@ -33,7 +32,7 @@ IDS = torch.randint(0, COMMON["vocab_size"], (23,), generator=torch.Generator().
 
 
 def hidden(model: Transformer) -> Tensor:
-    return model(IDS, torch.arange(len(IDS)), varlen([len(IDS)]))
+    return model(IDS, torch.arange(len(IDS)), model.causal([len(IDS)]))
 
 
 @torch.no_grad()

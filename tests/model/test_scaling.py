@@ -26,7 +26,15 @@ def parameters(model: Transformer) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_norms_in_front_is_refused(tmp_path: Path) -> None:
+    model = hf.load(hf_folder(tmp_path / "m", "olmo2"))
+    before = parameters(model)
+    with pytest.raises(ValueError, match="uaq_scale: Olmo2ForCausalLM has no norms in front of"):
+        scaling.scale(model, 1.5)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if "olmo" not in f])
 @pytest.mark.parametrize("s", [1.5, 2.0, 0.4])
 def test_logits_stay(tmp_path: Path, family: str, s: float) -> None:
     model = hf.load(hf_folder(tmp_path / "m", family))
@@ -38,7 +46,10 @@ def test_logits_stay(tmp_path: Path, family: str, s: float) -> None:
         factor = (
             1 / s if name.endswith(("qkv.weight", "gate_up.weight", "router.weight")) else factor
         )
-        torch.testing.assert_close(p.detach(), weights[name] * factor, rtol=2e-7, atol=0, msg=name)
+        offset = model.spec.norm_offset if factor == s else 0.0
+        want = (weights[name] + offset) * factor - offset
+        tolerance = 2e-6 if offset else 0.0
+        torch.testing.assert_close(p.detach(), want, rtol=2e-7, atol=tolerance, msg=name)
         assert factor != 1 or torch.equal(p, weights[name]), name
 
 

@@ -63,9 +63,6 @@ READ: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a window that Llama does not have": ("llama", {"sliding_window": 8}),
     "no model_type": ("qwen2", {"architectures": ["Qwen2ForCausalLM"]}),
-}
-# name: (family, keys, the key that the refusal names)
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "yarn by hand": (
         "qwen2",
         {
@@ -75,21 +72,23 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
                 "original_max_position_embeddings": 32,
             }
         },
-        "rope_scaling",
     ),
-    "linear by hand": (
+    "yarn with a size of its own, borders between pairs": (
         "llama",
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope_scaling",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "attention_factor": 1.5,
+                "beta_fast": 16,
+                "beta_slow": 2,
+                "truncate": False,
+            }
+        },
     ),
-    "dynamic by hand": (
-        "qwen3",
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "rope_scaling",
-    ),
-    "granite": ("llama", {"model_type": "granite", "residual_multiplier": 0.2}, "model_type"),
-    "gemma": ("llama", {"model_type": "gemma"}, "model_type"),
-    "another family of ours": ("llama", {"model_type": "mistral"}, "architectures"),
+    "linear by hand": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     "a mixture with a window, which layer_types does not switch off": (
         "qwen3-moe",
         {
@@ -98,24 +97,32 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "max_window_layers": 99,
             "layer_types": ["full_attention", "full_attention"],
         },
-        "sliding_window",
     ),
-    "Mistral's window where no key says one": (
-        "mistral",
-        {"sliding_window": ..., "max_position_embeddings": 8192},
-        "sliding_window",
-    ),
-    "Qwen2's window where no key says one": (
-        "qwen2",
+    "Gemma 3 as transformers 4 wrote it": (
+        "gemma3",
         {
-            "sliding_window": ...,
-            "use_sliding_window": True,
-            "max_window_layers": 0,
+            "rope_parameters": ...,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
             "layer_types": ...,
-            "max_position_embeddings": 8192,
+            "sliding_window_pattern": 2,
         },
-        "sliding_window",
     ),
+    "SmolLM3 with an interval": (
+        "smollm3",
+        {"no_rope_layers": ..., "no_rope_layer_interval": 3, "layer_types": ...},
+    ),
+}
+# name: (family, keys, the key that the refusal names)
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dynamic by hand": (
+        "qwen3",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope_scaling",
+    ),
+    "gemma": ("llama", {"model_type": "gemma"}, "model_type"),
+    "another family of ours": ("llama", {"model_type": "mistral"}, "architectures"),
 }
 
 
@@ -144,6 +151,26 @@ def test_what_is_not_done_is_refused_by_its_key(name: str, tmp_path: Path) -> No
     folder = edited(hf_folder(tmp_path / "m", family), changes)
     with pytest.raises(ValueError, match=f"config.json: {key}"):
         hf.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {}),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ...},
+        ),
+    ],
+)
+def test_a_window_that_no_key_names_is_the_class_s_own(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = edited(
+        hf_folder(tmp_path / "m", family),
+        {"sliding_window": ..., "max_position_embeddings": 8192, **changes},
+    )
+    assert hf.load(folder).spec.windows == (4096, 4096)
 
 
 def test_ends_that_stand_in_generation_config_alone_end_a_response(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_rope_keys_of_transformers_4_are_read() -> None:
         "rope_scaling": scaling,
     }
     assert spec_from_config(new) == spec_from_config(old)
-    assert spec_from_config(old).rope_theta == 500.0
+    assert spec_from_config(old).ropes[0].theta == 500.0
 
 
 @torch.no_grad()

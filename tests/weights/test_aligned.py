@@ -13,7 +13,6 @@ from torch import Tensor
 import lowroll
 from lowroll import Engine
 from lowroll.model import hf, lora
-from lowroll.model.attention import varlen
 from lowroll.model.learner_linear import LearnerLinear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import Format, QTensor
@@ -43,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hidden(model: Transformer) -> Tensor:
-    return model(IDS, torch.arange(len(IDS)), varlen([len(IDS)]))
+    return model(IDS, torch.arange(len(IDS)), model.causal([len(IDS)]))
 
 
 @torch.no_grad()

@@ -21,13 +21,13 @@ from lowroll.runs.demo import build_tokenizer
 from lowroll.weights import awq, blockwise
 from lowroll.weights.publish import quantize_base, rollout_copy
 from tests.fixtures.loud import TEXT, logits, loud
-from tests.fixtures.tiny import FAMILIES, hf_folder
+from tests.fixtures.tiny import CALIBRATED, NORMED_UPDATES, hf_folder
 
 LOW_BIT = [name for name in lowroll.formats() if not get_format(name).dense]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [f for f in FAMILIES if "moe" not in f])
+@pytest.mark.parametrize("family", CALIBRATED)
 def test_the_dense_model_stays(tmp_path: Path, family: str) -> None:
     model = loud(tmp_path / "m", family)
     before, weights = (
@@ -185,6 +185,13 @@ def test_a_block_that_would_lose_stays_bit_for_bit(
     assert [(r.kept, r.error, r.plain_error) for r in records] == [(False, 1.0, 1.0)] * 2
     assert any(ratio is not None for r in records for ratio in r.ratios.values())
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("family", NORMED_UPDATES)
+def test_updates_with_a_norm_or_scale_are_refused(tmp_path: Path, family: str) -> None:
+    model = hf.load(hf_folder(tmp_path / "m", family))
+    with pytest.raises(ValueError, match="awq: .*calibration is not supported"):
+        awq.calibrate(model, "int4", TEXT)
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lowroll.runs.demo import build_tokenizer
 from lowroll.weights import blockwise, gptq
 from lowroll.weights.publish import digest, quantize_base
 from tests.fixtures.loud import HELD_OUT, TEXT, logits, loud
-from tests.fixtures.tiny import FAMILIES, hf_folder
+from tests.fixtures.tiny import CALIBRATED, NORMED_UPDATES, hf_folder
 
 GRIDDED = [name for name in lowroll.formats() if isinstance(get_format(name), Gridded)]
 
@@ -153,7 +153,7 @@ def test_the_same_text_gives_the_same_codes_in_any_chunks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [f for f in FAMILIES if "moe" not in f])
+@pytest.mark.parametrize("family", CALIBRATED)
 def test_every_family(tmp_path: Path, family: str) -> None:
     records = gptq.round_base(loud(tmp_path / "m", family), "int4_asym", TEXT)
     assert sum(r.error for r in records) < sum(r.nearest_error for r in records)
@@ -213,6 +213,13 @@ def test_layers_have_their_own_formats(tmp_path: Path, monkeypatch: pytest.Monke
     assert [r.format for r in records] == ["q8_0", "nvfp4", "nvfp4", "nvfp4"] * 2
     qkv = dense.blocks[0].qkv.weight.detach()
     assert same(model.blocks[0].qkv.weight, get_format("q8_0").quantize(qkv))
+
+
+@pytest.mark.parametrize("family", NORMED_UPDATES)
+def test_updates_with_a_norm_or_scale_are_refused(tmp_path: Path, family: str) -> None:
+    model = hf.load(hf_folder(tmp_path / "m", family))
+    with pytest.raises(ValueError, match="gptq: .*calibration is not supported"):
+        gptq.round_base(model, "int4_asym", TEXT)
 
 
 def test_refusals(tmp_path: Path) -> None:

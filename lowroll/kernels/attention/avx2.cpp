@@ -25,7 +25,7 @@ struct Problem {
     float* out;             // [B, H, d]
     int64_t k_stride, v_stride, table_stride;
     float scale;
-    int B, H, G, d, P, threads;
+    int B, H, G, d, P, window, threads;
 };
 
 static INLINE float largest(__m256 x) {
@@ -118,7 +118,8 @@ template <int R> static void attend(const Problem& p, int row, int g, int head) 
         s.most[r] = -INFINITY, s.weight[r] = 0;
         for (int j = 0; j < d; ++j) s.q[r][j] = p.q[at + r * d + j] * p.scale, s.total[r][j] = 0;
     }
-    for (int first = 0; first < length; first += BLOCK) {
+    const int begin = p.window > 0 && length > p.window ? length - p.window : 0;
+    for (int first = begin; first < length; first += BLOCK) {
         const int count = least(BLOCK, length - first);
         int64_t from[BLOCK];
         for (int t = 0; t < BLOCK; ++t) {

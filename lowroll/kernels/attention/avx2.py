@@ -34,7 +34,7 @@ class CpuAttentionArguments(ctypes.Structure):
         ),
         *((name, ctypes.c_int64) for name in ("k_stride", "v_stride", "table_stride")),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("B", "H", "G", "d", "P", "threads")),
+        *((name, ctypes.c_int) for name in ("B", "H", "G", "d", "P", "window", "threads")),
     ]
 
 
@@ -66,10 +66,12 @@ def decode(
     table_BN: Tensor,
     lengths_B: Tensor,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     """Compute `decode.paged_decode`. Heads of k and v are contiguous within a row; rows may be
     strided."""
-    return _run(q_BHd, (k_BGd, v_BGd), (keys_pPGd, values_pPGd), table_BN, None, lengths_B, scale)
+    cache = (keys_pPGd, values_pPGd)
+    return _run(q_BHd, (k_BGd, v_BGd), cache, table_BN, None, lengths_B, scale, window)
 
 
 def attend(
@@ -95,6 +97,7 @@ def _run(
     rows_B: Tensor | None,
     lengths_B: Tensor,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     """Call the kernel. fresh: the new keys and values, which it writes to the cache first."""
     rows, heads, d = q_BHd.shape
@@ -111,6 +114,7 @@ def _run(
         kv_heads,
         d,
         page,
+        window,
         torch.get_num_threads(),
     )
     cxx.run(SOURCE, "avx2_decode", arguments)

@@ -52,9 +52,10 @@ def paged_decode(
     table_BN: Tensor,
     lengths_B: Tensor,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
-    """Write each row's new key and value to its slot, and attend over the row. Return o [B, H, d]
-    in q's dtype.
+    """Write each row's new key and value to its slot, and attend over the row's last `window` keys,
+    or all for 0. Return o [B, H, d] in q's dtype.
 
     table_BN, lengths_B: int32; a length counts the new token. A row of length 0 is dead: nothing is
     written, its output is 0. Heads of q, k and v are contiguous within a row; rows may be strided.
@@ -62,13 +63,17 @@ def paged_decode(
     """
     in_triton = triton_supports(q_BHd)
     if not in_triton and not avx2.supports(q_BHd, keys_pPGd):
-        return _plain(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
+        return _plain(
+            q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale, window
+        )
     q_BHd, k_BGd, v_BGd = (packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
     if not in_triton:
-        return avx2.decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
+        return avx2.decode(
+            q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale, window
+        )
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
-    if paged.supports(q_BHd, k_BGd, v_BGd, keys_pPGd):
+    if not window and paged.supports(q_BHd, k_BGd, v_BGd, keys_pPGd):
         return paged.decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
     padded = max(16, block(d))
     splits, length, stages, warps = _launch(rows, kv_heads, padded * keys_pPGd.element_size())
@@ -99,12 +104,13 @@ def paged_decode(
         R=max(16, block(heads // kv_heads)),
         BLOCK=length,
         SPLIT=splits > 1,
+        WINDOW=window,
         STAGES=stages,
         num_warps=warps,
         **early_start(),
     )
     if splits > 1:
-        combine(part, lse, lengths_B, length, out_BHd)
+        combine(part, lse, lengths_B, length, out_BHd, window)
     return out_BHd
 
 
@@ -118,7 +124,12 @@ def split_outputs(out_BHd: Tensor, splits: int) -> tuple[Tensor, Tensor]:
 
 
 def combine(
-    part_SBHd: Tensor, lse_SBH: Tensor, lengths_B: Tensor, length: int, out_BHd: Tensor
+    part_SBHd: Tensor,
+    lse_SBH: Tensor,
+    lengths_B: Tensor,
+    length: int,
+    out_BHd: Tensor,
+    window: int = 0,
 ) -> None:
     """Join the splits' outputs by their log-sum-exps into `out_BHd`."""
     splits, rows, heads, d = part_SBHd.shape
@@ -135,6 +146,7 @@ def combine(
         D=width,
         S=block(splits),
         BLOCK=length,
+        WINDOW=window,
         num_warps=4,
         **early_start(),
     )
@@ -188,6 +200,7 @@ def _plain(
     table_BN: Tensor,
     lengths_B: Tensor,
     scale: float,
+    window: int,
 ) -> Tensor:
     """Compute `paged_decode` in plain torch."""
     page = keys_pPGd.shape[1]
@@ -202,6 +215,8 @@ def _plain(
     # 0.
     index_L = torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
     allowed_BL = index_L < lengths_B.clamp(min=1)[:, None]
+    if window:
+        allowed_BL &= index_L >= lengths_B[:, None] - window
     q_BGRd = q_BHd.reshape(q_BHd.shape[0], k_BGd.shape[1], -1, q_BHd.shape[-1])
     o_BGRd = F.scaled_dot_product_attention(
         q_BGRd,
@@ -234,6 +249,23 @@ def packed_heads(x_THd: Tensor) -> Tensor:
 
 
 # -- Triton: base-2 softmax: `scale` arrives times log2(e), a log-sum-exp is a log2 ------
+
+
+@jit
+def hidden_keys(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """Return how many first keys, in whole blocks, a window hides; 0 without one."""
+    if WINDOW == 0:
+        return 0
+    return tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK
+
+
+@jit
+def in_window(offs_n, length, WINDOW: tl.constexpr):
+    """Tell which cached keys the newest query sees."""
+    in_n = offs_n < length - 1
+    if WINDOW == 0:
+        return in_n
+    return in_n & (offs_n >= length - WINDOW)
 
 
 @jit
@@ -295,6 +327,7 @@ def _decode_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -304,13 +337,15 @@ def _decode_kernel(
     # lengths, pages and their contents come from earlier steps: they are read before the wait
     length = tl.load(lengths_ptr + row)
     cached = length - 1
-    share, active = split_share(cached, splits, BLOCK)
+    hidden = hidden_keys(length, WINDOW, BLOCK)
+    share, active = split_share(cached - hidden, splits, BLOCK)
+    first = hidden + split * share * BLOCK
     if EARLY:
         _fetch_ahead(
             keys_ptr,
             values_ptr,
             table_ptr + row.to(tl.int64) * table_stride,
-            split * share * BLOCK,
+            first,
             cached,
             head,
             G,
@@ -353,13 +388,13 @@ def _decode_kernel(
             l_r += 1.0
             acc_rd += v_d.to(tl.float32)[None, :]
     for start in tl.range(
-        split * share * BLOCK,
-        tl.minimum((split + 1) * share * BLOCK, cached),
+        first,
+        tl.minimum(first + share * BLOCK, cached),
         BLOCK,
         num_stages=STAGES,
     ):
         offs_n = start + tl.arange(0, BLOCK)
-        in_n = offs_n < cached
+        in_n = in_window(offs_n, length, WINDOW)
         page_n = tl.load(
             table_ptr + row.to(tl.int64) * table_stride + offs_n // PAGE, mask=in_n, other=0
         )
@@ -404,13 +439,15 @@ def _combine_kernel(
     D: tl.constexpr,
     S: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     after_others(EARLY)
     pid = tl.program_id(0)
     row, head = pid // H, pid % H
     length = tl.load(lengths_ptr + row)
-    _, active = split_share(length - 1, splits, BLOCK)
+    hidden = hidden_keys(length, WINDOW, BLOCK)
+    _, active = split_share(length - 1 - hidden, splits, BLOCK)
     offs_s = tl.arange(0, S)
     offs_d = tl.program_id(1) * D + tl.arange(0, D)
     in_s = offs_s < active

@@ -1,0 +1,195 @@
+"""What a family may say of its models: norms, positions, windows, and the family's description.
+
+A decoder is described by flags and sizes; what is left out of them is as in Llama. Positions are
+rotated by `Rope`s; each layer has one of the model's, or none, and may have a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+from lowroll.model.config_values import flag, integer, layer_list, positive
+
+Values = Mapping[str, Any]  # the attributes of transformers' configuration
+# a block's norms: attribute and the name in checkpoints, in the order of files
+PRE_NORMS = (
+    ("input_norm", "input_layernorm"),
+    ("post_attention_norm", "post_attention_layernorm"),
+)
+FULL, SLIDING = "full_attention", "sliding_attention"
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """A change of the frequencies for contexts longer than those of pretraining.
+
+    kind: `linear`, `llama3` or `yarn`. low and high: llama3's frequency factors, YaRN's
+    `beta_slow` and `beta_fast`. magnitude: what cos and sin are multiplied by. truncate: whether
+    YaRN's borders are whole pairs.
+    """
+
+    kind: str
+    factor: float
+    original_max_position: int = 0
+    low: float = 0.0
+    high: float = 0.0
+    magnitude: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: the base, how many numbers of a head are rotated, and whether pairs are
+    neighbours (2i, 2i + 1) in place of halves (i, i + dims / 2)."""
+
+    theta: float
+    dims: int
+    scaling: RopeScaling | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What differs between layers. rope: an index into the spec's `ropes`, None: no positions.
+    window: the last keys that a query sees, itself included; 0: all."""
+
+    rope: int | None = 0
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table of families.
+
+    model_type, architecture: as config.json has them; transformers' class of the type parses it.
+    describe: returns the fields of `ModelSpec` that differ from a Llama's, given the parsed
+    configuration; its ValueErrors name keys. keys: what the family reads beside the common keys.
+    activation_key, activation: where the MLP's activation stands, and the one that is supported.
+    """
+
+    model_type: str
+    architecture: str
+    describe: Callable[[Values], dict[str, Any]]
+    keys: tuple[str, ...] = ()
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+
+
+def head_dim(values: Values) -> int:
+    return integer(
+        values,
+        "head_dim",
+        integer(values, "hidden_size") // integer(values, "num_attention_heads"),
+    )
+
+
+def rope_of(
+    values: Values, rope: Values | None = None, partial: bool = False, interleaved: bool = False
+) -> Rope:
+    """Return the rotary positions that the configuration's `rope_parameters`, or those given, ask
+    for. partial: whether the family knows heads that are rotated in part. ValueError for a rope_type
+    that is not supported."""
+    rope = values["rope_parameters"] if rope is None else rope
+    if not isinstance(rope, Mapping) or "rope_type" not in rope:
+        raise ValueError(
+            f"rope_parameters: expected one set of numbers for all layers, got {rope!r}"
+        )
+    share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if not partial and share not in (None, 1):
+        raise ValueError("partial_rotary_factor: the family rotates whole heads")
+    dims = int(
+        head_dim(values)
+        * positive({"partial_rotary_factor": share or 1.0}, "partial_rotary_factor")
+    )
+    if dims > head_dim(values) or dims < 2 or dims % 2:
+        raise ValueError(f"partial_rotary_factor: {share} of a head is no even number of numbers")
+    return Rope(positive(rope, "rope_theta"), dims, _scaling(values, rope), interleaved)
+
+
+def _scaling(values: Values, rope: Values) -> RopeScaling | None:
+    kind = rope["rope_type"]
+    if kind == "default":
+        return None
+    try:
+        if kind == "linear":
+            return RopeScaling(kind, positive(rope, "factor"))
+        if kind == "llama3":
+            return RopeScaling(
+                kind,
+                positive(rope, "factor"),
+                integer(rope, "original_max_position_embeddings"),
+                positive(rope, "low_freq_factor"),
+                positive(rope, "high_freq_factor"),
+            )
+        if kind == "yarn":
+            return _yarn(values, rope)
+    except ValueError as error:
+        raise ValueError(f"rope_scaling: rope_type {kind} needs numbers; {error}") from None
+    raise ValueError(
+        f"rope_scaling: rope_type {kind!r} is not supported; supported: default, linear, llama3, yarn"
+    )
+
+
+def _yarn(values: Values, rope: Values) -> RopeScaling:
+    """Return YaRN's scaling (Peng et al. 2023, arXiv 2309.00071), read as transformers reads it."""
+
+    def magnitude(scale: float, weight: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * weight * log(scale) + 1.0
+
+    original = integer(
+        rope, "original_max_position_embeddings", integer(values, "max_position_embeddings")
+    )
+    factor = positive(rope, "factor", integer(values, "max_position_embeddings") / original)
+    if rope.get("attention_factor") is not None:
+        size = positive(rope, "attention_factor")
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        size = magnitude(factor, positive(rope, "mscale")) / magnitude(
+            factor, positive(rope, "mscale_all_dim")
+        )
+    else:
+        size = magnitude(factor)
+    return RopeScaling(
+        "yarn",
+        factor,
+        original,
+        positive(rope, "beta_slow", 1.0),
+        positive(rope, "beta_fast", 32.0),
+        size,
+        rope.get("truncate") is not False,
+    )
+
+
+def ropes_by_type(values: Values) -> tuple[Rope, Rope]:
+    """Return the positions of full and of sliding layers, in this order."""
+    ropes = values["rope_parameters"]
+    if not isinstance(ropes, Mapping) or not {FULL, SLIDING} <= set(ropes):
+        raise ValueError(f"rope_parameters: expected those of {FULL} and {SLIDING}, got {ropes!r}")
+    return rope_of(values, ropes[FULL]), rope_of(values, ropes[SLIDING])
+
+
+def windowed(values: Values, sliding: list[bool]) -> tuple[LayerSpec, ...]:
+    """Return layers of which some have the configuration's `sliding_window`. A window as long as
+    the context is none."""
+    if not any(sliding):
+        return ()
+    window = integer(values, "sliding_window")
+    if window >= integer(values, "max_position_embeddings"):
+        return ()
+    return tuple(LayerSpec(window=window if is_sliding else 0) for is_sliding in sliding)
+
+
+def sliding_layers(values: Values) -> list[bool]:
+    """Return which layers have the type `sliding_attention`."""
+    layers = integer(values, "num_hidden_layers")
+    kinds = layer_list(values, "layer_types", {FULL, SLIDING}, layers)
+    return [kind == SLIDING for kind in kinds]
+
+
+def biases(values: Values) -> dict[str, Any]:
+    """Return the biases of a family whose attention has all four or none."""
+    has_biases = flag(values, "attention_bias")
+    return {"qkv_bias": has_biases, "o_bias": has_biases}

@@ -1,0 +1,57 @@
+"""Llama 2 and 3, Mistral, Qwen2 and 2.5, Qwen3 and Qwen3-MoE: pre-norms, SwiGLU, half-rotation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowroll.model.config_values import flag, integer
+from lowroll.model.families.base import Values, biases, sliding_layers, windowed
+
+
+def llama(values: Values) -> dict[str, Any]:
+    return {**biases(values), "mlp_bias": flag(values, "mlp_bias")}
+
+
+def mistral(values: Values) -> dict[str, Any]:
+    return {"layers": _same_window(values)}
+
+
+def qwen2(values: Values) -> dict[str, Any]:
+    return {"qkv_bias": True, "layers": windowed(values, sliding_layers(values))}
+
+
+def qwen3(values: Values) -> dict[str, Any]:
+    return {
+        **biases(values),
+        "qk_norm": "head",
+        "layers": windowed(values, sliding_layers(values)),
+    }
+
+
+def qwen3_moe(values: Values) -> dict[str, Any]:
+    return {**biases(values), "qk_norm": "head", "layers": _same_window(values), **experts(values)}
+
+
+def experts(values: Values) -> dict[str, Any]:
+    """Return the spec's fields of a mixture of experts in every layer."""
+    if values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1:
+        raise ValueError(
+            "mlp_only_layers, decoder_sparse_step: experts in every layer are supported, not in "
+            "some"
+        )
+    count = integer(values, "num_local_experts" if "num_local_experts" in values else "num_experts")
+    choices = integer(values, "num_experts_per_tok")
+    if choices > count:
+        raise ValueError(f"num_experts_per_tok: a token cannot have {choices} of {count} experts")
+    return {
+        "num_experts": count,
+        "experts_per_token": choices,
+        "norm_topk_prob": flag(values, "norm_topk_prob"),
+        "moe_intermediate_size": integer(values, "moe_intermediate_size"),
+    }
+
+
+def _same_window(values: Values) -> Any:
+    """Return the layers of a model whose window, if it has one, is in all of them."""
+    has_window = values.get("sliding_window") is not None
+    return windowed(values, [has_window] * integer(values, "num_hidden_layers"))
