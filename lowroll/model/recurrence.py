@@ -52,7 +52,7 @@ def convolve(
 
 def _convolve_stack(x_SLC: Tensor, weight_CK: Tensor, state_SCK: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `convolve` for sequences of equal length."""
-    length, taps = x_SLC.shape[1], weight_CK.shape[1]
+    length = x_SLC.shape[1]
     extended_SLC = torch.cat([state_SCK.transpose(1, 2).to(x_SLC.dtype), x_SLC], dim=1)
     y_SLC = torch.zeros_like(x_SLC, dtype=torch.float32)
     for tap, weight_C in enumerate(weight_CK.float().unbind(1)):
