@@ -1,0 +1,196 @@
+"""The gated delta rule and the short convolution before it, in plain torch.
+
+A head's state is a matrix that maps keys to values. A token shrinks it by its decay, then moves the
+value under its key towards its own (Yang et al. 2024, arXiv 2412.06464):
+
+    S_t = exp(decay_t) S_{t-1} + beta_t k_t (v_t - exp(decay_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t
+
+`delta_rule` computes all tokens of a chunk from the state S before it (the WY form; Yang et al.
+2024, arXiv 2406.06484). D_ij is the decay of the tokens after j up to i, g_i that of all up to i:
+
+    A = I + strictly lower part of (diag(beta) K K^T * D)        U = A^-1 diag(beta) (V - diag(g) K S)
+    O = diag(g) Q S + (Q K^T * D) U                              S' = g_L S + (diag(D_L) K)^T U
+
+All arithmetic and the states of the rule are float32.
+
+Legend: T packed tokens, S sequences, B rows of one token, H heads, k key size, v value size, C
+channels, K taps of the convolution, L tokens of a chunk, N chunks, A sequences that still have a
+chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def convolve(
+    x_TC: Tensor, weight_CK: Tensor, lengths: Sequence[int], state_SCK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return silu of each sequence's causal depthwise convolution [T, C], and the new state.
+
+    The state [S, C, K - 1] is the last K - 1 inputs before a sequence's tokens, the newest last;
+    None: zeros. The new one has the input's dtype. The last tap multiplies the token itself.
+    ValueError for lengths that do not fit.
+    """
+    _check_lengths(lengths, len(x_TC))
+    taps = weight_CK.shape[1]
+    if state_SCK is None:
+        state_SCK = x_TC.new_zeros(len(lengths), x_TC.shape[1], taps - 1)
+    if len(set(lengths)) == 1:
+        x_SLC = x_TC.unflatten(0, (len(lengths), -1))
+        y_SLC, state_SCK = _convolve_stack(x_SLC, weight_CK, state_SCK)
+        return y_SLC.flatten(0, 1), state_SCK
+    sequences = zip(x_TC.split(list(lengths)), state_SCK.split(1), strict=True)
+    outputs = [_convolve_stack(x_LC[None], weight_CK, state) for x_LC, state in sequences]
+    return torch.cat([y_SLC[0] for y_SLC, _ in outputs]), torch.cat([state for _, state in outputs])
+
+
+def _convolve_stack(x_SLC: Tensor, weight_CK: Tensor, state_SCK: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `convolve` for sequences of equal length."""
+    length = x_SLC.shape[1]
+    extended_SLC = torch.cat([state_SCK.transpose(1, 2).to(x_SLC.dtype), x_SLC], dim=1)
+    y_SLC = torch.zeros_like(x_SLC, dtype=torch.float32)
+    for tap, weight_C in enumerate(weight_CK.float().unbind(1)):
+        y_SLC = y_SLC + extended_SLC[:, tap : tap + length] * weight_C
+    return F.silu(y_SLC).to(x_SLC.dtype), extended_SLC[:, length:].transpose(1, 2).contiguous()
+
+
+def delta_rule(
+    q_THk: Tensor,
+    k_THk: Tensor,
+    v_THv: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor,
+    lengths: Sequence[int],
+    state_SHkv: Tensor | None = None,
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs [T, H, v] of the gated delta rule, in v's dtype, and the last states
+    [S, H, k, v], float32.
+
+    q and k are L2-normalized, q scaled; decay <= 0 is a logarithm, and -inf forgets the state.
+    state: before the first tokens; None: zeros. `chunk` changes last bits only. ValueError for
+    lengths that do not fit.
+    """
+    _check_lengths(lengths, len(v_THv))
+    chunk = min(chunk, max(lengths))
+    sizes = [q_THk.shape[-1], k_THk.shape[-1], v_THv.shape[-1], 1, 1]
+    inputs = (q_THk, k_THk, v_THv, decay_TH.unsqueeze(-1), beta_TH.unsqueeze(-1))
+    pieces = [
+        sequence.split(chunk)
+        for sequence in torch.cat([x.float() for x in inputs], dim=-1).split(list(lengths))
+    ]
+    # chunks are sorted by their number in the sequence; sequences with most chunks come first,
+    # so that those with another chunk are always the first rows of the state
+    order = sorted(range(len(lengths)), key=lambda s: -len(pieces[s]))
+    steps = [[s for s in order if len(pieces[s]) > i] for i in range(len(pieces[order[0]]))]
+    places = [(s, i) for i, step in enumerate(steps) for s in step]
+    x_NLHe = torch.stack([_padded(pieces[s][i], chunk) for s, i in places])
+    chunks = _prepare(*x_NLHe.transpose(1, 2).split(sizes, dim=-1))
+
+    if state_SHkv is None:
+        state_SHkv = x_NLHe.new_zeros(len(lengths), v_THv.shape[1], sizes[1], sizes[2])
+    start_SHkv = torch.stack([state_SHkv[s] for s in order]).float()
+    o_NHLv, last_SHkv = _scan(chunks, start_SHkv, [len(step) for step in steps])
+
+    o_by_place = dict(zip(places, o_NHLv.transpose(1, 2), strict=True))
+    o_THv = torch.cat(
+        [
+            o_by_place[s, i][: len(piece)]
+            for s, sequence in enumerate(pieces)
+            for i, piece in enumerate(sequence)
+        ]
+    )
+    last_by_sequence = dict(zip(order, last_SHkv, strict=True))
+    last_states = torch.stack([last_by_sequence[s] for s in range(len(lengths))])
+    return o_THv.to(v_THv.dtype), last_states
+
+
+def delta_step(
+    q_BHk: Tensor,
+    k_BHk: Tensor,
+    v_BHv: Tensor,
+    decay_BH: Tensor,
+    beta_BH: Tensor,
+    state_BHkv: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute `delta_rule` of one token a row. Return outputs [B, H, v], in v's dtype, and the new
+    states [B, H, k, v], float32."""
+    q_BHk1, k_BHk1 = q_BHk.float().unsqueeze(-1), k_BHk.float().unsqueeze(-1)
+    decayed_BHkv = state_BHkv.float() * decay_BH.float().exp()[..., None, None]
+    recalled_BHv = (decayed_BHkv * k_BHk1).sum(-2)
+    change_BHv = beta_BH.float().unsqueeze(-1) * (v_BHv.float() - recalled_BHv)
+    new_BHkv = decayed_BHkv + k_BHk1 * change_BHv.unsqueeze(-2)
+    return (new_BHkv * q_BHk1).sum(-2).to(v_BHv.dtype), new_BHkv
+
+
+class _Chunks(NamedTuple):
+    """What the scan needs of each chunk; the names are those of the module's formulas."""
+
+    written_NHLv: Tensor  # A^-1 diag(beta) V
+    recalling_NHLk: Tensor  # A^-1 diag(beta g) K
+    scores_NHLL: Tensor  # Q K^T * D
+    q_NHLk: Tensor  # diag(g) Q
+    k_NHLk: Tensor  # diag(D_L) K
+    kept_NH11: Tensor  # g_L
+
+
+def _prepare(
+    q_NHLk: Tensor, k_NHLk: Tensor, v_NHLv: Tensor, decay_NHL1: Tensor, beta_NHL1: Tensor
+) -> _Chunks:
+    """Compute what does not depend on the state, for all chunks together."""
+    length = k_NHLk.shape[-2]
+    # sums, not differences of sums, which lose the digits of weak decays after strong ones
+    sums_NHLL = decay_NHL1.expand(*decay_NHL1.shape[:-1], length).tril(-1).cumsum(-2)
+    pair_NHLL = sums_NHLL.exp().tril()
+    total_NHL1 = decay_NHL1.cumsum(-2).exp()
+    system_NHLL = (beta_NHL1 * k_NHLk) @ k_NHLk.transpose(-1, -2) * pair_NHLL
+    written_NHLv, recalling_NHLk = torch.linalg.solve_triangular(
+        system_NHLL,  # read below the diagonal only
+        beta_NHL1 * torch.cat([v_NHLv, total_NHL1 * k_NHLk], dim=-1),
+        upper=False,
+        unitriangular=True,
+    ).split([v_NHLv.shape[-1], k_NHLk.shape[-1]], dim=-1)
+    return _Chunks(
+        written_NHLv,
+        recalling_NHLk,
+        q_NHLk @ k_NHLk.transpose(-1, -2) * pair_NHLL,
+        total_NHL1 * q_NHLk,
+        pair_NHLL[..., -1, :, None] * k_NHLk,
+        total_NHL1[..., -1:, :],
+    )
+
+
+def _scan(chunks: _Chunks, state_SHkv: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Carry the states through the chunks. Return outputs [N, H, L, v] and the last states.
+
+    counts: the sequences that have a first, a second, ... chunk: the first ones of the state's.
+    """
+    outputs, finished = [], []
+    for parts in zip(*(x.split(list(counts)) for x in chunks), strict=True):
+        step = _Chunks(*parts)
+        active = len(step.kept_NH11)
+        finished.append(state_SHkv[active:])
+        state_AHkv = state_SHkv[:active]
+        change_AHLv = step.written_NHLv - step.recalling_NHLk @ state_AHkv
+        outputs.append(step.q_NHLk @ state_AHkv + step.scores_NHLL @ change_AHLv)
+        state_SHkv = step.kept_NH11 * state_AHkv + step.k_NHLk.transpose(-1, -2) @ change_AHLv
+    return torch.cat(outputs), torch.cat([state_SHkv, *reversed(finished)])
+
+
+def _padded(x_THe: Tensor, length: int) -> Tensor:
+    """Append zeros, which are tokens that change no state."""
+    return F.pad(x_THe, (0, 0, 0, 0, 0, length - len(x_THe)))
+
+
+def _check_lengths(lengths: Sequence[int], tokens: int) -> None:
+    if not lengths or min(lengths) < 1 or sum(lengths) != tokens:
+        raise ValueError(
+            f"lengths: every packed sequence needs at least one token, and their sum must be the "
+            f"{tokens} tokens given; got {list(lengths)[:20]}"
+        )
