@@ -175,7 +175,7 @@ class Decoder:
         """Return the device's rows, dead ones included, for attention in a batch of this size."""
         lengths_B = self.lengths_B[:size]
         slots_B = self.state[6, :size]
-        if self.watcher is not None:
+        if self.watcher is not None or self.cache.recurrent is not None:
             slots_B = slots_B.masked_fill(lengths_B == 0, self.dead_slot)
         pages = self.table_BP.shape[1] if self.device.type == "cuda" else self._widest
         return DecodeRows(slots_B, self.table_BP[:size, :pages], lengths_B, self.state[1, :size])

@@ -188,7 +188,14 @@ class NativeEngine:
             cuda_graphs,
             one_pass,
         )
-        self.pool = PagePool(num_pages, page_size, prefix_caching, turn_caching)
+        # a recurrent layer's state is that of all tokens: pages of a prefix do without it
+        has_pages_alone = self.spec.delta is None
+        self.pool = PagePool(
+            num_pages,
+            page_size,
+            prefix_caching and has_pages_alone,
+            turn_caching and has_pages_alone,
+        )
         if large_batch_weights is not None:
             weights = f"{weights}+{large_batch_weights}"
         self.behavior = BehaviorTag(
@@ -651,6 +658,8 @@ class NativeEngine:
             decode=decode,
             evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
             compile_grammar=lambda text: self.grammars.compile(text),
+            # a state cannot be taken back to in front of a token that differs
+            keeps_drafts=self.spec.delta is None,
         )
 
     def _num_pages(

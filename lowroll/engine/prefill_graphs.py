@@ -58,6 +58,7 @@ class ShortPasses:
             model.device.type == "cuda"
             and flashes(model.dtype, model.spec.head_dim)
             and cache.skips_negative_slots
+            and cache.recurrent is None
         )
 
     def takes(self, chunks: Sequence[PromptChunk]) -> bool:

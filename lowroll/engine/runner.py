@@ -42,6 +42,7 @@ from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
 from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.recorder import CompactionRecorder, Dropped, most_held
+from lowroll.kv.recurrent import RecurrentStates
 from lowroll.model.attention import upload
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
@@ -113,6 +114,9 @@ class Runner:
         self.large_batch_model = large_batch_model
         self.cache = storage(model.spec, num_pages, page_size, model.dtype, model.device)
         self.cache.exact = model.exact
+        if model.spec.delta is not None:
+            slots = num_slots(max_batch)
+            self.cache.recurrent = RecurrentStates(model.spec, slots, model.dtype, model.device)
         self.cache.adapt(model)
         max_pages = min(num_pages, -(-model.spec.max_position // page_size))
         self.selector = kv.selector(model.spec, self.cache, max_batch)
@@ -122,8 +126,9 @@ class Runner:
             self.recorder = CompactionRecorder(
                 spec.num_layers, slots, spec.num_kv_heads, most_held(kv, spec), model.device
             )
-        self.one_pass = one_pass and large_batch_model is None and self.selector is None
-        self.states = [state for state in (self.selector, self.recorder) if state is not None]
+        slot_states = (self.selector, self.recorder, self.cache.recurrent)
+        self.states = [state for state in slot_states if state is not None]
+        self.one_pass = one_pass and large_batch_model is None and not self.states
         self.decoder = Decoder(
             model, large_batch_model, self.cache, max_batch, max_pages, self.selector, cuda_graphs
         )

@@ -20,6 +20,7 @@ from lowroll.kernels.batch_invariant import attention as invariant
 from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
 from lowroll.kv.policy.base import Selector
 from lowroll.model.attention import Attend, packed, suffixes, upload, varlen
+from lowroll.model.families.base import DeltaSpec
 
 # tokens of later chunks' sequences gathered at once
 MOST_GATHERED = 1 << 17
@@ -39,6 +40,21 @@ class PagedDecode:
         if self.selector is not None:
             self.selector.decoded(layer, q_BHd, self.rows)
         return o_BHd
+
+    def recur(
+        self,
+        layer: int,
+        qkv_TC: Tensor,
+        decay_TH: Tensor,
+        beta_TH: Tensor,
+        weight_CK: Tensor,
+        sizes: DeltaSpec,
+    ) -> Tensor:
+        """Run the rows' tokens through a recurrent layer (`model.delta_net.Recur`)."""
+        assert self.cache.recurrent is not None
+        return self.cache.recurrent.decoded(
+            layer, qkv_TC, decay_TH, beta_TH, weight_CK, sizes, self.rows
+        )
 
 
 class PagedAttention:
@@ -90,6 +106,21 @@ class PagedAttention:
         if self.selector is not None:
             self.selector.prefilled(layer, q_THd, self.chunks)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def recur(
+        self,
+        layer: int,
+        qkv_TC: Tensor,
+        decay_TH: Tensor,
+        beta_TH: Tensor,
+        weight_CK: Tensor,
+        sizes: DeltaSpec,
+    ) -> Tensor:
+        """Run the chunks through a recurrent layer (`model.delta_net.Recur`)."""
+        assert self.cache.recurrent is not None
+        return self.cache.recurrent.prefilled(
+            layer, qkv_TC, decay_TH, beta_TH, weight_CK, sizes, self.chunks
+        )
 
 
 class _ExactAttention:

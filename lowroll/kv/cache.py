@@ -26,6 +26,7 @@ from lowroll.model.attention import upload
 from lowroll.model.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from lowroll.kv.recurrent import RecurrentStates
     from lowroll.model.transformer import Transformer
 
 
@@ -51,12 +52,13 @@ class KVCache:
         self.page_size, self.dtype, self.device = page_size, dtype, torch.device(device)
         self.released = False
         self.windows = spec.windows  # of layers, empty for none
+        self.recurrent: RecurrentStates | None = None  # of layers with a state in place of keys
         leading_shape = (num_pages, page_size, spec.num_kv_heads)
         columns = self.columns(spec, dtype)
         shapes = [
-            ((*leading_shape, width), column_dtype)
+            ((*leading_shape, width) if has_keys else (0, *leading_shape[1:], width), column_dtype)
             for width, column_dtype in columns
-            for _ in range(spec.num_layers)
+            for has_keys in spec.layers_with_keys
         ]
         all_buffers, self.virtual_memory = _allocate(shapes, self.device)
         self.buffers = [
@@ -75,15 +77,15 @@ class KVCache:
     def bytes_per_token(cls, spec: ModelSpec, dtype: torch.dtype) -> int:
         columns = cls.columns(spec, dtype)
         bytes_per_head = sum(width * column_dtype.itemsize for width, column_dtype in columns)
-        return spec.num_layers * spec.num_kv_heads * bytes_per_head
+        return sum(spec.layers_with_keys) * spec.num_kv_heads * bytes_per_head
 
     def adapt(self, model: Transformer) -> bool:
         """Adapt the storage to the weights. True when stored keys become unreadable."""
         return False
 
     def _all(self) -> list[Tensor]:
-        """Return the buffers of all layers and columns."""
-        return [buffer for column in self.buffers for buffer in column]
+        """Return the buffers of all layers that have keys, and of all columns."""
+        return [buffer for column in self.buffers for buffer in column if len(buffer)]
 
     @property
     def virtual_memory_bytes(self) -> int:
@@ -104,6 +106,8 @@ class KVCache:
             return
         for buffer in self._all():
             buffer.zero_()
+        if self.recurrent is not None:
+            self.recurrent.clear()
 
     def release(self) -> None:
         """Free the memory and its content until `restore`, for a learner that runs in between.

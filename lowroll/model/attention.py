@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowroll.kernels.batch_invariant import attention as invariant
 from lowroll.kernels.batch_invariant.gradient import with_gradient_of
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # with `recur` for recurrent layers
 
 MOST_SCORES = 1 << 24  # scores of a head at once, for stacked sequences
 MOST_STACKS = 4  # lengths of a micro-batch that get a call each on CUDA

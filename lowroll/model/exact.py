@@ -46,7 +46,7 @@ def refuse(
 
 
 def why_not(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-    if spec.windows or spec.activation != "silu" or not spec.adds_plainly:
+    if spec.windows or spec.activation != "silu" or not spec.adds_plainly or spec.attention_gate:
         return (
             f"{spec.architecture} has windows, norms after attention or another activation, whose "
             "kernels with the same bits in any batch are not there yet"

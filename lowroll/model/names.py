@@ -6,7 +6,11 @@ from collections.abc import Iterator
 
 from lowroll.model.spec import ModelSpec
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEARS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
 
 
 Names = tuple[str, list[str], tuple[int, ...]]  # internal, of the stacked parts, shape of the whole
@@ -26,7 +30,7 @@ def hf_names(spec: ModelSpec) -> Iterator[Names]:
         mlp = _expert_names if spec.num_experts else _mlp_names
         for name, parts, shape in (
             *([first] if first else []),
-            *_attention_names(spec, f"{layer}.self_attn"),
+            *_mixer_names(spec, i, layer),
             *norms.values(),
             *mlp(spec, f"{layer}.mlp"),
         ):
@@ -36,12 +40,34 @@ def hf_names(spec: ModelSpec) -> Iterator[Names]:
         yield "lm_head", ["lm_head.weight"], embedding_shape
 
 
+def _mixer_names(spec: ModelSpec, i: int, layer: str) -> Iterator[Names]:
+    if spec.layers and spec.layers[i].mixer == "delta":
+        return _delta_names(spec, f"{layer}.linear_attn")
+    return _attention_names(spec, f"{layer}.self_attn")
+
+
+def _delta_names(spec: ModelSpec, net: str) -> Iterator[Names]:
+    sizes = spec.delta
+    assert sizes is not None
+    hidden, heads = spec.hidden_size, sizes.value_heads
+    qkvz = [f"{net}.{part}.weight" for part in sizes.input_parts]
+    yield "delta.qkvz.weight", qkvz, (sizes.channels + sizes.values, hidden)
+    ba = [f"{net}.{part}.weight" for part in sizes.rate_parts]
+    yield "delta.ba_weight", ba, (2 * heads, hidden)
+    yield "delta.conv_weight", [f"{net}.conv1d.weight"], (sizes.channels, 1, sizes.taps)
+    yield "delta.decay_log", [f"{net}.A_log"], (heads,)
+    yield "delta.dt_bias", [f"{net}.dt_bias"], (heads,)
+    yield "delta.norm_weight", [f"{net}.norm.weight"], (sizes.value_dim,)
+    yield "delta.o.weight", [f"{net}.out_proj.weight"], (hidden, sizes.values)
+
+
 def _attention_names(spec: ModelSpec, attention: str) -> Iterator[Names]:
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    q_and_gate = q * (1 + spec.attention_gate)
     qkv = [f"{attention}.{part}_proj" for part in "qkv"]
-    yield "qkv.weight", [f"{part}.weight" for part in qkv], (q + 2 * kv, spec.hidden_size)
+    yield "qkv.weight", [f"{part}.weight" for part in qkv], (q_and_gate + 2 * kv, spec.hidden_size)
     if spec.qkv_bias:
-        yield "qkv.bias", [f"{part}.bias" for part in qkv], (q + 2 * kv,)
+        yield "qkv.bias", [f"{part}.bias" for part in qkv], (q_and_gate + 2 * kv,)
     if spec.qk_norm:
         q_size, k_size = (q, kv) if spec.qk_norm == "whole" else (spec.head_dim, spec.head_dim)
         yield "q_norm.weight", [f"{attention}.q_norm.weight"], (q_size,)
@@ -81,7 +107,8 @@ def features_read(spec: ModelSpec) -> dict[str, int]:
     """Return the in features of each kind of matrix by HF name ("q_proj", ...)."""
     mlp_size = spec.moe_intermediate_size if spec.num_experts else spec.intermediate_size
     in_features = dict.fromkeys(LINEARS, spec.hidden_size)
-    return in_features | {"o_proj": spec.num_heads * spec.head_dim, "down_proj": mlp_size}
+    in_features |= {"o_proj": spec.num_heads * spec.head_dim, "down_proj": mlp_size}
+    return in_features | ({} if spec.delta is None else {"out_proj": spec.delta.values})
 
 
 def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
@@ -90,8 +117,10 @@ def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
     mlp_size = spec.moe_intermediate_size or spec.intermediate_size
     if part == "down_proj":
         return spec.hidden_size
+    delta = spec.delta
     return {
-        "q_proj": spec.num_heads * spec.head_dim,
+        **({} if delta is None else delta.input_parts | delta.rate_parts),
+        "q_proj": spec.num_heads * spec.head_dim * (1 + spec.attention_gate),
         "k_proj": spec.num_kv_heads * spec.head_dim,
         "v_proj": spec.num_kv_heads * spec.head_dim,
         "gate_proj": mlp_size,

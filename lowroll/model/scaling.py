@@ -64,7 +64,11 @@ def scale(model: Transformer, s: float) -> Transformer:
             mlp = [block.gate_up.weight]
         else:
             mlp = [experts.gate_up.weight, experts.router.weight]
-        for norm, readers in zip(block.pre_norms, ([block.qkv.weight], mlp), strict=True):
+        if block.delta is None:
+            mixer = [block.qkv.weight]
+        else:
+            mixer = [block.delta.qkvz.weight, block.delta.ba_weight]
+        for norm, readers in zip(block.pre_norms, (mixer, mlp), strict=True):
             norm.weight.mul_(s)
             if norm.offset:
                 norm.weight.add_((s - 1) * norm.offset)

@@ -22,6 +22,7 @@ from lowroll.model.families.base import (
     FULL,
     PRE_NORMS,
     SLIDING,
+    DeltaSpec,
     Family,
     LayerSpec,
     Rope,
@@ -101,6 +102,8 @@ class ModelSpec:
     norms: tuple[tuple[str, str], ...] = PRE_NORMS  # of a block: attribute, name in checkpoints
     norm_offset: float = 0.0  # is added to the norms' weights
     activation: str = "silu"  # or `gelu_tanh`
+    attention_gate: bool = False  # q_proj also makes a gate of attention's output
+    delta: DeltaSpec | None = None  # of the layers that are gated delta nets
     embedding_scale: float = 1.0
     query_scale: float = 1.0  # beside 1 / sqrt(head_dim)
     update_scale: float = 1.0  # of what attention and MLP add to the residual stream
@@ -118,21 +121,33 @@ class ModelSpec:
         return windows if any(windows) else ()
 
     @property
+    def layers_with_keys(self) -> tuple[bool, ...]:
+        """Which layers attend to keys; the others have a state."""
+        if not self.layers:
+            return (True,) * self.num_layers
+        return tuple(layer.mixer == "attention" for layer in self.layers)
+
+    @property
     def adds_plainly(self) -> bool:
         """Whether a block's stream is x + f(norm(x)), as calibration assumes."""
-        return self.norms == PRE_NORMS and self.update_scale == 1.0
+        return self.norms == PRE_NORMS and self.update_scale == 1.0 and self.delta is None
 
     @property
     def num_parameters(self) -> int:
         """Parameters, with tied embeddings counted once and all experts."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        gate = q * self.attention_gate
         mlp = self.num_experts * (3 * self.moe_intermediate_size + 1) or 3 * self.intermediate_size
-        layer = self.hidden_size * (2 * q + 2 * kv + mlp + len(self.norms))
-        layer += (q + 2 * kv) * self.qkv_bias + self.hidden_size * (self.o_bias + self.mlp_bias)
+        layer = self.hidden_size * (mlp + len(self.norms) + self.mlp_bias)
         layer += 2 * self.intermediate_size * self.mlp_bias
-        layer += {"": 0, "head": 2 * self.head_dim, "whole": q + kv}[self.qk_norm]
+        attention = self.hidden_size * (2 * q + gate + 2 * kv + self.o_bias)
+        attention += (q + gate + 2 * kv) * self.qkv_bias
+        attention += {"": 0, "head": 2 * self.head_dim, "whole": q + kv}[self.qk_norm]
+        num_delta = sum(layer.mixer == "delta" for layer in self.layers)
+        delta = 0 if self.delta is None else self.delta.num_parameters(self.hidden_size)
         heads = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * layer + heads + self.hidden_size
+        mixers = num_delta * delta + (self.num_layers - num_delta) * attention
+        return self.num_layers * layer + mixers + heads + self.hidden_size
 
 
 def read_spec(folder: Path) -> ModelSpec:

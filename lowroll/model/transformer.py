@@ -27,6 +27,7 @@ from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
 from lowroll.model import logprobs
 from lowroll.model.attention import Attend, exact_varlen, varlen
+from lowroll.model.delta_net import GatedDeltaNet, Mixing, packed_recurrence
 from lowroll.model.experts import Experts
 from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.linear import Linear
@@ -110,16 +111,30 @@ class Block(nn.Module):
 
         norms = {name: norm(hidden) for name, _ in spec.norms}
         self.input_norm = norms.get("input_norm")
-        self.qkv = layers.linear(
-            hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, spec.qkv_bias, device, dtype
-        )
         self.norms_whole = spec.qk_norm == "whole"
+        self.has_gate = spec.attention_gate
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if spec.qk_norm:
-            self.q_norm = norm(q if self.norms_whole else spec.head_dim)
-            self.k_norm = norm(kv if self.norms_whole else spec.head_dim)
-        self.o = layers.linear(q, {"o_proj": hidden}, spec.o_bias, device, dtype)
+        self.delta: GatedDeltaNet | None = None
+        if spec.layers and spec.layers[layer].mixer == "delta":
+            assert spec.delta is not None
+            self.delta = GatedDeltaNet(
+                layer,
+                hidden,
+                spec.delta,
+                spec.norm_eps,
+                device,
+                dtype,
+                layers,
+            )
+        else:
+            q_and_gate = q * (1 + spec.attention_gate)
+            parts = {"q_proj": q_and_gate, "k_proj": kv, "v_proj": kv}
+            self.qkv = layers.linear(hidden, parts, spec.qkv_bias, device, dtype)
+            if spec.qk_norm:
+                self.q_norm = norm(q if self.norms_whole else spec.head_dim)
+                self.k_norm = norm(kv if self.norms_whole else spec.head_dim)
+            self.o = layers.linear(q, {"o_proj": hidden}, spec.o_bias, device, dtype)
         self.attention_out_norm = norms.get("attention_out_norm")
         self.post_attention_norm = norms.get("post_attention_norm")
         self.mlp_out_norm = norms.get("mlp_out_norm")
@@ -144,11 +159,16 @@ class Block(nn.Module):
         """Return the residual stream, and this block's update, which the next norm adds.
         `update_TD`: the previous block's. wanted_P: the tokens that continue after attention; keys
         and values are always all written."""
-        x_TD, normed = self._add(x_TD, update_TD, self.input_norm, self.qkv.row_kind)
+        rows = None if self.delta is not None else self.qkv.row_kind
+        x_TD, normed = self._add(x_TD, update_TD, self.input_norm, rows)
         rows = None if self.experts is not None else self.gate_up.row_kind
-        added_TD = self._scaled(
-            self.attention(normed, cos, sin, attend, wanted_P), self.attention_out_norm
-        )
+        if self.delta is None:
+            added_TD = self.attention(normed, cos, sin, attend, wanted_P)
+        else:
+            assert isinstance(normed, Tensor)
+            added_TD = self.delta(normed, attend.recur)  # type: ignore[attr-defined]
+            added_TD = added_TD if wanted_P is None else dense(added_TD)[wanted_P]
+        added_TD = self._scaled(added_TD, self.attention_out_norm)
         if wanted_P is not None:
             x_TD = x_TD[wanted_P]
         x_TD, normed = self._add(x_TD, added_TD, self.post_attention_norm, rows)
@@ -189,7 +209,8 @@ class Block(nn.Module):
     ) -> Stream:
         """Compute attention. cos, sin: of all the model's ropes."""
         rotate = invariant_heads if self.exact else rotate_heads
-        qkv, q_norm, k_norm = self._ordered(self.qkv(x_TD))
+        qkv, gate = self._split_gate(self.qkv(x_TD))
+        qkv, q_norm, k_norm = self._ordered(qkv)
         q_THd, k_TGd, v_TGd = rotate(
             qkv,
             cos[self.rope],
@@ -204,9 +225,21 @@ class Block(nn.Module):
         if self.query_scale != 1:
             q_THd = q_THd * self.query_scale
         o_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
+        if gate is not None:
+            o_THd = o_THd * gate.sigmoid()
         if wanted_P is not None:
             o_THd = o_THd[wanted_P]
         return self.o(self.o.read(o_THd.reshape(o_THd.shape[0], -1)))
+
+    def _split_gate(self, qkv: Stream) -> tuple[Stream, Tensor | None]:
+        """Return q, k and v, and the gate of attention's output [T, H, d], which stands behind each
+        head of q."""
+        if not self.has_gate:
+            return qkv, None
+        q_size = 2 * self.heads * self.head_dim
+        q_and_gate, kv = dense(qkv).tensor_split([q_size], dim=1)
+        q, gate = q_and_gate.unflatten(1, (self.heads, 2, self.head_dim)).unbind(2)
+        return torch.cat([q.flatten(1), kv], dim=1), gate
 
     def _ordered(self, qkv: Stream) -> tuple[Stream, Tensor | None, Tensor | None]:
         """Return q, k and v as the kernel that norms and rotates heads takes them, and the gains of
@@ -368,7 +401,8 @@ class Transformer(nn.Module):
         """Return causal attention over packed sequences, in each layer with its window."""
         if self.exact:
             return exact_varlen(lengths, self.device)
-        return varlen(lengths, self.device, self.spec.windows)
+        attend = varlen(lengths, self.device, self.spec.windows)
+        return attend if self.spec.delta is None else Mixing(attend, packed_recurrence(lengths))
 
     @property
     def lm_head_weight(self) -> Tensor:
@@ -436,10 +470,12 @@ def initialize(model: Transformer, seed: int, std: float = 0.02) -> Transformer:
     layers)), unit norms."""
     generator = torch.Generator().manual_seed(seed)
     shrink = (2 * model.spec.num_layers) ** -0.5
+    offset = model.spec.norm_offset
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim == 1:
-                p.fill_(0.0 if name.endswith("bias") else 1.0)
+                is_zero = name.endswith("bias") or name.endswith("norm.weight") and offset
+                p.fill_(0.0 if is_zero else 1.0)
                 continue
             scale = std * shrink if name.endswith(("o.weight", "down.weight")) else std
             p.copy_(torch.randn(p.shape, generator=generator) * scale)

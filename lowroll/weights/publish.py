@@ -309,7 +309,7 @@ def fingerprint(tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> 
     ).hexdigest()
 
 
-_LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in ("qkv", "o", "gate_up", "down"))
+_LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in ("qkv", "qkvz", "o", "gate_up", "down"))
 
 
 def _engine_weight(name: str, linear: Linear, format: str) -> QTensor:

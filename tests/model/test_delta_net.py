@@ -11,7 +11,8 @@ from transformers import Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from lowroll.model.delta_net import DeltaHeads, GatedDeltaNet, Recur, packed_recurrence
+from lowroll.model.delta_net import GatedDeltaNet, Recur, packed_recurrence, split_heads
+from lowroll.model.families.base import DeltaSpec
 from lowroll.model.layers import ENGINE
 from lowroll.model.recurrence import convolve, delta_rule, delta_step
 from lowroll.quant.formats import get_format
@@ -50,7 +51,7 @@ def pair(
                 p.mul_(0.3).add_(0.5)
     theirs.to(dtype)
     grouped = family == "qwen3_next"
-    ours = GatedDeltaNet(0, HIDDEN, DeltaHeads(*heads), 4, 1e-5, grouped, dtype=dtype)
+    ours = GatedDeltaNet(0, HIDDEN, DeltaSpec(*heads, 4, grouped), 1e-5, dtype=dtype)
     weights = dict(theirs.named_parameters())
     with torch.no_grad():
         for name, parts in names(ours).items():
@@ -60,8 +61,9 @@ def pair(
 
 def names(net: GatedDeltaNet) -> dict[str, list[str]]:
     """The checkpoint's names of each parameter."""
-    linears = {"qkvz": net.qkvz, "ba": net.ba, "o": net.o}
+    linears = {"qkvz": net.qkvz, "o": net.o}
     return {
+        "ba_weight": [f"{part}.weight" for part in net.sizes.rate_parts],
         "conv_weight": ["conv1d.weight"],
         "decay_log": ["A_log"],
         "dt_bias": ["dt_bias"],
@@ -129,11 +131,11 @@ def stateful(states: dict[int, tuple[Tensor, Tensor]], lengths: list[int]) -> Re
         decay_TH: Tensor,
         beta_TH: Tensor,
         weight_CK: Tensor,
-        heads: DeltaHeads,
+        sizes: DeltaSpec,
     ) -> Tensor:
         conv_state, state = states.get(layer, (None, None))
         convolved_TC, conv_state = convolve(qkv_TC, weight_CK, lengths, conv_state)
-        inputs = (*heads.split(convolved_TC), decay_TH, beta_TH)
+        inputs = (*split_heads(sizes, convolved_TC), decay_TH, beta_TH)
         if state is not None and max(lengths) == 1:
             o_THv, state = delta_step(*inputs, state)
         else:
@@ -161,7 +163,7 @@ def test_chunks_of_a_prompt_and_steps_continue_a_sequence(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_computes_with_codes_what_a_learner_does_with_their_values(family: str) -> None:
     learner, _ = pair(family, HEADS[0])
-    engine = GatedDeltaNet(0, HIDDEN, learner.heads, 4, 1e-5, family == "qwen3_next", layers=ENGINE)
+    engine = GatedDeltaNet(0, HIDDEN, learner.sizes, 1e-5, layers=ENGINE)
     codes = get_format("q8_0")
     with torch.no_grad():
         for name, p in learner.named_parameters():
@@ -180,4 +182,4 @@ def test_an_engine_computes_with_codes_what_a_learner_does_with_their_values(fam
 
 def test_value_heads_that_key_heads_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="linear_num_key_heads: 3 does not divide"):
-        DeltaHeads(3, 4, 8, 8)
+        DeltaSpec(3, 4, 8, 8, 4)

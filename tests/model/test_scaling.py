@@ -40,11 +40,16 @@ def test_logits_stay(tmp_path: Path, family: str, s: float) -> None:
     model = hf.load(hf_folder(tmp_path / "m", family))
     before, weights = logits(model), parameters(model)
     after = logits(scaling.scale(model, s))
-    assert (after - before).abs().max() <= 1e-5 * before.abs().max()
+    bound = 1e-5 if model.spec.delta is None else 5e-5  # a state sums over tokens
+    assert (after - before).abs().max() <= bound * before.abs().max()
     for name, p in model.named_parameters():
         factor = s if name.endswith(("input_norm.weight", "post_attention_norm.weight")) else 1.0
         factor = (
-            1 / s if name.endswith(("qkv.weight", "gate_up.weight", "router.weight")) else factor
+            1 / s
+            if name.endswith(
+                ("qkv.weight", "qkvz.weight", "ba_weight", "gate_up.weight", "router.weight")
+            )
+            else factor
         )
         offset = model.spec.norm_offset if factor == s else 0.0
         want = (weights[name] + offset) * factor - offset

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kv.policy.base import CachePolicy, copy_slots, num_slots
+from lowroll.kv.recurrent import RecurrentStates
 from lowroll.model.attention import upload
 from lowroll.model.replay import IN_A_BYTE, pack_evictions
 from lowroll.model.spec import ModelSpec
@@ -42,10 +43,11 @@ def recorder_bytes(policy: CachePolicy, spec: ModelSpec, max_batch: int) -> int:
 def policy_bytes(
     kv: CachePolicy, spec: ModelSpec, max_batch: int, dtype: torch.dtype, record_evictions: bool
 ) -> int:
-    """Return the device memory that a cache policy takes in addition to the cache: its own state,
-    and the records of the keys that it drops."""
+    """Return the device memory that slots take in addition to the cache: a policy's own state, the
+    records of the keys that it drops, and the states of recurrent layers."""
     recorded = recorder_bytes(kv, spec, max_batch) if record_evictions else 0
-    return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded
+    recurrent = RecurrentStates.nbytes(spec, num_slots(max_batch), dtype)
+    return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded + recurrent
 
 
 @dataclass(frozen=True)

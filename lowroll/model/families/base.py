@@ -59,6 +59,57 @@ class LayerSpec:
 
     rope: int | None = 0
     window: int = 0
+    mixer: str = "attention"  # or `delta`: a gated delta net, with a state in place of keys
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """The sizes of gated delta nets. A key head serves consecutive value heads. taps: of the
+    convolution. grouped: one matrix in checkpoints has q, k, v and z by key head, and another b and
+    a (Qwen3-Next); else they are matrices, q, k and v together (Qwen3.5)."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    grouped: bool = False
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"linear_num_key_heads: {self.key_heads} does not divide linear_num_value_heads "
+                f"{self.value_heads}"
+            )
+
+    @property
+    def values(self) -> int:
+        """The numbers of a token's values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """The numbers of a token's q, k and v, which the convolution reads."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def input_parts(self) -> dict[str, int]:
+        """The rows of the matrices that make q, k, v and z, by their names in checkpoints."""
+        if self.grouped:
+            return {"in_proj_qkvz": self.channels + self.values}
+        return {"in_proj_qkv": self.channels, "in_proj_z": self.values}
+
+    @property
+    def rate_parts(self) -> dict[str, int]:
+        """The same of those that make b and a."""
+        if self.grouped:
+            return {"in_proj_ba": 2 * self.value_heads}
+        return {"in_proj_b": self.value_heads, "in_proj_a": self.value_heads}
+
+    def num_parameters(self, hidden_size: int) -> int:
+        matrices = self.channels + 2 * self.values + 2 * self.value_heads
+        vectors = self.channels * self.taps + 2 * self.value_heads + self.value_dim
+        return hidden_size * matrices + vectors
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowroll.model.families import gemma, granite, llama, olmo, smollm3
+from lowroll.model.families import gemma, granite, llama, olmo, qwen3_5, smollm3
 from lowroll.model.families.base import Family
 
 _ROWS = (
@@ -22,6 +22,7 @@ _ROWS = (
         "hidden_activation",
         "gelu_pytorch_tanh",
     ),
+    Family("qwen3_5_text", "Qwen3_5ForCausalLM", qwen3_5.qwen3_5, qwen3_5.KEYS),
     Family("granite", "GraniteForCausalLM", granite.granite, granite.KEYS),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ROWS}

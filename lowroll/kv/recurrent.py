@@ -1,0 +1,117 @@
+"""The states of recurrent layers, one slot a sample, beside the paged cache.
+
+Slots are those of the samples (`kv.policy.base`): a prompt's first chunk finds zeros, samples of a
+group copy the state that the prompt left, and rows without a token write to the dead slot. A state
+is that of all tokens so far, so nothing of it can be shared by pages or taken back.
+
+Legend: T tokens, B rows, S sequences, N slots, C channels, K taps, H heads, k key size, v value size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowroll.kv.cache import DecodeRows, PromptChunk
+from lowroll.model.attention import upload
+from lowroll.model.delta_net import split_heads
+from lowroll.model.families.base import DeltaSpec
+from lowroll.model.recurrence import convolve, delta_rule, delta_step
+from lowroll.model.spec import ModelSpec
+
+
+class RecurrentStates:
+    """The states of all recurrent layers, zeros at first.
+
+    conv_LNCK: the last K - 1 inputs of each layer's convolution, in the model's dtype. rule_LNHkv:
+    the states of the delta rule, float32.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, num_slots: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        assert spec.delta is not None
+        sizes = spec.delta
+        layers = [i for i, layer in enumerate(spec.layers) if layer.mixer == "delta"]
+        self.row = {layer: row for row, layer in enumerate(layers)}
+        lead = (len(layers), num_slots)
+        self.conv_LNCK = torch.zeros(
+            *lead, sizes.channels, sizes.taps - 1, dtype=dtype, device=device
+        )
+        self.rule_LNHkv = torch.zeros(
+            *lead, sizes.value_heads, sizes.key_dim, sizes.value_dim, device=device
+        )
+
+    @staticmethod
+    def nbytes(spec: ModelSpec, num_slots: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the states of so many slots."""
+        if spec.delta is None:
+            return 0
+        sizes = spec.delta
+        rule = sizes.value_heads * sizes.key_dim * sizes.value_dim * torch.float32.itemsize
+        conv = sizes.channels * (sizes.taps - 1) * dtype.itemsize
+        return sum(layer.mixer == "delta" for layer in spec.layers) * num_slots * (rule + conv)
+
+    def begin(self, slots: Sequence[int]) -> None:
+        """Set the states of these slots to zero."""
+        slots_S = upload(torch.tensor(list(slots)), self.rule_LNHkv.device)
+        self.conv_LNCK.index_fill_(1, slots_S, 0)
+        self.rule_LNHkv.index_fill_(1, slots_S, 0)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of slots (source, target). All are read before one is written."""
+        sources, targets = upload(torch.tensor(list(pairs)), self.rule_LNHkv.device).unbind(1)
+        for state in (self.conv_LNCK, self.rule_LNHkv):
+            state[:, targets] = state[:, sources]
+
+    def clear(self) -> None:
+        """Zero everything, after a forward pass that was not finite."""
+        self.conv_LNCK.zero_()
+        self.rule_LNHkv.zero_()
+
+    def prefilled(
+        self,
+        layer: int,
+        qkv_TC: Tensor,
+        decay_TH: Tensor,
+        beta_TH: Tensor,
+        weight_CK: Tensor,
+        sizes: DeltaSpec,
+        chunks: Sequence[PromptChunk],
+    ) -> Tensor:
+        """Run the tokens of prompt chunks, and keep their last states."""
+        lengths = [chunk.num_tokens for chunk in chunks]
+        slots_S = upload(torch.tensor([chunk.slot for chunk in chunks]), qkv_TC.device)
+        conv_NCK, rule_NHkv = self._of(layer)
+        convolved_TC, conv_SCK = convolve(qkv_TC, weight_CK, lengths, conv_NCK[slots_S])
+        o_THv, rule_SHkv = delta_rule(
+            *split_heads(sizes, convolved_TC), decay_TH, beta_TH, lengths, rule_NHkv[slots_S]
+        )
+        conv_NCK[slots_S], rule_NHkv[slots_S] = conv_SCK, rule_SHkv
+        return o_THv
+
+    def decoded(
+        self,
+        layer: int,
+        qkv_BC: Tensor,
+        decay_BH: Tensor,
+        beta_BH: Tensor,
+        weight_CK: Tensor,
+        sizes: DeltaSpec,
+        rows: DecodeRows,
+    ) -> Tensor:
+        """Run one token of each row, and keep the states."""
+        conv_NCK, rule_NHkv = self._of(layer)
+        conv_BCK, rule_BHkv = conv_NCK[rows.slots_B], rule_NHkv[rows.slots_B]
+        convolved_BC, conv_BCK = convolve(qkv_BC, weight_CK, [1] * len(qkv_BC), conv_BCK)
+        o_BHv, rule_BHkv = delta_step(
+            *split_heads(sizes, convolved_BC), decay_BH, beta_BH, rule_BHkv
+        )
+        conv_NCK[rows.slots_B], rule_NHkv[rows.slots_B] = conv_BCK, rule_BHkv
+        return o_BHv
+
+    def _of(self, layer: int) -> tuple[Tensor, Tensor]:
+        row = self.row[layer]
+        return self.conv_LNCK[row], self.rule_LNHkv[row]

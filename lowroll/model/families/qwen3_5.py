@@ -1,0 +1,46 @@
+"""Qwen3.5, dense text: three of four layers are gated delta nets, the others attention whose output
+has a gate; a quarter of each head is rotated, and norms multiply by 1 + w."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowroll.model.config_values import flag, integer, layer_list
+from lowroll.model.families.base import DeltaSpec, LayerSpec, Values, biases, rope_of
+
+KEYS = (
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "full_attention_interval",
+    "attn_output_gate",
+    "output_gate_type",
+)
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+def qwen3_5(values: Values) -> dict[str, Any]:
+    if "attn_output_gate" in values and not flag(values, "attn_output_gate"):
+        raise ValueError("attn_output_gate: only attention with a gate is supported")
+    if values.get("output_gate_type") not in (None, "swish"):
+        raise ValueError("output_gate_type: only swish is supported")
+    kinds = layer_list(values, "layer_types", {LINEAR, FULL}, integer(values, "num_hidden_layers"))
+    return {
+        **biases(values),
+        "norm_offset": 1.0,
+        "qk_norm": "head",
+        "attention_gate": True,
+        "ropes": (rope_of(values, partial=True),),
+        "delta": DeltaSpec(
+            key_heads=integer(values, "linear_num_key_heads"),
+            value_heads=integer(values, "linear_num_value_heads"),
+            key_dim=integer(values, "linear_key_head_dim"),
+            value_dim=integer(values, "linear_value_head_dim"),
+            taps=integer(values, "linear_conv_kernel_dim"),
+        ),
+        "layers": tuple(
+            LayerSpec(mixer="delta" if kind == LINEAR else "attention") for kind in kinds
+        ),
+    }
