@@ -17,8 +17,8 @@ from lowroll.orchestrator.evaluate import check_errors
 from lowroll.orchestrator.groups import check_group, check_versions, credit
 from lowroll.orchestrator.ledger import Ledger
 from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource
-from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import SamplingSettings, Settings
+from lowroll.orchestrator.temperature import TemperatureSchedule
 from lowroll.types import (
     BehaviorTag,
     Group,
