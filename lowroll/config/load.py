@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 
 from lowroll.config.build import Overrides, build, read
 from lowroll.config.document import ConfigError, Document, plain
-from lowroll.config.run_config import RunConfig
+from lowroll.config.resolve import RunConfig
 
 SECTIONS = "lowroll.config.surogate.read:load_sections"  # imported only when needed
 

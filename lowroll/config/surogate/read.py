@@ -29,7 +29,7 @@ from pathlib import Path as FilePath
 
 from lowroll.config.build import Overrides, build, read, validate
 from lowroll.config.document import ConfigError, Document, Mark
-from lowroll.config.run_config import RunConfig
+from lowroll.config.resolve import RunConfig
 from lowroll.config.surogate import rules
 from lowroll.config.surogate.rules import OWN_SERVER, File, Files
 from lowroll.config.surogate.schema import RECIPES, InferFile, OrchFile, TrainFile

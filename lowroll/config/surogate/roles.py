@@ -23,7 +23,7 @@ import yaml
 
 from lowroll.config.build import Overrides, build, override_pairs, read, validate
 from lowroll.config.document import ConfigDumper, ConfigError, Document, Mark, Path
-from lowroll.config.run_config import RunConfig
+from lowroll.config.resolve import RunConfig
 from lowroll.config.surogate.read import MODELS, combine, load_sections
 
 Role = Literal["serve", "orchestrate", "train"]
