@@ -23,7 +23,8 @@ def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
     depend on other settings.
 
     overrides: {"train.max_steps": 20} or ["train.max_steps=20"] (values are YAML; list items by
-    index: env.0.id=...). ConfigError, a ValueError, has one line a problem.
+    index: env.0.id=...). Raises ConfigError, a ValueError whose message has one line for each
+    problem.
     """
     document = read(path)
     if {"orch", "infer"} & document.value.keys():

@@ -50,7 +50,8 @@ def load_surogate(
     orch: str | FilePath,
     overrides: Overrides = (),
 ) -> RunConfig:
-    """Load three files (`infer` may be absent). ConfigError as `load`."""
+    """Load three files (`infer` may be absent). Raises ConfigError under the same conditions as
+    `load`."""
     documents = {"train": read(train), "orch": read(orch)}
     documents["infer"] = read(infer) if infer else Document({}, name="infer")
     return combine(documents, overrides)
