@@ -142,7 +142,7 @@ def kind(annotation: Any) -> str:
 
 def own() -> list[tuple[str, ...]]:
     """Return the rows of lowroll's own keys: name, type, default, meaning."""
-    from lowroll.config.run_config import RunConfig
+    from lowroll.config.resolve import RunConfig
 
     return [
         (f"`{key.name}`", _type(key.field), default(key.field), key.meaning)

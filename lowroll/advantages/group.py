@@ -44,7 +44,7 @@ def grpo(
 
 
 def grpo_no_std(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """Return r - mean. `lengths` and errors as for `rloo`."""
+    """Return r - mean. `lengths` and the errors are those of `rloo`."""
     return _estimate(rewards, _centre)
 
 
@@ -86,7 +86,7 @@ def length_weighted(rewards: Rewards, lengths: Sequence[int] | None = None) -> l
 
 
 def reward(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """Return the reward itself, 0.0 for None. `lengths` and errors as for `rloo`."""
+    """Return the reward itself, 0.0 for None. `lengths` and the errors are those of `rloo`."""
     _check_rewards(rewards)
     return [0.0 if r is None else float(r) for r in rewards]
 

@@ -96,7 +96,7 @@ def words(command: str) -> Iterator[tuple[str, str]]:
 def _value_keys() -> list[str]:
     """Return the dotted keys that take a value."""
     from lowroll.config.build import known_keys
-    from lowroll.config.run_config import RunConfig
+    from lowroll.config.resolve import RunConfig
 
     all_keys = known_keys(RunConfig)
     list_sections = {

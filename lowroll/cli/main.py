@@ -148,7 +148,7 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
     if not similar_options and any(action.dest == "settings" for action in parser._actions):
         from lowroll.config.build import known_keys, last_names
         from lowroll.config.foreign import explain as explain_key
-        from lowroll.config.run_config import RunConfig
+        from lowroll.config.resolve import RunConfig
 
         key = name.replace("-", "_")
         following_words = words[words.index(option) + 1 :] if option in words else []

@@ -48,7 +48,8 @@ _POLL_S = 0.5
 def read_role(
     role: Literal["serve", "orchestrate", "train"], arguments: argparse.Namespace
 ) -> RunConfig:
-    """Return the settings of a role. ConfigError; a trainer waits for the orchestrator's part."""
+    """Return the settings of a role. A trainer that has train.yaml alone waits until the
+    orchestrator has stored its part. Raises ConfigError for wrong settings, or after WAIT_S."""
     from lowroll.config import ConfigError
     from lowroll.config.surogate.roles import NotThereYet, load_role
 

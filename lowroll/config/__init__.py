@@ -5,7 +5,7 @@ three files.
 from lowroll.config.data import EnvConfig
 from lowroll.config.document import ConfigError
 from lowroll.config.load import as_config, from_mapping, load
-from lowroll.config.run_config import RunConfig
+from lowroll.config.resolve import RunConfig
 
 __all__ = [
     "ConfigError",

@@ -31,7 +31,7 @@ from lowroll.config.document import (
 from lowroll.config.foreign import explain, foreign_keys
 from lowroll.config.paths import anchor
 from lowroll.config.renamed import carry_over, renamed_overrides
-from lowroll.config.run_config import RunConfig
+from lowroll.config.resolve import RunConfig
 from lowroll.config.section import Section
 from lowroll.types import HUB_NAME, nearest
 

@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 
 from lowroll.config.build import Overrides, build, read
 from lowroll.config.document import ConfigError, Document, plain
-from lowroll.config.run_config import RunConfig
+from lowroll.config.resolve import RunConfig
 
 SECTIONS = "lowroll.config.surogate.read:load_sections"  # imported only when needed
 
@@ -23,7 +23,8 @@ def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
     depend on other settings.
 
     overrides: {"train.max_steps": 20} or ["train.max_steps=20"] (values are YAML; list items by
-    index: env.0.id=...). ConfigError, a ValueError, has one line a problem.
+    index: env.0.id=...). Raises ConfigError, a ValueError whose message has one line for each
+    problem.
     """
     document = read(path)
     if {"orch", "infer"} & document.value.keys():

@@ -32,7 +32,8 @@ Layouts = StoredLayout | PackedWeights | MixedLayout
 
 def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Path]]:
     """Read a folder's spec, the layout of its linear layers, and the file of each tensor.
-    ValueError as for `hf.load`, except values."""
+    Raises ValueError under the same conditions as `hf.load`, except that it does not read the
+    values of tensors."""
     spec = read_spec(folder)
     layout = read_folder_layout(folder)
     if isinstance(layout, StoredLayout | MixedLayout) and layout.rotated:

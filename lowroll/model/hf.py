@@ -124,7 +124,8 @@ def load(
 
 def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]:
     """Read a dense folder's spec, the file of each weight, and the weights on the CPU by their HF
-    names. ValueError as for `read_headers`, and for a low-bit folder."""
+    names. Raises ValueError under the same conditions as `read_headers`, and for a low-bit folder.
+    """
     spec, layout, files = read_headers(folder)
     if layout is not None:
         raise ValueError(
@@ -147,8 +148,8 @@ def _load_adapted(
 ) -> Transformer:
     """Load an adapter's base as the run made it, and add the adapter.
 
-    weights: a format for the dense layers of a base without its own. ValueError as for `load`,
-    `bases.read` and `lora.load`.
+    weights: a format for the dense layers of a base without its own. Raises ValueError under the
+    same conditions as `load`, `bases.read` and `lora.load`.
     """
     base, base_folder = bases.read(folder), bases.base_of(folder)
     if base is None:
@@ -263,7 +264,8 @@ def save(
     files.
 
     Low-bit linear layers get a `quantization_config`. The manifest has the run's step.
-    FileExistsError when the folder exists; ValueError as for `state`.
+    Raises FileExistsError when the folder exists, and ValueError under the same conditions as
+    `state`.
     """
     from lowroll.checkpoint.publish import publish_folder
 

@@ -88,7 +88,8 @@ def _multiply(
     codes: QTensor | None,
     exact: bool = False,
 ) -> Tensor:
-    """Return x W' + b, with the codes where there are some."""
+    """Return y_TN = x W' + b. With `codes`, the weight's quantized form, the product is the one of
+    their format and has no gradient of its own; without (None), it is that of the weight."""
     if codes is None:
         return float_product(x_TK, weight_NK, bias_N, exact)
     return codes.linear(x_TK.detach(), bias_N, exact)

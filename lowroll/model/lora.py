@@ -100,7 +100,8 @@ def attach(
 
 
 def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> None:
-    """Raise ValueError as `attach` for a model of this spec."""
+    """Check an adapter for a model of this spec. Raises ValueError under the same conditions as
+    `attach`."""
     unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(TARGETS))
     if unknown or not targets:
         raise ValueError(

@@ -102,10 +102,10 @@ def _check_files(folder: Path) -> None:
 
 
 def eos_id(folder: str | Path) -> int | None:
-    """Return the eos id of the folder's tokenizer, or None. ValueError as for `load_tokenizer`.
+    """Return the eos id of the folder's tokenizer, or None.
 
-    Read from the files if possible, since importing transformers can take longer than loading the
-    weights.
+    It is read from the files if possible, since importing transformers can take longer than loading
+    the weights. Raises ValueError under the same conditions as `load_tokenizer`.
     """
     folder = tokenizer_home(folder)
     try:

@@ -29,7 +29,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.objectives.correction import rejection_statistics
 from lowroll.objectives.reduce import (
     Sequences,
     masked_mean,
@@ -43,6 +42,7 @@ from lowroll.objectives.surrogate import (
     TokenValues,
     exp_ratio,
     masked_max,
+    rejection_statistics,
 )
 
 RATIO_TYPES = ("token", "sequence")

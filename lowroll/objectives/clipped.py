@@ -1,8 +1,6 @@
-"""The loss of GRPO, Dr. GRPO, RLOO, DAPO and PPO (`clipped`), and of TIS (`weighted`): the clipped
-surrogate, plain and weighted for the sampler's mismatch. J is maximised.
+"""The loss of GRPO, Dr. GRPO, RLOO, DAPO and PPO: the clipped surrogate. J is maximised.
 
-    clipped    J_t =           min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   R = exp(learner - anchor)
-    weighted   J_t = min(w, C) min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   w = exp(proximal - behavior)
+    J_t = min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   R = exp(learner - anchor)
 
 Rows of `table` differ in bounds, average and advantages:
 
@@ -14,8 +12,6 @@ Rows of `table` differ in bounds, average and advantages:
     ppo          the same, bounds .2, A a token's own           arXiv 1707.06347 eq. 7
     none         grpo on the sampler's tokens, the mismatch ignored: QuRL's RL baseline, eq. 1
     is           R = exp(learner - behavior)                    QuRL eq. 3
-    tis          weighted, C = 2                                QuRL eq. 5, FlashRL
-    decoupled    weighted, C = inf                              QuRL eq. 4, arXiv 2110.00641
 
 Notes:
 1. Dr. GRPO divides by the constant `max_length` (the generation limit in tokens), so that long
@@ -29,20 +25,11 @@ Notes:
    which QuRL uses.
 5. `is` clips the sampler's error together with the learner's change, so a token may be clipped
    before any update: it collapses, and serves as a comparison.
-6. `decoupled` is unbiased for the proximal policy, with unbounded variance. TIS' paper gives no C;
-   2 is FlashRL's for GSM8K (8 for its 32B DAPO run).
 """
 
 from __future__ import annotations
 
-from lowroll.objectives.surrogate import (
-    ObjectiveInput,
-    TokenValues,
-    clip,
-    policy_statistics,
-    truncate,
-    weight_statistics,
-)
+from lowroll.objectives.surrogate import ObjectiveInput, TokenValues, clip, policy_statistics
 
 
 def clipped(
@@ -57,15 +44,3 @@ def clipped(
     if tokens.has_behavior:
         statistics["correction/dropped_tokens"] = tokens.num_dropped
     return surrogate.value_N, statistics
-
-
-def weighted(
-    tokens: ObjectiveInput, *, cap: float, eps_low: float, eps_high: float, dual_clip: float | None
-) -> TokenValues:
-    """Return each token's value and the statistics; `cap` is C."""
-    weight_N = truncate(tokens.weight_N, cap)
-    surrogate = clip(
-        tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
-    )
-    statistics = policy_statistics(tokens, surrogate) | weight_statistics(tokens, weight_N, cap)
-    return weight_N * surrogate.value_N, statistics

@@ -22,12 +22,12 @@ import math
 
 import torch
 
-from lowroll.objectives.correction import rejection_statistics
 from lowroll.objectives.reduce import masked_mean
 from lowroll.objectives.surrogate import (
     ObjectiveInput,
     TokenValues,
     masked_max,
+    rejection_statistics,
 )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.objectives.correction import CorrectionWeights
 from lowroll.objectives.reduce import Denominators, aggregate, count
+from lowroll.objectives.reweight import CorrectionWeights
 from lowroll.objectives.surrogate import TokenValues, as_floats, prepare
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, ObjectiveRow, pair
 
@@ -142,9 +142,11 @@ class Objective:
         behavior: Tensor | None = None,
         **options: Any,
     ) -> Denominators:
-        """Return the denominators of these tokens; sum them over micro-batches and ranks.
+        """Count the tokens and sequences by which the loss is divided.
 
-        `behavior` says which tokens are dropped; with `proximal` it gives the sum of the weights.
+        The counts of micro-batches and ranks add up to those of the batch. Tokens without a finite
+        `behavior` log-prob do not count. An objective that normalises its weights needs `proximal`
+        too, for their sum.
         """
         total = count(
             mask=mask, segments=segments, behavior=behavior if self.needs_behavior else None

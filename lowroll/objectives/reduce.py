@@ -31,10 +31,11 @@ from lowroll.objectives.table import MODES
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts of a whole batch: unmasked tokens, and sequences (fully masked ones included).
+    """The counts by which the loss of a whole batch is divided: its unmasked tokens, and its
+    sequences (fully masked ones included).
 
-    `weight_sum`: the correction's weights over those tokens, for objectives that divide by their
-    mean.
+    `weight_sum` is the sum of the correction's weights over those tokens, for objectives that
+    divide by the mean weight.
     """
 
     num_tokens: int
@@ -99,9 +100,11 @@ def sequences_of(mask: Tensor, segments: Tensor | None = None) -> Sequences:
 def count(
     *, mask: Tensor, segments: Tensor | None = None, behavior: Tensor | None = None
 ) -> Denominators:
-    """Return the denominators of these tokens; sum them over micro-batches and ranks.
+    """Count the unmasked tokens and the sequences, by which `aggregate` divides a loss.
 
-    With `behavior`, tokens without a finite behaviour log-prob are dropped.
+    The counts of micro-batches and ranks add up to those of the batch. With `behavior`, the
+    sampler's log-probs, tokens whose log-prob is not finite do not count. `mask` and `segments` are
+    those of `sequences_of`.
     """
     sequences = sequences_of(mask, segments)
     if behavior is not None:

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import math
 
-from lowroll.objectives.correction import Bounds, CorrectionWeights, checked_bounds, correct, judge
 from lowroll.objectives.reduce import Denominators
+from lowroll.objectives.reweight import Bounds, CorrectionWeights, checked_bounds, correct, judge
 from lowroll.objectives.surrogate import ObjectiveInput, TokenValues
 
 

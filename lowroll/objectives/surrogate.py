@@ -22,7 +22,7 @@ Ties are active. Log-ratios are clamped to +-20 before exp. Masked entries may b
 replaced before any arithmetic, so no NaN reaches value or gradient. An unmasked token without a
 finite behaviour log-prob is masked, and counted. A non-finite learner log-prob is kept, to show.
 
-Shape legend: N tokens of the call, laid end to end.
+Shape legend: N tokens of the call, laid end to end; S sequences.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.objectives.reduce import Sequences, masked_mean, sequences_of
+from lowroll.objectives.reduce import Sequences, masked_mean, sequence_any, sequences_of
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -204,6 +204,17 @@ def weight_statistics(tokens: ObjectiveInput, weight_N: Tensor, cap: float) -> d
         "correction/weight_max": masked_max(weight_N, mask_N),
         "correction/truncated_fraction": masked_mean(tokens.weight_N > cap, mask_N),
         "correction/dropped_tokens": tokens.num_dropped,
+    }
+
+
+def rejection_statistics(kept_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
+    """Return the fractions of tokens, and of whole sequences, that were rejected."""
+    active_S = sequence_any(torch.ones_like(kept_N), sequences)
+    return {
+        "correction/rejected_fraction": masked_mean(~kept_N, sequences.mask_N),
+        "correction/rejected_sequence_fraction": masked_mean(
+            ~sequence_any(kept_N, sequences), active_S
+        ),
     }
 
 

@@ -44,7 +44,7 @@ SEQUENCE_CLIP: Mapping[str, Any] = {"eps_low": 3e-4, "eps_high": 4e-4, "reduce":
 CAP = 2.0  # C, FlashRL's for GSM8K
 BOUNDS = ("eps_low", "eps_high")
 CLIPPED = "lowroll.objectives.clipped:clipped"
-WEIGHTED = "lowroll.objectives.clipped:weighted"
+TIS = "lowroll.objectives.tis:tis"
 _CLIPPED_TERM = "min(R A, clip(R, 1-el, 1+eh) A)"
 
 
@@ -138,14 +138,14 @@ CORRECTIONS: dict[str, Correction] = {
     "decoupled": Correction(
         f"w {_CLIPPED_TERM}",
         "QuRL eq. 4, arXiv 2110.00641",
-        WEIGHTED,
+        TIS,
         ("proximal", "behavior"),
         fixed={"cap": math.inf},
     ),
     "tis": Correction(
         f"min(w, C) {_CLIPPED_TERM}",
         "QuRL eq. 5",
-        WEIGHTED,
+        TIS,
         ("proximal", "behavior"),
         {"cap": CAP, **CLIP},
     ),
@@ -192,10 +192,10 @@ CORRECTIONS: dict[str, Correction] = {
     "reweight": Correction(
         f"keep v {_CLIPPED_TERM}, v from w, keep by rules on w",
         "verl, rollout correction",
-        "lowroll.objectives.correction:reweight",
+        "lowroll.objectives.reweight:reweight",
         ("proximal", "behavior"),
         {"cap": CAP, **CLIP},
-        judge="lowroll.objectives.correction:judge",
+        judge="lowroll.objectives.reweight:judge",
     ),
 }
 

@@ -58,8 +58,11 @@ def check_masks(batch: Batch) -> list[str]:
 def canaries(
     envs: Mapping[str, Environment], scorer: Scorer, positions: Mapping[str, int]
 ) -> list[str]:
-    """Return one line for each canary with a wrong score. `positions`: the training task of each
-    environment; one without stored answers is skipped."""
+    """Score known answers, and return one line for each wrong score.
+
+    Each environment gives a right and a wrong answer to one of its training tasks, the one at
+    `positions[name]`. An environment that stores no answers is skipped.
+    """
     items: list[tuple[Prompt, str]] = []
     for name, env in envs.items():
         prompt = prompt_at(env, positions[name], "train")

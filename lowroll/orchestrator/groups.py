@@ -132,17 +132,6 @@ def _check_turns(rollout: Rollout, where: str) -> None:
         raise InvalidRollout(f"{where}: its turns end at {end} of {len(rollout.token_ids)} tokens")
 
 
-def check_versions(group: ScoredGroup, version: int, most: int) -> None:
-    """Raise InvalidRollout for a token whose policy is newer than the learner's, or more than
-    `most` versions older."""
-    for drawn_version in group.versions:
-        if not version - most <= drawn_version <= version:
-            raise InvalidRollout(
-                f"request {group.id!r}: drawn under policy version {drawn_version} while the learner is at "
-                f"{version}, and at most {most} behind it are allowed"
-            )
-
-
 def score(
     draws: list[PromptDraw],
     groups: list[Group],

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowroll.orchestrator import groups as grouping
 from lowroll.orchestrator.alarms import alarms, canaries, check_masks
-from lowroll.orchestrator.errors import ErrorWindow, InvalidRollout, NoSignal, check_any
+from lowroll.orchestrator.errors import ErrorWindow, NoSignal, check_any
 from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.interfaces import (
     BatchSender,
@@ -45,6 +45,7 @@ from lowroll.orchestrator.pending_batch import DroppedGroup, PendingBatch, reaso
 from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource, seed_of
 from lowroll.orchestrator.rollout_buffer import OpenGroup, RolloutBuffer
 from lowroll.orchestrator.settings import Settings
+from lowroll.orchestrator.staleness import STALE, check_versions, is_stale
 from lowroll.orchestrator.stats import batch_stats
 from lowroll.types import Batch, Group
 
@@ -139,7 +140,7 @@ class Orchestrator:
         """Collect and score the groups of a step, and make its batch."""
         stale_groups = self._load_weights(pending)
         if self.settings.streams:
-            self._drop(pending, stale_groups, "stale")
+            self._drop(pending, stale_groups, STALE)
             self._collect_as_they_end(pending)
         else:
             self._collect_in_rounds(pending)
@@ -191,7 +192,7 @@ class Orchestrator:
             scored_groups = self._score(pending, draws, groups)
             if pending.version is not None:
                 for group in scored_groups:
-                    grouping.check_versions(group, pending.version, 0)
+                    check_versions(group, pending.version, 0)
             pending.take(scored_groups, settings)
             pending.rounds += 1
 
@@ -228,7 +229,7 @@ class Orchestrator:
                 scored_groups = self._score(pending, draws, groups)
                 for (open_group, _), group in zip(answers, scored_groups, strict=True):
                     open_group.scored = group
-            self._drop(pending, self._load_newer_weights(pending.step), "stale")
+            self._drop(pending, self._load_newer_weights(pending.step), STALE)
         chosen = ready[:num_groups]
         pending.kept = [open_group.scored for open_group in chosen if open_group.scored is not None]
         pending.stats = rollout_buffer.stats(pending.step, chosen)
@@ -260,21 +261,14 @@ class Orchestrator:
         return scored_groups
 
     def _drop_unusable(self, pending: PendingBatch) -> None:
-        """Drop returned groups that are too old or without signal. InvalidRollout for a newer
-        version."""
-        version, max_lag = pending.version, self.settings.max_off_policy_steps
+        """Drop returned groups that are too old or without signal. Raises InvalidRollout for a
+        newer version."""
         for open_group in self.rollout_buffer.ready(pending.ledger):
             group = open_group.scored
             assert group is not None
-            oldest, newest = group.versions
-            if version is not None and newest > version:
-                raise InvalidRollout(
-                    f"request {open_group.id!r}: drawn under policy version {newest} while the "
-                    f"learner is at {version}"
-                )
             reason = reason_to_drop(group, self.settings)
-            if version is not None and version - oldest > max_lag:
-                reason = "stale"
+            if pending.version is not None and is_stale(group, pending.version, self.settings):
+                reason = STALE
             if reason is not None:
                 self._drop(pending, [open_group], reason)
 

@@ -7,14 +7,8 @@ returned groups in planned order as soon as there are enough; a dropped group is
     level 0, keep or replay  it continues after the update
     level k >= 1             it continues, and newer weights are loaded while it runs
 
-With a factor of 1 batch n has only tokens of versions >= n - 1 - k. Otherwise max_off_policy_steps
-bounds a group's staleness in two ways (Surogate's rule and prime-rl's):
-
-1. At a weight update, groups in flight that have lived through max_off_policy_steps updates are
-   dropped (`RolloutBuffer.swap`); the others count one more. A replayed group has no old tokens and
-   does not count.
-2. A returned group is dropped (`Orchestrator._drop_unusable`) when it has a token drawn more than
-   max_off_policy_steps versions before the learner's.
+With a factor of 1 batch n has only tokens of versions >= n - 1 - k. Otherwise groups that are too
+old are dropped (`orchestrator.staleness`).
 
 Taking what ends first prefers short responses: compare `rollout/length_*` with
 `rollout/open_length_mean` and `rollout/carried_length_mean`.
@@ -35,6 +29,7 @@ from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.ledger import GroupPlan, Ledger
 from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource
 from lowroll.orchestrator.settings import Settings
+from lowroll.orchestrator.staleness import is_stale_in_flight
 from lowroll.types import Group, RunFailed
 
 
@@ -212,9 +207,10 @@ class RolloutBuffer:
             or self.settings.partial == "replay"
         ):
             return []
-        max_swaps = self.settings.max_off_policy_steps
         stale_groups = [
-            open_group for open_group in self._flights.values() if open_group.swaps >= max_swaps
+            open_group
+            for open_group in self._flights.values()
+            if is_stale_in_flight(open_group.swaps, self.settings)
         ]
         for open_group in self._flights.values():
             open_group.swaps += 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lowroll.advantages import TABLE, Estimator
 from lowroll.orchestrator.filters import Filter
-from lowroll.orchestrator.schedule import TemperatureSchedule
+from lowroll.orchestrator.temperature import TemperatureSchedule
 
 SOLVED = 1.0 - 1e-6  # the least reward of a solved task
 

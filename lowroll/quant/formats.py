@@ -349,7 +349,7 @@ class Format(ABC):
         return parts
 
     def stack(self, parts: Sequence[QTensor]) -> QTensor:
-        """Join parts from top to bottom. ValueError as for `cut`."""
+        """Join parts from top to bottom. Raises ValueError under the same conditions as `cut`."""
         rows = [part.shape[0] for part in parts]
         num_in = parts[0].shape[1]
         stacked: dict[str, Tensor] = {}

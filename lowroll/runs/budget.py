@@ -277,7 +277,8 @@ def refuse_model(cfg: RunConfig) -> None:
 
 
 def dense_model(cfg: RunConfig, compute: Compute) -> Transformer:
-    """Return the run's model before rounding; ValueError as `refuse_model`."""
+    """Return the run's model before rounding. Raises ValueError under the same conditions as
+    `refuse_model`."""
     refuse_model(cfg)
     model = hf.load(cfg.model, compute.device, compute.dtype).requires_grad_(False)
     if cfg.train.uaq_scale is not None:

@@ -97,7 +97,7 @@ class Policy:
     def load(
         cls, cfg: RunConfig, chat: ChatTokenizer, compute: Compute, ranks: Ranks = ALONE
     ) -> Policy:
-        """Load the model of the settings. Errors as `refuse_others`."""
+        """Load the model of the settings. Raises the same errors as `refuse_others`."""
         model = models.learner(cfg, compute)
         base_digest = digest(model)
         refuse_others(ranks, base_digest, cfg)

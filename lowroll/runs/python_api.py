@@ -9,8 +9,8 @@ from typing import Any
 
 from lowroll.config.document import ConfigError
 from lowroll.config.foreign import explain
+from lowroll.config.resolve import RunConfig
 from lowroll.config.rollout import RolloutConfig
-from lowroll.config.run_config import RunConfig
 from lowroll.config.section import Section
 from lowroll.config.train import TrainConfig
 from lowroll.runs.attempt import RunResult

@@ -101,7 +101,8 @@ async def _update(app: web.Application, version: str, in_flight: InFlight) -> di
 async def _take_version(
     app: web.Application, version: str, in_flight: InFlight, gap: bool = False
 ) -> tuple[WeightVersion, BehaviorTag]:
-    """Read a version and have the engine take it. ValueError as of `Engine.update_weights`."""
+    """Read a version and have the engine take it. Raises ValueError under the same conditions as
+    `Engine.update_weights`."""
     state, store = app[STATE], app[WEIGHTS]
     behavior = (await state.engine.health()).behavior
     limit_s = state.limits.update_s

@@ -17,20 +17,24 @@ from lowroll.types import Group, Rollout
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    """`POST /inference/v1/generate`: draw from token ids, in vLLM's format."""
+    """`POST /inference/v1/generate`: draw samples that continue a prompt of token ids.
+
+    Request and response have the format of vLLM's endpoint. Where the client requests
+    `prompt_logprobs`, the engine first scores the prompt itself.
+    """
     state = request.app[STATE]
     body = await read_body(request, GenerateRequest)
     params, prompt_ids = body.sampling_params, body.token_ids
     state.check_n(params.n)
-    scores = None
+    prompt_scores = None
     if params.prompt_logprobs is not None:
-        (scores,) = await score_prompts(
+        (prompt_scores,) = await score_prompts(
             state,
             [EncodedPrompt(prompt_ids)],
             params.prompt_logprobs,
             stream=body.stream,
             prompt_field="token_ids",
-            asked_by="sampling_params.prompt_logprobs",
+            requesting_field="sampling_params.prompt_logprobs",
         )
     tokens_left = state.tokens_left(prompt_ids)
     engine_request = params.to_engine_request(
@@ -39,7 +43,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         top_logprobs=params.logprobs or 0,
         request_id=body.request_id,
     )
-    answer = await state.in_worker(GenerateAnswer, request, body, scores)
+    answer = await state.run_in_worker(GenerateAnswer, request, body, prompt_scores)
     return await respond(request, answer, [engine_request], GENERATE_ENGINE_FIELDS)
 
 
@@ -47,23 +51,23 @@ class GenerateAnswer(Answer):
     body: GenerateRequest
 
     def __init__(
-        self, request: web.Request, body: GenerateRequest, scores: PromptScores | None
+        self, request: web.Request, body: GenerateRequest, prompt_scores: PromptScores | None
     ) -> None:
         state = request.app[STATE]
         self.names = TokenNames(state.vocabulary, as_ids=True)
         super().__init__(
             body, [body.token_ids], {"request_id": body.request_id or request[REQUEST_ID]}
         )
-        self.of_prompt = {
+        self.prompt_fields = {
             "model": state.name,
             "prompt_token_ids": body.token_ids,
             "prompt_logprobs": None
-            if scores is None
-            else prompt_logprobs(self.names, body.token_ids, scores),
+            if prompt_scores is None
+            else prompt_logprobs(self.names, body.token_ids, prompt_scores),
         }
 
     def whole(self, groups: Sequence[Group]) -> Tree:
-        return self.head | self.of_prompt | super().whole(groups)
+        return self.head | self.prompt_fields | super().whole(groups)
 
     def whole_choice(self, prompt: int, delta: Delta, rollout: Rollout) -> Tree:
         origin_fields = {"weight_versions": weight_versions(rollout), "lowroll": origin(rollout)}

@@ -107,7 +107,7 @@ class ServerState:
         default_factory=lambda: ThreadPoolExecutor(WORKERS, thread_name_prefix="clients")
     )
 
-    async def in_worker(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    async def run_in_worker(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run fn in one of a few threads, which keeps the event loop free and bounds the memory of
         concurrent requests."""
         job = partial(fn, *args, **kwargs)
@@ -217,7 +217,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
 
     state = request.app[STATE]
     data = await _read_bytes(request)
-    return await state.in_worker(parse, data) if len(data) > LARGE_BODY else parse(data)
+    return await state.run_in_worker(parse, data) if len(data) > LARGE_BODY else parse(data)
 
 
 async def _read_bytes(request: web.Request) -> bytes:

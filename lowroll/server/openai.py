@@ -180,7 +180,7 @@ async def _prompt_scores(
         body.score_temperature,
         stream=body.stream,
         prompt_field="prompt",
-        asked_by="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
+        requesting_field="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
     )
 
 

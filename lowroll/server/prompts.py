@@ -66,7 +66,7 @@ async def encode_prompts(
             field = "prompt" if prompt is given else f"prompt[{i}]"
             vocabulary = state.require_vocabulary(field)
             _check_length(state, vocabulary, prompt, field)
-            ids = await state.in_worker(vocabulary.encode, prompt, special)
+            ids = await state.run_in_worker(vocabulary.encode, prompt, special)
             encoded_prompts.append(EncodedPrompt(ids, prompt))
         else:
             encoded_prompts.append(EncodedPrompt(prompt))
@@ -107,7 +107,7 @@ async def encode_conversation(
         except ValueError as error:
             raise wrong_field("messages", str(error)) from None
 
-    return EncodedPrompt(await state.in_worker(encode))
+    return EncodedPrompt(await state.run_in_worker(encode))
 
 
 def _check_length(state: ServerState, vocabulary: Vocabulary, text: str, field: str) -> None:
@@ -168,7 +168,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
         encode, max_chars = state.require_vocabulary("prompt").encode, state.limits.text
         if len(body.prompt) > max_chars:
             raise too_long("prompt", f"{len(body.prompt):,} characters; {max_chars:,} at most")
-        ids = await state.in_worker(encode, body.prompt, body.add_special_tokens is not False)
+        ids = await state.run_in_worker(encode, body.prompt, body.add_special_tokens is not False)
     vocabulary = state.require_vocabulary("prompt")
 
     def answer() -> dict[str, Any]:
@@ -187,7 +187,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     body = await read_body(request, DetokenizeRequest)
     decode = state.require_vocabulary("tokens").decode
-    text = await state.in_worker(decode, body.tokens, skip_special_tokens=False)
+    text = await state.run_in_worker(decode, body.tokens, skip_special_tokens=False)
     return await json_response_in_worker(state, lambda: {"prompt": text}, len(body.tokens))
 
 
@@ -202,17 +202,21 @@ async def score_prompts(
     *,
     stream: bool,
     prompt_field: str,
-    asked_by: str = "prompt_logprobs",
+    requesting_field: str = "prompt_logprobs",
 ) -> list[PromptScores]:
-    """Return the scores of prompts, with the `top` likeliest tokens. They are scored one by one, so
-    that the engine draws in between. asked_by: the field for them. Raises Refused for prompts that
-    cannot be scored, or that are more than one answer may hold."""
+    """Return the log-probs of prompts' own tokens, with the `top` likeliest tokens of each position.
+
+    The prompts are scored one by one, so that the engine draws in between. An error names
+    `requesting_field`, the field of the request that wants the log-probs, or `prompt_field`, the
+    field with the prompts. Raises Refused for prompts that cannot be scored, or that are more than
+    one answer may hold.
+    """
     max_logprobs = state.limits.told_streamed if stream else state.limits.told
     count = sum(len(prompt.token_ids) for prompt in prompts) * (top + 1)
     if count > max_logprobs:
         note = " in a stream" if stream else ""
         reason = f"{count:,} log-probs of prompts in one answer; {max_logprobs:,} at most{note}"
-        raise wrong_field(asked_by, reason)
+        raise wrong_field(requesting_field, reason)
     if not state.capabilities.scores:
         raise wrong_field("prompt_logprobs", "this engine does not score")
     scores = []

@@ -267,7 +267,7 @@ async def json_response_in_worker(
     """Return the answer of `make`, in a worker if it has many tokens."""
     if tokens <= SHORT_ANSWER:
         return json_response(make())
-    body = await state.in_worker(lambda: compact_json(make()).encode())
+    body = await state.run_in_worker(lambda: compact_json(make()).encode())
     return web.Response(body=body, content_type="application/json", charset="utf-8")
 
 

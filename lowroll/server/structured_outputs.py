@@ -136,7 +136,7 @@ async def grammar_of(
             refuse_engine_error(error, {"grammar": field})
         return text
 
-    return await state.in_worker(compiled), {"grammar": field}
+    return await state.run_in_worker(compiled), {"grammar": field}
 
 
 def _requested_grammars(body: StructuredOutputFields) -> dict[str, Callable[[], str]]:

@@ -46,7 +46,7 @@ def make(
 ) -> Any:
     """Return the library's optimizer. Its `moved` sums the squared 2-norm of the updates, without
     weight decay, until set to 0. sizes: entries of the whole parameter, by the id of the held part.
-    ValueError as for `find`."""
+    Raises ValueError under the same conditions as `find`."""
 
     class Measured(find()):  # type: ignore[misc]
         moved = 0.0

@@ -84,7 +84,7 @@ class Spool:
         return data
 
     def read(self, step: int) -> Batch:
-        """Return the batch of a step; errors as `get`."""
+        """Return the batch of a step. Raises the same errors as `get`."""
         return decode_frame(self._bytes(step), self.run, step, str(self.path(step)))
 
     def _bytes(self, step: int) -> bytes:

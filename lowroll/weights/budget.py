@@ -107,8 +107,9 @@ def allocate(
 ) -> Allocation:
     """Choose the format of every linear layer of a dense model without changing the model.
 
-    Layers are rounded to nearest. on_progress(done, total) counts them. ValueError as
-    `blockwise.check_dense`, and for an unreachable budget, with the measured points.
+    Layers are rounded to nearest. on_progress(done, total) counts them.
+    Raises ValueError under the same conditions as `blockwise.check_dense`, and for an unreachable
+    budget, with the measured points.
     """
     start_time = time.monotonic()
     search = _Search(model, budget)
@@ -298,7 +299,8 @@ class _Search:
 
 class Reference:
     """The dense model on calibration tokens: its residual stream before each block, and the
-    log-probs at the counted positions. ValueError as `blockwise.check_dense`."""
+    log-probs at the counted positions. Raises ValueError under the same conditions as
+    `blockwise.check_dense`."""
 
     def __init__(self, model: Transformer, calibration: Calibration) -> None:
         check_dense("rollout.weights", model, calibration.sequences)

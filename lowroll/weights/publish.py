@@ -59,7 +59,8 @@ def rollout_load(
     folder: Path, format: str, device: torch.device | str, dtype: torch.dtype, noisy: bool = False
 ) -> Transformer:
     """Return the engine's model loaded from a folder, equal to `rollout_copy` of the loaded model,
-    in the memory of one model. It shares no weights. ValueError as `hf.load`."""
+    in the memory of one model. It shares no weights. Raises ValueError under the same
+    conditions as `hf.load`."""
     return rollout_copy(hf.load(folder, device, dtype, format), format, dtype, noisy, owned=True)
 
 
@@ -230,7 +231,8 @@ def _check_fits(
     mine: dict[str, nn.Parameter],
     targets: dict[str, nn.Parameter],
 ) -> None:
-    """Raise ValueError as `publish`, except for values that are not finite."""
+    """Check whether `publish` can publish the master. Raises ValueError under the same conditions
+    as `publish`, except for values that are not finite."""
     if master.spec != rollout.spec:
         raise ValueError("publish: the master's sizes are not those of the engine's model")
     mismatched = sorted(

@@ -19,7 +19,7 @@ from lowroll.kernels.kv_eviction.watch import add_attended, remember
 from lowroll.kv.cache import DecodeRows
 from lowroll.kv.policy.h2o import attended
 from lowroll.kv.policy.rkv import RKV
-from lowroll.kv.policy.snapkv import Attended, SnapKV
+from lowroll.kv.policy.snapkv import AttentionSelector, SnapKV
 from lowroll.kv.policy.table import make
 from lowroll.model import hf
 from tests.fixtures.compact import Moves, Pages
@@ -164,7 +164,7 @@ def test_engines_keep_what_plain_torch_keeps(
 
     fused = run()
     monkeypatch.setattr("lowroll.kv.policy.h2o.add_supports", lambda *_: False)
-    monkeypatch.setattr(Attended, "compact", plain_compact)
+    monkeypatch.setattr(AttentionSelector, "compact", plain_compact)
     for module in ("choose", "move"):
         monkeypatch.setattr(
             f"lowroll.kernels.kv_eviction.{module}.triton_supports", lambda _: False
@@ -174,6 +174,6 @@ def test_engines_keep_what_plain_torch_keeps(
     assert same == len(plain) if dtype == torch.float32 else same > len(plain) // 2
 
 
-def plain_compact(self: Attended, rows: DecodeRows, kept: int) -> Tensor:
+def plain_compact(self: AttentionSelector, rows: DecodeRows, kept: int) -> Tensor:
     layers = range(len(self.cache.keys))
     return torch.stack([self._compact_layer(layer, rows, kept) for layer in layers])

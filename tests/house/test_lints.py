@@ -129,7 +129,7 @@ ENDLESS = {  # waits without a time, and what looks like one
     ("server/engine_loop.py", "group"): "the same",
     ("engine/remote/router.py", "_done"): "of a task that has ended",
     ("engine/remote/http_client.py", "happens_within"): "inside of a timeout",
-    ("engine/remote/replica_set.py", "over"): "of a task that is done: it calls this",
+    ("engine/remote/replica_set.py", "report_failure"): "of a task that is done: it calls this",
     ("envs/outcome.py", "awaited"): "in a worker, which the pool ends at its deadline",
     ("envs/sandbox/jail.py", "_leave"): "the socket has a time",
     ("envs/sandbox/jail.py", "main"): "the socket has a time",

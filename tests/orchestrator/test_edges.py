@@ -14,11 +14,12 @@ from lowroll.orchestrator import prompt_source as orchestrator_source
 from lowroll.orchestrator.alarms import alarms
 from lowroll.orchestrator.errors import ErrorWindow, InvalidRollout, ScoringFailed, describe
 from lowroll.orchestrator.evaluate import check_errors
-from lowroll.orchestrator.groups import check_group, check_versions, credit
+from lowroll.orchestrator.groups import check_group, credit
 from lowroll.orchestrator.ledger import Ledger
 from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource
-from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import SamplingSettings, Settings
+from lowroll.orchestrator.staleness import check_versions
+from lowroll.orchestrator.temperature import TemperatureSchedule
 from lowroll.types import (
     BehaviorTag,
     Group,

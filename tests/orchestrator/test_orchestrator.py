@@ -17,9 +17,9 @@ from lowroll.orchestrator.evaluate import evaluate
 from lowroll.orchestrator.filters import Gibberish, Repetition, flag
 from lowroll.orchestrator.loop import Orchestrator, logged
 from lowroll.orchestrator.prompt_source import seed_of
-from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import SamplingSettings, Settings
 from lowroll.orchestrator.stats import percentile
+from lowroll.orchestrator.temperature import TemperatureSchedule
 from lowroll.transport.codec import decode_batch, encode_batch
 from lowroll.types import (
     BehaviorTag,

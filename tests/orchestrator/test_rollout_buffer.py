@@ -16,8 +16,8 @@ from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.journal import Journal, read
 from lowroll.orchestrator.ledger import GroupPlan
 from lowroll.orchestrator.rollout_buffer import RolloutsStalled
-from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import SamplingSettings, Settings
+from lowroll.orchestrator.temperature import TemperatureSchedule
 from lowroll.transport.codec import decode_batch, encode_batch
 from lowroll.types import ScoreError
 from tests.fixtures.fakes import FakeEnv, LaggingEngine, Versions, build, vowels

@@ -15,7 +15,7 @@ from lowroll.config.section import Section
 from lowroll.config.train import SIZES
 from lowroll.model.spec import spec_from_config
 from lowroll.orchestrator.filters import Gibberish, Repetition
-from lowroll.orchestrator.schedule import TemperatureSchedule
+from lowroll.orchestrator.temperature import TemperatureSchedule
 from lowroll.runs.assembly import orchestrator, trainer
 from lowroll.runs.assembly.settings_from_config import Mirror
 from tests.fixtures.runs import TINY

@@ -29,7 +29,7 @@ from pathlib import Path as FilePath
 
 from lowroll.config.build import Overrides, build, read, validate
 from lowroll.config.document import ConfigError, Document, Mark
-from lowroll.config.run_config import RunConfig
+from lowroll.config.resolve import RunConfig
 from lowroll.config.surogate import rules
 from lowroll.config.surogate.rules import OWN_SERVER, File, Files
 from lowroll.config.surogate.schema import RECIPES, InferFile, OrchFile, TrainFile
@@ -50,7 +50,8 @@ def load_surogate(
     orch: str | FilePath,
     overrides: Overrides = (),
 ) -> RunConfig:
-    """Load three files (`infer` may be absent). ConfigError as `load`."""
+    """Load three files (`infer` may be absent). Raises ConfigError under the same conditions as
+    `load`."""
     documents = {"train": read(train), "orch": read(orch)}
     documents["infer"] = read(infer) if infer else Document({}, name="infer")
     return combine(documents, overrides)

@@ -23,7 +23,7 @@ import yaml
 
 from lowroll.config.build import Overrides, build, override_pairs, read, validate
 from lowroll.config.document import ConfigDumper, ConfigError, Document, Mark, Path
-from lowroll.config.run_config import RunConfig
+from lowroll.config.resolve import RunConfig
 from lowroll.config.surogate.read import MODELS, combine, load_sections
 
 Role = Literal["serve", "orchestrate", "train"]
@@ -32,12 +32,16 @@ GIVEN = FilePath("orchestrator", "given.yaml")  # in the run's folder
 
 
 class NotThereYet(ConfigError):
-    """No orchestrator has stored its settings yet: retry."""
+    """No orchestrator has stored the settings that a trainer needs; the trainer tries again."""
 
 
 def load_role(role: Role, path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
-    """Load a role's settings from one file. ConfigError as `load`; NotThereYet, of a trainer with
-    train.yaml, until the orchestrator has begun."""
+    """Load a role's settings from one file.
+
+    Raises ConfigError under the same conditions as `load`. A trainer that has train.yaml alone
+    needs the settings that the orchestrator stores when it begins; until then this raises
+    NotThereYet, and the caller tries again.
+    """
     document = read(path)
     if {"orch", "infer"} & document.value.keys():
         return load_sections(document, overrides)
@@ -163,7 +167,7 @@ def _train(train: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
 
 def find_run(outer: str | FilePath) -> FilePath:
     """Return the folder of the run that an orchestrator has begun: `outer`, or its only `run_*`
-    folder. NotThereYet when there is none, ConfigError when there are several."""
+    folder. Raises NotThereYet when there is none, ConfigError when there are several."""
     outer = FilePath(outer)
     if (outer / GIVEN).is_file():
         return outer

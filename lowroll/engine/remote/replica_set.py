@@ -80,9 +80,9 @@ class ReplicaSet:
         self._broadcaster = WeightBroadcaster(
             self.replicas, self.versions, options, self.router.dispatch, self.describe
         )
-        self._lives: dict[Replica, asyncio.Task[None]] = {}
+        self._watch_tasks: dict[Replica, asyncio.Task[None]] = {}
         self._facts: tuple[str, dict[str, Any]] | None = None  # of the first, by its address
-        self._left = ReplicaCounts()  # of engines that have left
+        self._removed_counts = ReplicaCounts()  # summed over engines that were removed
 
     # -- for the pool ------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class ReplicaSet:
                 await replica.http.open()
                 await replica.connect()
             else:
-                self._begin_life(replica)
+                self._start_watching(replica)
 
     async def until_ready(self, is_over: Callable[[], bool]) -> None:
         """Wait until one engine works, and a moment for the others. is_over: returns whether an
@@ -132,16 +132,16 @@ class ReplicaSet:
             if url not in known_urls:
                 replica = Replica(url, self, self.options, named=False)
                 self.replicas.append(replica)
-                self._begin_life(replica)
-        self._say_goodbye()
+                self._start_watching(replica)
+        self._remove_leavers()
         self.router.dispatch()
 
     async def end(self) -> None:
         self.router.drop_all()
-        life_tasks = list(self._lives.values())
-        for life_task in life_tasks:
-            life_task.cancel()
-        await asyncio.gather(*life_tasks, return_exceptions=True)
+        watch_tasks = list(self._watch_tasks.values())
+        for watch_task in watch_tasks:
+            watch_task.cancel()
+        await asyncio.gather(*watch_tasks, return_exceptions=True)
         await asyncio.gather(*(replica.http.close() for replica in self.replicas))
 
     async def update(self, broadcast: Published, superseded: Callable[[], bool]) -> None:
@@ -174,7 +174,8 @@ class ReplicaSet:
 
     async def report(self) -> PoolReport:
         return PoolReport(
-            tuple(_engine_report(replica) for replica in self.replicas), replace(self._left)
+            tuple(_engine_report(replica) for replica in self.replicas),
+            replace(self._removed_counts),
         )
 
     def describe(self) -> str:
@@ -207,20 +208,20 @@ class ReplicaSet:
         assert replica.server is not None
         self.router.known = replica.server
         log.info("engine %s works", replica.url)
-        self._note()
+        self._update_none_since()
         self.router.dispatch()
 
     def heard(self, replica: Replica) -> None:
         """Resume an engine that has answered its heartbeat."""
         if replica.leaving:
-            self._say_goodbye()
+            self._remove_leavers()
         self.router.dispatch()
 
     def evicted(self, replica: Replica) -> None:
-        self._note()
+        self._update_none_since()
         self.router.hand_over(replica)
         if replica.leaving:
-            self._say_goodbye()
+            self._remove_leavers()
 
     def misfit(self, replica: Replica, error: Exception) -> None:
         outcome = error if isinstance(error, ValueError) else ValueError(f"{replica.url}: {error}")
@@ -228,32 +229,35 @@ class ReplicaSet:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _begin_life(self, replica: Replica) -> None:
+    def _start_watching(self, replica: Replica) -> None:
         """Start the task that connects to an engine and watches it."""
-        life = self._lives[replica] = asyncio.ensure_future(replica.live())
+        task = self._watch_tasks[replica] = asyncio.ensure_future(replica.live())
 
-        def over(life: asyncio.Task[None]) -> None:
-            if not life.cancelled() and (error := life.exception()) is not None:
+        def report_failure(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
                 outcome = ServerError(f"engine {replica.url} is not watched any more: {error!r}")
                 outcome.__cause__ = error
                 self._answer(-1, outcome)
 
-        life.add_done_callback(over)
+        task.add_done_callback(report_failure)
 
-    def _say_goodbye(self) -> None:
-        """Remove the engines that are leaving and have no requests."""
+    def _remove_leavers(self) -> None:
+        """Remove the engines that discovery does not list any more and whose requests have ended.
+
+        Their counts stay in the pool's report.
+        """
         for replica in [
             leaver for leaver in self.replicas if leaver.leaving and not leaver.flights
         ]:
-            self._lives.pop(replica).cancel()
+            self._watch_tasks.pop(replica).cancel()
             self.replicas.remove(replica)
             for name, count in asdict(replica.counts).items():
-                setattr(self._left, name, getattr(self._left, name) + count)
+                setattr(self._removed_counts, name, getattr(self._removed_counts, name) + count)
             log.info("engine %s has left", replica.url)
-        self._note()
+        self._update_none_since()
 
-    def _note(self) -> None:
-        """Note since when no engine has been ready."""
+    def _update_none_since(self) -> None:
+        """Set `none_since`, the time from which on no engine has been ready, or None if one is."""
         if any(replica.state == "ready" for replica in self.replicas):
             self.none_since = None
         elif self.none_since is None:

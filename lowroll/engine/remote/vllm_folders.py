@@ -25,7 +25,8 @@ from lowroll.weights.sync.update import WeightUpdate, arrivals, check_content, d
 
 def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
     """Read the facts about a vLLM's model from its folder. dtype_name: the server's dtype; default
-    the folder's. ValueError as the readers of folders raise it."""
+    the folder's. Raises ValueError under the same conditions as `model.spec.read_config`
+    and `model.spec.read_spec`."""
     config = read_config(folder)
     spec = read_spec(folder)
     name = dtype_name or str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -63,7 +64,7 @@ def write_adapter(update: WeightUpdate, folder: Path, base: Path) -> Path:
 
 def write_model(update: WeightUpdate, folder: Path, base: Path, dtype_name: str) -> Path:
     """Write the model of a full update as a new folder in the format of `base`, dense parts in the
-    named dtype. ValueError as `weights.sync.update` raises it."""
+    named dtype. Raises ValueError under the same conditions as `weights.sync.update`."""
     dtype = getattr(torch, dtype_name)
     spec = spec_from_config(read_config(base))
     format = low_bit_format(base)

@@ -66,7 +66,8 @@ class ProbedVllm:
 
 
 async def probe(http: HttpClient) -> ProbedVllm:
-    """Probe a vLLM. ValueError names what it lacks for rollouts; ServerError as any request."""
+    """Probe a vLLM. Raises ValueError, which names what it lacks for rollouts, and ServerError
+    when it does not answer."""
     version = _parse_version(await http.get("/version", "the version of vLLM"))
     openapi = await http.get("/openapi.json", "vLLM's description of its routes")
     paths = _keys_at(openapi, "paths")

@@ -52,7 +52,8 @@ def linear(
     shape: tuple[int, int],
     bias_N: Tensor | None = None,
 ) -> Tensor:
-    """Return y_MN in bf16 of a 4-bit matrix [N, K], with fp32 sums. Errors as `streamed.linear`."""
+    """Return y_MN in bf16 of a 4-bit matrix [N, K], with fp32 sums. Raises the same
+    errors as `streamed.linear`."""
     if x_MK.shape[0] <= stream_rows(kind, shape, x_MK.device):
         return streamed.linear(kind, tensors, x_MK, shape[0], bias_N)
     if bias_N is not None:

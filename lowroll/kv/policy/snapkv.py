@@ -48,7 +48,7 @@ class SnapKV(Bounded):
     kernel: int = KERNEL.default
 
     def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector:
-        return Attended(self, spec, cache, max_batch)
+        return AttentionSelector(self, spec, cache, max_batch)
 
     def state_bytes(self, spec: ModelSpec, max_batch: int, bytes_per_number: int) -> int:
         token = spec.num_layers * spec.num_heads * spec.head_dim * bytes_per_number
@@ -70,9 +70,13 @@ class SnapKV(Bounded):
         return score.join(important_LBGN, None, lengths_B, self.window, self.kernel)
 
 
-class Attended(Selector):
-    """A ring of recent queries. ring_LSAHd: those of a slot's last A tokens, by position modulo A.
-    When read they belong to one sample: a compacted cache has more than A tokens."""
+class AttentionSelector(Selector):
+    """The selector of SnapKV and R-KV, which scores keys with the queries of each sample's last
+    tokens.
+
+    ring_LSAHd holds the queries of a slot's last A tokens, by position modulo A. When the ring is
+    read, all of them belong to one sample, because a compacted cache has more than A tokens.
+    """
 
     watches = True
 

@@ -13,8 +13,8 @@ from lowroll.config.processes import AsynchronyConfig
 from lowroll.config.rollout import RolloutConfig
 from lowroll.config.train import DapoConfig
 from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
-from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import SamplingSettings, Settings
+from lowroll.orchestrator.temperature import TemperatureSchedule
 from lowroll.runs.assembly import prompts
 from lowroll.runs.assembly.settings_from_config import Mirror
 

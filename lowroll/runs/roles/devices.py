@@ -89,7 +89,7 @@ def place(gpus: Sequence[str], ranks: int = 1, engines: int = 1, each: int = 1) 
 
 
 def of_run(cfg: RunConfig) -> Placement:
-    """Place the roles of a run on this machine. ValueError as `place`."""
+    """Place the roles of a run on this machine. Raises ValueError under the same conditions as `place`."""
     gpus_per_engine = 1 if cfg.rollout.engine == "native" else cfg.rollout.vllm.tensor_parallel_size
     gpus = [] if cfg.device == "cpu" else visible()
     return place(gpus, cfg.train.gpus, cfg.rollout.engines, gpus_per_engine)

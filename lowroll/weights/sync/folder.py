@@ -373,8 +373,9 @@ def read_update(
     """Return the update in a verified folder, as policy `number`.
 
     kind: of its weights. model, weights: the engine's model folder and format. broadcast: the
-    folder's, where a trainer wrote it. client: of the direct route, if any. ValueError for a folder
-    that is damaged or not for this engine; TransportError as `WeightClient.fetch`.
+    folder's, where a trainer wrote it. client: of the direct route, if any. Raises ValueError for a
+    folder that is damaged or not for this engine, and TransportError under the same conditions as
+    `WeightClient.fetch`.
     """
     meta = read_meta(folder) or {}
     if kind == "adapter":

@@ -123,8 +123,8 @@ class WeightServer:
         self._thread.start()
 
     def serve(self, version: ServedVersion) -> None:
-        """Serve this version beside the older ones, which engines may still request. TransportError
-        as `check`."""
+        """Serve this version beside the older ones, which engines may still request. Raises
+        TransportError under the same conditions as `check`."""
         self.check()
         older = [one for one in self.versions if one.version < version.version]
         self.versions = [*older, version]

@@ -193,8 +193,8 @@ class UpdateReceiver:
 def gather(
     update: WeightUpdate, spec: ModelSpec, dtype: torch.dtype, device: Device
 ) -> Transformer:
-    """Return a dense model of a full stream on a device; a matrix keeps its dtype. ValueError as
-    `UpdateReceiver.take`."""
+    """Return a dense model of a full stream on a device; a matrix keeps its dtype. Raises
+    ValueError under the same conditions as `UpdateReceiver.take`."""
     staging = Transformer(spec, "meta", dtype)
     whole = {name: (parts, shape) for name, parts, shape in hf_names(spec)}
     owner = {part: name for name, (parts, _) in whole.items() for part in parts}

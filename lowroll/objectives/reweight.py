@@ -1,4 +1,5 @@
-"""Weights and rejections for the sampler's mismatch, freely combined (verl's rollout correction).
+"""The correction `reweight`: weights and rejections for the sampler's mismatch, freely combined
+(verl's rollout correction). `sparse` shares `judge` and `correct`.
 
 With w_t = exp(proximal - behavior), a constant of the gradient, and s_t the clipped surrogate of
 PPO:
@@ -53,6 +54,7 @@ from lowroll.objectives.surrogate import (
     clip,
     exp_ratio,
     policy_statistics,
+    rejection_statistics,
     truncate,
     weight_statistics,
 )
@@ -207,17 +209,6 @@ def correct(
     if verdict.repaired_N is not None:
         statistics |= repair_statistics(verdict.repaired_N, sequences)
     return value_N, statistics
-
-
-def rejection_statistics(kept_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
-    """Return the fractions of tokens, and of whole sequences, that were rejected."""
-    active_S = sequence_any(torch.ones_like(kept_N), sequences)
-    return {
-        "correction/rejected_fraction": masked_mean(~kept_N, sequences.mask_N),
-        "correction/rejected_sequence_fraction": masked_mean(
-            ~sequence_any(kept_N, sequences), active_S
-        ),
-    }
 
 
 def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:

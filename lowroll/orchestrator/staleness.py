@@ -1,0 +1,51 @@
+"""The rule of staleness: which rollouts are too old for the learner.
+
+`max_off_policy_steps` bounds a group's age in two ways (Surogate's rule and prime-rl's):
+
+1. In flight, a group that has lived through max_off_policy_steps weight updates is too old for one
+   more (`is_stale_in_flight`). `RolloutBuffer.swap` aborts it. A replayed group is drawn anew under
+   the new weights, has no old tokens, and is never too old.
+2. A returned group is too old when it has a token drawn more than max_off_policy_steps versions
+   before the learner's (`is_stale`).
+
+`Orchestrator` drops both with the reason STALE, which `rollout/dropped_stale` counts. A step that
+draws in rounds waits for all of its groups, so that a token of another version than the learner's is
+an error there (`check_versions`).
+"""
+
+from __future__ import annotations
+
+from lowroll.orchestrator.errors import InvalidRollout
+from lowroll.orchestrator.groups import ScoredGroup
+from lowroll.orchestrator.settings import Settings
+
+STALE = "stale"  # the reason with which a group is dropped
+
+
+def is_stale_in_flight(num_updates: int, settings: Settings) -> bool:
+    """Return whether a group in flight, which has lived through `num_updates` weight updates, is
+    too old for one more."""
+    return num_updates >= settings.max_off_policy_steps
+
+
+def is_stale(group: ScoredGroup, version: int, settings: Settings) -> bool:
+    """Return whether a returned group has a token that is too old for the learner's version. Raises
+    InvalidRollout for a token of a newer version."""
+    oldest, newest = group.versions
+    if newest > version:
+        raise InvalidRollout(
+            f"request {group.id!r}: drawn under policy version {newest} while the "
+            f"learner is at {version}"
+        )
+    return version - oldest > settings.max_off_policy_steps
+
+
+def check_versions(group: ScoredGroup, version: int, most: int) -> None:
+    """Raise InvalidRollout for a token whose policy is newer than the learner's, or more than
+    `most` versions older."""
+    for drawn_version in group.versions:
+        if not version - most <= drawn_version <= version:
+            raise InvalidRollout(
+                f"request {group.id!r}: drawn under policy version {drawn_version} while the learner is at "
+                f"{version}, and at most {most} behind it are allowed"
+            )
