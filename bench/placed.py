@@ -26,7 +26,7 @@ from lowroll.engine.runner import PrefillTokens
 from lowroll.engine.sampler import TopLogprobs
 from lowroll.engine.sequence import Check, Compaction, PrefillChunk
 from lowroll.engine.sequence import Sequence as Sample
-from lowroll.kv.cache import PromptChunk
+from lowroll.kv.batch import PromptChunk
 
 PIECE = 8192  # tokens whose noise exists at once
 MOST_TURNS = 1000  # in which all samples must have been admitted

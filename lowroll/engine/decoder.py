@@ -45,7 +45,8 @@ from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.penalties import shape
 from lowroll.kv.attention import PagedDecode
-from lowroll.kv.cache import DecodeRows, KVCache
+from lowroll.kv.batch import DecodeRows
+from lowroll.kv.cache import KVCache
 from lowroll.kv.policy.base import Selector, dead_slot
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import all_finite

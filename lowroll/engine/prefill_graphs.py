@@ -24,7 +24,8 @@ from torch import Tensor
 
 from lowroll.kernels.launch import captured, overlapping
 from lowroll.kv.attention import PackedPrompts
-from lowroll.kv.cache import KVCache, PromptChunk
+from lowroll.kv.batch import PromptChunk
+from lowroll.kv.cache import KVCache
 from lowroll.model.attention import flashes, upload
 from lowroll.model.transformer import Transformer
 

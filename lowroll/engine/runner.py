@@ -38,7 +38,8 @@ from lowroll.engine.sequence import (
 )
 from lowroll.kernels.sampling import token_logprobs
 from lowroll.kv.attention import MixedAttention, PagedAttention, PagedDecode
-from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
+from lowroll.kv.batch import DecodeRows, PromptChunk
+from lowroll.kv.cache import KVCache
 from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.recorder import CompactionRecorder, Dropped, most_held

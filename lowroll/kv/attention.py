@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.batch_invariant import attention as invariant
-from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
+from lowroll.kv.batch import DecodeRows, PromptChunk
+from lowroll.kv.cache import KVCache
 from lowroll.kv.policy.base import Selector
 from lowroll.model.attention import Attend, packed, suffixes, upload, varlen
 from lowroll.model.families.base import DeltaSpec

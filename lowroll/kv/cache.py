@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -21,12 +20,13 @@ from torch import Tensor
 from lowroll.kernels.attention.decode import gather_pages, paged_decode, write_pages
 from lowroll.kernels.batch_invariant import attention as invariant
 from lowroll.kernels.kv_eviction.move import move
+from lowroll.kv.batch import DecodeRows
+from lowroll.kv.recurrent import RecurrentStates
 from lowroll.kv.virtual_memory import VirtualMemory, virtual_memory_works
 from lowroll.model.attention import upload
 from lowroll.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from lowroll.kv.recurrent import RecurrentStates
     from lowroll.model.transformer import Transformer
 
 
@@ -201,33 +201,3 @@ def _allocate(
         memory[start : start + size].view(dtype).view(shape)
         for start, size, (shape, dtype) in zip(starts, sizes, shapes, strict=False)
     ], virtual_memory
-
-
-@dataclass(frozen=True)
-class PromptChunk:
-    """Tokens [start, stop) of a sequence in this step, its page table and slot (-1: none)."""
-
-    start: int
-    stop: int
-    pages: list[int]
-    slot: int = -1
-
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
-
-    def slots(self, page_size: int) -> Tensor:
-        """Return the slots of the sequence's tokens up to the chunk's last."""
-        slots_PS = torch.tensor(self.pages)[:, None] * page_size + torch.arange(page_size)
-        return slots_PS.flatten()[: self.stop]
-
-
-@dataclass(frozen=True)
-class DecodeRows:
-    """Samples on the device. A length counts keys in the cache: not a position, where a policy
-    drops keys."""
-
-    slots_B: Tensor  # int64: of the policy's state
-    table_BP: Tensor  # int32
-    lengths_B: Tensor  # int32; 0 is a dead row
-    positions_B: Tensor  # int64: of the last key

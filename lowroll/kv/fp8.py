@@ -22,7 +22,8 @@ from torch import Tensor
 
 from lowroll.kernels.attention.codes import FINE, Codes, decode_keys, decode_values, encode
 from lowroll.kernels.attention.decode8 import paged_decode8
-from lowroll.kv.cache import DecodeRows, KVCache
+from lowroll.kv.batch import DecodeRows
+from lowroll.kv.cache import KVCache
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Block, Transformer
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowroll.kv.cache import DecodeRows, PromptChunk
+from lowroll.kv.batch import DecodeRows, PromptChunk
 from lowroll.model.attention import upload
 from lowroll.model.delta_net import split_heads
 from lowroll.model.families.base import DeltaSpec

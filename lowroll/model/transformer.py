@@ -101,8 +101,6 @@ class Block(nn.Module):
         rope = spec.layers[layer].rope if spec.layers else 0
         self.rope = len(spec.ropes) if rope is None else rope
         self.order = head_order(spec)
-        q = spec.num_heads * spec.head_dim
-        kv = spec.num_kv_heads * spec.head_dim
         hidden = spec.hidden_size
         mlp_size = spec.intermediate_size
 
@@ -119,22 +117,10 @@ class Block(nn.Module):
         if spec.layers and spec.layers[layer].mixer == "delta":
             assert spec.delta is not None
             self.delta = GatedDeltaNet(
-                layer,
-                hidden,
-                spec.delta,
-                spec.norm_eps,
-                device,
-                dtype,
-                layers,
+                layer, hidden, spec.delta, spec.norm_eps, device, dtype, layers
             )
         else:
-            q_and_gate = q * (1 + spec.attention_gate)
-            parts = {"q_proj": q_and_gate, "k_proj": kv, "v_proj": kv}
-            self.qkv = layers.linear(hidden, parts, spec.qkv_bias, device, dtype)
-            if spec.qk_norm:
-                self.q_norm = norm(q if self.norms_whole else spec.head_dim)
-                self.k_norm = norm(kv if self.norms_whole else spec.head_dim)
-            self.o = layers.linear(q, {"o_proj": hidden}, spec.o_bias, device, dtype)
+            self._add_attention(spec, norm, device, dtype, layers)
         self.attention_out_norm = norms.get("attention_out_norm")
         self.post_attention_norm = norms.get("post_attention_norm")
         self.mlp_out_norm = norms.get("mlp_out_norm")
@@ -146,6 +132,24 @@ class Block(nn.Module):
             hidden, {"gate_proj": mlp_size, "up_proj": mlp_size}, spec.mlp_bias, device, dtype
         )
         self.down = layers.linear(mlp_size, {"down_proj": hidden}, spec.mlp_bias, device, dtype)
+
+    def _add_attention(
+        self,
+        spec: ModelSpec,
+        norm: Callable[[int], RMSNorm],
+        device: torch.device | str,
+        dtype: torch.dtype,
+        layers: Layers,
+    ) -> None:
+        """Make the matrices and head norms of attention."""
+        hidden = spec.hidden_size
+        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        parts = {"q_proj": q * (1 + spec.attention_gate), "k_proj": kv, "v_proj": kv}
+        self.qkv = layers.linear(hidden, parts, spec.qkv_bias, device, dtype)
+        if spec.qk_norm:
+            self.q_norm = norm(q if self.norms_whole else spec.head_dim)
+            self.k_norm = norm(kv if self.norms_whole else spec.head_dim)
+        self.o = layers.linear(q, {"o_proj": hidden}, spec.o_bias, device, dtype)
 
     def forward(
         self,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from lowroll.engine import prefill_graphs
 from lowroll.engine.prefill_graphs import ShortPasses
 from lowroll.engine.sequence import StepPlan
-from lowroll.kv.cache import PromptChunk
+from lowroll.kv.batch import PromptChunk
 from lowroll.kv.policy.table import make
 from lowroll.model import hf
 from lowroll.model.attention import varlen

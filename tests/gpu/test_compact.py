@@ -16,7 +16,7 @@ from lowroll.kernels.kv_eviction import score
 from lowroll.kernels.kv_eviction.choose import best_and_last
 from lowroll.kernels.kv_eviction.move import move
 from lowroll.kernels.kv_eviction.watch import add_attended, remember
-from lowroll.kv.cache import DecodeRows
+from lowroll.kv.batch import DecodeRows
 from lowroll.kv.policy.h2o import attended
 from lowroll.kv.policy.rkv import RKV
 from lowroll.kv.policy.snapkv import AttentionSelector, SnapKV

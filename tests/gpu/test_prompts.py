@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.shapes import SHAPES, random_model
 from lowroll import Engine, Request
 from lowroll.engine.prefill_graphs import SIZES
-from lowroll.kv.cache import PromptChunk
+from lowroll.kv.batch import PromptChunk
 from lowroll.types import Group
 from lowroll.weights.sync.update import WeightUpdate
 

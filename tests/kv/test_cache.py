@@ -14,7 +14,8 @@ from lowroll import Engine, Request
 from lowroll.kv import attention as kv_attention
 from lowroll.kv import virtual_memory as kv_arena
 from lowroll.kv.attention import PagedAttention
-from lowroll.kv.cache import KVCache, PromptChunk
+from lowroll.kv.batch import PromptChunk
+from lowroll.kv.cache import KVCache
 from lowroll.kv.virtual_memory import VirtualMemory
 from lowroll.model import attention
 from lowroll.model.attention import suffixes, varlen

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.kv_eviction.choose import best_and_last
-from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
+from lowroll.kv.batch import DecodeRows, PromptChunk
+from lowroll.kv.cache import KVCache
 from lowroll.kv.policy import snapkv
 from lowroll.kv.policy.base import CachePolicy, Selector, footprint
 from lowroll.kv.policy.h2o import H2O, attended

@@ -16,7 +16,8 @@ from lowroll.cli.main import main
 from lowroll.config import from_mapping
 from lowroll.engine import runner
 from lowroll.engine.base import Capabilities
-from lowroll.kv.cache import DecodeRows, KVCache
+from lowroll.kv.batch import DecodeRows
+from lowroll.kv.cache import KVCache
 from lowroll.model import hf
 from lowroll.quant.formats import get_format
 from lowroll.runs import demo

@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the scheduler imports this file without torch
     from torch import Tensor
 
-    from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
+    from lowroll.kv.batch import DecodeRows, PromptChunk
+    from lowroll.kv.cache import KVCache
     from lowroll.model.spec import ModelSpec
 
 

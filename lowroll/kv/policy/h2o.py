@@ -25,7 +25,8 @@ from torch import Tensor
 
 from lowroll.kernels.kv_eviction.choose import best_and_last
 from lowroll.kernels.kv_eviction.watch import add_attended, add_supports
-from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
+from lowroll.kv.batch import DecodeRows, PromptChunk
+from lowroll.kv.cache import KVCache
 from lowroll.kv.policy.base import Selector, copy_slots, num_pages, num_slots
 from lowroll.kv.policy.bounded import Bounded
 from lowroll.kv.policy.logits import MOST_SCORED, grouped_logits

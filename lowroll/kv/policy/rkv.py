@@ -22,7 +22,8 @@ from torch import Tensor
 
 from lowroll.kernels.kv_eviction import score
 from lowroll.kernels.kv_eviction.score import DUPLICATE, EPS
-from lowroll.kv.cache import DecodeRows, KVCache
+from lowroll.kv.batch import DecodeRows
+from lowroll.kv.cache import KVCache
 from lowroll.kv.policy.logits import MOST_SCORED
 from lowroll.kv.policy.snapkv import SnapKV, importance
 from lowroll.kv.policy.table import MIX, ZERO_FIRST

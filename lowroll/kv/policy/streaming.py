@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.kv.cache import DecodeRows, KVCache
+from lowroll.kv.batch import DecodeRows
+from lowroll.kv.cache import KVCache
 from lowroll.kv.policy.base import Selector
 from lowroll.kv.policy.bounded import Bounded
 from lowroll.kv.policy.table import SINKS
