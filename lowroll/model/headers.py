@@ -12,7 +12,7 @@ from safetensors import safe_open
 from lowroll.model import adapter_base, gguf, shards, size_checks
 from lowroll.model.files import Headers, read_json, some, tensor_headers
 from lowroll.model.folder import resolve
-from lowroll.model.names import features_read, hf_names, is_linear, part_rows
+from lowroll.model.names import features_read, is_linear, part_rows, stored_hf_names
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 from lowroll.quant import mixed, transforms
 from lowroll.quant.layouts import (
@@ -108,7 +108,7 @@ def own_format(
     if not isinstance(layout, MixedLayout):
         return None if layout is None else layout.format
     assignment, sizes = {}, {}
-    for name, parts, shape in hf_names(spec):
+    for name, parts, shape in stored_hf_names(spec):
         if not is_linear(parts[0]):
             continue
         part_layout, *other_layouts = [layout.of(part.removesuffix(".weight")) for part in parts]
@@ -200,6 +200,7 @@ def _check_headers(
         name
         for name in found_headers
         if name not in wanted_headers
+        and not name.startswith(spec.unused)
         and not name.endswith("rotary_emb.inv_freq")
         and not (spec.tie_embeddings and name == "lm_head.weight")
     ]
@@ -224,18 +225,19 @@ def _check_headers(
     if spec.tie_embeddings and "lm_head.weight" in found_headers:
         with safe_open(files["lm_head.weight"], framework="pt") as lm_head_file:
             lm_head = lm_head_file.get_tensor("lm_head.weight")
-        with safe_open(files["model.embed_tokens.weight"], framework="pt") as embedding_file:
-            if not torch.equal(lm_head, embedding_file.get_tensor("model.embed_tokens.weight")):
+        embedding = f"{spec.stored_prefix}embed_tokens.weight"
+        with safe_open(files[embedding], framework="pt") as embedding_file:
+            if not torch.equal(lm_head, embedding_file.get_tensor(embedding)):
                 raise ValueError(
                     f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from "
-                    "model.embed_tokens.weight"
+                    f"{embedding}"
                 )
 
 
 def _expected_headers(spec: ModelSpec, layout: Layouts | None) -> dict[str, Header]:
     """Return the shape and dtypes of each tensor that the folder must have."""
     expected: dict[str, Header] = {}
-    for _, parts, shape in hf_names(spec):
+    for _, parts, shape in stored_hf_names(spec):
         for part in parts:
             expected |= stored_names(part, (part_rows(spec, part, shape[0]), *shape[1:]), layout)
     return expected

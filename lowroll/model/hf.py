@@ -29,7 +29,14 @@ from lowroll.model.headers import (
     stored_names,
 )
 from lowroll.model.linear import Linear
-from lowroll.model.names import features_read, hf_names, is_linear, module_of, part_rows
+from lowroll.model.names import (
+    features_read,
+    hf_names,
+    is_linear,
+    module_of,
+    part_rows,
+    stored_hf_names,
+)
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
@@ -82,7 +89,7 @@ def load(
     model = Transformer(spec, "meta", dtype)
     shapes = {
         name: {part: (part_rows(spec, part, stacked[0]), *stacked[1:]) for part in parts}
-        for name, parts, stacked in hf_names(spec)
+        for name, parts, stacked in stored_hf_names(spec)
     }
     amax: dict[str, Tensor] = {}
     for name, stored in zip(
@@ -131,7 +138,7 @@ def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]
         raise ValueError(
             f"{folder / 'config.json'}: quantization_config: its weights are no dense ones"
         )
-    names = [part for _, parts, _ in hf_names(spec) for part in parts]
+    names = [part for _, parts, _ in stored_hf_names(spec) for part in parts]
     tensors_by_file = {path: load_file(path) for path in sorted({files[name] for name in names})}
     return (
         spec,

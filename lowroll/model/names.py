@@ -16,12 +16,17 @@ LINEARS = (
 Names = tuple[str, list[str], tuple[int, ...]]  # internal, of the stacked parts, shape of the whole
 
 
-def hf_names(spec: ModelSpec) -> Iterator[Names]:
+def stored_hf_names(spec: ModelSpec) -> Iterator[Names]:
+    """Yield `hf_names` as the folder has them that the spec was read from."""
+    return hf_names(spec, spec.stored_prefix)
+
+
+def hf_names(spec: ModelSpec, prefix: str = "model.") -> Iterator[Names]:
     """Yield (internal name, HF names of the stacked parts, shape of the whole) of every parameter."""
     embedding_shape = (spec.vocab_size, spec.hidden_size)
-    yield "embedding", ["model.embed_tokens.weight"], embedding_shape
+    yield "embedding", [f"{prefix}embed_tokens.weight"], embedding_shape
     for i in range(spec.num_layers):
-        layer = f"model.layers.{i}"
+        layer = f"{prefix}layers.{i}"
         norms = {
             name: (f"{name}.weight", [f"{layer}.{hf_norm}.weight"], (spec.hidden_size,))
             for name, hf_norm in spec.norms
@@ -33,9 +38,10 @@ def hf_names(spec: ModelSpec) -> Iterator[Names]:
             *_mixer_names(spec, i, layer),
             *norms.values(),
             *mlp(spec, f"{layer}.mlp"),
+            *(_shared_names(spec, f"{layer}.mlp") if spec.shared_expert_size else ()),
         ):
             yield f"blocks.{i}.{name}", parts, shape
-    yield "norm.weight", ["model.norm.weight"], (spec.hidden_size,)
+    yield "norm.weight", [f"{prefix}norm.weight"], (spec.hidden_size,)
     if not spec.tie_embeddings:
         yield "lm_head", ["lm_head.weight"], embedding_shape
 
@@ -87,6 +93,15 @@ def _mlp_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
         yield "down.bias", [f"{mlp}.down_proj.bias"], (hidden,)
 
 
+def _shared_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
+    hidden, size = spec.hidden_size, spec.shared_expert_size
+    shared = f"{mlp}.shared_expert"
+    gate_up = [f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"]
+    yield "gate_up.weight", gate_up, (2 * size, hidden)
+    yield "down.weight", [f"{shared}.down_proj.weight"], (hidden, size)
+    yield "shared_gate", [f"{mlp}.shared_expert_gate.weight"], (1, hidden)
+
+
 def _expert_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
     hidden, size, count = spec.hidden_size, spec.moe_intermediate_size, spec.num_experts
     experts = [f"{mlp}.experts.{e}" for e in range(count)]
@@ -115,6 +130,8 @@ def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
     """Return an HF tensor's rows in its fused matrix of `whole` rows."""
     part = hf_name.rsplit(".", 2)[-2]
     mlp_size = spec.moe_intermediate_size or spec.intermediate_size
+    if ".shared_expert." in hf_name:
+        mlp_size = spec.shared_expert_size
     if part == "down_proj":
         return spec.hidden_size
     delta = spec.delta

@@ -34,6 +34,7 @@ from lowroll.model.files import read_json
 from lowroll.types import RunFailed, printable
 
 MOST_LAYERS = 1024
+UNUSED = ("mtp.", "model.visual.")  # prefixes of tensors: of drafts, and of images
 APART_SECONDS = 300  # of `read_spec_apart`, on a busy machine
 # required keys: a class's default would be another model's
 _REQUIRED_KEYS = (
@@ -111,7 +112,10 @@ class ModelSpec:
     num_experts: int = 0  # of every layer; 0: a dense MLP of `intermediate_size`
     experts_per_token: int = 0
     moe_intermediate_size: int = 0  # of one expert
+    shared_expert_size: int = 0  # of an expert that takes every token, with a gate; 0: none
     norm_topk_prob: bool = False  # normalize a token's expert weights to sum to 1
+    stored_prefix: str = "model."  # of the names of tensors in the folder that it was read from
+    unused: tuple[str, ...] = ()  # prefixes of the folder's tensors that are not read
     config: dict[str, Any] = field(repr=False, hash=False, compare=False, default_factory=dict)
 
     @property
@@ -138,6 +142,7 @@ class ModelSpec:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         gate = q * self.attention_gate
         mlp = self.num_experts * (3 * self.moe_intermediate_size + 1) or 3 * self.intermediate_size
+        mlp += 3 * self.shared_expert_size + bool(self.shared_expert_size)
         layer = self.hidden_size * (mlp + len(self.norms) + self.mlp_bias)
         layer += 2 * self.intermediate_size * self.mlp_bias
         attention = self.hidden_size * (2 * q + gate + 2 * kv + self.o_bias)
@@ -220,6 +225,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a config dictionary. ValueError names the key."""
     if "auto_map" in config:
         raise ValueError("auto_map: the repository brings its own code, and lowroll runs none")
+    config, prefix = _text_part(config)
     if config.get("is_encoder_decoder") or config.get("add_cross_attention"):
         raise ValueError("is_encoder_decoder, add_cross_attention: only decoders are supported")
     family = _family(config)
@@ -237,7 +243,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         architecture=family.architecture,
         vocab_size=integer(values, "vocab_size"),
         hidden_size=integer(values, "hidden_size"),
-        intermediate_size=integer(values, "intermediate_size"),
+        intermediate_size=integer(values, "intermediate_size", values.get("moe_intermediate_size")),
         num_layers=integer(values, "num_hidden_layers"),
         num_heads=integer(values, "num_attention_heads"),
         num_kv_heads=integer(values, "num_key_value_heads", integer(values, "num_attention_heads")),
@@ -246,6 +252,8 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         max_position=integer(values, "max_position_embeddings"),
         tie_embeddings=flag(values, "tie_word_embeddings"),
         eos_ids=token_ids(config, "eos_token_id"),
+        stored_prefix=prefix,
+        unused=UNUSED,
         config={key: value for key, value in config.items() if key != "quantization_config"},
         **described,
     )
@@ -257,6 +265,22 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if spec.head_dim % 2:
         raise ValueError(f"head_dim: {spec.head_dim} is odd; rotary embeddings need pairs")
     return spec
+
+
+def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the configuration of a model's text part as if it stood alone, and the prefix of its
+    tensors."""
+    wholes = {family.inside: family for family in FAMILIES.values() if family.inside}
+    found = (config.get("model_type"), *(config.get("architectures") or [None]))
+    text, family = config.get("text_config"), wholes.get(found)
+    if family is None:
+        return config, "model."
+    if not isinstance(text, dict):
+        raise ValueError(f"text_config: expected an object, got {text!r}")
+    own = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
+    names = {"model_type": family.model_type, "architectures": [family.architecture]}
+    text = {**text, **{key: config[key] for key in own if key in config}, **names}
+    return text, "model.language_model."
 
 
 def _family(config: dict[str, Any]) -> Family:
@@ -292,7 +316,8 @@ def _parse_with_transformers(config: dict[str, Any], family: Family) -> dict[str
     Types and sizes are checked first: the class builds a list of all layers.
     """
     for key in _INTEGER_KEYS:
-        if key in _REQUIRED_KEYS or config.get(key) is not None:
+        is_required = key in _REQUIRED_KEYS and key not in family.lacks
+        if is_required or config.get(key) is not None:
             integer(config, key)
     for key in _FLAG_KEYS:
         flag(config, key)

@@ -126,8 +126,12 @@ class Block(nn.Module):
         self.mlp_out_norm = norms.get("mlp_out_norm")
         self.activation = spec.activation
         self.experts = layers.experts(spec, device, dtype) if spec.num_experts else None
+        self.shared_gate: nn.Parameter | None = None
         if self.experts is not None:
-            return
+            mlp_size = spec.shared_expert_size
+            if not mlp_size:
+                return
+            self.shared_gate = nn.Parameter(torch.empty(1, hidden, device=device, dtype=dtype))
         self.gate_up = layers.linear(
             hidden, {"gate_proj": mlp_size, "up_proj": mlp_size}, spec.mlp_bias, device, dtype
         )
@@ -266,7 +270,17 @@ class Block(nn.Module):
     def mlp(self, x_TD: Tensor | QuantizedRows) -> Stream:
         if self.experts is not None:
             assert isinstance(x_TD, Tensor)
-            return self.experts(x_TD)
+            y_TD = self.experts(x_TD)
+            return y_TD if self.shared_gate is None else y_TD + self._shared_expert(x_TD)
+        return self._dense_mlp(x_TD)
+
+    def _shared_expert(self, x_TD: Tensor) -> Tensor:
+        """Return what the expert of every token adds, times its gate."""
+        assert self.shared_gate is not None
+        y_TD = dense(self._dense_mlp(self.gate_up.read(x_TD)))
+        return y_TD * F.linear(x_TD, self.shared_gate).sigmoid()
+
+    def _dense_mlp(self, x_TD: Tensor | QuantizedRows) -> Stream:
         if self.activation != "silu":
             gate_TF, up_TF = dense(self.gate_up(x_TD)).chunk(2, dim=1)
             return self.down(self.down.read(F.gelu(gate_TF, approximate="tanh") * up_TF))

@@ -47,7 +47,14 @@ def test_logits_stay(tmp_path: Path, family: str, s: float) -> None:
         factor = (
             1 / s
             if name.endswith(
-                ("qkv.weight", "qkvz.weight", "ba_weight", "gate_up.weight", "router.weight")
+                (
+                    "qkv.weight",
+                    "qkvz.weight",
+                    "ba_weight",
+                    "gate_up.weight",
+                    "router.weight",
+                    "shared_gate",
+                )
             )
             else factor
         )

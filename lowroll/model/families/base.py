@@ -120,6 +120,8 @@ class Family:
     describe: returns the fields of `ModelSpec` that differ from a Llama's, given the parsed
     configuration; its ValueErrors name keys. keys: what the family reads beside the common keys.
     activation_key, activation: where the MLP's activation stands, and the one that is supported.
+    inside: model type and architecture of a model of images and text whose `text_config` it is,
+    with its tensors at `model.language_model`. lacks: required keys that it does not have.
     """
 
     model_type: str
@@ -128,6 +130,8 @@ class Family:
     keys: tuple[str, ...] = ()
     activation_key: str = "hidden_act"
     activation: str = "silu"
+    inside: tuple[str, str] | None = None
+    lacks: tuple[str, ...] = ()
 
 
 def head_dim(values: Values) -> int:

@@ -46,7 +46,8 @@ def experts(values: Values) -> dict[str, Any]:
     return {
         "num_experts": count,
         "experts_per_token": choices,
-        "norm_topk_prob": flag(values, "norm_topk_prob"),
+        # Qwen3.5 has no such key, and always does
+        "norm_topk_prob": flag({"norm_topk_prob": True, **values}, "norm_topk_prob"),
         "moe_intermediate_size": integer(values, "moe_intermediate_size"),
     }
 

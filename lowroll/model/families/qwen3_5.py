@@ -1,5 +1,6 @@
-"""Qwen3.5, dense text: three of four layers are gated delta nets, the others attention whose output
-has a gate; a quarter of each head is rotated, and norms multiply by 1 + w."""
+"""Qwen3-Next and Qwen3.5, text: three of four layers are gated delta nets, the others attention
+whose output has a gate; a quarter of each head is rotated, norms multiply by 1 + w, and mixtures have
+an expert that takes every token."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 from lowroll.model.config_values import flag, integer, layer_list
 from lowroll.model.families.base import DeltaSpec, LayerSpec, Values, biases, rope_of
+from lowroll.model.families.llama import experts
 
 KEYS = (
     "linear_conv_kernel_dim",
@@ -17,6 +19,7 @@ KEYS = (
     "full_attention_interval",
     "attn_output_gate",
     "output_gate_type",
+    "shared_expert_intermediate_size",
 )
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -27,6 +30,28 @@ def qwen3_5(values: Values) -> dict[str, Any]:
     if values.get("output_gate_type") not in (None, "swish"):
         raise ValueError("output_gate_type: only swish is supported")
     kinds = layer_list(values, "layer_types", {LINEAR, FULL}, integer(values, "num_hidden_layers"))
+    return _hybrid(values, kinds, grouped=False)
+
+
+def qwen3_5_moe(values: Values) -> dict[str, Any]:
+    return {**qwen3_5(values), **_mixture(values)}
+
+
+def qwen3_next(values: Values) -> dict[str, Any]:
+    kinds = layer_list(values, "layer_types", {LINEAR, FULL}, integer(values, "num_hidden_layers"))
+    return {**_hybrid(values, kinds, grouped=True), **_mixture(values)}
+
+
+def _mixture(values: Values) -> dict[str, Any]:
+    size = integer(values, "shared_expert_intermediate_size")
+    if size != integer(values, "moe_intermediate_size"):
+        raise ValueError(
+            f"shared_expert_intermediate_size: {size}; only that of the other experts is supported"
+        )
+    return {**experts(values), "shared_expert_size": size}
+
+
+def _hybrid(values: Values, kinds: list[str], grouped: bool) -> dict[str, Any]:
     return {
         **biases(values),
         "norm_offset": 1.0,
@@ -39,6 +64,7 @@ def qwen3_5(values: Values) -> dict[str, Any]:
             key_dim=integer(values, "linear_key_head_dim"),
             value_dim=integer(values, "linear_value_head_dim"),
             taps=integer(values, "linear_conv_kernel_dim"),
+            grouped=grouped,
         ),
         "layers": tuple(
             LayerSpec(mixer="delta" if kind == LINEAR else "attention") for kind in kinds

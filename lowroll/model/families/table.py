@@ -22,7 +22,22 @@ _ROWS = (
         "hidden_activation",
         "gelu_pytorch_tanh",
     ),
-    Family("qwen3_5_text", "Qwen3_5ForCausalLM", qwen3_5.qwen3_5, qwen3_5.KEYS),
+    Family("qwen3_next", "Qwen3NextForCausalLM", qwen3_5.qwen3_next, qwen3_5.KEYS),
+    Family(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        qwen3_5.qwen3_5,
+        qwen3_5.KEYS,
+        inside=("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        qwen3_5.qwen3_5_moe,
+        qwen3_5.KEYS,
+        inside=("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+        lacks=("intermediate_size",),
+    ),
     Family("granite", "GraniteForCausalLM", granite.granite, granite.KEYS),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ROWS}
