@@ -74,8 +74,7 @@ def _base_section(base: Base) -> list[str]:
         ]
     # PEFT cannot multiply packed codes
     needs_dequantize = (
-        weight_format is not None
-        and weight_format.describe(getattr(torch, base.dtype), False) is None
+        weight_format is not None and weight_format.describe(getattr(torch, base.dtype)) is None
     )
     imported_classes = [
         "AutoModelForCausalLM",

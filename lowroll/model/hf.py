@@ -30,6 +30,7 @@ from lowroll.model.headers import (
 )
 from lowroll.model.linear import Linear
 from lowroll.model.names import (
+    dense_modules,
     features_read,
     hf_names,
     is_linear,
@@ -294,7 +295,7 @@ def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     elif weight_format is not None and not weight_format.dense:
         config["quantization_config"] = describe(
-            weight_format.name, model.dtype, bool(model.spec.num_experts), features_read(model.spec)
+            weight_format.name, model.dtype, dense_modules(model.spec), features_read(model.spec)
         )
     return config, state(model)
 

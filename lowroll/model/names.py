@@ -118,6 +118,14 @@ def _expert_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
     )
 
 
+def dense_modules(spec: ModelSpec) -> list[str]:
+    """Return the ends of the names of linear modules, beside lm_head, that no format quantizes."""
+    routers = ["mlp.gate"] if spec.num_experts else []
+    gates = ["mlp.shared_expert_gate"] if spec.shared_expert_size else []
+    rates = [] if spec.delta is None else [f"linear_attn.{p}" for p in spec.delta.rate_parts]
+    return [*routers, *gates, *rates]
+
+
 def features_read(spec: ModelSpec) -> dict[str, int]:
     """Return the in features of each kind of matrix by HF name ("q_proj", ...)."""
     mlp_size = spec.moe_intermediate_size if spec.num_experts else spec.intermediate_size

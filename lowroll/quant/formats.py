@@ -312,9 +312,9 @@ class Format(ABC):
         """Return whether a stored tensor has no NaN or infinity."""
         return not tensor.is_floating_point() or all_finite(tensor.float())
 
-    def describe(self, dtype: torch.dtype, routers: bool) -> dict[str, Any] | None:
+    def describe(self, dtype: torch.dtype, dense: Sequence[str] = ()) -> dict[str, Any] | None:
         """Return a folder's `quantization_config` in another tool's words. None: the format has a
-        scheme, or no tool knows it. routers: the model has experts, whose routers stay dense."""
+        scheme, or no tool knows it. dense: ends of the names of modules that stay dense."""
         return None
 
     def headers_beside(self) -> dict[str, Header]:

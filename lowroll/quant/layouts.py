@@ -28,7 +28,8 @@ columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -161,24 +162,25 @@ def read_layout(config: dict[str, Any]) -> StoredLayout | PackedWeights | MixedL
 def describe(
     format: str,
     dtype: torch.dtype,
-    routers: bool = False,
+    dense: Sequence[str] = (),
     columns: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return the `quantization_config` of a folder whose linear layers are in `format`. dtype: the
     model's.
 
-    routers: the model has experts, whose routers stay dense. columns: the in features of each kind
-    of matrix, by its name in files.
+    dense: ends of the names of modules that stay dense (`model.names.dense_modules`). columns: the
+    in features of each kind of matrix, by its name in files.
     """
     form = get_format(format)
-    description = form.describe(dtype, routers)
+    description = form.describe(dtype, dense)
     if description is not None:
         return description
     if form.scheme is None:
         raise ValueError(f"{format}: no other tool has a layout for it, so no folder can hold it")
     group = _describe_group(format, ["Linear"])
     rotated = columns or {} if form.scheme.rotated else {}
-    return _describe_groups([group], [r"re:.*\.mlp\.gate$"] if routers else [], rotated)
+    ignored = [rf"re:.*\.{re.escape(module)}$" for module in dense]
+    return _describe_groups([group], ignored, rotated)
 
 
 def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -119,7 +120,7 @@ class NormalFloat4(Gridded, WeightOnly):
         """Return the required JSON fields of a matrix, and more."""
         return {"quant_type": TYPE, "blocksize": BLOCK, **more, "shape": list(shape)}
 
-    def describe(self, dtype: torch.dtype, routers: bool) -> dict[str, Any]:
+    def describe(self, dtype: torch.dtype, dense: Sequence[str] = ()) -> dict[str, Any]:
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
@@ -128,7 +129,7 @@ class NormalFloat4(Gridded, WeightOnly):
             "bnb_4bit_use_double_quant": self.double,
             "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
             "bnb_4bit_quant_storage": "uint8",
-            "llm_int8_skip_modules": ["lm_head", *(["mlp.gate"] if routers else [])],
+            "llm_int8_skip_modules": ["lm_head", *dense],
         }
 
     def headers_beside(self) -> dict[str, Header]:
