@@ -59,6 +59,55 @@ def test_attention_is_the_cpus(
         assert torch.equal(device.cpu().float().nan_to_num(0), host)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 64, 1000])
+@pytest.mark.parametrize(
+    "lengths, heads, kv_heads, head_dim, page",
+    [
+        ([300, 0, 1, 5, 6, 16, 17, 18, 64, 65, 66], 24, 8, 128, 16),
+        ([900], 8, 1, 256, 16),
+        ([0, 130, 17, 64, 65, 1] * 50, 8, 4, 64, 16),
+    ],
+)
+def test_rows_attend_within_a_window(
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page: int,
+    window: int,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    """Few rows in many splits, and many rows in one; keys outside the window are NaN."""
+    case = Case(lengths, heads, kv_heads, head_dim, page, dtype, window=window)
+    for row, length in enumerate(lengths):
+        hidden = torch.arange(max(0, length - window))
+        at = case.table[row, hidden // page].long(), hidden % page
+        case.keys[at], case.values[at] = math.nan, math.nan
+    got = paged_decode(*cuda(case), case.scale, window)
+    for x in ("q", "k", "v", "keys", "values"):
+        setattr(case, x, getattr(case, x).float().nan_to_num(0))
+    torch.testing.assert_close(got.cpu().float(), case.run(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [4, 200])
+def test_one_graph_serves_every_length_in_a_window(rows: int) -> None:
+    case = Case([200] * rows, 28, 4, 128, 16, torch.bfloat16)
+    case.keys.nan_to_num_(0)
+    case.values.nan_to_num_(0)
+    inputs = cuda(case)
+    paged_decode(*inputs, case.scale, 20)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = paged_decode(*inputs, case.scale, 20)
+    for now in ([1, 2, 3, 4], [0, 200, 13, 20], [64, 2, 65, 129]):
+        inputs[-1].copy_(torch.tensor(now * (rows // 4)))
+        graph.replay()
+        assert torch.equal(captured, paged_decode(*inputs, case.scale, 20))
+
+
 @pytest.mark.parametrize("rows, head_dim", [(24, 128), (160, 128), (40, 64)])
 def test_shared_pages_change_no_bit(rows: int, head_dim: int) -> None:
     """Siblings that share their prompt's pages, against the same rows with pages of their own."""
