@@ -75,15 +75,7 @@ def varlen(
         original_order[stacked_order] = torch.arange(len(stacked_order), device=device)
         return stacked_order, original_order
 
-    @cache
-    def mask(length: int, window: int, dtype: torch.dtype) -> Tensor | None:
-        """Return what is added to scores, made once for all layers: backward passes keep it."""
-        if not 0 < window < length:
-            return None
-        hidden_LL = ~_mask(0, length, window, torch.device(device))
-        return torch.zeros(hidden_LL.shape, dtype=dtype, device=device).masked_fill_(
-            hidden_LL, -torch.inf
-        )
+    shared_mask = cache(_added_mask)  # the backward passes of all layers keep one
 
     def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         window = _window(windows, layer, longest)
@@ -91,7 +83,8 @@ def varlen(
         if prefers_flash and _can_flash(q_THd):
             assert bounds is not None
             return _flash_attention(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest, window)
-        masks = [mask(length, window, q_THd.dtype) for _, length in stack_shapes]
+        mask = shared_mask if torch.is_grad_enabled() else _added_mask
+        masks = [mask(length, window, q_THd.dtype, q_THd.device) for _, length in stack_shapes]
         if len(stack_shapes) == 1:
             return _attend_stacks(q_THd, k_TGd, v_TGd, stack_shapes, masks)
         stacked_order, original_order = order()
@@ -237,6 +230,18 @@ def _mask(before: int, total: int, window: int, device: torch.device) -> Tensor:
     pos_C = pos_T[before:, None]
     mask_CT = pos_T <= pos_C
     return mask_CT & (pos_T > pos_C - window) if window else mask_CT
+
+
+def _added_mask(
+    length: int, window: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """Return what is added to the scores of a sequence, [L, L], or None where the window hides
+    nothing."""
+    if not 0 < window < length:
+        return None
+    hidden_LL = ~_mask(0, length, window, device)
+    zeros_LL = torch.zeros(hidden_LL.shape, dtype=dtype, device=device)
+    return zeros_LL.masked_fill_(hidden_LL, -torch.inf)
 
 
 def _attend_suffix(

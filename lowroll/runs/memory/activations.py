@@ -296,7 +296,7 @@ def _pass_bytes(spec: ModelSpec, item: int, tokens: int) -> int:
         slots, intermediate = spec.experts_per_token, spec.moe_intermediate_size
         mlp = slots * (spec.hidden_size * 2 + intermediate)
     else:
-        mlp = 3 * spec.intermediate_size
+        mlp = (3 if spec.activation == "silu" else 4) * spec.intermediate_size
     return tokens * item * (3 * spec.hidden_size + max(2 * heads, mlp))
 
 
