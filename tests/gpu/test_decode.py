@@ -59,35 +59,35 @@ def test_attention_is_the_cpus(
         assert torch.equal(device.cpu().float().nan_to_num(0), host)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("window", [1, 5, 16, 17, 64, 1000])
+FEW = [300, 0, 1, 5, 6, 16, 17, 18, 64, 65, 66], 24, 8, 128, 16
+WIDE = [900], 8, 1, 256, 16
+MANY = [0, 130, 17, 64, 65, 1] * 50, 8, 4, 64, 16
+
+
 @pytest.mark.parametrize(
-    "lengths, heads, kv_heads, head_dim, page",
+    ("shape", "dtype", "window"),
     [
-        ([300, 0, 1, 5, 6, 16, 17, 18, 64, 65, 66], 24, 8, 128, 16),
-        ([900], 8, 1, 256, 16),
-        ([0, 130, 17, 64, 65, 1] * 50, 8, 4, 64, 16),
+        *((FEW, torch.bfloat16, window) for window in (1, 16, 17)),
+        (FEW, torch.float32, 5),
+        (WIDE, torch.bfloat16, 64),
+        (WIDE, torch.float32, 1000),
+        (MANY, torch.bfloat16, 64),
+        (MANY, torch.float32, 5),
     ],
-)
+)  # a kernel is compiled for each
 def test_rows_attend_within_a_window(
-    lengths: list[int],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    page: int,
-    window: int,
-    dtype: torch.dtype,
-    tolerance: float,
+    shape: tuple[list[int], int, int, int, int], dtype: torch.dtype, window: int
 ) -> None:
     """Few rows in many splits, and many rows in one; keys outside the window are NaN."""
-    case = Case(lengths, heads, kv_heads, head_dim, page, dtype, window=window)
-    for row, length in enumerate(lengths):
+    case, page = Case(*shape, dtype, window=window), shape[-1]
+    for row, length in enumerate(shape[0]):
         hidden = torch.arange(max(0, length - window))
         at = case.table[row, hidden // page].long(), hidden % page
         case.keys[at], case.values[at] = math.nan, math.nan
     got = paged_decode(*cuda(case), case.scale, window)
     for x in ("q", "k", "v", "keys", "values"):
         setattr(case, x, getattr(case, x).float().nan_to_num(0))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.cpu().float(), case.run(), rtol=tolerance, atol=tolerance)
 
 

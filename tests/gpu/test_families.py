@@ -31,7 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "granite": {},
 }
-LOW_BIT = ("fp8", "nvfp4")
+LOW_BIT = {"gemma3": "fp8", "olmo3": "nvfp4", "smollm3": "fp8", "granite": "nvfp4"}
 REQUESTS = [
     Request(prompt(length, length), n=n, max_tokens=14, seed=length, ignore_eos=True)
     for length, n in ((21, 4), (3, 1), (40, 1))
@@ -49,7 +49,7 @@ def gaps(engine: Engine, model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", CHANGES)
 def test_engines_draw_from_the_models_own_distribution(family: str, tmp_path: Path) -> None:
-    """In bfloat16 against float32 on the CPU, and in a low-bit format against the engine's own
+    """In bfloat16 against float32 on the CPU, and some in a low-bit format against the engine's own
     weights in one pass. On a CPU bfloat16 is 0.04 off in the mean, 0.18 at most; without windows 0.7
     in the mean."""
     path = hf_folder(tmp_path / "m", family, **CHANGES[family])
@@ -64,9 +64,9 @@ def test_engines_draw_from_the_models_own_distribution(family: str, tmp_path: Pa
     chunked = Engine(engine.model, weights="bf16", cache_tokens=2048, max_batch=8, prefill_chunk=8)
     gap = gaps(chunked, exact)
     assert gap.mean() < 0.08 and gap.max() < 0.8
-    weights = LOW_BIT[list(CHANGES).index(family) % 2]
-    low = Engine(path, weights=weights, cache_tokens=2048, max_batch=8)
-    assert gaps(low, low.model).mean() < 0.15
+    if family in LOW_BIT:
+        low = Engine(path, weights=LOW_BIT[family], cache_tokens=2048, max_batch=8)
+        assert gaps(low, low.model).mean() < 0.15
 
 
 @pytest.mark.parametrize("family", ["olmo3", "gemma3"])
