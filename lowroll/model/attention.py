@@ -75,7 +75,7 @@ def varlen(
         original_order[stacked_order] = torch.arange(len(stacked_order), device=device)
         return stacked_order, original_order
 
-    shared_mask = cache(_added_mask)  # the backward passes of all layers keep one
+    mask = cache(_added_mask)  # one for all layers, which backward passes keep
 
     def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         window = _window(windows, layer, longest)
@@ -83,7 +83,6 @@ def varlen(
         if prefers_flash and _can_flash(q_THd):
             assert bounds is not None
             return _flash_attention(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest, window)
-        mask = shared_mask if torch.is_grad_enabled() else _added_mask
         masks = [mask(length, window, q_THd.dtype, q_THd.device) for _, length in stack_shapes]
         if len(stack_shapes) == 1:
             return _attend_stacks(q_THd, k_TGd, v_TGd, stack_shapes, masks)
