@@ -53,7 +53,6 @@ from bench.harness import (
 )
 from lowroll.engine.native import NativeEngine
 from lowroll.model import hf
-from lowroll.model.attention import varlen
 from lowroll.model.device import pick_device
 from lowroll.model.folder import resolve
 from lowroll.model.scoring import score
@@ -244,7 +243,7 @@ def hidden_states(model: Transformer, texts: list[list[int]]) -> Tensor:
     lengths = [len(ids) for ids in texts]
     ids_T = torch.tensor([token for ids in texts for token in ids], device=model.device)
     pos_T = torch.cat([torch.arange(length, device=model.device) for length in lengths])
-    return model(ids_T, pos_T, varlen(lengths, model.device))
+    return model(ids_T, pos_T, model.causal(lengths))
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@ alone.
 
     python -m tests.fuzz --mixes 20000 --seed 1
     python -m tests.fuzz --mixes 2000 --device cuda
+    python -m tests.fuzz --mixes 2000 --family gemma3      all blocks of one family of models
 
 A block is one engine with random settings (format, LoRA, pages, batch and prefill limits, chunks,
 steps between two looks, and for half of them a cache policy that drops keys) and MIXES mixes after
@@ -67,7 +68,7 @@ from tests.fixtures.policies import (
     Seen,
     Undecided,
 )
-from tests.fixtures.tiny import hf_model
+from tests.fixtures.tiny import FAMILIES, hf_model
 
 MIXES = 20  # of a block
 LONGEST = 34  # prompt and response of a request
@@ -113,9 +114,10 @@ class Family:
         )
 
 
-def sizes(device: str) -> dict[str, Any]:
+def sizes(name: str, device: str) -> dict[str, Any]:
     """Kernels on the device ask for rows of 128."""
-    small = dict(num_hidden_layers=2, max_position_embeddings=64)
+    layers = FAMILIES[name][1].get("num_hidden_layers", 2)
+    small = dict(num_hidden_layers=layers, max_position_embeddings=64)
     return (
         small
         if device == "cpu"
@@ -134,7 +136,7 @@ def sizes(device: str) -> dict[str, Any]:
 def theirs(name: str, version: int, device: str) -> Any:
     """transformers' model; version 3 is version 0 under noise. Wider matrices are smaller, so that
     logits are alike."""
-    model = hf_model(name, seed=version % 3, **sizes(device))
+    model = hf_model(name, seed=version % 3, **sizes(name, device))
     with torch.no_grad():
         for p in model.parameters() if device == "cuda" else ():
             p.mul_(8**-0.5 if p.ndim > 1 else 1)
@@ -171,8 +173,14 @@ def policy(family: Family, version: int, large_batch: bool) -> Transformer:
     """The weights of a version as the engine should have them."""
     weights = family.large_batch if large_batch and family.large_batch else family.weights
     model = rollout_copy(master(family, version), weights, family.dtype, noisy=True)
-    publish(master(family, version), model, NOISES.get(version))
+    publish(master(family, version), model, noise_of(family, version))
     return model
+
+
+def noise_of(family: Family, version: int) -> Noise | None:
+    """The noise of a version, where the model has norms that take it."""
+    has_norms = any(name == "input_norm" for name, _ in master(family, 0).spec.norms)
+    return NOISES.get(version) if has_norms else None
 
 
 # -- the oracle ------------------------------------------------------------------------------------
@@ -191,9 +199,10 @@ def replay(
     foreign = (
         family.weights == "fp32"
         and not (family.adapted or family.large_batch or kv)
-        and not any(v in NOISES for v, _ in made)
+        and not any(noise_of(family, v) for v, _ in made)
     )
-    kept, attend, pieces = DynamicCache(), Seen(kv, prompt), []
+    windows = master(family, 0).spec.windows
+    kept, attend, pieces = DynamicCache(), Seen(kv, prompt, windows=windows), []
     for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
         if foreign:
             model = theirs(family.name, made[start][0], family.device)
@@ -453,7 +462,10 @@ class Block:
             "max_prefill_tokens": rng.choice([1, 8, 24, 8192]),
             "prefill_chunk": rng.choice([None, None, 1, 3, 7, 16]),
         }
-        self.kv = kv or random_policy(random.Random(f"kv {seed}"), family)
+        has_windows = bool(master(family, 0).spec.windows)  # which bounded caches do not take
+        self.kv = (
+            kv or random_policy(random.Random(f"kv {seed}"), family) if not has_windows else None
+        )
         if self.kv is not None:
             options["cache_tokens"] = max(options["cache_tokens"], least(self.kv, self.page_size))
         side = random.Random(f"prompts {seed}")  # what may not change the mixes
@@ -609,7 +621,7 @@ class Block:
         weights, and what was seen of it may be taken back."""
         self.version = self.rng.choice(VERSIONS)
         learner = master(self.family, self.version)
-        update = WeightUpdate.local(learner, self.version, NOISES.get(self.version))
+        update = WeightUpdate.local(learner, self.version, noise_of(self.family, self.version))
         if self.kv is not None or self.side.random() < 0.4:
             self.engine.update_weights(update)
             return
@@ -727,9 +739,11 @@ def least(kv: Bounded, page_size: int) -> int:
     return page_size * max(footprint(kv, *length, page_size).alone for length in lengths)
 
 
-def run_block(seed: int, mixes: int = MIXES, device: str = "cpu") -> Verdict:
-    """Run the mixes of one block; what the engine raises names the block."""
-    block = Block(seed, device)
+def run_block(seed: int, mixes: int = MIXES, device: str = "cpu", family: str = "") -> Verdict:
+    """Run the mixes of one block, of a named family of models or a random one; what the engine
+    raises names the block."""
+    drawn = random_family(random.Random(seed), device)
+    block = Block(seed, device, replace(drawn, name=family) if family else drawn)
     try:
         for _ in range(mixes):
             block.mix()
@@ -743,13 +757,14 @@ def main() -> None:
     parser.add_argument("--mixes", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="the first block")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--family", default="", choices=["", *FAMILIES], help="of all blocks")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     args = parser.parse_args()
     blocks, began = -(-args.mixes // MIXES), time.monotonic()
     by_format: dict[str, Verdict] = {}
     for done in range(1, blocks + 1):
         seed = args.seed + done - 1
-        verdict = run_block(seed, device=args.device)
+        verdict = run_block(seed, device=args.device, family=args.family)
         for difference in verdict.differences:
             print(difference, flush=True)
         family = random_family(random.Random(seed), args.device)

@@ -75,17 +75,20 @@ def varlen(
         original_order[stacked_order] = torch.arange(len(stacked_order), device=device)
         return stacked_order, original_order
 
+    mask = cache(_added_mask)  # one for all layers, which backward passes keep
+
     def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         window = _window(windows, layer, longest)
         prefers_flash = len(stack_shapes) > MOST_STACKS or longest < LONG or window > 0
         if prefers_flash and _can_flash(q_THd):
             assert bounds is not None
             return _flash_attention(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest, window)
+        masks = [mask(length, window, q_THd.dtype, q_THd.device) for _, length in stack_shapes]
         if len(stack_shapes) == 1:
-            return _attend_stacks(q_THd, k_TGd, v_TGd, stack_shapes, window)
+            return _attend_stacks(q_THd, k_TGd, v_TGd, stack_shapes, masks)
         stacked_order, original_order = order()
         return _attend_stacks(
-            q_THd[stacked_order], k_TGd[stacked_order], v_TGd[stacked_order], stack_shapes, window
+            q_THd[stacked_order], k_TGd[stacked_order], v_TGd[stacked_order], stack_shapes, masks
         )[original_order]
 
     return attend
@@ -228,6 +231,18 @@ def _mask(before: int, total: int, window: int, device: torch.device) -> Tensor:
     return mask_CT & (pos_T > pos_C - window) if window else mask_CT
 
 
+def _added_mask(
+    length: int, window: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """Return what is added to the scores of a sequence, [L, L], or None where the window hides
+    nothing."""
+    if not 0 < window < length:
+        return None
+    hidden_LL = ~_mask(0, length, window, device)
+    zeros_LL = torch.zeros(hidden_LL.shape, dtype=dtype, device=device)
+    return zeros_LL.masked_fill_(hidden_LL, -torch.inf)
+
+
 def _attend_suffix(
     q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, before: int, window: int = 0
 ) -> Tensor:
@@ -251,25 +266,25 @@ def _attend_stacks(
     k_TGd: Tensor,
     v_TGd: Tensor,
     shapes: list[tuple[int, int]],
-    window: int = 0,
+    masks: list[Tensor | None],
 ) -> Tensor:
-    """Compute attention with one call for all sequences of one length. shapes: (count, length)."""
+    """Compute attention with one call for all sequences of one length. shapes: (count, length);
+    masks: of each length [L, L], added to the scores; None: causal."""
     sizes = [count * length for count, length in shapes]
     outputs = []
-    for (count, length), q, k, v in zip(
-        shapes, q_THd.split(sizes), k_TGd.split(sizes), v_TGd.split(sizes), strict=True
+    for (count, length), mask_LL, q, k, v in zip(
+        shapes, masks, q_THd.split(sizes), k_TGd.split(sizes), v_TGd.split(sizes), strict=True
     ):
         q_SHLd, k_SGLd, v_SGLd = (
             x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
         )
-        outputs.append(_stack(q_SHLd, k_SGLd, v_SGLd, window).transpose(1, 2).reshape(q.shape))
+        outputs.append(_stack(q_SHLd, k_SGLd, v_SGLd, mask_LL).transpose(1, 2).reshape(q.shape))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _stack(q_SHLd: Tensor, k_SGLd: Tensor, v_SGLd: Tensor, window: int) -> Tensor:
-    """Compute causal attention over sequences of equal length."""
-    if window and window < q_SHLd.shape[2]:
-        mask_LL = _mask(0, q_SHLd.shape[2], window, q_SHLd.device)
+def _stack(q_SHLd: Tensor, k_SGLd: Tensor, v_SGLd: Tensor, mask_LL: Tensor | None) -> Tensor:
+    """Compute causal attention over sequences of equal length, or with a mask."""
+    if mask_LL is not None:
         return F.scaled_dot_product_attention(
             q_SHLd, k_SGLd, v_SGLd, attn_mask=mask_LL, enable_gqa=True
         )

@@ -14,6 +14,7 @@ from lowroll.kernels.batch_invariant import rows
 from lowroll.kernels.fused import avx2 as heads
 from lowroll.kernels.launch import INTERPRETED
 from lowroll.kernels.matmul import ordered
+from lowroll.model.families.base import PRE_NORMS
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
@@ -46,10 +47,18 @@ def refuse(
 
 
 def why_not(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-    if spec.windows or spec.activation != "silu" or not spec.adds_plainly or spec.attention_gate:
+    features = {
+        "sliding windows": bool(spec.windows),
+        "norms after attention and MLP": spec.norms != PRE_NORMS,
+        "updates that a constant scales": spec.update_scale != 1,
+        "recurrent layers": spec.delta is not None,
+        "gates of attention": spec.attention_gate,
+        f"the activation {spec.activation}": spec.activation != "silu",
+    }
+    if found := [feature for feature, is_present in features.items() if is_present]:
         return (
-            f"{spec.architecture} has windows, norms after attention or another activation, whose "
-            "kernels with the same bits in any batch are not there yet"
+            f"{spec.architecture} has {', '.join(found)}, whose kernels with the same bits in any "
+            "batch are not there yet"
         )
     if device.type == "cpu" and not INTERPRETED:
         return _why_not_on_cpu(spec, device, dtype)

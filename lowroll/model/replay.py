@@ -72,9 +72,16 @@ def _decompress(data: bytes, size: int) -> bytes:
     return raw
 
 
-def check_evictions(evictions: Evictions, layers: int, heads: int, context_length: int) -> None:
-    """Raise ValueError, with the field, unless a model of so many layers and KV heads can replay
-    them: all heads drop equally many keys at a time, and none before it exists."""
+def check_evictions(
+    evictions: Evictions,
+    layers: int,
+    heads: int,
+    context_length: int,
+    windows: Sequence[int] = (),
+) -> None:
+    """Raise ValueError, with the field, unless a model of so many layers and KV heads, without
+    windows, can replay them: all heads drop equally many keys at a time, and none before it
+    exists."""
     after = evictions.after
     if (evictions.layers, evictions.heads) != (layers, heads):
         raise ValueError(
@@ -85,6 +92,8 @@ def check_evictions(evictions: Evictions, layers: int, heads: int, context_lengt
         raise ValueError(f"after: {after} do not ascend within a context of {context_length}")
     if not after:
         return
+    if windows:
+        raise ValueError("after: a model with sliding windows cannot replay dropped keys")
     numbers_XT = unpack_evictions(evictions).flatten(0, 1)
     lowest, highest = (int(x) for x in numbers_XT.aminmax())
     if lowest < 0 or highest > len(after):
@@ -103,9 +112,11 @@ def replayed(
     lengths: Sequence[int],
     evictions: Sequence[Evictions | None],
     device: torch.device | str = "cpu",
+    windows: Sequence[int] = (),
 ) -> Attend:
     """Return causal attention over packed sequences, each over the keys that its sampler's cache
-    held; over all, bitwise as `varlen`, for None or before the first compaction."""
+    held; over all, bitwise as `varlen`, for None or before the first compaction. windows: of a
+    model whose caches dropped nothing (`check_evictions`)."""
     starts = [0, *accumulate(lengths)]
     stretches: list[_Stretch] = []
     numbers_by_sequence: list[Tensor] = []
@@ -122,7 +133,7 @@ def replayed(
             keys = end - num_dropped_until[i]
             stretches.append(_Stretch(len(numbers_by_sequence), i + 1, start, begin, end, keys))
         numbers_by_sequence.append(numbers_LGT)
-    dense = varlen(first_lengths, device)
+    dense = varlen(first_lengths, device, windows)
     if not stretches:
         return dense
     table = _Numbers(numbers_by_sequence, device)

@@ -55,7 +55,9 @@ def score(
         if record is None:
             continue
         try:
-            check_evictions(record, spec.num_layers, spec.num_kv_heads, spec.max_position)
+            check_evictions(
+                record, spec.num_layers, spec.num_kv_heads, spec.max_position, spec.windows
+            )
         except ValueError as error:
             raise ValueError(f"evictions[{i}].{error}") from None
     scores: list[Tensor] = []
@@ -89,7 +91,7 @@ def _score_packed(
     ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
     pos_T = torch.tensor([pos for length in lengths for pos in range(length)], device=model.device)
     if any(evictions):
-        attend = replayed(lengths, evictions, model.device)
+        attend = replayed(lengths, evictions, model.device, model.spec.windows)
     else:
         attend = model.causal(lengths)
     hidden_TD = model(ids_T, pos_T, attend)

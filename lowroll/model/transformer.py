@@ -260,8 +260,10 @@ class Block(nn.Module):
             qkv, q_gain, k_gain = torch.cat([self.q_norm(q), self.k_norm(k), v], 1), None, None
         if self.order is None:
             return qkv, q_gain, k_gain
-        order_d = self.order.to(dense(qkv).device)
         heads_THd = dense(qkv).unflatten(1, (-1, self.head_dim))
+        if self.order.device != heads_THd.device:
+            self.order = self.order.to(heads_THd.device)  # once: graphs copy nothing
+        order_d = self.order
         rotated = self.heads + self.kv_heads
         heads_THd = torch.cat([heads_THd[:, :rotated, order_d], heads_THd[:, rotated:]], 1)
         q_gain, k_gain = (None if gain is None else gain[order_d] for gain in (q_gain, k_gain))
@@ -359,6 +361,7 @@ class Transformer(nn.Module):
         # the engine's view of lm_head_weight: same storage, packed for its kernel
         self.head: QTensor | None = None
         self.freqs = inverse_frequencies(spec).to(device if str(device) != "meta" else "cpu")
+        self.magnitudes = magnitudes(spec)  # goes where positions are, once: graphs copy nothing
 
     def forward(
         self, ids_T: Tensor, pos_T: Tensor, attend: Attend, wanted_P: Tensor | None = None
@@ -394,10 +397,11 @@ class Transformer(nn.Module):
         if self.freqs.device != pos_T.device:
             self.freqs = self.freqs.to(pos_T.device)
         cos, sin = rotations(pos_T, self.freqs)
-        sizes = magnitudes(self.spec)
-        if sizes is None:
+        if self.magnitudes is None:
             return cos, sin
-        return cos * sizes.to(pos_T.device), sin * sizes.to(pos_T.device)
+        if self.magnitudes.device != pos_T.device:
+            self.magnitudes = self.magnitudes.to(pos_T.device)
+        return cos * self.magnitudes, sin * self.magnitudes
 
     def final(self, x_TD: Tensor) -> Tensor:
         """Return the hidden states that the head reads, of the stream after the last block."""

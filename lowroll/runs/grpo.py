@@ -26,7 +26,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.runs import budget
-from lowroll.runs.assembly import configuration, engines, models, prompts
+from lowroll.runs.assembly import caches, configuration, engines, models, prompts
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.attempt import RunResult, attempt, run_steps, tell
 from lowroll.runs.batches import BatchSource, RunEnvironments
@@ -107,6 +107,7 @@ class Run:
         engines.check(run_cfg)
         outline = models.outline("model", run_cfg.model, self.compute)
         spec = outline.spec
+        caches.refuse(run_cfg, spec)
         prompts.check_stages(run_cfg, spec)
         chat = models.chat_of(run_cfg)
         run_cfg = budget.settle(home, self.compute, chat, resume)

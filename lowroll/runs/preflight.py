@@ -29,7 +29,15 @@ from lowroll.orchestrator.groups import for_scorer
 from lowroll.quant.budget import is_budget
 from lowroll.quant.table import EIGHT_BITS, STORED
 from lowroll.runs import budget, hub, sft
-from lowroll.runs.assembly import engines, environments, models, orchestrator, prompts, trainer
+from lowroll.runs.assembly import (
+    caches,
+    engines,
+    environments,
+    models,
+    orchestrator,
+    prompts,
+    trainer,
+)
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.memory import fit, sizes
@@ -183,6 +191,7 @@ def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
     model = _outline("model", cfg.model, compute, found)
     models.refuse_backward(cfg, compute, model.spec)
     models.refuse_scale(cfg)
+    caches.refuse(cfg, model.spec)
     if cfg.rollout.exact:
         exact.refuse(model.spec, compute.device, compute.dtype)
     if cfg.train.lora:

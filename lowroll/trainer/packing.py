@@ -189,9 +189,19 @@ def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
     key_size = spec.num_kv_heads * spec.head_dim
     mlp_size = spec.experts_per_token * spec.moe_intermediate_size or spec.intermediate_size
     token_cost = spec.hidden_size * (2 * query_size + 2 * key_size + 3 * mlp_size)
-    attention_cost = num_tokens * query_size  # scores and values of num_tokens / 2 keys
+    windows = spec.windows or (0,) * spec.num_layers
+    # scores and values of all keys before a query, num_tokens / 2, or of those of its window
+    keys = sum(_seen_keys(num_tokens, window) for window in windows)
+    attention_cost = 2 * keys * query_size
     head_cost = len(sample.rollout.token_ids) * outputs * spec.hidden_size
-    return float(spec.num_layers * num_tokens * (token_cost + attention_cost) + head_cost)
+    return float(num_tokens * (spec.num_layers * token_cost + attention_cost) + head_cost)
+
+
+def _seen_keys(num_tokens: int, window: int) -> float:
+    """Return the keys that a query sees on average. window: 0 for none."""
+    if not 0 < window < num_tokens:
+        return num_tokens / 2
+    return window * (1 - window / (2 * num_tokens))
 
 
 def pack(

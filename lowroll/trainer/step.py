@@ -217,7 +217,8 @@ class PackedForward:
         if not self.replay_kv:
             return self.model.causal(packed.lengths)
         evictions = [sample.rollout.evictions for sample in packed.chosen]
-        return replayed(packed.lengths, evictions, self.model.device)
+        windows = self.model.spec.windows
+        return replayed(packed.lengths, evictions, self.model.device, windows)
 
     def collate(self, indices: Sequence[int]) -> PackedBatch:
         """Return samples as one micro-batch on the model's device."""
@@ -385,7 +386,9 @@ def _check_replay(samples: Sequence[Sample], model: Transformer) -> None:
         if evictions is None:
             continue
         try:
-            check_evictions(evictions, spec.num_layers, spec.num_kv_heads, spec.max_position)
+            check_evictions(
+                evictions, spec.num_layers, spec.num_kv_heads, spec.max_position, spec.windows
+            )
         except ValueError as error:
             raise ValueError(f"{location}.{error}") from None
 

@@ -144,6 +144,19 @@ def test_replay_of_one_request(
     assert off(model, groups, later)[0] > 100 * BOUND
 
 
+@pytest.mark.parametrize("family", ["smollm3", "olmo2", "granite"])
+@pytest.mark.parametrize("kind", POLICIES)
+def test_families_replay_what_their_caches_kept(
+    kind: Callable[[], CachePolicy], family: str, tmp_path: Path
+) -> None:
+    """Layers without positions, norms over all heads, and queries that a constant scales."""
+    model = hf.load(hf_folder(tmp_path / "m", family))
+    groups = recording(model, kind(), 3).generate(REQUESTS[1:3])
+    gap, compactions = off(model, groups)
+    assert gap < BOUND and compactions > 8
+    assert off(model, groups, later)[0] > 100 * BOUND
+
+
 @pytest.mark.parametrize("kind", POLICIES)
 def test_recording_changes_no_bit(model: Transformer, kind: Callable[[], CachePolicy]) -> None:
     """And nothing is recorded unless it is asked for, or where nothing is dropped."""

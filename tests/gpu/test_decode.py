@@ -59,6 +59,55 @@ def test_attention_is_the_cpus(
         assert torch.equal(device.cpu().float().nan_to_num(0), host)
 
 
+FEW = [300, 0, 1, 5, 6, 16, 17, 18, 64, 65, 66], 24, 8, 128, 16
+WIDE = [900], 8, 1, 256, 16
+MANY = [0, 130, 17, 64, 65, 1] * 50, 8, 4, 64, 16
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "window"),
+    [
+        *((FEW, torch.bfloat16, window) for window in (1, 16, 17)),
+        (FEW, torch.float32, 5),
+        (WIDE, torch.bfloat16, 64),
+        (WIDE, torch.float32, 1000),
+        (MANY, torch.bfloat16, 64),
+        (MANY, torch.float32, 5),
+    ],
+)  # a kernel is compiled for each
+def test_rows_attend_within_a_window(
+    shape: tuple[list[int], int, int, int, int], dtype: torch.dtype, window: int
+) -> None:
+    """Few rows in many splits, and many rows in one; keys outside the window are NaN."""
+    case, page = Case(*shape, dtype, window=window), shape[-1]
+    for row, length in enumerate(shape[0]):
+        hidden = torch.arange(max(0, length - window))
+        at = case.table[row, hidden // page].long(), hidden % page
+        case.keys[at], case.values[at] = math.nan, math.nan
+    got = paged_decode(*cuda(case), case.scale, window)
+    for x in ("q", "k", "v", "keys", "values"):
+        setattr(case, x, getattr(case, x).float().nan_to_num(0))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.cpu().float(), case.run(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [4, 200])
+def test_one_graph_serves_every_length_in_a_window(rows: int) -> None:
+    case = Case([200] * rows, 28, 4, 128, 16, torch.bfloat16)
+    case.keys.nan_to_num_(0)
+    case.values.nan_to_num_(0)
+    inputs = cuda(case)
+    paged_decode(*inputs, case.scale, 20)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = paged_decode(*inputs, case.scale, 20)
+    for now in ([1, 2, 3, 4], [0, 200, 13, 20], [64, 2, 65, 129]):
+        inputs[-1].copy_(torch.tensor(now * (rows // 4)))
+        graph.replay()
+        assert torch.equal(captured, paged_decode(*inputs, case.scale, 20))
+
+
 @pytest.mark.parametrize("rows, head_dim", [(24, 128), (160, 128), (40, 64)])
 def test_shared_pages_change_no_bit(rows: int, head_dim: int) -> None:
     """Siblings that share their prompt's pages, against the same rows with pages of their own."""

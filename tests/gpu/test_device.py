@@ -40,14 +40,13 @@ IDS = torch.randint(
 def forward(model: Transformer) -> Tensor:
     """Logits [T, V] of the packed sequences, on the CPU."""
     pos = torch.cat([torch.arange(n) for n in LENGTHS]).to(model.device)
-    return (
-        model.logits(model(IDS.to(model.device), pos, varlen(LENGTHS, model.device))).float().cpu()
-    )
+    hidden = model(IDS.to(model.device), pos, model.causal(LENGTHS))
+    return model.logits(hidden).float().cpu()
 
 
 def log_likelihood(model: Transformer) -> Tensor:
     pos = torch.cat([torch.arange(n) for n in LENGTHS]).to(model.device)
-    hidden = model(IDS.to(model.device), pos, varlen(LENGTHS, model.device))
+    hidden = model(IDS.to(model.device), pos, model.causal(LENGTHS))
     logp, _ = token_log_probs(hidden, model.lm_head_weight, IDS.roll(-1).to(model.device), chunk=7)
     return logp.mean()
 
@@ -209,7 +208,8 @@ def test_fp8_products_are_the_devices(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"), [(4, 4, 64), (8, 2, 128), (4, 1, 40), (4, 2, 12)]
 )
-def test_varlen_attention_in_bfloat16(heads: int, kv_heads: int, size: int) -> None:
+@pytest.mark.parametrize("window", [0, 1, 5, 17])
+def test_varlen_attention_in_bfloat16(heads: int, kv_heads: int, size: int, window: int) -> None:
     """Forward and gradients against float32 attention over the same bfloat16 values, one sequence
     at a time."""
     generator = torch.Generator().manual_seed(0)
@@ -219,16 +219,21 @@ def test_varlen_attention_in_bfloat16(heads: int, kv_heads: int, size: int) -> N
     )
     upstream = torch.randn(q.shape, generator=generator).bfloat16()
     exact = [x.float().requires_grad_() for x in (q, k, v)]
+
+    def sees(length: int) -> Tensor:
+        t = torch.arange(length)
+        return (t <= t[:, None]) & (t > t[:, None] - (window or length))
+
     pieces = [
         F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in rows), is_causal=True, enable_gqa=True
+            *(x.transpose(0, 1)[None] for x in rows), attn_mask=sees(len(rows[0])), enable_gqa=True
         )
         for rows in zip(*(x.split(LENGTHS) for x in exact), strict=True)
     ]
     want = torch.cat([piece[0].transpose(0, 1) for piece in pieces])
     want.backward(upstream.float())
     low = [x.cuda().requires_grad_() for x in (q, k, v)]
-    got = varlen(LENGTHS, "cuda")(0, *low)
+    got = varlen(LENGTHS, "cuda", [window])(0, *low)
     got.backward(upstream.cuda())
     assert got.dtype == torch.bfloat16 and got.shape == q.shape
     assert (got.float().cpu() - want).abs().max() < 0.02

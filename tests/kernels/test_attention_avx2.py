@@ -54,6 +54,32 @@ def test_attention_over_pages(case: tuple[Any, ...], small: None) -> None:
 
 
 @runs_here
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 64, 1000])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ([0, 1, 2, 5, 6, 16, 17, 18], 4, 4, 8, 16),
+        ([63, 64, 65, 66, 129, 300], 6, 2, 24, 16),
+        ([20, 90], 8, 1, 40, 1),
+    ],
+)
+def test_rows_attend_within_a_window(case: tuple[Any, ...], window: int, small: None) -> None:
+    """Against float64, and over caches of which the rest is NaN."""
+    one = Case(*case, window=window)
+    for row, length in enumerate(case[0]):
+        for t in range(length - window):
+            one.keys[one.table[row, t // case[-1]], t % case[-1]] = torch.nan
+            one.values[one.table[row, t // case[-1]], t % case[-1]] = torch.nan
+    one.check(1e-5)
+
+
+@runs_here
+def test_a_window_that_hides_nothing_changes_no_bit(small: None) -> None:
+    plain, wide = (Case([9, 0, 70], 4, 2, 16, 4, window=window) for window in (0, 70))
+    assert torch.equal(plain.run(), wide.run())
+
+
+@runs_here
 def test_scores_of_any_size_are_a_distribution(small: None) -> None:
     for size in (1e-3, 30.0, 1e4):
         case = Case([70, 3], 4, 2, 16, 8)
@@ -88,8 +114,9 @@ def test_what_is_not_finite_stays_so_and_spoils_no_other_row(value: float, small
 
 
 @runs_here
-def test_strided_rows_and_a_wider_table_change_nothing(small: None) -> None:
-    plain, wide = (Case([9, 20], 4, 2, 16, 4) for _ in range(2))
+@pytest.mark.parametrize("window", [0, 6])
+def test_strided_rows_and_a_wider_table_change_nothing(window: int, small: None) -> None:
+    plain, wide = (Case([9, 20], 4, 2, 16, 4, window=window) for _ in range(2))
     wide.table = torch.cat([wide.table, torch.full((2, 3), 1 << 30)], 1).int()[:, :5]
     wide.q, wide.k, wide.v = torch.cat([wide.q, wide.k, wide.v], 1).split([4, 2, 2], 1)
     assert torch.equal(plain.run(), wide.run())
@@ -121,7 +148,10 @@ def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch) -> No
         cxx.supports.cache_clear()
 
 
-def rollouts(**settings: Any) -> list[Rollout]:
+WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+
+
+def rollouts(changes: dict[str, Any], **settings: Any) -> list[Rollout]:
     """Of prompts that share pages, alone and eight at once, the second time from the prefix cache."""
     config = {
         **CONFIG,
@@ -131,6 +161,7 @@ def rollouts(**settings: Any) -> list[Rollout]:
         "num_key_value_heads": 2,
         "head_dim": 64,
         "vocab_size": 64,
+        **changes,
     }
     model = initialize(Transformer(spec_from_config(config)), seed=0, std=0.2)
     engine = Engine(model, "fp32", device="cpu", cache_tokens=2048, **settings)
@@ -145,18 +176,20 @@ def rollouts(**settings: Any) -> list[Rollout]:
 
 @runs_here
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [None, "rkv", "streaming"])
+@pytest.mark.parametrize(
+    ("policy", "changes"), [(None, {}), (None, WINDOW), ("rkv", {}), ("streaming", {})]
+)
 def test_an_engine_draws_what_it_draws_with_torch(
-    policy: str | None, monkeypatch: pytest.MonkeyPatch
+    policy: str | None, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {} if policy is None else {"kv": make(policy, budget=24)}
     calls = []
     decode = avx2.decode
     monkeypatch.setattr(avx2, "decode", lambda *args: calls.append(1) or decode(*args))
-    got = rollouts(**settings)
+    got = rollouts(changes, **settings)
     assert calls
     monkeypatch.setattr(avx2, "supports", lambda *args: no("is asked not to"))
-    want = rollouts(**settings)
+    want = rollouts(changes, **settings)
     assert len(want) == 20
     for ours, theirs in zip(got, want, strict=True):
         assert ours.token_ids == theirs.token_ids

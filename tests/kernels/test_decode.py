@@ -42,9 +42,61 @@ def test_attention_over_pages(case: tuple, programs: int, monkeypatch: pytest.Mo
     Case(*case).check(2e-3 if case[-1] == torch.float16 else 1e-5)
 
 
+# lengths, query heads, key-value heads, head size, page, window: around pages, blocks and windows
+WINDOWED = [
+    ([0, 1, 2, 45, 17], 6, 2, 24, 4, 1),
+    ([0, 1, 4, 5, 6, 130], 3, 1, 16, 4, 5),
+    ([15, 16, 17, 18, 90, 0], 8, 8, 32, 16, 16),
+    ([16, 17, 18, 81, 1], 8, 1, 16, 16, 17),
+    ([64, 65, 66, 200], 3, 3, 40, 8, 64),
+    ([30, 2, 0], 4, 2, 16, 4, 200),
+]
+
+
+@both
+@pytest.mark.parametrize("programs", [1, 30, 400])
+@pytest.mark.parametrize("case", WINDOWED)
+def test_rows_attend_within_a_window(
+    case: tuple, programs: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with more splits than a window has blocks."""
+    monkeypatch.setattr(decode, "PROGRAMS", programs)
+    one = Case(*case[:-1], window=case[-1])
+    if path == "plain":  # it multiplies what is masked by 0, and a cache holds no NaN
+        one.keys.nan_to_num_(0)
+        one.values.nan_to_num_(0)
+    one.check(1e-5)
+
+
 @pytest.mark.interpreted
-def test_strided_heads_and_a_wider_table_change_nothing() -> None:
-    plain, wide = (Case([9, 20], 4, 2, 16, 4) for _ in range(2))
+@pytest.mark.parametrize("programs", [1, 30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_keys_outside_a_window_are_not_read(
+    programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pages may be anyone's: numbers beyond the window, and whole pages of NaN."""
+    monkeypatch.setattr(decode, "PROGRAMS", programs)
+    case, other = (Case([140, 9, 33], 6, 2, 16, 4, dtype, window=21) for _ in range(2))
+    for row, length in enumerate([140, 9, 33]):
+        for t in range(length - 21):
+            other.keys[other.table[row, t // 4], t % 4] = torch.nan
+            other.values[other.table[row, t // 4], t % 4] = torch.nan
+    assert torch.equal(case.run(), other.run())
+
+
+@both
+def test_a_window_that_hides_nothing_changes_no_bit(path: str) -> None:
+    plain, wide = (Case([9, 0, 70], 4, 2, 16, 4, window=window) for window in (0, 70))
+    for case in (plain, wide):
+        case.keys.nan_to_num_(0)
+        case.values.nan_to_num_(0)
+    assert torch.equal(plain.run(), wide.run())
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("window", [0, 6])
+def test_strided_heads_and_a_wider_table_change_nothing(window: int) -> None:
+    plain, wide = (Case([9, 20], 4, 2, 16, 4, window=window) for _ in range(2))
     wide.table = torch.cat([wide.table, torch.zeros(2, 3, dtype=torch.int32)], 1)
     wide.q, wide.k, wide.v = torch.cat([wide.q, wide.k, wide.v], 1).split([4, 2, 2], 1)
     assert torch.equal(plain.run(), wide.run())
@@ -94,8 +146,9 @@ def test_write_pages_skips_negative_slots(path: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("window", [0, 1024])
 @pytest.mark.parametrize("rows", [1, 256])
-def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
+def test_attention_compiles_for_hopper_without_spills(rows: int, window: int) -> None:
     pytest.importorskip("triton")
     splits, length, stages, warps = decode._launch(rows, 4, 256)
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "keys_ptr", "values_ptr"), "*bf16")
@@ -112,7 +165,16 @@ def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
         "scale": "fp32",
     }
     constants = dict(
-        H=28, G=4, d=128, PAGE=16, D=128, R=16, BLOCK=length, SPLIT=splits > 1, STAGES=stages
+        H=28,
+        G=4,
+        d=128,
+        PAGE=16,
+        D=128,
+        R=16,
+        BLOCK=length,
+        SPLIT=splits > 1,
+        WINDOW=window,
+        STAGES=stages,
     )
     kernel = built(decode._decode_kernel, types, constants, ("rows", "splits"), num_warps=warps)
     sass = kernel.asm["sass"]

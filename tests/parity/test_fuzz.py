@@ -22,6 +22,18 @@ def test_mixes_give_every_request_what_it_would_get_alone(seed: int) -> None:
     assert verdict.differences == [] and verdict.tokens > 100 and verdict.borderline <= 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["mistral-window", "qwen2-window", "olmo3", "gemma3", "smollm3", "olmo2", "granite"]
+)
+def test_mixes_of_families(family: str) -> None:
+    """Windows; and layers without positions, norms after attention and constants under policies
+    that drop keys."""
+    for seed in (1, 2):
+        verdict = fuzz.run_block(seed, mixes=5, family=family)
+        assert verdict.differences == [] and verdict.tokens > 50
+
+
 POLICIES = [
     ChosenStreaming(7, 3, 2),
     ChosenH2O(8, 3),

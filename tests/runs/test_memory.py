@@ -5,6 +5,7 @@ before anything is loaded, with settings that the plan says would fit."""
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from lowroll.config.rollout import KvConfig
 from lowroll.kv.capacity import Workload
 from lowroll.kv.policy.table import make
 from lowroll.model import lora
-from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.spec import read_spec, spec_from_config
 from lowroll.model.transformer import Transformer, initialize
@@ -39,6 +39,7 @@ from lowroll.trainer.optim import Optimizer
 from lowroll.weights.aligned import align
 from lowroll.weights.publish import quantize_base
 from tests.fixtures.live import Live
+from tests.fixtures.tiny import hf_folder, hf_model
 
 BASELINE = Path(__file__).parents[2] / "bench" / "baselines" / "memory.json"
 WORDS = {"template": "{text}", "max_words": 1, "min_len": 3, "max_len": 5}
@@ -233,10 +234,30 @@ PASSES = [
 ]
 
 
+FAMILIES = ["smollm3", "mistral-window", "qwen2-window", "olmo2", "olmo3", "gemma3", "granite"]
+PASSES += [
+    pytest.param(name, dtype, kind, checkpointing, id=f"{name}-{dtype}-{kind}-{checkpointing}")
+    for i, name in enumerate(FAMILIES)
+    for dtype in (torch.float32, torch.bfloat16)
+    for kind, checkpointing in (
+        (("full", False), ("lora", True)),
+        (("lora", False), ("full", True)),
+    )[(i + (dtype == torch.bfloat16)) % 2]
+]
+
+
+def wide(family: str) -> dict[str, Any]:
+    """The configuration of a family, of four layers of WIDE's sizes."""
+    names = ("hidden_size", "intermediate_size", "num_attention_heads")
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4}
+    model = hf_model(family, vocab_size=1000, **{name: WIDE[name] for name in names}, **heads)
+    return {**model.config.to_dict(), "architectures": [type(model).__name__]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "dtype", "kind", "checkpointing"), PASSES)
 def test_what_a_backward_pass_keeps(
-    config: dict[str, Any], dtype: torch.dtype, kind: str, checkpointing: bool | float
+    config: dict[str, Any] | str, dtype: torch.dtype, kind: str, checkpointing: bool | float
 ) -> None:
     """The tensors that are alive between forward and backward, and the peak of both with logits and
     gradients: within 6 %. Where whole blocks are made again little is kept and one block decides,
@@ -248,6 +269,8 @@ def test_what_a_backward_pass_keeps(
         "logprob_chunk": 64,
         "forward": "aligned" if kind == "aligned" else "dense",
     }
+    if isinstance(config, str):
+        config = wide(config)
     if config is MIXTURE:
         train["lora_target_modules"] = list(lora.TARGETS[:4])
     settings = {"model": ".", "device": "cpu", "rollout": {"weights": "int8"}, "train": train}
@@ -266,9 +289,9 @@ def test_what_a_backward_pass_keeps(
     ids = torch.arange(sum(lengths)) % 1000
     positions = torch.cat([torch.arange(length) for length in lengths])
     with torch.no_grad():
-        model(ids, positions, varlen(lengths))  # adapters' copies and packed codes are made
+        model(ids, positions, model.causal(lengths))  # adapters' copies and packed codes are made
     with Live() as live:
-        hidden = model(ids, positions, varlen(lengths))
+        hidden = model(ids, positions, model.causal(lengths))
         kept = live.live
         found = token_log_probs(hidden, model.lm_head_weight, ids, 1.0, 64)[0]
         del hidden
@@ -291,6 +314,24 @@ def test_the_plan_is_what_an_h200_held(name: str) -> None:
         measured = rows[f"{name}: {phase}, planned / measured"]["peer"] * 1e9
         assert planned.total(phase) == pytest.approx(measured, rel=0.02), phase
     assert planned.largest == "learn"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dry_run_plans_every_family(family: str, model: Path, tmp_path: Path) -> None:
+    """With the tokenizer of another model of as many tokens."""
+    size = read_spec(model).vocab_size
+    source = hf_folder(tmp_path / "m", family, vocab_size=size, max_position_embeddings=512)
+    for path in model.iterdir():
+        if "token" in path.name or path.suffix == ".jinja":
+            shutil.copy(path, source)
+    for train in ({}, {"lora": True, "lora_rank": 4}):
+        found = look_at_run(from_mapping(tree(source, tmp_path / "out", train=train)))
+        assert found.problems == []
+        assert any(line.startswith("memory on cpu: ") for line in found.lines)
+    if "window" in family or family in ("olmo3", "gemma3"):
+        values = tree(source, tmp_path / "out", rollout={"kv": {"policy": "rkv"}})
+        (problem,) = look_at_run(from_mapping(values)).problems
+        assert problem.startswith("rollout.kv.policy: rkv ")
 
 
 # -- which settings would fit ----------------------------------------------------------------------

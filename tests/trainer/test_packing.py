@@ -3,11 +3,14 @@ collated tensors."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowroll.model.families.base import LayerSpec
 from lowroll.parallel.ranks import Ranks
 from lowroll.trainer.packing import (
     MicrobatchSchedule,
@@ -99,6 +102,12 @@ def test_the_cost_of_a_sample_by_hand():
     assert cost(one, spec, spec.vocab_size) == 2 * (4 * token + 4 * 4 * 32) + 2 * 64 * 32
     experts = tiny_model(**EXPERTS).spec
     assert cost(one, experts, 1) == 2 * (4 * token + 4 * 4 * 32) + 2 * 32  # two experts of 24
+    windows = replace(spec, layers=(LayerSpec(), LayerSpec(window=3)))
+    # half of 4 x 4 pairs, and in the second layer half of 1 x 1 less
+    seen = 2 * (8 + 8 - 0.5) * 32
+    assert cost(one, windows, spec.vocab_size) == 2 * 4 * token + seen + 2 * 64 * 32
+    wide = replace(spec, layers=(LayerSpec(window=4), LayerSpec(window=9)))
+    assert cost(one, wide, 1) == cost(one, spec, 1)
 
 
 class Idle(Ranks):

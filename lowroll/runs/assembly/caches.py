@@ -5,13 +5,22 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from lowroll.config import RunConfig
+from lowroll.kv import support
 from lowroll.kv.policy.base import CachePolicy, footprint
 from lowroll.kv.policy.table import make
+from lowroll.model.spec import ModelSpec
 
 
 def policy(cfg: RunConfig) -> CachePolicy:
     kv = cfg.rollout.cache
     return make(kv.policy, **kv.options)
+
+
+def refuse(cfg: RunConfig, spec: ModelSpec) -> None:
+    """Raise ValueError when the run's cache is not for such a model."""
+    if cfg.rollout.engine == "native":
+        kv = cfg.rollout.cache
+        support.refuse(spec, policy(cfg), kv.kv_dtype, "rollout.kv.policy", "rollout.kv.dtype")
 
 
 def longest_prompt(cfg: RunConfig, cache_tokens: int) -> int:

@@ -30,6 +30,7 @@ def make(
     """Build the engine over the learner's weights in the format `weights`, with a cache for
     `workloads`."""
     rollout = cfg.rollout
+    caches.refuse(cfg, model.spec)
     run_format = compute.format(rollout.weights)
     return NativeEngine(
         model,

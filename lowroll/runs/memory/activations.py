@@ -5,12 +5,17 @@ It counts what autograd keeps, tensor by tensor, as `model.transformer`'s block 
 CUDA its kernels keep less than plain torch (`fused`); norms and SwiGLU's output are recomputed
 (`model.recompute`). A test counts the real tensors of both.
 
-    stream      x after each addition of the block, twice D; two statistics of the norms
+    stream      x after each addition of the block, twice D; two statistics of the norms; what a
+                norm after attention or MLP reads
     attention   q, k, v as rotated, the output and its log-sum-exp; qkv too where heads are normed,
                 or where a view of it is kept
-    dense MLP   gate and up, 2F; plain torch keeps silu(gate) too
+    dense MLP   gate and up, 2F; plain torch keeps silu(gate) too; of GELU, which is not recomputed,
+                all of gate, up, gelu(gate) and their product
     experts     gate and up of every slot, what down gives, weights and places of the slots
     low rank    l of every adapter
+
+Not counted: the masks of windows without flash attention, on a CPU and in float32: a number for
+each query and key of a sequence, once for all layers and sequences of a length.
 
 Legend: T tokens, D hidden size, q = H d, kv = G d, F intermediate size, S choices a token, V
 vocabulary, C rows of logits at a time.
@@ -26,6 +31,7 @@ import torch
 from lowroll.config import RunConfig
 from lowroll.kernels.fused import avx2 as heads
 from lowroll.kernels.training.logprobs import AT_ONCE
+from lowroll.model.families.base import PRE_NORMS
 from lowroll.model.logprobs import KEPT
 from lowroll.model.replay import MOST_MARKED
 from lowroll.model.spec import ModelSpec
@@ -36,6 +42,7 @@ from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory.weights import adapted, largest
 
 FLOAT = 4
+IN_FRONT = [norm for norm, _ in PRE_NORMS]
 MOST_PREFILL = 8192  # prompt tokens of a pass (`engine.native`)
 MOST_SHORT = 1024  # of a pass that is a graph (`engine.prefill_graphs`)
 
@@ -78,14 +85,16 @@ class Learning:
         """Return the bytes at the begin of a micro-batch's backward pass."""
         spec = self.spec
         outer_bytes = (
-            (2 * spec.hidden_size) * self.item + self._norm_extra(1) + FLOAT * spec.head_dim
+            (2 * spec.hidden_size) * self.item
+            + self._norm_extra(1)
+            + FLOAT * spec.head_dim * (len(spec.ropes) + 1)  # and of layers without positions
         )
         if self.checkpointing is True:
             block = spec.hidden_size * self.item + self._places(tokens)
             return tokens * (outer_bytes + spec.num_layers * block)
         block_bytes = self.block(tokens)
         recomputed = 0
-        if self.fused and not spec.num_experts:
+        if self.fused and not spec.num_experts and not self._keeps_all_of_mlp:
             layers = spec.num_layers
             num_recomputed = sum(i < self.checkpointing * layers for i in range(layers))
             recomputed = num_recomputed * 2 * spec.intermediate_size * self.item
@@ -96,7 +105,8 @@ class Learning:
         mlp = self._experts(tokens) if self.spec.num_experts else self._mlp()
         return (
             2 * self.spec.hidden_size * self.item
-            + self._norm_extra(2)
+            + self._norm_extra(len(self.spec.norms))
+            + self._norms_after()
             + self._attention()
             + mlp
             + self.item * sum(self.low.values())
@@ -123,10 +133,26 @@ class Learning:
     def _not_made_again(self) -> int:
         """Return the additional numbers of a token that a block keeps without recomputation."""
         spec = self.spec
-        intermediate = (
-            0 if spec.num_experts or (self.fused and not self.lora) else spec.intermediate_size
-        )
-        return 2 * spec.hidden_size + intermediate
+        is_kept_anyway = self._keeps_all_of_mlp or (self.fused and not self.lora)
+        intermediate = 0 if spec.num_experts or is_kept_anyway else spec.intermediate_size
+        return self._num_pre_norms * spec.hidden_size + intermediate
+
+    @property
+    def _num_pre_norms(self) -> int:
+        """The norms of a block in front of attention and MLP."""
+        return sum(norm in IN_FRONT for norm, _ in self.spec.norms)
+
+    @property
+    def _keeps_all_of_mlp(self) -> bool:
+        """Whether no part of the MLP is recomputed."""
+        return self.spec.activation != "silu"
+
+    def _norms_after(self) -> int:
+        """Return the bytes of what norms after attention and MLP read, where they keep it as it
+        is."""
+        keeps_input = self.fused or self.item == FLOAT
+        count = len(self.spec.norms) - self._num_pre_norms
+        return count * self.spec.hidden_size * self.item if keeps_input else 0
 
     def _norm_extra(self, norms: int) -> int:
         """Return the bytes of norms in addition to x: 1 / rms; in plain torch the float32 x of half
@@ -144,16 +170,20 @@ class Learning:
         kept_bytes = (2 * q + 2 * kv) * item + FLOAT * spec.num_heads
         if self.fused:
             return kept_bytes + ((q + 2 * kv) * item if spec.qk_norm else 0)
-        if self.turned:
-            return kept_bytes
-        kept_bytes += (q + kv) * item  # qkv, because v is a view of it
+        if not self.turned:
+            kept_bytes += (q + kv) * item  # qkv, because v is a view of it
+        is_whole = spec.qk_norm == "whole"
+        if is_whole and item == FLOAT:
+            kept_bytes += (q + 2 * kv) * item  # what the norms read, beside what they give
         if spec.qk_norm:
             copies = (item < FLOAT) + (not self.lora)
-            kept_bytes += copies * FLOAT * (q + kv) + FLOAT * (spec.num_heads + spec.num_kv_heads)
+            statistics = 2 if is_whole else spec.num_heads + spec.num_kv_heads
+            kept_bytes += copies * FLOAT * (q + kv) + FLOAT * statistics
         return kept_bytes
 
     def _mlp(self) -> int:
-        return (2 if self.fused else 3) * self.spec.intermediate_size * self.item
+        numbers = 4 if self._keeps_all_of_mlp else 2 if self.fused else 3
+        return numbers * self.spec.intermediate_size * self.item
 
     def _experts(self, tokens: int) -> int:
         """Return the bytes of a token that a block of experts keeps."""
@@ -196,7 +226,7 @@ class Learning:
 
 def _uses_rotation_kernel(compute: Compute, spec: ModelSpec) -> bool:
     """Return whether a CPU kernel rotates the heads."""
-    fits_vectors = not spec.qk_norm and spec.head_dim % heads.MULTIPLE == 0
+    fits_vectors = spec.qk_norm != "head" and spec.head_dim % heads.MULTIPLE == 0
     is_wide = spec.num_heads * spec.head_dim >= heads.LEAST
     float32 = compute.dtype == torch.float32
     return fits_vectors and is_wide and float32 and bool(heads.supports_device(compute.device))
@@ -266,7 +296,7 @@ def _pass_bytes(spec: ModelSpec, item: int, tokens: int) -> int:
         slots, intermediate = spec.experts_per_token, spec.moe_intermediate_size
         mlp = slots * (spec.hidden_size * 2 + intermediate)
     else:
-        mlp = 3 * spec.intermediate_size
+        mlp = (3 if spec.activation == "silu" else 4) * spec.intermediate_size
     return tokens * item * (3 * spec.hidden_size + max(2 * heads, mlp))
 
 

@@ -1,0 +1,36 @@
+"""The check that a model's attention works with a bounded or an 8-bit cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowroll.kv.policy.base import CachePolicy
+
+if TYPE_CHECKING:
+    from lowroll.model.spec import ModelSpec
+
+
+def refuse(
+    spec: ModelSpec,
+    policy: CachePolicy,
+    kv_dtype: str | None,
+    policy_key: str = "kv",
+    dtype_key: str = "kv_dtype",
+) -> None:
+    """Raise ValueError when the model has windows or recurrent layers and the cache is not the dense
+    one, unrounded: compacted keys no longer lie at their positions, layers with a state have none,
+    and the kernels of 8-bit keys read all of a row. The keys: what the settings are called."""
+    if not spec.windows and spec.delta is None:
+        return
+    kind = "sliding windows" if spec.windows else "states in place of keys"
+    layers = f"{spec.architecture} has layers with {kind}"
+    if policy.budget is not None:
+        raise ValueError(
+            f"{policy_key}: {policy.name} chooses among all keys of a row, and {layers}; write "
+            "dense, which keeps every key"
+        )
+    if kv_dtype is not None:
+        raise ValueError(
+            f"{dtype_key}: the kernels of keys in {kv_dtype} know no such layers, and {layers}; leave "
+            "it out, for keys in the model's own dtype"
+        )
