@@ -1,4 +1,5 @@
-"""Llama 2 and 3, Mistral, Qwen2 and 2.5, Qwen3 and Qwen3-MoE: pre-norms, SwiGLU, half-rotation."""
+"""Llama 2 and 3, Mistral, Qwen2 and 2.5, Qwen3 and Qwen3-MoE, Seed-OSS: pre-norms, SwiGLU,
+half-rotation."""
 
 from __future__ import annotations
 
@@ -30,6 +31,14 @@ def qwen3(values: Values) -> dict[str, Any]:
 
 def qwen3_moe(values: Values) -> dict[str, Any]:
     return {**biases(values), "qk_norm": "head", "layers": _same_window(values), **experts(values)}
+
+
+def seed_oss(values: Values) -> dict[str, Any]:
+    return {
+        "qkv_bias": flag(values, "attention_bias"),
+        "o_bias": flag(values, "attention_out_bias"),
+        "mlp_bias": flag(values, "mlp_bias"),
+    }
 
 
 def experts(values: Values) -> dict[str, Any]:

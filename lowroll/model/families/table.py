@@ -23,5 +23,6 @@ _ROWS = (
         "gelu_pytorch_tanh",
     ),
     Family("granite", "GraniteForCausalLM", granite.granite, granite.KEYS),
+    Family("seed_oss", "SeedOssForCausalLM", llama.seed_oss, ("attention_out_bias",)),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ROWS}
