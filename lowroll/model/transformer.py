@@ -30,6 +30,7 @@ from lowroll.model.attention import Attend, exact_varlen, varlen
 from lowroll.model.experts import Experts
 from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.linear import Linear
+from lowroll.model.names import stored_parts
 from lowroll.model.recompute import remake
 from lowroll.model.rope import head_order, inverse_frequencies, magnitudes, rotations
 from lowroll.model.spec import ModelSpec
@@ -110,9 +111,7 @@ class Block(nn.Module):
 
         norms = {name: norm(hidden) for name, _ in spec.norms}
         self.input_norm = norms.get("input_norm")
-        self.qkv = layers.linear(
-            hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, spec.qkv_bias, device, dtype
-        )
+        self.qkv = layers.linear(hidden, stored_parts(spec, "qkv"), spec.qkv_bias, device, dtype)
         self.norms_whole = spec.qk_norm == "whole"
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
@@ -128,7 +127,7 @@ class Block(nn.Module):
         if self.experts is not None:
             return
         self.gate_up = layers.linear(
-            hidden, {"gate_proj": mlp_size, "up_proj": mlp_size}, spec.mlp_bias, device, dtype
+            hidden, stored_parts(spec, "gate_up"), spec.mlp_bias, device, dtype
         )
         self.down = layers.linear(mlp_size, {"down_proj": hidden}, spec.mlp_bias, device, dtype)
 

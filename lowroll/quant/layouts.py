@@ -46,7 +46,7 @@ from lowroll.quant.table import FORMATS
 
 FLOATS = ("F32", "BF16", "F16")
 LINEARS = tuple(  # name suffixes of the modules that formats quantize
-    f".{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")
+    f".{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up")
 )
 MIXED = "mixed-precision"  # compressed-tensors' word for groups stored differently
 _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowroll.model.config_values import flag, integer
-from lowroll.model.families.base import Values, biases, sliding_layers, windowed
+from lowroll.model.families.base import Values, biases, same_window, sliding_layers, windowed
 
 
 def llama(values: Values) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def llama(values: Values) -> dict[str, Any]:
 
 
 def mistral(values: Values) -> dict[str, Any]:
-    return {"layers": _same_window(values)}
+    return {"layers": same_window(values)}
 
 
 def qwen2(values: Values) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def qwen3(values: Values) -> dict[str, Any]:
 
 
 def qwen3_moe(values: Values) -> dict[str, Any]:
-    return {**biases(values), "qk_norm": "head", "layers": _same_window(values), **experts(values)}
+    return {**biases(values), "qk_norm": "head", "layers": same_window(values), **experts(values)}
 
 
 def seed_oss(values: Values) -> dict[str, Any]:
@@ -58,9 +58,3 @@ def experts(values: Values) -> dict[str, Any]:
         "norm_topk_prob": flag(values, "norm_topk_prob"),
         "moe_intermediate_size": integer(values, "moe_intermediate_size"),
     }
-
-
-def _same_window(values: Values) -> Any:
-    """Return the layers of a model whose window, if it has one, is in all of them."""
-    has_window = values.get("sliding_window") is not None
-    return windowed(values, [has_window] * integer(values, "num_hidden_layers"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowroll.model.families import gemma, granite, llama, olmo, smollm3
+from lowroll.model.families import gemma, glm, granite, llama, olmo, phi, smollm3
 from lowroll.model.families.base import Family
 
 _ROWS = (
@@ -24,5 +24,8 @@ _ROWS = (
     ),
     Family("granite", "GraniteForCausalLM", granite.granite, granite.KEYS),
     Family("seed_oss", "SeedOssForCausalLM", llama.seed_oss, ("attention_out_bias",)),
+    Family("phi3", "Phi3ForCausalLM", phi.phi3),
+    Family("glm", "GlmForCausalLM", glm.glm),
+    Family("glm4", "Glm4ForCausalLM", glm.glm4),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ROWS}
