@@ -13,11 +13,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from bench.harness import Row
+    from lowroll.model.spec import ModelSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -159,6 +161,59 @@ def caches() -> str:
         )
         rows.append((f"`{name}`", first.partition(": ")[2].rstrip("."), options))
     return table(("policy", "which keys stay", "options, with their defaults"), rows)
+
+
+# a configuration in which every family has what sets it apart: windows, experts, scales
+SHOWN_CONFIG = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "use_sliding_window": True,
+    "sliding_window": 4096,
+    "max_window_layers": 0,
+    "moe_intermediate_size": 128,
+    "num_experts": 8,
+    "residual_multiplier": 0.5,
+}
+
+TESTED_WITH_VLLM = ("Qwen3ForCausalLM",)  # the models of tests/parity/foreign
+
+
+def families() -> str:
+    """Return what each row of the table of families supports, as the refusals say."""
+    from lowroll.model.families.table import FAMILIES
+    from lowroll.model.spec import spec_from_config
+
+    rows = []
+    for name, family in FAMILIES.items():
+        spec = spec_from_config(
+            {**SHOWN_CONFIG, "model_type": name, "architectures": [family.architecture]}
+        )
+        lora = "attention" if spec.num_experts else "yes"
+        features = (_supported(spec, name) for name in ("exact", "calibration", "uaq_scale"))
+        noise = _supported(spec, "noise")
+        rows.append((f"`{name}`", "yes", "yes", lora, "all", *features, noise, "yes", _vllm(spec)))
+    head = ("family", "engine", "learner", "LoRA", "formats", "exact", "GPTQ, AWQ", "UAQ", "noise")
+    return table((*head, "bounded caches", "vLLM"), rows)
+
+
+def _supported(spec: ModelSpec, feature: str) -> str:
+    """Return whether a feature takes a model, or its like without windows."""
+    from lowroll.weights.support import refusals
+
+    if feature not in refusals(spec):
+        return "yes"
+    without = replace(spec, layers=tuple(replace(layer, window=0) for layer in spec.layers))
+    return "no" if feature in refusals(without) else "without windows"
+
+
+def _vllm(spec: ModelSpec) -> str:
+    """Return whether tests here run a family against a real vLLM."""
+    return "tested" if spec.architecture in TESTED_WITH_VLLM else "not tested"
 
 
 # arguments that an id implies, or that every environment takes
@@ -632,6 +687,7 @@ PARTS: dict[str, Callable[[], str]] = {
         auto,
         formats,
         caches,
+        families,
         environments,
         held_out_sets,
         presets,

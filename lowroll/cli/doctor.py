@@ -1,5 +1,5 @@
 """`lowroll doctor`: print what this machine has, the kernel of every product, and why a faster one is
-not used."""
+not used. `lowroll doctor MODEL`: print what would run of a model."""
 
 from __future__ import annotations
 
@@ -51,15 +51,36 @@ def parser() -> argparse.ArgumentParser:
             "would help. It changes nothing and takes a few seconds."
         ),
     )
+    p.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder or hub id: say in one line what would run of it, in place of the rest",
+    )
     p.add_argument("--json", action="store_true", help="print it as JSON")
     return p
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.model is not None:
+        line = _describe_model(arguments.model)
+        print(json.dumps({"model": line}) if arguments.json else line)
+        return 0
     facts = look()
     facts["hints"] = hints(facts)
     print(json.dumps(facts, indent=2) if arguments.json else show(facts))
     return 0
+
+
+def _describe_model(model: str) -> str:
+    """Return what would run of a model on this machine. ValueError for an unsupported one."""
+    import torch
+
+    from lowroll.weights import support
+
+    if torch.cuda.is_available():
+        return support.describe(model, torch.device("cuda"), torch.bfloat16)
+    return support.describe(model, torch.device("cpu"), torch.float32)
 
 
 # -- looking -----------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class TrainConfig(Passes):
     lora: bool = False  # learn adapters on a frozen base
     lora_rank: Count = 16  # rank of the adapters
     lora_alpha: Positive = 32.0  # their scale, times the rank
-    # the matrices that have one
+    # the matrices that have one; all of q, k, v (gate, up) also mean a qkv_proj (gate_up_proj)
     lora_target_modules: Annotated[
         tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(unique)
     ] = LORA_TARGETS

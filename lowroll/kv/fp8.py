@@ -115,17 +115,21 @@ class Float8Cache(KVCache):
 
 
 def key_energy(model: Transformer) -> Tensor:
-    """Return the square of each key channel as the weights give it: float32 [L, G, d]."""
+    """Return the square of each key channel as the weights give it, in the order of kernels:
+    float32 [L, G, d]."""
     spec = model.spec
     energies = []
     for block in model.blocks:
         assert isinstance(block, Block)
         energy = torch.zeros(spec.num_kv_heads * spec.head_dim, device=model.device)
         if block.k_norm is not None:
-            energy = block.k_norm.weight.detach().float().square().repeat(spec.num_kv_heads)
+            gain = block.k_norm.gain.detach().float()
+            energy = (gain if block.norms_whole else gain.repeat(spec.num_kv_heads)).square()
         elif block.qkv.bias is not None:
-            energy = block.qkv.bias.detach()[block.qkv.rows("k_proj")].float().square()
-        energies.append(energy.view(spec.num_kv_heads, spec.head_dim))
+            size = spec.num_kv_heads * spec.head_dim  # of k, and of v behind it
+            energy = block.qkv.bias.detach()[-2 * size : -size].float().square()
+        energy_Gd = energy.view(spec.num_kv_heads, spec.head_dim)
+        energies.append(energy_Gd if block.order is None else energy_Gd[:, block.order])
     return torch.stack(energies)
 
 

@@ -46,7 +46,8 @@ def refuse(
         raise ValueError(f"{key}: {reason}")
 
 
-def why_not(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_no_model(spec: ModelSpec) -> str | None:
+    """Return why a model cannot be exact on any machine, or None."""
     features = {
         "sliding windows": bool(spec.windows),
         "norms after attention and MLP": spec.norms != PRE_NORMS,
@@ -60,6 +61,12 @@ def why_not(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | 
             f"{spec.architecture} has {', '.join(found)}, whose kernels with the same bits in any "
             "batch are not there yet"
         )
+    return None
+
+
+def why_not(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    if (reason := why_no_model(spec)) is not None:
+        return reason
     if device.type == "cpu" and not INTERPRETED:
         return _why_not_on_cpu(spec, device, dtype)
     support = tiled.supports_device(device) and tiled.supports_heads(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,12 +28,15 @@ from lowroll.model.device import total_memory
 from lowroll.model.files import Headers, some, tensor_headers
 from lowroll.model.folder import copy_tokenizer, resolve
 from lowroll.model.headers import low_bit_format
+from lowroll.model.names import FUSED, features_read
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, all_finite
 from lowroll.types import printable
 
+# all matrices; of q, k, v, and of gate, up, a model may have one fused matrix (`adapted_parts`)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_NAMES = (*TARGETS, *FUSED)
 # PEFT config keys that are read or have no effect; others must be neutral
 _KNOWN_KEYS = {
     "peft_type",
@@ -53,7 +56,7 @@ _KNOWN_KEYS = {
 }
 _NEUTRAL_VALUES: tuple[object, ...] = (None, False, "none", "", [], {})
 _LORA_A_AFTER_NORM = tuple(
-    f"{part}.lora_A.weight" for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    f"{part}.lora_A.weight" for part in _NAMES if part not in ("o_proj", "down_proj")
 )
 _FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -83,7 +86,7 @@ def attach(
     generator = torch.Generator().manual_seed(seed)
     for _, linear in model.linears():
         linear.adapter = None
-        target_parts = [part for part in linear.parts if part in targets]
+        target_parts = adapted_parts(linear.parts, targets)
         if not target_parts:
             continue
         linear.adapter = Adapter(rank, alpha)
@@ -102,10 +105,10 @@ def attach(
 def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> None:
     """Check an adapter for a model of this spec. Raises ValueError under the same conditions as
     `attach`."""
-    unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(TARGETS))
+    unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(_NAMES))
     if unknown or not targets:
         raise ValueError(
-            f"lora_target_modules: expected a list out of {', '.join(TARGETS)}, got "
+            f"lora_target_modules: expected a list out of {', '.join(_NAMES)}, got "
             f"{unknown or targets}"
         )
     if spec.num_experts and (expert_targets := sorted(set(targets) & set(_EXPERT_PARTS))):
@@ -113,10 +116,29 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
             f"lora_target_modules: {', '.join(expert_targets)} are experts' matrices in "
             f"{spec.architecture}, which take no adapter; choose out of {', '.join(TARGETS[:4])}"
         )
+    parts = list(features_read(spec))
+    meant = {
+        name for part in adapted_parts(parts, targets) for name in (part, *FUSED.get(part, ()))
+    }
+    if absent := sorted(set(targets) - meant):
+        raise ValueError(
+            f"lora_target_modules: {spec.architecture} has no {', '.join(absent)}; choose out of "
+            f"{', '.join(parts)}"
+        )
     if rank < 1:
         raise ValueError(f"lora_rank: expected at least 1, got {rank}")
     if not math.isfinite(alpha):
         raise ValueError(f"lora_alpha: expected a finite number, got {alpha}")
+
+
+def adapted_parts(parts: Iterable[str], targets: Sequence[str]) -> list[str]:
+    """Return the parts of a layer that have an adapter: those named, and a fused matrix whose parts
+    in other models are all named."""
+    return [
+        part
+        for part in parts
+        if part in targets or (part in FUSED and set(FUSED[part]) <= set(targets))
+    ]
 
 
 @contextmanager
@@ -214,7 +236,7 @@ def _adapter_shapes(
     """Return the shapes of a new adapter's tensors under PEFT's names."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
-        for part in (part for part in linear.parts if part in targets):
+        for part in adapted_parts(linear.parts, targets):
             shapes |= zip(
                 _peft_names(name, part),
                 ((rank, linear.in_features), (linear.parts[part], rank)),
@@ -277,7 +299,7 @@ def write_tensors(
     ValueError unless they are those of one adapter."""
     ranks = {t.shape[0] for name, t in tensors.items() if name.endswith(".lora_A.weight")}
     parts = {name.split(".")[-3] for name in tensors}
-    if len(ranks) != 1 or not parts <= set(TARGETS):
+    if len(ranks) != 1 or not parts <= set(_NAMES):
         raise ValueError(f"{some(tensors)}: not the tensors of an adapter of one rank")
     config = {
         "peft_type": "LORA",
@@ -288,7 +310,7 @@ def write_tensors(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": [part for part in TARGETS if part in parts],
+        "target_modules": [part for part in _NAMES if part in parts],
         "base_model_name_or_path": base,
     }
     config |= {} if revision is None else {"revision": revision}
@@ -361,9 +383,9 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
         raise ValueError(
             f"{path}: lora_alpha: expected a positive number, got {printable(repr(alpha))}"
         )
-    if not isinstance(targets, list) or not targets or not _parts(targets) <= set(TARGETS):
+    if not isinstance(targets, list) or not targets or not _parts(targets) <= set(_NAMES):
         raise ValueError(
-            f"{path}: target_modules: expected a list out of {', '.join(TARGETS)}, got "
+            f"{path}: target_modules: expected a list out of {', '.join(_NAMES)}, got "
             f"{printable(repr(targets))}"
         )
     if config.get("init_lora_weights") not in (None, True, False, "gaussian", "orthogonal"):
@@ -374,7 +396,7 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
     for key, value in config.items():
         if key not in _KNOWN_KEYS and value not in _NEUTRAL_VALUES:
             raise ValueError(f"{path}: {printable(key)}: {printable(repr(value))} is not supported")
-    return rank, float(alpha), sorted(_parts(targets), key=TARGETS.index)
+    return rank, float(alpha), sorted(_parts(targets), key=_NAMES.index)
 
 
 def _parts(targets: list[object]) -> set[str]:

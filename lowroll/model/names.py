@@ -6,10 +6,16 @@ from collections.abc import Iterator
 
 from lowroll.model.spec import ModelSpec
 
+# the matrices that some checkpoints hold as one, and their parts elsewhere
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 LINEARS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj"),
     *("gate_proj", "up_proj", "down_proj"),
+    *FUSED,
 )
 
 
@@ -70,7 +76,7 @@ def _delta_names(spec: ModelSpec, net: str) -> Iterator[Names]:
 def _attention_names(spec: ModelSpec, attention: str) -> Iterator[Names]:
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     q_and_gate = q * (1 + spec.attention_gate)
-    qkv = [f"{attention}.{part}_proj" for part in "qkv"]
+    qkv = [f"{attention}.{part}" for part in stored_parts(spec, "qkv")]
     yield "qkv.weight", [f"{part}.weight" for part in qkv], (q_and_gate + 2 * kv, spec.hidden_size)
     if spec.qkv_bias:
         yield "qkv.bias", [f"{part}.bias" for part in qkv], (q_and_gate + 2 * kv,)
@@ -85,7 +91,7 @@ def _attention_names(spec: ModelSpec, attention: str) -> Iterator[Names]:
 
 def _mlp_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
     hidden, size = spec.hidden_size, spec.intermediate_size
-    gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+    gate_up = [f"{mlp}.{part}" for part in stored_parts(spec, "gate_up")]
     yield "gate_up.weight", [f"{part}.weight" for part in gate_up], (2 * size, hidden)
     yield "down.weight", [f"{mlp}.down_proj.weight"], (hidden, size)
     if spec.mlp_bias:
@@ -126,10 +132,23 @@ def dense_modules(spec: ModelSpec) -> list[str]:
     return [*routers, *gates, *rates]
 
 
+def stored_parts(spec: ModelSpec, name: str) -> dict[str, int]:
+    """Return the rows of the matrices that checkpoints hold of `qkv` or `gate_up`, in their
+    order. Those of q have its gate, too."""
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    q_and_gate = q * (1 + spec.attention_gate)
+    mlp_size = spec.shared_expert_size or spec.intermediate_size
+    rows = (q_and_gate, kv, kv) if name == "qkv" else (mlp_size, mlp_size)
+    sizes = dict(zip(FUSED[f"{name}_proj"], rows, strict=True))
+    return {f"{name}_proj": sum(sizes.values())} if name in spec.fused else sizes
+
+
 def features_read(spec: ModelSpec) -> dict[str, int]:
     """Return the in features of each kind of matrix by HF name ("q_proj", ...)."""
     mlp_size = spec.moe_intermediate_size if spec.num_experts else spec.intermediate_size
-    in_features = dict.fromkeys(LINEARS, spec.hidden_size)
+    kinds = (*stored_parts(spec, "qkv"), "o_proj", *stored_parts(spec, "gate_up"), "down_proj")
+    kinds += () if spec.delta is None else (*spec.delta.input_parts, "out_proj")
+    in_features = dict.fromkeys(kinds, spec.hidden_size)
     in_features |= {"o_proj": spec.num_heads * spec.head_dim, "down_proj": mlp_size}
     return in_features | ({} if spec.delta is None else {"out_proj": spec.delta.values})
 

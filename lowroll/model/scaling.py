@@ -22,6 +22,7 @@ from dataclasses import replace
 
 import torch
 
+from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Block, Transformer
 from lowroll.quant.formats import QTensor
 
@@ -31,6 +32,15 @@ KEY = "lowroll_uaq_scale"  # config.json key of a scaled model
 def applied(model: Transformer) -> float | None:
     """Return the s of the model's weights, or None."""
     return model.spec.config.get(KEY)
+
+
+def why_not(spec: ModelSpec) -> str | None:
+    """Return why a model of this spec cannot be scaled, or None."""
+    if {"input_norm", "post_attention_norm"} - {name for name, _ in spec.norms}:
+        return (
+            f"{spec.architecture} has no norms in front of attention and MLP that could be scaled"
+        )
+    return None
 
 
 @torch.no_grad()
@@ -47,11 +57,8 @@ def scale(model: Transformer, s: float) -> Transformer:
             f"uaq_scale: the model's weights were scaled by {applied(model)} before ({KEY} in its "
             "config.json), and scaling is done once; write null"
         )
-    if {"input_norm", "post_attention_norm"} - {name for name, _ in model.spec.norms}:
-        raise ValueError(
-            f"uaq_scale: {model.spec.architecture} has no norms in front of attention and MLP that "
-            "could be scaled; write null"
-        )
+    if (reason := why_not(model.spec)) is not None:
+        raise ValueError(f"uaq_scale: {reason}; write null")
     for name, linear in model.linears():
         if isinstance(linear.weight, QTensor) or linear.adapter is not None:
             raise ValueError(

@@ -61,6 +61,8 @@ _FLAG_KEYS = (
     "use_sliding_window",
     "norm_topk_prob",
 )
+_NUMBER_KEYS = ("sliding_window_pattern", "rope_local_base_freq")  # of older files
+_LAYER_LISTS = ("layer_types", "no_rope_layers")
 _OTHER_KEYS = (
     "rms_norm_eps",
     "hidden_act",
@@ -100,6 +102,7 @@ class ModelSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: str = ""  # `head`: of each head of q and k; `whole`: of all heads together
+    fused: tuple[str, ...] = ()  # `qkv`, `gate_up`: matrices that checkpoints hold as one
     norms: tuple[tuple[str, str], ...] = PRE_NORMS  # of a block: attribute, name in checkpoints
     norm_offset: float = 0.0  # is added to the norms' weights
     activation: str = "silu"  # or `gelu_tanh`
@@ -321,10 +324,19 @@ def _parse_with_transformers(config: dict[str, Any], family: Family) -> dict[str
             integer(config, key)
     for key in _FLAG_KEYS:
         flag(config, key)
+    for key in _NUMBER_KEYS:
+        if key in config:
+            positive(config, key)
     if config["num_hidden_layers"] > MOST_LAYERS:
         raise ValueError(f"num_hidden_layers: {MOST_LAYERS} at most")
     for key in ("rope_scaling", "rope_parameters"):
-        _check_rope(key, config.get(key) or {})
+        _check_rope(key, {} if config.get(key) is None else config[key])
+    for key in _LAYER_LISTS:
+        value = config.get(key)
+        if value is not None and (
+            not isinstance(value, list) or len(value) != config["num_hidden_layers"]
+        ):
+            raise ValueError(f"{key}: expected a list with a value for each layer, got {value!r}")
     keys = (*_INTEGER_KEYS, *_FLAG_KEYS, *_OTHER_KEYS, *family.keys)
     known_values = {key: config[key] for key in keys if key in config}
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -31,6 +31,7 @@ from lowroll.model.delta_net import GatedDeltaNet, Mixing, packed_recurrence
 from lowroll.model.experts import Experts
 from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.linear import Linear
+from lowroll.model.names import stored_parts
 from lowroll.model.recompute import remake
 from lowroll.model.rope import head_order, inverse_frequencies, magnitudes, rotations
 from lowroll.model.spec import ModelSpec
@@ -133,7 +134,7 @@ class Block(nn.Module):
                 return
             self.shared_gate = nn.Parameter(torch.empty(1, hidden, device=device, dtype=dtype))
         self.gate_up = layers.linear(
-            hidden, {"gate_proj": mlp_size, "up_proj": mlp_size}, spec.mlp_bias, device, dtype
+            hidden, stored_parts(spec, "gate_up"), spec.mlp_bias, device, dtype
         )
         self.down = layers.linear(mlp_size, {"down_proj": hidden}, spec.mlp_bias, device, dtype)
 
@@ -148,8 +149,7 @@ class Block(nn.Module):
         """Make the matrices and head norms of attention."""
         hidden = spec.hidden_size
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        parts = {"q_proj": q * (1 + spec.attention_gate), "k_proj": kv, "v_proj": kv}
-        self.qkv = layers.linear(hidden, parts, spec.qkv_bias, device, dtype)
+        self.qkv = layers.linear(hidden, stored_parts(spec, "qkv"), spec.qkv_bias, device, dtype)
         if spec.qk_norm:
             self.q_norm = norm(q if self.norms_whole else spec.head_dim)
             self.k_norm = norm(kv if self.norms_whole else spec.head_dim)

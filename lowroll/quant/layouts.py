@@ -47,7 +47,7 @@ from lowroll.quant.table import FORMATS
 
 FLOATS = ("F32", "BF16", "F16")
 LINEARS = (  # name suffixes of the modules that formats quantize
-    *(f".{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")),
+    *(f".{p}_proj" for p in ("q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up")),
     *(".in_proj_qkv", ".in_proj_z", ".in_proj_qkvz", ".out_proj"),
 )
 MIXED = "mixed-precision"  # compressed-tensors' word for groups stored differently

@@ -186,6 +186,8 @@ def _block_error(
 def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
     """Return the mappings of a block whose scales can be folded into a producer."""
     input_norm, mlp_norm = block.pre_norms
+    v_rows = slice(-block.kv_heads * block.head_dim, None)
+    up_rows = slice(block.gate_up.weight.shape[0] // 2, None)
 
     def normed(c: Chunk) -> Tensor:
         return input_norm(x_TD[c.rows])
@@ -205,7 +207,7 @@ def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
     mappings = [
         Mapping("qkv", block.qkv, _norm_divider(input_norm), normed, attention),
         Mapping(
-            "o", block.o, _row_divider(block.qkv, "v_proj"), heads, lambda x, c: plain(block.o(x))
+            "o", block.o, _row_divider(block.qkv, v_rows), heads, lambda x, c: plain(block.o(x))
         ),
         Mapping(
             "gate_up",
@@ -217,7 +219,7 @@ def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
         Mapping(
             "down",
             block.down,
-            _row_divider(block.gate_up, "up_proj"),
+            _row_divider(block.gate_up, up_rows),
             hidden,
             lambda x, c: plain(block.down(x)),
         ),
@@ -234,14 +236,14 @@ def _norm_divider(norm: RMSNorm) -> Callable[[Tensor], None]:
     return lambda s_K: _divide(norm.weight, s_K)
 
 
-def _row_divider(linear: Linear, part: str) -> Callable[[Tensor], None]:
-    """Return a function that divides the rows of a layer's part by the scales."""
+def _row_divider(linear: Linear, rows: slice) -> Callable[[Tensor], None]:
+    """Return a function that divides these rows of a layer by the scales."""
 
     def divide(s_K: Tensor) -> None:
         assert isinstance(linear.weight, nn.Parameter)
-        _divide(linear.weight[linear.rows(part)], s_K[:, None])
+        _divide(linear.weight[rows], s_K[:, None])
         if linear.bias is not None:
-            _divide(linear.bias[linear.rows(part)], s_K)
+            _divide(linear.bias[rows], s_K)
 
     return divide
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowroll.model.attention import Attend
 from lowroll.model.linear import Linear
+from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Stream, Transformer
 from lowroll.quant.formats import Format, QTensor
 
@@ -91,6 +92,21 @@ def check(
     check_dense(method, model, sequences)
 
 
+def why_not(spec: ModelSpec) -> str | None:
+    """Return why models of this spec are not calibrated, or None."""
+    if spec.num_experts:
+        return (
+            f"{spec.architecture} has experts, of which each would need to be calibrated on its own "
+            "tokens; that is not supported"
+        )
+    if not spec.adds_plainly:
+        return (
+            f"{spec.architecture} has norms after attention, or scales its updates; calibration is "
+            "not supported for it"
+        )
+    return None
+
+
 def check_dense(method: str, model: Transformer, sequences: Sequence[Sequence[int]]) -> None:
     """Raise ValueError for a model with quantized weights, experts or an adapter, and sequences
     that are empty or outside the vocabulary or context."""
@@ -104,16 +120,8 @@ def check_dense(method: str, model: Transformer, sequences: Sequence[Sequence[in
                 f"{method}: {name} is quantized, aligned or has an adapter; calibrate the dense "
                 f"model before"
             )
-    if model.spec.num_experts:
-        raise ValueError(
-            f"{method}: {model.spec.architecture} has experts, of which each would need to be "
-            "calibrated on its own tokens; that is not supported"
-        )
-    if not model.spec.adds_plainly:
-        raise ValueError(
-            f"{method}: {model.spec.architecture} has norms after attention, or scales its updates; "
-            "calibration is not supported for it"
-        )
+    if (reason := why_not(model.spec)) is not None:
+        raise ValueError(f"{method}: {reason}")
     if not sequences:
         raise ValueError(f"{method}: no calibration sequences")
     for i, ids in enumerate(sequences):

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from lowroll.model import scaling
+from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Block, RMSNorm, Transformer
 
 
@@ -132,16 +133,22 @@ def noisy_norms(model: Transformer) -> Iterator[tuple[str, RMSNorm]]:
                 yield f"{name}.post_attention_norm", module.post_attention_norm
 
 
+def why_not(spec: ModelSpec) -> str | None:
+    """Return why a model of this spec takes no noise, or None."""
+    if {"input_norm", "post_attention_norm"}.isdisjoint(name for name, _ in spec.norms):
+        return (
+            f"{spec.architecture} has no norms in front of attention and MLP, which would take it"
+        )
+    return None
+
+
 def draw(model: Transformer, noise: Noise | None) -> dict[str, Tensor]:
     """Draw the noise of the noisy norms by name, float32 on the CPU; empty for None or sigma 0."""
     if noise is None or noise.sigma == 0:
         return {}
     norms = list(noisy_norms(model))
-    if not norms:
-        raise ValueError(
-            f"noise: {model.spec.architecture} has no norms in front of attention and MLP, which "
-            "would take it; write null"
-        )
+    if (reason := why_not(model.spec)) is not None:
+        raise ValueError(f"noise: {reason}; write null")
     scale = scaling.applied(model) or 1.0
     return {name: scale * noise.draw(name, norm.weight.numel()) for name, norm in norms}
 

@@ -17,6 +17,9 @@ from lowroll.cli import doctor
 from lowroll.cli.main import main
 from lowroll.kernels import dispatch, launch, nvcc
 from lowroll.kernels.support import YES, no
+from lowroll.model import hf, scaling
+from lowroll.weights.publish import quantize_base
+from tests.fixtures.tiny import hf_folder
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,28 @@ def test_json_is_the_same_with_a_reason_for_every_kernel_that_is_not_used(
     for product, answers in found["kernels"].items():
         assert used(found, product), product
         assert all(bool(answer["why_not"]) != answer["used"] for answer in answers)
+
+
+def test_a_model_is_one_line_with_the_reasons_of_its_refusals(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["doctor", str(hf_folder(tmp_path / "a", "olmo2"))]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    model = hf.load(tmp_path / "a")
+    size = sum(p.numel() for p in model.parameters())
+    assert f"Olmo2ForCausalLM, {size:,} parameters, stored dense" in line
+    assert f"{2 * size / 1e9:.3g} GB in bf16" in line
+    with pytest.raises(ValueError) as refused:
+        scaling.scale(model, 1.5)
+    assert str(refused.value).removesuffix("; write null") in line
+    assert all(f"{word}: " in line for word in ("exact", "calibration", "noise"))
+    hf.save(
+        quantize_base(hf.load(hf_folder(tmp_path / "b", "phi3-partial")), "int8"), tmp_path / "c"
+    )
+    assert main(["doctor", str(tmp_path / "c"), "--json"]) == 0
+    line = json.loads(capsys.readouterr().out)["model"]
+    assert "Phi3ForCausalLM" in line and "stored in int8" in line and "calibration" not in line
+    assert main(["doctor", str(tmp_path / "none")]) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")

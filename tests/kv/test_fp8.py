@@ -267,6 +267,23 @@ def test_the_largest_biases_have_two_codes(tmp_path: Path) -> None:
     assert fine_channels(torch.zeros(1, 1, 8)).tolist() == [[[3, 2, 1, 0, 7, 6, 5, 4]]]
 
 
+@pytest.mark.parametrize("family", ["olmo2", "gemma3", "phi3-partial", "glm"])
+def test_energies_of_keys_are_in_the_order_of_kernels(family: str, tmp_path: Path) -> None:
+    """Norms over all heads, gains of 1 + w, fused matrices, and heads that are reordered."""
+    model = hf.load(hf_folder(tmp_path / "m", family))
+    spec, block = model.spec, model.blocks[0]
+    got_Gd = key_energy(model)[0]
+    if block.k_norm is not None:
+        gain = block.k_norm.weight + spec.norm_offset
+        want = (gain if family == "olmo2" else gain.repeat(spec.num_kv_heads)).square()
+    elif block.qkv.bias is None:
+        want = torch.zeros(spec.num_kv_heads * spec.head_dim)
+    else:
+        want = block.qkv.bias[block.qkv.rows("k_proj")].square()
+    want_Gd = want.view(got_Gd.shape)
+    assert torch.equal(got_Gd, want_Gd if block.order is None else want_Gd[:, block.order])
+
+
 def test_a_policys_selector_sees_what_attention_sees(model: Transformer) -> None:
     engine = engine8(model)
     cache = cache_of(engine)

@@ -23,7 +23,16 @@ from lowroll.model.spec import spec_from_config
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.runs.demo import build_tokenizer
-from tests.fixtures.tiny import COMMON, FAMILIES, LLAMA3_ROPE, MODELS, hf_folder, hf_model
+from lowroll.weights.publish import quantize_base
+from tests.fixtures.tiny import (
+    COMMON,
+    FAMILIES,
+    LLAMA3_ROPE,
+    MODELS,
+    hf_config,
+    hf_folder,
+    hf_model,
+)
 
 IDS = torch.randint(0, COMMON["vocab_size"], (19,), generator=torch.Generator().manual_seed(0))
 
@@ -107,6 +116,23 @@ def test_transformers_loads_what_we_save(family: str, tmp_path: Path) -> None:
     model = hf.load(hf_folder(tmp_path / "theirs", family))
     hf.save(model, tmp_path / "ours")
     assert (their_logits(tmp_path / "ours") - logits(model)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "nvfp4", "int8_rotated"])
+@pytest.mark.parametrize("family", ["phi3-partial", "glm"])
+def test_low_bit_folders_of_fused_matrices(family: str, format: str, tmp_path: Path) -> None:
+    """There and back bitwise; transformers reads what it has an implementation of."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = quantize_base(hf.load(hf_folder(tmp_path / "m", family, **sizes, **heads)), format)
+    hf.save(model, tmp_path / "low")
+    with safe_open(tmp_path / "low" / "model.safetensors", framework="pt") as opened:
+        assert any("mlp.gate_up_proj." in name for name in opened.keys())
+    again = hf.load(tmp_path / "low")
+    assert again.weight_format == format and torch.equal(logits(again), logits(model))
+    if format == "int4":
+        want = their_logits(tmp_path / "low")
+        assert (logits(again) - want).abs().max() < 1e-4 * want.abs().max() + 1e-4
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2-tied", "llama-biases"])
@@ -377,21 +403,30 @@ def test_a_config_that_is_no_json_object(text: bytes, folder: Path) -> None:
     refused(folder, "config.json", "no such file")
 
 
-def test_every_wrong_type_in_a_config_is_named(qwen3: Path) -> None:
+WINDOW = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}
+WRONG = ("x", "", [], [None], {}, {"a": {}}, -1, 0, 1.5, float("nan"), True, None)
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_every_wrong_type_in_a_config_is_named(model_type: str) -> None:
     """Whatever a key holds, the answer is a spec or a ValueError that names the key; never another
     exception."""
+    theirs = next(config for config in map(hf_config, FAMILIES) if config.model_type == model_type)
+    row = CONFIGS[model_type]
+    window = WINDOW if model_type == "qwen3" else {}
     config = {
-        **json.loads((qwen3 / "config.json").read_text()),
+        **json.loads(theirs.to_json_string(use_diff=False)),
+        "architectures": [row.architecture],
         "rope_scaling": None,
         "attention_bias": False,
-        "use_sliding_window": True,
-        "sliding_window": 4096,
-        "max_window_layers": 0,
         "layer_types": None,
+        **window,
     }
+    spec_from_config(config)
+    config |= {key: 6 for key in row.keys if key not in config}  # of older files
     answered = 0
     for key in config:
-        for value in ("x", "", [], [None], {}, {"a": {}}, -1, 0, 1.5, float("nan"), True, None):
+        for value in WRONG:
             try:
                 spec_from_config({**config, key: value})
             except ValueError as error:

@@ -28,6 +28,17 @@ from tests.fixtures.tiny import COMMON, hf_folder, hf_model
 
 SUBSET = ("q_proj", "v_proj", "down_proj")
 TARGETS = {"all": lora.TARGETS, "subset": SUBSET}
+FUSED = {  # what the targets are where matrices are fused
+    "phi3-partial": {
+        "all": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+        "subset": ("qkv_proj", "down_proj"),
+    },
+    "glm": {
+        "all": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"),
+        "subset": ("q_proj", "gate_up_proj"),
+    },
+}
+OUTSIDE = ("qwen3", "llama-biases", *FUSED)  # the families of PEFT's files
 IDS = torch.randint(0, COMMON["vocab_size"], (23,), generator=torch.Generator().manual_seed(0))
 
 
@@ -48,7 +59,7 @@ def loss(model: Transformer) -> Tensor:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {family: hf_folder(root / family, family) for family in ("qwen3", "llama-biases")}
+    return {family: hf_folder(root / family, family) for family in OUTSIDE}
 
 
 def adapted(
@@ -175,11 +186,11 @@ def test_an_adapter_moves_its_own_rows_only(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("family", ["qwen3", "llama-biases"])
+@pytest.mark.parametrize("family", OUTSIDE)
 def test_peft_loads_our_adapter(
     folders: dict[str, Path], family: str, targets: str, tmp_path: Path
 ) -> None:
-    model = adapted(folders[family], TARGETS[targets])
+    model = adapted(folders[family], FUSED.get(family, TARGETS)[targets])
     lora.save(model, tmp_path / "adapter", base=str(folders[family]))
     theirs = peft.PeftModel.from_pretrained(hf_model(family), tmp_path / "adapter").eval()
     with torch.no_grad():
@@ -191,6 +202,22 @@ def test_peft_loads_our_adapter(
     ):
         assert name == other and torch.equal(p, q)
     assert again.trainable_parameters().keys() == model.trainable_parameters().keys()
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_the_default_targets_mean_the_fused_matrices(folders: dict[str, Path], family: str) -> None:
+    model = lora.attach(hf.load(folders[family]), 2, 4.0)
+    parts = [part for _, linear in [*model.linears()][:4] for part in linear.adapter.a]
+    assert (*parts,) == FUSED[family]["all"]
+    assert lora.state(model).keys() == lora.state(adapted(folders[family], parts)).keys()
+    for targets, words in (
+        (["gate_proj", "o_proj"], "has no gate_proj; choose out of .*gate_up_proj"),
+        (["gate_up_proj", "up_proj", "lm_head"], r"got \['lm_head'\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            lora.attach(model, 2, 4.0, targets)
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no qkv_proj"):
+        lora.attach(hf.load(folders["qwen3"]), 2, 4.0, ["qkv_proj"])
 
 
 def test_what_is_written_for_peft(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -245,11 +272,11 @@ def peft_adapter(
 
 
 @pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("family", ["qwen3", "llama-biases"])
+@pytest.mark.parametrize("family", OUTSIDE)
 def test_we_load_what_peft_writes(
     folders: dict[str, Path], family: str, targets: str, tmp_path: Path
 ) -> None:
-    want = peft_adapter(tmp_path, family, TARGETS[targets])
+    want = peft_adapter(tmp_path, family, FUSED.get(family, TARGETS)[targets])
     base = logits(hf.load(folders[family]))
     got = logits(lora.load(hf.load(folders[family]), tmp_path))
     assert (got - want).abs().max() < 1e-4 and (want - base).abs().max() > 0.1

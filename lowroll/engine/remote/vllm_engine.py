@@ -54,7 +54,6 @@ Way = Literal["folder", "nccl"]
 BASE = "policy"
 SILENT_S = 180.0  # six times the interval of heartbeats; also bounds the first calls
 BOUND = 0.5  # nats a token that a format may be away from the learner
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTERS_TOGETHER = 2  # two versions, while the older one's requests end
 
 
@@ -159,7 +158,7 @@ class VllmEngine(EnginePool):
         class; exchange, where weights are laid, is by default the temporary folder of the machine.
         EngineLost, with the last error of its log, when it is not ready within start_s.
         """
-        from lowroll.engine.remote.vllm_folders import served
+        from lowroll.engine.remote.vllm_folders import linear_names, served
 
         folder = Path(folder).resolve()
         if not (folder / "config.json").is_file():
@@ -169,6 +168,8 @@ class VllmEngine(EnginePool):
         serve_options = _serve_arguments(
             folder, dtype, tensor_parallel, gpu_memory, context_length, max_batch, lora_rank, way
         )
+        if lora_rank is not None:  # a wrapped head ends vLLM at the first score on a CPU
+            serve_options += ["--lora-target-modules", *linear_names(folder)]
         process = VllmProcess(
             [*serve_options, *arguments],
             log=log,
@@ -359,8 +360,7 @@ def _serve_arguments(
     lora_rank: int | None,
     way: Way | None,
 ) -> list[str]:
-    """Return the arguments of `vllm serve`. The linear layers are named, because a wrapped head
-    ends vLLM at the first score on a CPU."""
+    """Return the arguments of `vllm serve`."""
     arguments = ["--model", str(folder), "--served-model-name", BASE, "--dtype", dtype]
     arguments += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     arguments += ["--skip-tokenizer-init", "--max-num-seqs", str(max_batch)]
@@ -372,7 +372,6 @@ def _serve_arguments(
     if lora_rank is not None:
         arguments += ["--enable-lora", "--max-lora-rank", str(_supported_rank(lora_rank))]
         arguments += ["--max-loras", str(ADAPTERS_TOGETHER)]
-        arguments += ["--lora-target-modules", *LINEARS]
     elif way == "nccl":
         arguments += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
     return arguments

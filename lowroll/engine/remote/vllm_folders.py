@@ -15,6 +15,7 @@ from lowroll.checkpoint.publish import publish_folder
 from lowroll.engine.remote.vllm_server import ServedModel
 from lowroll.model import hf, lora
 from lowroll.model.headers import low_bit_format
+from lowroll.model.names import features_read
 from lowroll.model.spec import read_config, read_spec, spec_from_config
 from lowroll.model.tokenizer import eos_id
 from lowroll.quant import dense
@@ -45,6 +46,11 @@ def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
         weights=weights or name,
         weight_bits=float(get_format(weights).bits) if weights else dtype.itemsize * 8.0,
     )
+
+
+def linear_names(folder: Path) -> tuple[str, ...]:
+    """Return the names of a folder's linear layers ("q_proj", ...). ValueError as `read_spec`."""
+    return tuple(features_read(read_spec(folder)))
 
 
 def write_adapter(update: WeightUpdate, folder: Path, base: Path) -> Path:

@@ -237,6 +237,12 @@ def windowed(values: Values, sliding: list[bool]) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(window=window if is_sliding else 0) for is_sliding in sliding)
 
 
+def same_window(values: Values) -> tuple[LayerSpec, ...]:
+    """Return the layers of a model whose window, if it has one, is in all of them."""
+    has_window = values.get("sliding_window") is not None
+    return windowed(values, [has_window] * integer(values, "num_hidden_layers"))
+
+
 def sliding_layers(values: Values) -> list[bool]:
     """Return which layers have the type `sliding_attention`."""
     layers = integer(values, "num_hidden_layers")

@@ -1,11 +1,12 @@
-"""Llama 2 and 3, Mistral, Qwen2 and 2.5, Qwen3 and Qwen3-MoE: pre-norms, SwiGLU, half-rotation."""
+"""Llama 2 and 3, Mistral, Qwen2 and 2.5, Qwen3 and Qwen3-MoE, Seed-OSS: pre-norms, SwiGLU,
+half-rotation."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from lowroll.model.config_values import flag, integer
-from lowroll.model.families.base import Values, biases, sliding_layers, windowed
+from lowroll.model.families.base import Values, biases, same_window, sliding_layers, windowed
 
 
 def llama(values: Values) -> dict[str, Any]:
@@ -13,7 +14,7 @@ def llama(values: Values) -> dict[str, Any]:
 
 
 def mistral(values: Values) -> dict[str, Any]:
-    return {"layers": _same_window(values)}
+    return {"layers": same_window(values)}
 
 
 def qwen2(values: Values) -> dict[str, Any]:
@@ -29,7 +30,15 @@ def qwen3(values: Values) -> dict[str, Any]:
 
 
 def qwen3_moe(values: Values) -> dict[str, Any]:
-    return {**biases(values), "qk_norm": "head", "layers": _same_window(values), **experts(values)}
+    return {**biases(values), "qk_norm": "head", "layers": same_window(values), **experts(values)}
+
+
+def seed_oss(values: Values) -> dict[str, Any]:
+    return {
+        "qkv_bias": flag(values, "attention_bias"),
+        "o_bias": flag(values, "attention_out_bias"),
+        "mlp_bias": flag(values, "mlp_bias"),
+    }
 
 
 def experts(values: Values) -> dict[str, Any]:
@@ -50,9 +59,3 @@ def experts(values: Values) -> dict[str, Any]:
         "norm_topk_prob": flag({"norm_topk_prob": True, **values}, "norm_topk_prob"),
         "moe_intermediate_size": integer(values, "moe_intermediate_size"),
     }
-
-
-def _same_window(values: Values) -> Any:
-    """Return the layers of a model whose window, if it has one, is in all of them."""
-    has_window = values.get("sliding_window") is not None
-    return windowed(values, [has_window] * integer(values, "num_hidden_layers"))

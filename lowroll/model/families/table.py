@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowroll.model.families import gemma, granite, llama, olmo, qwen3_5, smollm3
+from lowroll.model.families import gemma, glm, granite, llama, olmo, phi, qwen3_5, smollm3
 from lowroll.model.families.base import Family
 
 _ROWS = (
@@ -39,5 +39,9 @@ _ROWS = (
         lacks=("intermediate_size",),
     ),
     Family("granite", "GraniteForCausalLM", granite.granite, granite.KEYS),
+    Family("seed_oss", "SeedOssForCausalLM", llama.seed_oss, ("attention_out_bias",)),
+    Family("phi3", "Phi3ForCausalLM", phi.phi3),
+    Family("glm", "GlmForCausalLM", glm.glm),
+    Family("glm4", "Glm4ForCausalLM", glm.glm4),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ROWS}

@@ -14,6 +14,7 @@ import torch
 
 from lowroll.config import RunConfig
 from lowroll.kernels.matmul import limbs, w4_avx2, w8a8_onednn
+from lowroll.model import lora
 from lowroll.model.experts import StackedLinear
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
@@ -66,7 +67,7 @@ def largest_unit(model: Transformer) -> int:
 def adapted(cfg: RunConfig, linear: Linear) -> dict[str, int]:
     """Return the parts of a layer with an adapter, and their rows."""
     targets = cfg.train.lora_target_modules if cfg.train.lora else ()
-    return {part: rows for part, rows in linear.parts.items() if part in targets}
+    return {part: linear.parts[part] for part in lora.adapted_parts(linear.parts, targets)}
 
 
 def adapter_sizes(cfg: RunConfig, model: Transformer) -> list[int]:
