@@ -17,8 +17,8 @@ from tests.fixtures.tiny import hf_folder
 pytestmark = pytest.mark.skipif(
     not rows.supports_device(CPU), reason="needs a CPU with AVX2 and a C++ compiler"
 )
-FAMILIES = ("qwen3", "llama-biases", "qwen2-tied", "qwen3-moe")
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of 16 numbers
+FAMILIES = ("qwen3", "llama-biases", "qwen2-tied", "qwen3-moe", "phi3-partial", "glm")
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
