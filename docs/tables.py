@@ -175,8 +175,8 @@ SHOWN_CONFIG = {
     "use_sliding_window": True,
     "sliding_window": 4096,
     "max_window_layers": 0,
-    "moe_intermediate_size": 128,
-    "num_experts": 8,
+    "moe_intermediate_size": 512,
+    "num_experts": 16,
     "residual_multiplier": 0.5,
 }
 
@@ -195,15 +195,15 @@ def families() -> str:
         )
         lora = "attention" if spec.num_experts else "yes"
         features = (_supported(spec, name) for name in ("exact", "calibration", "uaq_scale"))
-        noise = _supported(spec, "noise")
-        rows.append((f"`{name}`", "yes", "yes", lora, "all", *features, noise, "yes", _vllm(spec)))
+        more = (_supported(spec, name) for name in ("noise", "bounded and 8-bit caches"))
+        rows.append((f"`{name}`", "yes", "yes", lora, "all", *features, *more, _vllm(spec)))
     head = ("family", "engine", "learner", "LoRA", "formats", "exact", "GPTQ, AWQ", "UAQ", "noise")
     return table((*head, "bounded caches", "vLLM"), rows)
 
 
 def _supported(spec: ModelSpec, feature: str) -> str:
     """Return whether a feature takes a model, or its like without windows."""
-    from lowroll.weights.support import refusals
+    from lowroll.cli.supported import refusals
 
     if feature not in refusals(spec):
         return "yes"

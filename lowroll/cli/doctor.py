@@ -76,11 +76,11 @@ def _describe_model(model: str) -> str:
     """Return what would run of a model on this machine. ValueError for an unsupported one."""
     import torch
 
-    from lowroll.weights import support
+    from lowroll.cli import supported
 
     if torch.cuda.is_available():
-        return support.describe(model, torch.device("cuda"), torch.bfloat16)
-    return support.describe(model, torch.device("cpu"), torch.float32)
+        return supported.describe(model, torch.device("cuda"), torch.bfloat16)
+    return supported.describe(model, torch.device("cpu"), torch.float32)
 
 
 # -- looking -----------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ from lowroll.model.device import dtype_on, free_memory, pick_device, total_memor
 from lowroll.model.experts import StackedLinear
 from lowroll.model.folder import resolve
 from lowroll.model.headers import exact_format
-from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer, tokenizer_home
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
@@ -65,14 +64,6 @@ def _resolve_device(model: Transformer | str | Path, device: str | torch.device)
     if isinstance(model, Transformer) and str(device) == "auto":
         device = model.device
     return pick_device(device)
-
-
-def _spec_of(model: Transformer | str | Path, folder: Path | None) -> ModelSpec:
-    """Return the spec of a loaded model, or of its folder."""
-    if isinstance(model, Transformer):
-        return model.spec
-    assert folder is not None
-    return read_spec(folder)
 
 
 @cache
@@ -166,7 +157,6 @@ class NativeEngine:
         self.kv = _policy_or_dense(kv, turn_caching, kv_dtype, large_batch_weights)
         self.storage = storage(kv_dtype)
         self.folder = None if isinstance(model, Transformer) else resolve(model)
-        support.refuse(_spec_of(model, self.folder), self.kv, kv_dtype)
         device = _resolve_device(model, device)
         weights = weights or self._own_format(model, dtype, device)
         self.format = get_format(weights)
@@ -177,6 +167,7 @@ class NativeEngine:
             model, weights, large_batch_weights, device, dtype, noisy
         )
         self.spec = self.model.spec
+        support.refuse(self.spec, self.kv, kv_dtype)
         if getattr(model, "exact", False) if exact is None else exact:
             self._be_exact()
         self.context = min(self.spec.max_position, max_model_len or self.spec.max_position)

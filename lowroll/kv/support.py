@@ -10,6 +10,14 @@ if TYPE_CHECKING:
     from lowroll.model.spec import ModelSpec
 
 
+def why_not(spec: ModelSpec) -> str | None:
+    """Return why a model's cache must be dense and unrounded, or None."""
+    if not spec.windows and spec.delta is None:
+        return None
+    kind = "sliding windows" if spec.windows else "states in place of keys"
+    return f"{spec.architecture} has layers with {kind}"
+
+
 def refuse(
     spec: ModelSpec,
     policy: CachePolicy,
@@ -20,10 +28,9 @@ def refuse(
     """Raise ValueError when the model has windows or recurrent layers and the cache is not the dense
     one, unrounded: compacted keys no longer lie at their positions, layers with a state have none,
     and the kernels of 8-bit keys read all of a row. The keys: what the settings are called."""
-    if not spec.windows and spec.delta is None:
+    layers = why_not(spec)
+    if layers is None:
         return
-    kind = "sliding windows" if spec.windows else "states in place of keys"
-    layers = f"{spec.architecture} has layers with {kind}"
     if policy.budget is not None:
         raise ValueError(
             f"{policy_key}: {policy.name} chooses among all keys of a row, and {layers}; write "

@@ -36,7 +36,9 @@ from lowroll.types import printable
 
 # all matrices; of q, k, v, and of gate, up, a model may have one fused matrix (`adapted_parts`)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_NAMES = (*TARGETS, *FUSED)
+# of gated delta nets
+_DELTA_NAMES = ("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "out_proj")
+_NAMES = (*TARGETS, *FUSED, *_DELTA_NAMES)
 # PEFT config keys that are read or have no effect; others must be neutral
 _KNOWN_KEYS = {
     "peft_type",
@@ -56,11 +58,18 @@ _KNOWN_KEYS = {
 }
 _NEUTRAL_VALUES: tuple[object, ...] = (None, False, "none", "", [], {})
 _LORA_A_AFTER_NORM = tuple(
-    f"{part}.lora_A.weight" for part in _NAMES if part not in ("o_proj", "down_proj")
+    f"{part}.lora_A.weight" for part in _NAMES if part not in ("o_proj", "out_proj", "down_proj")
 )
 _FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
-_PEFT_MODULES = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
+_PEFT_MODULES = {
+    "qkv": "self_attn",
+    "o": "self_attn",
+    "delta.qkvz": "linear_attn",
+    "delta.o": "linear_attn",
+    "gate_up": "mlp",
+    "down": "mlp",
+}
 
 
 def attach(
@@ -225,7 +234,7 @@ def _named_parameters(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _peft_names(linear: str, part: str) -> tuple[str, str]:
     """Return PEFT's names of A and B of a part."""
-    _, layer, kind = linear.split(".")
+    _, layer, kind = linear.split(".", 2)
     stem = f"base_model.model.model.layers.{layer}.{_PEFT_MODULES[kind]}.{part}"
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 

@@ -61,7 +61,11 @@ _FLAG_KEYS = (
     "use_sliding_window",
     "norm_topk_prob",
 )
-_NUMBER_KEYS = ("sliding_window_pattern", "rope_local_base_freq")  # of older files
+_NUMBER_KEYS = (  # of older files
+    "sliding_window_pattern",
+    "rope_local_base_freq",
+    "full_attention_interval",
+)
 _LAYER_LISTS = ("layer_types", "no_rope_layers")
 _OTHER_KEYS = (
     "rms_norm_eps",
@@ -274,8 +278,10 @@ def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the configuration of a model's text part as if it stood alone, and the prefix of its
     tensors."""
     wholes = {family.inside: family for family in FAMILIES.values() if family.inside}
-    found = (config.get("model_type"), *(config.get("architectures") or [None]))
-    text, family = config.get("text_config"), wholes.get(found)
+    architectures = config.get("architectures")
+    found = (config.get("model_type"), *(architectures if isinstance(architectures, list) else ()))
+    text = config.get("text_config")
+    family = next((family for whole, family in wholes.items() if whole == found), None)
     if family is None:
         return config, "model."
     if not isinstance(text, dict):

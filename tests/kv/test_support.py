@@ -30,16 +30,10 @@ def spec_of(family: str, tmp_path: Path) -> ModelSpec:
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_models_with_windows_have_dense_caches(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_with_windows_have_dense_caches(family: str, tmp_path: Path) -> None:
     path = hf_folder(tmp_path / "m", family)
     for name in BOUNDED:
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(ValueError, match=f"^kv: {name} .*window"),
-        ):
-            patch.setattr("lowroll.engine.native.rollout_load", pytest.fail)
+        with pytest.raises(ValueError, match=f"^kv: {name} .*window"):
             engine_of(path, kv=make(name))
     with pytest.raises(ValueError, match=r"^kv_dtype: .* fp8 .*sliding windows"):
         engine_of(path, kv_dtype="fp8")
@@ -49,6 +43,17 @@ def test_models_with_windows_have_dense_caches(
     with pytest.raises(ValueError, match="^kv: streaming "):
         Engine(loaded, kv=make("streaming"), device="cpu")
     engine_of(loaded, kv=DENSE).generate([Request(prompt(9), max_tokens=2)])
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next"])
+def test_models_with_states_have_dense_caches(family: str, tmp_path: Path) -> None:
+    path = hf_folder(tmp_path / "m", family)
+    with pytest.raises(ValueError, match="^kv: rkv .*states in place of keys"):
+        engine_of(path, kv=make("rkv"))
+    with pytest.raises(ValueError, match="^kv_dtype: .*states in place of keys"):
+        engine_of(path, kv_dtype="fp8")
+    with pytest.raises(ValueError, match="^exact: .*recurrent layers"):
+        engine_of(path, exact=True)
 
 
 def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:

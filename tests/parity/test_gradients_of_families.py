@@ -34,7 +34,8 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
     for name, tensor in want.items():
         assert tensor.abs().max() > 0, name
-        bound = 1e-4 * float(tensor.abs().max()) + 1e-6
+        within = 5e-4 if any("linear_attn" in part for part in want) else 1e-4
+        bound = within * float(tensor.abs().max()) + 1e-6
         assert (got[name] - tensor).abs().max() < bound, name
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lowroll.kv import support as caches
 from lowroll.model import exact, scaling
 from lowroll.model.folder import resolve
 from lowroll.model.headers import low_bit_format
@@ -27,6 +28,7 @@ def refusals(spec: ModelSpec) -> dict[str, str]:
         "calibration": blockwise.why_not(spec),
         "uaq_scale": scaling.why_not(spec),
         "noise": noise.why_not(spec),
+        "bounded and 8-bit caches": caches.why_not(spec),
     }
     return {feature: reason for feature, reason in reasons.items() if reason is not None}
 
