@@ -85,8 +85,9 @@ def test_learner_forward_and_gradient_in_float32(family: str, tmp_path: Path) ->
     for model in (cpu, gpu):
         log_likelihood(model).backward()
     for (name, p), (_, q) in zip(cpu.named_parameters(), gpu.named_parameters(), strict=True):
+        atol = 1e-5 if cpu.spec.delta is None else 2e-4  # states sum over all tokens
         torch.testing.assert_close(
-            q.grad.cpu(), p.grad, rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+            q.grad.cpu(), p.grad, rtol=1e-3, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
@@ -238,7 +239,9 @@ def test_varlen_attention_in_bfloat16(heads: int, kv_heads: int, size: int, wind
     assert got.dtype == torch.bfloat16 and got.shape == q.shape
     assert (got.float().cpu() - want).abs().max() < 0.02
     for mine, theirs in zip(low, exact, strict=True):
-        assert (mine.grad.float().cpu() - theirs.grad).norm() < 0.02 * theirs.grad.norm()
+        # of q it is zero, but for rounding, where a window is one key
+        bound = 0.02 * theirs.grad.norm() + 1e-3
+        assert (mine.grad.float().cpu() - theirs.grad).norm() < bound
 
 
 def test_learner_forward_in_bfloat16(folder: Path) -> None:

@@ -67,14 +67,15 @@ def test_engines_draw_from_the_models_own_distribution(family: str, tmp_path: Pa
     exact = hf.load(path, "cpu", torch.float32)
     short = engine.runner.short
     assert (short is None) == (engine.spec.delta is not None)
+    most = 0.8 if engine.spec.delta is None else 1.5  # states add up rounding
     for _ in range(3):  # passes over prompts are launched, captured, replayed
         gap = gaps(engine, exact)
-        assert gap.mean() < 0.08 and gap.max() < 0.8
+        assert gap.mean() < 0.08 and gap.max() < most
     assert short is None or short.replays > 0
     assert engine.runner.decoder.replays > 0
     chunked = Engine(engine.model, weights="bf16", cache_tokens=2048, max_batch=8, prefill_chunk=8)
     gap = gaps(chunked, exact)
-    assert gap.mean() < 0.08 and gap.max() < 0.8
+    assert gap.mean() < 0.08 and gap.max() < most
     if family in LOW_BIT:
         low = Engine(path, weights=LOW_BIT[family], cache_tokens=2048, max_batch=8)
         assert gaps(low, low.model).mean() < 0.15
