@@ -64,7 +64,7 @@ class Row:
     goal: Goal = "ratio at least"
     note: str = ""
     against: str = ""
-    date: str = ""  # of the measurement, put in by `merge`
+    date: str = ""  # of the measurement, put in when it is stored
 
     @property
     def value(self) -> float | None:
@@ -374,7 +374,9 @@ def write(name: str, rows: list[Row], folder: Path, **settings: Any) -> Path:
     """Store the rows with machine, date and settings as `folder/name.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    record = here(settings=settings, rows=[asdict(row) for row in rows])
+    today = date.today().isoformat()
+    dated = [replace(row, date=row.date or today) for row in rows]
+    record = here(settings=settings, rows=[asdict(row) for row in dated])
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
 
@@ -398,10 +400,13 @@ def merge(name: str, rows: list[Row], folder: Path, **settings: Any) -> Path:
         if any(before["machine"].get(key) != own.get(key) for key in KIND):
             print(f"{path}: rows of another machine or version are left out", file=sys.stderr)
             before = {"settings": {}, "rows": []}
-        kept = [read_row(row) for row in before["rows"] if row["name"] not in mine]
-        today = date.today().isoformat()
+        kept = [
+            replace(read_row(row), date=row.get("date") or before["date"])
+            for row in before["rows"]
+            if row["name"] not in mine
+        ]
         ordered = sorted(
-            kept + [replace(row, date=today) for row in rows],
+            kept + rows,
             key=lambda row: [
                 (not part.isdigit(), int(part) if part.isdigit() else part)
                 for part in re.findall(r"\d+|\D+", row.name)

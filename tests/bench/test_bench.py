@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -113,5 +114,6 @@ def test_what_is_missed_is_shown_and_stored(
         "goal": "ratio at least",
         "note": "",
         "against": "",
+        "date": date.today().isoformat(),
     }
     assert stored["machine"]["torch"] == torch.__version__ and stored["settings"] == {"rounds": 1}
