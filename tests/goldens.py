@@ -317,6 +317,7 @@ def main() -> int:
     if compares and (there := json.loads(stored.read_text())["machine"]) != machine(args.device):
         print(f"stored on {there}: compare two trees here with --against COMMIT")
         return 2
+    torch.set_num_threads(1)  # sums of a learner follow the number
     began = time.monotonic()
     found = compute(args.device)
     print(f"{len(found)} cases in {time.monotonic() - began:.0f} s on {machine(args.device)}")

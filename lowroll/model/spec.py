@@ -121,8 +121,10 @@ class ModelSpec:
     moe_intermediate_size: int = 0  # of one expert
     shared_expert_size: int = 0  # of an expert that takes every token, with a gate; 0: none
     norm_topk_prob: bool = False  # normalize a token's expert weights to sum to 1
-    stored_prefix: str = "model."  # of the names of tensors in the folder that it was read from
-    unused: tuple[str, ...] = ()  # prefixes of the folder's tensors that are not read
+    # the prefix of the names of tensors in the folder that it was read from, and prefixes of those
+    # tensors that are not read
+    stored_prefix: str = field(default="model.", compare=False)
+    unused: tuple[str, ...] = field(default=(), compare=False)
     config: dict[str, Any] = field(repr=False, hash=False, compare=False, default_factory=dict)
 
     @property

@@ -27,8 +27,9 @@ from lowroll.config.data import BufferConfig
 from lowroll.config.processes import AsynchronyConfig
 from lowroll.config.renamed import renamed_tree
 from lowroll.envs.table import split_file
+from lowroll.model.families.base import Rope
 from lowroll.model.folder import TOKENIZER_FILES, resolve
-from lowroll.model.spec import read_config, read_spec
+from lowroll.model.spec import ModelSpec, read_config, read_spec
 
 # Settings that may differ between a run and its resumption, because they do not change what a step
 # computes. The guard and `no_signal` act between steps and follow the new settings. The number of
@@ -81,6 +82,13 @@ ADDED: dict[str, object] = {
 TEACHER = "train.teacher: weights"  # read long after the other inputs
 CONFIG = "config.json: "  # prefix of its keys
 ADVANTAGES = "advantage_function: "  # prefix of its files
+# fields of a spec that came after runs had recorded theirs
+LATER_FIELDS = frozenset(
+    {
+        *("layers", "fused", "norms", "norm_offset", "activation", "attention_gate", "delta"),
+        *("embedding_scale", "query_scale", "update_scale", "hidden_scale", "shared_expert_size"),
+    }
+)
 IDLE_FILES = (
     "generation_config.json",
 )  # copied along; its ends of sequence are recorded with the config
@@ -136,11 +144,32 @@ def _read_by_advantages(cfg: RunConfig) -> dict[str, str]:
 def _config_values(source: str | Path, key: str = "model") -> dict[str, str]:
     """Return the keys of config.json that affect the model or the tokenizer's loader."""
     folder = resolve(source, key=key)
-    spec = read_spec(folder)
-    spec_values = {
-        field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.compare
+    values = _spec_values(read_spec(folder))
+    return values | {"model_type": repr(read_config(folder).get("model_type"))}
+
+
+def _spec_values(spec: ModelSpec) -> dict[str, str]:
+    """Return what a spec says, as runs record it that began when there were five families: fields
+    that came later stand there where they are not as in those."""
+    values = {
+        field.name: repr(getattr(spec, field.name))
+        for field in fields(spec)
+        if field.compare
+        and field.name != "ropes"
+        and (field.name not in LATER_FIELDS or getattr(spec, field.name) != field.default)
     }
-    return spec_values | {"model_type": repr(read_config(folder).get("model_type"))}
+    rope, scaling = spec.ropes[0], spec.ropes[0].scaling
+    values["rope_theta"] = repr(rope.theta)
+    values["rope_scaling"] = repr(scaling)
+    if scaling is not None and scaling.kind == "llama3":
+        values["rope_scaling"] = (
+            f"RopeScaling(factor={scaling.factor!r}, low_freq_factor={scaling.low!r}, "
+            f"high_freq_factor={scaling.high!r}, "
+            f"original_max_position={scaling.original_max_position!r})"
+        )
+    plain = Rope(rope.theta, spec.head_dim, scaling)
+    values |= {} if spec.ropes == (plain,) else {"ropes": repr(spec.ropes)}
+    return values | {"qk_norm": {"": "False", "head": "True"}.get(spec.qk_norm, spec.qk_norm)}
 
 
 def _files_of_env(env: EnvConfig) -> Iterator[tuple[str, Path]]:
