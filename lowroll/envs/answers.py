@@ -6,7 +6,7 @@ dollars`; a nested box is part of the outer one. There is no fallback to the tex
 exploits a lenient extractor.
 
 Equality is tested by spelling (`notation`), by parts (`forms`), then as expressions (`expressions`)
-of a size bounded by `costs`, within `MAX_SECONDS` of CPU time.
+of a size bounded by `answer_limits`, within `MAX_SECONDS` of CPU time.
 """
 
 from __future__ import annotations
