@@ -435,7 +435,8 @@ class NativeEngine:
             kv=self.kv,
             kv_dtype=self.behavior.kv_dtype,
             records_evictions=self.runner.recorder is not None,
-            replays=self.kv.budget is None,
+            # a state cannot be taken back to in front of a token that differs
+            replays=self.kv.budget is None and self.spec.delta is None,
             vocab_size=self.spec.vocab_size,
             lora_rank=self.receiver.max_rank,
         )
@@ -530,9 +531,14 @@ class NativeEngine:
     def _check_replays(self) -> None:
         """Raise ValueError when this engine cannot replay."""
         if not self.capabilities.replays:
+            lacking = (
+                f"cache policy is {self.kv.name!r}"
+                if self.spec.delta is None
+                else f"model, a {self.spec.architecture}, has states in place of keys"
+            )
             raise ValueError(
-                f"in_flight: replay needs every key of a sample; this engine's cache policy is "
-                f"{self.kv.name!r}"
+                f"in_flight: replay needs every key of a sample; this engine's {lacking}; write "
+                "keep (rollout.partial: keep)"
             )
 
     def linear_weights(self) -> Mapping[str, QTensor]:
@@ -660,8 +666,6 @@ class NativeEngine:
             decode=decode,
             evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
             compile_grammar=lambda text: self.grammars.compile(text),
-            # a state cannot be taken back to in front of a token that differs
-            keeps_drafts=self.spec.delta is None,
         )
 
     def _num_pages(

@@ -89,7 +89,6 @@ class Scheduler:
         decode: Callable[[list[int]], str] | None = None,
         evictions: Callable[[int | None], Evictions] | None = None,
         compile_grammar: Callable[[str], Grammar] | None = None,
-        keeps_drafts: bool = True,
     ) -> None:
         for name, value in (
             ("max_batch", max_batch),
@@ -112,7 +111,6 @@ class Scheduler:
         self.decode = decode
         self.evictions = evictions
         self.compile_grammar = compile_grammar
-        self.keeps_drafts = keeps_drafts
         self.reserved_pages = 0  # over all sequences; never over pool.num_free
         self._groups: dict[int, LiveGroup] = {}
         self._waiting: deque[LiveGroup] = deque()  # groups with waiting samples, oldest first
@@ -195,8 +193,7 @@ class Scheduler:
     def rewind(self) -> None:
         """Begin everything in flight again, in the order of arrival, with its tokens as drafts
         (`engine.replay`): no page is held, and the ended samples of an open group are open again.
-        For the dense policy, whose pieces of a draft attend as its tokens would. Without
-        `keeps_drafts` the tokens are drawn again one by one."""
+        For the dense policy, whose pieces of a draft attend as its tokens would."""
         assert self.kv.budget is None, f"{self.kv.name}: a draft's pieces would see other keys"
         groups = list(self._groups.values())
         for group in groups:
@@ -217,10 +214,7 @@ class Scheduler:
                 old_group.footprint,
                 old_group.grammar,
             )
-            drafts = [
-                drawn(sequence) if self.keeps_drafts else [] for sequence in old_group.sequences
-            ]
-            self._enqueue(restarted, drafts)
+            self._enqueue(restarted, [drawn(sequence) for sequence in old_group.sequences])
 
     def abort(self, handle: int) -> bool:
         """End a request's open samples with "abort". Return False if it had ended already."""

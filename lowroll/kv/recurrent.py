@@ -63,8 +63,8 @@ class RecurrentStates:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the states of slots (source, target). All are read before one is written."""
         sources, targets = upload(torch.tensor(list(pairs)), self.rule_LNHkv.device).unbind(1)
-        for state in (self.conv_LNCK, self.rule_LNHkv):
-            state[:, targets] = state[:, sources]
+        for state_N in (*self.conv_LNCK, *self.rule_LNHkv):  # layer by layer: they are large
+            state_N[targets] = state_N[sources]
 
     def clear(self) -> None:
         """Zero everything, after a forward pass that was not finite."""

@@ -31,9 +31,12 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 
 
 def magnitudes(spec: ModelSpec) -> Tensor | None:
-    """Return what cos and sin are multiplied by, [R + 1, 1, 1, 1], or None where it is 1."""
-    sizes = [1.0 if rope.scaling is None else rope.scaling.magnitude for rope in spec.ropes]
-    return None if set(sizes) == {1.0} else torch.tensor([*sizes, 1.0]).view(-1, 1, 1, 1)
+    """Return what cos and sin are multiplied by, [R + 1, 1, 1, d/2], or None where it is 1. Pairs
+    that are not rotated have 1."""
+    sizes = torch.ones(len(spec.ropes) + 1, 1, 1, spec.head_dim // 2)
+    for row, rope in zip(sizes, spec.ropes, strict=False):
+        row[..., : rope.dims // 2] = 1.0 if rope.scaling is None else rope.scaling.magnitude
+    return None if bool((sizes == 1).all()) else sizes
 
 
 def _frequencies(rope: Rope) -> Tensor:

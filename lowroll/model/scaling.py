@@ -10,7 +10,8 @@ share grows by s in the scaled matrices once an update flips a few codes in a hu
 grow less, because the largest weight of a row is on a tie for every s, and so do fp8's, whose steps
 follow each weight. As o and down are unscaled, s = 1.5 flips 1.2 to 1.3 times as many of all codes.
 
-Biases, o and down stay. An s that is no power of two rounds a bfloat16 weight once more. The config
+Biases, o and down stay. An s that is no power of two rounds a bfloat16 weight once more; so does every s
+in norms of 1 + w, whose weight becomes s (1 + w) - 1. The config
 records s, so that a saved model, an ordinary one with the same logits, is not scaled again. Noise
 on its norms (`weights.noise`) grows by s.
 """
@@ -78,9 +79,7 @@ def scale(model: Transformer, s: float) -> Transformer:
         else:
             mixer = [block.delta.qkvz.weight, block.delta.ba_weight]
         for norm, readers in zip(block.pre_norms, (mixer, mlp), strict=True):
-            norm.weight.mul_(s)
-            if norm.offset:
-                norm.weight.add_((s - 1) * norm.offset)
+            norm.weight.copy_((norm.weight.float() + norm.offset) * s - norm.offset)
             for weight in readers:
                 assert not isinstance(weight, QTensor)
                 weight.div_(s)

@@ -82,11 +82,13 @@ ADDED: dict[str, object] = {
 TEACHER = "train.teacher: weights"  # read long after the other inputs
 CONFIG = "config.json: "  # prefix of its keys
 ADVANTAGES = "advantage_function: "  # prefix of its files
-# fields of a spec that came after runs had recorded theirs
-LATER_FIELDS = frozenset(
+# fields of a spec that runs record always; others where they are not as in all models at first
+FIRST_FIELDS = frozenset(
     {
-        *("layers", "fused", "norms", "norm_offset", "activation", "attention_gate", "delta"),
-        *("embedding_scale", "query_scale", "update_scale", "hidden_scale", "shared_expert_size"),
+        *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers"),
+        *("num_heads", "num_kv_heads", "head_dim", "norm_eps", "max_position", "tie_embeddings"),
+        *("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "eos_ids", "num_experts"),
+        *("experts_per_token", "moe_intermediate_size", "norm_topk_prob"),
     }
 )
 IDLE_FILES = (
@@ -156,7 +158,7 @@ def _spec_values(spec: ModelSpec) -> dict[str, str]:
         for field in fields(spec)
         if field.compare
         and field.name != "ropes"
-        and (field.name not in LATER_FIELDS or getattr(spec, field.name) != field.default)
+        and (field.name in FIRST_FIELDS or getattr(spec, field.name) != field.default)
     }
     rope, scaling = spec.ropes[0], spec.ropes[0].scaling
     values["rope_theta"] = repr(rope.theta)

@@ -65,16 +65,16 @@ def test_what_came_before_leaves_no_trace(folder: Path) -> None:
     assert [r.logprobs for r in after.rollouts] == [r.logprobs for r in alone.rollouts]
 
 
-def test_samples_go_on_under_new_weights(folder: Path, tmp_path: Path) -> None:
-    """Begun again, with `partial: replay`, a sample is what the new weights alone would draw."""
+def test_samples_go_on_under_new_weights_but_are_not_replayed(folder: Path, tmp_path: Path) -> None:
     other = hf.load(hf_folder(tmp_path / "other", "qwen3.5", seed=1))
-    request = Request(prompt(9), n=4, max_tokens=30, seed=5, ignore_eos=True)
     engine = engine_of(folder, max_batch=4)
-    handle = engine.add(request)
+    handle = engine.add(Request(prompt(9), n=4, max_tokens=30, seed=5, ignore_eos=True))
     for _ in range(8):
         engine.step()
-    assert 0 < max(len(sample.token_ids) for sample in engine.so_far(handle)) < 30
-    engine.update_weights(WeightUpdate.local(other, 1), in_flight="replay")
+    with pytest.raises(ValueError, match="in_flight: replay .* has states in place of keys"):
+        engine.update_weights(WeightUpdate.local(other, 1), in_flight="replay")
+    engine.update_weights(WeightUpdate.local(other, 1), in_flight="keep")
     finished = dict(group for _ in range(60) for group in engine.step())
-    alone = engine_of(tmp_path / "other", max_batch=4).generate([request])[0]
-    assert [r.token_ids for r in finished[handle].rollouts] == [r.token_ids for r in alone.rollouts]
+    for rollout in finished[handle].rollouts:
+        assert [span.version for span in rollout.behavior.policy] == [0, 1]
+        assert len(rollout.token_ids) == 30

@@ -393,7 +393,7 @@ def test_a_bounded_cache_replays_nothing_and_says_so(folder: Path) -> None:
     handle = engine.add(Request(prompt(5), max_tokens=20, seed=3, ignore_eos=True))
     step(engine, 6)
     drawn, before = list(engine.so_far(handle)[0].token_ids), engine.behavior
-    refused = "^in_flight: replay needs every key of a sample; .* policy is 'streaming'$"
+    refused = "^in_flight: replay needs every key of a sample; .* policy is 'streaming';"
     with pytest.raises(ValueError, match=refused):
         engine.update_weights(WeightUpdate.local(moved(folder, 1e-2), 1), in_flight="replay")
     with pytest.raises(ValueError, match=refused):

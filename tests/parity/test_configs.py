@@ -88,6 +88,18 @@ READ: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "yarn of heads that are rotated in part": (
+        "glm4",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     "linear by hand": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     "a mixture with a window, which layer_types does not switch off": (
         "qwen3-moe",
