@@ -538,7 +538,7 @@ class NativeEngine:
             )
             raise ValueError(
                 f"in_flight: replay needs every key of a sample; this engine's {lacking}; write "
-                "keep (rollout.partial: keep)"
+                "keep (asynchrony.partial: keep)"
             )
 
     def linear_weights(self) -> Mapping[str, QTensor]:
