@@ -21,7 +21,7 @@ from lowroll.kv.batch import DecodeRows, PromptChunk
 from lowroll.kv.cache import KVCache
 from lowroll.kv.policy.base import Selector
 from lowroll.model.attention import Attend, packed, suffixes, upload, varlen
-from lowroll.model.families.base import DeltaSpec
+from lowroll.model.delta_net import DeltaInputs
 
 # tokens of later chunks' sequences gathered at once
 MOST_GATHERED = 1 << 17
@@ -42,20 +42,10 @@ class PagedDecode:
             self.selector.decoded(layer, q_BHd, self.rows)
         return o_BHd
 
-    def recur(
-        self,
-        layer: int,
-        qkv_TC: Tensor,
-        decay_TH: Tensor,
-        beta_TH: Tensor,
-        weight_CK: Tensor,
-        sizes: DeltaSpec,
-    ) -> Tensor:
+    def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
         """Run the rows' tokens through a recurrent layer (`model.delta_net.Recur`)."""
         assert self.cache.recurrent is not None
-        return self.cache.recurrent.decoded(
-            layer, qkv_TC, decay_TH, beta_TH, weight_CK, sizes, self.rows
-        )
+        return self.cache.recurrent.decoded(layer, inputs, self.rows)
 
 
 class PagedAttention:
@@ -108,20 +98,10 @@ class PagedAttention:
             self.selector.prefilled(layer, q_THd, self.chunks)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def recur(
-        self,
-        layer: int,
-        qkv_TC: Tensor,
-        decay_TH: Tensor,
-        beta_TH: Tensor,
-        weight_CK: Tensor,
-        sizes: DeltaSpec,
-    ) -> Tensor:
+    def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
         """Run the chunks through a recurrent layer (`model.delta_net.Recur`)."""
         assert self.cache.recurrent is not None
-        return self.cache.recurrent.prefilled(
-            layer, qkv_TC, decay_TH, beta_TH, weight_CK, sizes, self.chunks
-        )
+        return self.cache.recurrent.prefilled(layer, inputs, self.chunks)
 
 
 class _ExactAttention:

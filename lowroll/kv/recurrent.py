@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lowroll.kv.batch import DecodeRows, PromptChunk
 from lowroll.model.attention import upload
-from lowroll.model.delta_net import split_heads
-from lowroll.model.families.base import DeltaSpec
+from lowroll.model.delta_net import DeltaInputs
 from lowroll.model.recurrence import convolve, delta_rule, delta_step
 from lowroll.model.spec import ModelSpec
 
@@ -71,44 +70,25 @@ class RecurrentStates:
         self.conv_LNCK.zero_()
         self.rule_LNHkv.zero_()
 
-    def prefilled(
-        self,
-        layer: int,
-        qkv_TC: Tensor,
-        decay_TH: Tensor,
-        beta_TH: Tensor,
-        weight_CK: Tensor,
-        sizes: DeltaSpec,
-        chunks: Sequence[PromptChunk],
-    ) -> Tensor:
+    def prefilled(self, layer: int, inputs: DeltaInputs, chunks: Sequence[PromptChunk]) -> Tensor:
         """Run the tokens of prompt chunks, and keep their last states."""
         lengths = [chunk.num_tokens for chunk in chunks]
-        slots_S = upload(torch.tensor([chunk.slot for chunk in chunks]), qkv_TC.device)
+        slots_S = upload(torch.tensor([chunk.slot for chunk in chunks]), inputs.qkv_TC.device)
         conv_NCK, rule_NHkv = self._of(layer)
-        convolved_TC, conv_SCK = convolve(qkv_TC, weight_CK, lengths, conv_NCK[slots_S])
-        o_THv, rule_SHkv = delta_rule(
-            *split_heads(sizes, convolved_TC), decay_TH, beta_TH, lengths, rule_NHkv[slots_S]
+        convolved_TC, conv_SCK = convolve(
+            inputs.qkv_TC, inputs.weight_CK, lengths, conv_NCK[slots_S]
         )
+        o_THv, rule_SHkv = delta_rule(*inputs.tokens(convolved_TC), lengths, rule_NHkv[slots_S])
         conv_NCK[slots_S], rule_NHkv[slots_S] = conv_SCK, rule_SHkv
         return o_THv
 
-    def decoded(
-        self,
-        layer: int,
-        qkv_BC: Tensor,
-        decay_BH: Tensor,
-        beta_BH: Tensor,
-        weight_CK: Tensor,
-        sizes: DeltaSpec,
-        rows: DecodeRows,
-    ) -> Tensor:
+    def decoded(self, layer: int, inputs: DeltaInputs, rows: DecodeRows) -> Tensor:
         """Run one token of each row, and keep the states."""
         conv_NCK, rule_NHkv = self._of(layer)
         conv_BCK, rule_BHkv = conv_NCK[rows.slots_B], rule_NHkv[rows.slots_B]
-        convolved_BC, conv_BCK = convolve(qkv_BC, weight_CK, [1] * len(qkv_BC), conv_BCK)
-        o_BHv, rule_BHkv = delta_step(
-            *split_heads(sizes, convolved_BC), decay_BH, beta_BH, rule_BHkv
-        )
+        lengths = [1] * len(inputs.qkv_TC)
+        convolved_BC, conv_BCK = convolve(inputs.qkv_TC, inputs.weight_CK, lengths, conv_BCK)
+        o_BHv, rule_BHkv = delta_step(*inputs.tokens(convolved_BC), rule_BHkv)
         conv_NCK[rows.slots_B], rule_NHkv[rows.slots_B] = conv_BCK, rule_BHkv
         return o_BHv
 

@@ -5,7 +5,7 @@
     y = W_o (rms_norm(delta_rule(q, k, v, decay, beta)) * weight * silu(W_z x))
 
 (Yang et al. 2024, arXiv 2412.06464.) Convolution and rule have states, so they are an argument, as
-attention is: the net calls `recur(layer, qkv_TC, decay_TH, beta_TH, weight_CK, sizes) -> o_THv`. The
+attention is: the net calls `recur(layer, inputs) -> o_THv`. The
 learner passes `packed_recurrence`. Everything between the products is float32.
 
 Legend: T packed tokens, D hidden size, G key heads, H value heads, k key size, v value size, C
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,22 @@ def split_heads(sizes: DeltaSpec, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tenso
     )
 
 
-Recur = Callable[[int, Tensor, Tensor, Tensor, Tensor, DeltaSpec], Tensor]
+class DeltaInputs(NamedTuple):
+    """What a recurrence reads of tokens: q, k and v before the convolution, the logarithms of
+    decays and beta, float32; and the convolution's weight."""
+
+    qkv_TC: Tensor
+    decay_TH: Tensor
+    beta_TH: Tensor
+    weight_CK: Tensor
+    sizes: DeltaSpec
+
+    def tokens(self, convolved_TC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k, v, decay and beta, as the delta rule takes them."""
+        return *split_heads(self.sizes, convolved_TC), self.decay_TH, self.beta_TH
+
+
+Recur = Callable[[int, DeltaInputs], Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,16 +78,9 @@ class Mixing:
 def packed_recurrence(lengths: Sequence[int]) -> Recur:
     """Return the recurrence over whole packed sequences of these lengths."""
 
-    def recur(
-        _layer: int,
-        qkv_TC: Tensor,
-        decay_TH: Tensor,
-        beta_TH: Tensor,
-        weight_CK: Tensor,
-        sizes: DeltaSpec,
-    ) -> Tensor:
-        convolved_TC, _ = convolve(qkv_TC, weight_CK, lengths)
-        return delta_rule(*split_heads(sizes, convolved_TC), decay_TH, beta_TH, lengths)[0]
+    def recur(_layer: int, inputs: DeltaInputs) -> Tensor:
+        convolved_TC, _ = convolve(inputs.qkv_TC, inputs.weight_CK, lengths)
+        return delta_rule(*inputs.tokens(convolved_TC), lengths)[0]
 
     return recur
 
@@ -112,7 +121,7 @@ class GatedDeltaNet(nn.Module):
         """Return what the layer adds to the residual stream [T, D]."""
         qkv_TC, z_THv, beta_TH, decay_TH = self.project(x_TD)
         weight_CK = self.conv_weight.squeeze(1)
-        o_THv = recur(self.layer, qkv_TC, decay_TH, beta_TH, weight_CK, self.sizes)
+        o_THv = recur(self.layer, DeltaInputs(qkv_TC, decay_TH, beta_TH, weight_CK, self.sizes))
         gated_THv = self.norm_and_gate(o_THv, z_THv).to(x_TD.dtype)
         return self.o(self.o.read(gated_THv.flatten(1)))
 

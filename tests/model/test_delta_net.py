@@ -11,7 +11,7 @@ from transformers import Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from lowroll.model.delta_net import GatedDeltaNet, Recur, packed_recurrence, split_heads
+from lowroll.model.delta_net import DeltaInputs, GatedDeltaNet, Recur, packed_recurrence
 from lowroll.model.families.base import DeltaSpec
 from lowroll.model.layers import ENGINE
 from lowroll.model.recurrence import convolve, delta_rule, delta_step
@@ -125,21 +125,14 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(family: str) -> None:
 def stateful(states: dict[int, tuple[Tensor, Tensor]], lengths: list[int]) -> Recur:
     """A recurrence that continues states and keeps the new ones, as an engine's does."""
 
-    def recur(
-        layer: int,
-        qkv_TC: Tensor,
-        decay_TH: Tensor,
-        beta_TH: Tensor,
-        weight_CK: Tensor,
-        sizes: DeltaSpec,
-    ) -> Tensor:
+    def recur(layer: int, inputs: DeltaInputs) -> Tensor:
         conv_state, state = states.get(layer, (None, None))
-        convolved_TC, conv_state = convolve(qkv_TC, weight_CK, lengths, conv_state)
-        inputs = (*split_heads(sizes, convolved_TC), decay_TH, beta_TH)
+        convolved_TC, conv_state = convolve(inputs.qkv_TC, inputs.weight_CK, lengths, conv_state)
+        tokens = inputs.tokens(convolved_TC)
         if state is not None and max(lengths) == 1:
-            o_THv, state = delta_step(*inputs, state)
+            o_THv, state = delta_step(*tokens, state)
         else:
-            o_THv, state = delta_rule(*inputs, lengths, state)
+            o_THv, state = delta_rule(*tokens, lengths, state)
         states[layer] = conv_state, state
         return o_THv
 

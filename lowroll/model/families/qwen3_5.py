@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowroll.model.config_values import flag, integer, layer_list
-from lowroll.model.families.base import DeltaSpec, LayerSpec, Values, biases, rope_of
+from lowroll.model.families.base import FULL, DeltaSpec, LayerSpec, Values, biases, rope_of
 from lowroll.model.families.llama import experts
 
 KEYS = (
@@ -21,7 +21,7 @@ KEYS = (
     "output_gate_type",
     "shared_expert_intermediate_size",
 )
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = "linear_attention"
 
 
 def qwen3_5(values: Values) -> dict[str, Any]:
