@@ -18,6 +18,12 @@ def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> 
     return value
 
 
+def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return an integer, 0 or positive. ValueError names the key."""
+    value = config.get(key, default)
+    return 0 if type(value) is int and value == 0 else integer(config, key, default)
+
+
 def positive(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """Return a positive number. ValueError names the key."""
     value = config.get(key)

@@ -55,6 +55,7 @@ def why_no_model(spec: ModelSpec) -> str | None:
         "recurrent layers": spec.delta is not None,
         "gates of attention": spec.attention_gate,
         f"the activation {spec.activation}": spec.activation != "silu",
+        "routers of sigmoids": spec.scores is not None,
     }
     if found := [feature for feature, is_present in features.items() if is_present]:
         return (

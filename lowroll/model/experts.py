@@ -5,7 +5,8 @@
     y = sum_s g_s W_down[e_s] (silu(W_gate[e_s] x) * W_up[e_s] x)
 
 (Shazeer et al. 2017, arXiv 1701.06538, with the softmax before the choice as in Qwen3-MoE.) Router
-logits are float32 sums (`kernels.moe.route`).
+logits are float32 sums (`kernels.moe.route`, which has the scores by sigmoids too). Their correction
+for the choice has no gradient: training balances no load, and leaves it as it is.
 
 All experts are stacked in one `Linear` with the parts "experts.7.gate_proj" and so on: formats and
 checkpoints see one matrix [E N, K]. It is multiplied with rows sorted by expert
@@ -16,6 +17,7 @@ Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size, N 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from lowroll.kernels.matmul import ordered
 from lowroll.kernels.moe import grouped
 from lowroll.kernels.moe.route import (
     Groups,
+    SigmoidRouting,
     choose,
     choose_by,
     combine,
@@ -50,10 +53,34 @@ class Router(nn.Module):
         )
         self.choices = spec.experts_per_token
         self.renormalize = spec.norm_topk_prob
+        self.scores = spec.scores
+        self.correction_bias: nn.Parameter | None = None
+        if self.scores is not None:
+            # bfloat16 would change which experts are chosen
+            correction_E = torch.empty(spec.num_experts, device=device, dtype=torch.float32)
+            self.correction_bias = nn.Parameter(correction_E, requires_grad=False)
+
+    @property
+    def sigmoids(self) -> SigmoidRouting | None:
+        if self.scores is None:
+            return None
+        assert self.correction_bias is not None
+        scores = self.scores
+        correction_E = self.correction_bias.detach()
+        return SigmoidRouting(correction_E, scores.groups, scores.groups_kept, scores.scale)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Move the module as torch does; the correction keeps its dtype."""
+        kept_E = None if self.correction_bias is None else self.correction_bias.detach()
+        super()._apply(fn, recurse)
+        moved_E = self.correction_bias
+        if kept_E is not None and moved_E is not None and moved_E.dtype != kept_E.dtype:
+            self.correction_bias = nn.Parameter(kept_E.to(moved_E.device), requires_grad=False)
+        return self
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (weights [T, S] in float32, experts [T, S]), by falling probability."""
-        return choose(x_TD, self.weight, self.choices, self.renormalize)
+        """Return (weights [T, S] in float32, experts [T, S]), the best first."""
+        return choose(x_TD, self.weight, self.choices, self.renormalize, self.sigmoids)
 
 
 class StackedLinear(Linear):
@@ -178,6 +205,7 @@ class EngineExperts(Experts):
             self.down.stack(x_TD),
             self.router.choices,
             self.router.renormalize,
+            self.router.sigmoids,
         )
 
 

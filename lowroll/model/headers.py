@@ -9,10 +9,17 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from lowroll.kernels.quantize import rotation
 from lowroll.model import adapter_base, gguf, shards, size_checks
 from lowroll.model.files import Headers, read_json, some, tensor_headers
 from lowroll.model.folder import resolve
-from lowroll.model.names import features_read, is_linear, part_rows, stored_hf_names
+from lowroll.model.names import (
+    features_read,
+    is_linear,
+    part_rows,
+    stored_hf_names,
+    widths_of_down,
+)
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 from lowroll.quant import mixed, transforms
 from lowroll.quant.layouts import (
@@ -37,6 +44,7 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
     spec = read_spec(folder)
     layout = read_folder_layout(folder)
     if isinstance(layout, StoredLayout | MixedLayout) and layout.rotated:
+        refuse_two_rotations(spec, folder / "config.json")
         in_features = features_read(spec)
         if isinstance(layout, MixedLayout):
             in_features = {
@@ -51,6 +59,17 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
     size_checks.check_files(folder / "config.json", spec, len(files), stored_bytes)
     _check_headers(folder, spec, files, layout)
     return spec, layout, files
+
+
+def refuse_two_rotations(spec: ModelSpec, what: object) -> None:
+    """Raise ValueError for a model whose down projections would be rotated in blocks of different
+    widths, which a folder's transforms, by kind of matrix, cannot say. what: to name."""
+    widths = {rotation.width(size) for size in widths_of_down(spec)}
+    if len(widths) > 1:
+        raise ValueError(
+            f"{what}: {spec.architecture} has down projections that are rotated in blocks of "
+            f"{' and '.join(map(str, sorted(widths)))}, and a folder has one width for all"
+        )
 
 
 def read_folder_layout(folder: Path) -> Layouts | None:

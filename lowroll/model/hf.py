@@ -26,6 +26,7 @@ from lowroll.model.headers import (
     Layouts,
     own_format,
     read_headers,
+    refuse_two_rotations,
     stored_names,
 )
 from lowroll.model.linear import Linear
@@ -108,7 +109,8 @@ def load(
                 linear.set_weight(_stack(part_layout.format, parts))
                 continue
             stored = parts
-        stacked = shards.join(list(stored.values()), dtype)
+        parameter = getattr(module, parameter_name)
+        stacked = shards.join(list(stored.values()), parameter.dtype)
         part_amax = checksum.amax(stacked.split([len(part) for part in stored.values()]))
         amax |= dict(zip(stored, part_amax, strict=True))
         if weight_format is not None and linear is not None:
@@ -117,9 +119,8 @@ def load(
                 _quantize(layer_format, stacked, torch.cat(part_amax).amax(0, keepdim=True))
             )
         else:
-            setattr(
-                module, parameter_name, nn.Parameter(stacked, requires_grad=weight_format is None)
-            )
+            learns = weight_format is None and parameter.requires_grad
+            setattr(module, parameter_name, nn.Parameter(stacked, requires_grad=learns))
     for part, is_finite in zip(amax, checksum.finite(list(amax.values())), strict=True):
         if not is_finite:
             raise ValueError(
@@ -289,6 +290,7 @@ def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config: dict[str, Any] = {**model.spec.config, "dtype": DTYPES[model.dtype]}
     config.pop("torch_dtype", None)
     weight_format = None if model.weight_format is None else get_format(model.weight_format)
+    _refuse_two_rotations(model)
     if isinstance(weight_format, Mixed):
         config["quantization_config"] = describe_mixed(
             _modules_by_format(model, weight_format), features_read(model.spec)
@@ -298,6 +300,15 @@ def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
             weight_format.name, model.dtype, dense_modules(model.spec), features_read(model.spec)
         )
     return config, state(model)
+
+
+def _refuse_two_rotations(model: Transformer) -> None:
+    """Raise ValueError where a rotated format would need two widths for one kind of matrix."""
+    for name, linear in model.linears():
+        if isinstance(linear.weight, QTensor):
+            scheme = get_format(linear.weight.format).scheme
+            if scheme is not None and scheme.rotated:
+                refuse_two_rotations(model.spec, name)
 
 
 def _modules_by_format(model: Transformer, form: Mixed) -> dict[str, list[str]]:

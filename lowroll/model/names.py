@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from lowroll.model.spec import ModelSpec
 
 # the matrices that some checkpoints hold as one, and their parts elsewhere
@@ -17,6 +19,11 @@ LINEARS = (
     *("gate_proj", "up_proj", "down_proj"),
     *FUSED,
 )
+
+
+# parameters that are in float32 in a model of any dtype, and that no optimiser changes
+FIXED = ".router.correction_bias"
+FIXED_STORED = ".e_score_correction_bias"  # their end in checkpoints
 
 
 Names = tuple[str, list[str], tuple[int, ...]]  # internal, of the stacked parts, shape of the whole
@@ -38,13 +45,15 @@ def hf_names(spec: ModelSpec, prefix: str = "model.") -> Iterator[Names]:
             for name, hf_norm in spec.norms
         }
         first = norms.pop("input_norm", None)
-        mlp = _expert_names if spec.num_experts else _mlp_names
+        has_experts = spec.has_experts(i)
+        mlp = _expert_names if has_experts else _mlp_names
+        has_shared = has_experts and spec.shared_expert_size > 0
         for name, parts, shape in (
             *([first] if first else []),
             *_mixer_names(spec, i, layer),
             *norms.values(),
             *mlp(spec, f"{layer}.mlp"),
-            *(_shared_names(spec, f"{layer}.mlp") if spec.shared_expert_size else ()),
+            *(_shared_names(spec, f"{layer}.mlp") if has_shared else ()),
         ):
             yield f"blocks.{i}.{name}", parts, shape
     yield "norm.weight", [f"{prefix}norm.weight"], (spec.hidden_size,)
@@ -91,7 +100,7 @@ def _attention_names(spec: ModelSpec, attention: str) -> Iterator[Names]:
 
 def _mlp_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
     hidden, size = spec.hidden_size, spec.intermediate_size
-    gate_up = [f"{mlp}.{part}" for part in stored_parts(spec, "gate_up")]
+    gate_up = [f"{mlp}.{part}" for part in stored_parts(spec, "gate_up", size)]
     yield "gate_up.weight", [f"{part}.weight" for part in gate_up], (2 * size, hidden)
     yield "down.weight", [f"{mlp}.down_proj.weight"], (hidden, size)
     if spec.mlp_bias:
@@ -101,17 +110,20 @@ def _mlp_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
 
 def _shared_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
     hidden, size = spec.hidden_size, spec.shared_expert_size
-    shared = f"{mlp}.shared_expert"
+    shared = f"{mlp}.shared_expert" if spec.shared_expert_gate else f"{mlp}.shared_experts"
     gate_up = [f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"]
     yield "gate_up.weight", gate_up, (2 * size, hidden)
     yield "down.weight", [f"{shared}.down_proj.weight"], (hidden, size)
-    yield "shared_gate", [f"{mlp}.shared_expert_gate.weight"], (1, hidden)
+    if spec.shared_expert_gate:
+        yield "shared_gate", [f"{mlp}.shared_expert_gate.weight"], (1, hidden)
 
 
 def _expert_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
     hidden, size, count = spec.hidden_size, spec.moe_intermediate_size, spec.num_experts
     experts = [f"{mlp}.experts.{e}" for e in range(count)]
     yield "experts.router.weight", [f"{mlp}.gate.weight"], (count, hidden)
+    if spec.scores is not None:
+        yield f"experts{FIXED}", [f"{mlp}.gate{FIXED_STORED}"], (count,)
     yield (
         "experts.gate_up.weight",
         [f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")],
@@ -127,24 +139,25 @@ def _expert_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
 def dense_modules(spec: ModelSpec) -> list[str]:
     """Return the ends of the names of linear modules, beside lm_head, that no format quantizes."""
     routers = ["mlp.gate"] if spec.num_experts else []
-    gates = ["mlp.shared_expert_gate"] if spec.shared_expert_size else []
+    has_gate = spec.shared_expert_size > 0 and spec.shared_expert_gate
+    gates = ["mlp.shared_expert_gate"] if has_gate else []
     rates = [] if spec.delta is None else [f"linear_attn.{p}" for p in spec.delta.rate_parts]
     return [*routers, *gates, *rates]
 
 
-def stored_parts(spec: ModelSpec, name: str) -> dict[str, int]:
+def stored_parts(spec: ModelSpec, name: str, mlp_size: int = 0) -> dict[str, int]:
     """Return the rows of the matrices that checkpoints hold of `qkv` or `gate_up`, in their
-    order. Those of q have its gate, too."""
+    order. Those of q have its gate, too. mlp_size: the rows of gate, and of up."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     q_and_gate = q * (1 + spec.attention_gate)
-    mlp_size = spec.shared_expert_size or spec.intermediate_size
     rows = (q_and_gate, kv, kv) if name == "qkv" else (mlp_size, mlp_size)
     sizes = dict(zip(FUSED[f"{name}_proj"], rows, strict=True))
     return {f"{name}_proj": sum(sizes.values())} if name in spec.fused else sizes
 
 
 def features_read(spec: ModelSpec) -> dict[str, int]:
-    """Return the in features of each kind of matrix by HF name ("q_proj", ...)."""
+    """Return the in features of each kind of matrix by HF name ("q_proj", ...); of the down
+    projections of a mixture those of an expert's (`widths_of_down`)."""
     mlp_size = spec.moe_intermediate_size if spec.num_experts else spec.intermediate_size
     kinds = (*stored_parts(spec, "qkv"), "o_proj", *stored_parts(spec, "gate_up"), "down_proj")
     kinds += () if spec.delta is None else (*spec.delta.input_parts, "out_proj")
@@ -153,11 +166,28 @@ def features_read(spec: ModelSpec) -> dict[str, int]:
     return in_features | ({} if spec.delta is None else {"out_proj": spec.delta.values})
 
 
+def widths_of_down(spec: ModelSpec) -> set[int]:
+    """Return the in features that down projections have: of experts, the shared one, dense MLPs."""
+    widths = {spec.intermediate_size} if spec.layers_with_experts < spec.num_layers else set()
+    if not spec.num_experts:
+        return widths
+    shared = {spec.shared_expert_size} if spec.shared_expert_size else set()
+    return widths | shared | {spec.moe_intermediate_size}
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a parameter, by its name or its name in checkpoints, in a model of this
+    dtype."""
+    return torch.float32 if name.endswith((FIXED, FIXED_STORED)) else dtype
+
+
 def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
     """Return an HF tensor's rows in its fused matrix of `whole` rows."""
     part = hf_name.rsplit(".", 2)[-2]
-    mlp_size = spec.moe_intermediate_size or spec.intermediate_size
-    if ".shared_expert." in hf_name:
+    mlp_size = spec.intermediate_size
+    if ".mlp.experts." in hf_name:
+        mlp_size = spec.moe_intermediate_size
+    elif ".shared_expert" in hf_name:
         mlp_size = spec.shared_expert_size
     if part == "down_proj":
         return spec.hidden_size

@@ -72,8 +72,8 @@ def scale(model: Transformer, s: float) -> Transformer:
             mlp = [block.gate_up.weight]
         else:
             mlp = [experts.gate_up.weight, experts.router.weight]
-            if block.shared_gate is not None:
-                mlp += [block.gate_up.weight, block.shared_gate]
+            mlp += [block.gate_up.weight] if block.has_shared_expert else []
+            mlp += [] if block.shared_gate is None else [block.shared_gate]
         if block.delta is None:
             mixer = [block.qkv.weight]
         else:

@@ -33,13 +33,13 @@ def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
     both numbers. tensors, stored: their number and bytes."""
     for key, minimum in (
         ("num_hidden_layers", spec.num_layers),
-        ("num_experts", spec.num_layers * spec.num_experts),
+        ("num_experts", spec.layers_with_experts * spec.num_experts),
     ):
         if minimum > tensors:
-            if key == "num_experts" and "num_local_experts" in spec.config:
-                name = "num_local_experts"
-            else:
-                name = key
+            name = key
+            if key == "num_experts":
+                others = ("num_local_experts", "n_routed_experts")
+                name = next((other for other in others if other in spec.config), key)
             raise ValueError(
                 f"{path}: {name}: {getattr(spec, _SPEC_FIELDS[key]):,} need {minimum:,} tensors or more, and the "
                 f"weight files hold {tensors:,}"

@@ -26,6 +26,7 @@ from lowroll.model.families.base import (
     Family,
     LayerSpec,
     Rope,
+    SigmoidScores,
     head_dim,
     rope_of,
 )
@@ -116,11 +117,14 @@ class ModelSpec:
     query_scale: float = 1.0  # beside 1 / sqrt(head_dim)
     update_scale: float = 1.0  # of what attention and MLP add to the residual stream
     hidden_scale: float = 1.0  # of the last hidden states, in front of the head
-    num_experts: int = 0  # of every layer; 0: a dense MLP of `intermediate_size`
+    num_experts: int = 0  # of a layer; 0: a dense MLP of `intermediate_size`
+    dense_layers: int = 0  # the first layers of a mixture that have a dense MLP all the same
     experts_per_token: int = 0
     moe_intermediate_size: int = 0  # of one expert
-    shared_expert_size: int = 0  # of an expert that takes every token, with a gate; 0: none
+    shared_expert_size: int = 0  # of an expert that takes every token; 0: none
+    shared_expert_gate: bool = True  # the shared expert, where there is one, has a gate
     norm_topk_prob: bool = False  # normalize a token's expert weights to sum to 1
+    scores: SigmoidScores | None = None  # of routers; None: a softmax over all experts
     # the prefix of the names of tensors in the folder that it was read from, and prefixes of those
     # tensors that are not read
     stored_prefix: str = field(default="model.", compare=False)
@@ -140,6 +144,13 @@ class ModelSpec:
             return (True,) * self.num_layers
         return tuple(layer.mixer == "attention" for layer in self.layers)
 
+    def has_experts(self, layer: int) -> bool:
+        return self.num_experts > 0 and layer >= self.dense_layers
+
+    @property
+    def layers_with_experts(self) -> int:
+        return self.num_layers - self.dense_layers if self.num_experts else 0
+
     @property
     def adds_plainly(self) -> bool:
         """Whether a block's stream is x + f(norm(x)), as calibration assumes."""
@@ -150,10 +161,7 @@ class ModelSpec:
         """Parameters, with tied embeddings counted once and all experts."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         gate = q * self.attention_gate
-        mlp = self.num_experts * (3 * self.moe_intermediate_size + 1) or 3 * self.intermediate_size
-        mlp += 3 * self.shared_expert_size + bool(self.shared_expert_size)
-        layer = self.hidden_size * (mlp + len(self.norms) + self.mlp_bias)
-        layer += 2 * self.intermediate_size * self.mlp_bias
+        layer = self.hidden_size * len(self.norms)
         attention = self.hidden_size * (2 * q + gate + 2 * kv + self.o_bias)
         attention += (q + gate + 2 * kv) * self.qkv_bias
         attention += {"": 0, "head": 2 * self.head_dim, "whole": q + kv}[self.qk_norm]
@@ -161,7 +169,19 @@ class ModelSpec:
         delta = 0 if self.delta is None else self.delta.num_parameters(self.hidden_size)
         heads = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         mixers = num_delta * delta + (self.num_layers - num_delta) * attention
-        return self.num_layers * layer + mixers + heads + self.hidden_size
+        return self.num_layers * layer + self._mlps + mixers + heads + self.hidden_size
+
+    @property
+    def _mlps(self) -> int:
+        """The parameters of all layers' MLPs or experts."""
+        dense = self.hidden_size * (3 * self.intermediate_size + self.mlp_bias)
+        dense += 2 * self.intermediate_size * self.mlp_bias
+        shared = 3 * self.shared_expert_size
+        shared += self.shared_expert_size > 0 and self.shared_expert_gate
+        experts = self.num_experts * (3 * self.moe_intermediate_size + 1) + shared
+        mixture = self.hidden_size * experts + self.num_experts * (self.scores is not None)
+        num_mixtures = self.layers_with_experts
+        return num_mixtures * mixture + (self.num_layers - num_mixtures) * dense
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -262,7 +282,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         tie_embeddings=flag(values, "tie_word_embeddings"),
         eos_ids=token_ids(config, "eos_token_id"),
         stored_prefix=prefix,
-        unused=UNUSED,
+        unused=(*UNUSED, *described.pop("unused", ())),
         config={key: value for key, value in config.items() if key != "quantization_config"},
         **described,
     )

@@ -31,7 +31,7 @@ from lowroll.model.delta_net import GatedDeltaNet, Mixing, packed_recurrence
 from lowroll.model.experts import Experts
 from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.linear import Linear
-from lowroll.model.names import stored_parts
+from lowroll.model.names import FIXED, stored_parts
 from lowroll.model.recompute import remake
 from lowroll.model.rope import head_order, inverse_frequencies, magnitudes, rotations
 from lowroll.model.spec import ModelSpec
@@ -126,15 +126,18 @@ class Block(nn.Module):
         self.post_attention_norm = norms.get("post_attention_norm")
         self.mlp_out_norm = norms.get("mlp_out_norm")
         self.activation = spec.activation
-        self.experts = layers.experts(spec, device, dtype) if spec.num_experts else None
+        has_experts = spec.has_experts(layer)
+        self.experts = layers.experts(spec, device, dtype) if has_experts else None
+        self.has_shared_expert = has_experts and spec.shared_expert_size > 0
         self.shared_gate: nn.Parameter | None = None
-        if self.experts is not None:
+        if has_experts:
             mlp_size = spec.shared_expert_size
             if not mlp_size:
                 return
-            self.shared_gate = nn.Parameter(torch.empty(1, hidden, device=device, dtype=dtype))
+            if spec.shared_expert_gate:
+                self.shared_gate = nn.Parameter(torch.empty(1, hidden, device=device, dtype=dtype))
         self.gate_up = layers.linear(
-            hidden, stored_parts(spec, "gate_up"), spec.mlp_bias, device, dtype
+            hidden, stored_parts(spec, "gate_up", mlp_size), spec.mlp_bias, device, dtype
         )
         self.down = layers.linear(mlp_size, {"down_proj": hidden}, spec.mlp_bias, device, dtype)
 
@@ -273,13 +276,14 @@ class Block(nn.Module):
         if self.experts is not None:
             assert isinstance(x_TD, Tensor)
             y_TD = self.experts(x_TD)
-            return y_TD if self.shared_gate is None else y_TD + self._shared_expert(x_TD)
+            return y_TD + self._shared_expert(x_TD) if self.has_shared_expert else y_TD
         return self._dense_mlp(x_TD)
 
     def _shared_expert(self, x_TD: Tensor) -> Tensor:
-        """Return what the expert of every token adds, times its gate."""
-        assert self.shared_gate is not None
+        """Return what the expert of every token adds, times its gate if it has one."""
         y_TD = dense(self._dense_mlp(self.gate_up.read(x_TD)))
+        if self.shared_gate is None:
+            return y_TD
         return y_TD * F.linear(x_TD, self.shared_gate).sigmoid()
 
     def _dense_mlp(self, x_TD: Tensor | QuantizedRows) -> Stream:
@@ -447,7 +451,8 @@ class Transformer(nn.Module):
         )
 
     def requires_grad_(self, requires_grad: bool = True) -> Transformer:
-        """Set whether all parameters are trained. ValueError for quantized weights."""
+        """Set whether all parameters are trained that an optimiser may change. ValueError for
+        quantized weights."""
         if requires_grad and self.weight_format is not None:
             raise ValueError(
                 f"the linear weights are {self.weight_format} codes, which have no gradient; "
@@ -455,6 +460,9 @@ class Transformer(nn.Module):
                 "(model.lora.attach)"
             )
         super().requires_grad_(requires_grad)
+        for name, p in self.named_parameters():
+            if name.endswith(FIXED):
+                p.requires_grad_(False)
         return self
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:

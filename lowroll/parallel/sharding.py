@@ -10,6 +10,7 @@ frees them after it; gradients are reduced in float32 to the shards. So every pa
     learning weights   float32 shards are the masters; passes read them rounded to the model's dtype, as on one rank
     frozen weights     parts in the model's dtype: a reference, a teacher, the base of an adapter
     adapters           whole on every rank, as plain data parallel: they are small
+    corrections        of routers: whole on every rank, in float32
     codes              of aligned forwards and transposes: whole on every rank, renewed by block from gathered weights
 
 The model's own parameters (embedding, norm, lm_head) stay gathered from a pass to the update, since
@@ -33,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lowroll.model.linear import Linear
+from lowroll.model.names import FIXED
 from lowroll.model.transformer import Block, Transformer
 from lowroll.parallel.ranks import RankGroup, rows_of
 from lowroll.quant.dense import over
@@ -74,18 +76,22 @@ class Sharded(RankGroup):
     def shard(self, model: Transformer) -> Transformer:
         _check_not_low_bit(model)
         dtype = model.dtype
-        adapter_parameters = set()
+        whole_parameters = set()
         for _, linear in model.linears():
             if isinstance(linear.weight, QTensor):  # of a dense format
                 matrix = linear.weight.tensors["weight"]
                 _set_weight(linear, nn.Parameter(matrix, requires_grad=False))
                 self._named.add(linear)
             if linear.adapter is not None:
-                adapter_parameters |= set(linear.adapter.to(self.device).parameters())
+                whole_parameters |= set(linear.adapter.to(self.device).parameters())
+        for name, p in model.named_parameters():
+            if name.endswith(FIXED):  # passes would read a part in the model's dtype
+                p.data = p.data.to(self.device)
+                whole_parameters.add(p)
         for module in (*model.blocks, model):
             learning_parameters = []
             for p in module.parameters():
-                if p.requires_grad and p not in adapter_parameters and not isinstance(p, DTensor):
+                if p.requires_grad and p not in whole_parameters and not isinstance(p, DTensor):
                     p.data = p.data.float()
                     learning_parameters.append(p)
             policy = MixedPrecisionPolicy(
@@ -93,9 +99,7 @@ class Sharded(RankGroup):
                 reduce_dtype=torch.float32,
                 cast_forward_inputs=False,
             )
-            fully_shard(
-                module, mesh=self._mesh, mp_policy=policy, ignored_params=adapter_parameters
-            )
+            fully_shard(module, mesh=self._mesh, mp_policy=policy, ignored_params=whole_parameters)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

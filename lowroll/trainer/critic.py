@@ -98,7 +98,7 @@ class Critic:
         self.settings = settings or CriticSettings()
         self.weight_D = nn.Parameter(torch.zeros(body.spec.hidden_size, device=body.device))
         self.bias = nn.Parameter(torch.zeros(1, device=body.device))
-        self.params = {f"body.{name}": p for name, p in body.named_parameters()} | {
+        self.params = {f"body.{name}": p for name, p in body.trainable_parameters().items()} | {
             "head.weight": self.weight_D,
             "head.bias": self.bias,
         }

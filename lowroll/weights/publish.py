@@ -24,6 +24,7 @@ from lowroll.model import hf
 from lowroll.model.adapter import Adapter
 from lowroll.model.layers import ENGINE
 from lowroll.model.linear import Linear
+from lowroll.model.names import dtype_of
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format, stored_format
@@ -86,7 +87,7 @@ def rollout_copy(
             frozen = owned or not master_parameters[name].requires_grad
             is_shared = shares_base and frozen and name not in noisy_names
             value = master_parameters[name].detach()
-            value = value if is_shared else value.to(dtype, copy=True)
+            value = value if is_shared else value.to(dtype_of(name, dtype), copy=True)
             set_parameter(rollout, name, value.float() if name in noisy_names else value)
             shared_names |= {name} if is_shared else set()
     for (name, engine_linear), (_, master_linear) in zip(
@@ -176,7 +177,7 @@ def publish(
         if name not in rollout.shared:
             value: Tensor = master_parameters[name]
             if ".adapter." not in name:
-                value = value.to(rollout.dtype)
+                value = value.to(dtype_of(name, rollout.dtype))
             if name in noise_by_name:
                 value = value.float() + noise_by_name[name]
             target.copy_(value)

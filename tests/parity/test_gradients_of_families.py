@@ -48,7 +48,8 @@ def test_gradients_of_weights_are_those_of_transformers(family: str, tmp_path: P
     backward(theirs, ours)
     with torch.no_grad():  # both write them under the names of checkpoints
         for p in (*theirs.parameters(), *ours.parameters()):
-            p.copy_(p.grad)
+            if p.grad is not None:  # a router's correction has none
+                p.copy_(p.grad)
     theirs.save_pretrained(tmp_path / "gradients")
     assert_close(hf.state(ours), load_file(tmp_path / "gradients" / "model.safetensors"))
 

@@ -15,7 +15,7 @@ from lowroll.checkpoint.publish import publish_folder
 from lowroll.engine.remote.vllm_server import ServedModel
 from lowroll.model import hf, lora
 from lowroll.model.headers import low_bit_format
-from lowroll.model.names import features_read
+from lowroll.model.names import dtype_of, features_read
 from lowroll.model.spec import read_config, read_spec, spec_from_config
 from lowroll.model.tokenizer import eos_id
 from lowroll.quant import dense
@@ -78,7 +78,7 @@ def write_model(update: WeightUpdate, folder: Path, base: Path, dtype_name: str)
         tensors = dict(arrivals(update, dense_shapes(spec), "cpu"))
         check_content(update, tensors)
         config = {**spec.config, "dtype": dtype_name}
-        files = config, {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        files = config, {name: t.to(dtype_of(name, dtype)) for name, t in tensors.items()}
     else:
         model = update.master or gather(update, spec, dtype, "cpu")
         files = hf.contents(rollout_copy(model, format, get_format(format).dtype or dtype))

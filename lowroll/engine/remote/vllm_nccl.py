@@ -34,6 +34,7 @@ from torch.distributed import TCPStore
 from lowroll.engine.remote.event_loop import MARGIN
 from lowroll.engine.remote.http_client import HttpCall, ServerError
 from lowroll.engine.remote.vllm_probe import TRANSFER, ProbedVllm
+from lowroll.model.names import dtype_of
 from lowroll.weights.sync.update import WeightUpdate, check_content
 
 ID_IN_REQUEST = (0, 32)  # first known version
@@ -76,20 +77,20 @@ class NcclTransfer:
         return tensors
 
     def send(self, tensors: Mapping[str, Tensor], dtype_name: str) -> None:
-        """Broadcast checked tensors, in a dtype, to paused workers."""
-        dtype = getattr(torch, dtype_name)
+        """Broadcast checked tensors, in the dtypes of such a model, to paused workers."""
+        dtypes = {name: dtype_of(name, getattr(torch, dtype_name)) for name in tensors}
         communicator = self.meet(next(iter(tensors.values())).device)
         self._order(START, {})
         tensor_facts = {
             "names": list(tensors),
-            "dtype_names": [dtype_name] * len(tensors),
+            "dtype_names": [str(dtype).removeprefix("torch.") for dtype in dtypes.values()],
             "shapes": [list(tensor.shape) for tensor in tensors.values()],
         }
         answer = self._begin(UPDATE, {"update_info": tensor_facts})
 
         def broadcast() -> None:
-            for tensor in tensors.values():
-                communicator.broadcast(tensor.detach().to(dtype).contiguous())
+            for name, tensor in tensors.items():
+                communicator.broadcast(tensor.detach().to(dtypes[name]).contiguous())
             communicator.finish()
 
         self._beside(answer, broadcast, "the broadcast of weights")

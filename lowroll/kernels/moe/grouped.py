@@ -41,18 +41,30 @@ from lowroll.kernels.launch import (
     triton_supports,
 )
 from lowroll.kernels.moe import routed
-from lowroll.kernels.moe.route import Groups, choose_and_sort, combine, sort_slots
+from lowroll.kernels.moe.route import (
+    Groups,
+    SigmoidRouting,
+    choose_and_sort,
+    combine,
+    sort_slots,
+)
 from lowroll.kernels.moe.stack import Stack
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.kernels.support import NO_CUDA, YES, Support, cuda_supports, no
 
 
 def experts(
-    x_TD: Tensor, router_ED: Tensor, gate_up: Stack, down: Stack, choices: int, renormalize: bool
+    x_TD: Tensor,
+    router_ED: Tensor,
+    gate_up: Stack,
+    down: Stack,
+    choices: int,
+    renormalize: bool,
+    sigmoids: SigmoidRouting | None = None,
 ) -> Tensor:
     """Compute the whole mixture of experts: [T, D]. Where `launch.triton_supports(x_TD)`; not
     differentiable."""
-    weights_TS, groups = choose_and_sort(x_TD, router_ED, choices, renormalize)
+    weights_TS, groups = choose_and_sort(x_TD, router_ED, choices, renormalize, sigmoids)
     if all(routed.supports(stack, x_TD, weights_TS.numel()) for stack in (gate_up, down)):
         h_PF = routed.multiply(x_TD, gate_up, groups, choices=choices, swiglu=True)
         return combine(routed.multiply(h_PF, down, groups, to_slots=True), weights_TS, x_TD.dtype)

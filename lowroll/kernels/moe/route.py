@@ -3,6 +3,12 @@
     p = softmax(R x)        float32, over the E experts
     chosen: the S largest logits, of equal ones the lower expert;    g = p of the chosen, over their sum if asked for
 
+or, with `SigmoidRouting` (DeepSeek-AI 2024, arXiv 2412.19437, sections 2.1.2 and 4.2),
+
+    p = sigmoid(R x)
+    chosen: the S largest p + c in the best groups, a group's score being the sum of its two largest p + c
+    g = a p of the chosen, over their sum if asked for
+
 Slot = token * S + choice. A place is a slot's index once slots are sorted by expert, then by slot;
 an expert's places are contiguous. Their number is known on the device alone, and nothing waits for
 it.
@@ -22,9 +28,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
+from lowroll.kernels.launch import (
+    after_others,
+    block,
+    early_start,
+    jit,
+    tl,
+    triton_supports,
+)
 
 PARTS = 8  # shares of the sum over features
+LEAST_SUM = 1e-20  # is added to the sum of chosen sigmoids, as transformers does
 MOST_SLOTS = 1 << 14  # that the sorting kernel takes: each expert's program reads all of them
 
 
@@ -42,26 +56,68 @@ class Groups:
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
+@dataclass(frozen=True)
+class SigmoidRouting:
+    """Scores of experts that do not compete. correction_E: the float32 c, without a gradient;
+    groups: of equally many experts, of which the `groups_kept` best stay; scale: the a."""
+
+    correction_E: Tensor
+    groups: int = 1
+    groups_kept: int = 1
+    scale: float = 1.0
+
+
 def choose(
-    x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool
+    x_TD: Tensor,
+    router_ED: Tensor,
+    choices: int,
+    renormalize: bool,
+    sigmoids: SigmoidRouting | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (weights float32 [T, S], experts [T, S]), by falling logit. Differentiable, and the
-    same with a gradient as without."""
+    """Return (weights float32 [T, S], experts [T, S]), by falling logit or corrected sigmoid.
+    Differentiable, and the same with a gradient as without."""
     if triton_supports(x_TD):
-        return _Choose.apply(x_TD, router_ED, choices, renormalize)
-    return choose_by(F.linear(x_TD.float(), router_ED.float()), choices, renormalize)
+        return _Choose.apply(x_TD, router_ED, choices, renormalize, sigmoids)
+    return choose_by(F.linear(x_TD.float(), router_ED.float()), choices, renormalize, sigmoids)
 
 
-def choose_by(logits_TE: Tensor, choices: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def choose_by(
+    logits_TE: Tensor, choices: int, renormalize: bool, sigmoids: SigmoidRouting | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute `choose` from logits, in plain torch."""
-    experts_TS = logits_TE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :choices]
-    return _weights(logits_TE, experts_TS, renormalize), experts_TS
+    ranked_TE = logits_TE.detach()
+    if sigmoids is not None:
+        ranked_TE = _in_best_groups(ranked_TE.sigmoid() + sigmoids.correction_E, sigmoids)
+    experts_TS = ranked_TE.sort(dim=-1, descending=True, stable=True).indices[:, :choices]
+    return _weights(logits_TE, experts_TS, renormalize, sigmoids), experts_TS
 
 
-def _weights(logits_TE: Tensor, experts_TS: Tensor, renormalize: bool) -> Tensor:
+def _in_best_groups(ranked_TE: Tensor, sigmoids: SigmoidRouting) -> Tensor:
+    """Return the numbers that rank experts, -inf in all but the best groups."""
+    if sigmoids.groups_kept == sigmoids.groups:
+        return ranked_TE
+    ranked_TGe = ranked_TE.unflatten(1, (sigmoids.groups, -1))
+    scores_TG = ranked_TGe.topk(2, dim=-1).values.sum(-1)
+    order_TG = scores_TG.sort(dim=-1, descending=True, stable=True).indices
+    dropped_TG = torch.ones_like(scores_TG, dtype=torch.bool)
+    dropped_TG.scatter_(1, order_TG[:, : sigmoids.groups_kept], False)
+    return ranked_TGe.masked_fill(dropped_TG[..., None], -torch.inf).flatten(1)
+
+
+def _weights(
+    logits_TE: Tensor,
+    experts_TS: Tensor,
+    renormalize: bool,
+    sigmoids: SigmoidRouting | None,
+) -> Tensor:
     """Return the weights of the chosen experts."""
-    weights_TS = logits_TE.softmax(dim=-1).gather(1, experts_TS)
-    return weights_TS / weights_TS.sum(dim=-1, keepdim=True) if renormalize else weights_TS
+    if sigmoids is None:
+        weights_TS = logits_TE.softmax(dim=-1).gather(1, experts_TS)
+        return weights_TS / weights_TS.sum(dim=-1, keepdim=True) if renormalize else weights_TS
+    weights_TS = logits_TE.gather(1, experts_TS).sigmoid()
+    if renormalize:  # sigmoids may all be 0
+        weights_TS = weights_TS / (weights_TS.sum(dim=-1, keepdim=True) + LEAST_SUM)
+    return weights_TS * sigmoids.scale
 
 
 def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
@@ -78,7 +134,11 @@ def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
 
 
 def choose_and_sort(
-    x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool
+    x_TD: Tensor,
+    router_ED: Tensor,
+    choices: int,
+    renormalize: bool,
+    sigmoids: SigmoidRouting | None = None,
 ) -> tuple[Tensor, Groups]:
     """Compute `choose` and `sort_slots` for an engine.
 
@@ -86,8 +146,8 @@ def choose_and_sort(
     """
     if len(x_TD) == 1:
         groups = _empty_groups(choices, len(router_ED), x_TD.device)
-        return _choose(x_TD, router_ED, choices, renormalize, groups)[0], groups
-    weights_TS, experts_TS = _choose(x_TD, router_ED, choices, renormalize)
+        return _choose(x_TD, router_ED, choices, renormalize, sigmoids, groups)[0], groups
+    weights_TS, experts_TS = _choose(x_TD, router_ED, choices, renormalize, sigmoids)
     return weights_TS, sort_slots(experts_TS, len(router_ED))
 
 
@@ -113,11 +173,16 @@ def combine(
 class _Choose(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool
+        ctx: Any,
+        x_TD: Tensor,
+        router_ED: Tensor,
+        choices: int,
+        renormalize: bool,
+        sigmoids: SigmoidRouting | None,
     ) -> tuple[Tensor, Tensor]:
-        weights_TS, experts_TS = _choose(x_TD, router_ED, choices, renormalize)
+        weights_TS, experts_TS = _choose(x_TD, router_ED, choices, renormalize, sigmoids)
         ctx.save_for_backward(x_TD, router_ED, experts_TS)
-        ctx.renormalize = renormalize
+        ctx.renormalize, ctx.sigmoids = renormalize, sigmoids
         ctx.mark_non_differentiable(experts_TS)
         return weights_TS, experts_TS
 
@@ -130,13 +195,13 @@ class _Choose(torch.autograd.Function):
                 for t, needs_grad in zip((x_TD, router_ED), ctx.needs_input_grad, strict=False)
             ]
             logits_TE = F.linear(*(leaf.float() for leaf in leaves))
-            weights_TS = _weights(logits_TE, experts_TS.long(), ctx.renormalize)
+            weights_TS = _weights(logits_TE, experts_TS.long(), ctx.renormalize, ctx.sigmoids)
         grads = iter(
             torch.autograd.grad(
                 weights_TS, [leaf for leaf in leaves if leaf.requires_grad], grad_TS
             )
         )
-        return *(next(grads) if leaf.requires_grad else None for leaf in leaves), None, None
+        return *(next(grads) if leaf.requires_grad else None for leaf in leaves), *(None,) * 3
 
 
 class _Gather(torch.autograd.Function):
@@ -213,7 +278,12 @@ def _sum_slots(
 
 
 def _choose(
-    x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool, groups: Groups | None = None
+    x_TD: Tensor,
+    router_ED: Tensor,
+    choices: int,
+    renormalize: bool,
+    sigmoids: SigmoidRouting | None,
+    groups: Groups | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose by the kernel. `groups`: filled with the slots of a single token."""
     (tokens, features), num_experts = x_TD.shape, len(router_ED)
@@ -245,12 +315,17 @@ def _choose(
         slot_P,
         place_P,
         ends_E,
+        None if sigmoids is None else sigmoids.correction_E.contiguous(),
+        1.0 if sigmoids is None else sigmoids.scale,
         tokens,
         num_experts,
+        GROUPS=1 if sigmoids is None else sigmoids.groups,
+        GROUPS_KEPT=1 if sigmoids is None else sigmoids.groups_kept,
         CHOICES=choices,
         RENORMALIZE=renormalize,
         PARTS=PARTS,
         BLOCK_E=block_e,
+        BLOCK_G=block(1 if sigmoids is None else sigmoids.groups),
         BLOCK_S=block(choices),
         num_warps=1,
         **early_start(),
@@ -322,6 +397,33 @@ def _logits_kernel(
     )
 
 
+@jit
+def _in_best_groups_of_one(
+    ranked_e,
+    offs_e,
+    size,
+    GROUPS: tl.constexpr,
+    GROUPS_KEPT: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Compute `_in_best_groups` for one token. size: experts of a group."""
+    offs_g = tl.arange(0, BLOCK_G)
+    scores_g = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    for group in tl.static_range(GROUPS):
+        own_e = tl.where(offs_e // size == group, ranked_e, float("-inf"))
+        first = tl.max(own_e, 0)
+        expert = tl.min(tl.where(own_e == first, offs_e, BLOCK_E), 0)
+        second = tl.max(tl.where(offs_e == expert, float("-inf"), own_e), 0)
+        scores_g = tl.where(offs_g == group, first + second, scores_g)
+    kept_e = tl.zeros((BLOCK_E,), tl.int32)
+    for _ in tl.static_range(GROUPS_KEPT):
+        group = tl.min(tl.where(scores_g == tl.max(scores_g, 0), offs_g, BLOCK_G), 0)
+        kept_e += (offs_e // size == group).to(tl.int32)
+        scores_g = tl.where(offs_g == group, float("-inf"), scores_g)
+    return tl.where(kept_e > 0, ranked_e, float("-inf"))
+
+
 @jit(do_not_specialize=["tokens"])
 def _choose_kernel(
     part_ptr,
@@ -330,16 +432,22 @@ def _choose_kernel(
     slot_ptr,
     place_ptr,
     ends_ptr,
+    correction_ptr,
+    scale,
     tokens,
     num_experts,
+    GROUPS: tl.constexpr,
+    GROUPS_KEPT: tl.constexpr,
     CHOICES: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Choose for one token; with `slot_ptr` it is the only one, and its slots are sorted too."""
+    """Choose for one token; with `slot_ptr` it is the only one, and its slots are sorted too. With
+    `correction_ptr` scores are sigmoids."""
     after_others(EARLY)
     token = tl.program_id(0).to(tl.int64)
     offs_e, offs_s = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_S)
@@ -353,17 +461,35 @@ def _choose_kernel(
     remaining_e = tl.where(offs_e < num_experts, sums_e, float("-inf"))
     largest = tl.max(remaining_e, 0)
     total = tl.sum(tl.exp(remaining_e - largest), 0)
+    sigmoid_e = 1.0 / (1.0 + tl.exp(-sums_e))
+    if correction_ptr is not None:
+        correction_e = tl.load(
+            correction_ptr + offs_e, mask=offs_e < num_experts, other=float("-inf")
+        )
+        remaining_e = sigmoid_e + correction_e
+        if GROUPS_KEPT < GROUPS:
+            size = num_experts // GROUPS
+            remaining_e = _in_best_groups_of_one(
+                remaining_e, offs_e, size, GROUPS, GROUPS_KEPT, BLOCK_E, BLOCK_G
+            )
     weights_s, experts_s = tl.zeros((BLOCK_S,), tl.float32), tl.zeros((BLOCK_S,), tl.int32)
     for s in tl.static_range(CHOICES):
         best = tl.max(remaining_e, 0)
         # the first of the largest; where there is a NaN, the last expert
         expert = tl.min(tl.where(remaining_e == best, offs_e, BLOCK_E), 0)
         expert = tl.minimum(expert, num_experts - 1)
-        weights_s = tl.where(offs_s == s, tl.exp(best - largest) / total, weights_s)
+        if correction_ptr is None:
+            weight = tl.exp(best - largest) / total
+        else:
+            weight = tl.sum(tl.where(offs_e == expert, sigmoid_e, 0.0), 0)
+        weights_s = tl.where(offs_s == s, weight, weights_s)
         experts_s = tl.where(offs_s == s, expert, experts_s)
         remaining_e = tl.where(offs_e == expert, float("-inf"), remaining_e)
     if RENORMALIZE:
-        weights_s = weights_s / tl.sum(weights_s, 0)
+        total = tl.sum(weights_s, 0)
+        weights_s = weights_s / (total if correction_ptr is None else total + 1e-20)
+    if correction_ptr is not None:
+        weights_s *= scale
     tl.store(weights_ptr + token * CHOICES + offs_s, weights_s, mask=offs_s < CHOICES)
     tl.store(experts_ptr + token * CHOICES + offs_s, experts_s, mask=offs_s < CHOICES)
     if slot_ptr is not None:

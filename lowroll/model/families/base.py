@@ -113,6 +113,17 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True)
+class SigmoidScores:
+    """A router whose experts do not compete: their scores are sigmoids, and a correction of each
+    expert is added for the choice alone. Of the experts in `groups` equal groups, those of the
+    `groups_kept` best can be chosen. scale: of the weights of the chosen."""
+
+    groups: int = 1
+    groups_kept: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class Family:
     """A row of the table of families.
 

@@ -42,13 +42,14 @@ def seed_oss(values: Values) -> dict[str, Any]:
 
 
 def experts(values: Values) -> dict[str, Any]:
-    """Return the spec's fields of a mixture of experts in every layer."""
+    """Return the spec's fields of a mixture of experts."""
     if values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1:
         raise ValueError(
             "mlp_only_layers, decoder_sparse_step: experts in every layer are supported, not in "
             "some"
         )
-    count = integer(values, "num_local_experts" if "num_local_experts" in values else "num_experts")
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    count = integer(values, next((name for name in names if name in values), names[-1]))
     choices = integer(values, "num_experts_per_tok")
     if choices > count:
         raise ValueError(f"num_experts_per_tok: a token cannot have {choices} of {count} experts")

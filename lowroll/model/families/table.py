@@ -43,5 +43,6 @@ _ROWS = (
     Family("phi3", "Phi3ForCausalLM", phi.phi3),
     Family("glm", "GlmForCausalLM", glm.glm),
     Family("glm4", "Glm4ForCausalLM", glm.glm4),
+    Family("glm4_moe", "Glm4MoeForCausalLM", glm.glm4_moe, glm.KEYS),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ROWS}

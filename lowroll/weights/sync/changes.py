@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import checksum
+from lowroll.model.names import dtype_of
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.weights.noise import noisy_norms
@@ -87,7 +88,7 @@ class Shadow:
         codes = {f"{n}.weight": linear.aligned for n, linear in self.model.linears()}
         for name, p in self.model.named_parameters():
             if name not in codes:
-                tensors[name] = p.detach().to(self.dtype)
+                tensors[name] = p.detach().to(dtype_of(name, self.dtype))
         for name, q in codes.items():
             assert q is not None
             tensors |= {f"{name}.{part}": tensor for part, tensor in q.tensors.items()}
