@@ -304,11 +304,11 @@ def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _refuse_two_rotations(model: Transformer) -> None:
     """Raise ValueError where a rotated format would need two widths for one kind of matrix."""
-    for name, linear in model.linears():
+    for _, linear in model.linears():
         if isinstance(linear.weight, QTensor):
             scheme = get_format(linear.weight.format).scheme
             if scheme is not None and scheme.rotated:
-                refuse_two_rotations(model.spec, name)
+                refuse_two_rotations(model.spec, linear.weight.format)
 
 
 def _modules_by_format(model: Transformer, form: Mixed) -> dict[str, list[str]]:

@@ -85,6 +85,9 @@ def test_learner_forward_and_gradient_in_float32(family: str, tmp_path: Path) ->
     for model in (cpu, gpu):
         log_likelihood(model).backward()
     for (name, p), (_, q) in zip(cpu.named_parameters(), gpu.named_parameters(), strict=True):
+        if not p.requires_grad:  # a router's correction
+            assert p.grad is None and q.grad is None and torch.equal(p, q.cpu())
+            continue
         atol = 1e-5 if cpu.spec.delta is None else 2e-4  # states sum over all tokens
         torch.testing.assert_close(
             q.grad.cpu(), p.grad, rtol=1e-3, atol=atol, msg=lambda text, n=name: f"{n}: {text}"

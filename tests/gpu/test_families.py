@@ -32,6 +32,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granite": {},
     "phi3-partial": {},
     "glm4": {},
+    "glm4-moe": {"head_dim": 16},
+    "glm4-moe-groups": {},
     "qwen3.5": {},
     "qwen3-next": {},
 }

@@ -17,6 +17,7 @@ from lowroll.kernels import nvcc
 from lowroll.kernels.fused import swiglu
 from lowroll.kernels.moe import grouped, route, routed
 from lowroll.kernels.moe.grouped import GroupedTiling
+from lowroll.kernels.moe.route import SigmoidRouting
 from lowroll.kernels.moe.stack import Stack
 from lowroll.kernels.quantize import rows
 from lowroll.model import experts
@@ -74,6 +75,51 @@ def test_choices_have_the_gradient_of_plain_torch_and_the_same_bits_without_one(
     router_ED = leaves[1].detach()  # a frozen router
     weights_TS = route.choose(leaves[0], router_ED, 3, renormalize)[0]
     assert torch.equal(torch.autograd.grad((weights_TS * slope).sum(), leaves[0])[0], got[0])
+
+
+SIGMOIDS = [(1, 6, 2, 1, 1), (19, 128, 8, 1, 1), (5, 24, 3, 4, 2), (17, 256, 8, 8, 4)]
+
+
+def sigmoids_of(num_experts: int, groups: int, kept: int) -> SigmoidRouting:
+    return SigmoidRouting(normal(num_experts, seed=5) * 0.2, groups, kept, 2.5)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("tokens", "num_experts", "choices", "groups", "kept"), SIGMOIDS)
+def test_choices_by_corrected_sigmoids_are_those_of_plain_torch(
+    tokens: int, num_experts: int, choices: int, groups: int, kept: int, renormalize: bool
+) -> None:
+    """The kernel's, with their gradients; and of a single token the slots are sorted along."""
+    leaves = [
+        normal(tokens, 40).requires_grad_(),
+        (normal(num_experts, 40, seed=1) * 0.3).requires_grad_(),
+    ]
+    slope_TS = normal(tokens, choices, seed=2)
+    sigmoids = sigmoids_of(num_experts, groups, kept)
+    logits_TE = leaves[0] @ leaves[1].t()
+    want_TS, order_TS = route.choose_by(logits_TE, choices, renormalize, sigmoids)
+    weights_TS, experts_TS = route.choose(*leaves, choices, renormalize, sigmoids)
+    assert torch.equal(experts_TS.long(), order_TS)
+    torch.testing.assert_close(weights_TS, want_TS, rtol=1e-5, atol=1e-6)
+    wanted = torch.autograd.grad((want_TS * slope_TS).sum(), leaves)
+    for got, want in zip(
+        torch.autograd.grad((weights_TS * slope_TS).sum(), leaves), wanted, strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        again_TS, sorted_slots = route.choose_and_sort(*leaves, choices, renormalize, sigmoids)
+    assert torch.equal(again_TS, weights_TS)
+    assert torch.equal(sorted_slots.slot_P, route.sort_slots(experts_TS, num_experts).slot_P)
+
+
+@pytest.mark.interpreted
+def test_the_weights_of_experts_whose_sigmoids_are_zero_are_finite() -> None:
+    """And equal scores: the lowest expert and the lowest group come first."""
+    x_TD, router_ED = torch.full((2, 32), -100.0), torch.ones(8, 32)
+    sigmoids = SigmoidRouting(torch.zeros(8), 4, 2)
+    weights_TS, experts_TS = route.choose(x_TD, router_ED, 3, True, sigmoids)
+    assert weights_TS.eq(0).all() and experts_TS.tolist() == [[0, 1, 2]] * 2
 
 
 @pytest.mark.interpreted
@@ -340,9 +386,13 @@ def test_where_a_token_lies_is_counted_in_64_bits() -> None:
         "tokens": "i32",
         "features": "i32",
         "num_experts": "i32",
+        "scale": "fp32",
     }
     constants = {
         "PARTS": 2,
+        "GROUPS": 1,
+        "GROUPS_KEPT": 1,
+        "BLOCK_G": 1,
         "BLOCK_T": 16,
         "BLOCK_E": 128,
         "BLOCK_K": 64,
@@ -367,6 +417,26 @@ def test_where_a_token_lies_is_counted_in_64_bits() -> None:
                 rf"tt.addptr (?:%{name}|{at[1] if at else 'none'}), .*[, x](i\d\d)>? loc", code
             )
             assert offsets and set(offsets) == {"i64"}, (kernel.__name__, name, offsets)
+
+
+@pytest.mark.slow
+def test_the_choice_of_eight_groups_compiles_without_spills() -> None:
+    pytest.importorskip("triton")
+    pointers = {"part_ptr": "*fp32", "weights_ptr": "*fp32", "experts_ptr": "*i32"}
+    constants = {
+        "GROUPS": 8,
+        "GROUPS_KEPT": 4,
+        "CHOICES": 8,
+        "RENORMALIZE": True,
+        "PARTS": route.PARTS,
+        "BLOCK_E": 256,
+        "BLOCK_G": 8,
+        "BLOCK_S": 8,
+        "EARLY": True,
+    }
+    types = {"correction_ptr": "*fp32", "scale": "fp32", "tokens": "i32", "num_experts": "i32"}
+    ptx = built(route._choose_kernel, pointers | types, constants, ("tokens",), num_warps=1)
+    assert "st.local" not in ptx.asm["ptx"]
 
 
 def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:

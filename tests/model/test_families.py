@@ -1,4 +1,5 @@
-"""What families have of their own: text inside of a model of images, and modules that stay dense."""
+"""What families have of their own: text inside of a model of images, modules that stay dense, and
+GLM-4.5's routers."""
 
 from __future__ import annotations
 
@@ -13,9 +14,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from lowroll.model import hf
-from lowroll.weights.publish import quantize_base
+from lowroll.model.spec import spec_from_config
+from lowroll.model.transformer import Transformer
+from lowroll.trainer.critic import Critic
+from lowroll.trainer.optim import OptimSettings
+from lowroll.weights.publish import quantize_base, rollout_copy
+from lowroll.weights.sync.update import UpdateReceiver, WeightUpdate
 from tests.fixtures.sequences import forward, random_sequences
-from tests.fixtures.tiny import hf_folder
+from tests.fixtures.tiny import hf_config, hf_folder
 
 SEQUENCES = random_sequences([30, 5])
 
@@ -86,3 +92,89 @@ def test_a_low_bit_folder_says_what_stays_dense(family: str, tmp_path: Path) -> 
     )
     want = torch.cat([theirs(torch.tensor([s])).logits[0] for s in SEQUENCES])
     assert (forward(again, SEQUENCES) - want).abs().max() < 2e-4
+
+
+# -- GLM-4.5 ---------------------------------------------------------------------------------------
+
+
+def corrections(model: Transformer) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {name: p.detach() for name, p in named if name.endswith("router.correction_bias")}
+
+
+def test_layers_of_drafts_are_not_read(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "m", "glm4-moe", num_nextn_predict_layers=1)
+    want = forward(hf.load(folder), SEQUENCES)
+    tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    draft = {"model.layers.2.eh_proj.weight": torch.zeros(2, 4)}
+    save_file(tensors | draft, folder / "model.safetensors")
+    assert torch.equal(forward(hf.load(folder), SEQUENCES), want)
+    far = {"model.layers.3.eh_proj.weight": torch.zeros(2, 4)}
+    save_file(tensors | far, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unexpected tensors: model\.layers\.3\.eh_proj"):
+        hf.load(folder)
+
+
+def test_corrections_are_in_float32_wherever_a_model_goes(tmp_path: Path) -> None:
+    """Files, engines, updates from elsewhere, and casts of a bfloat16 model hold the same numbers."""
+    folder = hf_folder(tmp_path / "m", "glm4-moe-groups")
+    want = corrections(hf.load(folder))
+    model = hf.load(folder, dtype=torch.bfloat16)
+    hf.save(model, tmp_path / "saved")
+    update = WeightUpdate.local(model, 1).as_stream()
+    engine = rollout_copy(hf.load(folder), "int8", torch.bfloat16)
+    with torch.no_grad():
+        for correction in corrections(engine).values():
+            correction.zero_()
+    UpdateReceiver(engine).take(update)
+    copies = {
+        "loaded": model,
+        "saved": hf.load(tmp_path / "saved", dtype=torch.bfloat16),
+        "copied": rollout_copy(model, "fp8", torch.bfloat16),
+        "updated": engine,
+        "cast": hf.load(folder).to(torch.bfloat16),
+    }
+    for way, copy in copies.items():
+        found = corrections(copy)
+        assert found.keys() == want.keys() and len(want) == 3, way
+        for name, correction in want.items():
+            assert torch.equal(found[name], correction), (way, name)
+    assert all(torch.equal(c.bfloat16().float(), c) is False for c in want.values())
+
+
+def test_corrections_do_not_learn(tmp_path: Path) -> None:
+    """Neither a policy's, nor a critic's, whose optimiser decays what it trains."""
+    model = hf.load(hf_folder(tmp_path / "m", "glm4-moe")).requires_grad_(True)
+    forward(model, SEQUENCES).square().sum().backward()
+    names = {name for name, p in model.named_parameters() if p.grad is None}
+    assert names == corrections(model).keys() and names
+    assert model.trainable_parameters().keys() == dict(model.named_parameters()).keys() - names
+    critic = Critic(hf.load(tmp_path / "m"), OptimSettings())
+    assert not any(name.endswith("correction_bias") for name in critic.params)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_group": 4}, "n_group: 6 experts do not make 4 groups of 2 or more"),
+        ({"n_group": 6}, "n_group: 6 experts do not make 6 groups of 2 or more"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group: 3 of 2 groups"),
+        ({"n_group": 3, "num_experts_per_tok": 3}, "num_experts_per_tok: 3 are more than"),
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace: 2 of 2 layers"),
+        ({"routed_scaling_factor": 0.0}, "routed_scaling_factor"),
+        ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers"),
+        ({"n_shared_experts": 0}, "n_shared_experts"),
+    ],
+)
+def test_mixtures_that_are_refused(changes: dict[str, object], words: str) -> None:
+    config = {**hf_config("glm4-moe").to_dict(), "architectures": ["Glm4MoeForCausalLM"]}
+    spec_from_config(config)
+    with pytest.raises(ValueError, match=words):
+        spec_from_config({**config, **changes})
+
+
+def test_folders_say_one_width_of_rotation_for_down_projections(tmp_path: Path) -> None:
+    """Experts' have 24 numbers, the dense layer's 48: blocks of 4 and of 16."""
+    model = quantize_base(hf.load(hf_folder(tmp_path / "m", "glm4-moe")), "int8_rotated")
+    with pytest.raises(ValueError, match="int8_rotated: .* in blocks of 4 and 16"):
+        hf.save(model, tmp_path / "low")
