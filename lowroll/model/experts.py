@@ -31,13 +31,13 @@ from lowroll.kernels.matmul import ordered
 from lowroll.kernels.moe import grouped
 from lowroll.kernels.moe.route import (
     Groups,
-    SigmoidRouting,
     choose,
     choose_by,
     combine,
     gather,
     sort_slots,
 )
+from lowroll.kernels.moe.scores import SigmoidRouting
 from lowroll.kernels.moe.stack import Stack
 from lowroll.model.engine_linear import refuse_gradient
 from lowroll.model.linear import Linear

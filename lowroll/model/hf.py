@@ -119,8 +119,11 @@ def load(
                 _quantize(layer_format, stacked, torch.cat(part_amax).amax(0, keepdim=True))
             )
         else:
-            learns = weight_format is None and parameter.requires_grad
-            setattr(module, parameter_name, nn.Parameter(stacked, requires_grad=learns))
+            setattr(
+                module,
+                parameter_name,
+                nn.Parameter(stacked, weight_format is None and parameter.requires_grad),
+            )
     for part, is_finite in zip(amax, checksum.finite(list(amax.values())), strict=True):
         if not is_finite:
             raise ValueError(

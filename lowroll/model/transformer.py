@@ -103,7 +103,6 @@ class Block(nn.Module):
         self.rope = len(spec.ropes) if rope is None else rope
         self.order = head_order(spec)
         hidden = spec.hidden_size
-        mlp_size = spec.intermediate_size
 
         def norm(size: int) -> RMSNorm:
             return RMSNorm(size, spec.norm_eps, device, dtype, spec.norm_offset)
@@ -125,8 +124,15 @@ class Block(nn.Module):
         self.attention_out_norm = norms.get("attention_out_norm")
         self.post_attention_norm = norms.get("post_attention_norm")
         self.mlp_out_norm = norms.get("mlp_out_norm")
+        self._add_mlp(spec, device, dtype, layers)
+
+    def _add_mlp(
+        self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype, layers: Layers
+    ) -> None:
+        """Make the experts, and the matrices of the dense MLP or of the expert of every token."""
+        hidden, mlp_size = spec.hidden_size, spec.intermediate_size
         self.activation = spec.activation
-        has_experts = spec.has_experts(layer)
+        has_experts = spec.has_experts(self.layer)
         self.experts = layers.experts(spec, device, dtype) if has_experts else None
         self.has_shared_expert = has_experts and spec.shared_expert_size > 0
         self.shared_gate: nn.Parameter | None = None

@@ -187,14 +187,16 @@ def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
     num_tokens = num_fed(sample)
     query_size = spec.num_heads * spec.head_dim
     key_size = spec.num_kv_heads * spec.head_dim
-    mlp_size = spec.experts_per_token * spec.moe_intermediate_size or spec.intermediate_size
-    token_cost = spec.hidden_size * (2 * query_size + 2 * key_size + 3 * mlp_size)
+    mixture_size = spec.experts_per_token * spec.moe_intermediate_size + spec.shared_expert_size
+    mixtures = spec.layers_with_experts
+    mlp_sizes = mixtures * mixture_size + (spec.num_layers - mixtures) * spec.intermediate_size
+    layers_cost = spec.num_layers * (2 * query_size + 2 * key_size) + 3 * mlp_sizes
     windows = spec.windows or (0,) * spec.num_layers
     # scores and values of all keys before a query, num_tokens / 2, or of those of its window
     keys = sum(_seen_keys(num_tokens, window) for window in windows)
     attention_cost = 2 * keys * query_size
     head_cost = len(sample.rollout.token_ids) * outputs * spec.hidden_size
-    return float(num_tokens * (spec.num_layers * token_cost + attention_cost) + head_cost)
+    return float(num_tokens * (spec.hidden_size * layers_cost + attention_cost) + head_cost)
 
 
 def _seen_keys(num_tokens: int, window: int) -> float:

@@ -17,7 +17,7 @@ from lowroll.kernels import nvcc
 from lowroll.kernels.fused import swiglu
 from lowroll.kernels.moe import grouped, route, routed
 from lowroll.kernels.moe.grouped import GroupedTiling
-from lowroll.kernels.moe.route import SigmoidRouting
+from lowroll.kernels.moe.scores import SigmoidRouting
 from lowroll.kernels.moe.stack import Stack
 from lowroll.kernels.quantize import rows
 from lowroll.model import experts

@@ -16,7 +16,8 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 import lowroll
 from lowroll import Engine, Request
 from lowroll.kernels.moe import grouped
-from lowroll.kernels.moe.route import SigmoidRouting, choose_by, sort_slots
+from lowroll.kernels.moe.route import choose_by, sort_slots
+from lowroll.kernels.moe.scores import SigmoidRouting
 from lowroll.model import hf, lora
 from lowroll.model.experts import EngineExperts, Experts, LearnerExperts, Router
 from lowroll.model.spec import ModelSpec, read_spec, spec_from_config

@@ -237,7 +237,7 @@ PASSES = [
 FAMILIES = ["smollm3", "mistral-window", "qwen2-window", "olmo2", "olmo3", "gemma3", "granite"]
 PASSES += [
     pytest.param(name, dtype, kind, checkpointing, id=f"{name}-{dtype}-{kind}-{checkpointing}")
-    for i, name in enumerate(FAMILIES)
+    for i, name in enumerate([*FAMILIES, "glm4-moe"])
     for dtype in (torch.float32, torch.bfloat16)
     for kind, checkpointing in (
         (("full", False), ("lora", True)),
@@ -271,7 +271,7 @@ def test_what_a_backward_pass_keeps(
     }
     if isinstance(config, str):
         config = wide(config)
-    if config is MIXTURE:
+    if "num_experts_per_tok" in config:
         train["lora_target_modules"] = list(lora.TARGETS[:4])
     settings = {"model": ".", "device": "cpu", "rollout": {"weights": "int8"}, "train": train}
     cfg = from_mapping(settings).resolved()

@@ -43,11 +43,11 @@ from lowroll.kernels.launch import (
 from lowroll.kernels.moe import routed
 from lowroll.kernels.moe.route import (
     Groups,
-    SigmoidRouting,
     choose_and_sort,
     combine,
     sort_slots,
 )
+from lowroll.kernels.moe.scores import SigmoidRouting
 from lowroll.kernels.moe.stack import Stack
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.kernels.support import NO_CUDA, YES, Support, cuda_supports, no

@@ -3,11 +3,7 @@
     p = softmax(R x)        float32, over the E experts
     chosen: the S largest logits, of equal ones the lower expert;    g = p of the chosen, over their sum if asked for
 
-or, with `SigmoidRouting` (DeepSeek-AI 2024, arXiv 2412.19437, sections 2.1.2 and 4.2),
-
-    p = sigmoid(R x)
-    chosen: the S largest p + c in the best groups, a group's score being the sum of its two largest p + c
-    g = a p of the chosen, over their sum if asked for
+or by sigmoids (`scores`).
 
 Slot = token * S + choice. A place is a slot's index once slots are sorted by expert, then by slot;
 an expert's places are contiguous. Their number is known on the device alone, and nothing waits for
@@ -36,9 +32,9 @@ from lowroll.kernels.launch import (
     tl,
     triton_supports,
 )
+from lowroll.kernels.moe.scores import SigmoidRouting, keep_best_groups, rank, weigh
 
 PARTS = 8  # shares of the sum over features
-LEAST_SUM = 1e-20  # is added to the sum of chosen sigmoids, as transformers does
 MOST_SLOTS = 1 << 14  # that the sorting kernel takes: each expert's program reads all of them
 
 
@@ -54,17 +50,6 @@ class Groups:
     def bounds(self) -> list[tuple[int, int]]:
         ends = self.ends_E.tolist()
         return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-@dataclass(frozen=True)
-class SigmoidRouting:
-    """Scores of experts that do not compete. correction_E: the float32 c, without a gradient;
-    groups: of equally many experts, of which the `groups_kept` best stay; scale: the a."""
-
-    correction_E: Tensor
-    groups: int = 1
-    groups_kept: int = 1
-    scale: float = 1.0
 
 
 def choose(
@@ -85,39 +70,9 @@ def choose_by(
     logits_TE: Tensor, choices: int, renormalize: bool, sigmoids: SigmoidRouting | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `choose` from logits, in plain torch."""
-    ranked_TE = logits_TE.detach()
-    if sigmoids is not None:
-        ranked_TE = _in_best_groups(ranked_TE.sigmoid() + sigmoids.correction_E, sigmoids)
+    ranked_TE = rank(logits_TE.detach(), sigmoids)
     experts_TS = ranked_TE.sort(dim=-1, descending=True, stable=True).indices[:, :choices]
-    return _weights(logits_TE, experts_TS, renormalize, sigmoids), experts_TS
-
-
-def _in_best_groups(ranked_TE: Tensor, sigmoids: SigmoidRouting) -> Tensor:
-    """Return the numbers that rank experts, -inf in all but the best groups."""
-    if sigmoids.groups_kept == sigmoids.groups:
-        return ranked_TE
-    ranked_TGe = ranked_TE.unflatten(1, (sigmoids.groups, -1))
-    scores_TG = ranked_TGe.topk(2, dim=-1).values.sum(-1)
-    order_TG = scores_TG.sort(dim=-1, descending=True, stable=True).indices
-    dropped_TG = torch.ones_like(scores_TG, dtype=torch.bool)
-    dropped_TG.scatter_(1, order_TG[:, : sigmoids.groups_kept], False)
-    return ranked_TGe.masked_fill(dropped_TG[..., None], -torch.inf).flatten(1)
-
-
-def _weights(
-    logits_TE: Tensor,
-    experts_TS: Tensor,
-    renormalize: bool,
-    sigmoids: SigmoidRouting | None,
-) -> Tensor:
-    """Return the weights of the chosen experts."""
-    if sigmoids is None:
-        weights_TS = logits_TE.softmax(dim=-1).gather(1, experts_TS)
-        return weights_TS / weights_TS.sum(dim=-1, keepdim=True) if renormalize else weights_TS
-    weights_TS = logits_TE.gather(1, experts_TS).sigmoid()
-    if renormalize:  # sigmoids may all be 0
-        weights_TS = weights_TS / (weights_TS.sum(dim=-1, keepdim=True) + LEAST_SUM)
-    return weights_TS * sigmoids.scale
+    return weigh(logits_TE, experts_TS, renormalize, sigmoids), experts_TS
 
 
 def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
@@ -195,7 +150,7 @@ class _Choose(torch.autograd.Function):
                 for t, needs_grad in zip((x_TD, router_ED), ctx.needs_input_grad, strict=False)
             ]
             logits_TE = F.linear(*(leaf.float() for leaf in leaves))
-            weights_TS = _weights(logits_TE, experts_TS.long(), ctx.renormalize, ctx.sigmoids)
+            weights_TS = weigh(logits_TE, experts_TS.long(), ctx.renormalize, ctx.sigmoids)
         grads = iter(
             torch.autograd.grad(
                 weights_TS, [leaf for leaf in leaves if leaf.requires_grad], grad_TS
@@ -397,33 +352,6 @@ def _logits_kernel(
     )
 
 
-@jit
-def _in_best_groups_of_one(
-    ranked_e,
-    offs_e,
-    size,
-    GROUPS: tl.constexpr,
-    GROUPS_KEPT: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-):
-    """Compute `_in_best_groups` for one token. size: experts of a group."""
-    offs_g = tl.arange(0, BLOCK_G)
-    scores_g = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-    for group in tl.static_range(GROUPS):
-        own_e = tl.where(offs_e // size == group, ranked_e, float("-inf"))
-        first = tl.max(own_e, 0)
-        expert = tl.min(tl.where(own_e == first, offs_e, BLOCK_E), 0)
-        second = tl.max(tl.where(offs_e == expert, float("-inf"), own_e), 0)
-        scores_g = tl.where(offs_g == group, first + second, scores_g)
-    kept_e = tl.zeros((BLOCK_E,), tl.int32)
-    for _ in tl.static_range(GROUPS_KEPT):
-        group = tl.min(tl.where(scores_g == tl.max(scores_g, 0), offs_g, BLOCK_G), 0)
-        kept_e += (offs_e // size == group).to(tl.int32)
-        scores_g = tl.where(offs_g == group, float("-inf"), scores_g)
-    return tl.where(kept_e > 0, ranked_e, float("-inf"))
-
-
 @jit(do_not_specialize=["tokens"])
 def _choose_kernel(
     part_ptr,
@@ -469,7 +397,7 @@ def _choose_kernel(
         remaining_e = sigmoid_e + correction_e
         if GROUPS_KEPT < GROUPS:
             size = num_experts // GROUPS
-            remaining_e = _in_best_groups_of_one(
+            remaining_e = keep_best_groups(
                 remaining_e, offs_e, size, GROUPS, GROUPS_KEPT, BLOCK_E, BLOCK_G
             )
     weights_s, experts_s = tl.zeros((BLOCK_S,), tl.float32), tl.zeros((BLOCK_S,), tl.int32)

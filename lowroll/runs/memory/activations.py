@@ -11,7 +11,8 @@ CUDA its kernels keep less than plain torch (`fused`); norms and SwiGLU's output
                 or where a view of it is kept
     dense MLP   gate and up, 2F; plain torch keeps silu(gate) too; of GELU, which is not recomputed,
                 all of gate, up, gelu(gate) and their product
-    experts     gate and up of every slot, what down gives, weights and places of the slots
+    experts     gate and up of every slot, what down gives, weights and places of the slots; the
+                expert of every token is a dense MLP beside them, and what it gives if it has a gate
     low rank    l of every adapter
 
 Not counted: the masks of windows without flash attention, on a CPU and in float32: a number for
@@ -90,19 +91,28 @@ class Learning:
             + FLOAT * spec.head_dim * (len(spec.ropes) + 1)  # and of layers without positions
         )
         if self.checkpointing is True:
-            block = spec.hidden_size * self.item + self._places(tokens)
-            return tokens * (outer_bytes + spec.num_layers * block)
-        block_bytes = self.block(tokens)
+            blocks_bytes = spec.num_layers * spec.hidden_size * self.item
+            blocks_bytes += spec.layers_with_experts * self._places(tokens)
+            return tokens * (outer_bytes + blocks_bytes)
+        blocks_bytes = sum(count * self.block(tokens, mixes) for mixes, count in self._kinds)
         recomputed = 0
         if self.fused and not spec.num_experts and not self._keeps_all_of_mlp:
             layers = spec.num_layers
             num_recomputed = sum(i < self.checkpointing * layers for i in range(layers))
             recomputed = num_recomputed * 2 * spec.intermediate_size * self.item
-        return tokens * (outer_bytes + spec.num_layers * block_bytes - recomputed)
+        return tokens * (outer_bytes + blocks_bytes - recomputed)
 
-    def block(self, tokens: int) -> int:
-        """Return the bytes of a token in a block whose norms and SwiGLU are recomputed."""
-        mlp = self._experts(tokens) if self.spec.num_experts else self._mlp()
+    @property
+    def _kinds(self) -> list[tuple[bool, int]]:
+        """The kinds of blocks: whether they have experts, and their number."""
+        mixtures = self.spec.layers_with_experts
+        kinds = [(True, mixtures), (False, self.spec.num_layers - mixtures)]
+        return [(mixes, count) for mixes, count in kinds if count]
+
+    def block(self, tokens: int, mixes: bool) -> int:
+        """Return the bytes of a token in a block whose norms and SwiGLU are recomputed. mixes:
+        whether it has experts."""
+        mlp = self._experts(tokens) if mixes else self._mlp(self.spec.intermediate_size)
         return (
             2 * self.spec.hidden_size * self.item
             + self._norm_extra(len(self.spec.norms))
@@ -115,8 +125,12 @@ class Learning:
     def backward(self, tokens: int) -> int:
         """Return the bytes in addition to `kept` while a block runs backward: gradients of its
         widest part, and recomputed tensors."""
+        return max(self._block_backward(tokens, mixes) for mixes, _ in self._kinds)
+
+    def _block_backward(self, tokens: int, mixes: bool) -> int:
+        """Return `backward` of a block with experts or without."""
         spec, item = self.spec, self.item
-        if spec.num_experts:
+        if mixes:
             peak = tokens * item * self._experts_backward() + self.dense
         else:
             intermediate = spec.intermediate_size
@@ -127,15 +141,15 @@ class Learning:
             if self.fused and self.checkpointing == 1 and self.checkpointing is not True:
                 peak += tokens * item * 2 * intermediate
         if self.checkpointing is True:
-            peak += tokens * (self.block(tokens) + item * self._not_made_again())
+            peak += tokens * (self.block(tokens, mixes) + item * self._not_made_again(mixes))
         return peak
 
-    def _not_made_again(self) -> int:
+    def _not_made_again(self, mixes: bool) -> int:
         """Return the additional numbers of a token that a block keeps without recomputation."""
         spec = self.spec
         is_kept_anyway = self._keeps_all_of_mlp or (self.fused and not self.lora)
-        intermediate = 0 if spec.num_experts or is_kept_anyway else spec.intermediate_size
-        return self._num_pre_norms * spec.hidden_size + intermediate
+        mlp_size = spec.shared_expert_size if mixes else spec.intermediate_size
+        return self._num_pre_norms * spec.hidden_size + (0 if is_kept_anyway else mlp_size)
 
     @property
     def _num_pre_norms(self) -> int:
@@ -181,9 +195,9 @@ class Learning:
             kept_bytes += copies * FLOAT * (q + kv) + FLOAT * statistics
         return kept_bytes
 
-    def _mlp(self) -> int:
+    def _mlp(self, mlp_size: int) -> int:
         numbers = 4 if self._keeps_all_of_mlp else 2 if self.fused else 3
-        return numbers * self.spec.intermediate_size * self.item
+        return numbers * mlp_size * self.item
 
     def _experts(self, tokens: int) -> int:
         """Return the bytes of a token that a block of experts keeps."""
@@ -197,11 +211,13 @@ class Learning:
             slots * (2 * intermediate + hidden) * item + 2 * FLOAT * slots + self._places(tokens)
         )
         if not self.fused:  # silu(gate); probabilities, and the order of all experts
-            kept_bytes += slots * intermediate * item + 3 * FLOAT * spec.num_experts
+            scores = 2 if spec.scores is not None else 3
+            kept_bytes += slots * intermediate * item + scores * FLOAT * spec.num_experts
         if not self.lora:
             kept_bytes += slots * (hidden + intermediate) * item
             kept_bytes += FLOAT * hidden if item < FLOAT and not self.fused else 0
-        return kept_bytes
+        has_gate = spec.shared_expert_size > 0 and spec.shared_expert_gate
+        return kept_bytes + self._mlp(spec.shared_expert_size) + (hidden * item if has_gate else 0)
 
     def _places(self, tokens: int) -> int:
         """Return the bytes of a token's slot indices, by place and by slot."""
@@ -292,11 +308,10 @@ def generating(
 def _pass_bytes(spec: ModelSpec, item: int, tokens: int) -> int:
     """Return the temporary bytes of a block in a forward pass of `tokens` tokens."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    if spec.num_experts:
-        slots, intermediate = spec.experts_per_token, spec.moe_intermediate_size
-        mlp = slots * (spec.hidden_size * 2 + intermediate)
-    else:
-        mlp = (3 if spec.activation == "silu" else 4) * spec.intermediate_size
+    slots, intermediate = spec.experts_per_token, spec.moe_intermediate_size
+    mlp = slots * (spec.hidden_size * 2 + intermediate)
+    if spec.layers_with_experts < spec.num_layers:
+        mlp = max(mlp, (3 if spec.activation == "silu" else 4) * spec.intermediate_size)
     return tokens * item * (3 * spec.hidden_size + max(2 * heads, mlp))
 
 

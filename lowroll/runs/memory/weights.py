@@ -139,15 +139,16 @@ def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     if cfg.train.lora:
         return sum(_moment_bytes(kind, size, kind == "muon") for size in adapter_sizes(cfg, model))
     hidden = hidden_matrices(model) if kind == "muon" else {}
-    return _master_bytes(compute) * sum(p.numel() for p in model.parameters()) + sum(
-        _moment_bytes(kind, p.numel(), name in hidden) for name, p in model.named_parameters()
+    learning = model.trainable_parameters()
+    return _master_bytes(compute) * sum(p.numel() for p in learning.values()) + sum(
+        _moment_bytes(kind, p.numel(), name in hidden) for name, p in learning.items()
     )
 
 
 def learning_size(cfg: RunConfig, model: Transformer) -> int:
     if cfg.train.lora:
         return sum(adapter_sizes(cfg, model))
-    return sum(p.numel() for p in model.parameters())
+    return sum(p.numel() for p in model.trainable_parameters().values())
 
 
 def largest_learning(cfg: RunConfig, model: Transformer) -> int:

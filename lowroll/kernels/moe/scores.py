@@ -1,0 +1,95 @@
+"""Scores of experts: by which they are chosen, and with which they weigh.
+
+    p = softmax(z), ranked by z        z: a router's logits, float32
+
+or, with `SigmoidRouting` (DeepSeek-AI 2024, arXiv 2412.19437, sections 2.1.2 and 4.2),
+
+    p = sigmoid(z)
+    chosen: the S largest p + c in the best groups, a group's score being the sum of its two largest p + c
+    g = a p of the chosen, over their sum if asked for
+
+Legend: T tokens, S choices a token, E experts, G groups, e experts of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.launch import jit, tl
+
+LEAST_SUM = 1e-20  # is added to the sum of chosen sigmoids, as transformers does
+
+
+@dataclass(frozen=True)
+class SigmoidRouting:
+    """Scores of experts that do not compete. correction_E: the float32 c, without a gradient;
+    groups: of equally many experts, of which the `groups_kept` best stay; scale: the a."""
+
+    correction_E: Tensor
+    groups: int = 1
+    groups_kept: int = 1
+    scale: float = 1.0
+
+
+def rank(logits_TE: Tensor, sigmoids: SigmoidRouting | None) -> Tensor:
+    """Return the numbers by which experts are chosen, -inf where a group is out."""
+    if sigmoids is None:
+        return logits_TE
+    ranked_TE = logits_TE.sigmoid() + sigmoids.correction_E
+    if sigmoids.groups_kept == sigmoids.groups:
+        return ranked_TE
+    ranked_TGe = ranked_TE.unflatten(1, (sigmoids.groups, -1))
+    scores_TG = ranked_TGe.topk(2, dim=-1).values.sum(-1)
+    order_TG = scores_TG.sort(dim=-1, descending=True, stable=True).indices
+    dropped_TG = torch.ones_like(scores_TG, dtype=torch.bool)
+    dropped_TG.scatter_(1, order_TG[:, : sigmoids.groups_kept], False)
+    return ranked_TGe.masked_fill(dropped_TG[..., None], -torch.inf).flatten(1)
+
+
+def weigh(
+    logits_TE: Tensor,
+    experts_TS: Tensor,
+    renormalize: bool,
+    sigmoids: SigmoidRouting | None,
+) -> Tensor:
+    """Return the weights of the chosen experts."""
+    if sigmoids is None:
+        weights_TS = logits_TE.softmax(dim=-1).gather(1, experts_TS)
+        return weights_TS / weights_TS.sum(dim=-1, keepdim=True) if renormalize else weights_TS
+    weights_TS = logits_TE.gather(1, experts_TS).sigmoid()
+    if renormalize:  # sigmoids may all be 0
+        weights_TS = weights_TS / (weights_TS.sum(dim=-1, keepdim=True) + LEAST_SUM)
+    return weights_TS * sigmoids.scale
+
+
+# -- Triton ----------------------------------------------------------------------------------------
+
+
+@jit
+def keep_best_groups(
+    ranked_e,
+    offs_e,
+    size,
+    GROUPS: tl.constexpr,
+    GROUPS_KEPT: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Keep the best groups' numbers of one token, as `rank` does. size: experts of a group."""
+    offs_g = tl.arange(0, BLOCK_G)
+    scores_g = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    for group in tl.static_range(GROUPS):
+        own_e = tl.where(offs_e // size == group, ranked_e, float("-inf"))
+        first = tl.max(own_e, 0)
+        expert = tl.min(tl.where(own_e == first, offs_e, BLOCK_E), 0)
+        second = tl.max(tl.where(offs_e == expert, float("-inf"), own_e), 0)
+        scores_g = tl.where(offs_g == group, first + second, scores_g)
+    kept_e = tl.zeros((BLOCK_E,), tl.int32)
+    for _ in tl.static_range(GROUPS_KEPT):
+        group = tl.min(tl.where(scores_g == tl.max(scores_g, 0), offs_g, BLOCK_G), 0)
+        kept_e += (offs_e // size == group).to(tl.int32)
+        scores_g = tl.where(offs_g == group, float("-inf"), scores_g)
+    return tl.where(kept_e > 0, ranked_e, float("-inf"))
