@@ -69,21 +69,23 @@ def test_engines_draw_from_the_models_own_distribution(family: str, tmp_path: Pa
     exact = hf.load(path, "cpu", torch.float32)
     short = engine.runner.short
     assert (short is None) == (engine.spec.delta is not None)
-    most = 0.8 if engine.spec.delta is None else 1.5  # states add up rounding
+    # states add up rounding, and routers of random experts choose others
+    near = 0.2 if engine.spec.scores is not None else 0.08
+    most = 0.8 if engine.spec.delta is None and engine.spec.scores is None else 1.5
     for _ in range(3):  # passes over prompts are launched, captured, replayed
         gap = gaps(engine, exact)
-        assert gap.mean() < 0.08 and gap.max() < most
+        assert gap.mean() < near and gap.max() < most
     assert short is None or short.replays > 0
     assert engine.runner.decoder.replays > 0
     chunked = Engine(engine.model, weights="bf16", cache_tokens=2048, max_batch=8, prefill_chunk=8)
     gap = gaps(chunked, exact)
-    assert gap.mean() < 0.08 and gap.max() < most
+    assert gap.mean() < near and gap.max() < most
     if family in LOW_BIT:
         low = Engine(path, weights=LOW_BIT[family], cache_tokens=2048, max_batch=8)
         assert gaps(low, low.model).mean() < 0.15
 
 
-@pytest.mark.parametrize("family", ["olmo3", "gemma3", "qwen3.5"])
+@pytest.mark.parametrize("family", ["olmo3", "gemma3", "qwen3.5", "glm4-moe", "glm4-moe-groups"])
 def test_engines_in_float32_draw_the_cpus_tokens(family: str, tmp_path: Path) -> None:
     path = hf_folder(tmp_path / "m", family)
     options = {"weights": "fp32", "dtype": torch.float32, "cache_tokens": 2048, "page_size": 4}
