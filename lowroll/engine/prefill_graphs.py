@@ -26,7 +26,8 @@ from lowroll.kernels.launch import captured, overlapping
 from lowroll.kv.attention import PackedPrompts
 from lowroll.kv.batch import PromptChunk
 from lowroll.kv.cache import KVCache
-from lowroll.model.attention import flashes, upload
+from lowroll.model.attention import upload
+from lowroll.model.flash import flashes
 from lowroll.model.transformer import Transformer
 
 SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)

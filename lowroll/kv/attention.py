@@ -36,8 +36,15 @@ class PagedDecode:
     rows: DecodeRows
     selector: Selector | None = None
 
-    def __call__(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> Tensor:
-        o_BHd = self.cache.decode(layer, q_BHd, k_BGd, v_BGd, self.rows)
+    def __call__(
+        self,
+        layer: int,
+        q_BHd: Tensor,
+        k_BGd: Tensor,
+        v_BGd: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        o_BHd = self.cache.decode(layer, q_BHd, k_BGd, v_BGd, self.rows, sinks_H)
         if self.selector is not None:
             self.selector.decoded(layer, q_BHd, self.rows)
         return o_BHd
@@ -82,17 +89,25 @@ class PagedAttention:
             attend = suffixes(lengths, totals, device, windows=cache.windows)
             self.later.append((sum(lengths), slots_T, attend))
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGd: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
         if self.exact is not None:
             return self.exact(layer, q_THd)
         outputs = []
         start = self.num_fresh
         if self.fresh is not None:
-            outputs.append(self.fresh(layer, q_THd[:start], k_TGd[:start], v_TGd[:start]))
+            q_FHd, k_FGd, v_FGd = q_THd[:start], k_TGd[:start], v_TGd[:start]
+            outputs.append(self.fresh(layer, q_FHd, k_FGd, v_FGd, sinks_H))
         for count, slots_T, attend in self.later:
-            keys_TGd, values_TGd = self.cache.read(layer, slots_T)
-            outputs.append(attend(layer, q_THd[start : start + count], keys_TGd, values_TGd))
+            cached = self.cache.read(layer, slots_T)
+            outputs.append(attend(layer, q_THd[start : start + count], *cached, sinks_H))
             start += count
         if self.selector is not None:
             self.selector.prefilled(layer, q_THd, self.chunks)
@@ -138,12 +153,19 @@ class PackedPrompts:
     bounds: Tensor
     longest: int
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGd: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
         if self.cache.exact:
             return self._exact(q_THd, k_TGd, v_TGd)
         window = self.cache.window(layer)
-        return packed(q_THd, k_TGd, v_TGd, self.bounds, self.longest, window)
+        return packed(q_THd, k_TGd, v_TGd, self.bounds, self.longest, window, sinks_H)
 
     @cached_property
     def _exact(self) -> invariant.Causal:
@@ -158,10 +180,17 @@ class MixedAttention:
     rows: PagedDecode
     prompts: PagedAttention
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGd: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         num_rows = len(self.rows.rows.lengths_B)
         decoded, prefilled = (
-            attend(layer, q_THd[part], k_TGd[part], v_TGd[part])
+            attend(layer, q_THd[part], k_TGd[part], v_TGd[part], sinks_H)
             for attend, part in (
                 (self.rows, slice(None, num_rows)),
                 (self.prompts, slice(num_rows, None)),

@@ -164,15 +164,22 @@ class KVCache:
         return self.keys, table_BP
 
     def decode(
-        self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: DecodeRows
+        self,
+        layer: int,
+        q_BHd: Tensor,
+        k_BGd: Tensor,
+        v_BGd: Tensor,
+        rows: DecodeRows,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Append each row's new key and value, and attend over those of the layer's window."""
+        """Append each row's new key and value, and attend over those of the layer's window, and its
+        sinks (`model.attention`)."""
         new_rows = (q_BHd, k_BGd, v_BGd)
         cached = (self.keys[layer], self.values[layer], rows.table_BP, rows.lengths_B)
         scale = q_BHd.shape[-1] ** -0.5
         if self.exact:
             return invariant.decode(*new_rows, *cached, scale)
-        return paged_decode(*new_rows, *cached, scale, self.window(layer))
+        return paged_decode(*new_rows, *cached, scale, self.window(layer), sinks_H)
 
     def window(self, layer: int) -> int:
         """Return the layer's window, 0 for none."""

@@ -100,8 +100,15 @@ class Float8Cache(KVCache):
         return copies, numbers.view_as(table_BP)
 
     def decode(
-        self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: DecodeRows
+        self,
+        layer: int,
+        q_BHd: Tensor,
+        k_BGd: Tensor,
+        v_BGd: Tensor,
+        rows: DecodeRows,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
+        assert sinks_H is None, "a model with sinks has no 8-bit cache"
         return paged_decode8(
             q_BHd,
             k_BGd,

@@ -12,10 +12,13 @@ if TYPE_CHECKING:
 
 def why_not(spec: ModelSpec) -> str | None:
     """Return why a model's cache must be dense and unrounded, or None."""
-    if not spec.windows and spec.delta is None:
-        return None
-    kind = "sliding windows" if spec.windows else "states in place of keys"
-    return f"{spec.architecture} has layers with {kind}"
+    features = {
+        "sliding windows": bool(spec.windows),
+        "states in place of keys": spec.delta is not None,
+        "attention sinks": spec.attention_sinks,
+    }
+    found = [feature for feature, is_present in features.items() if is_present]
+    return f"{spec.architecture} has layers with {' and '.join(found)}" if found else None
 
 
 def refuse(
@@ -25,9 +28,10 @@ def refuse(
     policy_key: str = "kv",
     dtype_key: str = "kv_dtype",
 ) -> None:
-    """Raise ValueError when the model has windows or recurrent layers and the cache is not the dense
-    one, unrounded: compacted keys no longer lie at their positions, layers with a state have none,
-    and the kernels of 8-bit keys read all of a row. The keys: what the settings are called."""
+    """Raise ValueError when the model has windows, recurrent layers or sinks and the cache is not
+    the dense one, unrounded: compacted keys no longer lie at their positions, layers with a state
+    have none, policies score keys without sinks, and the kernels of 8-bit keys read all of a row and
+    nothing else. The keys: what the settings are called."""
     layers = why_not(spec)
     if layers is None:
         return

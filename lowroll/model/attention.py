@@ -3,6 +3,11 @@
 A model calls `attend(layer, q_THd, k_TGd, v_TGd) -> o_THd`. The learner passes `varlen`, the engine
 paged attention (`lowroll.kv.attention`).
 
+A layer with attention sinks passes one logit a query head, too. It takes part in the softmax and has
+no value:
+
+    o = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))
+
 Legend: T packed tokens, H query heads, G key-value heads, d head size, S sequences, L tokens of a
 sequence.
 """
@@ -10,12 +15,11 @@ sequence.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from inspect import signature
 from itertools import accumulate
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +28,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowroll.kernels.batch_invariant import attention as invariant
 from lowroll.kernels.batch_invariant.gradient import with_gradient_of
+from lowroll.model import flash
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # with `recur` for recurrent layers
+
+class Attend(Protocol):
+    """Attention of packed tokens; with `recur` for recurrent layers. sinks_H: of the layer's query
+    heads, None without."""
+
+    def __call__(
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGd: Tensor,
+        sinks_H: Tensor | None = None,
+        /,
+    ) -> Tensor: ...
+
 
 MOST_SCORES = 1 << 24  # scores of a head at once, for stacked sequences
 MOST_STACKS = 4  # lengths of a micro-batch that get a call each on CUDA
@@ -77,19 +96,22 @@ def varlen(
 
     mask = cache(_added_mask)  # one for all layers, which backward passes keep
 
-    def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def attend(
+        layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
         window = _window(windows, layer, longest)
-        prefers_flash = len(stack_shapes) > MOST_STACKS or longest < LONG or window > 0
+        needs_flash = window > 0 or sinks_H is not None
+        prefers_flash = len(stack_shapes) > MOST_STACKS or longest < LONG or needs_flash
         if prefers_flash and _can_flash(q_THd):
             assert bounds is not None
-            return _flash_attention(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest, window)
+            spans = flash.Packed(bounds, longest, bounds, longest, window)
+            return flash.attend_packed(q_THd, k_TGd, v_TGd, spans, sinks_H)
         masks = [mask(length, window, q_THd.dtype, q_THd.device) for _, length in stack_shapes]
         if len(stack_shapes) == 1:
-            return _attend_stacks(q_THd, k_TGd, v_TGd, stack_shapes, masks)
+            return _attend_stacks(q_THd, k_TGd, v_TGd, stack_shapes, masks, sinks_H)
         stacked_order, original_order = order()
-        return _attend_stacks(
-            q_THd[stacked_order], k_TGd[stacked_order], v_TGd[stacked_order], stack_shapes, masks
-        )[original_order]
+        q_THd, k_TGd, v_TGd = (x[stacked_order] for x in (q_THd, k_TGd, v_TGd))
+        return _attend_stacks(q_THd, k_TGd, v_TGd, stack_shapes, masks, sinks_H)[original_order]
 
     return attend
 
@@ -101,7 +123,10 @@ def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
     lengths_S = upload(torch.tensor(lengths, dtype=torch.int32), device)
     invariant_attention = invariant.packed(lengths_S, sum(lengths))
 
-    def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def attend(
+        layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        assert sinks_H is None, "an exact model has no sinks"
         o_THd = with_gradient_of(
             partial(plain_attention, layer), invariant_attention, q_THd, k_TGd, v_TGd
         )
@@ -112,14 +137,21 @@ def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
 
 
 def packed(
-    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, bounds: Tensor, longest: int, window: int = 0
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGd: Tensor,
+    bounds: Tensor,
+    longest: int,
+    window: int = 0,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention over packed sequences with int32 bounds [S + 1] on the device; equal
     bounds mean no sequence. Flash attention does not wait for the host."""
     if _can_flash(q_THd):
-        return _flash_attention(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest, window)
+        spans = flash.Packed(bounds, longest, bounds, longest, window)
+        return flash.attend_packed(q_THd, k_TGd, v_TGd, spans, sinks_H)
     lengths = [length for length in bounds.diff().tolist() if length]
-    return varlen(lengths, q_THd.device, [window])(0, q_THd, k_TGd, v_TGd)
+    return varlen(lengths, q_THd.device, [window])(0, q_THd, k_TGd, v_TGd, sinks_H)
 
 
 def suffixes(
@@ -155,20 +187,23 @@ def suffixes(
         back_C[order_C] = torch.arange(len(order_C), device=device)
         return stack_list, back_C
 
-    def attend(layer: int, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def attend(
+        layer: int, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
         window = _window(windows, layer, max(totals))
         if _can_flash(q_CHd):
-            return _flash_attention(
-                q_CHd, k_TGd, v_TGd, bounds[0], max(lengths), bounds[1], max(totals), window
-            )
+            q_bounds, k_bounds = bounds
+            packing = flash.Packed(q_bounds, max(lengths), k_bounds, max(totals), window)
+            return flash.attend_packed(q_CHd, k_TGd, v_TGd, packing, sinks_H)
         if stacked:
+            assert sinks_H is None, "stacked suffixes have no sinks"
             stack_list, back_C = stacks()
             return torch.cat([stack(q_CHd, k_TGd, v_TGd, window) for stack in stack_list])[back_C]
         k_parts, v_parts = k_TGd.split(list(totals)), v_TGd.split(list(totals))
         sequences = zip(spans, q_CHd.split(list(lengths)), k_parts, v_parts, strict=True)
         return torch.cat(
             [
-                _attend_suffix(q, k, v, total - length, window)
+                _attend_suffix(q, k, v, total - length, window, sinks_H)
                 for (length, total), q, k, v in sequences
             ]
         )
@@ -238,19 +273,60 @@ def _added_mask(
     nothing."""
     if not 0 < window < length:
         return None
-    hidden_LL = ~_mask(0, length, window, device)
-    zeros_LL = torch.zeros(hidden_LL.shape, dtype=dtype, device=device)
-    return zeros_LL.masked_fill_(hidden_LL, -torch.inf)
+    return _added(_mask(0, length, window, device), dtype)
+
+
+def _added(seen_CT: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores so that keys that are not seen have no weight."""
+    zeros_CT = torch.zeros(seen_CT.shape, dtype=dtype, device=seen_CT.device)
+    return zeros_CT.masked_fill_(~seen_CT, -torch.inf)
 
 
 def _attend_suffix(
-    q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, before: int, window: int = 0
+    q_CHd: Tensor,
+    k_TGd: Tensor,
+    v_TGd: Tensor,
+    before: int,
+    window: int = 0,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute the attention of the last queries of one sequence, after `before` tokens."""
     mask_CT = _mask(before, len(k_TGd), window, q_CHd.device)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_CHd, k_TGd, v_TGd))
+    if sinks_H is not None:
+        return attend_with_sinks(q, k, v, mask_CT, sinks_H)[0].transpose(0, 1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_CT, enable_gqa=True)[0].transpose(
         0, 1
+    )
+
+
+def attend_with_sinks(
+    q_SHCd: Tensor, k_SGTd: Tensor, v_SGTd: Tensor, mask_CT: Tensor | None, sinks_H: Tensor
+) -> Tensor:
+    """Compute attention with sinks. mask_CT: which keys are seen, or what is added to scores; None:
+    causal, with as many queries as keys. Differentiable."""
+    if mask_CT is not None and mask_CT.dtype == torch.bool:
+        mask_CT = _added(mask_CT, q_SHCd.dtype)
+    if q_SHCd.device.type == "cpu":
+        q_SCHd, k_STGd, v_STGd = (x.transpose(1, 2) for x in (q_SHCd, k_SGTd, v_SGTd))
+        o_SCHd = flash.with_sinks(q_SCHd, k_STGd, v_STGd, sinks_H, flash.Masked(mask_CT))
+        return o_SCHd.transpose(1, 2)
+    return attend_with_a_key_of_sinks(q_SHCd, k_SGTd, v_SGTd, mask_CT, sinks_H)
+
+
+def attend_with_a_key_of_sinks(
+    q_SHCd: Tensor, k_SGTd: Tensor, v_SGTd: Tensor, mask_CT: Tensor | None, sinks_H: Tensor
+) -> Tensor:
+    """Compute `attend_with_sinks` on any device: a sink is the score of a key of zeros, whose value is
+    zero. mask_CT: is added to scores."""
+    queries, keys = q_SHCd.shape[2], k_SGTd.shape[2]
+    if mask_CT is None:
+        mask_CT = _added(_mask(0, keys, 0, q_SHCd.device), q_SHCd.dtype)
+    sinks_HC1 = sinks_H.to(mask_CT.dtype)[:, None, None].expand(-1, queries, 1)
+    added_HCX = torch.cat([mask_CT.expand(len(sinks_H), queries, keys), sinks_HC1], 2)
+    k_SGXd, v_SGXd = (F.pad(x, (0, 0, 0, 1)) for x in (k_SGTd, v_SGTd))
+    return F.scaled_dot_product_attention(
+        q_SHCd, k_SGXd, v_SGXd, attn_mask=added_HCX, enable_gqa=True
     )
 
 
@@ -267,6 +343,7 @@ def _attend_stacks(
     v_TGd: Tensor,
     shapes: list[tuple[int, int]],
     masks: list[Tensor | None],
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute attention with one call for all sequences of one length. shapes: (count, length);
     masks: of each length [L, L], added to the scores; None: causal."""
@@ -278,12 +355,21 @@ def _attend_stacks(
         q_SHLd, k_SGLd, v_SGLd = (
             x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
         )
-        outputs.append(_stack(q_SHLd, k_SGLd, v_SGLd, mask_LL).transpose(1, 2).reshape(q.shape))
+        o_SHLd = _stack(q_SHLd, k_SGLd, v_SGLd, mask_LL, sinks_H)
+        outputs.append(o_SHLd.transpose(1, 2).reshape(q.shape))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _stack(q_SHLd: Tensor, k_SGLd: Tensor, v_SGLd: Tensor, mask_LL: Tensor | None) -> Tensor:
+def _stack(
+    q_SHLd: Tensor,
+    k_SGLd: Tensor,
+    v_SGLd: Tensor,
+    mask_LL: Tensor | None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """Compute causal attention over sequences of equal length, or with a mask."""
+    if sinks_H is not None:
+        return attend_with_sinks(q_SHLd, k_SGLd, v_SGLd, mask_LL, sinks_H)
     if mask_LL is not None:
         return F.scaled_dot_product_attention(
             q_SHLd, k_SGLd, v_SGLd, attn_mask=mask_LL, enable_gqa=True
@@ -300,42 +386,4 @@ def _stack(q_SHLd: Tensor, k_SGLd: Tensor, v_SGLd: Tensor, mask_LL: Tensor | Non
 
 def _can_flash(q_THd: Tensor) -> bool:
     """Return whether torch's variable-length flash attention takes these queries."""
-    return q_THd.is_cuda and flashes(q_THd.dtype, q_THd.shape[-1])
-
-
-def flashes(dtype: torch.dtype, head_dim: int) -> bool:
-    return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
-
-
-def _flash_attention(
-    q_CHd: Tensor,
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-    q_bounds: Tensor,
-    q_longest: int,
-    k_bounds: Tensor,
-    k_longest: int,
-    window: int = 0,
-) -> Tensor:
-    """Compute causal attention, the last query aligned with the last key. window: of keys; 0: all."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    o_THd = varlen_attn(
-        q_CHd.contiguous(),
-        k_TGd.contiguous(),
-        v_TGd.contiguous(),
-        q_bounds,
-        k_bounds,
-        q_longest,
-        k_longest,
-        window_size=(window - 1, 0),
-        **_grouped_heads_argument(varlen_attn),
-    )
-    assert isinstance(o_THd, Tensor)
-    return o_THd
-
-
-@cache
-def _grouped_heads_argument(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
-    """Return the argument for grouped heads: torch 2.11 needs none, later versions do."""
-    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    return q_THd.is_cuda and flash.flashes(q_THd.dtype, q_THd.shape[-1])

@@ -71,8 +71,15 @@ class Mixing:
     attend: Attend
     recur: Recur
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        return self.attend(layer, q_THd, k_TGd, v_TGd)
+    def __call__(
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGd: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        return self.attend(layer, q_THd, k_TGd, v_TGd, sinks_H)
 
 
 def packed_recurrence(lengths: Sequence[int]) -> Recur:

@@ -54,8 +54,10 @@ def why_no_model(spec: ModelSpec) -> str | None:
         "updates that a constant scales": spec.update_scale != 1,
         "recurrent layers": spec.delta is not None,
         "gates of attention": spec.attention_gate,
+        "attention sinks": spec.attention_sinks,
         f"the activation {spec.activation}": spec.activation != "silu",
         "routers of sigmoids": spec.scores is not None,
+        "experts with biases or a clamped gate": spec.expert_bias or spec.clamped_gate is not None,
     }
     if found := [feature for feature, is_present in features.items() if is_present]:
         return (

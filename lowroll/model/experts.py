@@ -5,8 +5,10 @@
     y = sum_s g_s W_down[e_s] (silu(W_gate[e_s] x) * W_up[e_s] x)
 
 (Shazeer et al. 2017, arXiv 1701.06538, with the softmax before the choice as in Qwen3-MoE.) Router
-logits are float32 sums (`kernels.moe.route`, which has the scores by sigmoids too). Their correction
-for the choice has no gradient: training balances no load, and leaves it as it is.
+logits are float32 sums (`kernels.moe.route`, which has the scores by sigmoids too). The correction
+of sigmoids for the choice has no gradient: training balances no load, and leaves it as it is. With
+`expert_bias`, R x and all products have a bias; with a `clamped_gate`, the SwiGLU is
+`kernels.fused.swiglu.clamped_swiglu`.
 
 All experts are stacked in one `Linear` with the parts "experts.7.gate_proj" and so on: formats and
 checkpoints see one matrix [E N, K]. It is multiplied with rows sorted by expert
@@ -18,26 +20,21 @@ Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size, N 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowroll.kernels.batch_invariant import product
 from lowroll.kernels.batch_invariant import rows as invariant
-from lowroll.kernels.fused.swiglu import silu_mul
+from lowroll.kernels.fused.swiglu import clamped_swiglu, silu_mul
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import ordered
 from lowroll.kernels.moe import grouped
-from lowroll.kernels.moe.route import (
-    Groups,
-    choose,
-    choose_by,
-    combine,
-    gather,
-    sort_slots,
-)
-from lowroll.kernels.moe.scores import SigmoidRouting
+from lowroll.kernels.moe.route import Groups, choose, choose_by, combine, gather, sort_slots
+from lowroll.kernels.moe.scores import Routing, SigmoidRouting
 from lowroll.kernels.moe.stack import Stack
 from lowroll.model.engine_linear import refuse_gradient
 from lowroll.model.linear import Linear
@@ -51,6 +48,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(spec.num_experts, spec.hidden_size, device=device, dtype=dtype)
         )
+        self.bias: nn.Parameter | None = None
+        if spec.expert_bias:
+            self.bias = nn.Parameter(torch.empty(spec.num_experts, device=device, dtype=dtype))
         self.choices = spec.experts_per_token
         self.renormalize = spec.norm_topk_prob
         self.scores = spec.scores
@@ -61,13 +61,14 @@ class Router(nn.Module):
             self.correction_bias = nn.Parameter(correction_E, requires_grad=False)
 
     @property
-    def sigmoids(self) -> SigmoidRouting | None:
-        if self.scores is None:
-            return None
-        assert self.correction_bias is not None
-        scores = self.scores
-        correction_E = self.correction_bias.detach()
-        return SigmoidRouting(correction_E, scores.groups, scores.groups_kept, scores.scale)
+    def routing(self) -> Routing:
+        """The parameters of the choice, with the tensors that the module has now."""
+        sigmoids = None
+        if self.scores is not None:
+            assert self.correction_bias is not None
+            correction_E, scores = self.correction_bias.detach(), self.scores
+            sigmoids = SigmoidRouting(correction_E, scores.groups, scores.groups_kept, scores.scale)
+        return Routing(self.choices, self.renormalize, self.bias, sigmoids)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """Move the module as torch does; the correction keeps its dtype."""
@@ -80,7 +81,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return (weights [T, S] in float32, experts [T, S]), the best first."""
-        return choose(x_TD, self.weight, self.choices, self.renormalize, self.sigmoids)
+        return choose(x_TD, self.weight, self.routing)
 
 
 class StackedLinear(Linear):
@@ -89,6 +90,7 @@ class StackedLinear(Linear):
         num_experts: int,
         in_features: int,
         parts: dict[str, int],
+        bias: bool = False,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -97,7 +99,7 @@ class StackedLinear(Linear):
             for expert in range(num_experts)
             for part, rows in parts.items()
         }
-        super().__init__(in_features, stacked, False, device, dtype)
+        super().__init__(in_features, stacked, bias, device, dtype)
         self.num_experts = num_experts
 
     def set_weight(self, weight: QTensor | nn.Parameter) -> None:
@@ -105,6 +107,17 @@ class StackedLinear(Linear):
         if isinstance(weight, QTensor):
             _split_experts(weight, self.num_experts)
         super().set_weight(weight)
+
+    def products(self, x_PK: Tensor, groups: Groups) -> Tensor:
+        """Multiply sorted rows with the matrices of their experts, and add the experts' biases:
+        [P, N]."""
+        y_PN = self.multiply(x_PK, groups)
+        if self.bias is None:
+            return y_PN
+        place_P = torch.arange(len(y_PN), device=y_PN.device, dtype=groups.ends_E.dtype)
+        expert_P = torch.searchsorted(groups.ends_E, place_P, right=True)
+        bias_EN = self.bias.view(self.num_experts, -1)
+        return y_PN + F.embedding(expert_P, bias_EN).to(y_PN.dtype)
 
     def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
         raise NotImplementedError
@@ -139,7 +152,8 @@ class EngineStack(StackedLinear):
     def stack(self, x: Tensor) -> Stack:
         """Return the matrices for products with activations like x."""
         refuse_gradient(x)
-        return _make_stack(self.codes, self.num_experts, x.dtype)
+        stack = _make_stack(self.codes, self.num_experts, x.dtype)
+        return stack if self.bias is None else replace(stack, bias_N=self.bias)
 
     def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
         refuse_gradient(x_PK)
@@ -154,10 +168,11 @@ class Experts(nn.Module):
         hidden = spec.hidden_size
         mlp_size = spec.moe_intermediate_size
         self.router = Router(spec, device, dtype)
-        self.gate_up = self.stacked(
-            spec.num_experts, hidden, {"gate_proj": mlp_size, "up_proj": mlp_size}, device, dtype
-        )
-        self.down = self.stacked(spec.num_experts, mlp_size, {"down_proj": hidden}, device, dtype)
+        gate_up = {"gate_proj": mlp_size, "up_proj": mlp_size}
+        rest = (spec.expert_bias, device, dtype)
+        self.gate_up = self.stacked(spec.num_experts, hidden, gate_up, *rest)
+        self.down = self.stacked(spec.num_experts, mlp_size, {"down_proj": hidden}, *rest)
+        self.clamped_gate = spec.clamped_gate
         self.exact = False  # see `Transformer.be_exact`
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -165,17 +180,20 @@ class Experts(nn.Module):
             return self._exactly(x_TD)
         weights_TS, experts_TS = self.router(x_TD)
         groups = sort_slots(experts_TS, self.gate_up.num_experts)
-        gate_up_P = self.gate_up.multiply(gather(x_TD, groups, self.router.choices), groups)
-        h_PF = silu_mul(gate_up_P)
+        gate_up_P = self.gate_up.products(gather(x_TD, groups, self.router.choices), groups)
+        if self.clamped_gate is None:
+            h_PF = silu_mul(gate_up_P)
+        else:
+            h_PF = clamped_swiglu(gate_up_P, *self.clamped_gate)
         assert isinstance(h_PF, Tensor)
-        y_PD = self.down.multiply(h_PF, groups)
+        y_PD = self.down.products(h_PF, groups)
         return combine(y_PD, weights_TS, x_TD.dtype, groups)
 
     def _exactly(self, x_TD: Tensor) -> Tensor:
         """Compute independently of the batch: logits are invariant, and experts are added in the
         order of choices."""
         logits_TE = product.linear(x_TD, self.router.weight)
-        weights_TS, experts_TS = choose_by(logits_TE, self.router.choices, self.router.renormalize)
+        weights_TS, experts_TS = choose_by(logits_TE, self.router.routing)
         groups = sort_slots(experts_TS, self.gate_up.num_experts)
         gate_up_P = self.gate_up.multiply(gather(x_TD, groups, self.router.choices), groups)
         h_PF = invariant.silu_mul(gate_up_P)
@@ -203,9 +221,8 @@ class EngineExperts(Experts):
             self.router.weight,
             self.gate_up.stack(x_TD),
             self.down.stack(x_TD),
-            self.router.choices,
-            self.router.renormalize,
-            self.router.sigmoids,
+            self.router.routing,
+            self.clamped_gate,
         )
 
 
@@ -254,7 +271,7 @@ class _GroupedProduct(torch.autograd.Function):
 def _dense_by_expert(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Tensor:
     """Return the dense weight as [E, N, K]."""
     w_NK = weight.dequantize(dtype) if isinstance(weight, QTensor) else weight.detach().to(dtype)
-    return w_NK.view(num_experts, -1, w_NK.shape[1])
+    return w_NK.contiguous().view(num_experts, -1, w_NK.shape[1])  # int4's may have a padded row
 
 
 def _make_stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:

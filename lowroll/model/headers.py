@@ -3,6 +3,7 @@ allocation."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from lowroll.kernels.quantize import rotation
-from lowroll.model import adapter_base, gguf, shards, size_checks
+from lowroll.model import adapter_base, gguf, shards, size_checks, stacked
 from lowroll.model.files import Headers, read_json, some, tensor_headers
 from lowroll.model.folder import resolve
 from lowroll.model.names import (
@@ -24,6 +25,7 @@ from lowroll.model.spec import ModelSpec, read_config, read_spec
 from lowroll.quant import mixed, transforms
 from lowroll.quant.layouts import (
     FLOATS,
+    ExpertsInMXFloat4,
     MixedLayout,
     StoredLayout,
     read_layout,
@@ -55,6 +57,7 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
         except ValueError as error:
             raise ValueError(f"{folder / 'config.json'}: quantization_config: {error}") from None
     files = _weight_files(folder)
+    spec = replace(spec, stored_stacked=stacked.are_in(files, spec))
     stored_bytes = sum(path.stat().st_size for path in set(files.values()))
     size_checks.check_files(folder / "config.json", spec, len(files), stored_bytes)
     _check_headers(folder, spec, files, layout)
@@ -256,10 +259,26 @@ def _check_headers(
 def _expected_headers(spec: ModelSpec, layout: Layouts | None) -> dict[str, Header]:
     """Return the shape and dtypes of each tensor that the folder must have."""
     expected: dict[str, Header] = {}
-    for _, parts, shape in stored_hf_names(spec):
-        for part in parts:
-            expected |= stored_names(part, (part_rows(spec, part, shape[0]), *shape[1:]), layout)
+    for headers in stored_parameters(spec, layout).values():
+        expected |= headers
     return expected
+
+
+def stored_parameters(spec: ModelSpec, layout: Layouts | None) -> dict[str, dict[str, Header]]:
+    """Return the shapes and dtypes of the tensors that each parameter is read from, by its internal
+    name. ValueError as `StackedTensor.headers`."""
+    stacks = stacked.stored_tensors(spec)
+    in_mxfp4 = isinstance(layout, ExpertsInMXFloat4)
+    parameters: dict[str, dict[str, Header]] = {}
+    for name, parts, shape in stored_hf_names(spec):
+        if name in stacks:
+            parameters[name] = stacks[name].headers(in_mxfp4)
+            continue
+        parameters[name] = {}
+        for part in parts:
+            part_shape = (part_rows(spec, part, shape[0]), *shape[1:])
+            parameters[name] |= stored_names(part, part_shape, layout)
+    return parameters
 
 
 def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) -> None:

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from lowroll.kernels import checksum
 from lowroll.model import adapter_base as bases
-from lowroll.model import lora, scaling, shards, size_checks
+from lowroll.model import lora, scaling, shards, size_checks, stacked
 from lowroll.model.files import some
 from lowroll.model.folder import copy_tokenizer, resolve
 from lowroll.model.headers import (
     DTYPES,
-    Layouts,
     own_format,
     read_headers,
     refuse_two_rotations,
     stored_names,
+    stored_parameters,
 )
 from lowroll.model.linear import Linear
 from lowroll.model.names import (
@@ -39,13 +39,14 @@ from lowroll.model.names import (
     part_rows,
     stored_hf_names,
 )
-from lowroll.model.spec import ModelSpec
+from lowroll.model.spec import ModelSpec, spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.layouts import (
     StoredLayout,
     describe,
+    describe_experts_in_mxfp4,
     describe_mixed,
 )
 from lowroll.quant.mixed import Mixed
@@ -90,39 +91,38 @@ def load(
     size_checks.check_memory(folder / "config.json", spec, bits, device)
     model = Transformer(spec, "meta", dtype)
     shapes = {
-        name: {part: (part_rows(spec, part, stacked[0]), *stacked[1:]) for part in parts}
-        for name, parts, stacked in stored_hf_names(spec)
+        name: {part: (part_rows(spec, part, whole[0]), *whole[1:]) for part in parts}
+        for name, parts, whole in stored_hf_names(spec)
     }
+    batches = [[*tensors] for tensors in stored_parameters(spec, layout).values()]
+    stacks = stacked.stored_tensors(spec)
     amax: dict[str, Tensor] = {}
-    for name, stored in zip(
-        shapes, shards.stream(files, _tensor_batches(shapes, layout), device), strict=True
-    ):
+    for name, tensors in zip(shapes, shards.stream(files, batches, device), strict=True):
         module = model.get_submodule(name.rpartition(".")[0])
         parameter_name = name.rpartition(".")[2]
         linear = module if isinstance(module, Linear) and parameter_name == "weight" else None
         part_layout = (
             None if layout is None or linear is None else layout.of(module_of(shapes[name]))
         )
-        if part_layout is not None and linear is not None:
-            parts = _decode_low_bit(stored, files, part_layout, shapes[name])
-            if part_layout.format is not None:
-                linear.set_weight(_stack(part_layout.format, parts))
-                continue
-            stored = parts
+        parts = _decode(tensors, files, part_layout, shapes[name], stacks.get(name))
+        if isinstance(parts, QTensor):
+            assert linear is not None, "a layout is one of linear layers"
+            linear.set_weight(parts)
+            continue
         parameter = getattr(module, parameter_name)
-        stacked = shards.join(list(stored.values()), parameter.dtype)
-        part_amax = checksum.amax(stacked.split([len(part) for part in stored.values()]))
-        amax |= dict(zip(stored, part_amax, strict=True))
+        joined = shards.join(list(parts.values()), parameter.dtype)
+        part_amax = checksum.amax(joined.split([len(part) for part in parts.values()]))
+        amax |= dict(zip(parts, part_amax, strict=True))
         if weight_format is not None and linear is not None:
             layer_format = get_format(weight_format).of(name.removesuffix(".weight")).name
             linear.set_weight(
-                _quantize(layer_format, stacked, torch.cat(part_amax).amax(0, keepdim=True))
+                _quantize(layer_format, joined, torch.cat(part_amax).amax(0, keepdim=True))
             )
         else:
             setattr(
                 module,
                 parameter_name,
-                nn.Parameter(stacked, weight_format is None and parameter.requires_grad),
+                nn.Parameter(joined, weight_format is None and parameter.requires_grad),
             )
     for part, is_finite in zip(amax, checksum.finite(list(amax.values())), strict=True):
         if not is_finite:
@@ -143,13 +143,23 @@ def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]
         raise ValueError(
             f"{folder / 'config.json'}: quantization_config: its weights are no dense ones"
         )
-    names = [part for _, parts, _ in stored_hf_names(spec) for part in parts]
-    tensors_by_file = {path: load_file(path) for path in sorted({files[name] for name in names})}
-    return (
-        spec,
-        {name: files[name] for name in names},
-        {n: tensors_by_file[files[n]][n] for n in names},
-    )
+    found: dict[str, Tensor] = {}
+    for path in sorted(set(files.values())):
+        found |= load_file(path)
+    stacks = stacked.stored_tensors(spec)
+    part_files: dict[str, Path] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, parts, shape in stored_hf_names(spec):
+        if name not in stacks:
+            part_files |= {part: files[part] for part in parts}
+            tensors |= {part: found[part] for part in parts}
+            continue
+        stack = stacks[name]
+        rows = [part_rows(spec, part, shape[0]) for part in parts]
+        pieces = stack.by_expert(found.pop(stack.name)).split(rows)
+        part_files |= dict.fromkeys(parts, files[stack.name])
+        tensors |= dict(zip(parts, pieces, strict=True))
+    return spec, part_files, tensors
 
 
 def _load_adapted(
@@ -193,14 +203,33 @@ def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
     )
 
 
-def _tensor_batches(
-    shapes: dict[str, dict[str, tuple[int, ...]]], layout: Layouts | None
-) -> list[list[str]]:
-    """Return the names of the tensors that each parameter is read from."""
-    return [
-        [name for part, shape in parts.items() for name in stored_names(part, shape, layout)]
-        for parts in shapes.values()
-    ]
+def _decode(
+    stored: dict[str, Tensor],
+    files: dict[str, Path],
+    layout: StoredLayout | PackedWeights | None,
+    shapes: dict[str, tuple[int, ...]],
+    stack: stacked.StackedTensor | None,
+) -> QTensor | dict[str, Tensor]:
+    """Return a parameter of its stored tensors: codes, or dense parts, which are rows of it. shapes:
+    of its parts."""
+    if stack is not None:
+        if layout is not None:
+            return _decode_stack(stored, files, stack)
+        return {name: stack.by_expert(tensor) for name, tensor in stored.items()}
+    if layout is None:
+        return stored
+    parts = _decode_low_bit(stored, files, layout, shapes)
+    return parts if layout.format is None else _stack(layout.format, parts)
+
+
+def _decode_stack(
+    tensors: dict[str, Tensor], files: dict[str, Path], stack: stacked.StackedTensor
+) -> QTensor:
+    """Return the codes of a matrix of all experts as stored."""
+    try:
+        return stack.decode(tensors)
+    except ValueError as error:
+        raise ValueError(f"{files[next(iter(tensors))]}: {error}") from None
 
 
 def _decode_low_bit(
@@ -290,11 +319,14 @@ def save(
 
 
 def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a folder's config, and the tensors of `state`, which `write` stacks."""
     config: dict[str, Any] = {**model.spec.config, "dtype": DTYPES[model.dtype]}
     config.pop("torch_dtype", None)
     weight_format = None if model.weight_format is None else get_format(model.weight_format)
     _refuse_two_rotations(model)
-    if isinstance(weight_format, Mixed):
+    if isinstance(weight_format, Mixed) and stacked.is_native(model.spec, weight_format):
+        config["quantization_config"] = describe_experts_in_mxfp4()
+    elif isinstance(weight_format, Mixed):
         config["quantization_config"] = describe_mixed(
             _modules_by_format(model, weight_format), features_read(model.spec)
         )
@@ -336,5 +368,5 @@ def write(
 ) -> None:
     config, tensors = files
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shards.write(tensors, target)
+    shards.write(stacked.pack(spec_from_config(config), config, tensors), target)
     copy_tokenizer(tokenizer_from, target)

@@ -93,6 +93,8 @@ def _attention_names(spec: ModelSpec, attention: str) -> Iterator[Names]:
         q_size, k_size = (q, kv) if spec.qk_norm == "whole" else (spec.head_dim, spec.head_dim)
         yield "q_norm.weight", [f"{attention}.q_norm.weight"], (q_size,)
         yield "k_norm.weight", [f"{attention}.k_norm.weight"], (k_size,)
+    if spec.attention_sinks:
+        yield "sinks", [f"{attention}.sinks"], (spec.num_heads,)
     yield "o.weight", [f"{attention}.o_proj.weight"], (spec.hidden_size, q)
     if spec.o_bias:
         yield "o.bias", [f"{attention}.o_proj.bias"], (spec.hidden_size,)
@@ -121,24 +123,28 @@ def _shared_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
 def _expert_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
     hidden, size, count = spec.hidden_size, spec.moe_intermediate_size, spec.num_experts
     experts = [f"{mlp}.experts.{e}" for e in range(count)]
-    yield "experts.router.weight", [f"{mlp}.gate.weight"], (count, hidden)
+    router = f"{mlp}.{_router(spec)}"
+    gate_up = [f"{expert}.{part}_proj" for expert in experts for part in ("gate", "up")]
+    down = [f"{expert}.down_proj" for expert in experts]
+    gate_up_rows, down_rows = 2 * count * size, count * hidden
+    yield "experts.router.weight", [f"{router}.weight"], (count, hidden)
     if spec.scores is not None:
-        yield f"experts{FIXED}", [f"{mlp}.gate{FIXED_STORED}"], (count,)
-    yield (
-        "experts.gate_up.weight",
-        [f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")],
-        (2 * count * size, hidden),
-    )
-    yield (
-        "experts.down.weight",
-        [f"{expert}.down_proj.weight" for expert in experts],
-        (count * hidden, size),
-    )
+        yield f"experts{FIXED}", [f"{router}{FIXED_STORED}"], (count,)
+    yield "experts.gate_up.weight", [f"{part}.weight" for part in gate_up], (gate_up_rows, hidden)
+    yield "experts.down.weight", [f"{part}.weight" for part in down], (down_rows, size)
+    if spec.expert_bias:
+        yield "experts.router.bias", [f"{router}.bias"], (count,)
+        yield "experts.gate_up.bias", [f"{part}.bias" for part in gate_up], (gate_up_rows,)
+        yield "experts.down.bias", [f"{part}.bias" for part in down], (down_rows,)
+
+
+def _router(spec: ModelSpec) -> str:
+    return "router" if spec.stacks_experts else "gate"
 
 
 def dense_modules(spec: ModelSpec) -> list[str]:
     """Return the ends of the names of linear modules, beside lm_head, that no format quantizes."""
-    routers = ["mlp.gate"] if spec.num_experts else []
+    routers = [f"mlp.{_router(spec)}"] if spec.num_experts else []
     has_gate = spec.shared_expert_size > 0 and spec.shared_expert_gate
     gates = ["mlp.shared_expert_gate"] if has_gate else []
     rates = [] if spec.delta is None else [f"linear_attn.{p}" for p in spec.delta.rate_parts]

@@ -148,7 +148,10 @@ def replayed(
     back_T = torch.empty_like(order_T)
     back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
 
-    def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def attend(
+        layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        assert sinks_H is None, "a model with sinks has no bounded cache"
         outputs = [dense(layer, q_THd[dense_D], k_TGd[dense_D], v_TGd[dense_D])]
         for portion in portions:
             arguments = (portion, layer, q_THd, k_TGd, v_TGd)

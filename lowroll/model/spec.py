@@ -22,6 +22,7 @@ from lowroll.model.families.base import (
     FULL,
     PRE_NORMS,
     SLIDING,
+    ClampedGate,
     DeltaSpec,
     Family,
     LayerSpec,
@@ -112,6 +113,7 @@ class ModelSpec:
     norm_offset: float = 0.0  # is added to the norms' weights
     activation: str = "silu"  # or `gelu_tanh`
     attention_gate: bool = False  # q_proj also makes a gate of attention's output
+    attention_sinks: bool = False  # a logit a query head, in every softmax, without a value
     delta: DeltaSpec | None = None  # of the layers that are gated delta nets
     embedding_scale: float = 1.0
     query_scale: float = 1.0  # beside 1 / sqrt(head_dim)
@@ -125,10 +127,14 @@ class ModelSpec:
     shared_expert_gate: bool = True  # the shared expert, where there is one, has a gate
     norm_topk_prob: bool = False  # normalize a token's expert weights to sum to 1
     scores: SigmoidScores | None = None  # of routers; None: a softmax over all experts
+    expert_bias: bool = False  # of the router and of all matrices of experts
+    clamped_gate: ClampedGate | None = None  # of experts; None: plain SwiGLU
+    stacks_experts: bool = False  # in saved folders, by columns (`model.stacked`)
     # the prefix of the names of tensors in the folder that it was read from, and prefixes of those
     # tensors that are not read
     stored_prefix: str = field(default="model.", compare=False)
     unused: tuple[str, ...] = field(default=(), compare=False)
+    stored_stacked: bool = field(default=False, compare=False)  # its experts (`model.stacked`)
     config: dict[str, Any] = field(repr=False, hash=False, compare=False, default_factory=dict)
 
     @property
@@ -164,6 +170,7 @@ class ModelSpec:
         layer = self.hidden_size * len(self.norms)
         attention = self.hidden_size * (2 * q + gate + 2 * kv + self.o_bias)
         attention += (q + gate + 2 * kv) * self.qkv_bias
+        attention += self.num_heads * self.attention_sinks
         attention += {"": 0, "head": 2 * self.head_dim, "whole": q + kv}[self.qk_norm]
         num_delta = sum(layer.mixer == "delta" for layer in self.layers)
         delta = 0 if self.delta is None else self.delta.num_parameters(self.hidden_size)
@@ -179,7 +186,9 @@ class ModelSpec:
         shared = 3 * self.shared_expert_size
         shared += self.shared_expert_size > 0 and self.shared_expert_gate
         experts = self.num_experts * (3 * self.moe_intermediate_size + 1) + shared
-        mixture = self.hidden_size * experts + self.num_experts * (self.scores is not None)
+        biases = 1 + 2 * self.moe_intermediate_size + self.hidden_size
+        vectors = (self.scores is not None) + biases * self.expert_bias
+        mixture = self.hidden_size * experts + self.num_experts * vectors
         num_mixtures = self.layers_with_experts
         return num_mixtures * mixture + (self.num_layers - num_mixtures) * dense
 

@@ -111,6 +111,7 @@ class Block(nn.Module):
         self.input_norm = norms.get("input_norm")
         self.norms_whole = spec.qk_norm == "whole"
         self.has_gate = spec.attention_gate
+        self.sinks: nn.Parameter | None = None
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.delta: GatedDeltaNet | None = None
@@ -155,13 +156,15 @@ class Block(nn.Module):
         dtype: torch.dtype,
         layers: Layers,
     ) -> None:
-        """Make the matrices and head norms of attention."""
+        """Make the matrices, head norms and sinks of attention."""
         hidden = spec.hidden_size
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv = layers.linear(hidden, stored_parts(spec, "qkv"), spec.qkv_bias, device, dtype)
         if spec.qk_norm:
             self.q_norm = norm(q if self.norms_whole else spec.head_dim)
             self.k_norm = norm(kv if self.norms_whole else spec.head_dim)
+        if spec.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(spec.num_heads, device=device, dtype=dtype))
         self.o = layers.linear(q, {"o_proj": hidden}, spec.o_bias, device, dtype)
 
     def forward(
@@ -241,7 +244,7 @@ class Block(nn.Module):
         )
         if self.query_scale != 1:
             q_THd = q_THd * self.query_scale
-        o_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
+        o_THd = attend(self.layer, q_THd, k_TGd, v_TGd, self.sinks)
         if gate is not None:
             o_THd = o_THd * gate.sigmoid()
         if wanted_P is not None:
@@ -510,7 +513,9 @@ def initialize(model: Transformer, seed: int, std: float = 0.02) -> Transformer:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim == 1:
-                is_zero = name.endswith("bias") or name.endswith("norm.weight") and offset
+                is_zero = (
+                    name.endswith(("bias", "sinks")) or name.endswith("norm.weight") and offset
+                )
                 p.fill_(0.0 if is_zero else 1.0)
                 continue
             scale = std * shrink if name.endswith(("o.weight", "down.weight")) else std

@@ -41,11 +41,13 @@ from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.fp8 import Float8Block
 from lowroll.quant.int4 import pack_words
 from lowroll.quant.mixed import Mixed
+from lowroll.quant.mxfp4 import MXFloat4
 from lowroll.quant.packed import PackedWeights, read_packed
 from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import FORMATS
 
 FLOATS = ("F32", "BF16", "F16")
+EXPERTS_IN_MXFP4 = "mxfp4"  # the quant_method of GPT-OSS's folders
 LINEARS = (  # name suffixes of the modules that formats quantize
     *(f".{p}_proj" for p in ("q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up")),
     *(".in_proj_qkv", ".in_proj_z", ".in_proj_qkvz", ".out_proj"),
@@ -137,6 +139,17 @@ class MixedLayout:
         return [*rotates, *(self.rotated.keys() - schemes.keys())]
 
 
+class ExpertsInMXFloat4(MixedLayout):
+    """The layout of GPT-OSS's folders: experts in MXFP4, stacked (`model.stacked`), all else
+    dense."""
+
+    def __init__(self) -> None:
+        super().__init__({}, None, frozenset(), {})
+
+    def of(self, module: str) -> StoredLayout | None:
+        return StoredLayout(MXFloat4.name) if ".mlp.experts." in module else None
+
+
 def read_layout(config: dict[str, Any]) -> StoredLayout | PackedWeights | MixedLayout:
     """Return the layout of a `quantization_config`. ValueError names the unsupported key."""
     method = config.get("quant_method")
@@ -152,11 +165,23 @@ def read_layout(config: dict[str, Any]) -> StoredLayout | PackedWeights | MixedL
                 f"{blocks!r} and {scheme!r}{_ADVICE}"
             )
         return StoredLayout(Float8Block.name, {"weight_scale": "weight_scale_inv"})
+    if method == EXPERTS_IN_MXFP4:
+        return ExpertsInMXFloat4()
     if method in ("awq", "gptq"):
         return read_packed(config)
     raise ValueError(
-        f"quant_method: {method!r} is not one of compressed-tensors, bitsandbytes, fp8, awq, gptq{_ADVICE}"
+        f"quant_method: {method!r} is not one of compressed-tensors, bitsandbytes, fp8, {EXPERTS_IN_MXFP4}, "
+        f"awq, gptq{_ADVICE}"
     )
+
+
+def describe_experts_in_mxfp4() -> dict[str, Any]:
+    """Return the `quantization_config` of `ExpertsInMXFloat4`, as transformers reads it."""
+    dense = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens")
+    return {
+        "quant_method": EXPERTS_IN_MXFP4,
+        "modules_to_not_convert": [*dense, "lm_head"],
+    }
 
 
 def describe(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.moe import grouped, route, routed
+from lowroll.kernels.moe.scores import Routing
 from lowroll.kernels.moe.stack import Stack
 from lowroll.model import hf
 from lowroll.model.attention import varlen
@@ -58,7 +59,7 @@ def compiled(built: None) -> None:
     def run(case: tuple[str, int]) -> None:
         gate_up, down, _, _ = stacks(case[0])
         x_TD = torch.zeros(case[1], HIDDEN, device="cuda", dtype=torch.bfloat16)
-        grouped.experts(x_TD, x_TD.new_zeros(COUNT, HIDDEN), gate_up, down, CHOICES, True)
+        grouped.experts(x_TD, x_TD.new_zeros(COUNT, HIDDEN), gate_up, down, Routing(CHOICES, True))
 
     if torch.cuda.is_available():
         with ThreadPoolExecutor(8) as pool:
@@ -73,8 +74,8 @@ def test_a_layer_is_near_float32(format: str, tokens: int) -> None:
         normal(tokens, HIDDEN).bfloat16().cuda(),
         normal(COUNT, HIDDEN, seed=3).bfloat16().cuda(),
     )
-    got = grouped.experts(x_TD, router_ED, gate_up, down, CHOICES, True)
-    weights_TS, experts_TS = route.choose(x_TD, router_ED, CHOICES, True)
+    got = grouped.experts(x_TD, router_ED, gate_up, down, Routing(CHOICES, True))
+    weights_TS, experts_TS = route.choose(x_TD, router_ED, Routing(CHOICES, True))
     logits_TE = x_TD.double() @ router_ED.double().t()
     best = logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :CHOICES]
     assert (experts_TS.long() == best).float().mean() > 0.99
@@ -99,15 +100,17 @@ def test_a_graph_replays_what_runs_without_one_and_nothing_waits(format: str) ->
         normal(9, HIDDEN).bfloat16().cuda(),
         normal(COUNT, HIDDEN, seed=3).bfloat16().cuda(),
     )
-    grouped.experts(x_TD, router_ED, gate_up, down, CHOICES, True)
+    grouped.experts(x_TD, router_ED, gate_up, down, Routing(CHOICES, True))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = grouped.experts(x_TD, router_ED, gate_up, down, CHOICES, True)
+        out = grouped.experts(x_TD, router_ED, gate_up, down, Routing(CHOICES, True))
     for seed in (4, 5):
         x_TD.copy_(normal(9, HIDDEN, seed=seed))
         graph.replay()
-        assert torch.equal(out, grouped.experts(x_TD, router_ED, gate_up, down, CHOICES, True))
+        assert torch.equal(
+            out, grouped.experts(x_TD, router_ED, gate_up, down, Routing(CHOICES, True))
+        )
 
 
 def test_the_learner_in_bfloat16_is_near_the_cpu_in_float32() -> None:

@@ -74,6 +74,13 @@ def test_rows_attend_within_a_window(case: tuple[Any, ...], window: int, small: 
 
 
 @runs_here
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("case", CASES)
+def test_sinks_take_part_in_the_softmax(case: tuple[Any, ...], window: int, small: None) -> None:
+    Case(*case, window=window, sinks=True).check(1e-5)
+
+
+@runs_here
 def test_a_window_that_hides_nothing_changes_no_bit(small: None) -> None:
     plain, wide = (Case([9, 0, 70], 4, 2, 16, 4, window=window) for window in (0, 70))
     assert torch.equal(plain.run(), wide.run())

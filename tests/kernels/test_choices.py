@@ -35,6 +35,7 @@ from lowroll.kernels.kv_eviction.move import move
 from lowroll.kernels.kv_eviction.watch import add_attended, add_supports, remember
 from lowroll.kernels.matmul import integers, streamed, w8a8
 from lowroll.kernels.moe import grouped, route, routed
+from lowroll.kernels.moe.scores import Routing
 from lowroll.kernels.moe.stack import Stack
 from lowroll.kernels.quantize.rows import E4M3, QuantizedRows, quantize_rows
 from lowroll.kernels.sampling.advance import advance
@@ -291,7 +292,7 @@ def mixture(kind: str, tokens: int, experts: int = 4, dtype: torch.dtype = BF16,
             return "an expert at a time"
         router = put(torch.zeros(experts, width, dtype=dtype))
         gate_up, down = stack(kind, experts, width, put), stack(kind, experts, width, put)
-        return grouped.experts(x, router, gate_up, down, 2, True)
+        return grouped.experts(x, router, gate_up, down, Routing(2, True))
 
     return call
 

@@ -68,6 +68,21 @@ def test_rows_attend_within_a_window(
     one.check(1e-5)
 
 
+@both
+@pytest.mark.parametrize("programs", [1, 30])
+@pytest.mark.parametrize("case", [*WINDOWED, ([45, 0, 1, 16, 17], 6, 2, 24, 4, 0)])
+def test_sinks_take_part_in_the_softmax(
+    case: tuple, programs: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, in whatever splits, in windows and without; a row without keys stays 0."""
+    monkeypatch.setattr(decode, "PROGRAMS", programs)
+    one = Case(*case[:-1], window=case[-1], sinks=True)
+    if path == "plain":
+        one.keys.nan_to_num_(0)
+        one.values.nan_to_num_(0)
+    one.check(1e-5)
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize("programs", [1, 30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -146,13 +161,14 @@ def test_write_pages_skips_negative_slots(path: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [0, 1024])
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (1024, False), (128, True)])
 @pytest.mark.parametrize("rows", [1, 256])
-def test_attention_compiles_for_hopper_without_spills(rows: int, window: int) -> None:
+def test_attention_compiles_for_hopper_without_spills(rows: int, window: int, sinks: bool) -> None:
     pytest.importorskip("triton")
     splits, length, stages, warps = decode._launch(rows, 4, 256)
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "keys_ptr", "values_ptr"), "*bf16")
     types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
+    types |= {"sinks_ptr": "*bf16"} if sinks else {}
     types |= {
         "out_ptr": "*fp32" if splits > 1 else "*bf16",
         "lse_ptr": "*fp32",
@@ -175,6 +191,7 @@ def test_attention_compiles_for_hopper_without_spills(rows: int, window: int) ->
         SPLIT=splits > 1,
         WINDOW=window,
         STAGES=stages,
+        **({} if sinks else {"sinks_ptr": None}),
     )
     kernel = built(decode._decode_kernel, types, constants, ("rows", "splits"), num_warps=warps)
     sass = kernel.asm["sass"]

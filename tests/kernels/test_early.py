@@ -20,6 +20,7 @@ from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.fused.swiglu import WHOLE, silu_mul
 from lowroll.kernels.matmul import gemv, integers
 from lowroll.kernels.moe import grouped
+from lowroll.kernels.moe.scores import Routing
 from lowroll.kernels.moe.stack import Stack
 from lowroll.kernels.quantize.rows import E4M3, QuantizedRows, quantize_rows
 from lowroll.kernels.sampling.advance import advance
@@ -116,8 +117,7 @@ CALLS: dict[str, Callable[[], object]] = {
         empty(16, 512),
         Stack("dense", 16, empty(16 * 512, 512)),
         Stack("dense", 16, empty(16 * 512, 256)),
-        2,
-        True,
+        Routing(2, True),
     ),
 }
 

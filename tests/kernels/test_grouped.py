@@ -17,7 +17,7 @@ from lowroll.kernels import nvcc
 from lowroll.kernels.fused import swiglu
 from lowroll.kernels.moe import grouped, route, routed
 from lowroll.kernels.moe.grouped import GroupedTiling
-from lowroll.kernels.moe.scores import SigmoidRouting
+from lowroll.kernels.moe.scores import Routing, SigmoidRouting
 from lowroll.kernels.moe.stack import Stack
 from lowroll.kernels.quantize import rows
 from lowroll.model import experts
@@ -39,7 +39,7 @@ def test_choices_are_those_of_plain_torch(
     tokens: int, num_experts: int, choices: int, renormalize: bool
 ) -> None:
     x_TD, router_ED = normal(tokens, 100), normal(num_experts, 100, seed=1) * 0.3
-    weights_TS, experts_TS = route.choose(x_TD, router_ED, choices, renormalize)
+    weights_TS, experts_TS = route.choose(x_TD, router_ED, Routing(choices, renormalize))
     logits_TE = x_TD @ router_ED.t()
     want_TS = logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :choices]
     assert experts_TS.dtype == torch.int32 and torch.equal(experts_TS.long(), want_TS)
@@ -62,7 +62,7 @@ def test_choices_have_the_gradient_of_plain_torch_and_the_same_bits_without_one(
         [normal(9, 40).requires_grad_(), normal(7, 40, seed=1).requires_grad_()],
         normal(9, 3, seed=2),
     )
-    weights_TS, experts_TS = route.choose(*leaves, 3, renormalize)
+    weights_TS, experts_TS = route.choose(*leaves, Routing(3, renormalize))
     got = torch.autograd.grad((weights_TS * slope).sum(), leaves)
     want = torch.autograd.grad(
         (formula(leaves[0] @ leaves[1].t(), experts_TS.long(), renormalize) * slope).sum(), leaves
@@ -70,10 +70,10 @@ def test_choices_have_the_gradient_of_plain_torch_and_the_same_bits_without_one(
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        again_TS, same_TS = route.choose(*leaves, 3, renormalize)
+        again_TS, same_TS = route.choose(*leaves, Routing(3, renormalize))
     assert torch.equal(again_TS, weights_TS) and torch.equal(same_TS, experts_TS)
     router_ED = leaves[1].detach()  # a frozen router
-    weights_TS = route.choose(leaves[0], router_ED, 3, renormalize)[0]
+    weights_TS = route.choose(leaves[0], router_ED, Routing(3, renormalize))[0]
     assert torch.equal(torch.autograd.grad((weights_TS * slope).sum(), leaves[0])[0], got[0])
 
 
@@ -96,10 +96,10 @@ def test_choices_by_corrected_sigmoids_are_those_of_plain_torch(
         (normal(num_experts, 40, seed=1) * 0.3).requires_grad_(),
     ]
     slope_TS = normal(tokens, choices, seed=2)
-    sigmoids = sigmoids_of(num_experts, groups, kept)
+    routing = Routing(choices, renormalize, sigmoids=sigmoids_of(num_experts, groups, kept))
     logits_TE = leaves[0] @ leaves[1].t()
-    want_TS, order_TS = route.choose_by(logits_TE, choices, renormalize, sigmoids)
-    weights_TS, experts_TS = route.choose(*leaves, choices, renormalize, sigmoids)
+    want_TS, order_TS = route.choose_by(logits_TE, routing)
+    weights_TS, experts_TS = route.choose(*leaves, routing)
     assert torch.equal(experts_TS.long(), order_TS)
     torch.testing.assert_close(weights_TS, want_TS, rtol=1e-5, atol=1e-6)
     wanted = torch.autograd.grad((want_TS * slope_TS).sum(), leaves)
@@ -108,7 +108,7 @@ def test_choices_by_corrected_sigmoids_are_those_of_plain_torch(
     ):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        again_TS, sorted_slots = route.choose_and_sort(*leaves, choices, renormalize, sigmoids)
+        again_TS, sorted_slots = route.choose_and_sort(*leaves, routing)
     assert torch.equal(again_TS, weights_TS)
     assert torch.equal(sorted_slots.slot_P, route.sort_slots(experts_TS, num_experts).slot_P)
 
@@ -117,20 +117,40 @@ def test_choices_by_corrected_sigmoids_are_those_of_plain_torch(
 def test_the_weights_of_experts_whose_sigmoids_are_zero_are_finite() -> None:
     """And equal scores: the lowest expert and the lowest group come first."""
     x_TD, router_ED = torch.full((2, 32), -100.0), torch.ones(8, 32)
-    sigmoids = SigmoidRouting(torch.zeros(8), 4, 2)
-    weights_TS, experts_TS = route.choose(x_TD, router_ED, 3, True, sigmoids)
+    routing = Routing(3, True, sigmoids=SigmoidRouting(torch.zeros(8), 4, 2))
+    weights_TS, experts_TS = route.choose(x_TD, router_ED, routing)
     assert weights_TS.eq(0).all() and experts_TS.tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.interpreted
+def test_a_routers_bias_chooses_and_learns() -> None:
+    """Against plain torch, with a bias that no product outweighs for one expert."""
+    x_TD, router_ED, bias_E = (normal(9, 40), normal(7, 40, seed=1), normal(7, seed=3))
+    bias_E[4] += 50
+    leaves, slope = [x.requires_grad_() for x in (x_TD, router_ED, bias_E)], normal(9, 3, seed=2)
+    routing = Routing(3, True, bias_E)
+    weights_TS, experts_TS = route.choose(x_TD, router_ED, routing)
+    assert (experts_TS[:, 0] == 4).all()
+    plain_TS = formula(F.linear(x_TD, router_ED, bias_E), experts_TS.long(), True)
+    torch.testing.assert_close(weights_TS, plain_TS, rtol=1e-5, atol=1e-7)
+    got = torch.autograd.grad((weights_TS * slope).sum(), leaves)
+    want = torch.autograd.grad((plain_TS * slope).sum(), leaves)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    chosen_TS, groups = route.choose_and_sort(x_TD[:1], router_ED, routing)
+    torch.testing.assert_close(chosen_TS, weights_TS[:1])
+    assert groups.bounds[4] == (groups.bounds[4][0], groups.bounds[4][0] + 1)
 
 
 @pytest.mark.interpreted
 def test_equal_experts_are_taken_from_the_lowest() -> None:
     router_ED = torch.zeros(7, 32)
     router_ED[[2, 4, 6], 0] = 1.0
-    weights_TS, experts_TS = route.choose(torch.ones(2, 32), router_ED, 4, True)
+    weights_TS, experts_TS = route.choose(torch.ones(2, 32), router_ED, Routing(4, True))
     assert experts_TS.tolist() == [[2, 4, 6, 0]] * 2
     torch.testing.assert_close(weights_TS.sum(1), torch.ones(2))
     nan = torch.full((1, 32), float("nan"))
-    weights_TS, experts_TS = route.choose(nan, router_ED, 4, True)
+    weights_TS, experts_TS = route.choose(nan, router_ED, Routing(4, True))
     assert weights_TS.isnan().all() and 0 <= int(experts_TS.min()) and int(experts_TS.max()) < 7
 
 
@@ -155,10 +175,10 @@ def test_sorting_is_torchs_stable_one(
 def test_choosing_and_sorting_at_once_is_the_one_and_then_the_other(tokens: int) -> None:
     router_ED = normal(21, 100, seed=1) * 0.3
     for x_TD in (normal(tokens, 100), torch.full((tokens, 100), float("nan"))):
-        weights_TS, experts_TS = route.choose(x_TD, router_ED, 5, True)
+        weights_TS, experts_TS = route.choose(x_TD, router_ED, Routing(5, True))
         want, (got_TS, got) = (
             route.sort_slots(experts_TS, 21),
-            route.choose_and_sort(x_TD, router_ED, 5, True),
+            route.choose_and_sort(x_TD, router_ED, Routing(5, True)),
         )
         torch.testing.assert_close(got_TS, weights_TS, rtol=0, atol=0, equal_nan=True)
         for name in ("slot_P", "place_P", "ends_E"):
@@ -249,7 +269,7 @@ def test_a_mixture_of_experts_is_the_formula(format: str, monkeypatch: pytest.Mo
     gate_up = encoded(normal(count * 2 * wide, hidden, seed=2) * 0.2, format)
     down = encoded(normal(count * hidden, wide, seed=3) * 0.2, format)
     got = grouped.experts(
-        x_TD, router_ED, stack_of(gate_up, count), stack_of(down, count), choices, True
+        x_TD, router_ED, stack_of(gate_up, count), stack_of(down, count), Routing(choices, True)
     )
     p_TE = (x_TD @ router_ED.t()).softmax(-1)
     best = p_TE.topk(choices, dim=-1)
@@ -266,26 +286,74 @@ def test_a_mixture_of_experts_is_the_formula(format: str, monkeypatch: pytest.Mo
     assert (got - want).abs().max() < bound * want.abs().max()
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("format", ["fp32", "int8", "nvfp4", "mxfp4", "int4"])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_biases_and_clamped_gates_are_the_formula(
+    format: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's fused kernels against an expert at a time in plain torch, with gates and ups on
+    both sides of the limit."""
+    module = module_of(hidden=128, wide=64, kind=EngineExperts, clamped=True)
+    for linear in (module.gate_up, module.down):
+        linear.set_weight(encoded(linear.weight, format))
+    x_TD = 2 * normal(tokens, 128, seed=9)
+    with torch.no_grad():
+        got = module(x_TD)
+        for owner in (experts, swiglu, route):
+            monkeypatch.setattr(owner, "triton_supports", lambda x: False)
+        gate_up = F.linear(x_TD, module.gate_up.codes.dequantize(torch.float32))
+        assert (gate_up.abs() > 1).any() and (gate_up.abs() < 1).any()
+        want = module(x_TD)
+    bound = 0.02 if format == "int8" else 1e-4
+    assert (got - want).abs().max() < bound * want.abs().max()
+
+
+def test_the_clamped_gate_by_hand() -> None:
+    """gate 3 and up -9 are clamped to 2 and -2; the gradient stops there, and only there."""
+    gate_up_TG = torch.tensor([[3.0, -1.0, -9.0, 0.5]], requires_grad=True)
+    y_TF = swiglu.clamped_swiglu(gate_up_TG, 2.0, 1.5)
+    sigmoid = torch.tensor([3.0, -1.5]).sigmoid()
+    torch.testing.assert_close(y_TF, torch.stack([-2 * sigmoid[0], -1.5 * sigmoid[1]])[None])
+    y_TF.sum().backward()
+    gate = 1.5 * (sigmoid[1] - 1.5 * sigmoid[1] * (1 - sigmoid[1]))
+    want = torch.stack([torch.tensor(0.0), gate, torch.tensor(0.0), -sigmoid[1]])
+    torch.testing.assert_close(gate_up_TG.grad, want[None])
+
+
 def module_of(
     dtype: torch.dtype = torch.float32,
     hidden: int = 64,
     wide: int = 32,
     kind: type[Experts] = LearnerExperts,
+    clamped: bool = False,
 ) -> Experts:
+    """Random experts of Qwen3-MoE, or of GPT-OSS, with biases and a clamped gate."""
+    special: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 5,
+        "intermediate_size": 8,
+        "moe_intermediate_size": wide,
+        "norm_topk_prob": True,
+    }
+    if clamped:
+        special = {
+            "architectures": ["GptOssForCausalLM"],
+            "num_local_experts": 5,
+            "intermediate_size": wide,
+            "sliding_window": 8,
+            "swiglu_limit": 1.0,
+        }
     spec = spec_from_config(
         {
-            "architectures": ["Qwen3MoeForCausalLM"],
             "vocab_size": 8,
             "hidden_size": hidden,
-            "intermediate_size": 8,
             "num_hidden_layers": 1,
             "num_attention_heads": 1,
             "num_key_value_heads": 1,
             "max_position_embeddings": 8,
-            "num_experts": 5,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": wide,
-            "norm_topk_prob": True,
+            **special,
         }
     )
     module = kind(spec, "cpu", dtype)
@@ -297,21 +365,23 @@ def module_of(
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("format", "dtype"),
+    ("format", "dtype", "clamped"),
     [
-        (None, torch.float32),
-        (None, torch.float16),
-        ("int8", torch.float16),
-        ("fp8", torch.float32),
-        ("nvfp4", torch.float16),
-        ("int4", torch.float32),
+        (None, torch.float32, False),
+        (None, torch.float16, False),
+        ("int8", torch.float16, False),
+        ("fp8", torch.float32, False),
+        ("nvfp4", torch.float16, False),
+        ("int4", torch.float32, False),
+        (None, torch.float16, True),
+        ("mxfp4", torch.float16, True),
     ],
 )
 def test_a_learner_has_the_same_bits_with_gradients_and_without_and_an_aligned_one_the_engines(
-    format: str | None, dtype: torch.dtype
+    format: str | None, dtype: torch.dtype, clamped: bool
 ) -> None:
-    learner = module_of(dtype)
-    engine = module_of(dtype, kind=EngineExperts)
+    learner = module_of(dtype, clamped=clamped)
+    engine = module_of(dtype, kind=EngineExperts, clamped=clamped)
     x_TD = normal(7, 64, seed=9).to(dtype)
     for ours, theirs in zip(
         (learner.gate_up, learner.down), (engine.gate_up, engine.down), strict=True
@@ -448,6 +518,7 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
         "w_ptr": "*bf16",
         "ws_ptr": "*fp32",
         "g_ptr": "*fp32",
+        "bias_ptr": "*bf16",
         "y_ptr": "*bf16",
         "slot_ptr": "*i64",
         "ends_ptr": "*i32",
@@ -461,6 +532,8 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
         "KIND": kind,
         "CHOICES": 8,
         "SWIGLU": True,
+        "LIMIT": 7.0,
+        "ALPHA": 1.702,
         "TO_SLOTS": False,
         "G_ROWS": False,
         "BLOCKED": 16 if kind.endswith("4") else 0,

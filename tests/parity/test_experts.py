@@ -17,7 +17,7 @@ import lowroll
 from lowroll import Engine, Request
 from lowroll.kernels.moe import grouped
 from lowroll.kernels.moe.route import choose_by, sort_slots
-from lowroll.kernels.moe.scores import SigmoidRouting
+from lowroll.kernels.moe.scores import Routing, SigmoidRouting
 from lowroll.model import hf, lora
 from lowroll.model.experts import EngineExperts, Experts, LearnerExperts, Router
 from lowroll.model.spec import ModelSpec, read_spec, spec_from_config
@@ -97,10 +97,10 @@ def test_corrected_sigmoids_by_hand() -> None:
     sigmoids = SigmoidRouting(torch.tensor([0.0, 0.0, 0.5, 0.3]), 2, 1, 2.0)
     logits_TE = torch.tensor([[0.0, 1.0, -1.0, 0.0]], requires_grad=True)
     low = 1 / (1 + torch.e)  # sigmoid(-1)
-    weights_TS, experts_TS = choose_by(logits_TE, 2, False, sigmoids)
+    weights_TS, experts_TS = choose_by(logits_TE, Routing(2, False, sigmoids=sigmoids))
     assert experts_TS.tolist() == [[3, 2]]  # 0.5 + 0.3 before 0.269 + 0.5
     torch.testing.assert_close(weights_TS, torch.tensor([[2 * 0.5, 2 * low]]))
-    weights_TS, _ = choose_by(logits_TE, 2, True, sigmoids)
+    weights_TS, _ = choose_by(logits_TE, Routing(2, True, sigmoids=sigmoids))
     torch.testing.assert_close(weights_TS, torch.tensor([[1.0, 2 * low]]) / (0.5 + low))
     weights_TS[0, 0].backward()
     assert logits_TE.grad[0, :2].tolist() == [0.0, 0.0]  # experts that were not chosen
@@ -131,7 +131,7 @@ def test_corrected_sigmoids_are_those_of_transformers(
     x_TD = torch.randn(40, 16, generator=generator)
     logits_TE, want_TS, experts_TS = theirs(x_TD)
     sigmoids = SigmoidRouting(theirs.e_score_correction_bias, groups, kept, 1.7)
-    found_TS, chosen_TS = choose_by(logits_TE, choices, renormalize, sigmoids)
+    found_TS, chosen_TS = choose_by(logits_TE, Routing(choices, renormalize, sigmoids=sigmoids))
     want_TE = torch.zeros(40, 12).scatter(1, experts_TS, want_TS)
     torch.testing.assert_close(torch.zeros(40, 12).scatter(1, chosen_TS, found_TS), want_TE)
 

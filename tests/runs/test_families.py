@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from lowroll.metrics.record import reproducible
 from lowroll.model import hf
+from lowroll.quant.formats import QTensor
 from lowroll.runs import demo
+from tests.fixtures.gpt_oss import published
 from tests.fixtures.runs import copy_stopped_after
 from tests.fixtures.sequences import forward, random_sequences
 from tests.fixtures.tiny import FAMILIES, hf_folder
@@ -74,6 +76,38 @@ def test_a_run_is_resumed_bit_for_bit_and_exported(
     if learner == "lora":
         return
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "final", dtype=torch.float32)
+    sequences = random_sequences([20, 3])
+    with torch.no_grad():
+        want = torch.cat([theirs(torch.tensor([s])).logits[0] for s in sequences])
+    assert (forward(model, sequences) - want).abs().max() < 2e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learner", ["full", "lora"])
+def test_a_run_on_published_experts_is_resumed_and_exported(learner: str, tmp_path: Path) -> None:
+    """Experts in MXFP4 roll out as stored. Adapters learn on them; all weights learn from them
+    dequantized, and are exported as transformers stacks them."""
+    tokenizer = demo.build_tokenizer()
+    folder = published(tmp_path / "m", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    settings = tree(folder, "stored", **(LORA if learner == "lora" else {}))
+    whole = train(settings, tmp_path / "whole")
+    copy_stopped_after(tmp_path / "whole", 1, tmp_path / "cut")
+    again = train(settings, tmp_path / "cut", resume=True)
+    assert [json.dumps(reproducible(r), sort_keys=True) for r in whole.records] == [
+        json.dumps(reproducible(r), sort_keys=True) for r in again.records
+    ]
+    final = tmp_path / "whole" / "final"
+    model = hf.load(final)
+    formats = {
+        linear.weight.format
+        for name, linear in model.linears()
+        if ".experts." in name and isinstance(linear.weight, QTensor)
+    }
+    assert formats == ({"mxfp4"} if learner == "lora" else set())
+    if learner == "lora":
+        return
+    theirs = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)
     sequences = random_sequences([20, 3])
     with torch.no_grad():
         want = torch.cat([theirs(torch.tensor([s])).logits[0] for s in sequences])

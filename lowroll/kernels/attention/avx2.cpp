@@ -22,6 +22,7 @@ struct Problem {
     const int32_t* table;   // rows of pages, table_stride apart
     const int32_t* rows;    // of the table, one a query; null: its own
     const int32_t* lengths; // keys of a row, the new one's included; 0: nothing is written, the output is 0
+    const float* sinks;     // [H], logits without a value; null: none
     float* out;             // [B, H, d]
     int64_t k_stride, v_stride, table_stride;
     float scale;
@@ -115,7 +116,7 @@ template <int R> static void attend(const Problem& p, int row, int g, int head) 
     const int32_t* pages = p.table + (p.rows ? p.rows[row] : row) * p.table_stride;
     const int64_t at = ((int64_t)row * p.H + head) * d;
     for (int r = 0; r < R; ++r) {
-        s.most[r] = -INFINITY, s.weight[r] = 0;
+        s.most[r] = p.sinks ? p.sinks[head + r] : -INFINITY, s.weight[r] = p.sinks ? 1 : 0;
         for (int j = 0; j < d; ++j) s.q[r][j] = p.q[at + r * d + j] * p.scale, s.total[r][j] = 0;
     }
     const int begin = p.window > 0 && length > p.window ? length - p.window : 0;

@@ -30,7 +30,10 @@ class CpuAttentionArguments(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *(
             (name, ctypes.c_void_p)
-            for name in ("q", "k", "v", "keys", "values", "table", "rows", "lengths", "out")
+            for name in (
+                *("q", "k", "v", "keys", "values", "table", "rows", "lengths", "sinks"),
+                "out",
+            )
         ),
         *((name, ctypes.c_int64) for name in ("k_stride", "v_stride", "table_stride")),
         ("scale", ctypes.c_float),
@@ -67,11 +70,13 @@ def decode(
     lengths_B: Tensor,
     scale: float,
     window: int = 0,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute `decode.paged_decode`. Heads of k and v are contiguous within a row; rows may be
     strided."""
     cache = (keys_pPGd, values_pPGd)
-    return _run(q_BHd, (k_BGd, v_BGd), cache, table_BN, None, lengths_B, scale, window)
+    sinks_H = None if sinks_H is None else sinks_H.detach().float().contiguous()
+    return _run(q_BHd, (k_BGd, v_BGd), cache, table_BN, None, lengths_B, scale, window, sinks_H)
 
 
 def attend(
@@ -98,13 +103,15 @@ def _run(
     lengths_B: Tensor,
     scale: float,
     window: int = 0,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Call the kernel. fresh: the new keys and values, which it writes to the cache first."""
     rows, heads, d = q_BHd.shape
     page, kv_heads = cache[0].shape[1:3]
     q_BHd = q_BHd.contiguous()
     out_BHd = torch.empty_like(q_BHd)
-    tensors = (q_BHd, *(fresh or (None, None)), *cache, table_BN, rows_B, lengths_B, out_BHd)
+    rows_and_sinks = (table_BN, rows_B, lengths_B, sinks_H)
+    tensors = (q_BHd, *(fresh or (None, None)), *cache, *rows_and_sinks, out_BHd)
     arguments = CpuAttentionArguments(
         *(pointer(tensor) for tensor in tensors),
         *(0 if tensor is None else tensor.stride(0) for tensor in (*tensors[1:3], table_BN)),

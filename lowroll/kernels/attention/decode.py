@@ -7,11 +7,12 @@ arXiv:1805.02867):
 
     o = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max).
 
-The first split starts its softmax with the new token and writes it to its slot; all splits read
-only older slots. The number of splits depends on rows and key-value heads alone, so a captured
-graph is right for every length, and a batch size always gives the same bits.
+The first split starts its softmax with the new token and the layer's sinks, logits without a value,
+and writes the token to its slot; all splits read only older slots. The number of splits depends on
+rows and key-value heads alone, so a captured graph is right for every length, and a batch size always
+gives the same bits.
 
-Many 16-bit rows on Hopper go to `kernels.attention.paged`, float32 on CPU to
+Many 16-bit rows on Hopper without windows and sinks go to `kernels.attention.paged`, float32 on CPU to
 `kernels.attention.avx2`, the rest to torch.
 
 Legend: B rows, T tokens, H query heads, G key-value heads, d head size, p pages of the cache, P
@@ -53,9 +54,10 @@ def paged_decode(
     lengths_B: Tensor,
     scale: float,
     window: int = 0,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Write each row's new key and value to its slot, and attend over the row's last `window` keys,
-    or all for 0. Return o [B, H, d] in q's dtype.
+    or all for 0, and the layer's sinks if it has them. Return o [B, H, d] in q's dtype.
 
     table_BN, lengths_B: int32; a length counts the new token. A row of length 0 is dead: nothing is
     written, its output is 0. Heads of q, k and v are contiguous within a row; rows may be strided.
@@ -64,16 +66,17 @@ def paged_decode(
     in_triton = triton_supports(q_BHd)
     if not in_triton and not avx2.supports(q_BHd, keys_pPGd):
         return _plain(
-            q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale, window
+            q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale, window, sinks_H
         )
     q_BHd, k_BGd, v_BGd = (packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
     if not in_triton:
         return avx2.decode(
-            q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale, window
+            q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale, window, sinks_H
         )
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
-    if not window and paged.supports(q_BHd, k_BGd, v_BGd, keys_pPGd):
+    is_plain = not window and sinks_H is None
+    if is_plain and paged.supports(q_BHd, k_BGd, v_BGd, keys_pPGd):
         return paged.decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
     padded = max(16, block(d))
     splits, length, stages, warps = _launch(rows, kv_heads, padded * keys_pPGd.element_size())
@@ -87,6 +90,7 @@ def paged_decode(
         values_pPGd,
         table_BN,
         lengths_B,
+        sinks_H,
         part,
         lse,
         rows,
@@ -201,6 +205,7 @@ def _plain(
     lengths_B: Tensor,
     scale: float,
     window: int,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """Compute `paged_decode` in plain torch."""
     page = keys_pPGd.shape[1]
@@ -218,13 +223,15 @@ def _plain(
     if window:
         allowed_BL &= index_L >= lengths_B[:, None] - window
     q_BGRd = q_BHd.reshape(q_BHd.shape[0], k_BGd.shape[1], -1, q_BHd.shape[-1])
-    o_BGRd = F.scaled_dot_product_attention(
-        q_BGRd,
-        gather_pages(keys_pPGd, table_BN),
-        gather_pages(values_pPGd, table_BN),
-        attn_mask=allowed_BL[:, None, None],
-        scale=scale,
-    )
+    k_BGLd, v_BGLd = (gather_pages(pages, table_BN) for pages in (keys_pPGd, values_pPGd))
+    mask = allowed_BL[:, None, None]
+    if sinks_H is not None:  # a key and a value of zeros, and the sink in place of its score
+        k_BGLd, v_BGLd = (F.pad(x, (0, 0, 0, 1)) for x in (k_BGLd, v_BGLd))
+        hidden_BGRL = ~mask.expand(*q_BGRd.shape[:3], -1)
+        added_BGRL = q_BGRd.new_zeros(hidden_BGRL.shape).masked_fill_(hidden_BGRL, -torch.inf)
+        sinks_GR1 = sinks_H.to(q_BGRd.dtype).view(k_BGd.shape[1], -1, 1)
+        mask = torch.cat([added_BGRL, sinks_GR1.expand(len(q_BGRd), -1, -1, -1)], 3)
+    o_BGRd = F.scaled_dot_product_attention(q_BGRd, k_BGLd, v_BGLd, attn_mask=mask, scale=scale)
     o_BHd = o_BGRd.reshape(q_BHd.shape)
     return o_BHd if live_B.all() else o_BHd.masked_fill(~live_B[:, None, None], 0.0)
 
@@ -302,6 +309,23 @@ def _fetch_ahead(
 
 
 @jit
+def _write_head(ptr, x_d, in_d, D: tl.constexpr):
+    """Write the numbers of a head in the cache's type."""
+    tl.store(ptr + tl.arange(0, D), x_d.to(ptr.dtype.element_ty), mask=in_d)
+
+
+@jit
+def _add_sinks(m_r, l_r, acc_rd, sinks_ptr, PER: tl.constexpr, R: tl.constexpr):
+    """Add the sinks of PER heads to a softmax: maximum, mass and sum of values."""
+    offs_r = tl.arange(0, R)
+    sink_r = tl.load(sinks_ptr + offs_r, mask=offs_r < PER, other=0.0)
+    sink_r = sink_r.to(tl.float32) * 1.4426950408889634  # log2(e), as in `scale`
+    most_r = tl.maximum(m_r, sink_r)
+    old_r = tl.exp2(m_r - most_r)
+    return most_r, l_r * old_r + tl.exp2(sink_r - most_r), acc_rd * old_r[:, None]
+
+
+@jit
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -310,6 +334,7 @@ def _decode_kernel(
     values_ptr,
     table_ptr,
     lengths_ptr,
+    sinks_ptr,
     out_ptr,
     lse_ptr,
     rows,
@@ -378,15 +403,15 @@ def _decode_kernel(
             v_d = tl.load(
                 v_ptr + row.to(tl.int64) * v_stride + head * d + offs_d, mask=in_d, other=0.0
             )
-            page = tl.load(table_ptr + row.to(tl.int64) * table_stride + cached // PAGE).to(
-                tl.int64
-            )
-            slot = (page * PAGE + cached % PAGE) * (G * d) + head * d + offs_d
-            tl.store(keys_ptr + slot, k_d.to(keys_ptr.dtype.element_ty), mask=in_d)
-            tl.store(values_ptr + slot, v_d.to(values_ptr.dtype.element_ty), mask=in_d)
+            page = tl.load(table_ptr + row.to(tl.int64) * table_stride + cached // PAGE)
+            slot = (page.to(tl.int64) * PAGE + cached % PAGE) * (G * d) + head * d
+            _write_head(keys_ptr + slot, k_d, in_d, D)
+            _write_head(values_ptr + slot, v_d, in_d, D)
             m_r = tl.sum(q_rd.to(tl.float32) * k_d.to(tl.float32)[None, :], 1) * scale
             l_r += 1.0
             acc_rd += v_d.to(tl.float32)[None, :]
+            if sinks_ptr is not None:
+                m_r, l_r, acc_rd = _add_sinks(m_r, l_r, acc_rd, sinks_ptr + head * PER, PER, R)
     for start in tl.range(
         first,
         tl.minimum(first + share * BLOCK, cached),

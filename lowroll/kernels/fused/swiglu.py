@@ -4,6 +4,10 @@ product's codes.
     y = silu(g) * u,      silu(g) = g s,  s = 1 / (1 + exp(-g))      silu and y each rounded to the dtype of gate_up
     d u = d y silu(g),    d g = d y u s (1 + g (1 - s))
 
+Experts of GPT-OSS clamp both (`clamped_swiglu`):
+
+    y = (clamp(u, -limit, limit) + 1) c / (1 + exp(-alpha c)),    c = min(g, limit)
+
 Legend: T tokens, F intermediate size.
 """
 
@@ -55,6 +59,37 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Qua
             raise ValueError("silu_mul: codes have no gradient; take a tensor to learn")
         return _SiluMul.apply(gate_up)
     return _forward(gate_up, rows)
+
+
+def clamped_swiglu(gate_up_TG: Tensor, limit: float, alpha: float) -> Tensor:
+    """Return the clamped SwiGLU [T, F], computed in float32 and rounded once. Differentiable; the
+    backward pass keeps gate_up alone."""
+    y_TF = _ClampedSwiglu.apply(gate_up_TG, limit, alpha)
+    assert isinstance(y_TF, Tensor)
+    return y_TF
+
+
+class _ClampedSwiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_TG: Tensor, limit: float, alpha: float) -> Tensor:
+        ctx.save_for_backward(gate_up_TG)
+        ctx.constants = (limit, alpha)
+        return _clamped_swiglu(gate_up_TG, limit, alpha)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor | None, ...]:
+        (gate_up_TG,) = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf_TG = gate_up_TG.detach().requires_grad_()
+            y_TF = _clamped_swiglu(leaf_TG, *ctx.constants)
+        return *torch.autograd.grad(y_TF, leaf_TG, grad_TF), None, None
+
+
+def _clamped_swiglu(gate_up_TG: Tensor, limit: float, alpha: float) -> Tensor:
+    gate_TF, up_TF = gate_up_TG.float().chunk(2, dim=-1)
+    gate_TF = gate_TF.clamp(max=limit)
+    up_TF = up_TF.clamp(-limit, limit)
+    return ((up_TF + 1) * gate_TF * torch.sigmoid(alpha * gate_TF)).to(gate_up_TG.dtype)
 
 
 def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:

@@ -41,13 +41,8 @@ from lowroll.kernels.launch import (
     triton_supports,
 )
 from lowroll.kernels.moe import routed
-from lowroll.kernels.moe.route import (
-    Groups,
-    choose_and_sort,
-    combine,
-    sort_slots,
-)
-from lowroll.kernels.moe.scores import SigmoidRouting
+from lowroll.kernels.moe.route import Groups, choose_and_sort, combine, sort_slots
+from lowroll.kernels.moe.scores import Routing
 from lowroll.kernels.moe.stack import Stack
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.kernels.support import NO_CUDA, YES, Support, cuda_supports, no
@@ -58,14 +53,16 @@ def experts(
     router_ED: Tensor,
     gate_up: Stack,
     down: Stack,
-    choices: int,
-    renormalize: bool,
-    sigmoids: SigmoidRouting | None = None,
+    routing: Routing,
+    clamped_gate: tuple[float, float] | None = None,
 ) -> Tensor:
     """Compute the whole mixture of experts: [T, D]. Where `launch.triton_supports(x_TD)`; not
-    differentiable."""
-    weights_TS, groups = choose_and_sort(x_TD, router_ED, choices, renormalize, sigmoids)
-    if all(routed.supports(stack, x_TD, weights_TS.numel()) for stack in (gate_up, down)):
+    differentiable. clamped_gate: limit and alpha of `fused.swiglu.clamped_swiglu`; None: plain
+    SwiGLU."""
+    choices = routing.choices
+    weights_TS, groups = choose_and_sort(x_TD, router_ED, routing)
+    is_plain, slots = clamped_gate is None, weights_TS.numel()
+    if is_plain and all(routed.supports(stack, x_TD, slots) for stack in (gate_up, down)):
         h_PF = routed.multiply(x_TD, gate_up, groups, choices=choices, swiglu=True)
         return combine(routed.multiply(h_PF, down, groups, to_slots=True), weights_TS, x_TD.dtype)
     h_PF = _launch(
@@ -75,6 +72,7 @@ def experts(
         x_TD.dtype,
         choices=choices,
         swiglu=True,
+        clamped_gate=clamped_gate,
         blocked=down.block,
     )
     h_PF, scale_P1 = (h_PF, None) if down.packed else _operand(h_PF, down)
@@ -144,10 +142,12 @@ def _launch(
     *,
     choices: int = 0,
     swiglu: bool = False,
+    clamped_gate: tuple[float, float] | None = None,
     to_slots: bool = False,
     blocked: int = 0,
 ) -> Tensor:
     """Launch the product of rows and experts."""
+    limit, alpha = clamped_gate or (0.0, 0.0)
     slots, num_experts = len(groups.slot_P), stack.num_experts
     tiling = tiles(stack, slots)
     channels, tile_channels = stack.channels, tiling.channels
@@ -166,6 +166,7 @@ def _launch(
         stack.codes_NK.view(torch.int64) if stack.packed else stack.codes_NK,
         scale,
         stack.global_scale,
+        stack.bias_N,
         y,
         groups.slot_P,
         groups.ends_E,
@@ -176,6 +177,8 @@ def _launch(
         KIND=stack.kind,
         CHOICES=choices,
         SWIGLU=swiglu,
+        LIMIT=limit,
+        ALPHA=alpha,
         TO_SLOTS=to_slots,
         G_ROWS=stack.global_scale is not None and stack.global_scale.numel() > 1,
         BLOCKED=blocked,
@@ -496,6 +499,18 @@ def _add_product(
     return sums_np
 
 
+@jit
+def _gated(gate_np, up_np, dtype: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Return SwiGLU of products that are rounded to the dtype, clamped with a LIMIT."""
+    gate_np, up_np = gate_np.to(dtype).to(tl.float32), up_np.to(dtype).to(tl.float32)
+    if LIMIT > 0.0:
+        gate_np = tl.minimum(gate_np, LIMIT)
+        up_np = tl.minimum(tl.maximum(up_np, -LIMIT), LIMIT)
+        return (up_np + 1.0) * gate_np / (1.0 + tl.exp(-ALPHA * gate_np))
+    else:
+        return (gate_np / (1.0 + tl.exp(-gate_np))).to(dtype).to(tl.float32) * up_np
+
+
 @jit(do_not_specialize=["slots", "num_experts"])
 def _multiply_kernel(
     x_ptr,
@@ -503,6 +518,7 @@ def _multiply_kernel(
     w_ptr,
     ws_ptr,
     g_ptr,
+    bias_ptr,
     y_ptr,
     slot_ptr,
     ends_ptr,
@@ -513,6 +529,8 @@ def _multiply_kernel(
     KIND: tl.constexpr,
     CHOICES: tl.constexpr,
     SWIGLU: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     TO_SLOTS: tl.constexpr,
     G_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
@@ -528,7 +546,8 @@ def _multiply_kernel(
     KIND: dense, w8a8 (xs: a scale a row, ws: a scale a channel), nvfp4 (g: the global scale, one or
     one a channel), mxfp4 or int4. x lies at the place's token, its slot / CHOICES, or at the place
     itself if CHOICES is 0; y at the place, or (TO_SLOTS) at the slot. SWIGLU: the matrix has
-    `channels` gates, then as many ups, and y = silu(gate) * up. BLOCKED: features of y are written
+    `channels` gates, then as many ups, and y = silu(gate) * up, or with a LIMIT
+    `fused.swiglu.clamped_swiglu`. bias: one a channel of each expert, or None. BLOCKED: features of y are written
     in the order of packed codes with so many in a block; 0: as they are.
     """
     after_others(EARLY)
@@ -589,11 +608,13 @@ def _multiply_kernel(
             )
             sums_np *= tl.load(ws_ptr + row_n, mask=keep_n, other=0.0)[:, None]
 
+    if bias_ptr is not None:
+        bias_n = tl.load(bias_ptr + row_n, mask=keep_n, other=0.0).to(tl.float32)
+        # the product is rounded first, as a learner adds biases to it
+        sums_np = sums_np.to(y_ptr.dtype.element_ty).to(tl.float32) + bias_n[:, None]
     if SWIGLU:
         gate_np, up_np = tl.split(tl.permute(tl.reshape(sums_np, (2, height, BLOCK_P)), (1, 2, 0)))
-        gate_np = gate_np.to(y_ptr.dtype.element_ty).to(tl.float32)
-        silu_np = (gate_np / (1.0 + tl.exp(-gate_np))).to(y_ptr.dtype.element_ty).to(tl.float32)
-        y_np = silu_np * up_np.to(y_ptr.dtype.element_ty).to(tl.float32)
+        y_np = _gated(gate_np, up_np, y_ptr.dtype.element_ty, LIMIT, ALPHA)
         out_n = first_channel + tl.arange(0, height)
     else:
         y_np, out_n = sums_np, local_n

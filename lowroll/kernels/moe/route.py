@@ -1,6 +1,6 @@
 """Routing in a mixture of experts.
 
-    p = softmax(R x)        float32, over the E experts
+    p = softmax(R x + b)        float32, over the E experts; some models have no b
     chosen: the S largest logits, of equal ones the lower expert;    g = p of the chosen, over their sum if asked for
 
 or by sigmoids (`scores`).
@@ -17,22 +17,15 @@ Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import (
-    after_others,
-    block,
-    early_start,
-    jit,
-    tl,
-    triton_supports,
-)
-from lowroll.kernels.moe.scores import SigmoidRouting, keep_best_groups, rank, weigh
+from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
+from lowroll.kernels.moe.scores import Routing, keep_best_groups, rank, weigh
 
 PARTS = 8  # shares of the sum over features
 MOST_SLOTS = 1 << 14  # that the sorting kernel takes: each expert's program reads all of them
@@ -52,27 +45,24 @@ class Groups:
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def choose(
-    x_TD: Tensor,
-    router_ED: Tensor,
-    choices: int,
-    renormalize: bool,
-    sigmoids: SigmoidRouting | None = None,
-) -> tuple[Tensor, Tensor]:
+def choose(x_TD: Tensor, router_ED: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """Return (weights float32 [T, S], experts [T, S]), by falling logit or corrected sigmoid.
     Differentiable, and the same with a gradient as without."""
     if triton_supports(x_TD):
-        return _Choose.apply(x_TD, router_ED, choices, renormalize, sigmoids)
-    return choose_by(F.linear(x_TD.float(), router_ED.float()), choices, renormalize, sigmoids)
+        return _Choose.apply(x_TD, router_ED, routing.bias_E, routing)
+    return choose_by(_logits(x_TD, router_ED, routing.bias_E), routing)
 
 
-def choose_by(
-    logits_TE: Tensor, choices: int, renormalize: bool, sigmoids: SigmoidRouting | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute `choose` from logits, in plain torch."""
-    ranked_TE = rank(logits_TE.detach(), sigmoids)
-    experts_TS = ranked_TE.sort(dim=-1, descending=True, stable=True).indices[:, :choices]
-    return weigh(logits_TE, experts_TS, renormalize, sigmoids), experts_TS
+def choose_by(logits_TE: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Compute `choose` in plain torch, from logits that have their bias."""
+    ranked_TE = rank(logits_TE.detach(), routing.sigmoids)
+    experts_TS = ranked_TE.sort(dim=-1, descending=True, stable=True).indices[:, : routing.choices]
+    return weigh(logits_TE, experts_TS, routing), experts_TS
+
+
+def _logits(x_TD: Tensor, router_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    """Return the router's logits in float32."""
+    return F.linear(x_TD.float(), router_ED.float(), None if bias_E is None else bias_E.float())
 
 
 def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
@@ -88,21 +78,15 @@ def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
     )
 
 
-def choose_and_sort(
-    x_TD: Tensor,
-    router_ED: Tensor,
-    choices: int,
-    renormalize: bool,
-    sigmoids: SigmoidRouting | None = None,
-) -> tuple[Tensor, Groups]:
+def choose_and_sort(x_TD: Tensor, router_ED: Tensor, routing: Routing) -> tuple[Tensor, Groups]:
     """Compute `choose` and `sort_slots` for an engine.
 
     Where `launch.triton_supports(x_TD)`; not differentiable.
     """
     if len(x_TD) == 1:
-        groups = _empty_groups(choices, len(router_ED), x_TD.device)
-        return _choose(x_TD, router_ED, choices, renormalize, sigmoids, groups)[0], groups
-    weights_TS, experts_TS = _choose(x_TD, router_ED, choices, renormalize, sigmoids)
+        groups = _empty_groups(routing.choices, len(router_ED), x_TD.device)
+        return _choose(x_TD, router_ED, routing, groups)[0], groups
+    weights_TS, experts_TS = _choose(x_TD, router_ED, routing)
     return weights_TS, sort_slots(experts_TS, len(router_ED))
 
 
@@ -131,32 +115,30 @@ class _Choose(torch.autograd.Function):
         ctx: Any,
         x_TD: Tensor,
         router_ED: Tensor,
-        choices: int,
-        renormalize: bool,
-        sigmoids: SigmoidRouting | None,
+        bias_E: Tensor | None,
+        routing: Routing,
     ) -> tuple[Tensor, Tensor]:
-        weights_TS, experts_TS = _choose(x_TD, router_ED, choices, renormalize, sigmoids)
-        ctx.save_for_backward(x_TD, router_ED, experts_TS)
-        ctx.renormalize, ctx.sigmoids = renormalize, sigmoids
+        weights_TS, experts_TS = _choose(x_TD, router_ED, routing)
+        ctx.save_for_backward(x_TD, router_ED, bias_E, experts_TS)
+        ctx.routing = replace(routing, bias_E=None)  # which is saved above
         ctx.mark_non_differentiable(experts_TS)
         return weights_TS, experts_TS
 
     @staticmethod
     def backward(ctx: Any, grad_TS: Tensor, _experts_grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, router_ED, experts_TS = ctx.saved_tensors
+        *inputs, experts_TS = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
         with torch.enable_grad():
-            leaves = [
-                t.detach().requires_grad_(needs_grad)
-                for t, needs_grad in zip((x_TD, router_ED), ctx.needs_input_grad, strict=False)
-            ]
-            logits_TE = F.linear(*(leaf.float() for leaf in leaves))
-            weights_TS = weigh(logits_TE, experts_TS.long(), ctx.renormalize, ctx.sigmoids)
-        grads = iter(
-            torch.autograd.grad(
-                weights_TS, [leaf for leaf in leaves if leaf.requires_grad], grad_TS
+            x_TD, router_ED, bias_E = (
+                None if t is None else t.detach().requires_grad_(needs_grad)
+                for t, needs_grad in zip(inputs, needs, strict=True)
             )
-        )
-        return *(next(grads) if leaf.requires_grad else None for leaf in leaves), *(None,) * 3
+            assert x_TD is not None and router_ED is not None
+            logits_TE = _logits(x_TD, router_ED, bias_E)
+            weights_TS = weigh(logits_TE, experts_TS.long(), ctx.routing)
+        wanted = [t for t in (x_TD, router_ED, bias_E) if t is not None and t.requires_grad]
+        grads = iter(torch.autograd.grad(weights_TS, wanted, grad_TS))
+        return *(next(grads) if needs_grad else None for needs_grad in needs), None
 
 
 class _Gather(torch.autograd.Function):
@@ -235,13 +217,12 @@ def _sum_slots(
 def _choose(
     x_TD: Tensor,
     router_ED: Tensor,
-    choices: int,
-    renormalize: bool,
-    sigmoids: SigmoidRouting | None,
+    routing: Routing,
     groups: Groups | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose by the kernel. `groups`: filled with the slots of a single token."""
     (tokens, features), num_experts = x_TD.shape, len(router_ED)
+    choices, sigmoids = routing.choices, routing.sigmoids
     parts = torch.empty((PARTS, tokens, num_experts), dtype=torch.float32, device=x_TD.device)
     weights_TS = torch.empty((tokens, choices), dtype=torch.float32, device=x_TD.device)
     experts_TS = torch.empty((tokens, choices), dtype=torch.int32, device=x_TD.device)
@@ -265,6 +246,7 @@ def _choose(
     )
     _choose_kernel[(tokens,)](
         parts,
+        routing.bias_E,
         weights_TS,
         experts_TS,
         slot_P,
@@ -277,7 +259,7 @@ def _choose(
         GROUPS=1 if sigmoids is None else sigmoids.groups,
         GROUPS_KEPT=1 if sigmoids is None else sigmoids.groups_kept,
         CHOICES=choices,
-        RENORMALIZE=renormalize,
+        RENORMALIZE=routing.renormalize,
         PARTS=PARTS,
         BLOCK_E=block_e,
         BLOCK_G=block(1 if sigmoids is None else sigmoids.groups),
@@ -355,6 +337,7 @@ def _logits_kernel(
 @jit(do_not_specialize=["tokens"])
 def _choose_kernel(
     part_ptr,
+    bias_ptr,
     weights_ptr,
     experts_ptr,
     slot_ptr,
@@ -386,6 +369,8 @@ def _choose_kernel(
             mask=offs_e < num_experts,
             other=0.0,
         )
+    if bias_ptr is not None:
+        sums_e += tl.load(bias_ptr + offs_e, mask=offs_e < num_experts, other=0.0).to(tl.float32)
     remaining_e = tl.where(offs_e < num_experts, sums_e, float("-inf"))
     largest = tl.max(remaining_e, 0)
     total = tl.sum(tl.exp(remaining_e - largest), 0)

@@ -85,6 +85,8 @@ class RoutedArguments(ctypes.Structure):
 def supports(stack: Stack, x: Tensor, slots: int) -> Support:
     if not stack.packed:
         return no("takes nvfp4, mxfp4 and int4")
+    if stack.bias_N is not None:
+        return no("adds no biases")
     if not x.is_cuda:
         return NO_CUDA
     if x.dtype != torch.bfloat16:

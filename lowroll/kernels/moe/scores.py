@@ -1,6 +1,7 @@
 """Scores of experts: by which they are chosen, and with which they weigh.
 
     p = softmax(z), ranked by z        z: a router's logits, float32
+    g = p of the chosen, over their sum if asked for
 
 or, with `SigmoidRouting` (DeepSeek-AI 2024, arXiv 2412.19437, sections 2.1.2 and 4.2),
 
@@ -34,6 +35,18 @@ class SigmoidRouting:
     scale: float = 1.0
 
 
+@dataclass(frozen=True)
+class Routing:
+    """The parameters of a router beside its matrix. choices: experts of a token; renormalize: the
+    weights of a token's experts are divided by their sum; bias_E: of the logits, learned; sigmoids:
+    None where scores are a softmax."""
+
+    choices: int
+    renormalize: bool
+    bias_E: Tensor | None = None
+    sigmoids: SigmoidRouting | None = None
+
+
 def rank(logits_TE: Tensor, sigmoids: SigmoidRouting | None) -> Tensor:
     """Return the numbers by which experts are chosen, -inf where a group is out."""
     if sigmoids is None:
@@ -49,20 +62,17 @@ def rank(logits_TE: Tensor, sigmoids: SigmoidRouting | None) -> Tensor:
     return ranked_TGe.masked_fill(dropped_TG[..., None], -torch.inf).flatten(1)
 
 
-def weigh(
-    logits_TE: Tensor,
-    experts_TS: Tensor,
-    renormalize: bool,
-    sigmoids: SigmoidRouting | None,
-) -> Tensor:
-    """Return the weights of the chosen experts."""
-    if sigmoids is None:
+def weigh(logits_TE: Tensor, experts_TS: Tensor, routing: Routing) -> Tensor:
+    """Return the weights of the chosen experts. The logits have their bias."""
+    if routing.sigmoids is None:
         weights_TS = logits_TE.softmax(dim=-1).gather(1, experts_TS)
-        return weights_TS / weights_TS.sum(dim=-1, keepdim=True) if renormalize else weights_TS
+        if routing.renormalize:
+            weights_TS = weights_TS / weights_TS.sum(dim=-1, keepdim=True)
+        return weights_TS
     weights_TS = logits_TE.gather(1, experts_TS).sigmoid()
-    if renormalize:  # sigmoids may all be 0
+    if routing.renormalize:  # sigmoids may all be 0
         weights_TS = weights_TS / (weights_TS.sum(dim=-1, keepdim=True) + LEAST_SUM)
-    return weights_TS * sigmoids.scale
+    return weights_TS * routing.sigmoids.scale
 
 
 # -- Triton ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ class Stack:
     # dense: x as its product takes it
     rounded: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True)
     rows: str = field(default="", kw_only=True)  # w8a8: the kind of the activations' codes
+    bias_N: Tensor | None = field(default=None, kw_only=True)  # is added to the products
 
     @property
     def channels(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import log
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowroll.model.config_values import flag, integer, layer_list, positive
 
@@ -110,6 +110,13 @@ class DeltaSpec:
         matrices = self.channels + 2 * self.values + 2 * self.value_heads
         vectors = self.channels * self.taps + 2 * self.value_heads + self.value_dim
         return hidden_size * matrices + vectors
+
+
+class ClampedGate(NamedTuple):
+    """The constants of a SwiGLU whose inputs are clamped (`kernels.fused.swiglu.clamped_swiglu`)."""
+
+    limit: float
+    alpha: float
 
 
 @dataclass(frozen=True)

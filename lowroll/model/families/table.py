@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowroll.model.families import gemma, glm, granite, llama, olmo, phi, qwen3_5, smollm3
+from lowroll.model.families import gemma, glm, gpt_oss, granite, llama, olmo, phi, qwen3_5, smollm3
 from lowroll.model.families.base import Family
 
 _ROWS = (
@@ -44,5 +44,6 @@ _ROWS = (
     Family("glm", "GlmForCausalLM", glm.glm),
     Family("glm4", "Glm4ForCausalLM", glm.glm4),
     Family("glm4_moe", "Glm4MoeForCausalLM", glm.glm4_moe, glm.KEYS),
+    Family("gpt_oss", "GptOssForCausalLM", gpt_oss.gpt_oss, gpt_oss.KEYS),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ROWS}

@@ -1,0 +1,29 @@
+"""GPT-OSS: windows in every other layer, attention sinks, biases everywhere, and experts whose SwiGLU
+is clamped; checkpoints hold a layer's experts in one tensor each, in bfloat16 or MXFP4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowroll.model.config_values import positive
+from lowroll.model.families.base import ClampedGate, Values, biases, sliding_layers, windowed
+from lowroll.model.families.llama import experts
+
+KEYS = ("swiglu_alpha", "swiglu_limit")
+
+
+def gpt_oss(values: Values) -> dict[str, Any]:
+    # the softmax is over the chosen experts alone, which is that over all, normalized
+    mixture = experts({**values, "moe_intermediate_size": values["intermediate_size"]})
+    return {
+        **biases(values),
+        **mixture,
+        "norm_topk_prob": True,
+        "attention_sinks": True,
+        "layers": windowed(values, sliding_layers(values)),
+        "expert_bias": True,
+        "clamped_gate": ClampedGate(
+            positive(values, "swiglu_limit"), positive(values, "swiglu_alpha")
+        ),
+        "stacks_experts": True,
+    }

@@ -1,0 +1,213 @@
+"""Attention by torch's kernels that give log-sum-exps: over packed sequences on CUDA, and with sinks.
+
+With the log-sum-exp of plain attention, a sink scales the output of a query head:
+
+    lse' = log(exp(lse) + exp(sink)),    o' = o exp(lse - lse')
+
+torch's backward pass takes the output and a log-sum-exp: with those of the sink, its probabilities
+exp(s - lse') and its row sums of do * o' are those of attention with the sink, so the gradients of q,
+k and v are exact. The sink's value is zero, which leaves the row sum alone:
+
+    dsink = -sum over queries of exp(sink - lse') sum(do * o')
+
+Legend: C query tokens, T key tokens, H query heads, G key-value heads, d head size, X any leading axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from inspect import signature
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class AttentionKernel(Protocol):
+    """Plain attention of q [X, H, d] over k and v [X, G, d], and its gradients."""
+
+    def forward(self, q_XHd: Tensor, k_XGd: Tensor, v_XGd: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output, and its log-sum-exps [X, H] in float32."""
+        ...
+
+    def backward(
+        self,
+        grad_XHd: Tensor,
+        q_XHd: Tensor,
+        k_XGd: Tensor,
+        v_XGd: Tensor,
+        o_XHd: Tensor,
+        lse_XH: Tensor,
+    ) -> Gradients:
+        """Return the gradients of q, k and v, given the output and its log-sum-exps."""
+        ...
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Causal attention of packed sequences on CUDA, [C, H, d], the last query aligned with the last
+    key.
+
+    q_bounds, k_bounds: of the sequences, int32 [S + 1] on the device, and q_longest, k_longest the
+    longest one. window: the last keys that a query sees; 0: all.
+    """
+
+    q_bounds: Tensor
+    q_longest: int
+    k_bounds: Tensor
+    k_longest: int
+    window: int = 0
+
+    def forward(self, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
+        o_CHd, lse_HC, *_ = torch.ops.aten._flash_attention_forward(
+            q_CHd, k_TGd, v_TGd, *self._places, 0.0, self.window == 0, False, **self._window
+        )
+        return o_CHd, lse_HC.t()
+
+    def backward(
+        self,
+        grad_CHd: Tensor,
+        q_CHd: Tensor,
+        k_TGd: Tensor,
+        v_TGd: Tensor,
+        o_CHd: Tensor,
+        lse_CH: Tensor,
+    ) -> Gradients:
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_CHd.device)
+        grads: Gradients = torch.ops.aten._flash_attention_backward(
+            grad_CHd.contiguous(),
+            q_CHd,
+            k_TGd,
+            v_TGd,
+            o_CHd,
+            lse_CH.t().contiguous(),
+            *self._places,
+            0.0,
+            self.window == 0,
+            no_dropout,
+            torch.empty(0, device=q_CHd.device),
+            **self._window,
+        )
+        return grads
+
+    @property
+    def _places(self) -> tuple[Tensor, Tensor, int, int]:
+        return self.q_bounds, self.k_bounds, self.q_longest, self.k_longest
+
+    @property
+    def _window(self) -> dict[str, int]:
+        return {"window_size_left": self.window - 1, "window_size_right": 0}
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Attention of sequences of one length on a CPU, [S, C, H, d]. added_CT: is added to scores;
+    None: causal."""
+
+    added_CT: Tensor | None = None
+
+    def forward(self, q_SCHd: Tensor, k_STGd: Tensor, v_STGd: Tensor) -> tuple[Tensor, Tensor]:
+        o_SHCd, lse_SHC = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_by_head(q_SCHd, k_STGd, v_STGd), 0.0, self.added_CT is None, attn_mask=self.added_CT
+        )
+        return o_SHCd.transpose(1, 2), lse_SHC.transpose(1, 2)
+
+    def backward(
+        self,
+        grad_SCHd: Tensor,
+        q_SCHd: Tensor,
+        k_STGd: Tensor,
+        v_STGd: Tensor,
+        o_SCHd: Tensor,
+        lse_SCH: Tensor,
+    ) -> Gradients:
+        q, k, v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *_by_head(grad_SCHd, q_SCHd, k_STGd, v_STGd, o_SCHd),
+            lse_SCH.transpose(1, 2),
+            0.0,
+            self.added_CT is None,
+            attn_mask=self.added_CT,
+        )
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _by_head(*x_SCHd: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in x_SCHd]
+
+
+def flashes(dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether torch's attention of packed sequences on CUDA takes such heads."""
+    return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+
+
+def attend_packed(
+    q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, packed: Packed, sinks_H: Tensor | None = None
+) -> Tensor:
+    """Compute causal attention of packed sequences on CUDA."""
+    q_CHd, k_TGd, v_TGd = (x.contiguous() for x in (q_CHd, k_TGd, v_TGd))
+    if sinks_H is not None:
+        return with_sinks(q_CHd, k_TGd, v_TGd, sinks_H, packed)
+    from torch.nn.attention.varlen import varlen_attn
+
+    o_CHd = varlen_attn(
+        q_CHd,
+        k_TGd,
+        v_TGd,
+        packed.q_bounds,
+        packed.k_bounds,
+        packed.q_longest,
+        packed.k_longest,
+        window_size=(packed.window - 1, 0),
+        **_grouped_heads_argument(varlen_attn),
+    )
+    assert isinstance(o_CHd, Tensor)
+    return o_CHd
+
+
+def with_sinks(
+    q_XHd: Tensor, k_XGd: Tensor, v_XGd: Tensor, sinks_H: Tensor, kernel: AttentionKernel
+) -> Tensor:
+    """Compute a kernel's attention with sinks. Differentiable."""
+    o_XHd = _WithSinks.apply(q_XHd, k_XGd, v_XGd, sinks_H, kernel)
+    assert isinstance(o_XHd, Tensor)
+    return o_XHd
+
+
+class _WithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_XHd: Tensor,
+        k_XGd: Tensor,
+        v_XGd: Tensor,
+        sinks_H: Tensor,
+        kernel: AttentionKernel,
+    ) -> Tensor:
+        o_XHd, lse_XH = kernel.forward(q_XHd, k_XGd, v_XGd)
+        with_sink_XH = torch.logaddexp(lse_XH, sinks_H.float())
+        share_XH1 = (lse_XH - with_sink_XH).exp()[..., None]
+        o_XHd = (o_XHd.float() * share_XH1).to(o_XHd.dtype)
+        ctx.save_for_backward(q_XHd, k_XGd, v_XGd, sinks_H, o_XHd, with_sink_XH)
+        ctx.kernel = kernel
+        return o_XHd
+
+    @staticmethod
+    def backward(ctx: Any, grad_XHd: Tensor) -> tuple[Tensor | None, ...]:
+        q_XHd, k_XGd, v_XGd, sinks_H, o_XHd, lse_XH = ctx.saved_tensors
+        grads = ctx.kernel.backward(grad_XHd, q_XHd, k_XGd, v_XGd, o_XHd, lse_XH)
+        sinks_grad_H = None
+        if ctx.needs_input_grad[3]:
+            sums_XH = (grad_XHd.float() * o_XHd.float()).sum(-1)
+            share_XH = (sinks_H.float() - lse_XH).exp()
+            sinks_grad_H = -(share_XH * sums_XH).flatten(0, -2).sum(0).to(sinks_H.dtype)
+        return *grads, sinks_grad_H, None
+
+
+@cache
+def _grouped_heads_argument(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
+    """Return the argument for grouped heads: torch 2.11 needs none, later versions do."""
+    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}

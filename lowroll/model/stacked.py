@@ -1,0 +1,185 @@
+"""Experts that a folder stores as one tensor a matrix, where the decoder has names for each expert.
+
+    by rows       gate_up_proj [E, 2 F, D], gates in front of ups;  down_proj [E, D, F]     (Qwen3.5-MoE)
+    by columns    gate_up_proj [E, D, 2 F], gates and ups alternating, gate_up_proj_bias [E, 2 F];
+                  down_proj [E, F, D], down_proj_bias [E, D]                                 (GPT-OSS)
+    in MXFP4      gate_up_proj_blocks uint8 [E, 2 F, D / 32, 16], gate_up_proj_scales [E, 2 F, D / 32],
+                  rows alternating; down_proj likewise                                       (GPT-OSS)
+
+A block has the e2m1 codes of 32 weights, the first of two in the low bits, and its scale is a power
+of two with the bias 127: `quant.mxfp4`'s own bytes, in another order of rows.
+
+Legend: E experts, N out features of an expert, K in features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowroll.model.names import hf_names, stored_hf_names
+from lowroll.model.spec import ModelSpec
+from lowroll.quant.formats import QTensor, get_format
+from lowroll.quant.layouts import EXPERTS_IN_MXFP4, FLOATS
+from lowroll.quant.mixed import Mixed
+from lowroll.quant.mxfp4 import BLOCK, MXFloat4
+from lowroll.quant.scheme import Header
+
+EXPERTS = ".mlp.experts."
+
+
+@dataclass(frozen=True)
+class StackedTensor:
+    """The stored tensor of one matrix, or of one bias, of all experts of a layer.
+
+    by_columns: a matrix is transposed. alternating: rows of gates and of ups alternate.
+    """
+
+    name: str
+    num_experts: int
+    rows: int  # of an expert
+    columns: int | None  # None: a bias
+    by_columns: bool
+    alternating: bool
+
+    def headers(self, in_mxfp4: bool) -> dict[str, Header]:
+        """Return the shapes and dtypes of its tensors in a file. ValueError for columns that MXFP4's
+        blocks do not divide."""
+        if self.columns is None:
+            return {self.name: ((self.num_experts, self.rows), FLOATS)}
+        if not in_mxfp4:
+            sizes = (self.columns, self.rows) if self.by_columns else (self.rows, self.columns)
+            return {self.name: ((self.num_experts, *sizes), FLOATS)}
+        if self.columns % BLOCK:
+            raise ValueError(f"{self.name}: rows of {self.columns} are no whole blocks of {BLOCK}")
+        shape = (self.num_experts, self.rows, self.columns // BLOCK)
+        return {
+            f"{self.name}_blocks": ((*shape, BLOCK // 2), ("U8",)),
+            f"{self.name}_scales": (shape, ("U8",)),
+        }
+
+    def by_expert(self, stored: Tensor) -> Tensor:
+        """Return a dense tensor as the decoder has it: [E N, K], or [E N] of a bias."""
+        if self.by_columns and self.columns is not None:
+            stored = stored.transpose(1, 2)
+        return self._in_order(stored).flatten(0, 1).contiguous()
+
+    def stored(self, w_NK: Tensor) -> Tensor:
+        """Return the inverse of `by_expert`."""
+        w_ENK = self._alternate(w_NK.unflatten(0, (self.num_experts, self.rows)))
+        is_turned = self.by_columns and self.columns is not None
+        return (w_ENK.transpose(1, 2) if is_turned else w_ENK).contiguous()
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> QTensor:
+        """Return the codes of blocks and scales. ValueError for a scale that is not a number."""
+        blocks, scales = (tensors[f"{self.name}_{kind}"] for kind in ("blocks", "scales"))
+        if not get_format(MXFloat4.name).finite("weight_scale", scales):
+            raise ValueError(f"{self.name}_scales: holds a non-finite value")
+        assert self.columns is not None
+        return QTensor(
+            MXFloat4.name,
+            (self.num_experts * self.rows, self.columns),
+            {
+                "weight_packed": self._in_order(blocks.flatten(2)).flatten(0, 1).contiguous(),
+                "weight_scale": self._in_order(scales).flatten(0, 1).contiguous(),
+            },
+        )
+
+    def encode(self, packed: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """Return the inverse of `decode`, of `QTensor`'s tensors."""
+        blocks, scales = (
+            self._alternate(x.unflatten(0, (self.num_experts, self.rows))).contiguous()
+            for x in (packed, scale)
+        )
+        return {
+            f"{self.name}_blocks": blocks.unflatten(2, (-1, BLOCK // 2)),
+            f"{self.name}_scales": scales,
+        }
+
+    def _in_order(self, x_EN: Tensor) -> Tensor:
+        """Return alternating rows as gates, then ups."""
+        return (
+            x_EN.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if self.alternating else x_EN
+        )
+
+    def _alternate(self, x_EN: Tensor) -> Tensor:
+        """Return gates, then ups, as alternating rows."""
+        return (
+            x_EN.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) if self.alternating else x_EN
+        )
+
+
+def are_in(files: Container[str], spec: ModelSpec) -> bool:
+    """Return whether a folder with these tensors stacks its experts."""
+    if not spec.num_experts:
+        return False
+    first = f"{spec.stored_prefix}layers.{spec.dense_layers}{EXPERTS}gate_up_proj"
+    return first in files or f"{first}_blocks" in files
+
+
+def stored_tensors(spec: ModelSpec) -> dict[str, StackedTensor]:
+    """Return the stacked tensors of the folder that a spec was read from, by internal name; empty
+    where it has none."""
+    if not spec.stored_stacked:
+        return {}
+    return {
+        name: _stacked(spec, parts, shape)
+        for name, parts, shape in stored_hf_names(spec)
+        if EXPERTS in parts[0]
+    }
+
+
+def is_native(spec: ModelSpec, format: Mixed) -> bool:
+    """Return whether a mixed format is that of the published folders: experts in MXFP4, all else
+    dense."""
+    if not spec.stacks_experts:
+        return False
+    by_layer = {layer: format.of(layer) for layer in format.assignment}
+    return all(
+        form.name == MXFloat4.name if ".experts." in layer else form.dense
+        for layer, form in by_layer.items()
+    )
+
+
+def pack(
+    spec: ModelSpec, config: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return a model's tensors as its folder stores them, with the experts stacked where the family
+    does it: dense ones, and MXFP4 where the config says so."""
+    quantization = config.get("quantization_config")
+    in_mxfp4 = quantization is not None and quantization["quant_method"] == EXPERTS_IN_MXFP4
+    if not spec.stacks_experts or quantization is not None and not in_mxfp4:
+        return tensors
+    packed = dict(tensors)
+    for _, parts, shape in hf_names(spec):
+        if EXPERTS not in parts[0]:
+            continue
+        stack = _stacked(spec, parts, shape)
+        if len(shape) == 2 and in_mxfp4:
+            codes, scales = (
+                torch.cat([packed.pop(f"{part}_{kind}") for part in parts])
+                for kind in ("packed", "scale")
+            )
+            packed |= stack.encode(codes, scales)
+        else:
+            packed[stack.name] = stack.stored(torch.cat([packed.pop(part) for part in parts]))
+    return packed
+
+
+def _stacked(spec: ModelSpec, parts: list[str], shape: tuple[int, ...]) -> StackedTensor:
+    """Return the stacked tensor of a parameter with these parts."""
+    prefix, _, first = parts[0].partition(EXPERTS)
+    _, matrix, kind = first.split(".")
+    matrix = {"gate_proj": "gate_up_proj"}.get(matrix, matrix)
+    return StackedTensor(
+        f"{prefix}{EXPERTS}{matrix}{'_bias' if kind == 'bias' else ''}",
+        spec.num_experts,
+        shape[0] // spec.num_experts,
+        shape[1] if len(shape) == 2 else None,
+        by_columns=spec.stacks_experts,
+        alternating=spec.stacks_experts and matrix == "gate_up_proj",
+    )

@@ -1,0 +1,94 @@
+"""Attention with sinks, packed, of suffixes and under bounds, against attention written out."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowroll.model.attention import (
+    attend_with_a_key_of_sinks,
+    attend_with_sinks,
+    packed,
+    suffixes,
+    varlen,
+)
+
+LENGTHS = [9, 1, 5, 9, 14]
+SINKS = torch.tensor([0.0, 3.0, -2.0, 30.0, -30.0, 1.0])
+
+
+def qkv(queries: int, keys: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(queries)
+    return tuple(
+        torch.randn(n, heads, 8, generator=g).to(dtype)
+        for n, heads in ((queries, 6), (keys, 2), (keys, 2))
+    )
+
+
+def oracle(q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor, window: int) -> Tensor:
+    """Attention of the last queries of one sequence, in float64, query by query."""
+    rows, before = [], len(k_TGd) - len(q_CHd)
+    for i, q_Hd in enumerate(q_CHd.double()):
+        last = before + i + 1
+        seen = slice(max(0, last - window) if window else 0, last)
+        k, v = (x[seen].double().repeat_interleave(3, 1) for x in (k_TGd, v_TGd))
+        s_Hn = torch.einsum("hd,nhd->hn", q_Hd, k) * 8**-0.5
+        p_Hn = torch.cat([s_Hn, sinks_H.double()[:, None]], 1).softmax(1)[:, :-1]
+        rows.append(torch.einsum("hn,nhd->hd", p_Hn, v))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [6, 6]])
+@pytest.mark.parametrize("window", [0, 1, 5, 13])
+def test_packed_sequences_and_their_gradients(lengths: list[int], window: int) -> None:
+    """Those of the sinks too; a sink of 30 leaves nothing to attend to, one of -30 changes nothing."""
+    q, k, v = (x.requires_grad_() for x in qkv(sum(lengths), sum(lengths)))
+    sinks = SINKS.clone().requires_grad_()
+    got = varlen(lengths, windows=[window])(0, q, k, v, sinks)
+    rows = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    want = torch.cat([oracle(*row, sinks, window) for row in rows])
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
+    assert got[:, 3].abs().max() < 1e-6
+    upstream = torch.randn(q.shape, generator=torch.Generator().manual_seed(7))
+    mine = torch.autograd.grad(got, (q, k, v, sinks), upstream)
+    theirs = torch.autograd.grad(want, (q, k, v, sinks), upstream.double())
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b.to(a.dtype), rtol=0, atol=2e-5)
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    assert torch.equal(packed(q, k, v, bounds, max(lengths), window, sinks), got)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 30])
+def test_suffixes_of_sequences(window: int) -> None:
+    lengths, totals = [3, 1, 5, 7], [9, 6, 5, 30]
+    q, k, v = qkv(sum(lengths), sum(totals))
+    got = suffixes(lengths, totals, windows=[window])(0, q, k, v, SINKS)
+    rows = zip(q.split(lengths), k.split(totals), v.split(totals), strict=True)
+    want = torch.cat([oracle(*row, SINKS, window) for row in rows])
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_key_of_sinks_is_the_same(causal: bool) -> None:
+    """The way of devices without log-sum-exps, with its gradients."""
+    q, k, v = (x.unflatten(0, (2, -1)).transpose(1, 2).requires_grad_() for x in qkv(12, 12))
+    sinks = SINKS.clone().requires_grad_()
+    mask = None if causal else torch.zeros(6, 6).masked_fill(~torch.ones(6, 6).tril().bool(), -1e9)
+    got = attend_with_a_key_of_sinks(q, k, v, mask, sinks)
+    want = attend_with_sinks(q, k, v, mask, sinks)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    upstream = torch.randn(q.shape, generator=torch.Generator().manual_seed(7))
+    mine, theirs = (torch.autograd.grad(o, (q, k, v, sinks), upstream) for o in (got, want))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_half_precision_is_near() -> None:
+    q, k, v = qkv(9, 9, torch.bfloat16)
+    got = varlen([9])(0, q, k, v, SINKS.bfloat16())
+    want = oracle(q, k, v, SINKS, 0)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
