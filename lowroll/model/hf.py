@@ -124,14 +124,21 @@ def load(
                 parameter_name,
                 nn.Parameter(joined, weight_format is None and parameter.requires_grad),
             )
+    _refuse_infinite(amax, files, folder, dtype)
+    model.freqs = model.freqs.to(device)
+    return model.eval()
+
+
+def _refuse_infinite(
+    amax: dict[str, Tensor], files: dict[str, Path], folder: Path, dtype: torch.dtype
+) -> None:
+    """Raise ValueError for the first tensor whose largest absolute value is not finite."""
     for part, is_finite in zip(amax, checksum.finite(list(amax.values())), strict=True):
         if not is_finite:
             raise ValueError(
                 f"{files.get(part, folder)}: tensor {part} holds a value that is not finite in "
                 f"{DTYPES.get(dtype, dtype)}"
             )
-    model.freqs = model.freqs.to(device)
-    return model.eval()
 
 
 def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]:

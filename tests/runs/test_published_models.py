@@ -24,6 +24,7 @@ CASES = {
     "qwen3_5_0_8b_fp8": "qwen3.5-0.8b",
     "gemma3_270m_int8": "gemma-3-270m",
     "glm4_9b_nvfp4": "glm-4-9b",
+    "gpt_oss_20b_mxfp4": "gpt-oss-20b",
 }
 # parameters of the text model, counted by hand from the sizes: embeddings, attention, recurrence,
 # MLPs and norms, and 45 times 128 corrections of routers
@@ -32,11 +33,27 @@ PARAMETERS = {
     "gemma-3-270m": 268_098_176,
     "glm-4-9b": 9_400_279_040,
     "glm-4.5-air": 106_852_251_264,
+    "gpt-oss-20b": 20_914_757_184,
 }
-# GLM-4-9B's, of rank 32: rows and columns of q, k, v, o, gate_up and down in float32; and in bfloat16
-# the copies that products read, in which the parts of qkv are beside each other
-SUMS = 8192 + 2 * 4352 + 8192 + 31488 + 17792
-ADAPTER = 40 * 32 * (4 * SUMS + 2 * (3 * 8704 + 8192 + 31488 + 17792))
+# Of the bases that stay in codes: the weights in codes, the bits of one with its share of a scale, and
+# the bytes of the adapter of rank 32. It has rows and columns of every matrix in float32, and in
+# bfloat16 the copies that products read, in which the parts of qkv are beside each other.
+GLM_SUMS = 8192 + 2 * 4352 + 8192 + 31488 + 17792
+GLM_COPIES = 3 * 8704 + 8192 + 31488 + 17792
+GPT_OSS_SUMS = 2 * (2880 + 4096) + 2 * (2880 + 512)
+GPT_OSS_COPIES = 3 * (2880 + 5120) + 6976
+IN_CODES = {
+    "glm4_9b_nvfp4": (
+        9_400_279_040 - 2 * 151_552 * 4096,  # all but two embeddings
+        4 + 8 / 16,
+        40 * 32 * (4 * GLM_SUMS + 2 * GLM_COPIES),
+    ),
+    "gpt_oss_20b_mxfp4": (
+        24 * 32 * 3 * 2880 * 2880,  # experts
+        4 + 8 / 32,
+        24 * 32 * (4 * GPT_OSS_SUMS + 2 * GPT_OSS_COPIES),
+    ),
+}
 MEMORY = 80 * 10**9
 UNITS = {"MB": 1e6, "GB": 1e9}
 
@@ -99,15 +116,11 @@ def test_recipes_of_newer_families_plan_on_published_sizes(
     plan = capsys.readouterr().out
     assert "memory on cuda: " in plan and f"of {MEMORY / 1e9:.0f} GB that are free" in plan
     spec = read_spec(folder)
-    embeddings = spec.vocab_size * spec.hidden_size
-    if recipe == "glm4_9b_nvfp4":  # codes of 4 bits, a byte of scale for 16 of them; two embeddings
-        linear = spec.num_parameters - 2 * embeddings
-        learner = linear * 4.5 / 8 + 2 * embeddings * 2 + ADAPTER
-    else:
-        learner = 2 * spec.num_parameters
+    codes, bits, adapter = IN_CODES.get(recipe, (0, 0, 0))
+    learner = codes * bits / 8 + 2 * (spec.num_parameters - codes) + adapter
     assert bytes_of(plan, "learner's weights") == pytest.approx(learner, rel=0.03)
-    if recipe != "glm4_9b_nvfp4":  # a byte a weight, and the embedding once more
-        rollouts = spec.num_parameters + embeddings
+    if recipe not in IN_CODES:  # a byte a weight, and the embedding once more
+        rollouts = spec.num_parameters + spec.vocab_size * spec.hidden_size
         assert bytes_of(plan, "rollouts' weights") == pytest.approx(rollouts, rel=0.03)
     with_keys = sum(spec.layers_with_keys)
     held = re.search(r"the KV cache holds ([\d,]+) tokens", plan)
