@@ -143,6 +143,26 @@ def test_a_routers_bias_chooses_and_learns() -> None:
 
 
 @pytest.mark.interpreted
+def test_a_bias_learns_beside_a_correction_that_does_not() -> None:
+    """The correction decides: every expert that it lifts is chosen, and its weights are without it."""
+    x_TD, router_ED, bias_E = normal(9, 40), normal(7, 40, seed=1) * 0.3, normal(7, seed=3)
+    correction_E = torch.tensor([0.0, 5.0, 0.0, 0.0, 5.0, 0.0, 5.0])
+    leaves = [x.requires_grad_() for x in (x_TD, router_ED, bias_E, correction_E)]
+    routing = Routing(3, True, bias_E, SigmoidRouting(correction_E, scale=1.5))
+    weights_TS, experts_TS = route.choose(x_TD, router_ED, routing)
+    assert (experts_TS.sort(1).values == torch.tensor([1, 4, 6])).all()
+    p_TS = F.linear(x_TD, router_ED, bias_E).sigmoid().gather(1, experts_TS.long())
+    plain_TS = 1.5 * p_TS / p_TS.sum(1, keepdim=True)
+    torch.testing.assert_close(weights_TS, plain_TS, rtol=1e-5, atol=1e-7)
+    slope_TS = normal(9, 3, seed=2)
+    got = torch.autograd.grad((weights_TS * slope_TS).sum(), leaves, allow_unused=True)
+    want = torch.autograd.grad((plain_TS * slope_TS).sum(), leaves[:3])
+    assert got[3] is None
+    for a, b in zip(got[:3], want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.interpreted
 def test_equal_experts_are_taken_from_the_lowest() -> None:
     router_ED = torch.zeros(7, 32)
     router_ED[[2, 4, 6], 0] = 1.0

@@ -135,17 +135,25 @@ def test_other_formats_have_a_matrix_an_expert(format: str, tmp_path: Path) -> N
     assert torch.equal(forward(again, SEQUENCES), forward(model, SEQUENCES))
 
 
-def test_stacked_experts_of_qwen3_5_are_read(tmp_path: Path) -> None:
-    """Published folders have gates in front of ups, by rows, as the modules of transformers do."""
-    model = hf_model("qwen3.5-moe")
+@pytest.mark.parametrize("family", ["qwen3.5-moe", "glm4-moe"])
+def test_experts_stacked_by_rows_are_read(family: str, tmp_path: Path) -> None:
+    """Published folders of Qwen3.5 have gates in front of ups, by rows, as the modules of
+    transformers do. GLM-4.5's first layer is dense, and its corrections are float32 in any dtype."""
+    model = hf_model(family)
     model.save_pretrained(tmp_path / "m")
     apart = hf.load(tmp_path / "m")
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    assert "model.layers.0.mlp.experts.gate_up_proj" in state
+    assert "model.layers.1.mlp.experts.gate_up_proj" in state
     save_file(state, tmp_path / "m" / "model.safetensors")
     stacked = hf.load(tmp_path / "m")
     assert stacked.spec.stored_stacked and not apart.spec.stored_stacked
     for (name, p), (_, q) in zip(stacked.named_parameters(), apart.named_parameters(), strict=True):
         assert torch.equal(p, q), name
+    kinds = {
+        name: p.dtype
+        for name, p in hf.load(tmp_path / "m", dtype=torch.bfloat16).named_parameters()
+    }
+    floats = {name for name, dtype in kinds.items() if dtype == torch.float32}
+    assert floats == {name for name in kinds if name.endswith("correction_bias")}
     with torch.no_grad():
         assert (forward(stacked, SEQUENCES) - logits(model)).abs().max() < 1e-4
