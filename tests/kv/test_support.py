@@ -56,6 +56,20 @@ def test_models_with_states_have_dense_caches(family: str, tmp_path: Path) -> No
         engine_of(path, exact=True)
 
 
+def test_models_with_sinks_have_dense_caches(tmp_path: Path) -> None:
+    """Without windows, too."""
+    kinds = ["full_attention", "full_attention"]
+    path = hf_folder(tmp_path / "m", "gpt-oss", layer_types=kinds)
+    assert spec_of("gpt-oss", tmp_path).windows and not read_spec(path).windows
+    for name in BOUNDED:
+        with pytest.raises(ValueError, match=f"^kv: {name} .*layers with attention sinks"):
+            engine_of(path, kv=make(name))
+    with pytest.raises(ValueError, match=r"^kv_dtype: .* fp8 .*layers with attention sinks"):
+        engine_of(path, kv_dtype="fp8")
+    with pytest.raises(ValueError, match=r"^exact: .*attention sinks, experts with biases"):
+        engine_of(path, exact=True)
+
+
 def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
     spec = spec_of("mistral-mqa", tmp_path)
     assert spec.windows == ()

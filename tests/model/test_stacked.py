@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from lowroll import Engine, Request
 from lowroll.model import hf, lora
-from lowroll.model.headers import low_bit_format
+from lowroll.model.headers import low_bit_format, read_headers
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.weights.publish import dequantize_base, quantize_base
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.gpt_oss import WIDE, published
 from tests.fixtures.sequences import forward, random_sequences
 from tests.fixtures.tiny import hf_folder, hf_model
@@ -133,6 +134,18 @@ def test_other_formats_have_a_matrix_an_expert(format: str, tmp_path: Path) -> N
     again = hf.load(tmp_path / "low")
     assert again.weight_format == format and not again.spec.stored_stacked
     assert torch.equal(forward(again, SEQUENCES), forward(model, SEQUENCES))
+
+
+def test_an_update_of_a_folder_has_a_tensor_an_expert(tmp_path: Path) -> None:
+    """The folder that a trainer publishes stacks experts; what an engine reads of it is the learner's
+    own stream."""
+    model = hf.load(hf_folder(tmp_path / "m", "gpt-oss"))
+    hf.save(model, tmp_path / "published")
+    assert read_headers(tmp_path / "published")[0].stored_stacked
+    _, files, tensors = hf.stored(tmp_path / "published")
+    sent = dict(WeightUpdate.local(model, 1).tensors())
+    assert tensors.keys() == sent.keys() == files.keys()
+    assert all(torch.equal(tensor, sent[name]) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("family", ["qwen3.5-moe", "glm4-moe"])

@@ -32,7 +32,7 @@ REQUEST = Request(IDS.tolist(), n=3, max_tokens=8, seed=5, ignore_eos=True)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home = tmp_path_factory.mktemp("models")
-    families = ("qwen3", "qwen2-tied", "qwen3-moe", "llama-biases")
+    families = ("qwen3", "qwen2-tied", "qwen3-moe", "llama-biases", "gpt-oss")
     return {family: hf_folder(home / family, family) for family in families}
 
 
@@ -106,7 +106,7 @@ def follow(
     ("family", "format"),
     [
         *(("qwen3", format) for format in LAYOUTS),
-        *((family, format) for family in ("qwen2-tied", "qwen3-moe") for format in FEW),
+        *((family, format) for family in ("qwen2-tied", "qwen3-moe", "gpt-oss") for format in FEW),
     ],
 )
 def test_a_full_stream_is_the_local_update(
