@@ -331,7 +331,7 @@ def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config.pop("torch_dtype", None)
     weight_format = None if model.weight_format is None else get_format(model.weight_format)
     _refuse_two_rotations(model)
-    if isinstance(weight_format, Mixed) and stacked.is_native(model.spec, weight_format):
+    if weight_format is not None and stacked.is_native(model.spec, weight_format):
         config["quantization_config"] = describe_experts_in_mxfp4()
     elif isinstance(weight_format, Mixed):
         config["quantization_config"] = describe_mixed(

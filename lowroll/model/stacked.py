@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowroll.model.names import hf_names, stored_hf_names
 from lowroll.model.spec import ModelSpec
-from lowroll.quant.formats import QTensor, get_format
+from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.layouts import EXPERTS_IN_MXFP4, FLOATS
 from lowroll.quant.mixed import Mixed
 from lowroll.quant.mxfp4 import BLOCK, MXFloat4
@@ -133,10 +133,10 @@ def stored_tensors(spec: ModelSpec) -> dict[str, StackedTensor]:
     }
 
 
-def is_native(spec: ModelSpec, format: Mixed) -> bool:
-    """Return whether a mixed format is that of the published folders: experts in MXFP4, all else
+def is_native(spec: ModelSpec, format: Format) -> bool:
+    """Return whether a format is that of the family's published folders: experts in MXFP4, all else
     dense."""
-    if not spec.stacks_experts:
+    if not spec.stacks_experts or not isinstance(format, Mixed):
         return False
     by_layer = {layer: format.of(layer) for layer in format.assignment}
     return all(

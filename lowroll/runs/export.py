@@ -24,7 +24,7 @@ import torch
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig, load
-from lowroll.model import adapter_base, card, hf, lora
+from lowroll.model import adapter_base, card, hf, lora, stacked
 from lowroll.model.adapter_base import base_of
 from lowroll.model.folder import resolve
 from lowroll.model.headers import low_bit_format, read_folder_layout
@@ -227,6 +227,13 @@ def _compatibility_note(model: Transformer) -> str | None:
     """Return what other tools cannot do with the model's folder, or None."""
     if model.weight_format is None or get_format(model.weight_format).dense:
         return None
+    if model.spec.stacks_experts:
+        if stacked.is_native(model.spec, get_format(model.weight_format)):
+            return None
+        return (
+            f"transformers cannot use this folder: it reads experts of {model.spec.architecture} "
+            "dense or in MXFP4 beside dense layers"
+        )
     return unread_by_transformers(
         model.weight_format,
         {linear.in_features for _, linear in model.linears()},

@@ -91,6 +91,22 @@ def test_rows_attend_within_a_window(
     torch.testing.assert_close(got.cpu().float(), case.run(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 17])
+@pytest.mark.parametrize("shape", [FEW, MANY])
+def test_sinks_take_part_in_the_softmax(
+    shape: tuple[list[int], int, int, int, int], window: int, dtype: torch.dtype
+) -> None:
+    """Few rows in many splits, and many rows in one, which Hopper's kernel would take without."""
+    case = Case(*shape, dtype, window=window, sinks=True)
+    assert case.sinks is not None
+    got = paged_decode(*cuda(case), case.scale, window, case.sinks.cuda())
+    for x in ("q", "k", "v", "keys", "values", "sinks"):
+        setattr(case, x, getattr(case, x).float().nan_to_num(0))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.cpu().float(), case.run(), rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("rows", [4, 200])
 def test_one_graph_serves_every_length_in_a_window(rows: int) -> None:
     case = Case([200] * rows, 28, 4, 128, 16, torch.bfloat16)

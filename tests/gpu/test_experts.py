@@ -12,12 +12,14 @@ a half and more.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from lowroll.kernels.fused.swiglu import clamped_swiglu
 from lowroll.kernels.moe import grouped, route, routed
 from lowroll.kernels.moe.scores import Routing
 from lowroll.kernels.moe.stack import Stack
@@ -90,6 +92,33 @@ def test_a_layer_is_near_float32(format: str, tokens: int) -> None:
         h = rounded((torch.nn.functional.silu(gate) * up).bfloat16(), format).float()
         y = torch.bmm(w_EDF[experts_TS[:, choice].long()], h[..., None]).squeeze(-1)
         want += weights_TS[:, choice, None] * y
+    assert (got.float() - want).norm() < NEAR[format] * want.norm()
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("format", ["bf16", "mxfp4"])
+def test_biases_and_clamped_gates_are_near_float32(format: str, tokens: int) -> None:
+    gate_up, down, w_EFD, w_EDF = stacks(format)
+    router_bias_E, gate_up_bias_N, down_bias_N = (
+        normal(size, seed=seed).bfloat16().cuda()
+        for size, seed in ((COUNT, 5), (COUNT * 2 * WIDE, 6), (COUNT * HIDDEN, 7))
+    )
+    gate_up, down = replace(gate_up, bias_N=gate_up_bias_N), replace(down, bias_N=down_bias_N)
+    x_TD = normal(tokens, HIDDEN).bfloat16().cuda()
+    router_ED = normal(COUNT, HIDDEN, seed=3).bfloat16().cuda()
+    clamp = (1.0, 1.702)
+    routing = Routing(CHOICES, True, router_bias_E)
+    got = grouped.experts(x_TD, router_ED, gate_up, down, routing, clamp)
+    weights_TS, experts_TS = route.choose(x_TD, router_ED, routing)
+    want = torch.zeros(tokens, HIDDEN, device="cuda")
+    for choice in range(CHOICES):
+        expert_T = experts_TS[:, choice].long()
+        gate_up_TG = torch.bmm(w_EFD[expert_T], x_TD.float()[..., None]).squeeze(-1)
+        gate_up_TG += gate_up_bias_N.float().view(COUNT, -1)[expert_T]
+        h_TF = clamped_swiglu(gate_up_TG, *clamp)
+        y_TD = torch.bmm(w_EDF[expert_T], h_TF[..., None]).squeeze(-1)
+        y_TD += down_bias_N.float().view(COUNT, -1)[expert_T]
+        want += weights_TS[:, choice, None] * y_TD
     assert (got.float() - want).norm() < NEAR[format] * want.norm()
 
 

@@ -185,7 +185,14 @@ Put = Callable[[torch.Tensor], Any]
 
 
 def attention(
-    rows: int, heads: int, kv_heads: int, d: int, page: int, dtype: torch.dtype, odd: bool = False
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    page: int,
+    dtype: torch.dtype,
+    odd: bool = False,
+    sinks: bool = False,
 ) -> Callable[[Put], object]:
     def call(put: Put) -> object:
         wide = torch.zeros(rows, (heads + 2 * kv_heads) * d + odd, dtype=dtype)
@@ -202,6 +209,8 @@ def attention(
             put(torch.zeros(rows, 1, dtype=torch.int32)),
             put(torch.ones(rows, dtype=torch.int32)),
             1.0,
+            0,
+            put(torch.zeros(heads, dtype=dtype)) if sinks else None,
         )
 
     return call
@@ -285,14 +294,24 @@ def stack(kind: str, experts: int, width: int, put: Put) -> Stack:
     return Stack(kind, experts, *(put(q.tensors[name]) for name in names if name in q.tensors))
 
 
-def mixture(kind: str, tokens: int, experts: int = 4, dtype: torch.dtype = BF16, width: int = 128):
+def mixture(
+    kind: str,
+    tokens: int,
+    experts: int = 4,
+    dtype: torch.dtype = BF16,
+    width: int = 128,
+    clamped: bool = False,
+):
     def call(put: Put) -> object:
         x = put(torch.zeros(tokens, width, dtype=dtype))
         if not launch.triton_supports(x):
             return "an expert at a time"
         router = put(torch.zeros(experts, width, dtype=dtype))
         gate_up, down = stack(kind, experts, width, put), stack(kind, experts, width, put)
-        return grouped.experts(x, router, gate_up, down, Routing(2, True))
+        if not clamped:
+            return grouped.experts(x, router, gate_up, down, Routing(2, True))
+        routing = Routing(2, True, put(torch.zeros(experts, dtype=dtype)))
+        return grouped.experts(x, router, gate_up, down, routing, (7.0, 1.702))
 
     return call
 
@@ -460,6 +479,7 @@ CASES: dict[str, Callable[[Put], object]] = {
             (16, 8, 1, 128, 16, BF16, True),
         )
     },
+    "attention 16 rows with sinks": attention(16, 8, 1, 64, 16, BF16, sinks=True),
     **{
         f"coded attention {rows} rows, {str(dtype)[6:]}": coded_attention(rows, dtype)
         for rows, dtype in ((15, BF16), (16, BF16), (16, FP32))
@@ -561,6 +581,7 @@ CASES: dict[str, Callable[[Put], object]] = {
     },
     "experts nvfp4 float16": mixture("nvfp4", 2, dtype=FP16),
     "experts nvfp4 rows of 96": mixture("nvfp4", 2, width=96),
+    "experts mxfp4 with clamped gates": mixture("mxfp4", 2, clamped=True),
     **{
         f"experts {kind} kernels with {str(dtype)[6:]}, rows of {width}": served(kind, dtype, width)
         for kind in ("bf16", "fp32", "int8", "nvfp4", "mxfp4")

@@ -18,6 +18,7 @@ from lowroll.model import hf, lora
 from lowroll.model.headers import low_bit_format, read_headers
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
+from lowroll.runs.export import quantize_folder
 from lowroll.weights.publish import dequantize_base, quantize_base
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.gpt_oss import WIDE, published
@@ -134,6 +135,11 @@ def test_other_formats_have_a_matrix_an_expert(format: str, tmp_path: Path) -> N
     again = hf.load(tmp_path / "low")
     assert again.weight_format == format and not again.spec.stored_stacked
     assert torch.equal(forward(again, SEQUENCES), forward(model, SEQUENCES))
+    written = quantize_folder(tmp_path / "m", tmp_path / "written", format, device="cpu")
+    assert written.note == (
+        "transformers cannot use this folder: it reads experts of GptOssForCausalLM dense or in MXFP4 "
+        "beside dense layers"
+    )
 
 
 def test_an_update_of_a_folder_has_a_tensor_an_expert(tmp_path: Path) -> None:

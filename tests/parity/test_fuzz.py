@@ -24,7 +24,11 @@ def test_mixes_give_every_request_what_it_would_get_alone(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["mistral-window", "qwen2-window", "olmo3", "gemma3", "smollm3", "olmo2", "granite"]
+    "family",
+    [
+        *("mistral-window", "qwen2-window", "olmo3", "gemma3", "smollm3", "olmo2", "granite"),
+        "gpt-oss",
+    ],
 )
 def test_mixes_of_families(family: str) -> None:
     """Windows; and layers without positions, norms after attention and constants under policies

@@ -39,7 +39,7 @@ from lowroll.trainer.optim import Optimizer
 from lowroll.weights.aligned import align
 from lowroll.weights.publish import quantize_base
 from tests.fixtures.live import Live
-from tests.fixtures.tiny import hf_folder, hf_model
+from tests.fixtures.tiny import MIXTURES, hf_folder, hf_model
 
 BASELINE = Path(__file__).parents[2] / "bench" / "baselines" / "memory.json"
 WORDS = {"template": "{text}", "max_words": 1, "min_len": 3, "max_len": 5}
@@ -234,10 +234,13 @@ PASSES = [
 ]
 
 
-FAMILIES = ["smollm3", "mistral-window", "qwen2-window", "olmo2", "olmo3", "gemma3", "granite"]
+FAMILIES = [
+    *("smollm3", "mistral-window", "qwen2-window", "olmo2", "olmo3", "gemma3", "granite"),
+    *("gpt-oss", "glm4-moe"),
+]
 PASSES += [
     pytest.param(name, dtype, kind, checkpointing, id=f"{name}-{dtype}-{kind}-{checkpointing}")
-    for i, name in enumerate([*FAMILIES, "glm4-moe"])
+    for i, name in enumerate(FAMILIES)
     for dtype in (torch.float32, torch.bfloat16)
     for kind, checkpointing in (
         (("full", False), ("lora", True)),
@@ -271,7 +274,7 @@ def test_what_a_backward_pass_keeps(
     }
     if isinstance(config, str):
         config = wide(config)
-    if "num_experts_per_tok" in config:
+    if spec_from_config(config).num_experts:
         train["lora_target_modules"] = list(lora.TARGETS[:4])
     settings = {"model": ".", "device": "cpu", "rollout": {"weights": "int8"}, "train": train}
     cfg = from_mapping(settings).resolved()
@@ -324,7 +327,8 @@ def test_a_dry_run_plans_every_family(family: str, model: Path, tmp_path: Path) 
     for path in model.iterdir():
         if "token" in path.name or path.suffix == ".jinja":
             shutil.copy(path, source)
-    for train in ({}, {"lora": True, "lora_rank": 4}):
+    targets = list(lora.TARGETS[:4] if family in MIXTURES else lora.TARGETS)
+    for train in ({}, {"lora": True, "lora_rank": 4, "lora_target_modules": targets}):
         found = look_at_run(from_mapping(tree(source, tmp_path / "out", train=train)))
         assert found.problems == []
         assert any(line.startswith("memory on cpu: ") for line in found.lines)

@@ -6,7 +6,7 @@ product's codes.
 
 Experts of GPT-OSS clamp both (`clamped_swiglu`):
 
-    y = (clamp(u, -limit, limit) + 1) c / (1 + exp(-alpha c)),    c = min(g, limit)
+    y = (clamp(u, -limit, limit) + 1) c s,    c = min(g, limit),  s = 1 / (1 + exp(-alpha c))
 
 Legend: T tokens, F intermediate size.
 """
@@ -78,11 +78,19 @@ class _ClampedSwiglu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor | None, ...]:
-        (gate_up_TG,) = ctx.saved_tensors
-        with torch.enable_grad():
-            leaf_TG = gate_up_TG.detach().requires_grad_()
-            y_TF = _clamped_swiglu(leaf_TG, *ctx.constants)
-        return *torch.autograd.grad(y_TF, leaf_TG, grad_TF), None, None
+        (gate_up_TG,), (limit, alpha) = ctx.saved_tensors, ctx.constants
+        gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
+        grads_TG = torch.empty_like(gate_up_TG)
+        gate_grad_TF, up_grad_TF = grads_TG.chunk(2, dim=-1)
+        clamped_TF = gate_TF.float().clamp(max=limit)
+        sigmoid_TF = (alpha * clamped_TF).sigmoid_()
+        passed_TF = grad_TF.float() * sigmoid_TF
+        up_grad_TF.copy_(passed_TF * clamped_TF).masked_fill_(up_TF.abs() > limit, 0)
+        passed_TF *= up_TF.float().clamp(-limit, limit).add_(1)
+        # s + c ds/dc = s (1 + alpha c (1 - s)), of which s is in `passed` already
+        passed_TF *= sigmoid_TF.neg_().add_(1).mul_(clamped_TF).mul_(alpha).add_(1)
+        gate_grad_TF.copy_(passed_TF).masked_fill_(gate_TF > limit, 0)
+        return grads_TG, None, None
 
 
 def _clamped_swiglu(gate_up_TG: Tensor, limit: float, alpha: float) -> Tensor:

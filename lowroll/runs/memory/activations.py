@@ -210,9 +210,13 @@ class Learning:
         kept_bytes = (
             slots * (2 * intermediate + hidden) * item + 2 * FLOAT * slots + self._places(tokens)
         )
-        if not self.fused:  # silu(gate); probabilities, and the order of all experts
+        if not self.fused:  # probabilities, and the order of all experts
             scores = 2 if spec.scores is not None else 3
-            kept_bytes += slots * intermediate * item + scores * FLOAT * spec.num_experts
+            kept_bytes += scores * FLOAT * spec.num_experts
+        if not self.fused and spec.clamped_gate is None:  # silu(gate)
+            kept_bytes += slots * intermediate * item
+        if not self.lora and spec.expert_bias:  # the expert of each row, for two biases
+            kept_bytes += 2 * slots * 8
         if not self.lora:
             kept_bytes += slots * (hidden + intermediate) * item
             kept_bytes += FLOAT * hidden if item < FLOAT and not self.fused else 0
@@ -235,8 +239,13 @@ class Learning:
             spec.hidden_size,
         )
         output_numbers = (2 if self.fused else 4) * hidden  # of the slots' sum
+        gate_numbers = 0
+        if spec.clamped_gate is not None:  # gradients, and four tensors in float32
+            gate_numbers = (3 + 4 * FLOAT // self.item) * intermediate
         return slots * max(
-            hidden + 2 * intermediate, output_numbers + (0 if self.lora else intermediate)
+            hidden + 2 * intermediate,
+            output_numbers + (0 if self.lora else intermediate),
+            gate_numbers,
         )
 
 
