@@ -121,6 +121,24 @@ READ: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window_pattern": 2,
         },
     ),
+    "GPT-OSS as it is published": (
+        "gpt-oss",
+        {
+            "rope_parameters": ...,
+            "rope_theta": 150000,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 8,
+            },
+            "experts_per_token": 2,
+            "initial_context_length": 8,
+            "swiglu_alpha": ...,
+        },
+    ),
     "SmolLM3 with an interval": (
         "smollm3",
         {"no_rope_layers": ..., "no_rope_layer_interval": 3, "layer_types": ...},
