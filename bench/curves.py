@@ -1,109 +1,104 @@
-"""Learning curves: the same run with every price of rollouts and every way to pay for the mismatch.
+"""Learning curves on a pretrained model: the same run with every format of the rollouts, and every
+correction.
 
-The task is `arithmetic` (expressions reduced line by line) for a Qwen3-shaped model of 3.2 M
-parameters, warm-started by SFT until it solves part of it. Every run of a seed starts from the same
-weights, draws the same prompts and makes the same number of updates; only what its row of
-`VARIANTS` says differs. The learner is in float32, so that what is measured is the rollouts' price.
-Runs go side by side in processes of their own, one thread each: they are small.
+The subject is SmolLM2-135M-Instruct after a short SFT on word problems (`bench.subject`), which solves
+a part of them. Every run of a seed starts from the same weights, draws the same prompts and makes the
+same number of updates; only what its row of `ARMS` says differs. On a GPU learner and engine compute
+in bfloat16, with float32 masters.
 
-    python -m bench.curves [--steps 150] [--seeds 3] [--jobs 8] [--device auto]
-                           [--out FOLDER] [--only NAME ...] [--change JSON]
+    lowroll fetch smollm2
+    python -m bench.curves [--steps 80] [--seeds 3] [--jobs 6] [--device auto] [--only ARM ...]
+                           [--out FOLDER] [--work FOLDER] [--seconds S] [--change JSON]
 
-writes `curves.json` (every curve of every run, the machine and the settings) into the folder;
-`docs/tables.py` makes the tables and pictures of docs/results.md from it.
+merges each run into `curves.json` of the folder as it ends, and makes no run again that stands there
+with the same settings and steps. `--work` keeps the warm-started model, logs and run folders.
+`bench.claims` compares the arms; `docs/tables.py` and `python -m bench.pictures` make the tables and
+pictures of docs/results.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
-import shutil
-import statistics
-import sys
-import tempfile
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-
-from bench.harness import RESULTS, OneOf, SomeOf, here, merged, parser_of, print_table
-from lowroll.config import RunConfig, from_mapping
-from lowroll.runs.demo import CONFIG as DEMO
-from lowroll.runs.demo import build_model, reward_of
+from bench import subject
+from bench.experiment import (
+    SUMMED,
+    Experiment,
+    alone,
+    ending_by,
+    made,
+    mean_over,
+    placed,
+    recorded,
+    spread,
+)
+from bench.harness import merged, print_table
+from lowroll.config import RunConfig
+from lowroll.model import hf
+from lowroll.orchestrator.evaluate import evaluate
+from lowroll.runs.assembly import engines, environments, models, orchestrator
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.grpo import run
-from lowroll.runs.sft import warm_start
 
-MODEL: dict[str, Any] = {
-    **DEMO,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
-
+SOURCE = "smollm2"
 SETTINGS: dict[str, Any] = {
-    "env": [
-        {
-            "id": "arithmetic",
-            "args": {"template": "{text}", "min_steps": 1, "max_steps": 3, "max_operand": 9},
-        }
-    ],
-    "batch_size": 1024,
+    "batch_size": 512,
     "rollouts_per_example": 8,
     "algorithm": "grpo",
-    "dtype": "float32",
     "loss": {"reduce": "token-mean"},
-    "rollout": {"max_tokens": 48, "max_batch": 1024, "cache_tokens": 131072},
+    "rollout": {"max_tokens": 160, "max_batch": 512, "cache_tokens": 131072},
     "train": {
-        "learning_rate": 4e-5,
+        "learning_rate": 2e-5,
         "warmup_steps": 5,
-        "minibatches": 4,
+        "minibatches": 2,
         "weight_decay": 0.0,
-        "tokens_per_microbatch": 16384,
+        "tokens_per_microbatch": 8192,
     },
     "ckpt": {"interval": 10_000, "keep_last": 1},
     "sft": {
-        "steps": 450,
-        "batch_size": 128,
-        "learning_rate": 1e-3,
-        "warmup_steps": 20,
-        "num_examples": 65536,
+        "steps": 40,
+        "batch_size": 32,
+        "learning_rate": 1e-4,
+        "warmup_steps": 10,
+        "num_examples": 1280,
     },
 }
 
 # TBPO's bounds are on the geometric mean of a response's ratios. QaRL's 3e-4 belongs to its
-# learning rate of 1e-6; the steps here are some hundred times as large, and so are the bounds.
+# learning rate of 1e-6; the steps here are larger, and so are the bounds.
 BANDS: dict[str, Any] = {"eps_low": 0.03, "eps_high": 0.04, "tbpo": {"eps_negative": 0.07}}
+LORA: dict[str, Any] = {"lora": True, "lora_rank": 32, "lora_alpha": 64, "learning_rate": 2e-4}
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "bf16": {"rollout": {"weights": "bf16"}, "correction": "none"},
-    "fp8 naive": {"rollout": {"weights": "fp8"}, "correction": "is", "force": True},
-    "int4 naive": {"rollout": {"weights": "int4"}, "correction": "is", "force": True},
-    "int4 uncorrected": {"rollout": {"weights": "int4"}, "correction": "none", "force": True},
-    "int4 tis": {"rollout": {"weights": "int4"}, "correction": "tis"},
-    "int4 acr": {"rollout": {"weights": "int4"}, "correction": "acr"},
-    "int4 acr uaq": {
-        "rollout": {"weights": "int4"},
-        "correction": "acr",
-        "train": {"uaq_scale": 1.5},
-    },
-    "int4 aligned tbpo": {
-        "rollout": {"weights": "int4"},
-        "correction": "tbpo",
-        "train": {"forward": "aligned"},
-        "loss": BANDS,
-    },
-    "bf16 noise": {"rollout": {"weights": "bf16"}, "correction": "acr", "noise": {}},
-    "nvfp4": {"rollout": {"weights": "nvfp4"}, "correction": "acr"},
-    "nvfp4 noise": {"rollout": {"weights": "nvfp4"}, "correction": "acr", "noise": {}},
+
+def _arm(weights: str, correction: str, **changes: Any) -> dict[str, Any]:
+    return {"rollout": {"weights": weights}, "correction": correction, **changes}
+
+
+ARMS: dict[str, dict[str, Any]] = {
+    "bf16": _arm("bf16", "none"),
+    "int8 naive": _arm("int8", "is", force=True),
+    "int8 tis": _arm("int8", "tis"),
+    "int8 acr": _arm("int8", "acr"),
+    "int8 acr uaq": _arm("int8", "acr", train={"uaq_scale": 1.5}),
+    "int8_rotated acr": _arm("int8_rotated", "acr"),
+    "fp8 naive": _arm("fp8", "is", force=True),
+    "fp8 acr": _arm("fp8", "acr"),
+    "int4 naive": _arm("int4", "is", force=True),
+    "int4 tis": _arm("int4", "tis"),
+    "int4 acr": _arm("int4", "acr"),
+    "int4 aligned tbpo": _arm("int4", "tbpo", train={"forward": "aligned"}, loss=BANDS),
+    "nvfp4 acr": _arm("nvfp4", "acr"),
+    "nvfp4 noise acr": _arm("nvfp4", "acr", noise={}),
+    "bf16 lora": _arm("bf16", "none", train=LORA),
+    "nvfp4 lora": _arm("nvfp4", "tis", train=LORA),
+    "nvfp4 lora noise": _arm("nvfp4", "acr", train=LORA, noise={}),
 }
 
 CURVES = (
@@ -113,57 +108,86 @@ CURVES = (
     "mismatch/ess",
     "policy/entropy",
     "rollout/length_mean",
+    "rollout/truncated_fraction",
     "optim/grad_norm",
     "weights/codes_flipped_fraction",
     "time/step",
     "time/generate",
     "time/learn",
 )
-HELD_OUT = 512
+HELD_OUT = 1024  # greedy
+SAMPLED = 256  # with SAMPLES each
+SAMPLES = 8
 
 
 def settings(
-    variant: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
+    arm: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
 ) -> RunConfig:
-    """Return the run of a variant and a seed, as a user's YAML file would say it."""
-    tree = merged(merged(SETTINGS, change), VARIANTS[variant])
-    return placed(tree, variant, seed, steps, folder, device)
+    """Return the run of an arm and a seed, as a user's YAML file would say it."""
+    tree = merged(merged(SETTINGS, change), ARMS[arm])
+    tree.setdefault("env", subject.environment(folder))
+    return placed(tree, arm, seed, steps, folder, device)
 
 
-def placed(
-    tree: Mapping[str, Any], name: str, seed: int, steps: int, folder: Path, device: str
-) -> RunConfig:
-    """Return settings with a run's own name, seed and place."""
-    place = {
-        "model": str(folder / "model"),
-        "output_dir": str(folder / f"{name.replace(' ', '-')}-{seed}"),
-        "seed": seed,
-        "device": device,
-        "train": {"max_steps": steps},
+def warm_started(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the problems and the warm-started model as `folder/model`, unless they are there; return
+    what is recorded of it, with its held-out scores."""
+    note = folder / "warm.json"
+    if not note.is_file():
+        subject.write_problems(folder, subject.SIZES)
+        supervised = {**change, "env": subject.environment(folder, "sft")}
+        cfg = settings("bf16", 0, 10, folder, device, supervised)
+        found = subject.warm(cfg, SOURCE, folder)
+        cfg = settings("bf16", 0, 10, folder, device, change)
+        note.write_text(json.dumps(found | scores(cfg, folder / "model")))
+    return dict(json.loads(note.read_text()))
+
+
+def scores(cfg: RunConfig, model: Path) -> dict[str, float]:
+    """Return a model folder's held-out scores: greedy with dense weights and in the rollouts' own
+    format, and of SAMPLES sampled responses their mean and the share of problems that one solves."""
+    dense = {
+        **_evaluated(cfg, model, "dense", 0.0, HELD_OUT, 1, {"greedy": "reward"}),
+        **_evaluated(
+            cfg, model, "dense", 1.0, SAMPLED, SAMPLES, {"sampled": "reward", "pass@8": "pass_at_k"}
+        ),
     }
-    return from_mapping(merged(tree, place))
+    own = _evaluated(cfg, model, cfg.rollout.weights, 0.0, HELD_OUT, 1, {"own": "reward"})
+    return {name: round(score, 4) for name, score in (dense | own).items()}
 
 
-def warm_started(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, float]:
-    """Write the warm-started model as `folder/model`; returns its held-out reward before
-    training."""
-    cfg = settings("bf16", 0, 10, folder, device, change)
-    loss = warm_start(cfg, build_model(folder / "untrained", 0, MODEL), folder / "model")[
-        "sft/loss"
-    ]
-    return {"sft_loss": loss, **rewards(cfg, folder / "model")}
-
-
-def rewards(cfg: RunConfig, model: Path) -> dict[str, float]:
-    """Return the mean reward of a model folder on held-out expressions, with its dense weights."""
-    return {
-        name: reward_of(cfg, model, "dense", temperature, HELD_OUT)
-        for name, temperature in (("sampled", 1.0), ("greedy", 0.0))
-    }
+def _evaluated(
+    cfg: RunConfig,
+    model: Path,
+    weights: str,
+    temperature: float,
+    count: int,
+    each: int,
+    wanted: Mapping[str, str],
+) -> dict[str, float]:
+    compute, chat = Compute.of(cfg), models.tokenizer(model)
+    (env,) = environments.make(cfg.env, cfg.seed).values()
+    sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
+    learnt = hf.load(model, compute.device, compute.dtype)
+    with (
+        closing(engines.make(cfg, compute, learnt, chat, weights)) as engine,
+        environments.scorer(cfg, cfg.env) as scorer,
+    ):
+        metrics = evaluate(
+            env,
+            engine,
+            scorer,
+            chat,
+            num_examples=count,
+            rollouts_per_example=each,
+            sampling=sampling,
+            seed=cfg.seed,
+        )
+    return {name: metrics[f"eval/{env.name}/{metric}"] for name, metric in wanted.items()}
 
 
 def train(
-    variant: str,
+    arm: str,
     seed: int,
     gpu: int,
     *,
@@ -171,159 +195,74 @@ def train(
     folder: Path,
     device: str,
     change: Mapping[str, Any],
+    until: float = math.inf,
 ) -> dict[str, Any]:
     """Run in a process of its own; return its curves and what its final model reaches."""
     began = time.monotonic()
-    cfg = settings(variant, seed, steps, folder, device, change)
+    cfg = settings(arm, seed, steps, folder, device, change)
     with alone(gpu, cfg):
-        result = run(cfg)
-        after = rewards(cfg, result.folder / "final")
-    curves = {name: [short(record.get(name)) for record in result.records] for name in CURVES}
-    shutil.rmtree(result.folder)
-    return made(variant, seed, began, after=after, curves=curves)
+        with ending_by(until):
+            result = run(cfg, overwrite=True)
+        after = {} if result.signal else scores(cfg, result.folder / "final")
+    return made(arm, seed, began, after=after, curves=recorded(result.records, CURVES))
 
 
-@contextmanager
-def alone(gpu: int, cfg: RunConfig) -> Iterator[None]:
-    """Use one thread and one GPU, and print into a file beside the run."""
-    torch.set_num_threads(1)
-    if cfg.device != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_device(gpu)
-    folder = Path(cfg.output_dir)
-    with folder.with_name(f"{folder.name}.log").open("w") as log:
-        with redirect_stdout(log), redirect_stderr(log):
-            yield
-
-
-def made(name: str, seed: int, began: float, **found: Any) -> dict[str, Any]:
-    """Return what is stored of a run."""
-    return {"variant": name, "seed": seed, "seconds": round(time.monotonic() - began, 1), **found}
-
-
-def short(value: object) -> float | None:
-    """Return a number as it is stored, with five digits."""
-    return None if value is None else float(f"{float(str(value)):.5g}")
-
-
-SUMMED = "mean over the seeds (smallest to largest)"
 HEAD = (
-    "variant",
-    "reward, last 10 steps",
-    "held out, dense weights",
+    "arm",
+    "runs",
+    "steps",
+    "held out, greedy",
+    "in its own format",
+    "sampled",
+    "pass@8",
+    "reward, first 10 steps",
+    "last 10",
     "KL, first 10 steps",
     "KL, last 10",
-    "largest weight",
+    "ESS, last 10",
     "entropy, last 10",
+    "tokens a response",
 )
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row of HEAD for each variant: means over its seeds, ranges in parentheses."""
-    rows = []
-    for variant in dict.fromkeys(one["variant"] for one in runs):
-        own = [one for one in runs if one["variant"] == variant]
-        last = {
-            name: [statistics.fmean(one["curves"][name][-10:]) for one in own]
-            for name in ("reward/mean", "mismatch/kl_k3", "policy/entropy")
-        }
-        first_kl = [statistics.fmean(one["curves"]["mismatch/kl_k3"][:10]) for one in own]
+    """Return a row of HEAD for each arm: means over its seeds, ranges in parentheses."""
+    rows: list[tuple[str, ...]] = []
+    for arm in dict.fromkeys(one["variant"] for one in runs):
+        own = [one for one in runs if one["variant"] == arm]
+        steps = [len(one["curves"]["reward/mean"]) for one in own]
         rows.append(
             (
-                variant,
-                spread(last["reward/mean"]),
-                spread([one["after"]["sampled"] for one in own]),
-                f"{statistics.fmean(first_kl):.1e}",
-                f"{statistics.fmean(last['mismatch/kl_k3']):.1e}",
-                f"{max(value for one in own for value in one['curves']['mismatch/weight_max']):.1f}",
-                f"{statistics.fmean(last['policy/entropy']):.3f}",
+                arm,
+                str(len(own)),
+                f"{min(steps)} to {max(steps)}",
+                _after(own, "greedy"),
+                *(_after(own, name).split()[0] for name in ("own", "sampled", "pass@8")),
+                mean_over(own, "reward/mean", 10, ".3f"),
+                mean_over(own, "reward/mean", -10, ".3f"),
+                mean_over(own, "mismatch/kl_k3", 10, ".1e"),
+                mean_over(own, "mismatch/kl_k3", -10, ".1e"),
+                mean_over(own, "mismatch/ess", -10, ".2f"),
+                mean_over(own, "policy/entropy", -10, ".3f"),
+                mean_over(own, "rollout/length_mean", -10, ".0f"),
             )
         )
     return rows
 
 
-def spread(values: Sequence[float]) -> str:
-    """Return mean, smallest and largest of the seeds."""
-    return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+def _after(runs: Sequence[Mapping[str, Any]], score: str) -> str:
+    """Return a score's mean and range over the runs that have it."""
+    found = [one["after"][score] for one in runs if one["after"]]
+    return spread(found) if found else "-"
+
+
+EXPERIMENT = Experiment("curves", SETTINGS, ARMS, warm_started, train)
 
 
 def main() -> None:
-    """Run every variant with every seed and store the curves."""
-    args = options(__doc__, VARIANTS, steps=150, jobs=8).parse_args()
-    console, began, runs, change = Console(width=120), time.monotonic(), [], json.loads(args.change)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        before = warm_started(folder, args.device, change)
-        console.print(f"warm start: {before} in {time.monotonic() - began:.0f} s")
-        work = partial(train, steps=args.steps, folder=folder, device=args.device, change=change)
-        about = about_runs(args, merged(SETTINGS, change)) | {"before": before}
-        jobs = [(name, seed) for seed in range(args.seeds) for name in args.only]
-        for last in side_by_side(work, jobs, args.jobs):
-            runs.append(last)
-            console.print(
-                f"{len(runs)} of {len(jobs)}: {last['variant']}, seed {last['seed']}, "
-                f"{last['seconds']} s, {last['after']}"
-            )
-            seconds = round(time.monotonic() - began)
-            store(args.out / "curves.json", about | {"seconds": seconds}, runs, VARIANTS)
-    print_table(HEAD, summary(runs), SUMMED)
-    console.print(f"{args.out / 'curves.json'}, {time.monotonic() - began:.0f} s")
-
-
-def side_by_side(
-    work: Callable[[str, int, int], dict[str, Any]], jobs: Sequence[tuple[str, int]], count: int
-) -> Iterator[dict[str, Any]]:
-    """What `work(name, seed, gpu)` returns for every job, as they finish: `count` at a time, each
-    in a process of its own. The first error of a job is raised when the others have ended."""
-    context, gpus = multiprocessing.get_context("spawn"), max(1, torch.cuda.device_count())
-    with ProcessPoolExecutor(count, mp_context=context, max_tasks_per_child=1) as pool:
-        waiting = [pool.submit(work, *job, i % gpus) for i, job in enumerate(jobs)]
-        failed = []
-        for done in as_completed(waiting):
-            if (error := done.exception()) is None:
-                yield done.result()
-            else:
-                failed.append(error)
-                print(f"a run failed: {type(error).__name__}: {error}", file=sys.stderr)
-    if failed:
-        raise failed[0]
-
-
-def options(
-    doc: str | None, names: Sequence[str] | Mapping[str, Any], steps: int, jobs: int
-) -> argparse.ArgumentParser:
-    """Return the options of an experiment of many runs."""
-    parser = parser_of(
-        doc,
-        out=RESULTS,
-        steps=steps,
-        seeds=3,
-        jobs=jobs,
-        device=OneOf(("auto", "cpu", "cuda"), "auto"),
-        only=SomeOf(names),
-    )
-    parser.add_argument("--change", default="{}", help="JSON of settings that differ from SETTINGS")
-    return parser
-
-
-def about_runs(args: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is stored beside the runs of an experiment."""
-    about = here(steps=args.steps, settings=settings)
-    return about | {"machine": {**about["machine"], "device": device_name(args.device)}}
-
-
-def store(
-    path: Path, about: Mapping[str, Any], runs: list[dict[str, Any]], order: Mapping[str, Any]
-) -> None:
-    """Write the finished runs, sorted by name and seed, so that a stopped command keeps them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    runs.sort(key=lambda one: (list(order).index(one["variant"]), one["seed"]))
-    path.write_text(json.dumps({**about, "runs": runs}) + "\n")
-
-
-def device_name(asked: str) -> str:
-    """Return the GPUs of this machine, or cpu."""
-    cuda = torch.cuda.is_available() and asked != "cpu"
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if cuda else "cpu"
+    """Make the runs that are missing, and store the curves."""
+    args = EXPERIMENT.options(__doc__, steps=80, seeds=3, jobs=6).parse_args()
+    print_table(HEAD, summary(EXPERIMENT.main(args)), SUMMED)
 
 
 if __name__ == "__main__":

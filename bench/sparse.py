@@ -18,41 +18,45 @@ picture of docs/results.md.
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from rich.console import Console
-
-from bench import curves
-from bench.curves import (
+from bench.experiment import (
     SUMMED,
-    about_runs,
+    Experiment,
     alone,
+    ending_by,
     made,
-    options,
+    mean_of,
+    mean_over,
     placed,
-    short,
-    side_by_side,
+    recorded,
     spread,
-    store,
 )
 from bench.harness import merged, print_table
 from lowroll.config import RunConfig
 from lowroll.envs.chain import Chain
 from lowroll.runs.assembly import environments
+from lowroll.runs.demo import CONFIG as DEMO
 from lowroll.runs.demo import build_model, reward_of
 from lowroll.runs.grpo import run
 from lowroll.runs.sft import warm_start
 
-MODEL: dict[str, Any] = {**curves.MODEL, "max_position_embeddings": 1024}
+MODEL: dict[str, Any] = {
+    **DEMO,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+}
 
 SETTINGS: dict[str, Any] = {
     "env": [
@@ -130,8 +134,6 @@ ARMS: dict[str, dict[str, Any]] = {
     },
 }
 
-SLOWEST = "rkv replay"  # begins first, so that nothing waits for it at the end
-
 CURVES = (
     "reward/mean",
     "mismatch/kl_k3",
@@ -196,6 +198,16 @@ def demonstrated(cfg: RunConfig, path: Path) -> Path:
     return path
 
 
+def scores(cfg: RunConfig, dense: RunConfig, model: Path) -> dict[str, float]:
+    """Return a model folder's held-out rewards: sampled and greedy with a dense cache, and sampled
+    with the arm's own."""
+    return {
+        "dense": reward_of(dense, model, "dense", count=HELD_OUT),
+        "greedy": reward_of(dense, model, "dense", 0.0, HELD_OUT),
+        "own": reward_of(cfg, model, "dense", count=HELD_OUT),
+    }
+
+
 def train(
     arm: str,
     seed: int,
@@ -205,6 +217,7 @@ def train(
     folder: Path,
     device: str,
     change: Mapping[str, Any],
+    until: float = math.inf,
 ) -> dict[str, Any]:
     """Run in a process of its own; return its curves and what the model reaches before and
     after, with a dense cache and with the arm's own."""
@@ -213,22 +226,11 @@ def train(
     dense = settings("dense", seed, steps, folder, device, change)
     with alone(gpu, cfg):
         before = reward_of(cfg, folder / "model", "dense", count=HELD_OUT)
-        result = run(cfg, overwrite=True)
-        after = {
-            "dense": reward_of(dense, result.folder / "final", "dense", count=HELD_OUT),
-            "greedy": reward_of(dense, result.folder / "final", "dense", 0.0, HELD_OUT),
-            "own": reward_of(cfg, result.folder / "final", "dense", count=HELD_OUT),
-        }
-    curves = recorded(result.records)
+        with ending_by(until):
+            result = run(cfg, overwrite=True)
+        after = {} if result.signal else scores(cfg, dense, result.folder / "final")
+    curves = recorded(result.records, CURVES, FAMILIES)
     return made(arm, seed, began, before={"own": before}, after=after, curves=curves)
-
-
-def recorded(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    """Return the curves of CURVES, and those of FAMILIES that the run has."""
-    own = {name for record in records for name in record if name.startswith(FAMILIES)}
-    return {
-        name: [short(record.get(name)) for record in records] for name in (*CURVES, *sorted(own))
-    }
 
 
 HEAD = (
@@ -253,7 +255,7 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for arm in dict.fromkeys(one["variant"] for one in runs):
         own = [one for one in runs if one["variant"] == arm]
-        last = [_mean(one, "reward/mean", -10) for one in own]
+        last = [mean_of(one, "reward/mean", -10) for one in own]
         rows.append(
             (
                 arm,
@@ -262,72 +264,23 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
                 spread([one["after"]["dense"] for one in own]),
                 f"{statistics.fmean(one['before']['own'] for one in own):.3f}",
                 spread([one["after"]["own"] for one in own]),
-                _over(own, REJECTED, None, ".3f"),
-                _over(own, "mismatch/kl_k3", 10, ".1e"),
-                _over(own, "mismatch/kl_k3", -10, ".1e"),
-                _over(own, "policy/entropy", -10, ".4f"),
-                _over(own, SAVED, None, ".2f"),
+                mean_over(own, REJECTED, None, ".3f"),
+                mean_over(own, "mismatch/kl_k3", 10, ".1e"),
+                mean_over(own, "mismatch/kl_k3", -10, ".1e"),
+                mean_over(own, "policy/entropy", -10, ".4f"),
+                mean_over(own, SAVED, None, ".2f"),
             )
         )
     return rows
 
 
-def _over(runs: Sequence[Mapping[str, Any]], name: str, count: int | None, form: str) -> str:
-    found = [value for one in runs if (value := _mean(one, name, count)) is not None]
-    return format(statistics.fmean(found), form) if found else "-"
-
-
-def _mean(one: Mapping[str, Any], name: str, count: int | None) -> float | None:
-    """Return the mean over the first `count` steps, the last -`count`, or all; None where nothing
-    was recorded."""
-    curve = one["curves"].get(name, [])
-    part = curve[count:] if count is not None and count < 0 else curve[:count]
-    known = [value for value in part if value is not None]
-    return statistics.fmean(known) if known else None
-
-
-def stored(path: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs that the file has with these settings and as many steps."""
-    if not path.is_file():
-        return []
-    record = json.loads(path.read_text())
-    same = all(record[name] == about[name] for name in ("steps", "settings"))
-    return [one for one in record["runs"] if same and one["arm"] == ARMS.get(one["variant"])]
-
-
-def measure(folder: Path, args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """Make the runs that are missing. Returns all that stand in the file."""
-    began, change = time.monotonic(), json.loads(args.change)
-    path = args.out / "sparse.json"
-    before = warm_started(folder, args.device, change)
-    console.print(f"warm start: {before}, {time.monotonic() - began:.0f} s")
-    about = about_runs(args, merged(SETTINGS, change))
-    runs = stored(path, about)
-    have = {(one["variant"], one["seed"]) for one in runs}
-    wanted = [(arm, seed) for seed in range(args.seeds) for arm in args.only]
-    jobs = sorted(set(wanted) - have, key=lambda job: (job[0] != SLOWEST, wanted.index(job)))
-    work = partial(train, steps=args.steps, folder=folder, device=args.device, change=change)
-    for last in side_by_side(work, jobs, args.jobs):
-        runs.append({**last, "arm": ARMS[last["variant"]], "warm_start": before})
-        store(path, about, runs, ARMS)
-        console.print(
-            f"{len(runs)}: {last['variant']}, seed {last['seed']}, {last['seconds']} s, "
-            f"{last['after']}, after {time.monotonic() - began:.0f} s"
-        )
-    return runs
+EXPERIMENT = Experiment("sparse", SETTINGS, ARMS, warm_started, train, slowest="rkv replay")
 
 
 def main() -> None:
-    """Run every arm with every seed and store the curves."""
-    parser = options(__doc__, ARMS, steps=40, jobs=12)
-    parser.add_argument("--work", type=Path, help="folder for models and logs; default: none stays")
-    args = parser.parse_args()
-    console = Console(width=150)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = args.work or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        runs = measure(folder, args, console)
-    print_table(HEAD, summary(runs), SUMMED)
+    """Make the runs that are missing, and store the curves."""
+    args = EXPERIMENT.options(__doc__, steps=40, seeds=3, jobs=12).parse_args()
+    print_table(HEAD, summary(EXPERIMENT.main(args)), SUMMED)
 
 
 if __name__ == "__main__":

@@ -507,19 +507,30 @@ def _cell(row: Row) -> str:
 
 
 def curves() -> str:
-    """Return what `python -m bench.curves` stored: a line a variant, means over the seeds with their
-    range."""
+    """Return what `python -m bench.curves` stored: a line an arm, means over its runs with their range."""
     from bench.curves import HEAD, summary
 
     record = json.loads((RESULTS / "curves.json").read_text())
     machine = record["machine"]
-    seeds = len({run["seed"] for run in record["runs"]})
+    before = {run["warm_start"]["sha256"]: run["warm_start"] for run in record["runs"]}
     head = (
-        f"{record['date']}, {machine['device']}, torch {machine['torch']}, {record['steps']} steps, {seeds} seeds, "
-        f"{record['seconds']} s for all runs. Held-out reward of the warm-started model: "
-        f"{record['before']['sampled']:.3f}."
+        f"{record['date']}, {machine['device']}, torch {machine['torch']}, {record['steps']} steps. Before: "
+        + "; ".join(
+            f"greedy {warm['greedy']:.3f}, sampled {warm['sampled']:.3f}, pass@8 {warm['pass@8']:.3f} "
+            f"(weights `{digest}`)"
+            for digest, warm in before.items()
+        )
+        + "."
     )
     return head + "\n\n" + table(HEAD, summary(record["runs"]))
+
+
+def claims() -> str:
+    """Return what the stored runs say of the papers' claims."""
+    from bench.claims import HEAD
+    from bench.claims import table as verdicts
+
+    return table(HEAD, verdicts(json.loads((RESULTS / "curves.json").read_text())["runs"]))
 
 
 def cache_runs() -> str:
@@ -657,15 +668,19 @@ def front() -> str:
 
 
 def _learnt() -> tuple[str, ...]:
-    """Return the row of 150 steps with INT4 rollouts, corrected and not."""
-    from bench.curves import summary
+    """Return the row of what SmolLM2 learns with INT8 rollouts, corrected and not."""
+    from bench.curves import HEAD, summary
 
-    record = json.loads((RESULTS / "curves.json").read_text())
-    reward = {name: cell.split()[0] for name, cell, *_ in summary(record["runs"])}
+    runs = json.loads((RESULTS / "curves.json").read_text())["runs"]
+    rows = {arm: dict(zip(HEAD, (arm, *row), strict=True)) for arm, *row in summary(runs)}
+
+    def reward(arm: str) -> str:
+        return f"{rows[arm]['reward, first 10 steps']} to {rows[arm]['last 10']}"
+
     return (
-        f"reward after {record['steps']} steps with INT4 rollouts, small model",
-        f"{reward['int4 acr']} (`correction: acr`)",
-        f"{reward['int4 naive']} (one clipped ratio); {reward['bf16']} with bfloat16 rollouts",
+        "SmolLM2-135M, GRPO with INT8 rollouts, reward at first and at last",
+        f"{reward('int8 acr')} (`correction: acr`)",
+        f"{reward('int8 naive')} (one clipped ratio); {reward('bf16')} with bfloat16 rollouts",
         "-",
     )
 
@@ -698,6 +713,7 @@ PARTS: dict[str, Callable[[], str]] = {
         targets,
         scale,
         curves,
+        claims,
         cache_runs,
         fidelity,
         front,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import sparse
+from bench import experiment, sparse
 from lowroll.runs.demo import build_model
 from tests.fixtures.runs import TINY
 
@@ -113,13 +114,14 @@ def test_the_summary_is_that_of_hand_worked_runs() -> None:
 
 def test_runs_of_other_settings_are_left_out(tmp_path: Path) -> None:
     path, about = tmp_path / "sparse.json", {"steps": 4, "settings": {"a": 1}}
-    assert sparse.stored(path, about) == []
+    experiment = sparse.EXPERIMENT
+    assert experiment.stored(path, about) == []
     run = {**made("dense", 0), "arm": sparse.ARMS["dense"]}
     changed = {**made("rkv naive", 0), "arm": {"correction": "tis"}}
-    sparse.store(path, about, [changed, run], sparse.ARMS)
-    assert sparse.stored(path, about) == [run]  # the other arm says something else today
-    assert sparse.stored(path, about | {"steps": 5}) == []
-    assert sparse.stored(path, about | {"settings": {}}) == []
+    experiment.store(path, about, [changed, run])
+    assert experiment.stored(path, about) == [run]  # the other arm says something else today
+    assert experiment.stored(path, about | {"steps": 5}) == []
+    assert experiment.stored(path, about | {"settings": {}}) == []
 
 
 @pytest.mark.slow
@@ -160,22 +162,23 @@ def test_a_stopped_command_goes_on_where_it_was(
         asked.extend(jobs)
         return (work(*job, 0) for job in jobs)
 
-    monkeypatch.setattr(sparse, "side_by_side", in_turn)
+    monkeypatch.setattr(experiment, "side_by_side", in_turn)
     args = argparse.Namespace(
         steps=2,
         seeds=1,
         jobs=1,
         device="cpu",
         only=["dense"],
+        seconds=math.inf,
         out=tmp_path,
         change=json.dumps(SMALL),
     )
     console, work = Console(file=io.StringIO()), tmp_path / "work"
     work.mkdir()
-    first = sparse.measure(work, args, console)
+    first = sparse.EXPERIMENT.measure(work, args, console)
     warm = (work / "model" / "model.safetensors").stat().st_mtime_ns
     args.seeds = 2
-    both = sparse.measure(work, args, console)
+    both = sparse.EXPERIMENT.measure(work, args, console)
     assert asked == [("dense", 0), ("dense", 1)] and both[0] == first[0]
     assert (work / "model" / "model.safetensors").stat().st_mtime_ns == warm
     stored = json.loads((tmp_path / "sparse.json").read_text())

@@ -1,0 +1,257 @@
+"""Experiments of many runs: what `bench.curves` and `bench.sparse` share.
+
+An experiment has arms: settings that differ from common ones. Every run of a seed starts from the
+same warm-started weights and draws the same prompts. Runs go side by side in processes of their own,
+one thread each, spread over the GPUs. Each is merged into the experiment's file as it ends, and none
+is made again that stands there whole, with the same settings and steps. With `--seconds`, runs that
+are not done by then end after the step that they are in, and are stored without scores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench.harness import RESULTS, OneOf, SomeOf, here, merged, parser_of
+from lowroll.config import RunConfig, from_mapping
+
+Found = dict[str, Any]
+SUMMED = "mean over the seeds (smallest to largest)"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment: the name of its file, common settings, and what each arm changes.
+
+    warm_started: `(folder, device, change)` writes the weights that all runs start from, unless they
+    are there, and returns what is recorded of them. train: `(arm, seed, gpu, *, steps, folder,
+    device, change, until)` makes a run and returns its record; until: see `ending_by`. slowest:
+    the arm that begins first, so that nothing waits for it at the end.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    arms: Mapping[str, Mapping[str, Any]]
+    warm_started: Callable[[Path, str, Mapping[str, Any]], Found]
+    train: Callable[..., Found]
+    slowest: str = ""
+
+    def options(
+        self, doc: str | None, steps: int, seeds: int, jobs: int
+    ) -> argparse.ArgumentParser:
+        """Return the command's options."""
+        parser = parser_of(
+            doc,
+            out=RESULTS,
+            steps=steps,
+            seeds=seeds,
+            jobs=jobs,
+            device=OneOf(("auto", "cpu", "cuda"), "auto"),
+            only=SomeOf(self.arms),
+        )
+        parser.add_argument(
+            "--seconds", type=float, default=math.inf, help="when runs end, done or not"
+        )
+        parser.add_argument("--change", default="{}", help="JSON of settings that differ")
+        parser.add_argument(
+            "--work", type=Path, help="folder of models and logs; default: none stays"
+        )
+        return parser
+
+    def main(self, args: argparse.Namespace) -> list[Found]:
+        """Make the runs that are missing; return all that stand in the file."""
+        console = Console(width=150)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = args.work or Path(scratch)
+            folder.mkdir(parents=True, exist_ok=True)
+            return self.measure(folder, args, console)
+
+    def measure(self, folder: Path, args: argparse.Namespace, console: Console) -> list[Found]:
+        """Make the runs that are missing in `folder`; return all that stand in the file."""
+        began, change = time.monotonic(), json.loads(args.change)
+        path = args.out / f"{self.name}.json"
+        before = self.warm_started(folder, args.device, change)
+        console.print(f"warm start: {before}, {time.monotonic() - began:.0f} s")
+        about = here(steps=args.steps, settings=merged(self.settings, change))
+        about["machine"]["device"] = device_name(args.device)
+        runs = self.stored(path, about)
+        have = {key(one) for one in runs if is_whole(one, args.steps)}
+        wanted = [(arm, seed) for seed in range(args.seeds) for arm in args.only]
+        jobs = sorted(
+            set(wanted) - have, key=lambda job: (job[0] != self.slowest, wanted.index(job))
+        )
+        work = partial(
+            self.train,
+            steps=args.steps,
+            folder=folder,
+            device=args.device,
+            change=change,
+            until=time.time() + args.seconds - (time.monotonic() - began),
+        )
+        for last in side_by_side(work, jobs, args.jobs):
+            runs = [one for one in runs if key(one) != key(last)]
+            runs.append({**last, "arm": self.arms[last["variant"]], "warm_start": before})
+            self.store(path, about, runs)
+            console.print(
+                f"{len(runs)}: {last['variant']}, seed {last['seed']}, {last['seconds']} s, "
+                f"{last['after']}, after {time.monotonic() - began:.0f} s"
+            )
+        return runs
+
+    def stored(self, path: Path, about: Mapping[str, Any]) -> list[Found]:
+        """Return the runs that the file has with these settings and as many steps."""
+        if not path.is_file():
+            return []
+        record = json.loads(path.read_text())
+        same = all(record[name] == about[name] for name in ("steps", "settings"))
+        return [
+            one for one in record["runs"] if same and one["arm"] == self.arms.get(one["variant"])
+        ]
+
+    def store(self, path: Path, about: Mapping[str, Any], runs: list[Found]) -> None:
+        """Write the finished runs, sorted by name and seed, so that a stopped command keeps them."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        order = list(self.arms)
+        runs.sort(key=lambda one: (order.index(one["variant"]), one["seed"]))
+        path.write_text(json.dumps({**about, "runs": runs}) + "\n")
+
+
+def key(one: Mapping[str, Any]) -> tuple[str, int]:
+    """Return what tells runs of an experiment apart."""
+    return one["variant"], one["seed"]
+
+
+def is_whole(one: Mapping[str, Any], steps: int) -> bool:
+    """Return whether a run made all of its steps and was evaluated."""
+    return bool(one["after"]) and all(len(curve) == steps for curve in one["curves"].values())
+
+
+def placed(
+    tree: Mapping[str, Any], name: str, seed: int, steps: int, folder: Path, device: str
+) -> RunConfig:
+    """Return settings with a run's own name, seed and place."""
+    place = {
+        "model": str(folder / "model"),
+        "output_dir": str(folder / f"{name.replace(' ', '-')}-{seed}"),
+        "seed": seed,
+        "device": device,
+        "train": {"max_steps": steps},
+    }
+    return from_mapping(merged(tree, place))
+
+
+@contextmanager
+def alone(gpu: int, cfg: RunConfig) -> Iterator[None]:
+    """Use one thread and one GPU, and print into a file beside the run."""
+    torch.set_num_threads(1)
+    if cfg.device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_device(gpu)
+    folder = Path(cfg.output_dir)
+    with folder.with_name(f"{folder.name}.log").open("w") as log:
+        with redirect_stdout(log), redirect_stderr(log):
+            yield
+
+
+@contextmanager
+def ending_by(until: float) -> Iterator[None]:
+    """Have the run in this block finish its step and end at a time, as SIGTERM does. TimeoutError
+    for one that has no step then."""
+    if until == math.inf:
+        yield
+        return
+
+    def expire(*_: object) -> None:
+        raise TimeoutError("the time was over before the first step")
+
+    before = signal.signal(signal.SIGTERM, expire)  # until the run puts its own in this place
+    timer = threading.Timer(until - time.time(), os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGTERM, before)
+
+
+def made(name: str, seed: int, began: float, **found: Any) -> Found:
+    """Return what is stored of a run."""
+    return {"variant": name, "seed": seed, "seconds": round(time.monotonic() - began, 1), **found}
+
+
+def recorded(
+    records: Sequence[Mapping[str, Any]], names: Sequence[str], families: tuple[str, ...] = ()
+) -> dict[str, list[float | None]]:
+    """Return the curves of these names, and of all metrics of these families that the run has."""
+    own = {name for record in records for name in record if name.startswith(families)}
+    return {
+        name: [short(record.get(name)) for record in records] for name in (*names, *sorted(own))
+    }
+
+
+def short(value: object) -> float | None:
+    """Return a number as it is stored, with five digits."""
+    return None if value is None else float(f"{float(str(value)):.5g}")
+
+
+def mean_of(one: Mapping[str, Any], name: str, count: int | None) -> float | None:
+    """Return a curve's mean over the first `count` steps, the last -`count`, or all; None where
+    nothing was recorded."""
+    curve = one["curves"].get(name, [])
+    part = curve[count:] if count is not None and count < 0 else curve[:count]
+    known = [value for value in part if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def mean_over(runs: Sequence[Mapping[str, Any]], name: str, count: int | None, form: str) -> str:
+    """Return the mean over runs of `mean_of`, in a format; `-` where no run has the curve."""
+    found = [value for one in runs if (value := mean_of(one, name, count)) is not None]
+    return format(statistics.fmean(found), form) if found else "-"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return mean, smallest and largest of the seeds."""
+    return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def side_by_side(
+    work: Callable[[str, int, int], Found], jobs: Sequence[tuple[str, int]], count: int
+) -> Iterator[Found]:
+    """What `work(name, seed, gpu)` returns for every job, as they finish: `count` at a time, each
+    in a process of its own. The first error of a job is raised when the others have ended."""
+    context, gpus = multiprocessing.get_context("spawn"), max(1, torch.cuda.device_count())
+    with ProcessPoolExecutor(count, mp_context=context, max_tasks_per_child=1) as pool:
+        waiting = [pool.submit(work, *job, i % gpus) for i, job in enumerate(jobs)]
+        failed = []
+        for done in as_completed(waiting):
+            if (error := done.exception()) is None:
+                yield done.result()
+            else:
+                failed.append(error)
+                print(f"a run failed: {type(error).__name__}: {error}", file=sys.stderr)
+    if failed:
+        raise failed[0]
+
+
+def device_name(asked: str) -> str:
+    """Return the GPUs of this machine, or cpu."""
+    cuda = torch.cuda.is_available() and asked != "cpu"
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if cuda else "cpu"
