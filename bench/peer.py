@@ -119,6 +119,10 @@ class Peer:
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # its end arrives as the next answer
+        return self.next(awaited, deadline_s)
+
+    def next(self, awaited: str, deadline_s: float) -> dict[str, Any]:
+        """Return the worker's next answer, where it gives several to an order."""
         try:
             line = self._answers.get(timeout=deadline_s)
         except queue.Empty:

@@ -1,0 +1,474 @@
+"""A race to a score: lowroll and TRL's GRPOTrainer learn one task from the same weights.
+
+The model is SmolLM2-135M-Instruct after a short SFT on demonstrations of `arithmetic`, stored as an
+ordinary folder of transformers. All sides of a seed start from it and draw the same prompts in the
+same order. They have the same reward, batch, rollouts a prompt, rates, clip and number of updates,
+and no KL to a reference. Every few steps they answer the same held-out prompts greedily, with the
+clock stopped; the race is won by who is first at the score.
+
+    lowroll int8_rotated    by its defaults with these rollouts (`correction: auto`)
+    lowroll dense           by its defaults, rollouts in the dtype of the run: float32 on a CPU, bfloat16 on a GPU
+    trl                     GRPOTrainer in the fastest of its settings (`bench.race_trl.SETTINGS`)
+
+The settings of TRL that a device has are tried for two steps each before the race, on a GPU with the
+largest micro-batch that fits; the fastest races. What could not be set up is said, and never counted.
+
+    python -m bench.race [--steps 16] [--seeds 1] [--score 0.5] [--device auto] [--only SIDE ...]
+                         [--peer-python PATH] [--peer-setting NAME] [--vllm-path FOLDER]
+                         [--subject FOLDER] [--change JSON] [--out FOLDER]
+
+One side runs at a time, in a process of its own; the sides of a seed take turns, and another one is
+first in the next seed. `--subject` is a folder to start from without SFT. `make trl` installs TRL into
+.venv-trl. Every record of every run is stored in `race.json`; `docs/tables.py` makes a table of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.curves import device_name, short, store
+from bench.harness import RESULTS, OneOf, SomeOf, here, merged, parser_of, print_table, release, say
+from bench.peer import Peer, PeerFailed, vllm_paths
+from bench.race_trl import SETTINGS as PEER_SETTINGS
+from lowroll.config import RunConfig, from_mapping
+from lowroll.model.device import pick_device
+from lowroll.model.folder import resolve
+from lowroll.runs.assembly import environments, models, trainer
+from lowroll.runs.demo import reward_of
+from lowroll.runs.sft import warm_start
+from lowroll.trainer.optim import learning_rate
+
+ROOT = Path(__file__).parents[1]
+MODEL = "smollm2"
+START_S = 600.0  # seconds for a side to import, load its model and be ready
+LINE_S = (
+    3 * 3600.0
+)  # seconds for the next line; a run of lowroll writes all of its lines at its end
+TRIAL_STEPS = 2
+JUDGE = {
+    "rollout": {"max_batch": 64, "cache_tokens": 16384}
+}  # an engine alone would take all memory
+PEER_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
+
+SETTINGS: dict[str, Any] = {
+    "env": [
+        {
+            "id": "arithmetic",
+            "args": {
+                "template": "{text}",
+                "system": "Compute.",
+                "min_steps": 1,
+                "max_steps": 2,
+                "max_operand": 20,
+            },
+        }
+    ],
+    "batch_size": 64,
+    "rollouts_per_example": 8,
+    "algorithm": "grpo",
+    "loss": {"reduce": "token-mean"},
+    "rollout": {"max_tokens": 40},
+    "train": {"learning_rate": 1e-5, "weight_decay": 0.0},
+    "eval": {"num_examples": 64, "interval": 4},
+    "ckpt": {"interval": 10_000, "keep_last": 1},
+    "sft": {"steps": 20, "batch_size": 16, "learning_rate": 5e-5},
+}
+TRL = "trl"
+SIDES: dict[str, dict[str, Any]] = {
+    "lowroll int8_rotated": {"rollout": {"weights": "int8_rotated"}},
+    "lowroll dense": {"rollout": {"weights": "dense"}},
+    TRL: {},
+}
+Record = Mapping[str, Any]
+Run = dict[str, Any]
+
+
+# -- the subject and its prompts -------------------------------------------------------------------
+
+
+def settings(
+    side: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the configuration of a side and a seed, as a user's YAML file would say it."""
+    place = {
+        "model": str(folder / "model"),
+        "output_dir": str(folder / f"{side.replace(' ', '-')}-{seed}"),
+        "seed": seed,
+        "device": device,
+        "train": {"max_steps": steps},
+    }
+    return merged(merged(merged(SETTINGS, change), SIDES[side]), place)
+
+
+def warm_started(folder: Path, model: str, device: str, change: Mapping[str, Any]) -> float:
+    """Write the model after its SFT as `folder/model`; return the last step's loss."""
+    cfg = from_mapping(settings("lowroll dense", 0, 1, folder, device, change))
+    return warm_start(cfg, resolve(model), folder / "model")["sft/loss"]
+
+
+def judged(tree: Mapping[str, Any], model: Path) -> float:
+    """Return the mean reward of a model folder's greedy answers to the held-out prompts, by lowroll's
+    engine with dense weights: the same judge for all sides."""
+    return reward_of(from_mapping(merged(tree, JUDGE)), model, "dense", 0.0)
+
+
+def write_prompts(cfg: RunConfig, path: Path, split: str, count: int) -> int:
+    """Write the first prompts of a split as JSON lines, with their token ids; return the longest
+    prompt's length in tokens."""
+    (env,) = environments.make(cfg.env, cfg.seed).values()
+    chat, longest = models.tokenizer(Path(cfg.model)), 0
+    with path.open("w") as file:
+        for index in range(count):
+            prompt = env.prompt(index, split)
+            ids = chat.encode_chat(prompt.messages)
+            longest = max(longest, len(ids))
+            file.write(json.dumps({"prompt": vars(prompt), "ids": ids}) + "\n")
+    return longest
+
+
+def plain(cfg: RunConfig, folder: Path) -> dict[str, Any]:
+    """Return what a run's configuration means to TRL, with its prompts in files of `folder`."""
+    one, steps, optim = cfg.env[0], cfg.train.max_steps, trainer.optim(cfg)
+    folder.mkdir(parents=True, exist_ok=True)
+    counts = {"train": steps * cfg.num_groups, "test": cfg.eval.num_examples or 0}
+    paths = {split: folder / f"{split}.jsonl" for split in counts}
+    longest = max(write_prompts(cfg, paths[split], split, n) for split, n in counts.items())
+    return {
+        "model": cfg.model,
+        "output": str(folder / "final"),
+        "env": {"id": one.id, "name": one.name, "args": dict(one.args)},
+        **{split: str(path) for split, path in paths.items()},
+        "seed": cfg.seed,
+        "steps": steps,
+        "interval": cfg.eval.interval,
+        "batch_size": cfg.batch_size,
+        "copies": cfg.rollouts_per_example,
+        "minibatches": cfg.train.minibatches,
+        "max_tokens": cfg.rollout.max_tokens,
+        "length": longest + cfg.rollout.max_tokens,
+        "clip": [cfg.loss.eps_low, cfg.loss.eps_high],
+        "rates": [learning_rate(optim, i) for i in range(steps)],
+        "learning_rate": optim.learning_rate,
+        "betas": list(optim.betas),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+        "max_grad_norm": optim.max_grad_norm,
+    }
+
+
+# -- a side ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the sides run: the device, TRL's Python, and the folders that a vLLM is unpacked in."""
+
+    device: str
+    peer_python: str
+    vllm_path: str | None = None
+
+    def bytes_in_use(self) -> int:
+        """Return the bytes of the GPU that are in use; 0 on a CPU."""
+        if self.device == "cpu":
+            return 0
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    def command(self, side: str) -> list[str]:
+        """Return the command of a side."""
+        if side == TRL:
+            return [self.peer_python, "-m", "bench.race_trl"]
+        return [sys.executable, "-m", "bench.race_lowroll"]
+
+    def environment(self, with_vllm: bool) -> dict[str, str]:
+        """Return the variables of a side, which finds this code and, where it is asked for, vLLM."""
+        found = [self.vllm_path] if with_vllm and self.vllm_path else []
+        before = os.environ.get("PYTHONPATH")
+        paths = [*found, str(ROOT), *([before] if before else [])]
+        return {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+
+
+def raced(place: Place, side: str, order: Mapping[str, Any], with_vllm: bool = False) -> Run:
+    """Run a side to its end; return its records, its end and what it said of itself. PeerFailed has
+    its last words."""
+    release()
+    asked = {**order, "device": place.device, "bytes_before": place.bytes_in_use()}
+    environment, began, records = place.environment(with_vllm), time.monotonic(), []
+    command = place.command(side)
+    with Peer(asked, command, start_s=START_S, environment=environment) as running:
+        ready_s = time.monotonic() - began
+        while not (line := running.next(f"a step of {side}", LINE_S)).get("end"):
+            records.append(line)
+            told = ", ".join(f"{name} {short(value)}" for name, value in line.items())
+            say(f"{side}: {told}")
+    return {
+        "records": records,
+        "about": running.ready["about"],
+        "ready_s": short(ready_s),
+        "wall_s": short(time.monotonic() - began),
+        "peak_bytes": line["peak_bytes"],
+        "folder": line["folder"],
+    }
+
+
+# -- TRL at its best -------------------------------------------------------------------------------
+
+
+class Trial(NamedTuple):
+    """A setting of TRL that was tried, and the seconds of its last step, or why it does not run."""
+
+    setting: str
+    micro: int
+    seconds: float | None
+    failed: str = ""
+
+
+Try = Callable[[str, int], float]
+
+
+def candidates(device: str) -> list[str]:
+    """Return the settings of TRL that a device has."""
+    if device == "cpu":
+        return [name for name, one in PEER_SETTINGS.items() if not one.vllm]
+    return [name for name, one in PEER_SETTINGS.items() if one.bf16]
+
+
+def fitting(attempt: Try, setting: str, batch: int) -> Iterator[Trial]:
+    """Yield the trials of a setting, with half the micro-batch as long as memory runs out."""
+    micro = batch
+    while micro:
+        try:
+            yield Trial(setting, micro, attempt(setting, micro))
+            return
+        except PeerFailed as error:
+            yield Trial(setting, micro, None, str(error))
+            if "out of memory" not in str(error).lower():
+                return
+        micro //= 2
+
+
+def fastest(trials: Sequence[Trial]) -> Trial:
+    """Return the fastest trial. PeerFailed has why each failed, where all did."""
+    if ran := [trial for trial in trials if trial.seconds is not None]:
+        return min(ran, key=lambda trial: trial.seconds or 0.0)
+    reasons = "; ".join(f"{one.setting}, {one.micro} rows: {one.failed}" for one in trials)
+    raise PeerFailed(f"no setting of TRL runs: {reasons}")
+
+
+def tried(place: Place, cfg: RunConfig, folder: Path, names: Sequence[str]) -> list[Trial]:
+    """Try settings of TRL for some steps without evaluations."""
+    order = plain(cfg, folder) | {"interval": None, "steps": TRIAL_STEPS}
+
+    def attempt(setting: str, micro: int) -> float:
+        asked = order | {"setting": setting, "micro": micro}
+        found = raced(place, TRL, asked, PEER_SETTINGS[setting].vllm)
+        seconds: float = found["records"][-1]["seconds"]
+        return seconds
+
+    update = cfg.batch_size // cfg.train.minibatches
+    return [trial for name in names for trial in fitting(attempt, name, update)]
+
+
+# -- what was found --------------------------------------------------------------------------------
+
+COLUMNS = ("step", "seconds", "tokens", "reward", "kl", "score")
+HEAD = (
+    "side",
+    "seconds to {score}",
+    "tokens drawn to {score}",
+    "first and last score",
+    "one judge",
+    "seconds a step",
+    "peak GB",
+    "KL",
+)
+
+
+class Reached(NamedTuple):
+    """When a run was at a score first: seconds of its steps, tokens that it had drawn, and steps."""
+
+    seconds: float
+    tokens: int
+    step: int
+
+
+def reached(records: Sequence[Record], score: float) -> Reached | None:
+    """Return the first evaluation at or above the score, without interpolation; None without one."""
+    seconds, tokens = 0.0, 0
+    for record in records:
+        seconds += record.get("seconds", 0.0)
+        tokens += record.get("tokens", 0)
+        if record.get("score") is not None and record["score"] >= score:
+            return Reached(seconds, tokens, record["step"])
+    return None
+
+
+def columns(records: Sequence[Record]) -> dict[str, list[float | None]]:
+    """Return records as lists, None where one lacks a value."""
+    return {name: [short(record.get(name)) for record in records] for name in COLUMNS}
+
+
+def records_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the records that `columns` made lists of."""
+    rows = zip(*(run["curves"][name] for name in COLUMNS), strict=True)
+    named = (dict(zip(COLUMNS, row, strict=True)) for row in rows)
+    return [{name: value for name, value in row.items() if value is not None} for row in named]
+
+
+def summary(runs: Sequence[Mapping[str, Any]], score: float) -> list[tuple[str, ...]]:
+    """Return a row of HEAD for each side: means over its seeds, ranges in parentheses."""
+    rows = []
+    for side in dict.fromkeys(run["variant"] for run in runs):
+        own = [run for run in runs if run["variant"] == side]
+        ran = [run for run in own if "failed" not in run]
+        if not ran:
+            rows.append((side, f"not run: {own[0]['failed']}", *[""] * (len(HEAD) - 2)))
+            continue
+        curves = [records_of(run) for run in ran]
+        found = [at for at in (reached(records, score) for records in curves) if at is not None]
+        share = "" if len(found) == len(own) else f", {len(found)} of {len(own)} runs"
+        scores = [[one["score"] for one in records if "score" in one] for records in curves]
+        first, last = ([each[i] for each in scores] for i in (0, -1))
+        steps = [one["seconds"] for records in curves for one in records if one["step"] > 1]
+        kl = [one["kl"] for records in curves for one in records if "kl" in one]
+        rows.append(
+            (
+                side,
+                ranged([at.seconds for at in found], "{:,.0f}") + share,
+                ranged([float(at.tokens) for at in found], "{:,.0f}"),
+                f"{ranged(first)}; {ranged(last)}",
+                ranged([run["judged"] for run in ran]),
+                f"{statistics.median(steps):.3g}" if steps else "-",
+                f"{max(run['peak_bytes'] for run in ran) / 1e9:.2f}",
+                f"{statistics.fmean(kl):.1e}" if kl else "-",
+            )
+        )
+    return rows
+
+
+def ranged(values: Sequence[float], form: str = "{:.3f}") -> str:
+    """Return the mean of values, and their range where it is one; a dash for none."""
+    if not values:
+        return "-"
+    mean, low, high = (form.format(f(values)) for f in (statistics.fmean, min, max))
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def turn(sides: Sequence[str], seed: int) -> list[str]:
+    """Return the order of the sides for a seed: another one is first each time."""
+    at = seed % len(sides)
+    return [*sides[at:], *sides[:at]]
+
+
+@contextmanager
+def told(runs: list[Run], side: str, seed: int) -> Iterator[None]:
+    """Add a run that says why, and print it, when a side fails."""
+    try:
+        yield
+    except PeerFailed as error:
+        say(f"{side}, seed {seed}: not run: {error}")
+        runs.append({"variant": side, "seed": seed, "failed": str(error)[:500]})
+
+
+def race(place: Place, folder: Path, args: argparse.Namespace, keep: Callable[..., None]) -> None:
+    """Run all sides of all seeds from `folder/model`; give `keep` the runs, and the trials of TRL,
+    after each."""
+    change, runs, trials = json.loads(args.change), [], []
+    config = partial(settings, steps=args.steps, folder=folder, device=args.device, change=change)
+    tree = config(TRL, 0)
+    if TRL in args.only:
+        names = [args.peer_setting] if args.peer_setting else candidates(place.device)
+        trials = tried(place, from_mapping(tree), folder / "trial", names)
+    for seed in range(args.seeds):
+        for side in turn(args.only, seed):
+            with told(runs, side, seed):
+                tree = config(side, seed)
+                cfg = from_mapping(tree)
+                if side == TRL:
+                    best = fastest(trials)
+                    chosen = {"setting": best.setting, "micro": best.micro}
+                    order = plain(cfg, folder / f"{TRL}-{seed}") | chosen
+                    found = raced(place, side, order, PEER_SETTINGS[best.setting].vllm)
+                else:
+                    found = raced(place, side, {"config": tree})
+                end = {"judged": judged(tree, Path(found.pop("folder")))}
+                curves = columns(found.pop("records"))
+                runs.append({"variant": side, "seed": seed, **end, **found, "curves": curves})
+            keep(runs, [trial._asdict() for trial in trials])
+
+
+def parser() -> argparse.ArgumentParser:
+    made = parser_of(
+        __doc__,
+        out=RESULTS,
+        steps=16,
+        seeds=1,
+        score=0.5,
+        device=OneOf(("auto", "cpu", "cuda"), "auto"),
+        only=SomeOf(SIDES),
+        peer_setting=None,
+    )
+    made.add_argument("--peer-python", default=str(PEER_PYTHON), help="the Python that has TRL")
+    made.add_argument("--vllm-path", help="where a vLLM is unpacked; default: LOWROLL_VLLM_PATH")
+    made.add_argument("--model", default=MODEL, help="what SFT begins with")
+    made.add_argument(
+        "--subject", type=Path, help="a folder that the race begins with, without SFT"
+    )
+    made.add_argument("--change", default="{}", help="JSON of settings that differ from SETTINGS")
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Warm-start the model, run the sides and store what they did."""
+    p = parser()
+    args, began = p.parse_args(words), time.monotonic()
+    if args.peer_setting not in (None, *PEER_SETTINGS):
+        p.error(f"--peer-setting: {args.peer_setting!r} is none of {', '.join(PEER_SETTINGS)}")
+    try:
+        args.device = pick_device(args.device).type
+    except ValueError as error:
+        p.error(str(error))
+    path = next(iter(vllm_paths([args.vllm_path] if args.vllm_path else [])), None)
+    place, last = Place(args.device, args.peer_python, path), []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, change = Path(scratch), json.loads(args.change)
+        if args.subject:
+            (folder / "model").symlink_to(args.subject.resolve())
+        else:
+            say(f"SFT: loss {warm_started(folder, args.model, args.device, change):.3f}")
+        about = here(steps=args.steps, score=args.score, settings=merged(SETTINGS, change))
+        about["machine"]["device"] = device_name(args.device)
+        tree = settings(TRL, 0, args.steps, folder, args.device, change)
+        about["before"] = judged(tree, folder / "model")
+
+        def keep(runs: list[Run], trials: list[dict[str, Any]]) -> None:
+            last[:] = runs
+            spent = {"seconds": round(time.monotonic() - began), "trials": trials}
+            store(args.out / "race.json", about | spent, list(runs), SIDES)
+
+        race(place, folder, args, keep)
+    head = [name.format(score=args.score) for name in HEAD]
+    print_table(head, summary(last, args.score), "mean over the seeds (smallest to largest)")
+    print(args.out / "race.json")
+    return 1 if any("failed" in run for run in last) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
