@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ LINE_S = (
     3 * 3600.0
 )  # seconds for the next line; a run of lowroll writes all of its lines at its end
 TRIAL_STEPS = 2
+CPU_ROWS = 8  # TRL's rows a pass on a CPU, where more of them take memory and gain no speed
 JUDGE = {
     "rollout": {"max_batch": 64, "cache_tokens": 16384}
 }  # an engine alone would take all memory
@@ -73,19 +75,19 @@ SETTINGS: dict[str, Any] = {
                 "system": "Compute.",
                 "min_steps": 1,
                 "max_steps": 2,
-                "max_operand": 20,
+                "max_operand": 9,
             },
         }
     ],
-    "batch_size": 64,
+    "batch_size": 32,
     "rollouts_per_example": 8,
     "algorithm": "grpo",
     "loss": {"reduce": "token-mean"},
     "rollout": {"max_tokens": 40},
-    "train": {"learning_rate": 1e-5, "weight_decay": 0.0},
+    "train": {"learning_rate": 2e-5, "weight_decay": 0.0},
     "eval": {"num_examples": 64, "interval": 4},
     "ckpt": {"interval": 10_000, "keep_last": 1},
-    "sft": {"steps": 20, "batch_size": 16, "learning_rate": 5e-5},
+    "sft": {"steps": 12, "batch_size": 16, "learning_rate": 5e-5},
 }
 TRL = "trl"
 SIDES: dict[str, dict[str, Any]] = {
@@ -247,16 +249,15 @@ def candidates(device: str) -> list[str]:
     return [name for name, one in PEER_SETTINGS.items() if one.bf16]
 
 
-def fitting(attempt: Try, setting: str, batch: int) -> Iterator[Trial]:
+def fitting(attempt: Try, setting: str, micro: int) -> Iterator[Trial]:
     """Yield the trials of a setting, with half the micro-batch as long as memory runs out."""
-    micro = batch
-    while micro:
+    while True:
         try:
             yield Trial(setting, micro, attempt(setting, micro))
             return
         except PeerFailed as error:
             yield Trial(setting, micro, None, str(error))
-            if "out of memory" not in str(error).lower():
+            if micro % 2 or "out of memory" not in str(error).lower():
                 return
         micro //= 2
 
@@ -280,7 +281,8 @@ def tried(place: Place, cfg: RunConfig, folder: Path, names: Sequence[str]) -> l
         return seconds
 
     update = cfg.batch_size // cfg.train.minibatches
-    return [trial for name in names for trial in fitting(attempt, name, update)]
+    rows = gcd(update, CPU_ROWS) if place.device == "cpu" else update
+    return [trial for name in names for trial in fitting(attempt, name, rows)]
 
 
 # -- what was found --------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 from bench.racing import channel, peak
 from lowroll import __version__
 from lowroll.config import RunConfig, from_mapping
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.grpo import run
 
 
@@ -40,6 +41,7 @@ def about(cfg: RunConfig) -> dict[str, Any]:
         "rollouts": chosen.rollout.weights,
         "correction": chosen.correction,
         "forward": chosen.train.forward,
+        "dtype": str(Compute.of(chosen).dtype).removeprefix("torch."),
     }
 
 

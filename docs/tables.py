@@ -531,6 +531,46 @@ def claims() -> str:
     from bench.claims import table as verdicts
 
     return table(HEAD, verdicts(json.loads((RESULTS / "curves.json").read_text())["runs"]))
+def race() -> str:
+    """Return what `python -m bench.race` stored: a line a side, means over the seeds with their range,
+    and what was tried of TRL."""
+    path = RESULTS / "race.json"
+    if not path.is_file():
+        return "Nothing of this is stored in bench/results/ yet: run `python -m bench.race`.\n"
+    from bench.race import HEAD
+
+    record = json.loads(path.read_text())
+    machine, score = record["machine"], record["score"]
+    seeds = len({run["seed"] for run in record["runs"]})
+    place = machine["cpu"] if machine["device"] == "cpu" else machine["device"]
+    head = (
+        f"{record['date']}, {place}, {machine['threads']} threads, torch {machine['torch']}, "
+        f"{record['steps']} steps, {seeds} seeds, {record['seconds']} s in all. Greedy score of the "
+        f"model that all sides start from: {record['before']:.3f}."
+    )
+    lines = [head, "", table([name.format(score=score) for name in HEAD], _raced(record)), ""]
+    lines += [f"- TRL with {_trial(trial)}" for trial in record["trials"]]
+    return "\n".join(lines)
+
+
+def _raced(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of a race; a side is named with how it drew and learnt."""
+    from bench.race import summary
+
+    about = {run["variant"]: run.get("about", {}) for run in record["runs"]}
+    rows = []
+    for side, *cells in summary(record["runs"], record["score"]):
+        words = [f"{key} {value}" for key, value in about[side].items() if key != "threads"]
+        rows.append((f"{side} ({', '.join(words)})" if words else side, *cells))
+    return rows
+
+
+def _trial(trial: Mapping[str, Any]) -> str:
+    """Return what was found of a setting of TRL."""
+    name = f"`{trial['setting']}`, {trial['micro']} rows a pass"
+    if trial["seconds"] is None:
+        return f"{name}: not run: {trial['failed']}"
+    return f"{name}: {_number(trial['seconds'])} s a step"
 
 
 def cache_runs() -> str:
@@ -714,6 +754,7 @@ PARTS: dict[str, Callable[[], str]] = {
         scale,
         curves,
         claims,
+        race,
         cache_runs,
         fidelity,
         front,

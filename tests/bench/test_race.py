@@ -35,6 +35,7 @@ SMALL = {
     "batch_size": 8,
     "rollouts_per_example": 4,
     "rollout": {"max_tokens": 6},
+    "train": {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "warmup_steps": 1},
     "eval": {"num_examples": 3, "interval": 1},
     "sft": {"steps": 1, "batch_size": 2, "num_examples": 4},
 }
@@ -223,7 +224,7 @@ def test_prompts_are_those_of_the_run_in_its_order(subject: Path, tmp_path: Path
     assert [row.prompt.id for row in train] == [f"train/{i}" for i in range(3 * 2)]
     assert [row.prompt.id for row in test] == [f"test/{i}" for i in range(3)]
     longest = max(len(row.ids) for row in train + test)
-    assert order["length"] == longest + 6 and order["rates"] == [1e-5] * 3
+    assert order["length"] == longest + 6 and order["rates"] == [1e-3, 1e-3, 5e-4]
     other = race.plain(
         from_mapping(race.settings("trl", 6, 3, subject.parent, "cpu", SMALL)), tmp_path / "other"
     )
