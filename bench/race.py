@@ -13,7 +13,7 @@ clock stopped; the race is won by who is first at the score.
 The settings of TRL that a device has are tried for two steps each before the race, on a GPU with the
 largest micro-batch that fits; the fastest races. What could not be set up is said, and never counted.
 
-    python -m bench.race [--steps 16] [--seeds 1] [--score 0.5] [--device auto] [--only SIDE ...]
+    python -m bench.race [--steps 12] [--seeds 1] [--score 0.7] [--device auto] [--only SIDE ...]
                          [--peer-python PATH] [--peer-setting NAME] [--vllm-path FOLDER]
                          [--subject FOLDER] [--change JSON] [--out FOLDER]
 
@@ -61,6 +61,11 @@ LINE_S = (
 )  # seconds for the next line; a run of lowroll writes all of its lines at its end
 TRIAL_STEPS = 2
 CPU_ROWS = 8  # TRL's rows a pass on a CPU, where more of them take memory and gain no speed
+VLLM = {  # as `bench.vllm_worker` has it: flashinfer's sampler is off where flashinfer may be missing
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 JUDGE = {
     "rollout": {"max_batch": 64, "cache_tokens": 16384}
 }  # an engine alone would take all memory
@@ -79,13 +84,13 @@ SETTINGS: dict[str, Any] = {
             },
         }
     ],
-    "batch_size": 32,
+    "batch_size": 64,
     "rollouts_per_example": 8,
     "algorithm": "grpo",
     "loss": {"reduce": "token-mean"},
     "rollout": {"max_tokens": 40},
-    "train": {"learning_rate": 2e-5, "weight_decay": 0.0},
-    "eval": {"num_examples": 64, "interval": 4},
+    "train": {"learning_rate": 5e-6, "weight_decay": 0.0},
+    "eval": {"num_examples": 64, "interval": 3},
     "ckpt": {"interval": 10_000, "keep_last": 1},
     "sft": {"steps": 12, "batch_size": 16, "learning_rate": 5e-5},
 }
@@ -125,7 +130,8 @@ def warm_started(folder: Path, model: str, device: str, change: Mapping[str, Any
 def judged(tree: Mapping[str, Any], model: Path) -> float:
     """Return the mean reward of a model folder's greedy answers to the held-out prompts, by lowroll's
     engine with dense weights: the same judge for all sides."""
-    return reward_of(from_mapping(merged(tree, JUDGE)), model, "dense", 0.0)
+    cfg = from_mapping(merged(tree, JUDGE))
+    return reward_of(cfg, model, "dense", 0.0, cfg.eval.num_examples)
 
 
 def write_prompts(cfg: RunConfig, path: Path, split: str, count: int) -> int:
@@ -199,9 +205,10 @@ class Place:
     def environment(self, with_vllm: bool) -> dict[str, str]:
         """Return the variables of a side, which finds this code and, where it is asked for, vLLM."""
         found = [self.vllm_path] if with_vllm and self.vllm_path else []
+        of_vllm = {name: os.environ.get(name, word) for name, word in VLLM.items() if with_vllm}
         before = os.environ.get("PYTHONPATH")
         paths = [*found, str(ROOT), *([before] if before else [])]
-        return {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+        return {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", **of_vllm}
 
 
 def raced(place: Place, side: str, order: Mapping[str, Any], with_vllm: bool = False) -> Run:
@@ -420,9 +427,9 @@ def parser() -> argparse.ArgumentParser:
     made = parser_of(
         __doc__,
         out=RESULTS,
-        steps=16,
+        steps=12,
         seeds=1,
-        score=0.5,
+        score=0.7,
         device=OneOf(("auto", "cpu", "cuda"), "auto"),
         only=SomeOf(SIDES),
         peer_setting=None,

@@ -18,6 +18,7 @@ import torch
 from bench import race, race_lowroll, race_trl
 from bench.peer import PeerFailed
 from bench.race import Reached, Trial, fastest, fitting, reached
+from docs import tables
 from lowroll.config import from_mapping
 from lowroll.runs import demo
 from lowroll.types import Prompt
@@ -113,6 +114,28 @@ def test_the_summary_counts_runs_that_do_not_reach_the_score() -> None:
     assert never[1] == "-, 0 of 3 runs" and never[2] == "-"
 
 
+def test_the_documents_have_the_race_that_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert "run `python -m bench.race`" in tables.race()
+    machine = {"device": "cpu", "cpu": "a processor", "threads": 2, "torch": "2.13"}
+    about = {"date": "2026-11-27", "machine": machine, "steps": 4, "score": 0.5, "before": 0.25}
+    trials = [Trial("fp32", 8, 3.0)._asdict(), Trial("bf16", 8, None, "no kernel")._asdict()]
+    runs = [
+        made("lowroll dense", 0, RECORDS, judged=0.5, about={"dtype": "float32", "threads": 2}),
+        {"variant": "trl", "seed": 0, "failed": "no wheel"},
+    ]
+    whole = {**about, "seconds": 60, "trials": trials, "runs": runs}
+    (tmp_path / "race.json").write_text(json.dumps(whole))
+    shown = tables.race()
+    assert "a processor, 2 threads" in shown and "| seconds to 0.5 |" in shown
+    assert "| lowroll dense (dtype float32) | 6 | 220 |" in shown
+    assert "| trl | not run: no wheel |" in shown
+    assert "`fp32`, 8 rows a pass: 3 s a step" in shown
+    assert "`bf16`, 8 rows a pass: not run: no kernel" in shown
+
+
 def test_another_side_is_first_in_each_seed() -> None:
     sides = ["a", "b", "c"]
     assert [race.turn(sides, seed)[0] for seed in range(4)] == ["a", "b", "c", "a"]
@@ -179,6 +202,17 @@ def test_a_setting_gets_the_largest_micro_batch_that_fits() -> None:
 def test_a_device_has_its_own_settings() -> None:
     assert race.candidates("cpu") == ["fp32", "bf16"]
     assert race.candidates("cuda") == ["bf16", "bf16 vllm"]
+
+
+def test_vllm_is_found_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
+    place = race.Place("cuda", "python", "unpacked")
+    there, without = place.environment(True), place.environment(False)
+    assert there["PYTHONPATH"].split(":") == ["unpacked", str(race.ROOT), "mine"]
+    assert there["VLLM_USE_FLASHINFER_SAMPLER"] == "1" and there["HF_HUB_OFFLINE"] == "1"
+    assert without["PYTHONPATH"].split(":") == [str(race.ROOT), "mine"]
+    assert not any(name.startswith("VLLM") for name in without)
 
 
 def test_trl_is_told_what_the_configuration_says() -> None:
