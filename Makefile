@@ -79,8 +79,7 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec triton
 	touch $@
 
-# What `python -m bench.race` races against, in an environment of its own with the versions of ours (about 1.5 GB). It
-# fits transformers up to this version: a newer one is tried with its tests (tests/bench/test_race.py).
+# What `python -m bench.race` races against, in an environment of its own with the versions of ours (1.5 GB).
 trl: $(STAMP) $(TRL)/.installed
 	$(PY) -m pytest tests/bench/test_race.py -rs
 
