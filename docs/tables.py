@@ -531,6 +531,8 @@ def claims() -> str:
     from bench.claims import table as verdicts
 
     return table(HEAD, verdicts(json.loads((RESULTS / "curves.json").read_text())["runs"]))
+
+
 def race() -> str:
     """Return what `python -m bench.race` stored: a line a side, means over the seeds with their range,
     and what was tried of TRL."""
