@@ -9,7 +9,7 @@ from lowroll.model.config_values import positive
 from lowroll.model.families.base import ClampedGate, Values, biases, sliding_layers, windowed
 from lowroll.model.families.llama import experts
 
-KEYS = ("swiglu_alpha", "swiglu_limit")
+KEYS = ("swiglu_alpha", "swiglu_limit")  # older transformers has these as constants, and no keys
 
 
 def gpt_oss(values: Values) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def gpt_oss(values: Values) -> dict[str, Any]:
         "layers": windowed(values, sliding_layers(values)),
         "expert_bias": True,
         "clamped_gate": ClampedGate(
-            positive(values, "swiglu_limit"), positive(values, "swiglu_alpha")
+            positive(values, "swiglu_limit", 7.0), positive(values, "swiglu_alpha", 1.702)
         ),
         "stacks_experts": True,
     }
