@@ -4,7 +4,8 @@ A claim compares two arms of `bench.curves`. The unit is the run: of each seed t
 the same warm start, the difference is taken, and the interval is Student's t at 95 % over the seeds.
 `seen`: the interval lies above 0; `contradicted`: below; `not seen`: it has 0 inside. A claim that two
 arms are the same is seen when the interval lies within `within` of 0, contradicted when it lies
-outside, and else open.
+outside, and else open. Each interval stands alone: nothing is corrected for the number of claims.
+Seeds that share one warm start say nothing of another one.
 
 Two differences are judged: of a held-out score of the final models, which each claim names, and of
 the rollouts' reward over the last ten steps that both runs of a pair have. The prompts of a step are
@@ -91,8 +92,6 @@ HEAD = (
     "difference (95 %)",
     "verdict on it",
 )
-
-
 Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
@@ -114,15 +113,17 @@ def held_out(claim: Claim, pair: Pair) -> float | None:
 
 def drawn(pair: Pair) -> float:
     """Return the difference of the rollouts' reward over the last LAST steps that both runs have."""
-    steps = min(len(one["curves"]["reward/mean"]) for one in pair)
-    better, worse = (
-        statistics.fmean(one["curves"]["reward/mean"][max(0, steps - LAST) : steps]) for one in pair
-    )
+    curves = [one["curves"]["reward/mean"] for one in pair]
+    steps = min(map(len, curves))
+    better, worse = (statistics.fmean(curve[max(0, steps - LAST) : steps]) for curve in curves)
     return better - worse
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of at most eleven values; unbounded for one."""
+    """Return the 95 % interval of the mean; unbounded for one value. ValueError for more values than
+    STUDENT has quantiles for."""
+    if len(values) > len(STUDENT):
+        raise ValueError(f"pairs: {len(values)} of a claim, and STUDENT has {len(STUDENT)} at most")
     mean = statistics.fmean(values)
     if len(values) == 1:
         return -math.inf, math.inf

@@ -18,7 +18,6 @@ pictures of docs/results.md.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +31,7 @@ from bench.experiment import (
     SUMMED,
     Experiment,
     alone,
+    by_arm,
     ending_by,
     made,
     mean_over,
@@ -129,18 +129,15 @@ def settings(
     return placed(tree, arm, seed, steps, folder, device)
 
 
-def warm_started(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the problems and the warm-started model as `folder/model`, unless they are there; return
-    what is recorded of it, with its held-out scores."""
-    note = folder / "warm.json"
-    if not note.is_file():
-        subject.write_problems(folder, subject.SIZES)
-        supervised = {**change, "env": subject.environment(folder, "sft")}
-        cfg = settings("bf16", 0, 10, folder, device, supervised)
-        found = subject.warm(cfg, SOURCE, folder)
-        cfg = settings("bf16", 0, 10, folder, device, change)
-        note.write_text(json.dumps(found | scores(cfg, folder / "model")))
-    return dict(json.loads(note.read_text()))
+def warm_start(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the problems, and the warm-started model as `folder/model`; return what is recorded of
+    it, with its held-out scores."""
+    subject.write_problems(folder, subject.SIZES)
+    supervised = {**change, "env": subject.environment(folder, "sft")}
+    cfg = settings("bf16", 0, 10, folder, device, supervised)
+    found = subject.warm(cfg, SOURCE, folder)
+    cfg = settings("bf16", 0, 10, folder, device, change)
+    return found | scores(cfg, folder / "model")
 
 
 def scores(cfg: RunConfig, model: Path) -> dict[str, float]:
@@ -228,8 +225,7 @@ HEAD = (
 def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Return a row of HEAD for each arm: means over its seeds, ranges in parentheses."""
     rows: list[tuple[str, ...]] = []
-    for arm in dict.fromkeys(one["variant"] for one in runs):
-        own = [one for one in runs if one["variant"] == arm]
+    for arm, own in by_arm(runs).items():
         steps = [len(one["curves"]["reward/mean"]) for one in own]
         rows.append(
             (
@@ -252,11 +248,10 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 def _after(runs: Sequence[Mapping[str, Any]], score: str) -> str:
     """Return a score's mean and range over the runs that have it."""
-    found = [one["after"][score] for one in runs if one["after"]]
-    return spread(found) if found else "-"
+    return spread([one["after"][score] for one in runs if one["after"]])
 
 
-EXPERIMENT = Experiment("curves", SETTINGS, ARMS, warm_started, train)
+EXPERIMENT = Experiment("curves", SETTINGS, ARMS, warm_start, train)
 
 
 def main() -> None:

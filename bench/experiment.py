@@ -1,4 +1,4 @@
-"""Experiments of many runs: what `bench.curves` and `bench.sparse` share.
+"""Experiments of many runs: what `bench.curves`, `bench.sparse` and, in part, `bench.race` share.
 
 An experiment has arms: settings that differ from common ones. Every run of a seed starts from the
 same warm-started weights and draws the same prompts. Runs go side by side in processes of their own,
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -32,18 +32,30 @@ import torch
 from rich.console import Console
 
 from bench.harness import RESULTS, OneOf, SomeOf, here, merged, parser_of
+from lowroll.checkpoint.files import write_file
 from lowroll.config import RunConfig, from_mapping
 
 Found = dict[str, Any]
 SUMMED = "mean over the seeds (smallest to largest)"
 
 
+def options(
+    doc: str | None, arms: Iterable[str], **defaults: int | float | str | None
+) -> argparse.ArgumentParser:
+    """Return the options of every command that makes runs, and those of the defaults
+    (`harness.parser_of`)."""
+    device = OneOf(("auto", "cpu", "cuda"), "auto")
+    parser = parser_of(doc, out=RESULTS, device=device, only=SomeOf(arms), **defaults)
+    parser.add_argument("--change", default="{}", help="JSON of settings that differ")
+    return parser
+
+
 @dataclass(frozen=True)
 class Experiment:
     """An experiment: the name of its file, common settings, and what each arm changes.
 
-    warm_started: `(folder, device, change)` writes the weights that all runs start from, unless they
-    are there, and returns what is recorded of them. train: `(arm, seed, gpu, *, steps, folder,
+    warm_start: `(folder, device, change)` writes the weights that all runs start from as
+    `folder/model`, and returns what is recorded of them. train: `(arm, seed, gpu, *, steps, folder,
     device, change, until)` makes a run and returns its record; until: see `ending_by`. slowest:
     the arm that begins first, so that nothing waits for it at the end.
     """
@@ -51,7 +63,7 @@ class Experiment:
     name: str
     settings: Mapping[str, Any]
     arms: Mapping[str, Mapping[str, Any]]
-    warm_started: Callable[[Path, str, Mapping[str, Any]], Found]
+    warm_start: Callable[[Path, str, Mapping[str, Any]], Found]
     train: Callable[..., Found]
     slowest: str = ""
 
@@ -59,19 +71,10 @@ class Experiment:
         self, doc: str | None, steps: int, seeds: int, jobs: int
     ) -> argparse.ArgumentParser:
         """Return the command's options."""
-        parser = parser_of(
-            doc,
-            out=RESULTS,
-            steps=steps,
-            seeds=seeds,
-            jobs=jobs,
-            device=OneOf(("auto", "cpu", "cuda"), "auto"),
-            only=SomeOf(self.arms),
-        )
+        parser = options(doc, self.arms, steps=steps, seeds=seeds, jobs=jobs)
         parser.add_argument(
             "--seconds", type=float, default=math.inf, help="when runs end, done or not"
         )
-        parser.add_argument("--change", default="{}", help="JSON of settings that differ")
         parser.add_argument(
             "--work", type=Path, help="folder of models and logs; default: none stays"
         )
@@ -91,8 +94,8 @@ class Experiment:
         path = args.out / f"{self.name}.json"
         before = self.warm_started(folder, args.device, change)
         console.print(f"warm start: {before}, {time.monotonic() - began:.0f} s")
-        about = here(steps=args.steps, settings=merged(self.settings, change))
-        about["machine"]["device"] = device_name(args.device)
+        settings = merged(self.settings, change)
+        about = made_here(args.device, steps=args.steps, settings=settings)
         runs = self.stored(path, about)
         have = {key(one) for one in runs if is_whole(one, args.steps)}
         wanted = [(arm, seed) for seed in range(args.seeds) for arm in args.only]
@@ -110,12 +113,27 @@ class Experiment:
         for last in side_by_side(work, jobs, args.jobs):
             runs = [one for one in runs if key(one) != key(last)]
             runs.append({**last, "arm": self.arms[last["variant"]], "warm_start": before})
-            self.store(path, about, runs)
+            store(path, about, runs, self.arms)
             console.print(
                 f"{len(runs)}: {last['variant']}, seed {last['seed']}, {last['seconds']} s, "
                 f"{last['after']}, after {time.monotonic() - began:.0f} s"
             )
         return runs
+
+    def warm_started(self, folder: Path, device: str, change: Mapping[str, Any]) -> Found:
+        """Write the weights that all runs start from, unless they are in the folder; return what is
+        recorded of them. ValueError where those in the folder are of another change."""
+        note = folder / "warm.json"
+        if note.is_file():
+            stored: Found = json.loads(note.read_text())
+            if stored["change"] != change:
+                raise ValueError(
+                    f"--work: {folder} has a model of --change '{json.dumps(stored['change'])}'"
+                )
+            return dict(stored["found"])
+        found = self.warm_start(folder, device, change)
+        write_file(note, json.dumps({"change": change, "found": found}).encode())
+        return found
 
     def stored(self, path: Path, about: Mapping[str, Any]) -> list[Found]:
         """Return the runs that the file has with these settings and as many steps."""
@@ -127,12 +145,14 @@ class Experiment:
             one for one in record["runs"] if same and one["arm"] == self.arms.get(one["variant"])
         ]
 
-    def store(self, path: Path, about: Mapping[str, Any], runs: list[Found]) -> None:
-        """Write the finished runs, sorted by name and seed, so that a stopped command keeps them."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        order = list(self.arms)
-        runs.sort(key=lambda one: (order.index(one["variant"]), one["seed"]))
-        path.write_text(json.dumps({**about, "runs": runs}) + "\n")
+
+def store(path: Path, about: Found, runs: list[Found], order: Iterable[str]) -> None:
+    """Write the finished runs, sorted by name in an order and by seed, so that a stopped command
+    keeps them. The file has its old content or the new one at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = list(order)
+    runs.sort(key=lambda one: (names.index(one["variant"]), one["seed"]))
+    write_file(path, f"{json.dumps({**about, 'runs': runs})}\n".encode())
 
 
 def key(one: Mapping[str, Any]) -> tuple[str, int]:
@@ -149,14 +169,18 @@ def placed(
     tree: Mapping[str, Any], name: str, seed: int, steps: int, folder: Path, device: str
 ) -> RunConfig:
     """Return settings with a run's own name, seed and place."""
-    place = {
+    return from_mapping(merged(tree, own_settings(name, seed, steps, folder, device)))
+
+
+def own_settings(name: str, seed: int, steps: int, folder: Path, device: str) -> dict[str, Any]:
+    """Return the settings in which runs differ whatever their arm."""
+    return {
         "model": str(folder / "model"),
         "output_dir": str(folder / f"{name.replace(' ', '-')}-{seed}"),
         "seed": seed,
         "device": device,
         "train": {"max_steps": steps},
     }
-    return from_mapping(merged(tree, place))
 
 
 @contextmanager
@@ -188,7 +212,10 @@ def ending_by(until: float) -> Iterator[None]:
     try:
         yield
     finally:
+        # a signal that comes after the run must neither fail it nor end the process
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         timer.cancel()
+        timer.join()
         signal.signal(signal.SIGTERM, before)
 
 
@@ -227,16 +254,27 @@ def mean_over(runs: Sequence[Mapping[str, Any]], name: str, count: int | None, f
     return format(statistics.fmean(found), form) if found else "-"
 
 
-def spread(values: Sequence[float]) -> str:
-    """Return mean, smallest and largest of the seeds."""
-    return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+def spread(values: Sequence[float], form: str = ".3f") -> str:
+    """Return the mean of the seeds, and their range where it is one, in a format; `-` for none."""
+    if not values:
+        return "-"
+    mean, low, high = (format(of(values), form) for of in (statistics.fmean, min, max))
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def by_arm(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the runs of each arm, in the order of their first ones."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for one in runs:
+        found.setdefault(one["variant"], []).append(one)
+    return found
 
 
 def side_by_side(
     work: Callable[[str, int, int], Found], jobs: Sequence[tuple[str, int]], count: int
 ) -> Iterator[Found]:
-    """What `work(name, seed, gpu)` returns for every job, as they finish: `count` at a time, each
-    in a process of its own. The first error of a job is raised when the others have ended."""
+    """Yield what `work(name, seed, gpu)` returns for every job, as they finish: `count` at a time,
+    each in a process of its own. Raise the first error of a job when the others have ended."""
     context, gpus = multiprocessing.get_context("spawn"), max(1, torch.cuda.device_count())
     with ProcessPoolExecutor(count, mp_context=context, max_tasks_per_child=1) as pool:
         waiting = [pool.submit(work, *job, i % gpus) for i, job in enumerate(jobs)]
@@ -249,6 +287,13 @@ def side_by_side(
                 print(f"a run failed: {type(error).__name__}: {error}", file=sys.stderr)
     if failed:
         raise failed[0]
+
+
+def made_here(device: str, **found: Any) -> Found:
+    """Return what is stored beside the runs, with the date, the machine and all of its GPUs."""
+    about = here(**found)
+    about["machine"]["device"] = device_name(device)
+    return about
 
 
 def device_name(asked: str) -> str:

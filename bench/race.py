@@ -41,24 +41,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.curves import device_name, short, store
-from bench.harness import RESULTS, OneOf, SomeOf, here, merged, parser_of, print_table, release, say
-from bench.peer import Peer, PeerFailed, vllm_paths
+from bench import subject
+from bench.experiment import SUMMED, by_arm, made_here, options, own_settings, short, spread, store
+from bench.harness import merged, print_table, release, say
+from bench.peer import Peer, PeerFailed, vllm_path
 from bench.race_trl import SETTINGS as PEER_SETTINGS
 from lowroll.config import RunConfig, from_mapping
 from lowroll.model.device import pick_device
-from lowroll.model.folder import resolve
 from lowroll.runs.assembly import environments, models, trainer
 from lowroll.runs.demo import reward_of
-from lowroll.runs.sft import warm_start
 from lowroll.trainer.optim import learning_rate
 
 ROOT = Path(__file__).parents[1]
 MODEL = "smollm2"
 START_S = 600.0  # seconds for a side to import, load its model and be ready
-LINE_S = (
-    3 * 3600.0
-)  # seconds for the next line; a run of lowroll writes all of its lines at its end
+LINE_S = 3 * 3600.0  # seconds for the next line; lowroll's side writes all of them at its end
 TRIAL_STEPS = 2
 CPU_ROWS = 8  # TRL's rows a pass on a CPU, where more of them take memory and gain no speed
 VLLM = {  # as `bench.vllm_worker` has it: flashinfer's sampler is off where flashinfer may be missing
@@ -66,9 +63,7 @@ VLLM = {  # as `bench.vllm_worker` has it: flashinfer's sampler is off where fla
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-JUDGE = {
-    "rollout": {"max_batch": 64, "cache_tokens": 16384}
-}  # an engine alone would take all memory
+JUDGE = {"rollout": {"max_batch": 64, "cache_tokens": 16384}}  # by default it takes all memory
 PEER_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 
 SETTINGS: dict[str, Any] = {
@@ -111,20 +106,14 @@ def settings(
     side: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the configuration of a side and a seed, as a user's YAML file would say it."""
-    place = {
-        "model": str(folder / "model"),
-        "output_dir": str(folder / f"{side.replace(' ', '-')}-{seed}"),
-        "seed": seed,
-        "device": device,
-        "train": {"max_steps": steps},
-    }
-    return merged(merged(merged(SETTINGS, change), SIDES[side]), place)
+    tree = merged(merged(SETTINGS, change), SIDES[side])
+    return merged(tree, own_settings(side, seed, steps, folder, device))
 
 
-def warm_started(folder: Path, model: str, device: str, change: Mapping[str, Any]) -> float:
-    """Write the model after its SFT as `folder/model`; return the last step's loss."""
+def warm_start(folder: Path, model: str, device: str, change: Mapping[str, Any]) -> Run:
+    """Write the model after its SFT as `folder/model`; return what is recorded of it."""
     cfg = from_mapping(settings("lowroll dense", 0, 1, folder, device, change))
-    return warm_start(cfg, resolve(model), folder / "model")["sft/loss"]
+    return subject.warm(cfg, model, folder)
 
 
 def judged(tree: Mapping[str, Any], model: Path) -> float:
@@ -182,8 +171,8 @@ def plain(cfg: RunConfig, folder: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the sides run: the device, TRL's Python, and the folders that a vLLM is unpacked in."""
+class Launcher:
+    """The start of a side: the device, TRL's Python, and the folder that a vLLM is unpacked in."""
 
     device: str
     peer_python: str
@@ -211,13 +200,13 @@ class Place:
         return {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", **of_vllm}
 
 
-def raced(place: Place, side: str, order: Mapping[str, Any], with_vllm: bool = False) -> Run:
+def raced(launcher: Launcher, side: str, order: Mapping[str, Any], with_vllm: bool = False) -> Run:
     """Run a side to its end; return its records, its end and what it said of itself. PeerFailed has
     its last words."""
     release()
-    asked = {**order, "device": place.device, "bytes_before": place.bytes_in_use()}
-    environment, began, records = place.environment(with_vllm), time.monotonic(), []
-    command = place.command(side)
+    asked = {**order, "device": launcher.device, "bytes_before": launcher.bytes_in_use()}
+    environment, began, records = launcher.environment(with_vllm), time.monotonic(), []
+    command = launcher.command(side)
     with Peer(asked, command, start_s=START_S, environment=environment) as running:
         ready_s = time.monotonic() - began
         while not (line := running.next(f"a step of {side}", LINE_S)).get("end"):
@@ -277,18 +266,18 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     raise PeerFailed(f"no setting of TRL runs: {reasons}")
 
 
-def tried(place: Place, cfg: RunConfig, folder: Path, names: Sequence[str]) -> list[Trial]:
+def tried(launcher: Launcher, cfg: RunConfig, folder: Path, names: Sequence[str]) -> list[Trial]:
     """Try settings of TRL for some steps without evaluations."""
     order = plain(cfg, folder) | {"interval": None, "steps": TRIAL_STEPS}
 
     def attempt(setting: str, micro: int) -> float:
         asked = order | {"setting": setting, "micro": micro}
-        found = raced(place, TRL, asked, PEER_SETTINGS[setting].vllm)
+        found = raced(launcher, TRL, asked, PEER_SETTINGS[setting].vllm)
         seconds: float = found["records"][-1]["seconds"]
         return seconds
 
     update = cfg.batch_size // cfg.train.minibatches
-    rows = gcd(update, CPU_ROWS) if place.device == "cpu" else update
+    rows = gcd(update, CPU_ROWS) if launcher.device == "cpu" else update
     return [trial for name in names for trial in fitting(attempt, name, rows)]
 
 
@@ -341,8 +330,7 @@ def records_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
 def summary(runs: Sequence[Mapping[str, Any]], score: float) -> list[tuple[str, ...]]:
     """Return a row of HEAD for each side: means over its seeds, ranges in parentheses."""
     rows = []
-    for side in dict.fromkeys(run["variant"] for run in runs):
-        own = [run for run in runs if run["variant"] == side]
+    for side, own in by_arm(runs).items():
         ran = [run for run in own if "failed" not in run]
         if not ran:
             rows.append((side, f"not run: {own[0]['failed']}", *[""] * (len(HEAD) - 2)))
@@ -357,24 +345,16 @@ def summary(runs: Sequence[Mapping[str, Any]], score: float) -> list[tuple[str, 
         rows.append(
             (
                 side,
-                ranged([at.seconds for at in found], "{:,.0f}") + share,
-                ranged([float(at.tokens) for at in found], "{:,.0f}"),
-                f"{ranged(first)}; {ranged(last)}",
-                ranged([run["judged"] for run in ran]),
+                spread([at.seconds for at in found], ",.0f") + share,
+                spread([at.tokens for at in found], ",.0f"),
+                f"{spread(first)}; {spread(last)}",
+                spread([run["judged"] for run in ran]),
                 f"{statistics.median(steps):.3g}" if steps else "-",
                 f"{max(run['peak_bytes'] for run in ran) / 1e9:.2f}",
                 f"{statistics.fmean(kl):.1e}" if kl else "-",
             )
         )
     return rows
-
-
-def ranged(values: Sequence[float], form: str = "{:.3f}") -> str:
-    """Return the mean of values, and their range where it is one; a dash for none."""
-    if not values:
-        return "-"
-    mean, low, high = (form.format(f(values)) for f in (statistics.fmean, min, max))
-    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -396,15 +376,17 @@ def told(runs: list[Run], side: str, seed: int) -> Iterator[None]:
         runs.append({"variant": side, "seed": seed, "failed": str(error)[:500]})
 
 
-def race(place: Place, folder: Path, args: argparse.Namespace, keep: Callable[..., None]) -> None:
+def race(
+    launcher: Launcher, folder: Path, args: argparse.Namespace, keep: Callable[..., None]
+) -> None:
     """Run all sides of all seeds from `folder/model`; give `keep` the runs, and the trials of TRL,
     after each."""
     change, runs, trials = json.loads(args.change), [], []
     config = partial(settings, steps=args.steps, folder=folder, device=args.device, change=change)
     tree = config(TRL, 0)
     if TRL in args.only:
-        names = [args.peer_setting] if args.peer_setting else candidates(place.device)
-        trials = tried(place, from_mapping(tree), folder / "trial", names)
+        names = [args.peer_setting] if args.peer_setting else candidates(launcher.device)
+        trials = tried(launcher, from_mapping(tree), folder / "trial", names)
     for seed in range(args.seeds):
         for side in turn(args.only, seed):
             with told(runs, side, seed):
@@ -414,9 +396,9 @@ def race(place: Place, folder: Path, args: argparse.Namespace, keep: Callable[..
                     best = fastest(trials)
                     chosen = {"setting": best.setting, "micro": best.micro}
                     order = plain(cfg, folder / f"{TRL}-{seed}") | chosen
-                    found = raced(place, side, order, PEER_SETTINGS[best.setting].vllm)
+                    found = raced(launcher, side, order, PEER_SETTINGS[best.setting].vllm)
                 else:
-                    found = raced(place, side, {"config": tree})
+                    found = raced(launcher, side, {"config": tree})
                 end = {"judged": judged(tree, Path(found.pop("folder")))}
                 curves = columns(found.pop("records"))
                 runs.append({"variant": side, "seed": seed, **end, **found, "curves": curves})
@@ -424,23 +406,14 @@ def race(place: Place, folder: Path, args: argparse.Namespace, keep: Callable[..
 
 
 def parser() -> argparse.ArgumentParser:
-    made = parser_of(
-        __doc__,
-        out=RESULTS,
-        steps=12,
-        seeds=1,
-        score=0.7,
-        device=OneOf(("auto", "cpu", "cuda"), "auto"),
-        only=SomeOf(SIDES),
-        peer_setting=None,
-    )
+    """Return the command's options."""
+    made = options(__doc__, SIDES, steps=12, seeds=1, score=0.7, peer_setting=None)
     made.add_argument("--peer-python", default=str(PEER_PYTHON), help="the Python that has TRL")
     made.add_argument("--vllm-path", help="where a vLLM is unpacked; default: LOWROLL_VLLM_PATH")
     made.add_argument("--model", default=MODEL, help="what SFT begins with")
     made.add_argument(
         "--subject", type=Path, help="a folder that the race begins with, without SFT"
     )
-    made.add_argument("--change", default="{}", help="JSON of settings that differ from SETTINGS")
     return made
 
 
@@ -454,16 +427,17 @@ def main(words: Sequence[str] | None = None) -> int:
         args.device = pick_device(args.device).type
     except ValueError as error:
         p.error(str(error))
-    path = next(iter(vllm_paths([args.vllm_path] if args.vllm_path else [])), None)
-    place, last = Place(args.device, args.peer_python, path), []
+    launcher, last = Launcher(args.device, args.peer_python, vllm_path(args.vllm_path)), []
     with tempfile.TemporaryDirectory() as scratch:
         folder, change = Path(scratch), json.loads(args.change)
+        about = made_here(
+            args.device, steps=args.steps, score=args.score, settings=merged(SETTINGS, change)
+        )
         if args.subject:
             (folder / "model").symlink_to(args.subject.resolve())
         else:
-            say(f"SFT: loss {warm_started(folder, args.model, args.device, change):.3f}")
-        about = here(steps=args.steps, score=args.score, settings=merged(SETTINGS, change))
-        about["machine"]["device"] = device_name(args.device)
+            about["warm_start"] = warm_start(folder, args.model, args.device, change)
+            say(f"SFT: {about['warm_start']}")
         tree = settings(TRL, 0, args.steps, folder, args.device, change)
         about["before"] = judged(tree, folder / "model")
 
@@ -472,9 +446,9 @@ def main(words: Sequence[str] | None = None) -> int:
             spent = {"seconds": round(time.monotonic() - began), "trials": trials}
             store(args.out / "race.json", about | spent, list(runs), SIDES)
 
-        race(place, folder, args, keep)
+        race(launcher, folder, args, keep)
     head = [name.format(score=args.score) for name in HEAD]
-    print_table(head, summary(last, args.score), "mean over the seeds (smallest to largest)")
+    print_table(head, summary(last, args.score), SUMMED)
     print(args.out / "race.json")
     return 1 if any("failed" in run for run in last) else 0
 

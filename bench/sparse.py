@@ -1,5 +1,5 @@
-"""Learning with bounded and 8-bit caches: the same run with every cache, and every way to pay for
-what it forgets.
+"""Learning with bounded and 8-bit caches: the same run with every cache, and every way to
+correct for what it forgets.
 
 The task is `chain`: a running sum, carried for some 350 tokens through a table that stands in the
 prompt alone. The model is Qwen3-shaped with 3.2 M parameters, and warm-started by SFT on
@@ -27,10 +27,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from bench import subject
 from bench.experiment import (
     SUMMED,
     Experiment,
     alone,
+    by_arm,
     ending_by,
     made,
     mean_of,
@@ -46,7 +48,6 @@ from lowroll.runs.assembly import environments
 from lowroll.runs.demo import CONFIG as DEMO
 from lowroll.runs.demo import build_model, reward_of
 from lowroll.runs.grpo import run
-from lowroll.runs.sft import warm_start
 
 MODEL: dict[str, Any] = {
     **DEMO,
@@ -159,26 +160,18 @@ def settings(
     return placed(tree, arm, seed, steps, folder, device)
 
 
-def warm_started(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, float]:
-    """Write the warm-started model as `folder/model`, unless it is there; returns its held-out
-    rewards."""
-    note = folder / "warm.json"
-    if note.is_file():
-        return dict(json.loads(note.read_text()))
+def warm_start(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the warm-started model as `folder/model`; return what is recorded of it, with its
+    held-out rewards."""
     cfg = settings("dense", 0, 10, folder, device, change)
     data = demonstrated(cfg, folder / "demonstrations.jsonl")
     cfg = cfg.model_copy(update={"sft": cfg.sft.model_copy(update={"data": str(data)})})
-    loss = warm_start(cfg, build_model(folder / "untrained", 0, MODEL), folder / "model")[
-        "sft/loss"
-    ]
-    found = {
-        "sft_steps": cfg.sft.steps,
-        "sft_loss": loss,
+    untrained = build_model(folder / "untrained", 0, MODEL)
+    return {
+        **subject.warm(cfg, str(untrained), folder),
         "dense": reward_of(cfg, folder / "model", "dense", count=HELD_OUT),
         "greedy": reward_of(cfg, folder / "model", "dense", 0.0, HELD_OUT),
     }
-    note.write_text(json.dumps(found))
-    return found
 
 
 def demonstrated(cfg: RunConfig, path: Path) -> Path:
@@ -253,8 +246,7 @@ SAVED = "kv/saving_final"
 def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Return a row of HEAD for each arm: means over its seeds, ranges in parentheses."""
     rows: list[tuple[str, ...]] = []
-    for arm in dict.fromkeys(one["variant"] for one in runs):
-        own = [one for one in runs if one["variant"] == arm]
+    for arm, own in by_arm(runs).items():
         last = [mean_of(one, "reward/mean", -10) for one in own]
         rows.append(
             (
@@ -274,7 +266,7 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
-EXPERIMENT = Experiment("sparse", SETTINGS, ARMS, warm_started, train, slowest="rkv replay")
+EXPERIMENT = Experiment("sparse", SETTINGS, ARMS, warm_start, train, slowest="rkv replay")
 
 
 def main() -> None:

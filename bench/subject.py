@@ -103,7 +103,7 @@ def environment(folder: Path, train: str = "train") -> list[dict[str, Any]]:
 
 
 def warm(cfg: RunConfig, source: str, folder: Path) -> dict[str, Any]:
-    """Write the model `source`, after the supervised steps of `cfg`, as `folder/model`; return its
+    """Write the model `source`, a folder or a name, after the supervised steps of `cfg`, as `folder/model`; return its
     last loss and its digest. `cfg.env` has the demonstrations."""
     loss = warm_start(cfg, resolve(source), folder / "model")["sft/loss"]
     weights = (folder / "model" / "model.safetensors").read_bytes()

@@ -110,6 +110,8 @@ def test_intervals_are_students() -> None:
     low, high = claims.interval([1.0, 2.0, 3.0])  # s = 1, t = 4.303
     assert (low, high) == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)))
     assert claims.interval([1.0]) == (-math.inf, math.inf)
+    with pytest.raises(ValueError, match="pairs: 12 of a claim"):
+        claims.interval([0.0] * 12)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +167,9 @@ def test_the_whole_experiment_runs_at_a_reduced_scale(
         "train": {"minibatches": 1, "warmup_steps": 0},
         "sft": {"steps": 1, "batch_size": 1, "num_examples": 1, "warmup_steps": 0},
     }
-    before = curves.warm_started(tmp_path, "cpu", change)
+    before = curves.EXPERIMENT.warm_started(tmp_path, "cpu", change)
     assert len(before["sha256"]) == 16 and before["sft_steps"] == 1
-    assert curves.warm_started(tmp_path, "cpu", change) == before
+    assert curves.EXPERIMENT.warm_started(tmp_path, "cpu", change) == before
     make = partial(curves.train, folder=tmp_path, device="cpu", change=change)
     one = make("int8_rotated acr", 0, 0, steps=1)
     assert set(one["after"]) == {"greedy", "own", "sampled", "pass@8"}

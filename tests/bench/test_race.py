@@ -207,7 +207,7 @@ def test_a_device_has_its_own_settings() -> None:
 def test_vllm_is_found_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "mine")
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
-    place = race.Place("cuda", "python", "unpacked")
+    place = race.Launcher("cuda", "python", "unpacked")
     there, without = place.environment(True), place.environment(False)
     assert there["PYTHONPATH"].split(":") == ["unpacked", str(race.ROOT), "mine"]
     assert there["VLLM_USE_FLASHINFER_SAMPLER"] == "1" and there["HF_HUB_OFFLINE"] == "1"
@@ -286,11 +286,11 @@ def raced(subject: Path, out: Path, *words: str) -> tuple[int, dict[str, Any]]:
 
 def faked(folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str = "") -> None:
     """Put a fake in TRL's place."""
-    script, real = folder / "peer.py", race.Place.command
+    script, real = folder / "peer.py", race.Launcher.command
     script.write_text(f"MODE = {mode!r}\n{FAKE}")
     fake = [sys.executable, str(script)]
     monkeypatch.setattr(
-        race.Place, "command", lambda place, side: fake if side == "trl" else real(place, side)
+        race.Launcher, "command", lambda self, side: fake if side == "trl" else real(self, side)
     )
 
 
@@ -325,8 +325,8 @@ def test_a_peer_that_fails_is_told_and_not_counted(
 
 @pytest.mark.slow
 def test_sft_makes_the_subject(subject: Path, tmp_path: Path) -> None:
-    loss = race.warm_started(tmp_path, str(subject), "cpu", SMALL)
-    assert loss > 0 and (tmp_path / "model" / "model.safetensors").is_file()
+    found = race.warm_start(tmp_path, str(subject), "cpu", SMALL)
+    assert found["sft_loss"] > 0 and (tmp_path / "model" / "model.safetensors").is_file()
 
 
 def test_an_unknown_setting_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,11 @@ import io
 import json
 import math
 import re
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from bench import experiment, sparse
+from bench.experiment import ending_by, spread, store
 from lowroll.runs.demo import build_model
 from tests.fixtures.runs import TINY
 
@@ -103,7 +109,7 @@ def test_the_summary_is_that_of_hand_worked_runs() -> None:
         "0.375 (0.250 to 0.500)",
         "0.550 (0.500 to 0.600)",
         "0.150",
-        "0.250 (0.250 to 0.250)",
+        "0.250",
         "0.375",
         "2.0e-03",
         "2.0e-03",
@@ -118,10 +124,39 @@ def test_runs_of_other_settings_are_left_out(tmp_path: Path) -> None:
     assert experiment.stored(path, about) == []
     run = {**made("dense", 0), "arm": sparse.ARMS["dense"]}
     changed = {**made("rkv naive", 0), "arm": {"correction": "tis"}}
-    experiment.store(path, about, [changed, run])
+    store(path, about, [changed, run], sparse.ARMS)
     assert experiment.stored(path, about) == [run]  # the other arm says something else today
     assert experiment.stored(path, about | {"steps": 5}) == []
     assert experiment.stored(path, about | {"settings": {}}) == []
+
+
+def test_a_folder_with_a_model_of_other_settings_is_refused(tmp_path: Path) -> None:
+    asked: list[Mapping[str, Any]] = []
+
+    def warm_start(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, Any]:
+        asked.append(change)
+        return {"sft_steps": 3}
+
+    one = replace(sparse.EXPERIMENT, warm_start=warm_start)
+    for _ in range(2):
+        assert one.warm_started(tmp_path, "cpu", {"sft": {"steps": 3}}) == {"sft_steps": 3}
+    with pytest.raises(ValueError, match="--work: .* has a model of --change"):
+        one.warm_started(tmp_path, "cpu", {})
+    assert len(asked) == 1
+
+
+def test_a_spread_is_a_range_only_where_there_is_one() -> None:
+    assert spread([1.0, 3.0]) == "2.000 (1.000 to 3.000)"
+    assert spread([2.0]) == "2.000" and spread([]) == "-"
+    assert spread([1000, 3000], ",.0f") == "2,000 (1,000 to 3,000)"
+
+
+def test_a_run_that_ends_in_time_is_left_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with ending_by(time.time() + 60):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
 
 
 @pytest.mark.slow
