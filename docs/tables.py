@@ -720,7 +720,7 @@ def _learnt() -> tuple[str, ...]:
         return f"{rows[arm]['reward, first 10 steps']} to {rows[arm]['last 10']}"
 
     return (
-        "SmolLM2-135M, GRPO with INT8 rollouts, reward at first and at last",
+        "SmolLM2-135M, GRPO, reward of INT8 rollouts, first and last 10 steps",
         f"{reward('int8 acr')} (`correction: acr`)",
         f"{reward('int8 naive')} (one clipped ratio); {reward('bf16')} with bfloat16 rollouts",
         "-",
