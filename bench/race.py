@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -42,9 +41,10 @@ from typing import Any, NamedTuple
 import torch
 
 from bench import subject
-from bench.experiment import SUMMED, by_arm, made_here, options, own_settings, short, spread, store
+from bench.experiment import SUMMED, made_here, options, own_settings, short, store
 from bench.harness import merged, print_table, release, say
 from bench.peer import Peer, PeerFailed, vllm_path
+from bench.race_table import HEAD, columns, summary
 from bench.race_trl import SETTINGS as PEER_SETTINGS
 from lowroll.config import RunConfig, from_mapping
 from lowroll.model.device import pick_device
@@ -95,7 +95,6 @@ SIDES: dict[str, dict[str, Any]] = {
     "lowroll dense": {"rollout": {"weights": "dense"}},
     TRL: {},
 }
-Record = Mapping[str, Any]
 Run = dict[str, Any]
 
 
@@ -279,82 +278,6 @@ def tried(launcher: Launcher, cfg: RunConfig, folder: Path, names: Sequence[str]
     update = cfg.batch_size // cfg.train.minibatches
     rows = gcd(update, CPU_ROWS) if launcher.device == "cpu" else update
     return [trial for name in names for trial in fitting(attempt, name, rows)]
-
-
-# -- what was found --------------------------------------------------------------------------------
-
-COLUMNS = ("step", "seconds", "tokens", "reward", "kl", "score")
-HEAD = (
-    "side",
-    "seconds to {score}",
-    "tokens drawn to {score}",
-    "first and last score",
-    "one judge",
-    "seconds a step",
-    "peak GB",
-    "KL",
-)
-
-
-class Reached(NamedTuple):
-    """When a run was at a score first: seconds of its steps, tokens that it had drawn, and steps."""
-
-    seconds: float
-    tokens: int
-    step: int
-
-
-def reached(records: Sequence[Record], score: float) -> Reached | None:
-    """Return the first evaluation at or above the score, without interpolation; None without one."""
-    seconds, tokens = 0.0, 0
-    for record in records:
-        seconds += record.get("seconds", 0.0)
-        tokens += record.get("tokens", 0)
-        if record.get("score") is not None and record["score"] >= score:
-            return Reached(seconds, tokens, record["step"])
-    return None
-
-
-def columns(records: Sequence[Record]) -> dict[str, list[float | None]]:
-    """Return records as lists, None where one lacks a value."""
-    return {name: [short(record.get(name)) for record in records] for name in COLUMNS}
-
-
-def records_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the records that `columns` made lists of."""
-    rows = zip(*(run["curves"][name] for name in COLUMNS), strict=True)
-    named = (dict(zip(COLUMNS, row, strict=True)) for row in rows)
-    return [{name: value for name, value in row.items() if value is not None} for row in named]
-
-
-def summary(runs: Sequence[Mapping[str, Any]], score: float) -> list[tuple[str, ...]]:
-    """Return a row of HEAD for each side: means over its seeds, ranges in parentheses."""
-    rows = []
-    for side, own in by_arm(runs).items():
-        ran = [run for run in own if "failed" not in run]
-        if not ran:
-            rows.append((side, f"not run: {own[0]['failed']}", *[""] * (len(HEAD) - 2)))
-            continue
-        curves = [records_of(run) for run in ran]
-        found = [at for at in (reached(records, score) for records in curves) if at is not None]
-        share = "" if len(found) == len(own) else f", {len(found)} of {len(own)} runs"
-        scores = [[one["score"] for one in records if "score" in one] for records in curves]
-        first, last = ([each[i] for each in scores] for i in (0, -1))
-        steps = [one["seconds"] for records in curves for one in records if one["step"] > 1]
-        kl = [one["kl"] for records in curves for one in records if "kl" in one]
-        rows.append(
-            (
-                side,
-                spread([at.seconds for at in found], ",.0f") + share,
-                spread([at.tokens for at in found], ",.0f"),
-                f"{spread(first)}; {spread(last)}",
-                spread([run["judged"] for run in ran]),
-                f"{statistics.median(steps):.3g}" if steps else "-",
-                f"{max(run['peak_bytes'] for run in ran) / 1e9:.2f}",
-                f"{statistics.fmean(kl):.1e}" if kl else "-",
-            )
-        )
-    return rows
 
 
 # -- the command -----------------------------------------------------------------------------------

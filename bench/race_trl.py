@@ -50,20 +50,20 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class RacePrompt:
     """A prompt of the race: its task, and its token ids in lowroll."""
 
     prompt: Prompt
     ids: list[int]
 
 
-def read(path: str) -> list[Row]:
+def read(path: str) -> list[RacePrompt]:
     """Read the prompts that `bench.race.write_prompts` wrote."""
     stored = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return [Row(Prompt(**one["prompt"]), one["ids"]) for one in stored]
+    return [RacePrompt(Prompt(**one["prompt"]), one["ids"]) for one in stored]
 
 
-def check_ids(tokenizer: Any, rows: Sequence[Row]) -> None:
+def check_ids(tokenizer: Any, rows: Sequence[RacePrompt]) -> None:
     """Raise ValueError for the first prompt that has other token ids here."""
     for row in rows:
         made = tokenizer.apply_chat_template(
@@ -237,7 +237,7 @@ class Evaluator:
         )[0]
         return float(k3(learner, rollout)[kept].mean())
 
-    def generate(self, model: Any, rows: Sequence[Row], **how: Any) -> tuple[Any, int]:
+    def generate(self, model: Any, rows: Sequence[RacePrompt], **how: Any) -> tuple[Any, int]:
         """Return what generate makes of prompts that are padded on the left, and their width."""
         width, pad = max(len(row.ids) for row in rows), self.tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (width - len(row.ids)) + row.ids for row in rows])

@@ -539,7 +539,7 @@ def race() -> str:
     path = RESULTS / "race.json"
     if not path.is_file():
         return "Nothing of this is stored in bench/results/ yet: run `python -m bench.race`.\n"
-    from bench.race import HEAD
+    from bench.race_table import HEAD
 
     record = json.loads(path.read_text())
     machine, score = record["machine"], record["score"]
@@ -557,7 +557,7 @@ def race() -> str:
 
 def _raced(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows of a race; a side is named with how it drew and learnt."""
-    from bench.race import summary
+    from bench.race_table import summary
 
     about = {run["variant"]: run.get("about", {}) for run in record["runs"]}
     rows = []

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench import race, race_lowroll, race_trl
+from bench import race, race_lowroll, race_table, race_trl
 from bench.peer import PeerFailed
-from bench.race import Reached, Trial, fastest, fitting, reached
+from bench.race import Trial, fastest, fitting
+from bench.race_table import Reached, reached
 from docs import tables
 from lowroll.config import from_mapping
 from lowroll.runs import demo
@@ -73,12 +74,12 @@ def test_the_first_evaluation_at_or_above_the_score_counts(
 
 def made(side: str, seed: int, records: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     """What is stored of a run."""
-    curves = race.columns(records)
+    curves = race_table.columns(records)
     return {"variant": side, "seed": seed, "curves": curves, "peak_bytes": 2e9, **more}
 
 
 def test_records_are_read_back_as_they_were_stored() -> None:
-    assert race.records_of(made("trl", 0, RECORDS)) == RECORDS
+    assert race_table.records_of(made("trl", 0, RECORDS)) == RECORDS
 
 
 def test_the_summary_is_that_of_hand_worked_runs() -> None:
@@ -88,7 +89,7 @@ def test_the_summary_is_that_of_hand_worked_runs() -> None:
         made("lowroll dense", 1, slower, judged=0.25),
         {"variant": "trl", "seed": 0, "failed": "no wheel"},
     ]
-    ours, peer = race.summary(runs, 0.5)
+    ours, peer = race_table.summary(runs, 0.5)
     assert ours == (
         "lowroll dense",
         "9 (6 to 12)",
@@ -99,7 +100,7 @@ def test_the_summary_is_that_of_hand_worked_runs() -> None:
         "2.00",
         "2.0e-03",
     )
-    assert peer[:2] == ("trl", "not run: no wheel") and len(peer) == len(race.HEAD)
+    assert peer[:2] == ("trl", "not run: no wheel") and len(peer) == len(race_table.HEAD)
 
 
 def test_the_summary_counts_runs_that_do_not_reach_the_score() -> None:
@@ -108,9 +109,9 @@ def test_the_summary_counts_runs_that_do_not_reach_the_score() -> None:
         made("trl", 1, RECORDS[:2], judged=0.5),
         {"variant": "trl", "seed": 2, "failed": "lost"},
     ]
-    (row,) = race.summary(runs, 0.5)
+    (row,) = race_table.summary(runs, 0.5)
     assert row[1] == "6, 1 of 3 runs"
-    (never,) = race.summary(runs, 0.9)
+    (never,) = race_table.summary(runs, 0.9)
     assert never[1] == "-, 0 of 3 runs" and never[2] == "-"
 
 
@@ -266,7 +267,7 @@ def test_prompts_are_those_of_the_run_in_its_order(subject: Path, tmp_path: Path
 
 
 def test_prompts_with_other_token_ids_are_refused() -> None:
-    row = race_trl.Row(Prompt("train/0", "e", [{"role": "user", "content": "1"}]), [1, 2])
+    row = race_trl.RacePrompt(Prompt("train/0", "e", [{"role": "user", "content": "1"}]), [1, 2])
     says = lambda ids: SimpleNamespace(apply_chat_template=lambda *_, **__: {"input_ids": ids})
     race_trl.check_ids(says([1, 2]), [row])
     with pytest.raises(ValueError, match="train/0: it has other token ids"):
