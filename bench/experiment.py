@@ -20,8 +20,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -274,17 +275,24 @@ def side_by_side(
     work: Callable[[str, int, int], Found], jobs: Sequence[tuple[str, int]], count: int
 ) -> Iterator[Found]:
     """Yield what `work(name, seed, gpu)` returns for every job, as they finish: `count` at a time,
-    each in a process of its own. Raise the first error of a job when the others have ended."""
+    each in a process of its own, and on the GPU of one that has ended. Raise the first error of a
+    job when the others have ended."""
     context, gpus = multiprocessing.get_context("spawn"), max(1, torch.cuda.device_count())
+    free, left = deque(i % gpus for i in range(count)), deque(jobs)
+    gpu_of: dict[Future[Found], int] = {}
+    failed: list[BaseException] = []
     with ProcessPoolExecutor(count, mp_context=context, max_tasks_per_child=1) as pool:
-        waiting = [pool.submit(work, *job, i % gpus) for i, job in enumerate(jobs)]
-        failed = []
-        for done in as_completed(waiting):
-            if (error := done.exception()) is None:
-                yield done.result()
-            else:
-                failed.append(error)
-                print(f"a run failed: {type(error).__name__}: {error}", file=sys.stderr)
+        while left or gpu_of:
+            while left and free:
+                gpu = free.popleft()
+                gpu_of[pool.submit(work, *left.popleft(), gpu)] = gpu
+            for done in wait(gpu_of, return_when=FIRST_COMPLETED).done:
+                free.append(gpu_of.pop(done))
+                if (error := done.exception()) is None:
+                    yield done.result()
+                else:
+                    failed.append(error)
+                    print(f"a run failed: {type(error).__name__}: {error}", file=sys.stderr)
     if failed:
         raise failed[0]
 

@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from bench import experiment, sparse
@@ -149,6 +151,30 @@ def test_a_spread_is_a_range_only_where_there_is_one() -> None:
     assert spread([1.0, 3.0]) == "2.000 (1.000 to 3.000)"
     assert spread([2.0]) == "2.000" and spread([]) == "-"
     assert spread([1000, 3000], ",.0f") == "2,000 (1,000 to 3,000)"
+
+
+def waits_or_ends(name: str, seed: int, gpu: int, *, folder: Path) -> dict[str, Any]:
+    """A job; the one named `waits` ends after `ends` of seed 1."""
+    deadline = time.monotonic() + 120
+    while name == "waits" and not (folder / "ends-1").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (folder / f"{name}-{seed}").touch()
+    if name == "fails":
+        raise ValueError("on purpose")
+    return {"name": name, "seed": seed, "gpu": gpu}
+
+
+@pytest.mark.slow
+def test_a_job_takes_the_gpu_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    work = partial(waits_or_ends, folder=tmp_path)
+    jobs = [("waits", 0), ("fails", 0), ("ends", 1)]
+    made = []
+    with pytest.raises(ValueError, match="on purpose"):
+        for one in experiment.side_by_side(work, jobs, 2):
+            made.append((one["name"], one["gpu"]))
+    assert made == [("ends", 1), ("waits", 0)]
 
 
 def test_a_run_that_ends_in_time_is_left_alone() -> None:
