@@ -123,17 +123,15 @@ class Experiment:
 
     def warm_started(self, folder: Path, device: str, change: Mapping[str, Any]) -> Found:
         """Write the weights that all runs start from, unless they are in the folder; return what is
-        recorded of them. ValueError where those in the folder are of another change."""
-        note = folder / "warm.json"
+        recorded of them. ValueError where those in the folder are of other settings."""
+        note, settings = folder / "warm.json", merged(self.settings, change)
         if note.is_file():
             stored: Found = json.loads(note.read_text())
-            if stored["change"] != change:
-                raise ValueError(
-                    f"--work: {folder} has a model of --change '{json.dumps(stored['change'])}'"
-                )
+            if stored.get("settings") != settings:
+                raise ValueError(f"--work: {folder} has a model that other settings made")
             return dict(stored["found"])
         found = self.warm_start(folder, device, change)
-        write_file(note, json.dumps({"change": change, "found": found}).encode())
+        write_file(note, json.dumps({"settings": settings, "found": found}).encode())
         return found
 
     def stored(self, path: Path, about: Mapping[str, Any]) -> list[Found]:

@@ -210,8 +210,8 @@ def raced(launcher: Launcher, side: str, order: Mapping[str, Any], with_vllm: bo
         ready_s = time.monotonic() - began
         while not (line := running.next(f"a step of {side}", LINE_S)).get("end"):
             records.append(line)
-            told = ", ".join(f"{name} {short(value)}" for name, value in line.items())
-            say(f"{side}: {told}")
+            numbers = ", ".join(f"{name} {short(value)}" for name, value in line.items())
+            say(f"{side}: {numbers}")
     return {
         "records": records,
         "about": running.ready["about"],
@@ -290,8 +290,8 @@ def turn(sides: Sequence[str], seed: int) -> list[str]:
 
 
 @contextmanager
-def told(runs: list[Run], side: str, seed: int) -> Iterator[None]:
-    """Add a run that says why, and print it, when a side fails."""
+def keeping_failures(runs: list[Run], side: str, seed: int) -> Iterator[None]:
+    """Add a run with the reason, and print it, when the side in this block fails."""
     try:
         yield
     except PeerFailed as error:
@@ -312,7 +312,7 @@ def race(
         trials = tried(launcher, from_mapping(tree), folder / "trial", names)
     for seed in range(args.seeds):
         for side in turn(args.only, seed):
-            with told(runs, side, seed):
+            with keeping_failures(runs, side, seed):
                 tree = config(side, seed)
                 cfg = from_mapping(tree)
                 if side == TRL:

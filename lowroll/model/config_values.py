@@ -24,6 +24,12 @@ def count(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     return 0 if type(value) is int and value == 0 else integer(config, key, default)
 
 
+def expert_count_key(config: Mapping[str, Any]) -> str:
+    """Return the key by which a configuration says how many experts a layer has."""
+    names = ("num_local_experts", "n_routed_experts")
+    return next((name for name in names if name in config), "num_experts")
+
+
 def positive(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """Return a positive number. ValueError names the key."""
     value = config.get(key)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lowroll.model.config_values import expert_count_key
 from lowroll.model.device import total_memory
 from lowroll.model.spec import ModelSpec
 
@@ -36,10 +37,7 @@ def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
         ("num_experts", 0 if spec.stored_stacked else spec.layers_with_experts * spec.num_experts),
     ):
         if minimum > tensors:
-            name = key
-            if key == "num_experts":
-                others = ("num_local_experts", "n_routed_experts")
-                name = next((other for other in others if other in spec.config), key)
+            name = expert_count_key(spec.config) if key == "num_experts" else key
             raise ValueError(
                 f"{path}: {name}: {getattr(spec, _SPEC_FIELDS[key]):,} need {minimum:,} tensors or more, and the "
                 f"weight files hold {tensors:,}"

@@ -216,7 +216,7 @@ def test_vllm_is_found_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     assert not any(name.startswith("VLLM") for name in without)
 
 
-def test_trl_is_told_what_the_configuration_says() -> None:
+def test_trl_receives_what_the_configuration_says() -> None:
     a: dict[str, Any] = {
         "output": "x",
         "seed": 3,
@@ -315,7 +315,7 @@ def test_a_race_keeps_every_record_of_both_sides(
 
 
 @pytest.mark.slow
-def test_a_peer_that_fails_is_told_and_not_counted(
+def test_a_peer_that_fails_is_stored_with_the_reason(
     subject: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faked(tmp_path, monkeypatch, "dies")

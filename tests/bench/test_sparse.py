@@ -142,7 +142,7 @@ def test_a_folder_with_a_model_of_other_settings_is_refused(tmp_path: Path) -> N
     one = replace(sparse.EXPERIMENT, warm_start=warm_start)
     for _ in range(2):
         assert one.warm_started(tmp_path, "cpu", {"sft": {"steps": 3}}) == {"sft_steps": 3}
-    with pytest.raises(ValueError, match="--work: .* has a model of --change"):
+    with pytest.raises(ValueError, match="--work: .* has a model that other settings made"):
         one.warm_started(tmp_path, "cpu", {})
     assert len(asked) == 1
 

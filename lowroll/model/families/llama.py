@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowroll.model.config_values import flag, integer
+from lowroll.model.config_values import expert_count_key, flag, integer
 from lowroll.model.families.base import Values, biases, same_window, sliding_layers, windowed
 
 
@@ -48,8 +48,7 @@ def experts(values: Values) -> dict[str, Any]:
             "mlp_only_layers, decoder_sparse_step: experts in every layer are supported, not in "
             "some"
         )
-    names = ("num_local_experts", "n_routed_experts", "num_experts")
-    count = integer(values, next((name for name in names if name in values), names[-1]))
+    count = integer(values, expert_count_key(values))
     choices = integer(values, "num_experts_per_tok")
     if choices > count:
         raise ValueError(f"num_experts_per_tok: a token cannot have {choices} of {count} experts")
