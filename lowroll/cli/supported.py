@@ -15,6 +15,7 @@ from lowroll.model.headers import low_bit_format
 from lowroll.model.names import hf_names, is_linear
 from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.quant.formats import get_format
+from lowroll.quant.mixed import Mixed
 from lowroll.weights import blockwise, noise
 
 SHOWN = ("bf16", "int8", "int4")  # formats whose sizes are told
@@ -58,5 +59,11 @@ def describe(model: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _stored_format(folder: Path) -> str:
-    layout_format = low_bit_format(folder)
-    return "dense" if layout_format is None else f"in {layout_format}"
+    name = low_bit_format(folder)
+    if name is None:
+        return "dense"
+    form = get_format(name)
+    if not isinstance(form, Mixed):
+        return f"in {name}"
+    formats = " and ".join(sorted(set(form.assignment.values())))
+    return f"in {formats} ({form.bits:.3g} bits a linear weight)"

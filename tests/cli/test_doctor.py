@@ -19,6 +19,7 @@ from lowroll.kernels import dispatch, launch, nvcc
 from lowroll.kernels.support import YES, no
 from lowroll.model import hf, scaling
 from lowroll.weights.publish import quantize_base
+from tests.fixtures.gpt_oss import published
 from tests.fixtures.tiny import hf_folder
 
 
@@ -71,6 +72,14 @@ def test_a_model_is_one_line_with_the_reasons_of_its_refusals(
     line = json.loads(capsys.readouterr().out)["model"]
     assert "Phi3ForCausalLM" in line and "stored in int8" in line and "calibration" not in line
     assert main(["doctor", str(tmp_path / "none")]) == 2
+
+
+def test_formats_of_layers_that_differ_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of 208,896 linear weights 184,320, those of the experts, are in MXFP4 with 4.25 bits."""
+    assert main(["doctor", str(published(tmp_path / "m"))]) == 0
+    assert "stored in fp32 and mxfp4 (7.51 bits a linear weight); " in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
