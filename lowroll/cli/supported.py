@@ -14,8 +14,8 @@ from lowroll.model.folder import resolve
 from lowroll.model.headers import low_bit_format
 from lowroll.model.names import hf_names, is_linear
 from lowroll.model.spec import ModelSpec, read_spec
+from lowroll.quant import mixed
 from lowroll.quant.formats import get_format
-from lowroll.quant.mixed import Mixed
 from lowroll.weights import blockwise, noise
 
 SHOWN = ("bf16", "int8", "int4")  # formats whose sizes are told
@@ -60,10 +60,4 @@ def describe(model: str, device: torch.device, dtype: torch.dtype) -> str:
 
 def _stored_format(folder: Path) -> str:
     name = low_bit_format(folder)
-    if name is None:
-        return "dense"
-    form = get_format(name)
-    if not isinstance(form, Mixed):
-        return f"in {name}"
-    formats = " and ".join(sorted(set(form.assignment.values())))
-    return f"in {formats} ({form.bits:.3g} bits a linear weight)"
+    return "dense" if name is None else f"in {mixed.title(name)}"

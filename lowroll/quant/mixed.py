@@ -85,6 +85,16 @@ class Mixed(Format):
         return ValueError(f"{self.name}: every layer has a format of its own, and none was named")
 
 
+def title(name: str) -> str:
+    """Return a format's name for a person: of a mixture, what it consists of."""
+    if not name.startswith(PREFIX):
+        return name
+    form = get_format(name)
+    assert isinstance(form, Mixed)
+    formats = " and ".join(sorted(set(form.assignment.values())))
+    return f"{formats} ({form.bits:.3g} bits a linear weight)"
+
+
 def register(
     assignment: Mapping[str, str], sizes: Mapping[str, int], dtype: torch.dtype | None = None
 ) -> str:

@@ -271,8 +271,8 @@ def refuse_model(cfg: RunConfig) -> None:
     stored_format = low_bit_format(folder)
     if stored_format is not None:
         raise ValueError(
-            f"rollout.weights: {cfg.model} holds {stored_format} weights, and a budget needs the dense model; "
-            f"write {STORED}, which keeps them"
+            f"rollout.weights: {cfg.model} holds {mixed.title(stored_format)} weights, and a budget "
+            f"needs the dense model; write {STORED}, which keeps them"
         )
 
 

@@ -31,7 +31,7 @@ from lowroll.model.headers import low_bit_format, read_folder_layout
 from lowroll.model.spec import read_config
 from lowroll.model.tokenizer import tokenizer_home
 from lowroll.model.transformer import Transformer
-from lowroll.quant import dense
+from lowroll.quant import dense, mixed
 from lowroll.quant.budget import is_budget
 from lowroll.quant.formats import get_format
 from lowroll.quant.layouts import unread_by_transformers
@@ -82,7 +82,8 @@ def quantize_folder(
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"model: {model} is an adapter folder; merge it into its base first")
     if read_folder_layout(folder) is not None:
-        stored_format = low_bit_format(folder) or "quantized"
+        name = low_bit_format(folder)
+        stored_format = "quantized" if name is None else mixed.title(name)
         raise ValueError(
             f"model: {model} holds {stored_format} weights already; quantize the dense model"
         )

@@ -26,6 +26,7 @@ from lowroll.model.layers import ENGINE
 from lowroll.model.linear import Linear
 from lowroll.model.names import dtype_of
 from lowroll.model.transformer import Transformer
+from lowroll.quant import mixed
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format, stored_format
 from lowroll.quant.table import STORED
@@ -356,7 +357,7 @@ def _warn_of_conversion(model: Transformer, format: str) -> None:
         log.warning(
             "the model's weights are %s: %s is made from their dequantized values; with "
             "rollout.weights: %s they would be used as they are",
-            base_name,
+            mixed.title(base_name),
             format,
             STORED,
         )

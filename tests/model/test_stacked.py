@@ -56,6 +56,13 @@ def test_published_experts_are_read_as_they_are(family: str, tmp_path: Path) -> 
     assert (forward(ours, SEQUENCES) - want).abs().max() < 1e-4
 
 
+def test_whoever_refuses_a_published_folder_names_its_formats(tmp_path: Path) -> None:
+    folder = published(tmp_path / "m")
+    holds = r"holds fp32 and mxfp4 \(7\.51 bits a linear weight\) weights already"
+    with pytest.raises(ValueError, match=holds):
+        quantize_folder(str(folder), str(tmp_path / "out"), "int8")
+
+
 def test_dequantized_experts_are_transformers_bit_for_bit(tmp_path: Path) -> None:
     """What a learner of all weights begins with, and its export in stacked tensors."""
     folder = published(tmp_path / "m")

@@ -16,6 +16,7 @@ from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.parallel.ranks import ALONE, Ranks
+from lowroll.quant import mixed
 from lowroll.runs.assembly import exactness, trainer
 from lowroll.runs.assembly.compute import Compute
 from lowroll.trainer import recompute
@@ -163,8 +164,8 @@ def refuse_scale(cfg: RunConfig) -> None:
     stored_format = low_bit_format(resolve(cfg.model, weights=False))
     if cfg.train.uaq_scale is not None and cfg.train.lora and stored_format is not None:
         raise ValueError(
-            f"train.uaq_scale: {cfg.model} holds {stored_format} weights, which an adapter's base keeps; scale the "
-            "dense model, or write null"
+            f"train.uaq_scale: {cfg.model} holds {mixed.title(stored_format)} weights, which an "
+            "adapter's base keeps; scale the dense model, or write null"
         )
 
 
