@@ -430,6 +430,8 @@ def test_a_final_model_is_evaluated_where_the_run_began_with_codes(
 
 def test_codes_are_not_scaled(careful: Path, tmp_path: Path) -> None:
     asked = tree(careful, tmp_path / "run", "stored", lora=True, uaq_scale=1.5)
-    with pytest.raises(ValueError, match=r"train\.uaq_scale: .* holds int8_rotated and nvfp4 .* weights"):
+    with pytest.raises(
+        ValueError, match=r"train\.uaq_scale: .* holds int8_rotated and nvfp4 .* weights"
+    ):
         train(asked)
     assert any("train.uaq_scale" in p for p in preflight.look_at_run(from_mapping(asked)).problems)
