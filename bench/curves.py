@@ -21,8 +21,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +39,7 @@ from bench.experiment import (
 )
 from bench.harness import merged, print_table
 from lowroll.config import RunConfig
-from lowroll.model import hf
-from lowroll.orchestrator.evaluate import evaluate
-from lowroll.runs.assembly import engines, environments, models, orchestrator
-from lowroll.runs.assembly.compute import Compute
+from lowroll.runs.demo import metrics_of
 from lowroll.runs.grpo import run
 
 SOURCE = "smollm2"
@@ -143,44 +138,16 @@ def warm_start(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str
 def scores(cfg: RunConfig, model: Path) -> dict[str, float]:
     """Return a model folder's held-out scores: greedy with dense weights and in the rollouts' own
     format, and of SAMPLES sampled responses their mean and the share of problems that one solves."""
-    dense = {
-        **_evaluated(cfg, model, "dense", 0.0, HELD_OUT, 1, {"greedy": "reward"}),
-        **_evaluated(
-            cfg, model, "dense", 1.0, SAMPLED, SAMPLES, {"sampled": "reward", "pass@8": "pass_at_k"}
-        ),
+    greedy = metrics_of(cfg, model, "dense", 0.0, HELD_OUT)
+    sampled = metrics_of(cfg, model, "dense", 1.0, SAMPLED, SAMPLES)
+    own = metrics_of(cfg, model, cfg.rollout.weights, 0.0, HELD_OUT)
+    found = {
+        "greedy": greedy["reward"],
+        "sampled": sampled["reward"],
+        "pass@8": sampled["pass_at_k"],
+        "own": own["reward"],
     }
-    own = _evaluated(cfg, model, cfg.rollout.weights, 0.0, HELD_OUT, 1, {"own": "reward"})
-    return {name: round(score, 4) for name, score in (dense | own).items()}
-
-
-def _evaluated(
-    cfg: RunConfig,
-    model: Path,
-    weights: str,
-    temperature: float,
-    count: int,
-    each: int,
-    wanted: Mapping[str, str],
-) -> dict[str, float]:
-    compute, chat = Compute.of(cfg), models.tokenizer(model)
-    (env,) = environments.make(cfg.env, cfg.seed).values()
-    sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
-    learnt = hf.load(model, compute.device, compute.dtype)
-    with (
-        closing(engines.make(cfg, compute, learnt, chat, weights)) as engine,
-        environments.scorer(cfg, cfg.env) as scorer,
-    ):
-        metrics = evaluate(
-            env,
-            engine,
-            scorer,
-            chat,
-            num_examples=count,
-            rollouts_per_example=each,
-            sampling=sampling,
-            seed=cfg.seed,
-        )
-    return {name: metrics[f"eval/{env.name}/{metric}"] for name, metric in wanted.items()}
+    return {name: round(score, 4) for name, score in found.items()}
 
 
 def train(

@@ -186,12 +186,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def resident(field: str, pid: int | str = "self") -> int:
-    """Return the bytes of a memory field of /proc/PID/status, such as VmHWM."""
-    lines = _lines(f"/proc/{pid}/status")
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
 def in_new_process(module: str, words: Sequence[object], deadline_s: float) -> dict[str, Any]:
     """Run a command and return the JSON of the last line that it prints. RuntimeError, with its
     last words, when it fails or takes longer than the deadline."""

@@ -28,9 +28,10 @@ from typing import Any
 
 import torch
 
-from bench.harness import BASELINES, Row, finish, parser_of, resident, say, speed_row
+from bench.harness import BASELINES, Row, finish, parser_of, say, speed_row
 from bench.peer import Peer
 from bench.samples import batch_of, random_ids
+from bench.used_memory import resident
 from lowroll.model import lora
 
 BOUND = 4.0  # GB that the run may take

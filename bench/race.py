@@ -38,14 +38,13 @@ from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from bench import subject
 from bench.experiment import SUMMED, made_here, options, own_settings, short, store
 from bench.harness import merged, print_table, release, say
 from bench.peer import Peer, PeerFailed, vllm_path
 from bench.race_table import HEAD, columns, summary
 from bench.race_trl import SETTINGS as PEER_SETTINGS
+from bench.used_memory import on_gpu
 from lowroll.config import RunConfig, from_mapping
 from lowroll.model.device import pick_device
 from lowroll.runs.assembly import environments, models, trainer
@@ -179,10 +178,7 @@ class Launcher:
 
     def bytes_in_use(self) -> int:
         """Return the bytes of the GPU that are in use; 0 on a CPU."""
-        if self.device == "cpu":
-            return 0
-        free, total = torch.cuda.mem_get_info()
-        return total - free
+        return 0 if self.device == "cpu" else on_gpu()
 
     def command(self, side: str) -> list[str]:
         """Return the command of a side."""

@@ -20,13 +20,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import torch
+from bench.used_memory import on_gpu, resident
 
 POLL_S = 0.1  # seconds between two looks at a GPU's memory
-STATUS = Path("/proc/self/status")
 Say = Callable[[Mapping[str, Any]], None]
 
 
@@ -61,14 +60,13 @@ def peak(device: str, before: int) -> Iterator[Callable[[], int]]:
     whatever allocator, less `before`, the bytes in use when the side was started.
     """
     if device == "cpu":
-        yield resident
+        yield partial(resident, "VmHWM")
         return
     most, done = [0], threading.Event()
 
     def look() -> None:
         while not done.wait(POLL_S):
-            free, total = torch.cuda.mem_get_info()
-            most[0] = max(most[0], total - free - before)
+            most[0] = max(most[0], on_gpu() - before)
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
@@ -77,9 +75,3 @@ def peak(device: str, before: int) -> Iterator[Callable[[], int]]:
     finally:
         done.set()
         thread.join(10 * POLL_S)
-
-
-def resident() -> int:
-    """Return the largest resident memory of this process so far, in bytes."""
-    lines = STATUS.read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

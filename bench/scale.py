@@ -38,7 +38,8 @@ from urllib.request import urlopen
 import yaml
 
 from bench import fakes, vocabulary
-from bench.harness import BASELINES, Results, Row, SomeOf, parser_of, resident, running, say
+from bench.harness import BASELINES, Results, Row, SomeOf, parser_of, running, say
+from bench.used_memory import resident
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.config.load import load
 from lowroll.runs.folder import CONFIG

@@ -181,10 +181,16 @@ def widths_of_down(spec: ModelSpec) -> set[int]:
     return widths | shared | {spec.moe_intermediate_size}
 
 
+def is_fixed(name: str) -> bool:
+    """Return whether a parameter, by its name or its name in checkpoints, is in float32 in a model of
+    any dtype and changed by no optimiser."""
+    return name.endswith((FIXED, FIXED_STORED))
+
+
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a parameter, by its name or its name in checkpoints, in a model of this
     dtype."""
-    return torch.float32 if name.endswith((FIXED, FIXED_STORED)) else dtype
+    return torch.float32 if is_fixed(name) else dtype
 
 
 def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:

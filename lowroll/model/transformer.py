@@ -31,7 +31,7 @@ from lowroll.model.delta_net import GatedDeltaNet, Mixing, packed_recurrence
 from lowroll.model.experts import Experts
 from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.linear import Linear
-from lowroll.model.names import FIXED, stored_parts
+from lowroll.model.names import is_fixed, stored_parts
 from lowroll.model.recompute import remake
 from lowroll.model.rope import head_order, inverse_frequencies, magnitudes, rotations
 from lowroll.model.spec import ModelSpec
@@ -470,7 +470,7 @@ class Transformer(nn.Module):
             )
         super().requires_grad_(requires_grad)
         for name, p in self.named_parameters():
-            if name.endswith(FIXED):
+            if is_fixed(name):
                 p.requires_grad_(False)
         return self
 

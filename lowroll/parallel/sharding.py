@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lowroll.model.linear import Linear
-from lowroll.model.names import FIXED
+from lowroll.model.names import is_fixed
 from lowroll.model.transformer import Block, Transformer
 from lowroll.parallel.ranks import RankGroup, rows_of
 from lowroll.quant.dense import over
@@ -85,7 +85,7 @@ class Sharded(RankGroup):
             if linear.adapter is not None:
                 whole_parameters |= set(linear.adapter.to(self.device).parameters())
         for name, p in model.named_parameters():
-            if name.endswith(FIXED):  # passes would read a part in the model's dtype
+            if is_fixed(name):  # passes would read a part in the model's dtype
                 p.data = p.data.to(self.device)
                 whole_parameters.add(p)
         for module in (*model.blocks, model):

@@ -182,10 +182,17 @@ def reward_of(
     cfg: RunConfig, model: Path, weights: str, temperature: float = 1.0, count: int = HELD_OUT
 ) -> float:
     """Return `held_out` of a model folder in a weight format."""
+    return metrics_of(cfg, model, weights, temperature, count)["reward"]
+
+
+def metrics_of(
+    cfg: RunConfig, model: Path, weights: str, temperature: float, count: int, samples: int = 1
+) -> dict[str, float]:
+    """Return `held_out_metrics` of a model folder in a weight format."""
     compute, chat = Compute.of(cfg), models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
     with closing(engines.make(cfg, compute, master, chat, weights)) as engine:
-        return held_out(cfg, engine, chat, temperature, count)
+        return held_out_metrics(cfg, engine, chat, temperature, count, samples)
 
 
 def held_out(
@@ -197,6 +204,19 @@ def held_out(
 ) -> float:
     """Return the mean reward on `count` held-out prompts (None: as the settings), sampled (1.0) or
     greedy (0.0)."""
+    return held_out_metrics(cfg, engine, chat, temperature, count)["reward"]
+
+
+def held_out_metrics(
+    cfg: RunConfig,
+    engine: Engine,
+    chat: ChatTokenizer,
+    temperature: float,
+    count: int | None = None,
+    samples: int = 1,
+) -> dict[str, float]:
+    """Return what `evaluate` finds on held-out prompts with `samples` responses to each, by the last
+    word of a metric's name."""
     (env,) = environments.make(cfg.env, cfg.seed).values()
     sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
     with environments.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
@@ -206,11 +226,12 @@ def held_out(
             scorer,
             chat,
             num_examples=count or cfg.eval.num_examples or HELD_OUT,
+            rollouts_per_example=samples,
             sampling=sampling,
             seed=cfg.seed,
             on_phase=on_phase,
         )
-    return metrics[f"eval/{env.name}/reward"]
+    return {name.removeprefix(f"eval/{env.name}/"): value for name, value in metrics.items()}
 
 
 def engine_speed(
