@@ -80,7 +80,9 @@ def total(pool: EnginePool, name: str) -> float:
 
 
 def healthy(pool: EnginePool, count: int) -> None:
-    assert eventually(lambda: total(pool, "healthy") == count), pool.report()
+    if not eventually(lambda: total(pool, "healthy") == count):
+        pool.step()  # raises what ended the watch of an engine
+        pytest.fail("\n".join(str(one) for one in pool.report().engines))
 
 
 @contextmanager
