@@ -20,7 +20,7 @@ from lowroll.kernels.batch_invariant import attention as invariant
 from lowroll.kv.batch import DecodeRows, PromptChunk
 from lowroll.kv.cache import KVCache
 from lowroll.kv.policy.base import Selector
-from lowroll.model.attention import Attend, packed, suffixes, upload, varlen
+from lowroll.model.attention import Attend, AttentionInputs, packed, suffixes, upload, varlen
 from lowroll.model.delta_net import DeltaInputs
 
 # tokens of later chunks' sequences gathered at once
@@ -36,17 +36,10 @@ class PagedDecode:
     rows: DecodeRows
     selector: Selector | None = None
 
-    def __call__(
-        self,
-        layer: int,
-        q_BHd: Tensor,
-        k_BGd: Tensor,
-        v_BGd: Tensor,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        o_BHd = self.cache.decode(layer, q_BHd, k_BGd, v_BGd, self.rows, sinks_H)
+    def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        o_BHd = self.cache.decode(layer, inputs, self.rows)
         if self.selector is not None:
-            self.selector.decoded(layer, q_BHd, self.rows)
+            self.selector.decoded(layer, inputs.q_THd, self.rows)
         return o_BHd
 
     def recur(self, layer: int, inputs: DeltaInputs) -> Tensor:
@@ -89,25 +82,20 @@ class PagedAttention:
             attend = suffixes(lengths, totals, device, windows=cache.windows)
             self.later.append((sum(lengths), slots_T, attend))
 
-    def __call__(
-        self,
-        layer: int,
-        q_THd: Tensor,
-        k_TGd: Tensor,
-        v_TGd: Tensor,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        q_THd, k_TGd, v_TGd, sinks_H = inputs
         k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
         if self.exact is not None:
             return self.exact(layer, q_THd)
         outputs = []
         start = self.num_fresh
         if self.fresh is not None:
-            q_FHd, k_FGd, v_FGd = q_THd[:start], k_TGd[:start], v_TGd[:start]
-            outputs.append(self.fresh(layer, q_FHd, k_FGd, v_FGd, sinks_H))
+            fresh = AttentionInputs(q_THd, k_TGd, v_TGd, sinks_H).tokens(slice(start))
+            outputs.append(self.fresh(layer, fresh))
         for count, slots_T, attend in self.later:
-            cached = self.cache.read(layer, slots_T)
-            outputs.append(attend(layer, q_THd[start : start + count], *cached, sinks_H))
+            q_CHd = q_THd[start : start + count]
+            stored = AttentionInputs(q_CHd, *self.cache.read(layer, slots_T), sinks_H)
+            outputs.append(attend(layer, stored))
             start += count
         if self.selector is not None:
             self.selector.prefilled(layer, q_THd, self.chunks)
@@ -153,19 +141,12 @@ class PackedPrompts:
     bounds: Tensor
     longest: int
 
-    def __call__(
-        self,
-        layer: int,
-        q_THd: Tensor,
-        k_TGd: Tensor,
-        v_TGd: Tensor,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
+    def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        k_TGd, v_TGd = self.cache.write(layer, self.slots_T, inputs.k_TGd, inputs.v_TGd)
         if self.cache.exact:
-            return self._exact(q_THd, k_TGd, v_TGd)
-        window = self.cache.window(layer)
-        return packed(q_THd, k_TGd, v_TGd, self.bounds, self.longest, window, sinks_H)
+            return self._exact(inputs.q_THd, k_TGd, v_TGd)
+        stored = inputs._replace(k_TGd=k_TGd, v_TGd=v_TGd)
+        return packed(stored, self.bounds, self.longest, self.cache.window(layer))
 
     @cached_property
     def _exact(self) -> invariant.Causal:
@@ -180,22 +161,10 @@ class MixedAttention:
     rows: PagedDecode
     prompts: PagedAttention
 
-    def __call__(
-        self,
-        layer: int,
-        q_THd: Tensor,
-        k_TGd: Tensor,
-        v_TGd: Tensor,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         num_rows = len(self.rows.rows.lengths_B)
-        decoded, prefilled = (
-            attend(layer, q_THd[part], k_TGd[part], v_TGd[part], sinks_H)
-            for attend, part in (
-                (self.rows, slice(None, num_rows)),
-                (self.prompts, slice(num_rows, None)),
-            )
-        )
+        decoded = self.rows(layer, inputs.tokens(slice(num_rows)))
+        prefilled = self.prompts(layer, inputs.tokens(slice(num_rows, None)))
         return torch.cat([decoded, prefilled])
 
 

@@ -23,7 +23,7 @@ from lowroll.kernels.kv_eviction.move import move
 from lowroll.kv.batch import DecodeRows
 from lowroll.kv.recurrent import RecurrentStates
 from lowroll.kv.virtual_memory import VirtualMemory, virtual_memory_works
-from lowroll.model.attention import upload
+from lowroll.model.attention import AttentionInputs, upload
 from lowroll.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -163,17 +163,10 @@ class KVCache:
         them: the buffers themselves, where keys are not encoded."""
         return self.keys, table_BP
 
-    def decode(
-        self,
-        layer: int,
-        q_BHd: Tensor,
-        k_BGd: Tensor,
-        v_BGd: Tensor,
-        rows: DecodeRows,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def decode(self, layer: int, inputs: AttentionInputs, rows: DecodeRows) -> Tensor:
         """Append each row's new key and value, and attend over those of the layer's window, and its
         sinks (`model.attention`)."""
+        q_BHd, k_BGd, v_BGd, sinks_H = inputs
         new_rows = (q_BHd, k_BGd, v_BGd)
         cached = (self.keys[layer], self.values[layer], rows.table_BP, rows.lengths_B)
         scale = q_BHd.shape[-1] ** -0.5

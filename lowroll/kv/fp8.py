@@ -24,6 +24,7 @@ from lowroll.kernels.attention.codes import FINE, Codes, decode_keys, decode_val
 from lowroll.kernels.attention.decode8 import paged_decode8
 from lowroll.kv.batch import DecodeRows
 from lowroll.kv.cache import KVCache
+from lowroll.model.attention import AttentionInputs
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Block, Transformer
 
@@ -99,25 +100,17 @@ class Float8Cache(KVCache):
         numbers = torch.arange(table_BP.numel(), dtype=torch.int32, device=self.device)
         return copies, numbers.view_as(table_BP)
 
-    def decode(
-        self,
-        layer: int,
-        q_BHd: Tensor,
-        k_BGd: Tensor,
-        v_BGd: Tensor,
-        rows: DecodeRows,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        assert sinks_H is None, "a model with sinks has no 8-bit cache"
+    def decode(self, layer: int, inputs: AttentionInputs, rows: DecodeRows) -> Tensor:
+        assert inputs.sinks_H is None, "a model with sinks has no 8-bit cache"
         return paged_decode8(
-            q_BHd,
-            k_BGd,
-            v_BGd,
+            inputs.q_THd,
+            inputs.k_TGd,
+            inputs.v_TGd,
             self.codes(layer),
             self.channels_LGF[layer],
             rows.table_BP,
             rows.lengths_B,
-            q_BHd.shape[-1] ** -0.5,
+            inputs.q_THd.shape[-1] ** -0.5,
         )
 
 

@@ -1,10 +1,9 @@
 """The `attend` interface and the learner's attention.
 
-A model calls `attend(layer, q_THd, k_TGd, v_TGd) -> o_THd`. The learner passes `varlen`, the engine
-paged attention (`lowroll.kv.attention`).
+A model calls `attend(layer, AttentionInputs) -> o_THd`. The learner passes `varlen`, the engine paged
+attention (`lowroll.kv.attention`).
 
-A layer with attention sinks passes one logit a query head, too. It takes part in the softmax and has
-no value:
+Attention sinks are one logit a query head, which takes part in the softmax and has no value:
 
     o = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))
 
@@ -15,11 +14,11 @@ sequence.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,19 +30,23 @@ from lowroll.kernels.batch_invariant.gradient import with_gradient_of
 from lowroll.model import flash
 
 
-class Attend(Protocol):
-    """Attention of packed tokens; with `recur` for recurrent layers. sinks_H: of the layer's query
-    heads, None without."""
+class AttentionInputs(NamedTuple):
+    """What attention reads of packed tokens, and the sinks of the layer's query heads, if any."""
 
-    def __call__(
-        self,
-        layer: int,
-        q_THd: Tensor,
-        k_TGd: Tensor,
-        v_TGd: Tensor,
-        sinks_H: Tensor | None = None,
-        /,
-    ) -> Tensor: ...
+    q_THd: Tensor
+    k_TGd: Tensor
+    v_TGd: Tensor
+    sinks_H: Tensor | None = None
+
+    def tokens(self, which: Tensor | slice) -> AttentionInputs:
+        """Return the inputs of some tokens, by their indices."""
+        return AttentionInputs(
+            self.q_THd[which], self.k_TGd[which], self.v_TGd[which], self.sinks_H
+        )
+
+
+# attention of packed tokens in a layer
+Attend = Callable[[int, AttentionInputs], Tensor]
 
 
 MOST_SCORES = 1 << 24  # scores of a head at once, for stacked sequences
@@ -96,22 +99,20 @@ def varlen(
 
     mask = cache(_added_mask)  # one for all layers, which backward passes keep
 
-    def attend(
-        layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor | None = None
-    ) -> Tensor:
+    def attend(layer: int, inputs: AttentionInputs) -> Tensor:
+        q_THd = inputs.q_THd
         window = _window(windows, layer, longest)
-        needs_flash = window > 0 or sinks_H is not None
+        needs_flash = window > 0 or inputs.sinks_H is not None
         prefers_flash = len(stack_shapes) > MOST_STACKS or longest < LONG or needs_flash
         if prefers_flash and _can_flash(q_THd):
             assert bounds is not None
             spans = flash.Packed(bounds, longest, bounds, longest, window)
-            return flash.attend_packed(q_THd, k_TGd, v_TGd, spans, sinks_H)
+            return flash.attend_packed(*inputs, spans)
         masks = [mask(length, window, q_THd.dtype, q_THd.device) for _, length in stack_shapes]
         if len(stack_shapes) == 1:
-            return _attend_stacks(q_THd, k_TGd, v_TGd, stack_shapes, masks, sinks_H)
+            return _attend_stacks(inputs, stack_shapes, masks)
         stacked_order, original_order = order()
-        q_THd, k_TGd, v_TGd = (x[stacked_order] for x in (q_THd, k_TGd, v_TGd))
-        return _attend_stacks(q_THd, k_TGd, v_TGd, stack_shapes, masks, sinks_H)[original_order]
+        return _attend_stacks(inputs.tokens(stacked_order), stack_shapes, masks)[original_order]
 
     return attend
 
@@ -123,35 +124,27 @@ def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
     lengths_S = upload(torch.tensor(lengths, dtype=torch.int32), device)
     invariant_attention = invariant.packed(lengths_S, sum(lengths))
 
-    def attend(
-        layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor | None = None
-    ) -> Tensor:
-        assert sinks_H is None, "an exact model has no sinks"
-        o_THd = with_gradient_of(
-            partial(plain_attention, layer), invariant_attention, q_THd, k_TGd, v_TGd
-        )
+    def attend(layer: int, inputs: AttentionInputs) -> Tensor:
+        assert inputs.sinks_H is None, "an exact model has no sinks"
+
+        def plain(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+            return plain_attention(layer, AttentionInputs(q_THd, k_TGd, v_TGd))
+
+        o_THd = with_gradient_of(plain, invariant_attention, *inputs[:3])
         assert isinstance(o_THd, Tensor)
         return o_THd
 
     return attend
 
 
-def packed(
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-    bounds: Tensor,
-    longest: int,
-    window: int = 0,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def packed(inputs: AttentionInputs, bounds: Tensor, longest: int, window: int = 0) -> Tensor:
     """Compute causal attention over packed sequences with int32 bounds [S + 1] on the device; equal
     bounds mean no sequence. Flash attention does not wait for the host."""
-    if _can_flash(q_THd):
+    if _can_flash(inputs.q_THd):
         spans = flash.Packed(bounds, longest, bounds, longest, window)
-        return flash.attend_packed(q_THd, k_TGd, v_TGd, spans, sinks_H)
+        return flash.attend_packed(*inputs, spans)
     lengths = [length for length in bounds.diff().tolist() if length]
-    return varlen(lengths, q_THd.device, [window])(0, q_THd, k_TGd, v_TGd, sinks_H)
+    return varlen(lengths, inputs.q_THd.device, [window])(0, inputs)
 
 
 def suffixes(
@@ -164,7 +157,7 @@ def suffixes(
     """Return causal attention of the last `lengths` tokens of each sequence over all its `totals`
     tokens, in each layer with its window (`varlen`).
 
-    attend(layer, q [sum lengths, H, d], k, v [sum totals, G, d]). One call of torch's
+    The inputs are q [sum lengths, H, d], and k and v [sum totals, G, d]. One call of torch's
     variable-length flash attention in half precision on CUDA, where head sizes allow; else a call a
     sequence, or with `stacked` a call for all of one length and total, MOST_SCORES at a time; last
     bits may then depend on the other sequences.
@@ -187,14 +180,13 @@ def suffixes(
         back_C[order_C] = torch.arange(len(order_C), device=device)
         return stack_list, back_C
 
-    def attend(
-        layer: int, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor | None = None
-    ) -> Tensor:
+    def attend(layer: int, inputs: AttentionInputs) -> Tensor:
+        q_CHd, k_TGd, v_TGd, sinks_H = inputs
         window = _window(windows, layer, max(totals))
         if _can_flash(q_CHd):
             q_bounds, k_bounds = bounds
             packing = flash.Packed(q_bounds, max(lengths), k_bounds, max(totals), window)
-            return flash.attend_packed(q_CHd, k_TGd, v_TGd, packing, sinks_H)
+            return flash.attend_packed(*inputs, packing)
         if stacked:
             assert sinks_H is None, "stacked suffixes have no sinks"
             stack_list, back_C = stacks()
@@ -203,7 +195,7 @@ def suffixes(
         sequences = zip(spans, q_CHd.split(list(lengths)), k_parts, v_parts, strict=True)
         return torch.cat(
             [
-                _attend_suffix(q, k, v, total - length, window, sinks_H)
+                _attend_suffix(AttentionInputs(q, k, v, sinks_H), total - length, window)
                 for (length, total), q, k, v in sequences
             ]
         )
@@ -282,15 +274,9 @@ def _added(seen_CT: Tensor, dtype: torch.dtype) -> Tensor:
     return zeros_CT.masked_fill_(~seen_CT, -torch.inf)
 
 
-def _attend_suffix(
-    q_CHd: Tensor,
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-    before: int,
-    window: int = 0,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def _attend_suffix(inputs: AttentionInputs, before: int, window: int = 0) -> Tensor:
     """Compute the attention of the last queries of one sequence, after `before` tokens."""
+    q_CHd, k_TGd, v_TGd, sinks_H = inputs
     mask_CT = _mask(before, len(k_TGd), window, q_CHd.device)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_CHd, k_TGd, v_TGd))
     if sinks_H is not None:
@@ -338,15 +324,11 @@ def upload(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _attend_stacks(
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-    shapes: list[tuple[int, int]],
-    masks: list[Tensor | None],
-    sinks_H: Tensor | None = None,
+    inputs: AttentionInputs, shapes: list[tuple[int, int]], masks: list[Tensor | None]
 ) -> Tensor:
     """Compute attention with one call for all sequences of one length. shapes: (count, length);
     masks: of each length [L, L], added to the scores; None: causal."""
+    q_THd, k_TGd, v_TGd, sinks_H = inputs
     sizes = [count * length for count, length in shapes]
     outputs = []
     for (count, length), mask_LL, q, k, v in zip(

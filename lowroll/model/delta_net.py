@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowroll.kernels.quantize.rows import Product
-from lowroll.model.attention import Attend
+from lowroll.model.attention import Attend, AttentionInputs
 from lowroll.model.families.base import DeltaSpec
 from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.recurrence import convolve, delta_rule
@@ -71,15 +71,8 @@ class Mixing:
     attend: Attend
     recur: Recur
 
-    def __call__(
-        self,
-        layer: int,
-        q_THd: Tensor,
-        k_TGd: Tensor,
-        v_TGd: Tensor,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        return self.attend(layer, q_THd, k_TGd, v_TGd, sinks_H)
+    def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        return self.attend(layer, inputs)
 
 
 def packed_recurrence(lengths: Sequence[int]) -> Recur:

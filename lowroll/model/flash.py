@@ -145,7 +145,7 @@ def flashes(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def attend_packed(
-    q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, packed: Packed, sinks_H: Tensor | None = None
+    q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor | None, packed: Packed
 ) -> Tensor:
     """Compute causal attention of packed sequences on CUDA."""
     q_CHd, k_TGd, v_TGd = (x.contiguous() for x in (q_CHd, k_TGd, v_TGd))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lowroll.model.attention import Attend, suffixes, upload, varlen
+from lowroll.model.attention import Attend, AttentionInputs, suffixes, upload, varlen
 from lowroll.types import Evictions
 
 MOST_MARKED = 1 << 20  # stretches x heads x positions processed at once
@@ -148,13 +148,11 @@ def replayed(
     back_T = torch.empty_like(order_T)
     back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
 
-    def attend(
-        layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor | None = None
-    ) -> Tensor:
-        assert sinks_H is None, "a model with sinks has no bounded cache"
-        outputs = [dense(layer, q_THd[dense_D], k_TGd[dense_D], v_TGd[dense_D])]
+    def attend(layer: int, inputs: AttentionInputs) -> Tensor:
+        assert inputs.sinks_H is None, "a model with sinks has no bounded cache"
+        outputs = [dense(layer, inputs.tokens(dense_D))]
         for portion in portions:
-            arguments = (portion, layer, q_THd, k_TGd, v_TGd)
+            arguments = (portion, layer, *inputs[:3])
             outputs.append(checkpoint(*arguments, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(outputs)[back_T]
 
@@ -231,12 +229,12 @@ class _Portion:
         keys_GN = self.keys(layer)
         heads_G1 = torch.arange(self.num_heads, device=keys_GN.device)[:, None]
         q_CGQd = q_THd[self.queries_C].unflatten(1, (self.num_heads, -1))
-        o_GxCQd = self.attend(
-            layer,
+        inputs = AttentionInputs(
             q_CGQd.transpose(0, 1).flatten(0, 1),
             k_TGd[keys_GN, heads_G1].flatten(0, 1)[:, None],
             v_TGd[keys_GN, heads_G1].flatten(0, 1)[:, None],
         )
+        o_GxCQd = self.attend(layer, inputs)
         return o_GxCQd.unflatten(0, (self.num_heads, -1)).transpose(0, 1).flatten(1, 2)
 
     def keys(self, layer: int) -> Tensor:

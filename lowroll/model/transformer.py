@@ -26,7 +26,7 @@ from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
 from lowroll.model import logprobs
-from lowroll.model.attention import Attend, exact_varlen, varlen
+from lowroll.model.attention import Attend, AttentionInputs, exact_varlen, varlen
 from lowroll.model.delta_net import GatedDeltaNet, Mixing, packed_recurrence
 from lowroll.model.experts import Experts
 from lowroll.model.layers import LEARNER, Layers
@@ -244,7 +244,7 @@ class Block(nn.Module):
         )
         if self.query_scale != 1:
             q_THd = q_THd * self.query_scale
-        o_THd = attend(self.layer, q_THd, k_TGd, v_TGd, self.sinks)
+        o_THd = attend(self.layer, AttentionInputs(q_THd, k_TGd, v_TGd, self.sinks))
         if gate is not None:
             o_THd = o_THd * gate.sigmoid()
         if wanted_P is not None:

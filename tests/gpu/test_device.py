@@ -19,7 +19,7 @@ from lowroll import Engine, Request
 from lowroll.kernels.matmul import w8a8
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.model import hf, lora
-from lowroll.model.attention import varlen
+from lowroll.model.attention import AttentionInputs, varlen
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.transformer import Transformer
 from lowroll.quant import fp8
@@ -237,7 +237,7 @@ def test_varlen_attention_in_bfloat16(heads: int, kv_heads: int, size: int, wind
     want = torch.cat([piece[0].transpose(0, 1) for piece in pieces])
     want.backward(upstream.float())
     low = [x.cuda().requires_grad_() for x in (q, k, v)]
-    got = varlen(LENGTHS, "cuda", [window])(0, *low)
+    got = varlen(LENGTHS, "cuda", [window])(0, AttentionInputs(*low))
     got.backward(upstream.cuda())
     assert got.dtype == torch.bfloat16 and got.shape == q.shape
     assert (got.float().cpu() - want).abs().max() < 0.02

@@ -18,7 +18,7 @@ from lowroll.kernels.sampling import token_logprobs
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters
 from lowroll.metrics.record import read
-from lowroll.model.attention import varlen
+from lowroll.model.attention import AttentionInputs, varlen
 from lowroll.model.logprobs import token_log_probs
 from lowroll.types import Request
 from tests.fixtures.exact import check, exact_model
@@ -54,7 +54,7 @@ def test_a_query_has_the_same_bits_however_it_comes(
     zeros, numbers = torch.zeros_like(sizes), torch.arange(5, dtype=torch.int32, device=DEVICE)
     tiles = tiled.tile(sizes, zeros, starts, queries, total // queries + 5)
     packed = tiled.attend(q, k, v, None, tiles, scale)
-    plain = varlen(lengths, DEVICE)(0, q, k, v)
+    plain = varlen(lengths, DEVICE)(0, AttentionInputs(q, k, v))
     assert (packed - plain).abs().max() < (1e-4 if dtype == torch.float32 else 2e-2)
     width = -(-max(lengths) // page)
     table = torch.randperm(5 * width, device=DEVICE).view(5, width).int()

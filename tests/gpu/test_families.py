@@ -16,7 +16,7 @@ import torch
 import lowroll
 from lowroll import Engine, Request
 from lowroll.model import hf
-from lowroll.model.attention import varlen
+from lowroll.model.attention import AttentionInputs, varlen
 from tests.fixtures.engines import prompt
 from tests.fixtures.gpt_oss import published
 from tests.fixtures.tiny import hf_folder
@@ -112,7 +112,7 @@ def test_gradients_of_sinks_are_the_cpus(window: int, head_dim: int) -> None:
     results = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-        o_THd = varlen(lengths, device, [window])(0, *leaves)
+        o_THd = varlen(lengths, device, [window])(0, AttentionInputs(*leaves))
         grads = torch.autograd.grad(o_THd, leaves, upstream.to(device, dtype))
         results.append([x.cpu().float() for x in (o_THd.detach(), *grads)])
     for want, got in zip(*results, strict=True):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.model import lora
-from lowroll.model.attention import MOST_STACKS, varlen
+from lowroll.model.attention import MOST_STACKS, AttentionInputs, varlen
 from lowroll.model.learner_linear import LearnerLinear
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.transformer import Transformer
@@ -62,7 +62,7 @@ def test_attention_of_packed_sequences(lengths: list[int], kv_heads: int) -> Non
         for n in (4, kv_heads, kv_heads)
     ]
     slope = torch.randn(sum(lengths), 4, 64, device="cuda")
-    got = varlen(lengths, "cuda")(0, *leaves)
+    got = varlen(lengths, "cuda")(0, AttentionInputs(*leaves))
     exact = [x.detach().double().cpu().requires_grad_() for x in leaves]
     want = torch.cat(
         [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowroll.kernels.batch_invariant import heads, product, rows
 from lowroll.kernels.fused import rope
-from lowroll.model.attention import exact_varlen, varlen
+from lowroll.model.attention import AttentionInputs, exact_varlen, varlen
 from tests.fixtures.tensors import normal
 
 pytestmark = pytest.mark.skipif(
@@ -126,12 +126,13 @@ def test_attention_is_causal_and_has_the_gradients_of_plain_attention(num: int, 
     grads = []
     for attend in (exact_varlen(lengths), varlen(lengths)):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        made = attend(0, *inputs)
+        made = attend(0, AttentionInputs(*inputs))
         (made * normal(*made.shape, seed=8)).sum().backward()
         grads.append([made, *(x.grad for x in inputs)])
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
-    alone = exact_varlen([70])(0, *(x[6:76] for x in (q, k, v)))
-    assert torch.equal(alone, exact_varlen(lengths)(0, q, k, v)[6:76])
-    start = exact_varlen([40])(0, *(x[6:46] for x in (q, k, v)))
+    together = AttentionInputs(q, k, v)
+    alone = exact_varlen([70])(0, together.tokens(slice(6, 76)))
+    assert torch.equal(alone, exact_varlen(lengths)(0, together)[6:76])
+    start = exact_varlen([40])(0, together.tokens(slice(6, 46)))
     assert torch.equal(start, alone[:40])

@@ -18,7 +18,7 @@ from lowroll.kv.batch import PromptChunk
 from lowroll.kv.cache import KVCache
 from lowroll.kv.virtual_memory import VirtualMemory
 from lowroll.model import attention
-from lowroll.model.attention import suffixes, varlen
+from lowroll.model.attention import AttentionInputs, suffixes, varlen
 from lowroll.model.spec import read_spec
 from tests.fixtures.tiny import hf_folder
 
@@ -100,10 +100,10 @@ def test_a_suffix_sees_what_the_whole_sequence_saw(
     q, k, v = (
         torch.randn(sum(totals), heads, 64, generator=g).to(device, dtype) for heads in (6, 2, 2)
     )
-    whole = varlen(totals, device)(0, q, k, v).split(totals)
+    whole = varlen(totals, device)(0, AttentionInputs(q, k, v)).split(totals)
     ends = [x[-n:] for x, n in zip(q.split(totals), lengths, strict=True)]
     attend = suffixes(lengths, totals, device, stacked)
-    got = attend(0, torch.cat(ends), k, v).split(lengths)
+    got = attend(0, AttentionInputs(torch.cat(ends), k, v)).split(lengths)
     tolerance = TOLERANCE["cpu" if dtype == torch.float32 else "cuda"]
     for x, y, n in zip(got, whole, lengths, strict=True):
         torch.testing.assert_close(x, y[-n:], **tolerance)
@@ -138,9 +138,9 @@ def test_chunks_of_many_sequences_attend_over_their_pages(
     chunks = [PromptChunk(starts[i], totals[i], tables[i]) for i in order]
     attend = PagedAttention(cache, chunks[:2], chunks[2:])
     inputs = [torch.cat([sequences[i][part][starts[i] :] for i in order]) for part in range(3)]
-    got = attend(1, *inputs).split([totals[i] - starts[i] for i in order])
+    got = attend(1, AttentionInputs(*inputs)).split([totals[i] - starts[i] for i in order])
     for i, x in zip(order, got, strict=True):
-        want = varlen([totals[i]], device)(1, *sequences[i])[starts[i] :]
+        want = varlen([totals[i]], device)(1, AttentionInputs(*sequences[i]))[starts[i] :]
         torch.testing.assert_close(x, want, **TOLERANCE[device])
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowroll.model import replay
-from lowroll.model.attention import varlen
+from lowroll.model.attention import AttentionInputs, varlen
 from lowroll.model.replay import check_evictions, pack_evictions, replayed, unpack_evictions
 from lowroll.types import Evictions
 from tests.fixtures.evictions import random_evictions, sees
@@ -60,10 +60,10 @@ def test_outputs_and_gradients_are_those_of_a_mask(
     for layer in (0, 1):
         inputs, wanted = packed(seed), packed(seed)
         want = plain(layer, *wanted, evictions)
-        got = attend(layer, *inputs)
+        got = attend(layer, AttentionInputs(*inputs))
         torch.testing.assert_close(got, want, rtol=0, atol=1e-6)  # the mask's is in float32
         with torch.no_grad():
-            assert torch.equal(attend(layer, *inputs), got)
+            assert torch.equal(attend(layer, AttentionInputs(*inputs)), got)
         weight = torch.randn(got.shape, generator=torch.Generator().manual_seed(5)).double()
         (got * weight).sum().backward()
         (want * weight).sum().backward()
@@ -84,28 +84,31 @@ def test_a_mask_that_is_off_by_one_is_another() -> None:
         numbers_LGT = torch.cat([unpack_evictions(one), unpack_evictions(one)[..., :1] * 0], 2)
         shifted.append(pack_evictions(numbers_LGT, [p + 1 for p in one.after]))
     inputs = [x.detach() for x in inputs]
-    for wrong in (replayed(LENGTHS, shifted)(0, *inputs), replayed(LENGTHS, evictions)(1, *inputs)):
+    for wrong in (
+        replayed(LENGTHS, shifted)(0, AttentionInputs(*inputs)),
+        replayed(LENGTHS, evictions)(1, AttentionInputs(*inputs)),
+    ):
         assert float((wrong - want).abs().max()) > 1e-2
-    assert float((varlen(LENGTHS)(0, *inputs) - want).abs().max()) > 1e-2
+    assert float((varlen(LENGTHS)(0, AttentionInputs(*inputs)) - want).abs().max()) > 1e-2
 
 
 def test_no_compaction_is_bitwise_the_dense_attention() -> None:
     """None recorded, none made, and none that a query came after."""
     inputs = packed(dtype=torch.float32)
-    want = varlen(LENGTHS)(0, *inputs)
+    want = varlen(LENGTHS)(0, AttentionInputs(*inputs))
     late = []
     for length in LENGTHS:
         numbers = torch.zeros(2, HEADS, length, dtype=torch.uint8)
         numbers[..., :3] = 1
         late.append(pack_evictions(numbers, [length - 1]))
     for evictions in ([None] * 5, [Evictions(2, HEADS)] * 5, late):
-        assert torch.equal(replayed(LENGTHS, evictions)(0, *inputs), want)
+        assert torch.equal(replayed(LENGTHS, evictions)(0, AttentionInputs(*inputs)), want)
 
 
 def test_a_sequence_that_was_not_bounded_is_dense_beside_others() -> None:
     inputs = packed(dtype=torch.float32)
-    got = replayed(LENGTHS, dropped())(0, *inputs)
-    want = varlen(LENGTHS)(0, *inputs)
+    got = replayed(LENGTHS, dropped())(0, AttentionInputs(*inputs))
+    want = varlen(LENGTHS)(0, AttentionInputs(*inputs))
     assert torch.equal(got[23:30], want[23:30])
     assert not torch.equal(got[:23], want[:23])
 

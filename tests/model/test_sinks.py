@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowroll.model.attention import (
+    AttentionInputs,
     attend_with_a_key_of_sinks,
     attend_with_sinks,
     packed,
@@ -47,7 +48,7 @@ def test_packed_sequences_and_their_gradients(lengths: list[int], window: int) -
     """Those of the sinks too; a sink of 30 leaves nothing to attend to, one of -30 changes nothing."""
     q, k, v = (x.requires_grad_() for x in qkv(sum(lengths), sum(lengths)))
     sinks = SINKS.clone().requires_grad_()
-    got = varlen(lengths, windows=[window])(0, q, k, v, sinks)
+    got = varlen(lengths, windows=[window])(0, AttentionInputs(q, k, v, sinks))
     rows = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
     want = torch.cat([oracle(*row, sinks, window) for row in rows])
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
@@ -58,14 +59,14 @@ def test_packed_sequences_and_their_gradients(lengths: list[int], window: int) -
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b.to(a.dtype), rtol=0, atol=2e-5)
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    assert torch.equal(packed(q, k, v, bounds, max(lengths), window, sinks), got)
+    assert torch.equal(packed(AttentionInputs(q, k, v, sinks), bounds, max(lengths), window), got)
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 30])
 def test_suffixes_of_sequences(window: int) -> None:
     lengths, totals = [3, 1, 5, 7], [9, 6, 5, 30]
     q, k, v = qkv(sum(lengths), sum(totals))
-    got = suffixes(lengths, totals, windows=[window])(0, q, k, v, SINKS)
+    got = suffixes(lengths, totals, windows=[window])(0, AttentionInputs(q, k, v, SINKS))
     rows = zip(q.split(lengths), k.split(totals), v.split(totals), strict=True)
     want = torch.cat([oracle(*row, SINKS, window) for row in rows])
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
@@ -88,7 +89,7 @@ def test_a_key_of_sinks_is_the_same(causal: bool) -> None:
 
 def test_half_precision_is_near() -> None:
     q, k, v = qkv(9, 9, torch.bfloat16)
-    got = varlen([9])(0, q, k, v, SINKS.bfloat16())
+    got = varlen([9])(0, AttentionInputs(q, k, v, SINKS.bfloat16()))
     want = oracle(q, k, v, SINKS, 0)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)

@@ -19,6 +19,7 @@ from lowroll.engine.base import Capabilities
 from lowroll.kv.batch import DecodeRows
 from lowroll.kv.cache import KVCache
 from lowroll.model import hf
+from lowroll.model.attention import AttentionInputs
 from lowroll.quant.formats import get_format
 from lowroll.runs import demo
 from lowroll.runs.assembly import native
@@ -63,10 +64,9 @@ class Rounding(KVCache):
     def write(self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
         super().write(layer, slots_T, rounded(k_TGd), rounded(v_TGd))
 
-    def decode(
-        self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: DecodeRows
-    ) -> Tensor:
-        return super().decode(layer, q_BHd, rounded(k_BGd), rounded(v_BGd), rows)
+    def decode(self, layer: int, inputs: AttentionInputs, rows: DecodeRows) -> Tensor:
+        k_BGd, v_BGd = rounded(inputs.k_TGd), rounded(inputs.v_TGd)
+        return super().decode(layer, inputs._replace(k_TGd=k_BGd, v_TGd=v_BGd), rows)
 
 
 def rounded(x: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ def masked_log_probs(model, sample: Sample, temperature: float = TEMPERATURE):
     ids = torch.tensor(sample.prompt_ids + sample.rollout.token_ids)
     evictions = sample.rollout.evictions
 
-    def attend(layer, q_THd, k_TGd, v_TGd, _sinks=None):
+    def attend(layer, inputs):
+        q_THd, k_TGd, v_TGd, _ = inputs
         seen = sees(evictions, len(q_THd), layer, k_TGd.shape[1])
         return masked_attention(q_THd, k_TGd, v_TGd, seen)
 
