@@ -10,14 +10,25 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
+
+from lowroll.kernels.support import YES, Support, no
+
+log = logging.getLogger(__name__)
+
+
+def fields(kind: type, *names: str) -> list[tuple[str, Any]]:
+    """Return the fields of one type in a struct of ctypes."""
+    return [(name, kind) for name in names]
 
 
 def pointer(t: Tensor | None) -> int | None:
@@ -47,6 +58,16 @@ def library(
         finally:
             Path(temporary_path).unlink(missing_ok=True)
     return ctypes.CDLL(str(path))
+
+
+def supports(make: Callable[[], object], otherwise: str) -> Support:
+    """Return whether a library can be made. A failure warns of what happens `otherwise`."""
+    try:
+        make()
+    except (RuntimeError, OSError) as error:
+        log.warning("%s: their kernel cannot be built (%s)", otherwise, error)
+        return no(f"cannot be built: {error}")
+    return YES
 
 
 def cache_folder() -> Path:

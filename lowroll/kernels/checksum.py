@@ -10,13 +10,13 @@ Sums and maxima are of integers, so CPU and GPU agree bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import jit, tl, triton_supports
+from lowroll.kernels.launch import aligned, jit, tl, triton_supports
 
 GOLDEN = -7046029254386353131
 BLOCK_BYTES = 1 << 18  # read by one program
@@ -26,12 +26,8 @@ _CPU_WORDS = 1 << 20  # words of one step in plain torch
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """Return one int64 of every tensor's bytes in row-major order. Waits for each device once."""
-    sums: dict[int, int] = {}
-    for indices in _group_indices(tensors, lambda t: t.device):
-        sums.update(
-            zip(indices, _checksums([tensors[i].detach() for i in indices]).tolist(), strict=True)
-        )
-    return [sums[i] for i in range(len(tensors))]
+    tensors = [t.detach() for t in tensors]
+    return _run_by_group(tensors, lambda t: t.device, lambda group: _checksums(group).tolist())
 
 
 def amax(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -40,30 +36,32 @@ def amax(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     bfloat16, float16 and float32, on any devices, without a wait.
     """
-    maxima: dict[int, Tensor] = {}
-    for indices in _group_indices(tensors, lambda t: (t.device, t.dtype)):
-        maxima.update(
-            zip(
-                indices, _amax([tensors[i].detach() for i in indices]).float().split(1), strict=True
-            )
-        )
-    return [maxima[i] for i in range(len(tensors))]
+    tensors = [t.detach() for t in tensors]
+    return _run_by_group(
+        tensors, lambda t: (t.device, t.dtype), lambda group: _amax(group).float().split(1)
+    )
 
 
 def finite(extents: Sequence[Tensor]) -> list[bool]:
     """Return whether each of `amax`'s results is finite. Waits for each device once."""
-    is_finite: dict[int, bool] = {}
-    for indices in _group_indices(extents, lambda t: t.device):
-        is_finite.update(
-            zip(indices, torch.cat([extents[i] for i in indices]).isfinite().tolist(), strict=True)
-        )
-    return [is_finite[i] for i in range(len(extents))]
+    return _run_by_group(
+        extents, lambda t: t.device, lambda group: torch.cat(group).isfinite().tolist()
+    )
 
 
-def _group_indices(tensors: Sequence[Tensor], key: Callable[[Tensor], Any]) -> Iterator[list[int]]:
-    """Yield the indices of the tensors that share a key."""
-    for value in dict.fromkeys(map(key, tensors)):
-        yield [i for i, t in enumerate(tensors) if key(t) == value]
+def _run_by_group(
+    tensors: Sequence[Tensor],
+    key: Callable[[Tensor], Any],
+    run: Callable[[list[Tensor]], Iterable[Any]],
+) -> list[Any]:
+    """Run on the tensors of each key together; return one result a tensor, in their order."""
+    indices: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        indices.setdefault(key(tensor), []).append(i)
+    results: dict[int, Any] = {}
+    for group in indices.values():
+        results.update(zip(group, run([tensors[i] for i in group]), strict=True))
+    return [results[i] for i in range(len(tensors))]
 
 
 # -- plain torch -----------------------------------------------------------------------------------
@@ -117,7 +115,7 @@ def _amax(tensors: list[Tensor]) -> Tensor:
 def _launch_over_blocks(kernel: Any, tensors: list[Tensor], out: Tensor) -> None:
     """Launch `kernel` with one program a block; the blocks of all tensors are numbered
     consecutively."""
-    tensors = [_align(t) for t in tensors]
+    tensors = [aligned(t) for t in tensors]
     counts = torch.tensor([-(-t.nbytes // BLOCK_BYTES) for t in tensors])
     first_programs = (counts.cumsum(0) - counts).tolist()
     tensor_table = torch.tensor(
@@ -140,12 +138,6 @@ def _launch_over_blocks(kernel: Any, tensors: list[Tensor], out: Tensor) -> None
             STEP=STEP_BYTES // item_size,
             num_warps=4,
         )
-
-
-def _align(tensor: Tensor) -> Tensor:
-    """Return the tensor contiguous and at a multiple of 16 bytes."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 # -- Triton ----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -14,16 +13,13 @@ from typing import cast
 import torch
 
 from lowroll.kernels import build
-from lowroll.kernels.support import YES, Support, no
-
-log = logging.getLogger(__name__)
+from lowroll.kernels.support import NO_CPU, Support, no
 
 HEADERS = Path(__file__).parent
 # No fused operations: sums are computed as the source says.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-mavx2", "-mfma", "-mf16c", "-shared", "-fPIC"]
 DEADLINE_S = 120  # of a build
 NO_COMPILER = no("no C++ compiler in $CXX or on the PATH (c++, g++, clang++)")
-NO_CPU = no("runs on a CPU")
 
 
 @cache
@@ -42,10 +38,11 @@ def library(source: Path) -> ctypes.CDLL:
     return build.library(source, sorted(HEADERS.glob("*.h")), compiler_path, FLAGS, DEADLINE_S)
 
 
-def run(source: Path, name: str, problem: ctypes.Structure) -> None:
-    """Call a function of a source's library with its arguments, on torch's threads. Errors as of
-    `library`."""
-    _function(source, name)(ctypes.byref(problem), team())
+def run(source: Path, name: str, arguments: ctypes.Structure) -> None:
+    """Call a function of a source's library on torch's threads, whose number becomes the argument
+    `threads`. Errors as of `library`."""
+    arguments.threads = torch.get_num_threads()
+    _function(source, name)(ctypes.byref(arguments), team())
 
 
 @cache
@@ -57,21 +54,18 @@ def _function(source: Path, name: str) -> Callable[..., None]:
 
 
 @cache
-def supports(source: Path, otherwise: str) -> Support:
-    """Return whether this CPU runs the source and a compiler can build it. A failure warns of what
-    happens `otherwise`."""
+def supports(source: Path, device: torch.device, otherwise: str) -> Support:
+    """Return whether the device is a CPU that runs the source, and a compiler can build it
+    (`build.supports`)."""
+    if device.type != "cpu":
+        return NO_CPU
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return no("needs a CPU with AVX2")
     if team() is None:
         return no("finds no OpenMP in this torch, whose threads it would run on")
     if compiler() is None:
         return NO_COMPILER
-    try:
-        library(source)
-    except (RuntimeError, OSError) as error:
-        log.warning("%s: their kernel cannot be built (%s)", otherwise, error)
-        return no(f"cannot be built: {error}")
-    return YES
+    return build.supports(lambda: library(source), otherwise)
 
 
 @cache

@@ -55,6 +55,14 @@ def _cuda_kernel(
     return Kernel(name, "CUDA C++", takes, supports_device)
 
 
+def _paged_kernel(numbers: str) -> Kernel:
+    """Return the kernel of decode attention for many rows."""
+    takes = f"{paged.FEWEST} rows or more, {numbers}, heads of 64 or 128"
+    return _cuda_kernel(
+        "attention/paged.cu", takes, paged.CAPABILITY, only=True, within_triton=True
+    )
+
+
 def _triton_kernel(name: str, takes: str = "") -> Kernel:
     """Return the kernel of a Triton source."""
     return Kernel(name, "Triton", takes, triton_supports_device)
@@ -71,13 +79,7 @@ def _scaled_mm(device: torch.device) -> Support:
 
 PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     "decode attention": (
-        _cuda_kernel(
-            "attention/paged.cu",
-            f"{paged.FEWEST} rows or more, 16-bit numbers, heads of 64 or 128",
-            paged.CAPABILITY,
-            only=True,
-            within_triton=True,
-        ),
+        _paged_kernel("16-bit numbers"),
         _triton_kernel("attention/decode"),
         Kernel(
             "attention/avx2.cpp",
@@ -88,13 +90,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         _torch_kernel(),
     ),
     "decode attention, 8-bit cache": (
-        _cuda_kernel(
-            "attention/paged.cu",
-            f"{paged.FEWEST} rows or more, 16-bit queries, heads of 64 or 128",
-            paged.CAPABILITY,
-            only=True,
-            within_triton=True,
-        ),
+        _paged_kernel("16-bit queries"),
         _triton_kernel("attention/decode8"),
         _torch_kernel(),
     ),

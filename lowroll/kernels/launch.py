@@ -76,6 +76,17 @@ def warps(elements: int, each: int = 512) -> int:
     return min(32, block(max(1, elements // each)))
 
 
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Return x with the numbers of a row side by side; rows may be strided."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x contiguous, from a multiple of 16 bytes on."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 @contextmanager
 def overlapping(device: torch.device) -> Iterator[None]:
     """Launch the kernels of the block early, where the device can.

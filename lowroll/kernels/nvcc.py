@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import re
 import shutil
@@ -16,8 +15,6 @@ import torch
 
 from lowroll.kernels import build
 from lowroll.kernels.support import YES, Support, cuda_supports, no
-
-log = logging.getLogger(__name__)
 
 HEADERS = Path(__file__).parent
 SHARED = ["--shared", "-Xcompiler", "-fPIC"]
@@ -75,16 +72,8 @@ def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]
 
 
 def supports(make: Callable[[], object], otherwise: str) -> Support:
-    """Return whether nvcc exists and makes the library. A failure warns of what happens
-    `otherwise`."""
-    if compiler() is None:
-        return NO_NVCC
-    try:
-        make()
-    except (RuntimeError, OSError) as error:
-        log.warning("%s: their kernel cannot be built (%s)", otherwise, error)
-        return no(f"cannot be built: {error}")
-    return YES
+    """Return whether nvcc exists and makes the library (`build.supports`)."""
+    return NO_NVCC if compiler() is None else build.supports(make, otherwise)
 
 
 @cache

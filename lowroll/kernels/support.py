@@ -30,6 +30,7 @@ YES = Support()
 no = cache(Support)  # the answer with that reason
 
 NO_CUDA = no("needs a CUDA device")
+NO_CPU = no("runs on a CPU")
 NO_TRITON = no("Triton is not installed")
 NO_GRADIENT = no("has no gradient")
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lowroll.kernels import cxx
-from lowroll.kernels.build import pointer
+from lowroll.kernels.build import fields, pointer
 from lowroll.kernels.support import NO_GRADIENT, Support, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -27,24 +26,17 @@ LEAST = 512  # numbers in a row's queries
 
 
 class CpuAttentionArguments(ctypes.Structure):
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                *("q", "k", "v", "keys", "values", "table", "rows", "lengths", "sinks"),
-                "out",
-            )
-        ),
-        *((name, ctypes.c_int64) for name in ("k_stride", "v_stride", "table_stride")),
+    _fields_ = [
+        *fields(ctypes.c_void_p, "q", "k", "v", "keys", "values", "table", "rows", "lengths"),
+        *fields(ctypes.c_void_p, "sinks", "out"),
+        *fields(ctypes.c_int64, "k_stride", "v_stride", "table_stride"),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("B", "H", "G", "d", "P", "window", "threads")),
+        *fields(ctypes.c_int, "B", "H", "G", "d", "P", "window", "threads"),
     ]
 
 
 def supports_device(device: torch.device) -> Support:
-    if device.type != "cpu":
-        return cxx.NO_CPU
-    return cxx.supports(SOURCE, "torch attends over copies of the cache")
+    return cxx.supports(SOURCE, device, "torch attends over copies of the cache")
 
 
 def supports(q_BHd: Tensor, keys_pPGd: Tensor) -> Support:
@@ -122,7 +114,6 @@ def _run(
         d,
         page,
         window,
-        torch.get_num_threads(),
     )
     cxx.run(SOURCE, "avx2_decode", arguments)
     return out_BHd

@@ -14,13 +14,13 @@ import ctypes
 import math
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lowroll.kernels import nvcc
 from lowroll.kernels.attention.codes import Codes
+from lowroll.kernels.build import fields
 from lowroll.kernels.launch import early
 from lowroll.kernels.support import NO_CUDA, Support, cuda_supports, no
 
@@ -33,25 +33,11 @@ CAPABILITY = (9, 0)  # exactly
 
 
 class PagedAttentionArguments(ctypes.Structure):
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("q", "k", "v", "keys", "values", "table", "lengths", "out")
-        ),
-        *((name, ctypes.c_void_p) for name in ("fine", "scales", "channels")),
-        *(
-            (name, ctypes.c_int)
-            for name in (
-                "rows",
-                "heads",
-                "kv_heads",
-                "page",
-                "pages",
-                "q_stride",
-                "k_stride",
-                "v_stride",
-            )
-        ),
+    _fields_ = [
+        *fields(ctypes.c_void_p, "q", "k", "v", "keys", "values", "table", "lengths", "out"),
+        *fields(ctypes.c_void_p, "fine", "scales", "channels"),
+        *fields(ctypes.c_int, "rows", "heads", "kv_heads", "page", "pages"),
+        *fields(ctypes.c_int, "q_stride", "k_stride", "v_stride"),
         ("scale", ctypes.c_float),
         ("early", ctypes.c_int),
     ]

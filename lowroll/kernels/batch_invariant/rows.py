@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lowroll.kernels import cxx
 from lowroll.kernels.batch_invariant.gradient import with_gradient_of
-from lowroll.kernels.build import pointer
+from lowroll.kernels.build import fields, pointer
 from lowroll.kernels.fused import norm, swiglu
-from lowroll.kernels.launch import triton_supports
+from lowroll.kernels.launch import contiguous_rows, triton_supports
 from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
 from lowroll.kernels.support import Support
 
@@ -25,18 +24,16 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 class RowsArguments(ctypes.Structure):
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
-        *((name, ctypes.c_void_p) for name in ("x", "update", "weight", "sum", "out")),
-        *((name, ctypes.c_int64) for name in ("x_stride", "update_stride")),
+    _fields_ = [
+        *fields(ctypes.c_void_p, "x", "update", "weight", "sum", "out"),
+        *fields(ctypes.c_int64, "x_stride", "update_stride"),
         ("eps", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("T", "D", "threads")),
+        *fields(ctypes.c_int, "T", "D", "threads"),
     ]
 
 
 def supports_device(device: torch.device) -> Support:
-    if device.type != "cpu":
-        return cxx.NO_CPU
-    return cxx.supports(SOURCE, "rows are normed by torch")
+    return cxx.supports(SOURCE, device, "rows are normed by torch")
 
 
 def add_rms_norm(
@@ -93,8 +90,8 @@ def _run(
     """Call a function of the CPU's library. Return the sum with the residual, if any, and the
     result."""
     width = x.shape[-1] // 2 if weight_D is None else x.shape[-1]
-    x = _contiguous_rows(x)
-    update_TD = None if update_TD is None else _contiguous_rows(update_TD)
+    x = contiguous_rows(x)
+    update_TD = None if update_TD is None else contiguous_rows(update_TD)
     weight_D = None if weight_D is None else weight_D.contiguous()
     out = x.new_empty(len(x), width)
     sum_TD = None if update_TD is None else torch.empty_like(out)
@@ -105,12 +102,6 @@ def _run(
         eps,
         len(x),
         width,
-        torch.get_num_threads(),
     )
     cxx.run(SOURCE, function, arguments)
     return sum_TD, out
-
-
-def _contiguous_rows(x: Tensor) -> Tensor:
-    """Return x with the numbers of each row contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()

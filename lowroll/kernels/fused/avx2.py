@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowroll.kernels import cxx
-from lowroll.kernels.build import pointer
+from lowroll.kernels.build import fields, pointer
+from lowroll.kernels.launch import contiguous_rows
 from lowroll.kernels.support import Support, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -27,21 +28,16 @@ LEAST = 512  # numbers of a row's queries
 
 
 class CpuFusedArguments(ctypes.Structure):
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("qkv", "cosine", "sine", "q_norm", "k_norm", "q", "k")
-        ),
+    _fields_ = [
+        *fields(ctypes.c_void_p, "qkv", "cosine", "sine", "q_norm", "k_norm", "q", "k"),
         ("stride", ctypes.c_int64),
         ("eps", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("T", "H", "G", "d", "threads")),
+        *fields(ctypes.c_int, "T", "H", "G", "d", "threads"),
     ]
 
 
 def supports_device(device: torch.device) -> Support:
-    if device.type != "cpu":
-        return cxx.NO_CPU
-    return cxx.supports(SOURCE, "heads are normed and rotated by torch")
+    return cxx.supports(SOURCE, device, "heads are normed and rotated by torch")
 
 
 def supports(
@@ -91,7 +87,7 @@ def heads_of(
     """Return (q [T, H, d], k [T, G, d], v [T, G, d]) of qkv by the kernel; v is a view in inference
     mode, else a copy, as autograd requires."""
     tokens = qkv_TN.shape[0]
-    qkv_TN = qkv_TN if qkv_TN.stride(1) == 1 else qkv_TN.contiguous()
+    qkv_TN = contiguous_rows(qkv_TN)
     q_THd, k_TGd = qkv_TN.new_empty(tokens, heads, d), qkv_TN.new_empty(tokens, kv_heads, d)
     cos, sin = cos.contiguous(), sin.contiguous()
     norm_weights = [None if norm is None else norm.contiguous() for norm in (q_norm_d, k_norm_d)]
@@ -103,7 +99,6 @@ def heads_of(
         heads,
         kv_heads,
         d,
-        torch.get_num_threads(),
     )
     cxx.run(SOURCE, "avx2_heads", arguments)
     v_TN = qkv_TN[:, (heads + kv_heads) * d :]
@@ -118,30 +113,16 @@ class Rotation(torch.autograd.Function):
         ctx: Any, qkv_TN: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, d: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        q_TN, k_TN, v_TN = qkv_TN.split((heads * d, kv_heads * d, kv_heads * d), dim=1)
-        v_TGd = v_TN.clone(memory_format=torch.contiguous_format).unflatten(1, (kv_heads, d))
-        return _rotate(q_TN, cos, sin, d), _rotate(k_TN, cos, sin, d), v_TGd
+        return heads_of(qkv_TN, cos, sin, heads, kv_heads, d, None, None, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        q_TN, k_TN, v_TN = (grad.flatten(1) for grad in grads)
-        d = grads[0].shape[-1]
-        rotated = [_rotate(x_TN, cos, -sin, d).flatten(1) for x_TN in (q_TN, k_TN)]
-        return torch.cat((*rotated, v_TN), dim=1), *(None,) * 5
-
-
-def _rotate(x_TN: Tensor, cos: Tensor, sin: Tensor, d: int) -> Tensor:
-    """Rotate heads without norms by the kernel."""
-    x_TN = x_TN if x_TN.stride(1) == 1 else x_TN.contiguous()
-    tokens, heads = x_TN.shape[0], x_TN.shape[1] // d
-    cos, sin = cos.contiguous(), sin.contiguous()
-    out_THd = x_TN.new_empty(tokens, heads, d)
-    pointers = [pointer(t) for t in (x_TN, cos, sin)]
-    sizes = x_TN.stride(0), 0.0, tokens, heads, 0, d, torch.get_num_threads()
-    cxx.run(
-        SOURCE,
-        "avx2_heads",
-        CpuFusedArguments(*pointers, None, None, pointer(out_THd), None, *sizes),
-    )
-    return out_THd
+        q_grad_THd, k_grad_TGd, v_grad_TGd = grads
+        unrotated = []
+        for grad in (q_grad_THd, k_grad_TGd):
+            heads, d = grad.shape[1:]
+            unrotated.append(
+                heads_of(grad.flatten(1), cos, -sin, heads, 0, d, None, None, 0.0)[0].flatten(1)
+            )
+        return torch.cat((*unrotated, v_grad_TGd.flatten(1)), dim=1), *(None,) * 5

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import cxx
-from lowroll.kernels.build import pointer
+from lowroll.kernels.build import fields, pointer
+from lowroll.kernels.launch import contiguous_rows
 from lowroll.kernels.matmul import w8a8_onednn
-from lowroll.kernels.support import NO_GRADIENT, YES, Support, no
+from lowroll.kernels.support import NO_CPU, NO_GRADIENT, Support, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 MOST = 127.0 * 65536  # of a number over its step, so that a, b and c are bytes
@@ -35,10 +36,10 @@ AT_ONCE = 1024  # rows, which bounds the memory of bytes and sums
 
 class LimbsArguments(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "scale", "bytes", "step", "sums", "y")),
-        *((name, ctypes.c_int64) for name in ("stride", "y_stride")),
+        *fields(ctypes.c_void_p, "x", "scale", "bytes", "step", "sums", "y"),
+        *fields(ctypes.c_int64, "stride", "y_stride"),
         ("most", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("M", "K", "N", "threads")),
+        *fields(ctypes.c_int, "M", "K", "N", "threads"),
     ]
 
 
@@ -47,12 +48,12 @@ def supports_device(device: torch.device) -> Support:
     """Return whether the CPU multiplies matrices of bytes (AMX) and a compiler can build the
     kernel."""
     if device.type != "cpu":
-        return cxx.NO_CPU
+        return NO_CPU
     if not torch.cpu._is_amx_tile_supported():
         return no("three products of bytes are slower than one of floats on a CPU without AMX")
     if not (support := w8a8_onednn.supports_device(device)):
         return support
-    return cxx.supports(SOURCE, "frozen int8 codes are multiplied as floats")
+    return cxx.supports(SOURCE, device, "frozen int8 codes are multiplied as floats")
 
 
 def supports(x_MK: Tensor, codes_NK: Tensor) -> Support:
@@ -62,7 +63,7 @@ def supports(x_MK: Tensor, codes_NK: Tensor) -> Support:
         return no("takes float32 rows and int8 codes")
     if codes_NK.numel() < LEAST:
         return no("small matrices are torch's")
-    return supports_device(x_MK.device) and YES
+    return supports_device(x_MK.device)
 
 
 def add_product(
@@ -71,7 +72,7 @@ def add_product(
     """Add (x * scale) times the transposed codes, each with its own scale, to y and return y. All
     are float32."""
     assert y_MN.stride(1) == 1, "sums are added to rows whose numbers lie side by side"
-    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    x_MK = contiguous_rows(x_MK)
     for x, y in zip(x_MK.split(AT_ONCE), y_MN.split(AT_ONCE), strict=True):
         _add(y, x, packed, scale_K)
     return y_MN
@@ -82,17 +83,9 @@ def _add(y_MN: Tensor, x_MK: Tensor, packed: w8a8_onednn.Packed, scale_K: Tensor
     (M, K), N = x_MK.shape, y_MN.shape[1]
     bytes_LK = torch.empty(3 * M, K, dtype=torch.uint8)
     step_M = torch.empty(M)
-    threads = torch.get_num_threads()
-    sizes = x_MK.stride(0), y_MN.stride(0), MOST, M, K, N, threads
-    split_outputs = pointer(bytes_LK), pointer(step_M)
-    scale = None if scale_K is None else pointer(scale_K)
-    cxx.run(
-        SOURCE,
-        "limbs_split",
-        LimbsArguments(pointer(x_MK), scale, *split_outputs, None, None, *sizes),
-    )
+    pointers = [pointer(t) for t in (x_MK, scale_K, bytes_LK, step_M, None, y_MN)]
+    arguments = LimbsArguments(*pointers, x_MK.stride(0), y_MN.stride(0), MOST, M, K, N)
+    cxx.run(SOURCE, "limbs_split", arguments)
     sums_MN = w8a8_onednn.multiply_digits(bytes_LK.split(M), packed)
-    join_pointers = pointer(sums_MN), pointer(y_MN)
-    cxx.run(
-        SOURCE, "limbs_join", LimbsArguments(None, None, *split_outputs, *join_pointers, *sizes)
-    )
+    arguments.sums = pointer(sums_MN)
+    cxx.run(SOURCE, "limbs_join", arguments)

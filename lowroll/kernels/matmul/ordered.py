@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import cxx
-from lowroll.kernels.build import pointer
-from lowroll.kernels.launch import triton_supports
+from lowroll.kernels.build import fields, pointer
+from lowroll.kernels.launch import contiguous_rows, triton_supports
 from lowroll.kernels.matmul import tiled
 from lowroll.kernels.support import Support
 
@@ -30,16 +30,16 @@ DEEPEST = 64  # K of a product that may go across
 
 class OrderedArguments(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "y")),
-        *((name, ctypes.c_int64) for name in ("x_stride", "w_stride")),
-        *((name, ctypes.c_int) for name in ("M", "N", "K", "wide", "across", "threads")),
+        *fields(ctypes.c_void_p, "x", "w", "bias", "y"),
+        *fields(ctypes.c_int64, "x_stride", "w_stride"),
+        *fields(ctypes.c_int, "M", "N", "K", "wide", "across", "threads"),
     ]
 
 
 def supports_device(device: torch.device) -> Support:
-    if device.type != "cpu":
-        return cxx.NO_CPU
-    return cxx.supports(SOURCE, "float32 rows are multiplied in an order that depends on the batch")
+    return cxx.supports(
+        SOURCE, device, "float32 rows are multiplied in an order that depends on the batch"
+    )
 
 
 @cache
@@ -77,12 +77,12 @@ def product(
         )
     if w_NK.shape[1] != K or bias_N is not None and bias_N.shape != (N,):
         raise ValueError(f"ordered: {', '.join(str(list(t.shape)) for t in operands)} do not fit")
-    x_MK, w_NK = (t if t.stride(1) == 1 else t.contiguous() for t in (x_MK, w_NK))
+    x_MK, w_NK = contiguous_rows(x_MK), contiguous_rows(w_NK)
     bias_N = None if bias_N is None else bias_N.contiguous()
     y_MN = torch.empty(M, N)
     if y_MN.numel():
         pointers = [pointer(t) for t in (x_MK, w_NK, bias_N, y_MN)]
         sizes = x_MK.stride(0), w_NK.stride(0), M, N, K
-        flags = has_avx512(), goes_across(M, N, K), torch.get_num_threads()
+        flags = has_avx512(), goes_across(M, N, K)
         cxx.run(SOURCE, "ordered_product", OrderedArguments(*pointers, *sizes, *flags))
     return y_MN if added_MN is None else y_MN.add_(added_MN)

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import nvcc
-from lowroll.kernels.build import pointer
-from lowroll.kernels.launch import early
+from lowroll.kernels.build import fields, pointer
+from lowroll.kernels.launch import aligned, early
 from lowroll.kernels.support import NO_CUDA, NO_GRADIENT, YES, Support, cuda_supports, no
 
 SOURCE = Path(__file__).with_name("streamed.cu")
@@ -40,14 +40,10 @@ class StreamedArguments(ctypes.Structure):
     """The struct of `decode.cuh`. `tuning` 0 lets the kernel choose tiles."""
 
     _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in (
-            *("weight", "scale", "zero", "global_", "bias", "x", "y"),
-            *("partial", "arrived", "arranged"),
-        )
-    ] + [
-        (name, ctypes.c_int)
-        for name in ("M", "N", "K", "global_per_row", "bias_fp32", "y_fp32", "early", "tuning")
+        *fields(ctypes.c_void_p, "weight", "scale", "zero", "global_", "bias", "x", "y"),
+        *fields(ctypes.c_void_p, "partial", "arrived", "arranged"),
+        *fields(ctypes.c_int, "M", "N", "K", "global_per_row", "bias_fp32", "y_fp32"),
+        *fields(ctypes.c_int, "early", "tuning"),
     ]
 
 
@@ -111,9 +107,7 @@ def linear(
     device = x_MK.device
     library = _library(kind, torch.cuda.get_device_capability(device))
     partial, arrived, num_processors = _workspace(device)
-    x_MK = x_MK.contiguous()
-    if x_MK.data_ptr() % 16:
-        x_MK = x_MK.clone()
+    x_MK = aligned(x_MK)
     y_MN = torch.empty(x_MK.shape[0], num_out, dtype=out_dtype, device=device)
     weight = tensors["weight" if kind == "bf16" else "weight_packed"]
     scale, zero, global_ = (

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import after_others, block, early_start, jit, tl
+from lowroll.kernels.launch import after_others, block, contiguous_rows, early_start, jit, tl
 
 MULTIPROCESSORS = 132  # of an H100 or H200; tiles are chosen for them, whatever the device
 NARROW = 256  # columns of a narrow matrix, such as LoRA's down projection
@@ -51,7 +51,7 @@ def product(
         raise ValueError(f"tiled: expected one dtype, got {x_MK.dtype} and {w_NK.dtype}")
     if w_NK.shape[1] != K or bias_N is not None and bias_N.shape != (N,):
         raise ValueError(f"tiled: {[*x_MK.shape]} and {[*w_NK.shape]} do not fit")
-    x_MK, w_NK = (t if t.stride(1) == 1 else t.contiguous() for t in (x_MK, w_NK))
+    x_MK, w_NK = contiguous_rows(x_MK), contiguous_rows(w_NK)
     y_MN = torch.empty(M, N, dtype=dtype or x_MK.dtype, device=x_MK.device)
     if y_MN.numel() == 0:
         return y_MN

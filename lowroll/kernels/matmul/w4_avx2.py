@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import cxx
-from lowroll.kernels.build import pointer
+from lowroll.kernels.build import fields, pointer
 from lowroll.kernels.support import NO_GRADIENT, Support, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -33,21 +33,14 @@ LEAST = 1 << 18  # weights of a matrix
 
 class CpuMatmulArguments(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in (
-            *("codes", "scale", "zero", "global_", "bias"),
-            *("x", "y", "words", "steps"),
-        )
-    ] + [
-        (name, ctypes.c_int)
-        for name in ("M", "N", "K", "kind", "global_per_row", "integers", "threads")
+        *fields(ctypes.c_void_p, "codes", "scale", "zero", "global_", "bias"),
+        *fields(ctypes.c_void_p, "x", "y", "words", "steps"),
+        *fields(ctypes.c_int, "M", "N", "K", "kind", "global_per_row", "integers", "threads"),
     ]
 
 
 def supports_device(device: torch.device) -> Support:
-    if device.type != "cpu":
-        return cxx.NO_CPU
-    return cxx.supports(SOURCE, "4-bit weights are kept as floats")
+    return cxx.supports(SOURCE, device, "4-bit weights are kept as floats")
 
 
 def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
@@ -101,7 +94,6 @@ def linear(
         FORMATS[kind],
         global_ is not None and global_.numel() > 1,
         integers,
-        torch.get_num_threads(),
     )
     cxx.run(SOURCE, "avx2_linear", arguments)
     return y_MN.to(x_MK.dtype)

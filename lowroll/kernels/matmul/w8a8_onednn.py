@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lowroll.kernels.support import YES, Support, no
+from lowroll.kernels.support import NO_CPU, YES, Support, no
 
 Packed = tuple[Tensor, Tensor, Tensor]  # the weight in oneDNN's layout, its scales, zero points
 
@@ -73,7 +73,7 @@ def _multiply(shifted_MK: Tensor, packed: Packed, scale: float) -> Tensor:
 def supports_device(device: torch.device) -> Support:
     """Return whether oneDNN accumulates without saturating (without VNNI it adds pairs in 16 bits)."""
     if device.type != "cpu":
-        return no("runs on a CPU")
+        return NO_CPU
     codes_NK = torch.full((64, 256), -128, dtype=torch.int8)
     codes_NK[::2] = 127
     codes_MK = torch.full((2, 256), 127, dtype=torch.int8)

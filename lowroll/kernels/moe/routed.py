@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import nvcc
-from lowroll.kernels.launch import early
+from lowroll.kernels.build import fields
+from lowroll.kernels.launch import aligned, early
 from lowroll.kernels.matmul.streamed import FORMATS
 from lowroll.kernels.support import NO_CUDA, Support, cuda_supports, no
 
@@ -64,21 +65,9 @@ def shared_memory_supports(size: RoutedTiling, stack: Stack) -> bool:
 
 class RoutedArguments(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_void_p) for name in ("weight", "scale", "global_", "x", "y", "slot", "ends")
-    ] + [
-        (name, ctypes.c_int)
-        for name in (
-            "slots",
-            "experts",
-            "rows",
-            "K",
-            "choices",
-            "swiglu",
-            "to_slots",
-            "global_per_row",
-            "early",
-            "split",
-        )
+        *fields(ctypes.c_void_p, "weight", "scale", "global_", "x", "y", "slot", "ends"),
+        *fields(ctypes.c_int, "slots", "experts", "rows", "K", "choices", "swiglu", "to_slots"),
+        *fields(ctypes.c_int, "global_per_row", "early", "split"),
     ]
 
 
@@ -129,9 +118,7 @@ def multiply(
     slots = len(groups.slot_P)
     channels = stack.channels // 2 if swiglu else stack.channels
     tiling = tiles(slots, stack)
-    x = x.contiguous()
-    if x.data_ptr() % 16:
-        x = x.clone()
+    x = aligned(x)
     y = torch.empty((slots, channels), dtype=x.dtype, device=x.device)
     scale, global_ = stack.scale_N1, stack.global_scale
     assert scale is not None

@@ -10,36 +10,33 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lowroll.kernels import cxx
-from lowroll.kernels.build import pointer
-from lowroll.kernels.support import Support, no
+from lowroll.kernels.build import fields, pointer
+from lowroll.kernels.support import NO_GRADIENT, Support, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 LEAST = 512  # features of a row; shorter ones are quicker in torch
 
 
 class CpuQuantizeArguments(ctypes.Structure):
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
-        *((name, ctypes.c_void_p) for name in ("x", "rotated", "codes", "scale")),
-        *((name, ctypes.c_int) for name in ("M", "K", "width", "threads")),
+    _fields_ = [
+        *fields(ctypes.c_void_p, "x", "rotated", "codes", "scale"),
+        *fields(ctypes.c_int, "M", "K", "width", "threads"),
     ]
 
 
 def supports(x: Tensor) -> Support:
-    if x.device.type != "cpu":
-        return cxx.NO_CPU
     if x.dtype != torch.float32:
         return no("takes float32")
     if x.shape[-1] < LEAST:
         return no(f"takes rows of {LEAST} features or more")
     if torch.is_grad_enabled() and x.requires_grad:
-        return no("has no gradient")
-    return cxx.supports(SOURCE, "rows are rotated and rounded by torch")
+        return NO_GRADIENT
+    return cxx.supports(SOURCE, x.device, "rows are rotated and rounded by torch")
 
 
 def rotate(x: Tensor, width: int) -> Tensor:
@@ -64,11 +61,6 @@ def _run(
 ) -> None:
     """Call the kernel. Tensors that are None are not written."""
     num_in = x.shape[-1]
-    arguments = CpuQuantizeArguments(
-        *(pointer(t) for t in (x, rotated, codes, scale)),
-        x.numel() // num_in,
-        num_in,
-        width,
-        torch.get_num_threads(),
-    )
+    pointers = [pointer(t) for t in (x, rotated, codes, scale)]
+    arguments = CpuQuantizeArguments(*pointers, x.numel() // num_in, num_in, width)
     cxx.run(SOURCE, "avx2_rows", arguments)

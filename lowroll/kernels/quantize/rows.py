@@ -26,7 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports, warps
+from lowroll.kernels.launch import (
+    after_others,
+    block,
+    contiguous_rows,
+    early_start,
+    jit,
+    tl,
+    triton_supports,
+    warps,
+)
 from lowroll.kernels.quantize import avx2
 from lowroll.kernels.quantize.rotation import rotate, rotated, width
 
@@ -139,12 +148,11 @@ def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> QuantizedRows
 def parts(x: Tensor | Product) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return (sums, row, column, bias) as kernels take them; a tensor is its own sums."""
     if isinstance(x, Tensor):
-        return (x if x.stride(-1) == 1 else x.contiguous()), None, None, None
-    sums_MN = x.sums_MN if x.sums_MN.stride(-1) == 1 else x.sums_MN.contiguous()
+        return contiguous_rows(x), None, None, None
     row, column, bias = (
         None if t is None else t.contiguous() for t in (x.row_M1, x.column_N, x.bias_N)
     )
-    return sums_MN, row, column, bias
+    return contiguous_rows(x.sums_MN), row, column, bias
 
 
 def _plain(x_MK: Tensor, kind: str) -> QuantizedRows:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import jit, tl, triton_supports
+from lowroll.kernels.launch import aligned, jit, tl, triton_supports
 from lowroll.kernels.support import NO_CUDA, Support
 
 BLOCK, WARPS = 1024, 4
@@ -79,7 +79,7 @@ class Tensors:
 
         gradients: one a tensor, in order, all float32 or all of the copies' dtype, else ValueError.
         """
-        gradients = [_plain(gradient) for gradient in gradients]
+        gradients = [aligned(gradient) for gradient in gradients]
         if {g.dtype for g in gradients} not in ({torch.float32}, {self.low_dtype}):
             raise ValueError(
                 "gradients: expected all of them in float32, or all in the dtype of the copies"
@@ -131,13 +131,6 @@ class Tensors:
             num_warps=WARPS,
         )
         return moved.double().sum()
-
-
-def _plain(gradient: Tensor) -> Tensor:
-    """Return the gradient, copied if it is misaligned or strided."""
-    is_plain = gradient.is_contiguous() and gradient.data_ptr() % ALIGNMENT == 0
-    gradient = gradient if is_plain else gradient.clone(memory_format=torch.contiguous_format)
-    return gradient
 
 
 def _check(x: Tensor, dtype: torch.dtype) -> None:
