@@ -34,19 +34,25 @@ class Grid:
 
     def nearest(self, w_N: Tensor, column: int) -> Tensor:
         """Return the values nearest to a column's weights."""
-        group = column // self.size
-        zero_N = None if self.zero_NG is None else self.zero_NG[:, group]
-        return self._values(w_N, self.step_NG[:, group], zero_N)
+        group = slice(column // self.size, column // self.size + 1)
+        zero_N1 = None if self.zero_NG is None else self.zero_NG[:, group]
+        column_grid = Grid(self.step_NG[:, group], self.level, self.size, zero_N1)
+        return column_grid.nearest_groups(w_N[:, None, None]).flatten()
 
     def nearest_groups(self, w_NGS: Tensor) -> Tensor:
         """Return the values nearest to weights in groups (`groups.split`)."""
-        zero_NG1 = None if self.zero_NG is None else self.zero_NG[..., None]
-        return self._values(w_NGS, self.step_NG[..., None], zero_NG1)
+        return self.from_steps(self.level(self.in_steps(w_NGS)))
 
-    def _values(self, w: Tensor, step: Tensor, zero: Tensor | None) -> Tensor:
-        if zero is None:
-            return self.level(w / step) * step
-        return (self.level(w / step + zero) - zero) * step
+    def in_steps(self, w_NGS: Tensor) -> Tensor:
+        """Return weights in steps, from the zero point on: w / step + zero."""
+        w_NGS = w_NGS / self.step_NG[..., None]
+        return w_NGS if self.zero_NG is None else w_NGS + self.zero_NG[..., None]
+
+    def from_steps(self, level_NGS: Tensor) -> Tensor:
+        """Return the values of levels, the inverse of `in_steps`."""
+        if self.zero_NG is not None:
+            level_NGS = level_NGS - self.zero_NG[..., None]
+        return level_NGS * self.step_NG[..., None]
 
 
 class Gridded(Format):

@@ -12,11 +12,17 @@ Legend: N out features, K in features, G groups of a row, S weights of a group, 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lowroll.kernels.launch import triton_supports
+from lowroll.kernels.matmul import w4a16
+from lowroll.quant.formats import QTensor, WeightOnly
+from lowroll.quant.grid import Grid, Gridded
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_LEVELS = (*E2M1, *(-level for level in E2M1))  # by code
@@ -73,3 +79,55 @@ def _byte_levels(levels: tuple[float, ...], first_high: bool, device: torch.devi
     byte, table = torch.arange(256), torch.tensor(levels)
     low, high = table[byte & 15], table[byte >> 4]
     return torch.stack((high, low) if first_high else (low, high), dim=-1).to(device)
+
+
+class Packed4(Gridded):
+    """A format of 4-bit codes in groups, stored as `weight_packed`."""
+
+    group: int
+
+    @abstractmethod
+    def pack(self, x_NK: Tensor) -> Tensor:
+        """Return the stored codes of the levels nearest to numbers in steps."""
+
+    @abstractmethod
+    def unpack(self, packed: Tensor, num_in: int) -> Tensor:
+        """Return the levels of stored codes: float32 [N, K]."""
+
+    @abstractmethod
+    def encode_by_kernel(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
+        """Compute `encode_into` where Triton runs."""
+
+    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
+        grid = self.grid(scales, (w_NK.shape[0], w_NK.shape[1]))
+        x_NGS = grid.in_steps(split(w_NK, self.group))
+        return {"weight_packed": self.pack(join(x_NGS, w_NK.shape[1]))}
+
+    def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
+        if triton_supports(w_NK):
+            self.encode_by_kernel(w_NK, amax_1, tensors)
+        else:
+            super().encode_into(w_NK, amax_1, tensors)
+
+    def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
+            return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
+        level_NGS = split(self.unpack(q.tensors["weight_packed"], q.shape[1]), self.group)
+        return join(self.grid(q.tensors, q.shape).from_steps(level_NGS), q.shape[1]).to(dtype)
+
+
+class PackedE2M1(Packed4, WeightOnly):
+    """A format of e2m1 codes, two a byte, the first in the low half."""
+
+    @abstractmethod
+    def steps(self, scales: dict[str, Tensor]) -> Tensor:
+        """Return the factor of each group's levels: float32 [N, G]."""
+
+    def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
+        return Grid(self.steps(scales), nearest_e2m1, self.group)
+
+    def pack(self, x_NK: Tensor) -> Tensor:
+        return pack(encode_e2m1(x_NK))
+
+    def unpack(self, packed: Tensor, num_in: int) -> Tensor:
+        return unpack(packed, E2M1_LEVELS, num_in)

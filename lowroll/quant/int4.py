@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.matmul import w4_avx2, w4a16
+from lowroll.kernels.matmul import w4_avx2
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.quant.formats import (
@@ -34,8 +33,8 @@ from lowroll.quant.formats import (
     multiplicand,
     nonzero,
 )
-from lowroll.quant.grid import Grid, Gridded, Stretch
-from lowroll.quant.groups import join, pack, split, unpack
+from lowroll.quant.grid import Grid, Stretch
+from lowroll.quant.groups import Packed4, pack, split, unpack
 from lowroll.quant.int8 import KIND as ROWS
 from lowroll.quant.scheme import INT8_TOKENS, Header, Scheme, arguments
 from lowroll.quant.table import EIGHT_BITS
@@ -57,12 +56,18 @@ def unpack_words(words: Tensor, num_in: int) -> Tensor:
     return unpack(_row_major(words).view(torch.uint8), LEVELS, num_in)
 
 
-class Words(Gridded):
+class Words(Packed4):
     """The base of the int4 formats in words. Files hold the matrix's shape in `weight_shape`."""
 
     group = GROUP
     fallback = EIGHT_BITS
     whole_groups = True
+
+    def pack(self, x_NK: Tensor) -> Tensor:
+        return pack_words(_round_to_code(x_NK))
+
+    def unpack(self, packed: Tensor, num_in: int) -> Tensor:
+        return unpack_words(packed, num_in)
 
     def headers_beside(self) -> dict[str, Header]:
         return {"weight_shape": ((2,), ("I64", "I32"))}
@@ -88,23 +93,11 @@ class Symmetric(Words):
         amax_NG = split(w_NK, GROUP).abs().amax(dim=-1) * stretch_NG
         return {"weight_scale": nonzero(divide(amax_NG, 7.5))}
 
-    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
-        q_NGS = _round_to_code(split(w_NK, GROUP) / scales["weight_scale"][..., None])
-        return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1]))}
-
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
         return Grid(scales["weight_scale"], _round_to_code, GROUP)
 
-    def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not triton_supports(w_NK):
-            return super().encode_into(w_NK, amax_1, tensors)
+    def encode_by_kernel(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         quantize4(w_NK, self.kernel, GROUP, tensors["weight_packed"], tensors["weight_scale"])
-
-    def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
-        if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
-            return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
-        q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
-        return join(q_NGS * q.tensors["weight_scale"][..., None], q.shape[1]).to(dtype)
 
 
 class Int4(Symmetric, WeightOnly):
@@ -134,34 +127,16 @@ class Int4Asymmetric(Words, WeightOnly):
         zero_NG = torch.round((-8 - low_NG / scale_NG).clamp(-8, 7))
         return {"weight_scale": scale_NG, "weight_zero_point": pack_zeros(zero_NG)}
 
-    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
-        zero_NG = unpack_zeros(scales["weight_zero_point"], w_NK.shape[0])
-        q_NGS = _round_to_code(
-            split(w_NK, GROUP) / scales["weight_scale"][..., None] + zero_NG[..., None]
-        )
-        return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1]))}
-
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
         zero_NG = unpack_zeros(scales["weight_zero_point"], shape[0])
         return Grid(scales["weight_scale"], _round_to_code, GROUP, zero_NG)
 
-    def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not triton_supports(w_NK):
-            return super().encode_into(w_NK, amax_1, tensors)
+    def encode_by_kernel(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         zero_NG = quantize4(
             w_NK, self.kernel, GROUP, tensors["weight_packed"], tensors["weight_scale"]
         )
         assert zero_NG is not None
         tensors["weight_zero_point"].copy_(pack_zeros(zero_NG))
-
-    def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
-        if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
-            return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
-        zero_NG = unpack_zeros(q.tensors["weight_zero_point"], q.shape[0])
-        q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
-        return join(
-            (q_NGS - zero_NG[..., None]) * q.tensors["weight_scale"][..., None], q.shape[1]
-        ).to(dtype)
 
     def pitch(self, name: str, num_in: int) -> Fraction:
         return Fraction(1, 8) if name == "weight_zero_point" else Fraction(1)

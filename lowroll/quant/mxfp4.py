@@ -18,12 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.matmul import w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
-from lowroll.quant.formats import QTensor, WeightOnly
-from lowroll.quant.grid import Grid, Gridded, Stretch
-from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, nearest_e2m1, pack, split, unpack
+from lowroll.quant.grid import Stretch
+from lowroll.quant.groups import PackedE2M1, split
 from lowroll.quant.scheme import Scheme, arguments
 
 BLOCK = 32
@@ -31,7 +28,7 @@ BLOCK = 32
 QUARTER_OCTAVE = 1 << 21
 
 
-class MXFloat4(Gridded, WeightOnly):
+class MXFloat4(PackedE2M1):
     name = "mxfp4"
     summary = "W4A16, e2m1 in blocks of 32 with powers of two as scales, rounded EVEN"
     bits = 4.25
@@ -51,26 +48,11 @@ class MXFloat4(Gridded, WeightOnly):
         exponent_NG = ((bits_NG + self.bump >> 23) - 2).clamp(0, 254).to(torch.uint8)
         return {"weight_scale": exponent_NG}
 
-    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
-        step_NG1 = power_of_two(scales["weight_scale"])[..., None]
-        codes_NGS = encode_e2m1(split(w_NK, BLOCK) / step_NG1)
-        return {"weight_packed": pack(join(codes_NGS, w_NK.shape[1]))}
+    def steps(self, scales: dict[str, Tensor]) -> Tensor:
+        return power_of_two(scales["weight_scale"])
 
-    def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
-        return Grid(power_of_two(scales["weight_scale"]), nearest_e2m1, BLOCK)
-
-    def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not triton_supports(w_NK):
-            return super().encode_into(w_NK, amax_1, tensors)
+    def encode_by_kernel(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         quantize4(w_NK, self.name, BLOCK, tensors["weight_packed"], tensors["weight_scale"])
-
-    def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
-        if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
-            return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
-        values_NGS = split(unpack(q.tensors["weight_packed"], E2M1_LEVELS, q.shape[1]), BLOCK)
-        return join(values_NGS * power_of_two(q.tensors["weight_scale"])[..., None], q.shape[1]).to(
-            dtype
-        )
 
     def finite(self, name: str, tensor: Tensor) -> bool:
         if name == "weight_scale":  # e8m0's NaN

@@ -20,19 +20,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.matmul import w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
-from lowroll.quant.formats import QTensor, WeightOnly, divide
+from lowroll.quant.formats import divide
 from lowroll.quant.fp8 import MAX, to_e4m3
-from lowroll.quant.grid import Grid, Gridded, Stretch
-from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, nearest_e2m1, pack, split, unpack
+from lowroll.quant.grid import Stretch
+from lowroll.quant.groups import PackedE2M1, split
 from lowroll.quant.scheme import Scheme, arguments
 
 BLOCK = 16
 
 
-class NVFloat4(Gridded, WeightOnly):
+class NVFloat4(PackedE2M1):
     name = "nvfp4"
     summary = "W4A16, e2m1 in blocks of 16 with e4m3 scales, a global scale a matrix"
     bits = 4.5
@@ -54,38 +52,18 @@ class NVFloat4(Gridded, WeightOnly):
         scale_NG = torch.where(scale_NG.float() > 0, scale_NG.float(), 0.125).to(scale_NG.dtype)
         return {"weight_scale": scale_NG, "weight_global_scale": global_1}
 
-    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
-        step_NG1 = _block_steps(scales["weight_scale"], scales["weight_global_scale"])
-        codes_NGS = encode_e2m1(split(w_NK, BLOCK) / step_NG1)
-        return {"weight_packed": pack(join(codes_NGS, w_NK.shape[1]))}
+    def steps(self, scales: dict[str, Tensor]) -> Tensor:
+        return scales["weight_scale"].float() / scales["weight_global_scale"][:, None]
 
-    def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
-        step_NG1 = _block_steps(scales["weight_scale"], scales["weight_global_scale"])
-        return Grid(step_NG1[..., 0], nearest_e2m1, BLOCK)
-
-    def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not triton_supports(w_NK):
-            return super().encode_into(w_NK, amax_1, tensors)
+    def encode_by_kernel(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         global_1 = _global_scale(amax_1)
         quantize4(
             w_NK, self.name, BLOCK, tensors["weight_packed"], tensors["weight_scale"], global_1
         )
         tensors["weight_global_scale"].copy_(global_1)
 
-    def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
-        if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
-            return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
-        values_NGS = split(unpack(q.tensors["weight_packed"], E2M1_LEVELS, q.shape[1]), BLOCK)
-        step_NG1 = _block_steps(q.tensors["weight_scale"], q.tensors["weight_global_scale"])
-        return join(values_NGS * step_NG1, q.shape[1]).to(dtype)
-
 
 def _global_scale(amax_1: Tensor) -> Tensor:
     """Return the multiplier of a matrix with this largest magnitude."""
     global_1 = 6 * MAX / amax_1
     return torch.where(global_1.isfinite(), global_1, torch.ones_like(global_1))
-
-
-def _block_steps(scale_NG: Tensor, global_1: Tensor) -> Tensor:
-    """Return the factor of each block's codes: float32 [N, G, 1]."""
-    return (scale_NG.float() / global_1[:, None])[..., None]
