@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch import Tensor
 
 
 class Support(int):
@@ -33,6 +34,13 @@ NO_CUDA = no("needs a CUDA device")
 NO_CPU = no("runs on a CPU")
 NO_TRITON = no("Triton is not installed")
 NO_GRADIENT = no("has no gradient")
+
+
+def needs_gradient(*inputs: object) -> bool:
+    """Return whether a gradient is recorded for one of the inputs."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in inputs
+    )
 
 
 def cuda_supports(

@@ -37,15 +37,15 @@ class BlockFormat(WeightOnly):
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NGS = split(w_NK, GROUP)
-        float16_grid = [None if t is None else _to_float16(t) for t in self.grid(w_NGS)]
-        scale_NG, low_NG = float16_grid
-        assert scale_NG is not None
-        step_NG = scale_NG.float()
+        scale_NG, low_NG = self.grid(w_NGS)
+        stored = {"scale": _to_float16(scale_NG)}
+        if low_NG is not None:
+            stored["low"] = _to_float16(low_NG)
+            w_NGS = w_NGS - stored["low"].float()[..., None]
+        step_NG = stored["scale"].float()
         step_NG = torch.where(step_NG == 0, torch.ones_like(step_NG), step_NG)  # all codes alike
-        shifted_NGS = w_NGS if low_NG is None else w_NGS - low_NG.float()[..., None]
-        q_NK = join(torch.round(shifted_NGS / step_NG[..., None]), w_NK.shape[1])
-        low_entry = {} if low_NG is None else {"low": low_NG}
-        return {"codes": self.pack(q_NK), "scale": scale_NG, **low_entry}
+        q_NK = join(torch.round(w_NGS / step_NG[..., None]), w_NK.shape[1])
+        return {"codes": self.pack(q_NK), **stored}
 
     def pack(self, q_NK: Tensor) -> Tensor:
         """Pack codes for storage; they are whole numbers that may lie beyond the grid."""

@@ -56,13 +56,15 @@ class Budget:
 
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
-        parts = [
-            f"{key}={value:.12g}"
-            for key, value in (("max_kl", self.max_kl), ("max_bits", self.max_bits))
-            if value is not None
-        ]
-        parts += [] if self.max_bytes is None else [f"max_bytes={self.max_bytes}"]
-        parts += [f"formats={'+'.join(self.formats)}"] if self.formats else []
+        parts = []
+        if self.max_kl is not None:
+            parts.append(f"max_kl={self.max_kl:.12g}")
+        if self.max_bits is not None:
+            parts.append(f"max_bits={self.max_bits:.12g}")
+        if self.max_bytes is not None:
+            parts.append(f"max_bytes={self.max_bytes}")
+        if self.formats:
+            parts.append(f"formats={'+'.join(self.formats)}")
         return ",".join(parts)
 
 

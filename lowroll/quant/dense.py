@@ -52,15 +52,11 @@ class Dense(Format):
             return ordered.product(x, w_NK, bias_N).to(x_MK.dtype)
         if gemv.supports(x, w_NK):
             return gemv.linear(x, w_NK, bias_N).to(x_MK.dtype)
-        if (
-            w_NK.numel() < PACK_FROM
-            or x.requires_grad
-            or w_NK.device.type != "cpu"
-            or not packs(self.dtype)
-        ):
-            return F.linear(x, w_NK, bias_N).to(x_MK.dtype)
-        packed = q.derive("onednn", lambda q: _pack_weight(q.tensors["weight"]))
-        return _packed_linear(x, packed, bias_N).to(x_MK.dtype)
+        is_large = w_NK.device.type == "cpu" and w_NK.numel() >= PACK_FROM
+        if is_large and not x.requires_grad and packs(self.dtype):
+            packed = q.derive("onednn", lambda q: _pack_weight(q.tensors["weight"]))
+            return _packed_linear(x, packed, bias_N).to(x_MK.dtype)
+        return F.linear(x, w_NK, bias_N).to(x_MK.dtype)
 
 
 class Float32(Dense):

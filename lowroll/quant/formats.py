@@ -115,14 +115,12 @@ class QTensor:
                 f"cannot copy a {other.format} tensor of shape {list(other.shape)} into a "
                 f"{self.format} one of shape {list(self.shape)}"
             )
-        shapes = {name: tensor.shape for name, tensor in other.tensors.items()}
-        mismatched = [name for name, tensor in self.tensors.items() if tensor.shape != shapes[name]]
-        if mismatched:
-            raise ValueError(
-                f"cannot copy a {other.format} tensor with {mismatched[0]} "
-                f"{list(other.tensors[mismatched[0]].shape)} into one with "
-                f"{list(self.tensors[mismatched[0]].shape)}"
-            )
+        for name, tensor in self.tensors.items():
+            if tensor.shape != other.tensors[name].shape:
+                raise ValueError(
+                    f"cannot copy a {other.format} tensor with {name} "
+                    f"{list(other.tensors[name].shape)} into one with {list(tensor.shape)}"
+                )
         for name, tensor in self.tensors.items():
             tensor.copy_(other.tensors[name])
         self.renew()
@@ -158,14 +156,15 @@ class QTensor:
         return QTensor(format, self.shape, self.tensors)
 
     def to(self, device: torch.device | str) -> QTensor:
-        return QTensor(
-            self.format, self.shape, {name: t.to(device) for name, t in self.tensors.items()}
-        )
+        return self._with_each(lambda t: t.to(device))
 
     def clone(self) -> QTensor:
-        return QTensor(
-            self.format, self.shape, {name: t.clone() for name, t in self.tensors.items()}
-        )
+        return self._with_each(Tensor.clone)
+
+    def _with_each(self, change: Callable[[Tensor], Tensor]) -> QTensor:
+        """Return a QTensor of the changed storages."""
+        changed = {name: change(tensor) for name, tensor in self.tensors.items()}
+        return QTensor(self.format, self.shape, changed)
 
     @property
     def nbytes(self) -> int:
@@ -343,9 +342,9 @@ class Format(ABC):
         parts = [QTensor(self.name, (size, q.shape[1]), {}) for size in rows]
         for name, tensor in q.tensors.items():
             edges = self._edges(name, q.shape[1], rows)
+            is_shared = name in self.once and tensor.shape[0] == 1
             for part, (start, stop) in zip(parts, pairwise(edges), strict=True):
-                shared = name in self.once and tensor.shape[0] == 1
-                part.tensors[name] = tensor if shared else self._once(name, tensor[start:stop])
+                part.tensors[name] = tensor if is_shared else self._once(name, tensor[start:stop])
         return parts
 
     def stack(self, parts: Sequence[QTensor]) -> QTensor:
@@ -404,8 +403,8 @@ class WeightOnly(Format):
         self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Tensor:
         has_many_rows = x_MK.is_cuda and x_MK.shape[0] > dense_from(q.shape)
-        has_dense_copy = has_many_rows and f"dense {x_MK.dtype}" in q.packed
-        if not has_dense_copy and not exact and w4a16.supports(self.kernel, x_MK, q.shape):
+        uses_dense_copy = has_many_rows and f"dense {x_MK.dtype}" in q.packed
+        if not exact and not uses_dense_copy and w4a16.supports(self.kernel, x_MK, q.shape):
             return w4a16.linear(self.kernel, q.tensors, x_MK, q.shape, bias_N)
         if w4_avx2.supports(self.kernel, x_MK, q.shape):
             return w4_avx2.linear(self.kernel, q.tensors, x_MK, q.shape[0], bias_N)

@@ -76,9 +76,9 @@ class Float8(Gridded):
     )
 
     def slower_than_float32(self, device: torch.device) -> str:
-        return (
-            _slow_reason(device) if device.type == "cpu" or not scaled_mm_supports(device) else ""
-        )
+        if device.type != "cpu" and scaled_mm_supports(device):
+            return ""
+        return _slow_reason(device)
 
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
         amax_N1 = w_NK.float().abs().amax(dim=-1, keepdim=True) * stretch_NG
@@ -111,22 +111,16 @@ class Float8(Gridded):
     def product(
         self, rows: QuantizedRows, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Product:
-        codes_NK, is_cuda = q.tensors["weight"], rows.codes_MK.is_cuda
-        if is_cuda and not exact:
-            return multiply(rows, codes_NK, q.tensors["weight_scale"], bias_N)
-        if is_cuda:  # bfloat16 holds every code
+        codes_NK, scale_N1 = q.tensors["weight"], q.tensors["weight_scale"]
+        if not rows.codes_MK.is_cuda:
+            values_NK = q.derive("codes", lambda q: q.tensors["weight"].float())
+            sums_MN = float_product(rows.codes_MK.float(), values_NK, None, exact)
+        elif exact:  # bfloat16 holds every code
             operands = rows.codes_MK.bfloat16(), codes_NK.bfloat16()
             sums_MN = ordered.product(*operands, dtype=torch.float32)
         else:
-            values_NK = q.derive("codes", lambda q: q.tensors["weight"].float())
-            sums_MN = float_product(rows.codes_MK.float(), values_NK, None, exact)
-        return Product(
-            sums_MN,
-            rows.scale_M1,
-            q.tensors["weight_scale"],
-            bias_N,
-            rows.dtype,
-        )
+            return multiply(rows, codes_NK, scale_N1, bias_N)
+        return Product(sums_MN, rows.scale_M1, scale_N1, bias_N, rows.dtype)
 
 
 def gradient(grad_MN: Tensor, transposed: QTensor) -> Tensor:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.matmul import w8a8_float32 as in_parts
-from lowroll.kernels.matmul import w8a8_onednn
+from lowroll.kernels.matmul import w8a8_float32, w8a8_onednn
 from lowroll.kernels.matmul.w8a8 import multiply
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
@@ -79,8 +78,8 @@ class Int8(Gridded):
             packed = q.derive("onednn", pack)
             sums_MN = w8a8_onednn.multiply(rows.codes_MK, packed)
         elif rows.codes_MK.device.type == "cpu":
-            weight = q.derive("values", lambda q: in_parts.split(q.tensors["codes"]))
-            sums_MN = in_parts.multiply(rows.codes_MK, weight) * q.tensors["scale"].flatten()
+            parts = q.derive("values", lambda q: w8a8_float32.split(q.tensors["codes"]))
+            sums_MN = w8a8_float32.multiply(rows.codes_MK, parts) * q.tensors["scale"].flatten()
         else:
             return multiply(rows, q.tensors["codes"], q.tensors["scale"], bias_N)
         return Product(sums_MN, rows.scale_M1, None, bias_N, rows.dtype)

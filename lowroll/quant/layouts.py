@@ -29,7 +29,7 @@ columns.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,10 +79,10 @@ class StoredLayout:
         form = get_format(self.format)
         tensors = form.encode(torch.empty(shape, device="meta"))
         stored_headers: dict[str, Header] = {}
-        for name, tensor in tensors.items():
-            if (suffix := self._suffix(name)) is not None:
-                dtypes = FLOATS if tensor.dtype == torch.float32 else (_DTYPES[tensor.dtype],)
-                stored_headers[suffix] = (tuple(tensor.shape), dtypes)
+        for name, suffix in self._suffixes(tensors).items():
+            tensor = tensors[name]
+            dtypes = FLOATS if tensor.dtype == torch.float32 else (_DTYPES[tensor.dtype],)
+            stored_headers[suffix] = (tuple(tensor.shape), dtypes)
         if self.unpacked:
             return stored_headers | {"weight": (shape, ("I8",))}
         return stored_headers | form.headers_beside()
@@ -97,26 +97,26 @@ class StoredLayout:
             if int(stored["weight"].min()) < -8 or int(stored["weight"].max()) > 7:
                 raise ValueError("weight: holds codes outside of -8..7")
             stored = {**stored, "weight": pack_words(stored["weight"])}
-        for name, expected in expected_tensors.items():
-            if (suffix := self._suffix(name)) is not None:
-                tensors[name] = stored[suffix].to(expected.dtype).contiguous()
-                _check_values(suffix, name, tensors[name], form)
+        for name, suffix in self._suffixes(expected_tensors).items():
+            tensors[name] = stored[suffix].to(expected_tensors[name].dtype).contiguous()
+            _check_values(suffix, name, tensors[name], form)
         return QTensor(self.format, shape, tensors | form.read_beside(shape, stored))
 
     def encode(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return a matrix's tensors in a file, by suffix. dtype: the model's, which bitsandbytes
         dequantizes to."""
-        stored = {
-            suffix: t.contiguous()
-            for name, t in q.tensors.items()
-            if (suffix := self._suffix(name)) is not None
-        }
+        suffixes = self._suffixes(q.tensors)
+        stored = {suffix: q.tensors[name].contiguous() for name, suffix in suffixes.items()}
         return stored | get_format(self.format).write_beside(q, dtype)
 
-    def _suffix(self, name: str) -> str | None:
-        """Return the name of a stored tensor in this folder's files; None if files have none."""
-        suffix = get_format(self.format).suffixes.get(name, name)
-        return None if suffix is None else self.renamed.get(suffix, suffix)
+    def _suffixes(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the suffix in this folder's files of each stored tensor that they hold."""
+        suffixes: dict[str, str] = {}
+        for name in names:
+            suffix = get_format(self.format).suffixes.get(name, name)
+            if suffix is not None:
+                suffixes[name] = self.renamed.get(suffix, suffix)
+        return suffixes
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,12 @@ class MixedLayout:
     @property
     def rotating(self) -> list[str]:
         """The modules whose format rotates what it rounds, and those declared as rotated."""
-        schemes = {name: get_format(layout.format).scheme for name, layout in self.named.items()}
-        rotates = (name for name, scheme in schemes.items() if scheme and scheme.rotated)
-        return [*rotates, *(self.rotated.keys() - schemes.keys())]
+        rotating = [name for name in self.rotated if name not in self.named]
+        for name, layout in self.named.items():
+            scheme = get_format(layout.format).scheme
+            if scheme is not None and scheme.rotated:
+                rotating.append(name)
+        return rotating
 
 
 class ExpertsInMXFloat4(MixedLayout):
@@ -203,7 +206,7 @@ def describe(
     if form.scheme is None:
         raise ValueError(f"{format}: no other tool has a layout for it, so no folder can hold it")
     group = _describe_group(format, ["Linear"])
-    rotated = columns or {} if form.scheme.rotated else {}
+    rotated = columns if form.scheme.rotated and columns is not None else {}
     ignored = [rf"re:.*\.{re.escape(module)}$" for module in dense]
     return _describe_groups([group], ignored, rotated)
 
@@ -212,20 +215,17 @@ def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) ->
     """Return the `quantization_config` of a folder with several formats. modules: the file names of
     each format's modules. columns: as for `describe`. ValueError for a format that cannot be
     mixed."""
-    dense = [
-        name for format, names in modules.items() if get_format(format).dense for name in names
-    ]
-    groups = [
-        _describe_group(format, names)
-        for format, names in modules.items()
-        if not get_format(format).dense
-    ]
-    schemes = {format: get_format(format).scheme for format in modules}
-    rotated = {
-        name: columns[name.rpartition(".")[2]]
-        for format, scheme in schemes.items()
-        for name in (modules[format] if scheme is not None and scheme.rotated else ())
-    }
+    dense: list[str] = []
+    groups: list[dict[str, Any]] = []
+    rotated: dict[str, int] = {}
+    for format, names in modules.items():
+        form = get_format(format)
+        if form.dense:
+            dense += names
+            continue
+        groups.append(_describe_group(format, names))
+        if form.scheme is not None and form.scheme.rotated:
+            rotated |= {name: columns[name.rpartition(".")[2]] for name in names}
     return _describe_groups(groups, dense, rotated)
 
 
@@ -275,24 +275,33 @@ def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str
     has any."""
     form = get_format(format)
     if isinstance(form, Mixed):
-        names = sorted(set(form.assignment.values()))
-        reasons = [unread_by_transformers(name, columns, experts) for name in names]
-        if len([name for name in names if not get_format(name).dense]) > 1:
-            reasons.append(
-                "transformers reads this folder as its tools run it, and not with dequantize=True, "
-                "which takes the first group's format for all layers"
+        return _mixture_unread_by_transformers(form, columns, experts)
+    if form.whole_groups and form.group is not None:
+        uneven_columns = sorted(count for count in columns if count % form.group)
+        if uneven_columns:
+            return (
+                f"transformers cannot load this folder: it wants whole blocks of {form.group} "
+                f"columns in {format}, and matrices here have "
+                f"{', '.join(map(str, uneven_columns))}"
             )
-        return next(filter(None, reasons), None)
-    block = form.group if form.whole_groups and form.group is not None else 1
-    uneven_columns = sorted(count for count in columns if count % block)
-    if uneven_columns:
-        return (
-            f"transformers cannot load this folder: it wants whole blocks of {block} columns in "
-            f"{format}, and matrices here have {', '.join(map(str, uneven_columns))}"
-        )
     if experts and not form.read_experts:
         return f"transformers cannot use this folder: it does not read experts in {format}"
     return form.unread or None
+
+
+def _mixture_unread_by_transformers(mixture: Mixed, columns: set[int], experts: bool) -> str | None:
+    """Compute `unread_by_transformers` for a mixture."""
+    names = sorted(set(mixture.assignment.values()))
+    for name in names:
+        reason = unread_by_transformers(name, columns, experts)
+        if reason is not None:
+            return reason
+    if sum(not get_format(name).dense for name in names) <= 1:
+        return None
+    return (
+        "transformers reads this folder as its tools run it, and not with dequantize=True, "
+        "which takes the first group's format for all layers"
+    )
 
 
 def _schemes_by_format() -> dict[str, Scheme]:
@@ -310,15 +319,10 @@ def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayo
     modules are quantized."""
     if config.get("kv_cache_scheme"):
         raise ValueError(f"kv_cache_scheme: is not supported{_ADVICE}")
-    rotated: dict[str, int] = {}
-    if transform_config := config.get(transforms.KEY):
-        try:
-            rotated = transforms.read(transform_config)
-        except ValueError as error:
-            raise ValueError(f"{error}{_ADVICE}") from None
     sparsity = config.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
         raise ValueError(f"sparsity_config: sparse weights are not supported{_ADVICE}")
+    rotated = _read_rotations(config)
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"config_groups: expected a group of layers, got {groups!r}{_ADVICE}")
@@ -333,13 +337,32 @@ def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayo
     all_equal = all(other == first_layout for other in layouts.values())
     if all_equal and not any(name.endswith(LINEARS) for name in ignored):
         return first_layout
-    named: dict[str, StoredLayout] = {}
-    rest = None
+    named = _layouts_by_target(groups, layouts)
+    rest = named.pop("Linear", None)
+    return MixedLayout(named, rest, frozenset(ignored), rotated)
+
+
+def _read_rotations(config: dict[str, Any]) -> dict[str, int]:
+    """Return the width of the rotation blocks by kind of matrix or by module."""
+    transform_config = config.get(transforms.KEY)
+    if not transform_config:
+        return {}
+    try:
+        return transforms.read(transform_config)
+    except ValueError as error:
+        raise ValueError(f"{error}{_ADVICE}") from None
+
+
+def _layouts_by_target(
+    groups: dict[str, Any], layouts: dict[str, StoredLayout]
+) -> dict[str, StoredLayout]:
+    """Return the layout of each target of several groups: a module's name, or "Linear". ValueError
+    for a pattern, or a target that stands twice."""
+    by_target: dict[str, StoredLayout] = {}
     for key, layout in layouts.items():
         where = f"config_groups.{key}.targets"
         for target in _check_names(where, groups[key].get("targets")):
-            is_duplicate = target in named or (target == "Linear" and rest is not None)
-            if target.startswith("re:") or is_duplicate:
+            if target.startswith("re:") or target in by_target:
                 raise ValueError(
                     f"{where}: {target!r}: of several formats each names its modules, once{_ADVICE}"
                 )
@@ -347,11 +370,8 @@ def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayo
                 raise ValueError(
                     f"{where}: 'Linear': rotated layers beside others are named{_ADVICE}"
                 )
-            if target == "Linear":
-                rest = layout
-            else:
-                named[target] = layout
-    return MixedLayout(named, rest, frozenset(ignored), rotated)
+            by_target[target] = layout
+    return by_target
 
 
 def _rotated_in(group: Any, rotated: dict[str, int]) -> dict[str, int]:
@@ -422,13 +442,8 @@ def _normalize_arguments(where: str, args: Any) -> dict[str, Any] | None:
             f"{where}.actorder: {args['actorder']!r} reorders columns, which is not "
             f"supported{_ADVICE}"
         )
-    group_size = args.get("group_size")
+    strategy = args.get("strategy") or _default_strategy(args.get("group_size"))
     block_structure = args.get("block_structure")
-    strategy = args.get("strategy")
-    if not strategy and group_size == -1:
-        strategy = "channel"
-    elif not strategy:
-        strategy = "group" if group_size else "tensor"
     if isinstance(block_structure, str) and all(
         part.isdigit() for part in block_structure.split("x")
     ):
@@ -439,9 +454,16 @@ def _normalize_arguments(where: str, args: Any) -> dict[str, Any] | None:
         "strategy": strategy,
         "symmetric": args.get("symmetric", True),
         "dynamic": args.get("dynamic", False),
-        "group_size": group_size if "group" in strategy else None,
+        "group_size": args.get("group_size") if "group" in strategy else None,
         "block_structure": block_structure,
     }
+
+
+def _default_strategy(group_size: int | None) -> str:
+    """Return the strategy of arguments that name none."""
+    if group_size == -1:
+        return "channel"
+    return "group" if group_size else "tensor"
 
 
 def _describe_arguments(args: dict[str, Any] | None) -> str:

@@ -83,9 +83,8 @@ class NormalFloat4(Gridded, WeightOnly):
 
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
         blocks_BS = _split_blocks(w_NK.float().reshape(-1), BLOCK)
-        return _encode_blocks(
-            _normalize_blocks(blocks_BS, self.decode_absmax(scales)), w_NK.numel()
-        )
+        scaled_BS = _normalize_blocks(blocks_BS, self.decode_absmax(scales))
+        return _encode_blocks(scaled_BS, w_NK.numel())
 
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
         if shape[1] % BLOCK:
@@ -102,15 +101,16 @@ class NormalFloat4(Gridded, WeightOnly):
         absmax_B = self.decode_absmax(q.tensors)
         values_L = unpack(q.tensors["weight"].t(), LEVELS, q.shape[0] * q.shape[1], first_high=True)
         blocks_BS = F.pad(values_L, (0, -values_L.shape[1] % BLOCK)).view(-1, BLOCK)
-        return (
-            (blocks_BS * absmax_B[:, None]).flatten()[: values_L.shape[1]].view(q.shape).to(dtype)
-        )
+        w_L = (blocks_BS * absmax_B[:, None]).flatten()[: values_L.shape[1]]
+        return w_L.view(q.shape).to(dtype)
 
     def decode_absmax(self, tensors: dict[str, Tensor]) -> Tensor:
         return tensors["absmax"]
 
     def pitch(self, name: str, num_in: int) -> Fraction:
-        return Fraction(num_in, {"weight": 2, "absmax": BLOCK}.get(name, BLOCK * NESTED_BLOCK))
+        if name == "weight":
+            return Fraction(num_in, 2)
+        return Fraction(num_in, BLOCK if name == "absmax" else BLOCK * NESTED_BLOCK)
 
     def levels(self) -> dict[str, tuple[float, ...]]:
         """Return the levels that a file holds, by suffix."""
@@ -148,19 +148,7 @@ class NormalFloat4(Gridded, WeightOnly):
         return {}
 
     def read_beside(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        expected = self.state(shape)
-        try:
-            state = _bytes_to_json(stored[STATE])
-            mismatched = [key for key, value in expected.items() if state.get(key) != value]
-            offset = float(state.get("nested_offset", 0.0))
-        except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{STATE}: not the JSON of a quantization state ({error})") from None
-        if mismatched:
-            raise ValueError(
-                f"{STATE}: {mismatched[0]} is {state.get(mismatched[0])!r} instead of {expected[mismatched[0]]!r}"
-            )
-        if not math.isfinite(offset):
-            raise ValueError(f"{STATE}: nested_offset is {offset}")
+        offset = self._read_state(shape, stored[STATE])
         for suffix, levels in self.levels().items():
             levels_match = torch.allclose(
                 stored[suffix].cpu(), torch.tensor(levels), rtol=0, atol=1e-6
@@ -168,6 +156,23 @@ class NormalFloat4(Gridded, WeightOnly):
             if not levels_match:
                 raise ValueError(f"{suffix}: the levels are not those of {self.name}")
         return self.read_offset(torch.tensor([offset], device=stored[STATE].device))
+
+    def _read_state(self, shape: tuple[int, int], encoded: Tensor) -> float:
+        """Return the offset of a file's JSON; 0 without one. ValueError for JSON of another
+        matrix or layout."""
+        expected = self.state(shape)
+        try:
+            state = _bytes_to_json(encoded)
+            mismatched = [key for key, value in expected.items() if state.get(key) != value]
+            offset = float(state.get("nested_offset", 0.0))
+        except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{STATE}: not the JSON of a quantization state ({error})") from None
+        if mismatched:
+            key = mismatched[0]
+            raise ValueError(f"{STATE}: {key} is {state.get(key)!r} instead of {expected[key]!r}")
+        if not math.isfinite(offset):
+            raise ValueError(f"{STATE}: nested_offset is {offset}")
+        return offset
 
     def read_offset(self, offset_1: Tensor) -> dict[str, Tensor]:
         """Return the stored tensors that the JSON holds."""
@@ -204,14 +209,11 @@ class NormalFloat4Double(NormalFloat4):
         }
 
     def decode_absmax(self, tensors: dict[str, Tensor]) -> Tensor:
-        codes_B = tensors["absmax"]
-        scale_B, offset = (
-            tensors["nested_absmax"].repeat_interleave(NESTED_BLOCK),
-            tensors["nested_offset"],
-        )
+        codes_B, offset = tensors["absmax"], tensors["nested_offset"]
+        scale_B = tensors["nested_absmax"].repeat_interleave(NESTED_BLOCK)[: len(codes_B)]
         if len(offset) > 1:
             offset = offset.repeat_interleave(NESTED_BLOCK)[: len(codes_B)]
-        return _dynamic_table(codes_B.device)[codes_B.int()] * scale_B[: len(codes_B)] + offset
+        return _dynamic_table(codes_B.device)[codes_B.int()] * scale_B + offset
 
     def levels(self) -> dict[str, tuple[float, ...]]:
         return super().levels() | {"weight.nested_quant_map": dynamic_levels()}

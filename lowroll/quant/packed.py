@@ -131,20 +131,26 @@ def read_packed(config: dict[str, Any]) -> PackedWeights:
     method, bits, group_size = config["quant_method"], config.get("bits"), config.get("group_size")
     if not isinstance(bits, int) or bits not in ((4,) if method == "awq" else BITS):
         raise ValueError(f"bits: {bits!r} in {method} is not supported{ADVICE}")
-    if (
-        not isinstance(group_size, int)
-        or isinstance(group_size, bool)
-        or not (group_size == -1 or group_size > 0)
-    ):
+    if type(group_size) is not int or not (group_size == -1 or group_size > 0):
         raise ValueError(f"group_size: expected a positive number or -1, got {group_size!r}")
     if method == "awq":
-        version = str(config.get("version", "gemm")).lower()
-        if version != "gemm" or config.get("zero_point", True) is not True:
-            raise ValueError(
-                f"version, zero_point: expected gemm and true, got {version!r} and "
-                f"{config.get('zero_point')!r}{ADVICE}"
-            )
-        return PackedWeights(method, bits, group_size)
+        return _read_awq(config, bits, group_size)
+    return _read_gptq(config, bits, group_size)
+
+
+def _read_awq(config: dict[str, Any], bits: int, group_size: int) -> PackedWeights:
+    """Return the storage of an awq config."""
+    version = str(config.get("version", "gemm")).lower()
+    if version != "gemm" or config.get("zero_point", True) is not True:
+        raise ValueError(
+            f"version, zero_point: expected gemm and true, got {version!r} and "
+            f"{config.get('zero_point')!r}{ADVICE}"
+        )
+    return PackedWeights("awq", bits, group_size)
+
+
+def _read_gptq(config: dict[str, Any], bits: int, group_size: int) -> PackedWeights:
+    """Return the storage of a gptq config."""
     checkpoint_format = config.get("checkpoint_format", "gptq")
     if checkpoint_format not in ("gptq", "gptq_v2"):
         raise ValueError(
@@ -152,9 +158,13 @@ def read_packed(config: dict[str, Any]) -> PackedWeights:
         )
     if config.get("dynamic"):
         raise ValueError(f"dynamic: layers of different bits are not supported{ADVICE}")
-    symmetric, ordered = config.get("sym") is True, not config.get("desc_act")
     return PackedWeights(
-        method, bits, group_size, symmetric, ordered, offset=int(checkpoint_format == "gptq")
+        "gptq",
+        bits,
+        group_size,
+        symmetric=config.get("sym") is True,
+        ordered=not config.get("desc_act"),
+        offset=int(checkpoint_format == "gptq"),
     )
 
 

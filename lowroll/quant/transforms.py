@@ -27,14 +27,11 @@ def describe(columns: Mapping[str, int]) -> dict[str, Any]:
     """Return the `transform_config` of a rotated model. columns: the in features of each kind of
     matrix ("q_proj", ...) or of each module."""
     widths = {kind: width(size) for kind, size in columns.items()}
-    return {
-        "config_groups": {
-            f"hadamard_{size}": _describe_group(
-                size, [kind for kind, w in widths.items() if w == size]
-            )
-            for size in sorted(set(widths.values()) - {1})
-        }
-    }
+    groups = {}
+    for size in sorted(set(widths.values()) - {1}):
+        kinds = [kind for kind, block_size in widths.items() if block_size == size]
+        groups[f"hadamard_{size}"] = _describe_group(size, kinds)
+    return {"config_groups": groups}
 
 
 def read(config: Any) -> dict[str, int]:
@@ -82,14 +79,18 @@ def _read_group(where: str, group: Any) -> tuple[set[str], int]:
         raise ValueError(
             f"{where}: a hadamard transform with a head_dim is supported, and no other"
         )
-    unsupported_keys = [
-        key for key, value in _GROUP_DEFAULTS.items() if group.get(key, value) != value
-    ]
-    if unsupported_keys:
-        raise ValueError(
-            f"{where}.{unsupported_keys[0]}: {group[unsupported_keys[0]]!r} is not supported"
-        )
-    entries = group.get("apply")
+    for key, value in _GROUP_DEFAULTS.items():
+        if group.get(key, value) != value:
+            raise ValueError(f"{where}.{key}: {group[key]!r} is not supported")
+    sides = _read_sides(where, group.get("apply"))
+    # a Sylvester matrix is its own inverse, so `inverse` says nothing
+    if sides.keys() != {"input", "weight_input"} or sides["input"] != sides["weight_input"]:
+        raise ValueError(f"{where}.apply: expected the same targets at input and weight_input")
+    return sides["input"], block_size
+
+
+def _read_sides(where: str, entries: Any) -> dict[str, set[str]]:
+    """Return the matrices or modules at each location of a group."""
     sides: dict[str, set[str]] = {}
     for entry in entries if isinstance(entries, list) else ():
         if not isinstance(entry, dict) or entry.get("ignore"):
@@ -98,10 +99,7 @@ def _read_group(where: str, group: Any) -> tuple[set[str], int]:
         if side in sides or not isinstance(targets, list):
             raise ValueError(f"{where}.apply: expected one list of targets for each location")
         sides[side] = {_parse_target(where, target) for target in targets}
-    # a Sylvester matrix is its own inverse, so `inverse` says nothing
-    if sides.keys() != {"input", "weight_input"} or sides["input"] != sides["weight_input"]:
-        raise ValueError(f"{where}.apply: expected the same targets at input and weight_input")
-    return sides["input"], block_size
+    return sides
 
 
 def _parse_target(where: str, target: Any) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowroll.kernels.support import needs_gradient
+
 Function = Callable[..., Any]
 
 
@@ -16,10 +18,9 @@ def with_gradient_of(plain: Function, fast: Function, *inputs: Any) -> Any:
 
     Inputs are kept for the backward pass, which runs `plain`, if a gradient is recorded.
     """
-    needs_gradient = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-    if not (needs_gradient and torch.is_grad_enabled()):
-        return fast(*inputs)
-    return _FastForward.apply(plain, fast, *inputs)
+    if needs_gradient(*inputs):
+        return _FastForward.apply(plain, fast, *inputs)
+    return fast(*inputs)
 
 
 class _FastForward(torch.autograd.Function):
@@ -40,14 +41,15 @@ class _FastForward(torch.autograd.Function):
             inputs.append(next(saved).detach().requires_grad_(needed) if is_tensor else value)
         with torch.enable_grad():
             outputs = ctx.plain(*inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        pairs = [
-            (y, g) for y, g in zip(outputs, grads, strict=True) if g is not None and y.requires_grad
-        ]
+        if not isinstance(outputs, tuple):
+            outputs = (outputs,)
+        used_outputs, used_grads = [], []
+        for output, grad in zip(outputs, grads, strict=True):
+            if grad is not None and output.requires_grad:
+                used_outputs.append(output)
+                used_grads.append(grad)
         differentiable = [x for x, needed in zip(inputs, needed_grads, strict=True) if needed]
         input_grads = iter(
-            torch.autograd.grad(
-                [y for y, _ in pairs], differentiable, [g for _, g in pairs], allow_unused=True
-            )
+            torch.autograd.grad(used_outputs, differentiable, used_grads, allow_unused=True)
         )
         return None, None, *(next(input_grads) if needed else None for needed in needed_grads)

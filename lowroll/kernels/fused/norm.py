@@ -43,6 +43,7 @@ from lowroll.kernels.quantize.rows import (
     quantize_rows,
     store_rows,
 )
+from lowroll.kernels.support import needs_gradient
 
 # The most programs of the backward pass for rows of WIDTH features; shorter rows take more.
 PROGRAMS = 512
@@ -62,28 +63,29 @@ def add_rms_norm(
     Differentiable in x, update and weight when update is a tensor and rows None.
     """
     if not triton_supports(x_TD) or x_TD.numel() == 0:
-        if update is not None:
-            dense = update.dense(x_TD.dtype) if isinstance(update, Product) else update
-            x_TD = x_TD + dense
-        normed_TD = rms_norm(x_TD, weight_D, eps)
-        if rows is None:
-            return x_TD, normed_TD
-        return x_TD, quantize_rows(normed_TD, rows)
-    if torch.is_grad_enabled() and (
-        x_TD.requires_grad
-        or weight_D.requires_grad
-        or isinstance(update, Tensor)
-        and update.requires_grad
-    ):
-        if isinstance(update, Product) or rows is not None:
-            raise ValueError(
-                "add_rms_norm: products and codes have no gradient; pass and take tensors to learn"
-            )
-        if update is None:
-            return x_TD, _Norm.apply(x_TD, weight_D, eps)
-        return _AddNorm.apply(x_TD, update, weight_D, eps)
-    sum_TD, normed, _ = _forward(x_TD, update, weight_D, eps, rows, keep=False)
-    return sum_TD, normed
+        return _plain(x_TD, update, weight_D, eps, rows)
+    if not needs_gradient(x_TD, update, weight_D):
+        sum_TD, normed, _ = _forward(x_TD, update, weight_D, eps, rows, keep=False)
+        return sum_TD, normed
+    if isinstance(update, Product) or rows is not None:
+        raise ValueError(
+            "add_rms_norm: products and codes have no gradient; pass and take tensors to learn"
+        )
+    if update is None:
+        return x_TD, _Norm.apply(x_TD, weight_D, eps)
+    return _AddNorm.apply(x_TD, update, weight_D, eps)
+
+
+def _plain(
+    x_TD: Tensor, update: Tensor | Product | None, weight_D: Tensor, eps: float, rows: str | None
+) -> tuple[Tensor, Tensor | QuantizedRows]:
+    """Compute `add_rms_norm` in plain torch."""
+    if isinstance(update, Product):
+        update = update.dense(x_TD.dtype)
+    if update is not None:
+        x_TD = x_TD + update
+    normed_TD = rms_norm(x_TD, weight_D, eps)
+    return x_TD, normed_TD if rows is None else quantize_rows(normed_TD, rows)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -22,6 +22,7 @@ from lowroll.kernels.fused import avx2
 from lowroll.kernels.fused.norm import PROGRAMS, rms_norm
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 from lowroll.kernels.quantize.rows import Product, load_dense, parts
+from lowroll.kernels.support import needs_gradient
 
 HEADS = 8  # of a program: fixed, so that a head's sums do not depend on the batch
 
@@ -48,9 +49,7 @@ def rotate_heads(
         has_cpu_kernel = avx2.supports(dense, heads, head_dim, q_norm_d, k_norm_d)
         rotate = avx2.rotate_heads if has_cpu_kernel else plain_heads
         return rotate(dense, cos, sin, heads, kv_heads, head_dim, q_norm_d, k_norm_d, eps)
-    if torch.is_grad_enabled() and any(
-        isinstance(t, Tensor) and t.requires_grad for t in (qkv, q_norm_d, k_norm_d)
-    ):
+    if needs_gradient(qkv, q_norm_d, k_norm_d):
         if isinstance(qkv, Product):
             raise ValueError("rotate_heads: products have no gradient; pass a tensor to learn")
         return _RotateHeads.apply(qkv, cos, sin, heads, kv_heads, head_dim, q_norm_d, k_norm_d, eps)

@@ -34,6 +34,7 @@ from lowroll.kernels.quantize.rows import (
     step_of,
     store_codes,
 )
+from lowroll.kernels.support import needs_gradient
 
 BLOCK = 1024  # features of a program
 # rows from which whole rows of codes keep the device busy
@@ -54,7 +55,7 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Qua
         gate_TF, up_TF = dense.chunk(2, dim=-1)
         y_TF = F.silu(gate_TF) * up_TF
         return y_TF if rows is None else quantize_rows(y_TF, rows)
-    if isinstance(gate_up, Tensor) and gate_up.requires_grad and torch.is_grad_enabled():
+    if needs_gradient(gate_up):
         if rows is not None:
             raise ValueError("silu_mul: codes have no gradient; take a tensor to learn")
         return _SiluMul.apply(gate_up)

@@ -45,24 +45,36 @@ def multiply(
     Kind, device and number of rows decide which scales the Product still has to apply. Captured
     graphs of one device must not run these products at the same time.
     """
-    codes_MK = rows.codes_MK
-    if gemv.supports(codes_MK, codes_NK):
+    if gemv.supports(rows.codes_MK, codes_NK):
         return Product(gemv.multiply(rows, codes_NK, scale_N, bias_N), dtype=rows.dtype)
     if codes_NK.dtype == torch.int8:
-        if triton_supports(codes_NK):
-            return Product(integers.multiply(rows, codes_NK, scale_N, bias_N), dtype=rows.dtype)
-        if codes_NK.is_cuda:
-            sums_MN = torch._int_mm(codes_MK, codes_NK.t()).float()
-        else:
-            sums_MN = w8a8_float32.multiply(codes_MK, w8a8_float32.split(codes_NK))
-        return Product(sums_MN * scale_N.flatten(), rows.scale_M1, None, bias_N, rows.dtype)
+        return _multiply_int8(rows, codes_NK, scale_N, bias_N)
+    return _multiply_e4m3(rows, codes_NK, scale_N, bias_N, fast)
+
+
+def _multiply_int8(
+    rows: QuantizedRows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None
+) -> Product:
+    """Multiply int8 codes."""
+    if triton_supports(codes_NK):
+        return Product(integers.multiply(rows, codes_NK, scale_N, bias_N), dtype=rows.dtype)
+    if codes_NK.is_cuda:
+        sums_MN = torch._int_mm(rows.codes_MK, codes_NK.t()).float()
+    else:
+        sums_MN = w8a8_float32.multiply(rows.codes_MK, w8a8_float32.split(codes_NK))
+    return Product(sums_MN * scale_N.flatten(), rows.scale_M1, None, bias_N, rows.dtype)
+
+
+def _multiply_e4m3(
+    rows: QuantizedRows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None, fast: bool
+) -> Product:
+    """Multiply e4m3 codes."""
+    codes_MK, (num_out, num_in) = rows.codes_MK, codes_NK.shape
     if not codes_NK.is_cuda or not scaled_mm_supports(codes_NK.device):
         sums_MN = F.linear(codes_MK.float(), codes_NK.float())
-    elif rows.dtype != torch.bfloat16:  # float16 could overflow
-        sums_MN = e4m3_sums(codes_MK, codes_NK, torch.float32, fast)
-    elif len(codes_MK) < WIDE or codes_NK.shape[0] % 16 or codes_NK.shape[1] % 16:
-        sums_MN = e4m3_sums(codes_MK, codes_NK, torch.bfloat16, fast)
-    else:
+        return Product(sums_MN, rows.scale_M1, scale_N, bias_N, rows.dtype)
+    is_bfloat16, has_whole_tiles = rows.dtype == torch.bfloat16, num_out % 16 == num_in % 16 == 0
+    if is_bfloat16 and has_whole_tiles and len(codes_MK) >= WIDE:
         bias_N = None if bias_N is None else bias_N.to(torch.bfloat16)
         y_MN = torch._scaled_mm(
             codes_MK,
@@ -71,9 +83,11 @@ def multiply(
             scale_N.view(1, -1),
             bias=bias_N,
             out_dtype=torch.bfloat16,
-            use_fast_accum=fast or codes_NK.shape[1] <= SHORT,
+            use_fast_accum=fast or num_in <= SHORT,
         )
         return Product(y_MN, dtype=rows.dtype)
+    sums_dtype = torch.bfloat16 if is_bfloat16 else torch.float32  # float16 could overflow
+    sums_MN = e4m3_sums(codes_MK, codes_NK, sums_dtype, fast)
     return Product(sums_MN, rows.scale_M1, scale_N, bias_N, rows.dtype)
 
 

@@ -38,27 +38,14 @@ def multiply(codes_MK: Tensor, packed: Packed) -> Tensor:
 def multiply_digits(digits: Sequence[Tensor], packed: Packed) -> Tensor:
     """Return float32 sums [M, N] of numbers in base-256 digits, highest first: signed bytes, each
     with 128 added."""
-    highest_MK, *lower_digits = digits
     weight, scale_N, zero_N = packed
-    sums_MN = _multiply(highest_MK, packed, float(256 ** len(lower_digits)))
-    for i, digit_MK in enumerate(lower_digits, 1):
-        digit_weight = float(256 ** (len(lower_digits) - i))
-        arguments = (
-            digit_MK,
-            digit_weight,
-            128,
-            weight,
-            scale_N,
-            zero_N,
-            sums_MN,
-            None,
-            1.0,
-            0,
-            torch.float32,
-        )
-        sums_MN = torch.ops.onednn.qlinear_pointwise.binary(
-            *arguments, 1.0, 0, "sum", 1.0, "none", [], ""
-        )
+    places = [float(256**power) for power in reversed(range(len(digits)))]
+    sums_MN = _multiply(digits[0], packed, places[0])
+    for digit_MK, place in zip(digits[1:], places[1:], strict=True):
+        operands = digit_MK, place, 128, weight, scale_N, zero_N, sums_MN, None
+        output = 1.0, 0, torch.float32
+        add_to_sums = 1.0, 0, "sum", 1.0, "none", [], ""
+        sums_MN = torch.ops.onednn.qlinear_pointwise.binary(*operands, *output, *add_to_sums)
     return sums_MN
 
 

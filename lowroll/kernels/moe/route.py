@@ -168,12 +168,8 @@ class _Combine(torch.autograd.Function):
         if not triton_supports(y_PD):
             grad_PD = grad_TD.float()[slot_P // choices]
             w_grad_TS = (grad_PD * y_PD.float()).sum(1)[ctx.groups.place_P].view_as(weights_TS)
-            return (
-                (grad_PD * weights_TS.flatten()[slot_P, None]).to(y_PD.dtype),
-                w_grad_TS,
-                None,
-                None,
-            )
+            y_grad_PD = (grad_PD * weights_TS.flatten()[slot_P, None]).to(y_PD.dtype)
+            return y_grad_PD, w_grad_TS, None, None
         y_grad_PD, w_grad_TS = torch.empty_like(y_PD), torch.empty_like(weights_TS)
         _spread_kernel[(slots,)](
             grad_TD.contiguous(),
@@ -196,8 +192,12 @@ def _sum_slots(
     """Sum the slots of every token, weighted unless there are no weights."""
     tokens, features = y_PD.shape[0] // choices, y_PD.shape[1]
     if not triton_supports(y_PD):
-        y_TSD = (y_PD if groups is None else y_PD[groups.place_P]).view(tokens, choices, features)
-        return (y_TSD if weights_TS is None else y_TSD * weights_TS[..., None]).sum(1).to(dtype)
+        if groups is not None:
+            y_PD = y_PD[groups.place_P]
+        y_TSD = y_PD.view(tokens, choices, features)
+        if weights_TS is not None:
+            y_TSD = y_TSD * weights_TS[..., None]
+        return y_TSD.sum(1).to(dtype)
     out_TD = torch.empty((tokens, features), dtype=dtype, device=y_PD.device)
     block_d = min(1024, block(features))
     _combine_kernel[(tokens, -(-features // block_d))](

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,9 @@ from lowroll.kernels import nvcc
 from lowroll.kernels.build import fields
 from lowroll.kernels.launch import aligned, early
 from lowroll.kernels.matmul.streamed import FORMATS
+from lowroll.kernels.moe.route import Groups
+from lowroll.kernels.moe.stack import Stack
 from lowroll.kernels.support import NO_CUDA, Support, cuda_supports, no
-
-if TYPE_CHECKING:
-    from lowroll.kernels.moe.route import Groups
-    from lowroll.kernels.moe.stack import Stack
 
 SOURCE = Path(__file__).with_name("routed.cu")
 MOST = {"int4": 16}  # average slots of an expert; beyond, Triton is faster. Others: 32

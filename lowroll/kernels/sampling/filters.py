@@ -144,12 +144,10 @@ def _plain(
     is_ranked_B = (filters.top_k_B < tokens) | (filters.top_p_B < 1)
     if greedy_B is not None:
         is_ranked_B = is_ranked_B & ~greedy_B
-    # on a GPU, finding the rows with filters would wait
-    rows_R = (
-        torch.arange(rows, device=is_ranked_B.device)
-        if is_ranked_B.is_cuda
-        else is_ranked_B.nonzero()[:, 0]
-    )
+    if is_ranked_B.is_cuda:  # finding the rows with filters would wait
+        rows_R = torch.arange(rows, device=is_ranked_B.device)
+    else:
+        rows_R = is_ranked_B.nonzero()[:, 0]
     floor_B = logits_BV.new_full((rows,), -torch.inf, dtype=torch.float32)
     last_B = torch.full_like(filters.top_k_B, tokens)
     floor_R, last_R = _rank_threshold(
@@ -167,9 +165,8 @@ def _plain(
     uses_min_p_B = min_p_floor_B > floor_B
     if greedy_B is not None:
         uses_min_p_B = uses_min_p_B & ~greedy_B
-    return Kept(
-        torch.where(uses_min_p_B, min_p_floor_B, floor_B), last_B.masked_fill(uses_min_p_B, tokens)
-    )
+    floor_B = torch.where(uses_min_p_B, min_p_floor_B, floor_B)
+    return Kept(floor_B, last_B.masked_fill(uses_min_p_B, tokens))
 
 
 def _rank_threshold(
