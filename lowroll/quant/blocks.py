@@ -6,9 +6,9 @@
 
 d and m are float16, and weights are rounded, halves to even, by the stored values (ggml rounds by
 the d before it is stored, halves away from zero). A matrix from such a file is recovered bit for
-bit where each block uses the ends of its grid, as llama.cpp's do unless an importance matrix moved
-them (`keeps`). compressed-tensors has no words for q4_1's minimum or q4_0's negative d, so no
-folder holds these formats. No kernel reads them: a product uses the dequantized matrix.
+bit where each block uses the ends of its grid, as llama.cpp's do without an importance matrix
+(`keeps`). compressed-tensors has no words for these formats, so no folder holds them. No kernel
+reads them.
 
 Legend: N out features, K in features, G groups of a row, S weights of a group, B bytes of a row.
 """
@@ -27,7 +27,7 @@ CODES = tuple(float(code) for code in range(16))
 
 
 class BlockFormat(WeightOnly):
-    """The base of the three formats: groups of 32 with a float16 scale."""
+    """The base of the three formats."""
 
     group = GROUP
 
@@ -48,7 +48,7 @@ class BlockFormat(WeightOnly):
         return {"codes": self.pack(q_NK), **stored}
 
     def pack(self, q_NK: Tensor) -> Tensor:
-        """Pack codes for storage; they are whole numbers that may lie beyond the grid."""
+        """Pack whole numbers, which may lie beyond the grid."""
         raise NotImplementedError
 
     def unpack(self, codes: Tensor, num_in: int) -> Tensor:

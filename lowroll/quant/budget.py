@@ -4,7 +4,7 @@ Importable without torch.
     max_kl=0.02                    the fewest bits whose measured KL to the dense model is at most that
     max_bits=5                     the least KL with so many bits a weight of the linear layers
     max_bytes=400000000            the same, in bytes of the linear layers with their scales
-    max_kl=0.02,formats=int4+int8  of these formats alone, which every layer has one of
+    max_kl=0.02,formats=int4+int8  of these formats alone
 
 `weights.budget` does the search.
 """

@@ -1,19 +1,16 @@
-"""QTensor, the Format protocol, and the table of formats.
+"""QTensor, the Format protocol, and the registry of formats.
 
-A format knows bits, never layer names. `quantize` turns a matrix w_NK ([out, in]) into codes and
-scales, `dequantize` gives the matrix that the codes stand for, and `linear` multiplies activations
-with it as the rollout engine does. A new format is a file with a subclass of `Format`, and a row in
-`table.FORMATS`.
+A format turns a matrix w_NK ([out, in]) into codes and scales and multiplies activations with it,
+as the rollout engine does. It never sees layer names.
 
-Scales are computed in the dtype that is stored (float32 unless the format says otherwise), whatever
-the dtype of the matrix: the codes depend on the weights' values alone. Tensors have the names and
-layouts of the checkpoints that other tools read (`weight_packed`, `weight_scale`, ...).
+Scales are computed in their stored dtype (float32 unless the format says otherwise), so codes
+depend on the values of the weights alone. Tensors have the names and layouts of the checkpoints
+that other tools read.
 
 A fused matrix (qkv, gate-up) is one QTensor; checkpoints hold its parts. `cut` and `stack` convert
 without changing a code: stored tensors are cut along their first dimension, with `pitch` entries
-for a row of the matrix. Parts quantized here share the values kept once a matrix, such as NVFP4's
-global scale. Parts from elsewhere with different values keep them, in one entry for each row (or
-block).
+for a row of the matrix. Values kept once a matrix, such as NVFP4's global scale, are shared by
+parts quantized here; parts from elsewhere keep their own, one for each row (or block).
 
 Legend: N out features, K in features, M rows of activations.
 """
@@ -40,8 +37,7 @@ from lowroll.kernels.quantize.rows import Product, QuantizedRows
 from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import DEFAULT, EIGHT_BITS, FORMATS, OWN
 
-# weights from which 4-bit codes are read faster than the dense copy, up to 64 rows
-LARGE = 1 << 26
+LARGE = 1 << 26  # weights of a matrix that is faster as 4-bit codes up to 64 rows
 EPS = torch.finfo(torch.float32).eps  # the scale of an all-zero channel or group
 
 
@@ -49,9 +45,9 @@ EPS = torch.finfo(torch.float32).eps  # the scale of an all-zero channel or grou
 class QTensor:
     """A quantized matrix: named storages (codes, scales) that never move.
 
-    `tensors` are the published bytes: digests, checkpoints and `copy_` see them. `packed` is what a
-    kernel derived from them (`derive`), such as oneDNN's blocked layout. When the codes change, it
-    is dropped on CPU, and elsewhere recomputed in the same storages, which a CUDA graph may hold.
+    `tensors` are the published bytes, which digests, checkpoints and `copy_` see. `packed` holds
+    what kernels derived from them (`derive`), such as oneDNN's layout. When the codes change, it is
+    dropped on CPU and recomputed elsewhere in the same storages, which a CUDA graph may hold.
     """
 
     format: str
@@ -60,7 +56,7 @@ class QTensor:
     packed: dict[str, Any] = field(default_factory=dict)
     makers: dict[str, Callable[[QTensor], Any]] = field(default_factory=dict)
     version: int = 0  # number of changes of the codes
-    # the tensor in another format that these codes were made of, its version and ours at that time
+    # the tensor that these codes were made of, its version and ours at that time
     source: tuple[ref[QTensor], int, int] | None = None
 
     def note_source(self, source: QTensor) -> None:
@@ -68,27 +64,25 @@ class QTensor:
         self.source = ref(source), source.version, self.version
 
     def is_made_of(self, source: QTensor) -> bool:
-        """Return whether the codes were made of those of `source`, and neither has changed
-        since."""
+        """Return whether the codes were made of those of `source`, and neither has since
+        changed."""
         return self.source == (ref(source), source.version, self.version)
 
     def derive(self, key: str, make: Callable[[QTensor], Any]) -> Any:
-        """Return `make(self)`, cached under `key` until the codes change. Off the CPU it is a
-        tensor, a tuple of tensors, or one of QTensors over this one's storages."""
+        """Return `make(self)`, cached until the codes change. Off the CPU it is a tensor, a tuple
+        of tensors, or one of QTensors over these storages."""
         if key not in self.packed:
             self.packed[key], self.makers[key] = make(self), make
         return self.packed[key]
 
     @torch.no_grad()
     def keep_dense(self, dtype: torch.dtype) -> None:
-        """Keep the dequantized matrix as well as the codes: more memory, and faster products of
-        many rows."""
+        """Keep the dequantized matrix too, for faster products of many rows."""
         self.derive(f"dense {dtype}", lambda q: q.dequantize(dtype))
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Drop (on CPU) or recompute what was derived from the codes. Call it after a write to
-        `tensors`."""
+        """Drop (on CPU) or recompute what was derived. Call it after a write to `tensors`."""
         self.version += 1
         if self.device.type == "cpu":
             self.packed.clear()
@@ -105,11 +99,12 @@ class QTensor:
         return get_format(self.format).dequantize(self, dtype)
 
     def linear(self, x_MK: Tensor, bias_N: Tensor | None = None, exact: bool = False) -> Tensor:
-        """Multiply x_MK with the matrix (`Format.linear`). Returns y_MN in the dtype of x."""
+        """Multiply x_MK with the matrix (`Format.linear`). Return y_MN in the dtype of x."""
         return get_format(self.format).linear(x_MK, self, bias_N, exact)
 
     def copy_(self, other: QTensor) -> QTensor:
-        """Copy the codes and scales of `other` in place. ValueError when formats or shapes differ."""
+        """Copy the codes and scales of `other` in place. ValueError when formats or shapes
+        differ."""
         if (self.format, self.shape) != (other.format, other.shape):
             raise ValueError(
                 f"cannot copy a {other.format} tensor of shape {list(other.shape)} into a "
@@ -128,11 +123,10 @@ class QTensor:
 
     @torch.no_grad()
     def quantize_(self, w_NK: Tensor, amax_1: Tensor | None = None) -> QTensor:
-        """Quantize `w_NK` into this tensor's own storages.
+        """Quantize `w_NK` into this tensor's storages.
 
-        amax_1: its largest magnitude (`kernels.checksum.amax`), known to be finite; it saves a
-        device synchronization. ValueError, before anything is written, for another shape or a
-        non-finite value.
+        amax_1: its largest magnitude (`kernels.checksum.amax`), known to be finite; saves a wait
+        for the device. ValueError, before any write, for another shape or a non-finite value.
         """
         if tuple(w_NK.shape) != self.shape:
             raise ValueError(
@@ -176,28 +170,27 @@ class QTensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor has no NaN or infinity. Synchronizes; for many tensors use
+    """Return whether a tensor has no NaN or infinity. Waits for the device; for many tensors use
     `kernels.checksum`."""
     return checksum.finite(checksum.amax([tensor]))[0]
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
-    """Divide with one rounding on every device. CUDA alone would multiply by the scalar's rounded
+    """Divide with one rounding on every device; CUDA would multiply by a scalar's rounded
     reciprocal."""
     return x / torch.full_like(x, divisor)
 
 
 def nonzero(scale: Tensor) -> Tensor:
-    """Replace scales of 0 (groups of zeros, or too small to scale) by float32's epsilon."""
+    """Replace scales of 0 by `EPS`."""
     return torch.where(scale > 0, scale, torch.full_like(scale, EPS))
 
 
 def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
     """Return the dequantized matrix [N, K] for a product.
 
-    On CPU a dense copy is kept until the codes change: unpacking takes longer than a decode step's
-    product, except where a kernel multiplies codes (kernels.matmul.w4_avx2). On CUDA, where low-bit
-    weights save memory, it lives for one product unless `keep_dense` asked for it.
+    A CPU keeps it until the codes change, because unpacking takes longer than a decode step's
+    product. On CUDA it lives for one product unless `keep_dense` asked for it.
     """
     if q.device.type != "cpu":
         dense_copy = q.packed.get(f"dense {dtype}")
@@ -211,11 +204,11 @@ def _as_tuple(value: Any) -> tuple[Tensor, ...]:
 
 
 class Format(ABC):
-    """A format: how a matrix is stored and multiplied. Implementations are stateless."""
+    """A way to store and multiply a matrix. Implementations are stateless."""
 
     name: str
     summary: str
-    bits: float  # a weight, with the scales of its group but not those of a row
+    bits: float  # of a weight, with its group's scales but not its row's
     group: int | None = None  # weights of a row that share a scale; None: the whole row
     once: tuple[str, ...] = ()  # stored tensors with one entry a matrix
     stored_as: str | None = None  # another format with the same stored tensors
@@ -225,11 +218,11 @@ class Format(ABC):
     rounds: bool = False  # activations (`rounded`), for a product in float32
     rows: str | None = None  # kind of codes that `product` takes; None: no such product
     kernel: str = ""  # name in the 4-bit kernels; "": unsupported
-    # name in the kernels of experts, and the tensors that they take; (): unsupported
+    # name in the kernels of experts, and their tensors; (): unsupported
     stacked: tuple[str, ...] = ()
 
     scheme: Scheme | None = None  # in compressed-tensors; None: another tool's, or no file's
-    # a stored tensor's name in files, where it differs; None: files have none
+    # names of stored tensors in files, where they differ; None: files have none
     suffixes: Mapping[str, str | None] = {}
     whole_groups: bool = False  # transformers reads no matrix that ends within a group
     read_experts: bool = True  # transformers reads experts in it
@@ -237,11 +230,11 @@ class Format(ABC):
 
     @property
     def dense(self) -> bool:
-        """Return whether it is plain floating point, so that nothing needs correction."""
+        """Return whether it is plain floating point."""
         return FORMATS[self.name].dense
 
     def of(self, layer: str) -> Format:
-        """Return the format of a linear layer, named as in `Transformer.linears`. Only
+        """Return the format of a linear layer, named as in `Transformer.linears`; only
         `quant.mixed` has several."""
         return self
 
@@ -266,17 +259,15 @@ class Format(ABC):
     def linear(
         self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Tensor:
-        """Multiply x with the matrix. exact: a row's bits do not depend on its batch
-        (`kernels.batch_invariant`)."""
+        """Multiply x with the matrix. exact: a row's bits do not depend on its batch."""
 
     def rounded(self, x_MK: Tensor) -> Tensor:
-        """Return activations rounded as `linear` rounds them, in float32. For formats with
-        `rounds`."""
+        """Return activations rounded as `linear` does, in float32. For formats with `rounds`."""
         raise NotImplementedError(f"{self.name} does not round activations")
 
     def slower_than_float32(self, device: torch.device) -> str:
-        """Return why its products are slower than float32's on the device, by its kernels and
-        instructions; "" if nothing says so."""
+        """Return why its products are slower than float32's on the device; "" if nothing says
+        so."""
         return ""
 
     def product(
@@ -303,8 +294,7 @@ class Format(ABC):
         )
 
     def pitch(self, name: str, num_in: int) -> Fraction:
-        """Return the entries along a stored tensor's first dimension for one row of `num_in`
-        columns."""
+        """Return the entries of a stored tensor's first dimension for a row of `num_in` columns."""
         return Fraction(1)
 
     def finite(self, name: str, tensor: Tensor) -> bool:
@@ -312,12 +302,12 @@ class Format(ABC):
         return not tensor.is_floating_point() or all_finite(tensor.float())
 
     def describe(self, dtype: torch.dtype, dense: Sequence[str] = ()) -> dict[str, Any] | None:
-        """Return a folder's `quantization_config` in another tool's words. None: the format has a
-        scheme, or no tool knows it. dense: ends of the names of modules that stay dense."""
+        """Return a folder's `quantization_config` in another tool's words, or None for a format
+        with a scheme or without a tool. dense: name endings of modules that stay dense."""
         return None
 
     def headers_beside(self) -> dict[str, Header]:
-        """Return the headers of a file's tensors that are not in `QTensor.tensors`, by suffix."""
+        """Return the headers of a file's tensors that `QTensor.tensors` lacks, by suffix."""
         return {}
 
     def write_beside(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -325,15 +315,12 @@ class Format(ABC):
         return {}
 
     def read_beside(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the stored tensors that a file holds there. ValueError names the suffix whose
-        values are wrong."""
+        """Return the stored tensors that a file holds there. ValueError names the wrong suffix."""
         return {}
 
     def cut(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
-        """Return copies of the parts, of `rows` rows each, with their codes and scales unchanged.
-
-        ValueError when a block of the format spans two parts.
-        """
+        """Return copies of the parts of `rows` rows each, with the same codes and scales.
+        ValueError when a block spans two parts."""
         return [part.clone() for part in self.split(q, rows)]
 
     def split(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
@@ -348,7 +335,7 @@ class Format(ABC):
         return parts
 
     def stack(self, parts: Sequence[QTensor]) -> QTensor:
-        """Join parts from top to bottom. Raises ValueError under the same conditions as `cut`."""
+        """Join parts from top to bottom. ValueError as of `cut`."""
         rows = [part.shape[0] for part in parts]
         num_in = parts[0].shape[1]
         stacked: dict[str, Tensor] = {}
@@ -378,23 +365,22 @@ class Format(ABC):
 
 
 def dense_from(shape: tuple[int, int]) -> int:
-    """Return the rows beyond which a kept dense matrix beats its 4-bit codes (measured:
-    docs/LOG.md)."""
+    """Return the rows beyond which a kept dense matrix beats 4-bit codes (docs/LOG.md)."""
     return 64 if shape[0] * shape[1] >= LARGE else 32
 
 
 def float_product(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, exact: bool) -> Tensor:
-    """Compute x W' + b in floating point; `exact` as for `Format.linear`."""
+    """Compute x W' + b in floating point; `exact` as in `Format.linear`."""
     return ordered.product(x_MK, w_NK, bias_N) if exact else F.linear(x_MK, w_NK, bias_N)
 
 
 class WeightOnly(Format):
-    """A format of low-bit storage: the product is that of the dequantized matrix, in the
+    """A format of low-bit storage, whose product is that of the dequantized matrix in the
     activations' dtype.
 
-    On CUDA, few rows are multiplied while the codes are decoded (kernels.matmul.streamed), exactly.
-    On a CPU with AVX2 so is a large matrix, with activations rounded to 16 bits
-    (kernels.matmul.w4_avx2).
+    Codes are decoded within the product for few rows on CUDA (`kernels.matmul.streamed`, exact) and
+    for large matrices on a CPU with AVX2 (`kernels.matmul.w4_avx2`, which rounds activations to 16
+    bits).
     """
 
     fallback = EIGHT_BITS
@@ -416,7 +402,7 @@ _INSTANCES: dict[str, Format] = {}
 
 
 def get_format(name: str) -> Format:
-    """Return a format by name, from the table or registered. ValueError names the known ones."""
+    """Return a format by name. ValueError names the known ones."""
     if name not in FORMATS and name not in _INSTANCES:
         raise ValueError(f"unknown weight format {name!r}; known: {', '.join(FORMATS)}")
     if name not in _INSTANCES:
@@ -426,15 +412,15 @@ def get_format(name: str) -> Format:
 
 
 def register_format(format: Format) -> None:
-    """Register a format that is not in the table. ValueError if another one has the name."""
+    """Register a format that is not in the table. ValueError if another has the name."""
     if _INSTANCES.setdefault(format.name, format) != format:
         raise ValueError(f"{format.name}: two mixed formats have this name")
 
 
 @lru_cache(maxsize=1024)
 def _meta_tensors(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
-    """Return a format's tensors for a matrix on the meta device. Cached: it costs as much as
-    quantizing a small matrix."""
+    """Return a matrix's tensors on the meta device. Cached: it costs as much as quantizing a small
+    matrix."""
     return format.encode(torch.empty((rows, columns), device="meta"))
 
 

@@ -1,4 +1,4 @@
-"""FP8 W8A8 in e4m3: 3 bits of mantissa, largest value 448, no infinity. Per channel and token, or
+"""FP8 W8A8 in e4m3 (3 bits of mantissa, largest value 448, no infinity), per channel and token or
 in blocks.
 
     fp8         s_w[n] = amax(|w[n, :]|) / 448                    s_x[m] = max(amax(|x[m, :]|) / 448, 1 / (448 * 512))
@@ -6,18 +6,14 @@ in blocks.
     codes       q = e4m3(clamp(v / s, -448, 448)), to nearest, ties to even
     product     y[m, n] = (sum_k q_x q_w) s_x s_w + bias[n]
 
-Sums are float32's. Per channel, CUDA multiplies the codes themselves (`kernels.matmul.w8a8`), and
-for bfloat16 activations rounds the sums to bfloat16 before the scales are applied. Results differ
-from the CPU's by the order of the sums and by the bits that tensor cores keep (on an H200 at most
-5e-5 of the product of the norms, and 4e-4 with many short rows; docs/LOG.md). Elsewhere, and for
-blocks, the codes are multiplied as float32. Values are clamped before the cast, because e4m3 has no
-infinity to saturate to. The activation floor is vLLM's, the weight scales are those of
+Sums are float32's. Per channel, CUDA multiplies the codes themselves (`kernels.matmul.w8a8`) and,
+for bfloat16 activations, rounds sums to bfloat16 before it scales them. Its results differ from the
+CPU's by the order of sums and the bits that tensor cores keep (on an H200 at most 5e-5 of the
+product of the norms, 4e-4 with many short rows; docs/LOG.md). Elsewhere, and for blocks, codes are
+multiplied as float32. The activation floor is vLLM's; weight scales are those of
 compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv 2412.19437, section 3.3.2;
 algorithms B2). Tiles cover the fused matrix: a part has whole tiles only if the parts before it
 have a multiple of 128 rows.
-
-A gradient uses the codes of the transpose (`gradient`), and scales without that floor, because a
-batch's mean makes gradients of 1e-7.
 
 Legend: N out features, K in features, M rows of activations, G groups of a row, S features of a
 group.
@@ -48,7 +44,8 @@ KIND = "fp8"  # of the codes of activations
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """Round to the nearest e4m3 numbers, saturating at +-448."""
+    """Round to e4m3, saturating at +-448: it has no infinity, so values are clamped before the
+    cast."""
     return x.clamp(-MAX, MAX).to(E4M3)
 
 
@@ -58,7 +55,7 @@ def nearest_e4m3(x: Tensor) -> Tensor:
 
 
 def _slow_reason(device: torch.device) -> str:
-    """Return the reason of formats whose codes are multiplied as float32."""
+    """Return why formats are slow whose codes are multiplied as float32."""
     return f"{device.type} has no product of its codes, which are multiplied as float32 numbers"
 
 
@@ -126,8 +123,8 @@ class Float8(Gridded):
 def gradient(grad_MN: Tensor, transposed: QTensor) -> Tensor:
     """Return dX [M, K] = dY W of dY [M, N], in the dtype of dY. transposed: the codes of W' [K, N].
 
-    Sums are the fast kind: their error is negligible compared with the codes'
-    rounding (docs/LOG.md).
+    Scales of dY have no floor, since a batch's mean makes gradients of 1e-7. Sums are the fast
+    kind, whose error is negligible beside the rounding to codes (docs/LOG.md).
     """
     rows = quantize_rows(grad_MN, "gradient")
     if grad_MN.device.type == "cpu":
@@ -168,7 +165,7 @@ class Float8Block(Gridded):
         return Grid(self._steps(scales, shape[0]), nearest_e4m3, BLOCK)
 
     def _steps(self, scales: dict[str, Tensor], num_out: int) -> Tensor:
-        """Return the scale of each row's features [N, G]."""
+        """Return the scale of each row's features: [N, G]."""
         return scales["weight_scale"].repeat_interleave(BLOCK, 0)[:num_out]
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:

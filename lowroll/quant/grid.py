@@ -2,11 +2,10 @@
 
     w^ = (level - zero) step        a step, and maybe a zero point, for the weights of a group
 
-`encode` chooses the scales and takes the nearest level of each weight. Error-compensating rounding
-(`weights.gptq`) keeps the scales and moves the weights before they are rounded (`Grid.nearest`),
-then takes the codes of the moved matrix (`Gridded.codes`).
+Error-compensating rounding (`weights.gptq`) keeps the scales, moves the weights before they are
+rounded (`Grid.nearest`), and encodes the moved matrix (`Gridded.codes`).
 
-Legend: N out features, K in features, G groups of a row.
+Legend: N out features, K in features, G groups of a row, S weights of a group.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ Stretch = Tensor | float
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that a matrix's codes can represent. `level(x)` gives the nearest levels of
-    numbers in steps, with the format's tie rule. size: the columns of a group."""
+    """The values that a matrix's codes can represent. level: rounds numbers in steps, with the
+    format's tie rule. size: columns of a group."""
 
     step_NG: Tensor
     level: Callable[[Tensor], Tensor]
@@ -56,7 +55,7 @@ class Grid:
 
 
 class Gridded(Format):
-    """A format with such a grid. floating: its relative resolution does not depend on the range, so
+    """A format with a grid. floating: its relative resolution does not depend on the range, so
     another range does not reduce the error."""
 
     floating = False
@@ -67,14 +66,14 @@ class Gridded(Format):
         return self.codes(w_NK, scales) | scales
 
     def turned(self, w_NK: Tensor) -> Tensor:
-        """Return the matrix in the basis of its codes and scales; features may be rotated
+        """Return the matrix in the basis of its codes, which may be rotated
         (`quant.int8_rotated`)."""
         return w_NK
 
     @abstractmethod
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
-        """Return the stored tensors of a finite matrix except its codes. stretch: the range that a
-        group's codes cover, as a multiple of the range of its weights."""
+        """Return the stored tensors of a finite matrix except its codes. stretch: the range of a
+        group's codes as a multiple of that of its weights."""
 
     @abstractmethod
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -82,5 +81,5 @@ class Gridded(Format):
 
     @abstractmethod
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
-        """Return the values a matrix [N, K] can have under these scales. ValueError if a row ends
-        within a group that the next row shares."""
+        """Return the values that a matrix [N, K] can have. ValueError if a row ends within a group
+        that the next row shares."""

@@ -5,10 +5,9 @@
                  q = clamp(round(w / s + z), -8, 7),                                      w^ = (q - z) s
     w4a8         the symmetric weights, times INT8 activations with one dynamic scale a token
 
-Ties round to even; a group of zeros has float32's epsilon as its scale. Range and scales are those
-of compressed-tensors (`pack-quantized`), QaRL's default format (algorithms B3). `weight_packed`
-holds q + 8 in int32 words, eight codes each from the lowest bits up; `weight_zero_point` holds z +
-8 the same way, along the rows.
+Ties round to even. Range and scales are those of compressed-tensors (`pack-quantized`; algorithms
+B3). `weight_packed` holds q + 8 in int32 words of eight codes from the lowest bits up;
+`weight_zero_point` holds z + 8 the same way, along the rows.
 
 Legend: N out features, K in features, M rows of activations, G groups of a row, S weights of a
 group.
@@ -57,7 +56,7 @@ def unpack_words(words: Tensor, num_in: int) -> Tensor:
 
 
 class Words(Packed4):
-    """The base of the int4 formats in words. Files hold the matrix's shape in `weight_shape`."""
+    """The base of the int4 formats. Files hold the matrix's shape in `weight_shape`."""
 
     group = GROUP
     fallback = EIGHT_BITS
@@ -190,5 +189,5 @@ def _round_to_code(x: Tensor) -> Tensor:
 
 
 def _row_major(x: Tensor) -> Tensor:
-    """Return x with row-major strides, also along sizes of 1: words are views of bytes."""
+    """Return x with row-major strides, also along sizes of 1, as views of bytes need."""
     return x.clone(memory_format=torch.contiguous_format)

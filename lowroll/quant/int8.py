@@ -4,13 +4,12 @@
     activations  s_x[m] = amax(|x[m, :]|) / 127,    q_x = round(x * 127 / amax)
     product      y[m, n] = (sum_k q_x q_w in int32) * s_w[n] * s_x[m] + bias[n]
 
-Ties round to even. The weight scale follows compressed-tensors ((qmax - qmin) / 2), the activation
-scale vLLM's dynamic kernel (QuRL section 3.1; algorithms B1). Rows of zeros keep scale = float32's
-epsilon and codes 0. Integer accumulation makes a row bitwise independent of its batch (rung P2).
+Ties round to even. Weight scales follow compressed-tensors, activation scales vLLM's dynamic kernel
+(QuRL section 3.1; algorithms B1). Integer sums make a row bitwise independent of its batch.
 
-On a CPU with VNNI the product runs in oneDNN's packed kernel, with unsigned activations (q_x + 128,
-zero point 128): the same sum, while signed ones fall back to a reference loop (docs/LOG.md). Other
-CPUs multiply the codes as float32 in parts whose sums are exact (`kernels.matmul.w8a8_float32`).
+A CPU with VNNI multiplies in oneDNN, by unsigned activations (q_x + 128, zero point 128), as signed
+ones fall back to a reference loop (docs/LOG.md). Other CPUs multiply floats in parts whose sums are
+exact (`kernels.matmul.w8a8_float32`).
 
 Legend: N out features, K in features, M rows of activations.
 """
@@ -91,5 +90,5 @@ def _round_to_code(x: Tensor) -> Tensor:
 
 
 def pack(q: QTensor) -> w8a8_onednn.Packed:
-    """Return the codes and scales in oneDNN's layout."""
+    """Return codes and scales in oneDNN's layout."""
     return w8a8_onednn.pack(q.tensors["codes"], q.tensors["scale"])

@@ -1,8 +1,7 @@
 """The stored layout of each format in compressed-tensors and bitsandbytes folders.
 
 `read_layout` turns a folder's `quantization_config` into a `StoredLayout`, or refuses it in one
-line; `describe` writes it. A layout gives the tensors of a matrix W [N, K] by the suffix of the
-module's name:
+line; `describe` writes it. Tensors of a matrix W [N, K], by the suffix of the module's name:
 
     int8        weight int8 [N, K], weight_scale [N, 1]                               int-quantized
     int8_rotated   the same, and a transform_config (`quant.transforms`)               int-quantized
@@ -18,12 +17,11 @@ module's name:
     nf4_dq      the same with weight.absmax uint8, weight.nested_absmax, weight.nested_quant_map [256]
 
 DeepSeek's and Qwen's `quant_method: fp8` is `fp8_block` with weight_scale_inv for weight_scale, and
-is read only; so are `awq` and `gptq`, which `quant.packed` reads. Scales are written in float32 and
-read in any float dtype (algorithms B1-B6; compressed-tensors 0.20, bitsandbytes 0.50). Several
+is read only; so are `awq` and `gptq` (`quant.packed`). Scales are written in float32 and read in
+any float dtype (algorithms B1-B6; compressed-tensors 0.20, bitsandbytes 0.50). Several
 compressed-tensors formats in one folder are groups whose `targets` are module names; modules that
 no group names, or that are ignored, are dense. Anything else that changes the computation is
-refused: static activation scales, sparsity, other transforms, a quantized KV cache, reordered
-columns.
+refused.
 """
 
 from __future__ import annotations
@@ -59,9 +57,9 @@ _ADVICE = "; quantize the dense model with `lowroll quantize`, or load the dense
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """The stored tensors of a format. `renamed` maps a suffix to the folder's own.
+    """The stored tensors of a format. renamed: the folder's own names of suffixes.
 
-    unpacked: 4-bit integers take a byte each. rotated: the width of the rotation blocks by kind of
+    unpacked: 4-bit integers take a byte each. rotated: width of the rotation blocks by kind of
     matrix.
     """
 
@@ -88,8 +86,7 @@ class StoredLayout:
         return stored_headers | form.headers_beside()
 
     def decode(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> QTensor:
-        """Return the matrix of a file's tensors (by suffix). ValueError names the suffix whose
-        values are wrong."""
+        """Return the matrix of a file's tensors (by suffix). ValueError names the wrong suffix."""
         form = get_format(self.format)
         expected_tensors = form.encode(torch.empty(shape, device="meta"))
         tensors = {}
@@ -103,8 +100,7 @@ class StoredLayout:
         return QTensor(self.format, shape, tensors | form.read_beside(shape, stored))
 
     def encode(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return a matrix's tensors in a file, by suffix. dtype: the model's, which bitsandbytes
-        dequantizes to."""
+        """Return a matrix's tensors in a file, by suffix. dtype: the model's."""
         suffixes = self._suffixes(q.tensors)
         stored = {suffix: q.tensors[name].contiguous() for name, suffix in suffixes.items()}
         return stored | get_format(self.format).write_beside(q, dtype)
@@ -143,7 +139,7 @@ class MixedLayout:
 
 
 class ExpertsInMXFloat4(MixedLayout):
-    """The layout of GPT-OSS's folders: experts in MXFP4, stacked (`model.stacked`), all else
+    """The layout of GPT-OSS's folders: stacked experts in MXFP4 (`model.stacked`), all else
     dense."""
 
     def __init__(self) -> None:
@@ -193,11 +189,11 @@ def describe(
     dense: Sequence[str] = (),
     columns: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Return the `quantization_config` of a folder whose linear layers are in `format`. dtype: the
+    """Return the `quantization_config` of a folder with linear layers in `format`. dtype: the
     model's.
 
-    dense: ends of the names of modules that stay dense (`model.names.dense_modules`). columns: the
-    in features of each kind of matrix, by its name in files.
+    dense: name endings of modules that stay dense (`model.names.dense_modules`). columns: in
+    features of each kind of matrix, by its name in files.
     """
     form = get_format(format)
     description = form.describe(dtype, dense)
@@ -212,8 +208,8 @@ def describe(
 
 
 def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) -> dict[str, Any]:
-    """Return the `quantization_config` of a folder with several formats. modules: the file names of
-    each format's modules. columns: as for `describe`. ValueError for a format that cannot be
+    """Return the `quantization_config` of a folder with several formats. modules: file names of
+    each format's modules. columns: as in `describe`. ValueError for a format that cannot be
     mixed."""
     dense: list[str] = []
     groups: list[dict[str, Any]] = []
@@ -232,7 +228,7 @@ def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) ->
 def _describe_groups(
     groups: list[dict[str, Any]], ignored: list[str], rotated: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the config of these groups. rotated: the features of the rotated matrices, by kind or
+    """Return the config of these groups. rotated: features of the rotated matrices, by kind or
     module."""
     compressions = {group["format"] for group in groups}
     rotation = {transforms.KEY: transforms.describe(rotated)} if rotated else {}
@@ -270,9 +266,9 @@ def _describe_group(format: str, targets: list[str]) -> dict[str, Any]:
 
 
 def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str | None:
-    """Return why transformers cannot load such a folder, or None: 5.23, with compressed-tensors
-    0.20 and bitsandbytes 0.50. columns: those of the quantized matrices; experts: whether the model
-    has any."""
+    """Return why transformers (5.23, with compressed-tensors 0.20 and bitsandbytes 0.50) cannot
+    load such a folder, or None. columns: those of the quantized matrices; experts: whether the
+    model has any."""
     form = get_format(format)
     if isinstance(form, Mixed):
         return _mixture_unread_by_transformers(form, columns, experts)
@@ -305,7 +301,7 @@ def _mixture_unread_by_transformers(mixture: Mixed, columns: set[int], experts: 
 
 
 def _schemes_by_format() -> dict[str, Scheme]:
-    """Return compressed-tensors' words for each format, one for each way to store."""
+    """Return the schemes of formats, one for each way to store."""
     schemes: dict[str, Scheme] = {}
     for name in FORMATS:
         scheme = get_format(name).scheme
@@ -315,8 +311,8 @@ def _schemes_by_format() -> dict[str, Scheme]:
 
 
 def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayout:
-    """Return the layout. If all layers share one, the files, not targets and ignore, say which
-    modules are quantized."""
+    """Return the layout. If all layers share one, the files say which modules are quantized, not
+    targets and ignore."""
     if config.get("kv_cache_scheme"):
         raise ValueError(f"kv_cache_scheme: is not supported{_ADVICE}")
     sparsity = config.get("sparsity_config")
@@ -467,7 +463,7 @@ def _default_strategy(group_size: int | None) -> str:
 
 
 def _describe_arguments(args: dict[str, Any] | None) -> str:
-    """Return quantization arguments as text for an error message."""
+    """Return arguments as text for an error message."""
     if args is None:
         return "dense"
     return " ".join(f"{key} {value}" for key, value in args.items() if value is not None)

@@ -3,10 +3,9 @@
     name = mixed.register({"blocks.0.qkv": "int8", "blocks.0.o": "nvfp4", ...}, sizes)
     get_format(name).of("blocks.0.qkv").name     "int8"
 
-An assignment maps each linear layer, named as in `Transformer.linears`, to a plain format. Its name
-is `mixed-` and eight hex digits of its digest, so that it travels as a string like every other
-format. A process must register the assignment to know the name: from a model, a folder, or a run's
-file (`weights.budget`).
+The name is `mixed-` and eight hex digits of the assignment's digest, so it travels as a string like
+every other format. A process must register the assignment to know the name: from a model, a folder,
+or a run's file (`weights.budget`).
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ PREFIX = "mixed-"
 
 
 class Mixed(Format):
-    """A format that assigns a plain format to each linear layer. sizes: the weights of each layer,
-    for the mean bits."""
+    """A format that assigns a plain format to each linear layer, named as in `Transformer.linears`.
+    sizes: weights of each layer, for the mean bits."""
 
     summary = "a format for each linear layer"
 
@@ -86,7 +85,7 @@ class Mixed(Format):
 
 
 def title(name: str) -> str:
-    """Return a format's name for a person: of a mixture, what it consists of."""
+    """Return a format's name for a person; of a mixture, its formats and mean bits."""
     if not name.startswith(PREFIX):
         return name
     form = get_format(name)
@@ -98,9 +97,9 @@ def title(name: str) -> str:
 def register(
     assignment: Mapping[str, str], sizes: Mapping[str, int], dtype: torch.dtype | None = None
 ) -> str:
-    """Register an assignment and return its name, or the format that all layers share. sizes: the
-    weights of each layer. dtype: of layers that are `dense`. ValueError for an empty assignment or
-    a format that is not plain."""
+    """Register an assignment; return its name, or the format that all layers share. sizes: weights
+    of each layer. dtype: of layers that are `dense`. ValueError for an empty assignment or a format
+    that is not plain."""
     if not assignment:
         raise ValueError("an assignment of formats names no layer")
     if dtype is not None:
@@ -126,8 +125,8 @@ def stated(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str,
 
 
 def read(found: object, dtype: torch.dtype | None = None) -> str:
-    """Register what `stated` gave, and return its name. dtype: of layers that are `dense`.
-    ValueError for anything else."""
+    """Register what `stated` gave; return its name. dtype: of layers that are `dense`. ValueError
+    for anything else."""
     assignment: dict[str, str] = {}
     sizes: dict[str, int] = {}
     for name, layers in found.items() if isinstance(found, dict) else ():
@@ -139,7 +138,7 @@ def read(found: object, dtype: torch.dtype | None = None) -> str:
 
 
 def name_of(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> str:
-    """Return the name of an assignment, a function of its content."""
+    """Return the name of an assignment."""
     text = json.dumps([(layer, name, sizes[layer]) for layer, name in sorted(assignment.items())])
     return PREFIX + blake2b(text.encode(), digest_size=4).hexdigest()
 

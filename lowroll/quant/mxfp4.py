@@ -7,8 +7,8 @@
     FLOOR  E = 127 + floor(log2 amax) - 2                                              (OCP's rule; `mxfp4_floor`)
 
 EVEN saturates a block's largest weight no more than rounding would; FLOOR clips above 6 s. E is
-read exactly from the bits of amax and clamped to 0..254; a block of zeros has E = 0 and codes 0
-(algorithms B5). Codes are packed as NVFP4's; `weight_scale` holds E as uint8.
+read exactly from the bits of amax and clamped to 0..254 (algorithms B5). `weight_scale` holds E as
+uint8.
 
 Legend: N out features, K in features, G blocks of a row.
 """
@@ -24,7 +24,7 @@ from lowroll.quant.groups import PackedE2M1, split
 from lowroll.quant.scheme import Scheme, arguments
 
 BLOCK = 32
-# added to the bits of amax, it carries into float32's exponent from 1.75 on
+# carries into the exponent of amax from 1.75 on
 QUARTER_OCTAVE = 1 << 21
 
 
@@ -68,6 +68,6 @@ class MXFloat4Floor(MXFloat4):
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^(E - 127) of e8m0 exponents 0..254, exactly: float32."""
+    """Return 2^(E - 127) of exponents 0..254, exactly: float32."""
     bits = exponent.int() << 23
     return torch.where(bits > 0, bits, 1 << 22).view(torch.float32)  # 2^-127 is subnormal

@@ -5,18 +5,16 @@ double quantization.
 
 Levels and layout are bitsandbytes' (QLoRA, arXiv 2305.14314, section 3 and appendix E; algorithms
 B6): blocks run over the row-major matrix, the last may be short; two codes a byte, the first in the
-HIGH half; a midpoint belongs to the lower level. A block of zeros has absmax 0 and code 7.
+HIGH half; a midpoint belongs to the lower level.
 
-`nf4_dq` keeps the absmax in 8 bits: their mean is taken off, and blocks of 256 are scaled to [-1,
-1] and rounded to the nearest of 256 levels of dynamic precision (arXiv 1511.04561): +-0.1 ... 1 in
-2^i steps, times 10^(i - 6), i = 0..6, with 0 and 1.
+`nf4_dq` keeps the absmax in 8 bits: less their mean, blocks of 256 are scaled to [-1, 1] and
+rounded to 256 levels of dynamic precision (arXiv 1511.04561): +-0.1 ... 1 in 2^i steps, times 10^(i
+- 6), i = 0..6, with 0 and 1.
 
     absmax^ = level[code] * nested_absmax[block // 256] + nested_offset
 
-The mean is summed in float64, independent of device and threads. Parts from a file with different
-means keep them: `nested_offset` then has one entry for 256 blocks, as `nested_absmax`.
-
-Files hold the levels with the codes, and the rest (sizes, the offset) as JSON bytes.
+Parts from a file with different means keep them, one for 256 blocks. Files hold the levels with the
+codes, and the rest (sizes, the offset) as JSON bytes.
 
 Legend: L weights of the matrix, B blocks, P bytes.
 """
@@ -192,12 +190,12 @@ class NormalFloat4Double(NormalFloat4):
     }
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
-        # as bitsandbytes does, the codes use absmax before its own rounding
+        # as in bitsandbytes, codes use absmax before its own rounding
         scaled_BS, absmax_B = _scale_blocks(w_NK.float().reshape(-1), BLOCK)
         return _encode_blocks(scaled_BS, w_NK.numel()) | self.encode_absmax(absmax_B)
 
     def encode_absmax(self, absmax_B: Tensor) -> dict[str, Tensor]:
-        offset = absmax_B.double().mean().float()
+        offset = absmax_B.double().mean().float()  # in float64: independent of device and threads
         scaled_BS, nested_absmax = _scale_blocks(absmax_B - offset, NESTED_BLOCK)
         codes_B = torch.bucketize(
             scaled_BS, midpoints(dynamic_levels()).to(scaled_BS.device), out_int32=True
@@ -251,7 +249,7 @@ def read_description(config: dict[str, Any], advice: str) -> str:
 
 
 def _json_to_bytes(state: dict[str, Any]) -> Tensor:
-    """Encode a quantization state as files hold it: uint8 JSON."""
+    """Encode a quantization state as uint8 JSON."""
     return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
@@ -263,8 +261,8 @@ def _bytes_to_json(state: Tensor) -> Any:
 
 
 def encode_normal(x: Tensor) -> Tensor:
-    """Return the codes (uint8) of the nearest levels. Counting the midpoints below is several times
-    faster than a search."""
+    """Return the codes (uint8) of the nearest levels, by counting the midpoints below: several
+    times faster than a search."""
     codes = torch.zeros_like(x, dtype=torch.uint8)
     for midpoint in midpoints(LEVELS).tolist():
         codes += (x > midpoint).view(torch.uint8)

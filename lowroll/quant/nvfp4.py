@@ -4,13 +4,11 @@
     s_b  = e4m3(min(g * amax(|w_b|) / 6, 448))       a block of 16; 1/8 where that rounds to 0
     q    = e2m1(clamp(w / (s_b / g), -6, 6))         w^ = q (s_b / g)
 
-g spreads the block scales over e4m3's range. An amax of 0, or so small that g overflows, gives g =
-1. The layout is compressed-tensors' `nvfp4-pack-quantized`, two codes a byte from the low half
-(QeRL, section 2 and Eq. 6; algorithms B4).
+An amax of 0, or so small that g overflows, gives g = 1. The layout is compressed-tensors'
+`nvfp4-pack-quantized` (QeRL, section 2 and Eq. 6; algorithms B4).
 
-Kernels need one global scale for a fused matrix. Here q, k and v share theirs, and gate and up too,
-because the fused matrix is quantized as one. Parts from a file with different g keep them, one a
-row: `weight_global_scale` [N].
+A fused matrix quantized here has one g. Parts from a file with different g keep them, one a row:
+`weight_global_scale` [N].
 
 Legend: N out features, K in features, G blocks of a row.
 """

@@ -35,10 +35,8 @@ ADVICE = "; load the dense model"
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """The layout of such a folder.
-
-    offset: added to a stored zero point. ordered: groups follow the order of the columns.
-    """
+    """The layout of such a folder. offset: added to a stored zero point. ordered: groups follow the
+    order of the columns."""
 
     method: str
     bits: int
@@ -66,8 +64,8 @@ class PackedWeights:
         return f"{self.method} ({self.bits} bits, {group}{order})"
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
-        """Return the headers of a matrix's tensors in a file, by suffix. ValueError for a shape
-        that does not fill whole words."""
+        """Return the headers of a matrix's tensors in a file, by suffix. ValueError for a shape of
+        no whole words."""
         num_out, num_in = shape
         codes_per_word = 32 // self.bits
         if num_out % codes_per_word or (self.method == "gptq" and num_in % codes_per_word):
@@ -84,7 +82,7 @@ class PackedWeights:
 
     def decode(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> QTensor | Tensor:
         """Return the matrix of a file's tensors (by suffix): in `format`, or dense float32 [N, K].
-        ValueError names the suffix whose values are wrong."""
+        ValueError names the wrong suffix."""
         scale_NG = stored["scales"].float().t().contiguous()
         if not bool(torch.isfinite(scale_NG).all()):
             raise ValueError("scales: holds a non-finite value")
@@ -175,6 +173,6 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _reorder(codes: Tensor) -> Tensor:
-    """Return codes in column order, which awq's words do not have."""
+    """Return the codes of awq's words in column order."""
     permutation = torch.tensor(AWQ_ORDER, device=codes.device).argsort()
     return codes.unflatten(-1, (-1, len(AWQ_ORDER)))[..., permutation].flatten(-2)

@@ -1,5 +1,5 @@
-"""A format's name in compressed-tensors' `quantization_config`. `layouts` writes it, and finds a
-folder's format by it."""
+"""A format's name in compressed-tensors' `quantization_config`, which `layouts` writes and
+reads."""
 
 from __future__ import annotations
 

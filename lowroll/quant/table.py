@@ -1,8 +1,5 @@
-"""The table of weight formats, importable without torch.
-
-A row says what a configuration may ask for; everything else (bits, groups, kernels, files, the
-guard's fallback) is in the format's class (`formats.Format`).
-"""
+"""The table of weight formats, importable without torch: what a configuration may ask for. All else
+is in the format's class (`formats.Format`)."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from dataclasses import dataclass
 OWN = "dense"  # a run's name for the dense format of its own dtype
 STORED = "stored"  # a run's name for the low-bit format of its model's folder
 DEFAULT = "int8"  # of rollouts that name no format
-EIGHT_BITS = "int8_rotated"  # the 8-bit format nearest to the dense weights
+EIGHT_BITS = "int8_rotated"  # the 8-bit format nearest to dense weights
 
 
 @dataclass(frozen=True)
 class FormatRow:
-    """A format's facts before torch is loaded."""
+    """The facts of a format that are known before torch is loaded."""
 
     home: str  # module:class
     dense: bool = False  # plain floating point
@@ -45,7 +42,7 @@ FORMATS: dict[str, FormatRow] = {
 
 
 def is_dense(name: str) -> bool:
-    """Return whether a format is plain floating point, as is `dense`, the run's own dtype."""
+    """Return whether a format is plain floating point, as is `dense`."""
     return name == OWN or (name in FORMATS and FORMATS[name].dense)
 
 

@@ -4,10 +4,9 @@ r"""Rotations of a folder's matrices in compressed-tensors' `transform_config`.
         {"targets": ["re:.*\\.q_proj$", ...], "location": "input"},
         {"targets": ["re:.*\\.q_proj$", ...], "location": "weight_input", "inverse": true}]}}}
 
-`input` rotates the activations in every product; `weight_input` rotates the weights, and is already
-in the stored codes. There is one group for each width of block (`kernels.quantize.rotation`); a
-matrix that no block divides is in none. With mixed formats, targets are module names. Any other
-transform is another model, and is refused (compressed-tensors 0.20; vLLM 0.32 reads it,
+`input` rotates the activations of every product; `weight_input` is already in the stored codes.
+Each width of block (`kernels.quantize.rotation`) has one group. With mixed formats, targets are
+module names. Any other transform is refused (compressed-tensors 0.20; vLLM 0.32 reads it,
 transformers 5.23 does not).
 """
 
@@ -24,8 +23,8 @@ _GROUP_DEFAULTS = {"randomize": False, "requires_grad": False, "precision": "tor
 
 
 def describe(columns: Mapping[str, int]) -> dict[str, Any]:
-    """Return the `transform_config` of a rotated model. columns: the in features of each kind of
-    matrix ("q_proj", ...) or of each module."""
+    """Return the `transform_config` of a rotated model. columns: in features by kind of matrix
+    ("q_proj", ...) or by module."""
     widths = {kind: width(size) for kind, size in columns.items()}
     groups = {}
     for size in sorted(set(widths.values()) - {1}):
@@ -35,8 +34,8 @@ def describe(columns: Mapping[str, int]) -> dict[str, Any]:
 
 
 def read(config: Any) -> dict[str, int]:
-    """Return the width of the blocks by kind of matrix, or by module. ValueError names what
-    `describe` does not write."""
+    """Return the width of the blocks by kind of matrix or by module. ValueError for what `describe`
+    does not write."""
     groups = config.get("config_groups") if isinstance(config, dict) else None
     if not isinstance(groups, dict):
         raise ValueError(f"{KEY}.config_groups: expected groups of transforms, got {groups!r}")
@@ -60,7 +59,7 @@ def check(found: Mapping[str, int], columns: Mapping[str, int]) -> None:
 
 
 def _describe_group(size: int, parts: list[str]) -> dict[str, Any]:
-    """Return the config group of the matrices that are rotated in blocks of `size`."""
+    """Return the config group of the matrices with this width."""
     targets = [kind if "." in kind else rf"re:.*\.{kind}$" for kind in parts]
     apply = [
         {"targets": targets, "location": "input", "inverse": False, "ignore": []},
@@ -70,7 +69,7 @@ def _describe_group(size: int, parts: list[str]) -> dict[str, Any]:
 
 
 def _read_group(where: str, group: Any) -> tuple[set[str], int]:
-    """Return a group's matrices or modules and its block size. ValueError for another transform."""
+    """Return a group's matrices or modules and its width. ValueError for another transform."""
     known_keys = {"type", "apply", "head_dim", *_GROUP_DEFAULTS}
     if not isinstance(group, dict) or not group.keys() <= known_keys:
         raise ValueError(f"{where}: expected the keys {', '.join(sorted(known_keys))}")
