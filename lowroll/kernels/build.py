@@ -2,8 +2,8 @@
 
 A library is stored in `$XDG_CACHE_HOME/lowroll/kernels` (or `~/.cache/lowroll/kernels`, mode 0700)
 under the digest of its source, headers, compiler and options. It is built elsewhere and moved
-there, so concurrent builds are safe. Without torch headers, a build takes seconds and fits every
-torch.
+there, so concurrent builds are safe. Sources include no torch headers: a build takes seconds and
+fits every torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def fields(kind: type, *names: str) -> list[tuple[str, Any]]:
 
 
 def pointer(t: Tensor | None) -> int | None:
-    """Return the address of a tensor, for a struct of ctypes; None is null."""
+    """Return the address of a tensor for a struct of ctypes; None is null."""
     return None if t is None else t.data_ptr()
 
 
@@ -41,8 +41,8 @@ def library(
 ) -> ctypes.CDLL:
     """Return the shared library of a source, built unless cached.
 
-    flags: with those that make it a shared library. RuntimeError when the compiler fails (with its
-    first lines) or takes too long; PermissionError when another user owns the folder.
+    RuntimeError when the compiler fails (with its first lines) or takes too long; PermissionError
+    when another user owns the folder.
     """
     folder = cache_folder()
     version = run([str(compiler), "--version"], source.name, deadline_s)

@@ -4,8 +4,8 @@
                mix(w) = v ^ (v >> 29),  v = (w ^ (w >> 32)) * -7046029254386353131       (2^64 / golden ratio, odd)
     amax       max_i |x_i|, NaN where there is one: the largest bits without the sign, as whole numbers
 
-Shifts are arithmetic. A program reads one block of one tensor, found through a table of addresses.
-Sums and maxima are of integers, so CPU and GPU agree bit for bit.
+Shifts are arithmetic. A program reads one block of one tensor. Sums and maxima are of integers, so
+CPU and GPU agree bit for bit.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 def amax(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the largest |value| of every tensor: float32 [1] on its device; NaN for one with a
-    NaN, 0 for an empty one.
-
-    bfloat16, float16 and float32, on any devices, without a wait.
-    """
+    NaN, 0 for an empty one. bfloat16, float16 and float32, on any devices, without a wait."""
     tensors = [t.detach() for t in tensors]
     return _run_by_group(
         tensors, lambda t: (t.device, t.dtype), lambda group: _amax(group).float().split(1)
@@ -68,7 +65,6 @@ def _run_by_group(
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Return a tensor's checksum in plain torch."""
     raw = tensor.contiguous().view(-1).view(torch.uint8)
     raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))
     words = raw.view(torch.int64)
@@ -113,8 +109,7 @@ def _amax(tensors: list[Tensor]) -> Tensor:
 
 
 def _launch_over_blocks(kernel: Any, tensors: list[Tensor], out: Tensor) -> None:
-    """Launch `kernel` with one program a block; the blocks of all tensors are numbered
-    consecutively."""
+    """Launch `kernel` with one program a block of any tensor."""
     tensors = [aligned(t) for t in tensors]
     counts = torch.tensor([-(-t.nbytes // BLOCK_BYTES) for t in tensors])
     first_programs = (counts.cumsum(0) - counts).tolist()
@@ -145,7 +140,8 @@ def _launch_over_blocks(kernel: Any, tensors: list[Tensor], out: Tensor) -> None
 
 @jit
 def _locate_block(table, owner, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the program's tensor, its address, its number of integers, and the first of the block."""
+    """Return the program's tensor, its address, its number of integers, and the first of the
+    block."""
     tensor = tl.load(owner + tl.program_id(0))
     integer: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
     values = tl.multiple_of(tl.load(table + 3 * tensor).to(tl.pointer_type(integer)), 16)
@@ -160,14 +156,13 @@ def _locate_block(table, owner, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def _mix(word):
-    """Mix the bits of 8-byte words, before they are weighted and added."""
     word = (word ^ (word >> 32)) * -7046029254386353131
     return word ^ (word >> 29)
 
 
 @jit
 def _last_word(table, tensor):
-    """Return the word that a tensor's last bytes fill in part, zero-padded; 0 when there is none."""
+    """Return the word that a tensor's last bytes fill in part, zero-padded; 0 without one."""
     size, lane = tl.load(table + 3 * tensor + 1), tl.arange(0, 8)
     byte_offs = size // 8 * 8 + lane
     byte = tl.load(

@@ -30,7 +30,7 @@ def compiler() -> Path | None:
 
 
 def library(source: Path) -> ctypes.CDLL:
-    """Return the shared library of a source. RuntimeError when there is no compiler; errors of
+    """Return the shared library of a source. RuntimeError without a compiler; errors of
     `build.library`."""
     compiler_path = compiler()
     if compiler_path is None:

@@ -1,7 +1,7 @@
 """The kernels of every product, the fastest first, and which of them run on a device.
 
-Product functions try their kernels in this order (`support`). The table is for `lowroll doctor`;
-tests/kernels compare the two.
+Product functions try their kernels in this order (`support`), which tests/kernels check. The table
+is for `lowroll doctor`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lowroll.kernels.support import YES, Support, cuda_supports, no
 
 
 class Kernel(NamedTuple):
-    """A kernel, named by its file or torch's function, and the calls that it takes; "" is every
-    remaining call."""
+    """A kernel, named by its file or torch's function. takes: the calls that it takes; "" is every
+    remaining one."""
 
     name: str
     language: str  # CUDA C++, C++, Triton, oneDNN or torch
@@ -64,12 +64,11 @@ def _paged_kernel(numbers: str) -> Kernel:
 
 
 def _triton_kernel(name: str, takes: str = "") -> Kernel:
-    """Return the kernel of a Triton source."""
     return Kernel(name, "Triton", takes, triton_supports_device)
 
 
 def _torch_kernel(name: str = "plain torch") -> Kernel:
-    """Return the fallback in torch, which supports every device."""
+    """Return the fallback, which supports every device."""
     return Kernel(name, "torch", "", lambda device: YES)
 
 
@@ -198,8 +197,8 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
 
 
 def answers(product: str, device: torch.device) -> list[DeviceSupport]:
-    """Return the kernels of a product in order, up to the one that takes every remaining call, and
-    whether the device supports each."""
+    """Return the kernels of a product, up to the one that takes every remaining call, and whether
+    the device supports each."""
     device_supports: list[DeviceSupport] = []
     for kernel in PRODUCTS[product]:
         support = _query_support(kernel, device)

@@ -5,17 +5,17 @@ start once every block of its predecessor runs or has ended, which hides launch 
 and the first weights. Rules that keep the order of a stream:
 
 1. `after_others` waits until the kernel before has ended and its writes are visible. Before it, a
-   kernel may read weights and what an earlier step left (lengths, page tables), but writes nothing:
-   the kernel before may still read results, workspaces and counters. A matrix made within the step
-   (dequantized, copied) must not be read before it.
+kernel may read weights and what an earlier step left (lengths, page tables), not a matrix made
+within the step, and writes nothing: the kernel before may still read results, workspaces and
+counters.
+
 2. Every kernel that starts early also waits, in every block that does anything, before it ends. So
-   the end of B implies the end of A before it, and C, which waits for B alone, waits for all; this
-   also makes memory reused by the allocator in stream order safe.
+the end of B implies the end of A before it, and C, which waits for B alone, waits for all; this
+also makes memory reused by the allocator in stream order safe.
+
 3. A kernel launched plainly (cuBLAS, torch) starts after the end of everything earlier. One of
-   these must stand between the last write of what is read ahead and its first reader. `prefetch` is
-   exempt: the L2 cache sees later writes.
-4. No kernel keeps its predecessor from ending: it starts only when no block of that one waits for
-   resources.
+these must stand between the last write of what is read ahead and its first reader. `prefetch` is
+exempt: the L2 cache sees later writes.
 
 Kernels are `@jit` functions at module level, with `tl` from here; without Triton both are
 placeholders. With TRITON_INTERPRET=1 (tests) kernels run on CPU tensors, in numpy.
@@ -72,7 +72,7 @@ def block(size: int) -> int:
 
 
 def warps(elements: int, each: int = 512) -> int:
-    """Return the warps for so many elements, about `each` a warp: a power of two up to 32."""
+    """Return the warps for so many elements: a power of two up to 32."""
     return min(32, block(max(1, elements // each)))
 
 
@@ -91,8 +91,7 @@ def aligned(x: Tensor) -> Tensor:
 def overlapping(device: torch.device) -> Iterator[None]:
     """Launch the kernels of the block early, where the device can.
 
-    Meant for a decode step: a chain of short kernels on one stream, without gradients, that begins
-    with a plain launch.
+    For a chain of short kernels on one stream, without gradients, that begins with a plain launch.
     """
     token = _OVERLAPPING.set(bool(early_start_supports(device)))
     try:
@@ -102,12 +101,11 @@ def overlapping(device: torch.device) -> Iterator[None]:
 
 
 def captured(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """Return a graph of what `run` launches, in the memory of `pool` (another graph's; None: its
-    own).
+    """Return a graph of what `run` launches, in the memory of `pool` (None: its own).
 
     Other threads may allocate, copy and wait for a stream, but a wait for the whole device aborts
-    the capture. Freeing an engine's cache does so (`kv.virtual_memory`), hence garbage collection
-    is off until the capture ends.
+    the capture. Freeing an engine's cache waits so (`kv.virtual_memory`), hence garbage collection
+    is off.
     """
     graph = torch.cuda.CUDAGraph()
     gc_was_enabled = gc.isenabled()
@@ -122,7 +120,6 @@ def captured(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGrap
 
 
 def early() -> bool:
-    """Return whether kernels are launched early (`overlapping`)."""
     return _OVERLAPPING.get()
 
 
@@ -136,7 +133,6 @@ def early_start() -> dict[str, bool]:
 
 @jit
 def let_others_start(EARLY: tl.constexpr):
-    """Let the next kernel start."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -62,7 +62,7 @@ def options(capability: tuple[int, int], macros: Mapping[str, str]) -> list[str]
 
 
 def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]) -> ctypes.CDLL:
-    """Return the shared library of a source. RuntimeError when there is no nvcc; errors of
+    """Return the shared library of a source. RuntimeError without nvcc; errors of
     `build.library`."""
     nvcc = compiler()
     if nvcc is None:
@@ -78,7 +78,7 @@ def supports(make: Callable[[], object], otherwise: str) -> Support:
 
 @cache
 def supports_device(device: torch.device) -> Support:
-    """Return whether nvcc compiles for this device, by a trial compilation of a second or two."""
+    """Return whether nvcc compiles for this device, by a trial of a second or two."""
     if not (support := cuda_supports(device)):
         return support
     nvcc = compiler()

@@ -1,8 +1,7 @@
 """The answer of `supports` functions: yes, or no with the reason.
 
-A kernel's `supports` is about the operands of one call (device, dtype, shape); `supports_device` is
-about capability and compiler. Answers are objects made once, so a check before every launch is
-cheap.
+`supports` is about the operands of one call (device, dtype, shape), `supports_device` about
+capability and compiler. Answers are made once, so a check before every launch is cheap.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 
 class Support(int):
-    """True, or false with the reason in `why_not`. An int, because its truth costs no call."""
+    """True, or false with the reason in `why_not`. An int, whose truth costs no call."""
 
     why_not: str
 
@@ -46,8 +45,8 @@ def needs_gradient(*inputs: object) -> bool:
 def cuda_supports(
     device: torch.device, least: tuple[int, int] = (0, 0), only: bool = False
 ) -> Support:
-    """Return whether the device is CUDA of compute capability `least` or later, or exactly `least`
-    with `only`."""
+    """Return whether the device is CUDA of capability `least` or later; with `only`, exactly
+    `least`."""
     if device.type != "cuda":
         return NO_CUDA
     capability = torch.cuda.get_device_capability(device)

@@ -1,7 +1,7 @@
 """Attention on a CPU: `avx2.cpp` for torch, float32, over the cache in place.
 
 A query's bits depend on the query and its keys alone, so decoding, a chunked prompt and a learner
-agree (`attend`). Small inputs are left to torch, whose bits small models keep.
+agree. Small inputs are left to torch, whose bits small models keep.
 
 Legend: B rows, T queries, S sequences, H query heads, G key-value heads, d head size, p pages of
 the cache, P tokens of a page, N pages of a table row.
@@ -81,8 +81,7 @@ def attend(
     scale: float,
 ) -> Tensor:
     """Return attention [T, H, d] of each query over the first `lengths` cached keys of its
-    sequence, bit for bit as `decode`. table, sequences and lengths: int32.
-    """
+    sequence, with the bits of `decode`. table, sequences and lengths: int32."""
     return _run(q_THd, None, (keys_pPGd, values_pPGd), table_SN, sequences_T, lengths_T, scale)
 
 
@@ -97,7 +96,7 @@ def _run(
     window: int = 0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Call the kernel. fresh: the new keys and values, which it writes to the cache first."""
+    """Call the kernel. fresh: new keys and values, which it writes to the cache first."""
     rows, heads, d = q_BHd.shape
     page, kv_heads = cache[0].shape[1:3]
     q_BHd = q_BHd.contiguous()

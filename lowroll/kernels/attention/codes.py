@@ -4,12 +4,10 @@
     codes   q = e4m3(x / 2^e), to nearest, ties to even
     fine    of 16 channels of a key, r = e4m3(16 (x / 2^e - q)):  x ~ 2^e (q + r / 16)
 
-e4m3 is a floating format, so a power-of-two scale loses nothing, and codes times scales are exact.
-A few channels of a key are far larger than the others (biases of hundreds in Qwen2.5) and dominate
-the error of a product; the second code cuts theirs to 2^-8, that of bfloat16. Measurements:
-docs/log/kernels.md.
-
-Each element is exact or rounded once, so a token's codes are the same on every device.
+A power-of-two scale loses nothing of a floating format, and codes times scales are exact. A few
+channels of a key are far larger than the others (biases of hundreds in Qwen2.5) and dominate the
+error of a product; the second code cuts theirs to 2^-8, that of bfloat16 (docs/log/kernels.md). A
+token's codes are the same on every device.
 
 Legend: T tokens, G key-value heads, d head size, F fine channels, p pages, P tokens of a page.
 """
@@ -39,8 +37,8 @@ class Codes(NamedTuple):
 
 
 def encode(k_TGd: Tensor, v_TGd: Tensor, channels_GF: Tensor) -> Codes:
-    """Return the codes of keys and values. channels_GF: int64, the fine channels of each head, no
-    channel twice."""
+    """Return the codes of keys and values. channels_GF: int64, the distinct fine channels of each
+    head."""
     k_TGd, v_TGd = k_TGd.float(), v_TGd.float()
     bytes_TG2 = torch.stack([_scale_bytes(k_TGd), _scale_bytes(v_TGd)], -1)
     inverse_TG2 = ((254 - bytes_TG2) << 23).view(torch.float32)
@@ -57,7 +55,6 @@ def encode(k_TGd: Tensor, v_TGd: Tensor, channels_GF: Tensor) -> Codes:
 
 
 def _scale_bytes(x_TGd: Tensor) -> Tensor:
-    """Return the scale byte of each token and head."""
     bits_TG = x_TGd.abs().amax(-1).view(torch.int32)
     return (((bits_TG + CARRY) >> 23) - 8).clamp(min=LEAST)
 
@@ -65,7 +62,7 @@ def _scale_bytes(x_TGd: Tensor) -> Tensor:
 def decode_keys(
     keys_TGd: Tensor, fine_TGF: Tensor, scales_TG2: Tensor, channels_GF: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return keys [T, G, d] of their codes and second codes, in `dtype`."""
+    """Return keys [T, G, d] in `dtype`."""
     k_TGd = keys_TGd.view(E4M3).float()
     residual_TGF = fine_TGF.view(E4M3).float() / FINER
     k_TGd.scatter_add_(2, channels_GF.expand(fine_TGF.shape), residual_TGF)
@@ -73,10 +70,10 @@ def decode_keys(
 
 
 def decode_values(values_TGd: Tensor, scales_TG2: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values [T, G, d] of their codes, in `dtype`."""
+    """Return values [T, G, d] in `dtype`."""
     return (values_TGd.view(E4M3).float() * _power_of_two(scales_TG2[..., 1:])).to(dtype)
 
 
 def _power_of_two(bytes_TG1: Tensor) -> Tensor:
-    """Return the float32 scale that a scale byte stands for."""
+    """Return the float32 scale of a scale byte."""
     return (bytes_TG1.int() << 23).view(torch.float32)

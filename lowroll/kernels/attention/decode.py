@@ -7,13 +7,12 @@ arXiv:1805.02867):
 
     o = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max).
 
-The first split starts its softmax with the new token and the layer's sinks, logits without a value,
-and writes the token to its slot; all splits read only older slots. The number of splits depends on
-rows and key-value heads alone, so a captured graph is right for every length, and a batch size always
-gives the same bits.
+The first split starts with the new token and the layer's sinks (logits without a value), and writes
+the token to its slot; all splits read only older slots. The number of splits depends on rows and
+key-value heads alone: a captured graph is right for every length, and a batch size always gives the
+same bits.
 
-Many 16-bit rows on Hopper without windows and sinks go to `kernels.attention.paged`, float32 on CPU to
-`kernels.attention.avx2`, the rest to torch.
+Many 16-bit rows on Hopper without windows and sinks go to `paged`, float32 on CPU to `avx2`.
 
 Legend: B rows, T tokens, H query heads, G key-value heads, d head size, p pages of the cache, P
 tokens of a page, N pages of a table row, L = N * P, S splits.
@@ -39,8 +38,9 @@ from lowroll.kernels.launch import (
     triton_supports,
 )
 
-# three programs for each multiprocessor of an H200: 64 rows of 4 key-value heads are faster unsplit
-PROGRAMS = 132 * 3
+PROGRAMS = (
+    132 * 3
+)  # three a multiprocessor of an H200; 64 rows of 4 key-value heads are faster unsplit
 MAX_SPLITS = 64
 
 
@@ -60,8 +60,7 @@ def paged_decode(
     or all for 0, and the layer's sinks if it has them. Return o [B, H, d] in q's dtype.
 
     table_BN, lengths_B: int32; a length counts the new token. A row of length 0 is dead: nothing is
-    written, its output is 0. Heads of q, k and v are contiguous within a row; rows may be strided.
-    The cache is contiguous.
+    written, its output is 0. The cache is contiguous.
     """
     in_triton = triton_supports(q_BHd)
     if not in_triton and not avx2.supports(q_BHd, keys_pPGd):
@@ -119,7 +118,7 @@ def paged_decode(
 
 
 def split_outputs(out_BHd: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Return float32 buffers for the splits' outputs and log-sum-exps; for a single split, the
+    """Return float32 buffers for the splits' outputs and log-sum-exps; of a single split, the
     output itself."""
     if splits == 1:
         return out_BHd, out_BHd
@@ -135,7 +134,7 @@ def combine(
     out_BHd: Tensor,
     window: int = 0,
 ) -> None:
-    """Join the splits' outputs by their log-sum-exps into `out_BHd`."""
+    """Join the splits' outputs into `out_BHd`."""
     splits, rows, heads, d = part_SBHd.shape
     width = min(max(16, block(d)), 64)
     _combine_kernel[(rows * heads, -(-d // width))](
@@ -216,8 +215,7 @@ def _plain(
     slots_B = pages_B * page + position_B % page
     write_pages(keys_pPGd, values_pPGd, torch.where(live_B, slots_B, -1), k_BGd, v_BGd)
 
-    # Attention over no keys is NaN: a dead row attends to its first slot, and its output is set to
-    # 0.
+    # attention over no keys is NaN: a dead row attends to its first slot
     index_L = torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
     allowed_BL = index_L < lengths_B.clamp(min=1)[:, None]
     if window:
@@ -237,8 +235,8 @@ def _plain(
 
 
 def _launch(rows: int, kv_heads: int, row_bytes: int) -> tuple[int, int, int, int]:
-    """Return (splits, tokens of a block, stages, warps). Page numbers take every other stage; the
-    rest hold keys and values, at most 80 KiB together."""
+    """Return (splits, tokens of a block, stages, warps). Every other stage holds page numbers, the
+    rest keys and values, at most 80 KiB together."""
     splits = max(1, min(MAX_SPLITS, PROGRAMS // (rows * kv_heads)))
     stages = 5
     max_tokens = (80 * 1024) // ((stages - 1) // 2 * 2 * row_bytes)
@@ -260,7 +258,7 @@ def packed_heads(x_THd: Tensor) -> Tensor:
 
 @jit
 def hidden_keys(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """Return how many first keys, in whole blocks, a window hides; 0 without one."""
+    """Return how many first keys, in whole blocks, a window hides."""
     if WINDOW == 0:
         return 0
     return tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK
@@ -268,7 +266,7 @@ def hidden_keys(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def in_window(offs_n, length, WINDOW: tl.constexpr):
-    """Tell which cached keys the newest query sees."""
+    """Return which cached keys the newest query sees."""
     in_n = offs_n < length - 1
     if WINDOW == 0:
         return in_n
@@ -298,7 +296,7 @@ def _fetch_ahead(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Prefetch a split's first block of keys and values into the L2 cache."""
+    """Prefetch a split's first block of keys and values."""
     LINES: tl.constexpr = D // 64 if D > 64 else 1  # of 128 bytes
     offs_n = first + tl.arange(0, BLOCK)
     page_n = tl.load(pages_ptr + offs_n // PAGE, mask=offs_n < cached, other=0).to(tl.int64)
@@ -310,7 +308,6 @@ def _fetch_ahead(
 
 @jit
 def _write_head(ptr, x_d, in_d, D: tl.constexpr):
-    """Write the numbers of a head in the cache's type."""
     tl.store(ptr + tl.arange(0, D), x_d.to(ptr.dtype.element_ty), mask=in_d)
 
 

@@ -58,7 +58,8 @@ def paged_decode8(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute `decode.paged_decode` with codes. cache_pP: codes [p, P, G, ...]; channels_GF: int64."""
+    """Compute `decode.paged_decode` with codes. cache_pP: codes [p, P, G, ...]; channels_GF:
+    int64."""
     if not triton_supports(q_BHd):
         return _plain(q_BHd, k_BGd, v_BGd, cache_pP, channels_GF, table_BN, lengths_B, scale)
     rows, heads, d = q_BHd.shape
@@ -128,8 +129,7 @@ def _plain(
     for buffer, codes in zip(cache_pP, encode(k_BGd, v_BGd, channels_GF), strict=True):
         buffer.flatten(0, 1).index_copy_(0, slots_B[live_B], codes[live_B])
 
-    # Attention over no keys is NaN: a dead row attends to its first slot, and its output is set to
-    # 0.
+    # attention over no keys is NaN: a dead row attends to its first slot
     index_L = torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
     allowed_BL = index_L < lengths_B.clamp(min=1)[:, None]
     slots_BL = table_BN[:, index_L // page] * page + index_L % page
@@ -152,14 +152,13 @@ def _plain(
 
 @jit
 def _scale_byte(x_d):
-    """Return the scale byte of a head's numbers."""
     bits = tl.max(tl.abs(x_d), 0).to(tl.int32, bitcast=True)
     return tl.maximum(((bits + ROUND) >> 23) - 8, SMALLEST)
 
 
 @jit
 def _power_of_two(byte):
-    """Return the float32 scale that a scale byte stands for."""
+    """Return the float32 scale of a scale byte."""
     return (byte << 23).to(tl.float32, bitcast=True)
 
 
@@ -224,7 +223,6 @@ def _write_new_token(
 
 @jit
 def _load_codes(at_ptr, mask, NUMBER: tl.constexpr):
-    """Load e4m3 codes as numbers of a product."""
     return tl.load(at_ptr, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(NUMBER)
 
 
@@ -261,7 +259,7 @@ def _store_output(
     D: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Store a split's output, and its log-sum-exp if there are several splits."""
+    """Store a split's output, and its log-sum-exp if there are several."""
     o_rd = tl.where(dead, 0.0, acc_rd / tl.where(dead, 1.0, l_r)[:, None])
     tl.store(
         out_ptr + out_r[:, None] * d + tl.arange(0, D)[None, :],

@@ -1,8 +1,8 @@
 """Decode attention for many rows: `paged.cu` for torch.
 
-A launch depends on rows, heads and the device alone, so a captured graph is right for every length
-and sharing of pages, and a batch size always gives the same bits. The cache holds numbers of q's
-type (`decode`) or 8-bit codes (`decode8`).
+A launch depends on rows, heads and the device alone: a captured graph is right for every length and
+sharing of pages, and a batch size always gives the same bits. The cache holds numbers of q's type
+(`decode`) or 8-bit codes (`decode8`).
 
 Legend: B rows, H query heads, G key-value heads, d head size, p pages of the cache, P tokens of a
 page, N pages of a table row.
@@ -44,8 +44,8 @@ class PagedAttentionArguments(ctypes.Structure):
 
 
 def supports(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor) -> Support:
-    """Return whether the kernel supports these rows and this cache: Hopper, 16-bit numbers, heads
-    of 64 or 128, pages of whole tiles. q is read in pieces of 4 bytes, k and v in pieces of 16."""
+    """Return whether the kernel supports these rows and this cache. q is read in pieces of 4 bytes,
+    k and v in pieces of 16."""
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
     if not q_BHd.is_cuda:
@@ -92,8 +92,8 @@ def decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute `kernels.attention.decode.paged_decode` where `supports` holds. RuntimeError when it
-    cannot be launched."""
+    """Compute `decode.paged_decode` where `supports` holds. RuntimeError when it cannot be
+    launched."""
     return _decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
 
 
@@ -107,7 +107,7 @@ def decode8(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute `kernels.attention.decode8.paged_decode8` where `supports` holds."""
+    """Compute `decode8.paged_decode8` where `supports` holds."""
     keys, values, fine, scales = cache_pP
     return _decode(
         q_BHd, k_BGd, v_BGd, keys, values, table_BN, lengths_B, scale, (fine, scales, channels_GF)
@@ -125,7 +125,7 @@ def _decode(
     scale: float,
     finer: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Launch the kernel. finer: the second codes, scales and fine channels of an 8-bit cache."""
+    """Launch the kernel. finer: second codes, scales and fine channels of an 8-bit cache."""
     (rows, heads, d), (page, kv_heads) = q_BHd.shape, keys_pPGd.shape[1:3]
     library_key = (d, q_BHd.dtype, finer is not None)
     library, device = _library(*library_key), q_BHd.device
@@ -159,8 +159,7 @@ def _decode(
 def _active_clusters(
     d: int, dtype: torch.dtype, codes: bool, device: torch.device, splits: int
 ) -> int:
-    """Return how many clusters of `splits` blocks the device runs at once; 0 if it has no such
-    clusters."""
+    """Return how many clusters of `splits` blocks the device runs at once; 0 if it has none."""
     library, active = _library(d, dtype, codes), ctypes.c_int()
     arguments = PagedAttentionArguments(rows=ROWS, kv_heads=1)
     error = library.paged_decode(ctypes.byref(arguments), splits, ctypes.byref(active), None)
@@ -168,7 +167,6 @@ def _active_clusters(
 
 
 def _check(library: ctypes.CDLL, error: int) -> None:
-    """Raise RuntimeError when the launch failed."""
     if error:
         raise RuntimeError(
             f"decode attention: paged_decode failed: {library.paged_error(error).decode()}"

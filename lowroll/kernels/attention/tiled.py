@@ -5,10 +5,9 @@ keys.
     shares are joined in order, from the first on:   m' = max(m, m_s)
                                                      l' = l 2^(m - m') + l_s 2^(m_s - m'),  o' likewise
 
-Shares begin at multiples of SHARE, whatever the batch, so decoding, a chunked prompt and a
-learner's packed sequence use the same tiles, products and order. Tiles that a query cannot see add
-zeros. Weights are summed by a product with ones, so that the tensor cores use one order whatever
-the other rows are.
+Shares begin at multiples of SHARE, so decoding, a chunked prompt and a learner's packed sequence
+use the same tiles, products and order. Tiles that a query cannot see add zeros. Weights are summed
+by a product with ones, so that the tensor cores use one order whatever the other rows are.
 
 A tile is `queries` neighbours of one sequence with all query heads of a key-value head. For few
 decoded rows, each share has its own program, and a second launch joins them.
@@ -100,7 +99,7 @@ def tile(
 ) -> QueryTiles:
     """Return at most `most` tiles of packed sequences, without a wait. All int32.
 
-    lengths_S: queries. before_S: keys before each one's first query. origin_S: as in `QueryTiles`.
+    lengths_S: queries. before_S: keys before each first query. origin_S: as in `QueryTiles`.
     """
     tiles_S = (lengths_S + (queries - 1)) // queries
     ends_S = tiles_S.cumsum(0)
@@ -180,7 +179,7 @@ def decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute `kernels.attention.decode.paged_decode` with the bits of `attend`."""
+    """Compute `decode.paged_decode` with the bits of `attend`."""
     q_BHd, k_BGd, v_BGd = (packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
@@ -249,7 +248,6 @@ def decode(
 
 @jit
 def _token_offsets(table, origin, offs_n, in_n, stride, PAGE: tl.constexpr):
-    """Return the offsets of keys in the cache or in a packed tensor."""
     if PAGE:
         page_n = tl.load(table + offs_n // PAGE, mask=in_n, other=0).to(tl.int64)
         return (page_n * PAGE + offs_n % PAGE) * stride
@@ -423,8 +421,7 @@ def _decode_kernel(
     EARLY: tl.constexpr,
 ):
     """Attend for one key-value head of one row over some shares; G fastest, then rows. The program
-    of the last share writes the new key and value to their slot and reads them there.
-    """
+    of the last share writes the new key and value to their slot and reads them there."""
     after_others(EARLY)
     pid = tl.program_id(0)
     head, row, program = pid % G, (pid // G) % rows, pid // (G * rows)

@@ -40,7 +40,6 @@ def packed(lengths_S: Tensor, tokens: int) -> Causal:
 
 
 def _packed_on_cpu(lengths_S: Tensor, starts_S: Tensor) -> Causal:
-    """Compute `packed` by the CPU's kernel."""
     # pages of one token: every row of the table begins at its own token
     table_T1 = torch.arange(int(lengths_S.sum()), dtype=torch.int32)[:, None]
     starts_T = starts_S.repeat_interleave(lengths_S)
@@ -62,11 +61,11 @@ def paged(
     tokens: int,
     heads: int,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return attention (q [T, H, d], keys, values) -> o of sequences' queries over pages that
-    already hold their keys.
+    """Return attention (q [T, H, d], keys, values) -> o of sequences' queries over pages that hold
+    their keys.
 
-    keys_pPGd: any layer's. table_SN, lengths_S (queries, `tokens` in all) and before_S (keys before
-    the first): int32, never waited for.
+    keys_pPGd: any layer's. lengths_S: queries, `tokens` in all. before_S: keys before the first.
+    All int32, never waited for.
     """
     if triton_supports(keys_pPGd):
         kv_heads, d = keys_pPGd.shape[2:]

@@ -15,9 +15,7 @@ Function = Callable[..., Any]
 
 def with_gradient_of(plain: Function, fast: Function, *inputs: Any) -> Any:
     """Return fast(*inputs) with the gradient of plain(*inputs), which is the same up to rounding.
-
-    Inputs are kept for the backward pass, which runs `plain`, if a gradient is recorded.
-    """
+    Inputs are kept for the backward pass, which runs `plain`."""
     if needs_gradient(*inputs):
         return _FastForward.apply(plain, fast, *inputs)
     return fast(*inputs)

@@ -1,5 +1,5 @@
 """RMSNorm with the residual before it, and SwiGLU's gate: `rows.cpp` for torch, with gradients. On
-CUDA `kernels.fused` is already invariant: a program has a row in any batch.
+CUDA `kernels.fused` is already invariant: a program has a row.
 
 Legend: T tokens, D features, F intermediate size.
 """
@@ -87,8 +87,7 @@ def _gate(gate_up: Tensor) -> Tensor:
 def _run(
     function: str, x: Tensor, update_TD: Tensor | None, weight_D: Tensor | None, eps: float
 ) -> tuple[Tensor | None, Tensor]:
-    """Call a function of the CPU's library. Return the sum with the residual, if any, and the
-    result."""
+    """Call the CPU's library. Return the sum with the residual, if any, and the result."""
     width = x.shape[-1] // 2 if weight_D is None else x.shape[-1]
     x = contiguous_rows(x)
     update_TD = None if update_TD is None else contiguous_rows(update_TD)

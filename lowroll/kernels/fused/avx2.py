@@ -1,9 +1,8 @@
 """The heads of an engine on a CPU, normed and rotated: `avx2.cpp` for torch, in float32.
 
 One call replaces some thirty of torch. Norms sum in another order than torch's, so a learner
-(outside inference mode) uses it only for heads without norms (`Rotation`), with and without
-gradients, to keep a ratio of exactly 1 over the same weights. Small inputs are left to torch, whose
-bits small models keep.
+(outside inference mode) uses it only for heads without norms (`Rotation`): the ratio over the same
+weights stays exactly 1. Small inputs are left to torch, whose bits small models keep.
 
 Legend: T tokens, H query heads, G key-value heads, d head size, N = (H + 2G) d.
 """
@@ -66,8 +65,7 @@ def rotate_heads(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `rope.rotate_heads` of a tensor; v is a view of it. Differentiable without norms; v
-    is then a copy."""
+    """Compute `rope.rotate_heads`; v is a view. Differentiable without norms; v is then a copy."""
     if not torch.is_inference_mode_enabled():
         return Rotation.apply(qkv_TN, cos, sin, heads, kv_heads, d)
     return heads_of(qkv_TN, cos, sin, heads, kv_heads, d, q_norm_d, k_norm_d, eps)
@@ -84,8 +82,8 @@ def heads_of(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (q [T, H, d], k [T, G, d], v [T, G, d]) of qkv by the kernel; v is a view in inference
-    mode, else a copy, as autograd requires."""
+    """Return (q [T, H, d], k [T, G, d], v [T, G, d]) of qkv; v is a view in inference mode, else a
+    copy, as autograd requires."""
     tokens = qkv_TN.shape[0]
     qkv_TN = contiguous_rows(qkv_TN)
     q_THd, k_TGd = qkv_TN.new_empty(tokens, heads, d), qkv_TN.new_empty(tokens, kv_heads, d)

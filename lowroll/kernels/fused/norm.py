@@ -8,8 +8,7 @@ gradient of normed:
 
     d sum = r (g w - h mean(g w h)) + gradient of sum,      d x = d update = d sum,      d w = sum over tokens of g h
 
-d w is summed in float32 by a fixed number of programs and then over them, so it repeats bit for
-bit.
+d w is summed in float32 by a fixed number of programs, then over them, so it repeats bit for bit.
 
 Legend: T tokens, D features, P programs.
 """
@@ -45,7 +44,7 @@ from lowroll.kernels.quantize.rows import (
 )
 from lowroll.kernels.support import needs_gradient
 
-# The most programs of the backward pass for rows of WIDTH features; shorter rows take more.
+# the most programs of the backward pass for rows of WIDTH features; shorter rows take more
 PROGRAMS = 512
 WIDTH = 4096
 

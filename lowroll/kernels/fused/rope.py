@@ -4,9 +4,7 @@ launch.
     q = rotate(norm(q)),  k = rotate(norm(k)),  v = v
     rotate (a, b) = (a cos - b sin, b cos + a sin),  a and b the halves of a head (Su et al. 2021)
 
-The gradient rotates by the negative angle and then passes the norm as in
-`lowroll.kernels.fused.norm`; that of the norms' weights is summed in float32 by a fixed number of
-programs.
+The gradient rotates by the negative angle, then passes the norm as in `kernels.fused.norm`.
 
 Legend: T tokens, H query heads, G key-value heads, d head size, P programs.
 """
@@ -76,7 +74,6 @@ def plain_heads(
 
 
 def _rotate(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads in plain torch."""
     first, second = x_THd.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
         x_THd.dtype
@@ -94,7 +91,6 @@ def _forward(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel that norms and rotates heads."""
     sums, row, column, bias = parts(qkv)
     num_tokens = sums.shape[0]
     q, k, v = (
@@ -254,13 +250,13 @@ def _rotate_heads_kernel(
 
 @jit
 def _load_row(start, i, size):
-    """Load half a head of cosines, sines or weights, [1, HALF]."""
+    """Load half a head of cosines, sines or weights: [1, HALF]."""
     return tl.load(start + i, mask=i < size, other=0.0).to(tl.float32)[None, :]
 
 
 @jit
 def _load_heads(q, k, v, at_q, at_k, at_v, is_q, is_k, is_v):
-    """Load gradients of some heads, each from the query's, key's or value's tensor."""
+    """Load gradients of heads, each from the query's, key's or value's tensor."""
     x = tl.load(q + at_q, mask=is_q, other=0.0).to(tl.float32)
     x += tl.load(k + at_k, mask=is_k, other=0.0).to(tl.float32)
     return x + tl.load(v + at_v, mask=is_v, other=0.0).to(tl.float32)

@@ -37,18 +37,15 @@ from lowroll.kernels.quantize.rows import (
 from lowroll.kernels.support import needs_gradient
 
 BLOCK = 1024  # features of a program
-# rows from which whole rows of codes keep the device busy
-WHOLE = 96
+WHOLE = 96  # rows from which whole rows of codes keep the device busy
 LONGEST = 32768  # features of such a row, which stays in registers
 PROCESSORS = 132  # of an H100 or H200
-STAYS = 16 << 20  # bytes of a result that the L2 cache keeps for the next product
+STAYS = 16 << 20  # bytes of a result that the L2 cache keeps
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | QuantizedRows:
-    """Return silu(gate) * up [T, F], dense or as codes (a kind of `rows.KINDS`).
-
-    Differentiable when gate_up is a tensor and rows None.
-    """
+    """Return silu(gate) * up [T, F], dense or as codes (a kind of `rows.KINDS`). Differentiable
+    when gate_up is a tensor and rows None."""
     sums = gate_up.sums_MN if isinstance(gate_up, Product) else gate_up
     if not triton_supports(sums) or sums.numel() == 0:
         dense = gate_up.dense() if isinstance(gate_up, Product) else gate_up
@@ -149,7 +146,7 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
 
 
 def _whole_rows(gate_up: Tensor, rows: str) -> QuantizedRows:
-    """Return codes in one launch, with one program a row."""
+    """Return codes in one launch, one program a row."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     codes = empty_rows(gate_up, (num_tokens, size), rows)
     limit = 8192 if num_tokens <= PROCESSORS else 4096  # for one or two rows at once a processor
@@ -182,8 +179,7 @@ class _SiluMul(torch.autograd.Function):
 
 
 def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = None) -> Tensor:
-    """Return the gradient of gate_up, on a device; fill `y_TF`, if given, with silu(gate) * up
-    again."""
+    """Return the gradient of gate_up, on a device; fill `y_TF`, if given, with silu(gate) * up."""
     gate_up = parts(gate_up)[0]
     num_tokens, size = y_grad_TF.shape
     grad = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
@@ -206,7 +202,6 @@ def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = 
 
 @jit
 def _gated(gate_up, row, column, bias, t, n, stride, size, DTYPE: tl.constexpr):
-    """Return silu(gate) * up of one row's features."""
     live = n < size
     gate = load_dense(gate_up, row, column, bias, t, stride, n, live).to(DTYPE).to(tl.float32)
     up = load_dense(gate_up, row, column, bias, t, stride, n + size, live).to(DTYPE).to(tl.float32)

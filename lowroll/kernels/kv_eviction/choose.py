@@ -16,10 +16,7 @@ from lowroll.kernels.launch import block, jit, tl, triton_supports
 
 def best_and_last(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) -> Tensor:
     """Return ascending indices int64 [..., B, G, kept]: each row's last `window` keys, and the best
-    scores [..., B, G, N] before them.
-
-    A row has at least `kept` keys, and no score is NaN.
-    """
+    scores [..., B, G, N] before them. A row has at least `kept` keys, and no score is NaN."""
     if triton_supports(score_BGN):
         return _launch(score_BGN.contiguous(), lengths_B, kept, window)
     n_N = torch.arange(score_BGN.shape[-1], device=score_BGN.device)
@@ -31,7 +28,6 @@ def best_and_last(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) 
 
 
 def _launch(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) -> Tensor:
-    """Launch the kernel that chooses the keys."""
     *heads, widest = score_BGN.shape
     kept_BGK = torch.empty((*heads, kept), dtype=torch.int64, device=score_BGN.device)
     _choose_kernel[(score_BGN[..., 0].numel(),)](

@@ -28,8 +28,8 @@ def move(kinds: Sequence[Buffers], table_BP: Tensor, kept_LBGK: Tensor, slots_BK
     """Move the kept keys of each row and head, in all layers' buffers, to new slots.
 
     kept_LBGK: int64, ascending along K, into the keys of a row with the pages `table_BP` (int32).
-    slots_BK: int64, new slots, page * page_size + offset, in order; whole pages but the last. A
-    row's new pages may be the first of its old ones in order, but no other row's.
+    slots_BK: int64, page * page_size + offset, in order; whole pages but the last. A row's new
+    pages may be the first of its old ones in order, but no other row's.
     """
     if not triton_supports(kept_LBGK):
         for layer, kept_BGK in enumerate(kept_LBGK):
@@ -45,7 +45,7 @@ def move(kinds: Sequence[Buffers], table_BP: Tensor, kept_LBGK: Tensor, slots_BK
 def _launch(
     buffers: list[Tensor], nbytes: int, table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor
 ) -> None:
-    """Move keys in buffers whose keys have `nbytes` each, in one launch."""
+    """Move keys of `nbytes` each in one launch."""
     layers, rows, heads, kept = kept_LBGK.shape
     item_size = next(item_size for item_size in (4, 2, 1) if nbytes % item_size == 0)
     width = nbytes // item_size
@@ -70,7 +70,6 @@ def _launch(
 
 
 def _plain(buffers: Buffers, table_BP: Tensor, kept_BGK: Tensor, slots_BK: Tensor) -> None:
-    """Move the kept keys of one layer in plain torch."""
     page_size, num_heads = buffers[0].shape[1:3]
     pages_BGP = table_BP[:, None].expand(-1, num_heads, -1)
     pages_BGK = pages_BGP.gather(2, kept_BGK // page_size).long()

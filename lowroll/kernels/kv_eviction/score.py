@@ -1,9 +1,9 @@
 """The scores of a cache policy for each key, for all layers at once, from the pages.
 
 Definitions and plain torch: `kv.policy.snapkv` (importance I), `kv.policy.rkv` (redundancy R). No n
-x n matrix is stored: the cosines C exist in tiles, made by tensor cores from exact products of
-16-bit keys, and norms in float32 come after. C is symmetric, so a column's sum is that of its row,
-less the fix for duplicates:
+x n matrix is stored: the cosines C exist in tiles, of exact products of 16-bit keys on tensor
+cores, and norms in float32 come after. C is symmetric, so a column's sum is that of its row, less
+the fix for duplicates:
 
     sum_i, newest_i, C of the newest     one pass of tiles, by row
     S_j = sum_j - sum over i with newest_i = j of C_ij
@@ -171,7 +171,7 @@ def join(
 
 
 def addresses(buffers: Sequence[Tensor]) -> Tensor:
-    """Return the device addresses of the buffers, int64, on their device."""
+    """Return the addresses of the buffers, int64, on their device."""
     return torch.tensor([buffer.data_ptr() for buffer in buffers]).to(buffers[0].device)
 
 
@@ -190,7 +190,6 @@ def _tile_sizes(keys_pPGd: Tensor) -> tuple[int, int, int]:
 
 
 def _triton_type(keys_pPGd: Tensor) -> object:
-    """Return Triton's type of the keys."""
     names = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     return names[keys_pPGd.dtype]
 
@@ -294,7 +293,6 @@ def _importance_kernel(
 
 @jit
 def _inverse_norm(k_nd, EPS: tl.constexpr):
-    """Return the reciprocal norm of each key."""
     k_nd = k_nd.to(tl.float32)
     return 1.0 / (tl.sqrt(tl.sum(k_nd * k_nd, 1)) + EPS)
 

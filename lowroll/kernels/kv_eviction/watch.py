@@ -1,8 +1,6 @@
-"""The data that a cache policy records in each decode step, within its graph: the last queries and
-the attention that each key receives.
-
-Attention's own kernel does not expose its probabilities; they are recomputed from the pages and
-added to the scores of a row's slot.
+"""The data that a cache policy records in each decode step, within its graph: the last queries, and
+the attention that each key receives, which is recomputed from the pages, as attention's own kernel
+does not expose its probabilities.
 
 Legend: S slots, A queries of the window, B rows, H query heads, G key-value heads, d head size, p
 pages of the cache, P pages of a row, N keys.
@@ -59,10 +57,7 @@ def add_attended(
     lengths_B: Tensor,
 ) -> None:
     """Add each row's attention to its `lengths_B` (at most N) keys, summed over a group's heads, to
-    the float32 scores of its slot.
-
-    No two rows with keys share a slot.
-    """
+    the float32 scores of its slot. No two rows with keys share a slot."""
     rows, num_heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
     q_BHd = packed_heads(q_BHd)

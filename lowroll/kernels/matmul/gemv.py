@@ -3,8 +3,8 @@
     y[m, n] = (sum_k x[m, k] w[n, k]) * row[m] * column[n] + bias[n]
 
 The weights' bandwidth bounds a small decode step, so a program reads whole rows of weights, 16
-bytes a thread at a time, and multiplies on CUDA cores: int8 four at a time (`dp4a`), e4m3 and
-bfloat16 as float32. bfloat16 has no scales. A row's sums do not depend on its neighbours.
+bytes a thread, and multiplies on CUDA cores: int8 four at a time (`dp4a`), e4m3 and bfloat16 as
+float32. bfloat16 has no scales. A row's sums do not depend on its neighbours.
 
 Legend: M rows (tokens), N out features (channels), K in features.
 """
@@ -121,7 +121,6 @@ def _dot4(w, x, sums, DP4A: tl.constexpr):
 
 @jit
 def _load_codes(w_at, at, left, EVEN: tl.constexpr):
-    """Load one step of some channels' weights."""
     if EVEN:
         return tl.load(w_at, cache_modifier=".cg")
     else:

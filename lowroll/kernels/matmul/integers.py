@@ -2,11 +2,11 @@
 
     y[m, n] = (sum_k x[m, k] w[n, k]) * column[n] * row[m] + bias[n]
 
-Integer sums are exact in every order, so results do not depend on tiles, splits or the batch.
-Weights are the left operand: Hopper's matrix instruction takes at least 64 rows of the left and as
-few as 8 of the right. Tiles run in rounds of as many as the device holds; those of an incomplete
-last round are split along K, and the last program to finish such a tile adds the parts. Hopper's
-copy engine fetches tiles where addresses and rows are multiples of 16 bytes, else the threads do.
+Integer sums are exact, so results do not depend on tiles, splits or the batch. Weights are the left
+operand: Hopper's matrix instruction takes at least 64 rows of the left and as few as 8 of the
+right. Tiles run in rounds of as many as the device holds; those of an incomplete last round are
+split along K, and the last program to finish such a tile adds the parts. Hopper's copy engine
+fetches tiles where addresses and rows are multiples of 16 bytes, else the threads do.
 
 Legend: M rows (tokens), N out features, K in features.
 """
@@ -31,10 +31,8 @@ CAPTURED = -1
 def multiply(
     rows: QuantizedRows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None
 ) -> Tensor:
-    """Return y [M, N] in the dtype of `rows`, on CUDA or in Triton's interpreter.
-
-    RuntimeError when the first product of a device is within the capture of a CUDA graph.
-    """
+    """Return y [M, N] in the dtype of `rows`, on CUDA or in Triton's interpreter. RuntimeError when
+    the first product of a device is within the capture of a CUDA graph."""
     x_MK, w_NK = rows.codes_MK.contiguous(), codes_NK.contiguous()
     (num_rows, num_in), num_out = x_MK.shape, w_NK.shape[0]
     y_MN = torch.empty(num_rows, num_out, dtype=rows.dtype, device=w_NK.device)
@@ -81,7 +79,8 @@ def multiply(
 
 
 def _tile_descriptors(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
-    """Return both matrices' descriptors for the copy engine, or (None, None) where it cannot fetch."""
+    """Return both matrices' descriptors for the copy engine, or (None, None) where it cannot
+    fetch."""
     aligned = x_MK.shape[1] % 16 == x_MK.data_ptr() % 16 == w_NK.data_ptr() % 16 == 0
     if not tile.engine or not aligned or not copy_engine_supports(x_MK.device):
         return None, None
@@ -135,11 +134,9 @@ class Tile(NamedTuple):
 
 
 def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
-    """Choose the tile by these sizes alone, as measured on an H200 (docs/LOG.md).
-
-    Small tiles while all run at once; larger, split ones along a long K. The copy engine is slow at
-    filling in missing rows, so a large matrix with a partial last tile goes without.
-    """
+    """Choose the tile by these sizes alone, as measured on an H200 (docs/LOG.md): small tiles while
+    all run at once; larger, split ones along a long K. The copy engine is slow at filling in
+    missing rows, so a large matrix with a partial last tile goes without."""
 
     def tiles(rows: int, columns: int) -> int:
         return -(-num_rows // rows) * -(-num_out // columns)
@@ -175,10 +172,7 @@ def registers(tile: Tile) -> int:
 
 def deal(tiles: int, steps: int, at_once: int, least: int) -> tuple[int, int]:
     """Return (whole tiles of a program, parts of each other tile) for tiles of `steps` steps along
-    K.
-
-    A part has about `least` steps or more; none is empty.
-    """
+    K. A part has about `least` steps or more; none is empty."""
     remainder = tiles % at_once
     splits = min(16, at_once // remainder, steps // least) if remainder else 1
     if splits <= 1:
@@ -223,8 +217,7 @@ def _integers_kernel(
     m_first = (band_start + tile % (8 * tiles_n) % band_height) * ROWS
     n_first = tile % (8 * tiles_n) // band_height * COLUMNS
     m, n, depth = m_first + tl.arange(0, ROWS), n_first + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    # Rows and channels beyond the last are read from the first ones (loads from one place would
-    # wait for each other) and never written.
+    # beyond the last, the first ones are read (loads from one place would wait) and never written
     x_ptrs = x + (m % M).to(tl.int64)[:, None] * K + depth[None, :]
     w_ptrs = w + (n % N).to(tl.int64)[:, None] * K + depth[None, :]
     steps = tl.cdiv(K, DEPTH)
@@ -263,7 +256,6 @@ def _integers_kernel(
 
 @jit
 def _finish(sums, row, column, bias, y, m, n, M, N):
-    """Apply scales and bias to a tile's sums and store it."""
     out = tl.trans(sums).to(tl.float32) * tl.load(column + n, mask=n < N, other=0.0)[None, :]
     out = out * tl.load(row + m, mask=m < M, other=0.0)[:, None]
     if bias is not None:

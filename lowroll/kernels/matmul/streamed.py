@@ -2,13 +2,10 @@
 
 One library a weight format has kernels for up to 8, 16, 32, 64, 96 and 128 rows; more rows take
 several passes. The choice depends on shapes alone, so neighbours in a bucket do not change a
-product.
+product. Within `launch.overlapping`, weights are read before the previous kernel ends, x after it.
 
-Within `launch.overlapping`, weights are read before the previous kernel ends, x after it.
-
-A device's workspace (34 MiB on an H200), made by the first product, holds what two blocks share: a
-device's products belong on one stream at a time, and the first must not be in a CUDA graph's
-capture.
+A device's workspace (34 MiB on an H200) holds what two blocks share: a device's products belong on
+one stream at a time, and the first, which makes it, not in a CUDA graph's capture.
 
 Legend: M rows of activations, N out features, K in features.
 """
@@ -37,7 +34,7 @@ TILES = 1 << 16  # counters of the workspace
 
 
 class StreamedArguments(ctypes.Structure):
-    """The struct of `decode.cuh`. `tuning` 0 lets the kernel choose tiles."""
+    """The struct of `decode.cuh`. tuning: 0 lets the kernel choose tiles."""
 
     _fields_ = [
         *fields(ctypes.c_void_p, "weight", "scale", "zero", "global_", "bias", "x", "y"),
@@ -83,10 +80,10 @@ def broad_supports(kind: str, shape: tuple[int, int], device: torch.device) -> S
 
 
 def workspace_supports(num_rows: int, num_out: int) -> bool:
-    """Return whether the workspace is large enough for a product of these sizes.
+    """Return whether the workspace has counters for a product of these sizes.
 
-    A tile has 128 or 256 channels and up to 64 rows, and needs one counter, or two for 256
-    channels. Sums never lack space: there are as many as the device works on at once.
+    A tile has 128 or 256 channels and up to 64 rows, and one counter, or two for 256 channels. Sums
+    never lack space: there are as many as the device works on at once.
     """
     return -(-num_rows // 64) * 2 * -(-num_out // 256) <= TILES
 
@@ -101,8 +98,8 @@ def linear(
 ) -> Tensor:
     """Return y_MN in bf16 or float32, with fp32 sums.
 
-    tensors: the format's own names and layouts (bf16: `weight`). RuntimeError when the kernel
-    cannot be built or launched, or for a device's first product within a CUDA graph's capture.
+    tensors: the format's own (bf16: `weight`). RuntimeError when the kernel cannot be built or
+    launched, or for a device's first product within a CUDA graph's capture.
     """
     device = x_MK.device
     library = _library(kind, torch.cuda.get_device_capability(device))
@@ -160,7 +157,6 @@ def linear(
 
 @cache
 def _library(kind: str, capability: tuple[int, int]) -> ctypes.CDLL:
-    """Return the library of a weight format, built on first use."""
     library = nvcc.library(SOURCE, capability, {"FORMAT": str(FORMATS[kind])})
     library.streamed_linear.argtypes = [
         ctypes.c_void_p,

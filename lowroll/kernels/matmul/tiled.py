@@ -209,7 +209,6 @@ def _sum_part(
 
 @jit
 def _finish(sums, bias, added, y, at, n, live):
-    """Add bias and addend to sums and store them."""
     if bias is not None:
         sums = sums + tl.load(bias + n, mask=live, other=0.0).to(tl.float32)
     if added is not None:

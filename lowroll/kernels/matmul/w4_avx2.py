@@ -70,11 +70,8 @@ def linear(
     bias_N: Tensor | None = None,
     integers: bool = False,
 ) -> Tensor:
-    """Return y_MN in the dtype of x.
-
-    tensors: the format's own names and layouts. integers: x holds integers up to 32767, multiplied
-    unrounded.
-    """
+    """Return y_MN in the dtype of x. tensors: the format's own. integers: x holds integers up to
+    32767, multiplied unrounded."""
     x = x_MK.float().contiguous()
     bias = None if bias_N is None else bias_N.float().contiguous()
     rows, num_in = x.shape

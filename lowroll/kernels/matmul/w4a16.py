@@ -1,9 +1,8 @@
 """4-bit weights times bf16 activations: streamed past few rows, dequantized for many.
 
-Up to `stream_rows` the weights are decoded in registers (`streamed.cu`). Beyond, one pass
-dequantizes to bf16, and cuBLAS multiplies. `dequantize` also serves a learner with a frozen 4-bit
-base. It equals the formats' torch code bit for bit: value times multiplier in float32, rounded
-once.
+Up to `stream_rows` the weights are decoded in registers (`streamed.cu`); beyond, one pass
+dequantizes and cuBLAS multiplies. `dequantize` also serves a learner with a frozen 4-bit base. It
+equals the formats' torch code bit for bit: value times multiplier in float32, rounded once.
 
     nvfp4      e2m1 (scale / global scale)      blocks of 16
     mxfp4      e2m1 2^(E - 127)                 blocks of 32
@@ -26,7 +25,7 @@ from lowroll.kernels.support import NO_CUDA, YES, Support, no
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128, "int4_asym": 128}
 WORDS = 1024  # of 8 codes, a program of the dequantizer
-# rows beyond which dequantizing and cuBLAS take less time, for matrices that `streamed` takes
+# rows beyond which dequantizing and cuBLAS take less time
 BROAD_ROWS = 256  # with tiles for many rows
 STREAM_ROWS = 128  # without
 
@@ -52,8 +51,8 @@ def linear(
     shape: tuple[int, int],
     bias_N: Tensor | None = None,
 ) -> Tensor:
-    """Return y_MN in bf16 of a 4-bit matrix [N, K], with fp32 sums. Raises the same
-    errors as `streamed.linear`."""
+    """Return y_MN in bf16 of a 4-bit matrix [N, K], with fp32 sums. Errors as of
+    `streamed.linear`."""
     if x_MK.shape[0] <= stream_rows(kind, shape, x_MK.device):
         return streamed.linear(kind, tensors, x_MK, shape[0], bias_N)
     if bias_N is not None:
@@ -64,8 +63,7 @@ def linear(
 def supports_dequantize(
     kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
 ) -> Support:
-    """Return whether `dequantize` supports this matrix. It needs Triton and whole blocks; the
-    interpreter rounds bf16 otherwise."""
+    """Return whether `dequantize` supports this matrix. The interpreter rounds bf16 otherwise."""
     packed = tensors["weight_packed"]
     if not (support := triton_supports(packed)):
         return support

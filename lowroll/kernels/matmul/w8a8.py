@@ -2,15 +2,12 @@
 
     y[m, n] = (sum_k x[m, k] w[n, k]) * row[m] * column[n] + bias[n]
 
-On CUDA few rows go to `kernels.matmul.gemv`, more int8 rows to `kernels.matmul.integers`.
-
-e4m3 is `torch._scaled_mm`. Up to `WIDE` rows the next kernel applies the scales, as `_scaled_mm`'s
-own scaling is up to twice slower for few rows (docs/LOG.md); sums are then rounded to the
-activations' dtype once more. Beyond, the tensor cores keep sums of up to `SHORT` features
-(`use_fast_accum`), a tenth faster at a loss below bfloat16's rounding, in the engine and in the
-learner's forward alike; gradients always use them.
-
-Elsewhere the sums are plain torch's.
+On CUDA few rows go to `kernels.matmul.gemv`, more int8 rows to `kernels.matmul.integers`, e4m3 to
+`torch._scaled_mm`. Up to `WIDE` rows the next kernel applies the scales, as `_scaled_mm`'s own
+scaling is up to twice slower (docs/LOG.md); sums are then rounded to the activations' dtype once
+more. Beyond, the tensor cores keep sums of up to `SHORT` features (`use_fast_accum`), a tenth
+faster at a loss below bfloat16's rounding; gradients always use them. Elsewhere the sums are plain
+torch's.
 
 Legend: M rows (tokens), N out features, K in features.
 """
@@ -42,8 +39,8 @@ def multiply(
     """Multiply rows with the transposed codes, both int8 or both float8_e4m3fn. scale_N: float32,
     [N] or [N, 1]. fast: e4m3 sums of fewer bits for any K.
 
-    Kind, device and number of rows decide which scales the Product still has to apply. Captured
-    graphs of one device must not run these products at the same time.
+    Kind, device and number of rows decide which scales the Product has to apply. Captured graphs of
+    one device must not run these products at the same time.
     """
     if gemv.supports(rows.codes_MK, codes_NK):
         return Product(gemv.multiply(rows, codes_NK, scale_N, bias_N), dtype=rows.dtype)
@@ -55,7 +52,6 @@ def multiply(
 def _multiply_int8(
     rows: QuantizedRows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None
 ) -> Product:
-    """Multiply int8 codes."""
     if triton_supports(codes_NK):
         return Product(integers.multiply(rows, codes_NK, scale_N, bias_N), dtype=rows.dtype)
     if codes_NK.is_cuda:
@@ -68,7 +64,6 @@ def _multiply_int8(
 def _multiply_e4m3(
     rows: QuantizedRows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None, fast: bool
 ) -> Product:
-    """Multiply e4m3 codes."""
     codes_MK, (num_out, num_in) = rows.codes_MK, codes_NK.shape
     if not codes_NK.is_cuda or not scaled_mm_supports(codes_NK.device):
         sums_MN = F.linear(codes_MK.float(), codes_NK.float())
@@ -119,12 +114,10 @@ def scaled_mm_supports(device: torch.device) -> Support:
 
 
 def _pad(codes: Tensor, columns: int, rows: int) -> Tensor:
-    """Pad a matrix of e4m3 codes with zeros."""
-    # the byte 0 is the number 0
+    """Pad a matrix of e4m3 codes with zeros, whose byte is 0."""
     return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(E4M3)
 
 
 @cache
 def _unit_scale(device: torch.device) -> Tensor:
-    """Return the scale 1, for products whose scales are applied later."""
     return torch.ones((), device=device)

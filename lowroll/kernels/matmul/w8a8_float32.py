@@ -3,7 +3,7 @@ or saturate.
 
     sums[m, n] = sum_k x[m, k] w[n, k]
 
-A product of two codes is at most 2^14, so any partial sum of 1,024 is at most 2^24, which float32
+A product of two codes is at most 2^14, so a partial sum of 1,024 is at most 2^24, which float32
 holds exactly in every order, fused or not. Parts are added in int32.
 
 Legend: M rows (tokens), N out features, K in features.

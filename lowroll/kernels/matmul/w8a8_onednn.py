@@ -50,7 +50,7 @@ def multiply_digits(digits: Sequence[Tensor], packed: Packed) -> Tensor:
 
 
 def _multiply(shifted_MK: Tensor, packed: Packed, scale: float) -> Tensor:
-    """Return oneDNN's product of unsigned activations, times `scale` and the weights' scales."""
+    """Return the product of unsigned activations, times `scale` and the weights' scales."""
     weight, scale_N, zero_N = packed
     arguments = shifted_MK, scale, 128, weight, scale_N, zero_N, None, 1.0, 0, torch.float32
     return torch.ops.onednn.qlinear_pointwise(*arguments, "none", [], "")

@@ -12,10 +12,8 @@ matrices stay in their stored format, and gather, scatter and SwiGLU are part of
     int4      codes for n - 8, a scale for 128 weights of a row (rounded to bfloat16 by Triton's kernel)
 
 A format without a kernel is dequantized, and its activations are rounded first where its product
-rounds them (`Stack.rounded`).
-
-For few rows an expert, 4-bit codes are streamed by a CUDA kernel where it can be built (`routed`);
-Triton takes the rest. A launch has the programs of the worst case.
+rounds them (`Stack.rounded`). For few rows an expert, 4-bit codes are streamed by a CUDA kernel
+(`routed`). A launch has the programs of the worst case.
 
 Legend: T tokens, S choices a token, P = T S slots, E experts, N out features, K in features, F
 width of an expert.
@@ -146,7 +144,6 @@ def _launch(
     to_slots: bool = False,
     blocked: int = 0,
 ) -> Tensor:
-    """Launch the product of rows and experts."""
     limit, alpha = clamped_gate or (0.0, 0.0)
     slots, num_experts = len(groups.slot_P), stack.num_experts
     tiling = tiles(stack, slots)
@@ -211,8 +208,7 @@ def product(x_PK: Tensor, w_EKN: Tensor, groups: Groups) -> Tensor:
 
 
 def outer(y_PN: Tensor, x_PK: Tensor, groups: Groups) -> Tensor:
-    """Return the matrices' gradient [E, N, K]: the sum of y x^T over the rows of each expert (0
-    without rows)."""
+    """Return the matrices' gradient [E, N, K]: the sum of y x^T over the rows of each expert."""
     if grouped_mm_supports(x_PK, y_PN):
         return F.grouped_mm(y_PN.t(), x_PK, offs=groups.ends_E)
     w_ENK = x_PK.new_zeros(len(groups.ends_E), y_PN.shape[1], x_PK.shape[1])
@@ -223,7 +219,7 @@ def outer(y_PN: Tensor, x_PK: Tensor, groups: Groups) -> Tensor:
 
 
 def grouped_mm_supports(a: Tensor, b: Tensor) -> Support:
-    """Return whether torch has a grouped product for these: bfloat16, rows of whole 16 bytes."""
+    """Return whether torch has a grouped product for these."""
     if not a.is_cuda:
         return NO_CUDA
     if not a.dtype == b.dtype == torch.bfloat16:
@@ -326,7 +322,8 @@ _INT4 = constexpr("""
 
 @jit
 def _locate_tile(ends_ptr, tile, slots, num_experts, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Return a tile's expert, first place and the expert's end; the end is -1 beyond the last tile."""
+    """Return a tile's expert, first place and the expert's end; the end is -1 beyond the last
+    tile."""
     offs_e = tl.arange(0, BLOCK_E)
     ends_e = tl.load(ends_ptr + offs_e, mask=offs_e < num_experts, other=slots)
     starts_e = tl.load(ends_ptr + offs_e - 1, mask=(offs_e > 0) & (offs_e < num_experts), other=0)
@@ -378,7 +375,6 @@ def _decode_words(words, scales, KIND: tl.constexpr, PTX: tl.constexpr):
 
 @jit
 def _decode_nibble(words, scales, NIBBLE: tl.constexpr, KIND: tl.constexpr):
-    """Return nibble NIBBLE of every word as a number, times its scale."""
     code = (words >> (4 * NIBBLE)) & 15
     if KIND == "int4":
         level = code.to(tl.float32) - 8.0
@@ -447,10 +443,7 @@ def _add_packed_product(
 @jit
 def _decode_scales(stored_nb, KIND: tl.constexpr, PTX: tl.constexpr):
     """Return the scales of blocks, for PTX in bfloat16; those of e2m1 times 2^118, which with a
-    final 2^8 makes up for 2^-126.
-
-    MXFP4's saturate beyond E = 136, a scale of 512.
-    """
+    final 2^8 makes up for 2^-126. MXFP4's saturate beyond E = 136, a scale of 512."""
     if KIND == "int4":
         scale_nb = stored_nb
         if PTX:
@@ -546,9 +539,9 @@ def _multiply_kernel(
     KIND: dense, w8a8 (xs: a scale a row, ws: a scale a channel), nvfp4 (g: the global scale, one or
     one a channel), mxfp4 or int4. x lies at the place's token, its slot / CHOICES, or at the place
     itself if CHOICES is 0; y at the place, or (TO_SLOTS) at the slot. SWIGLU: the matrix has
-    `channels` gates, then as many ups, and y = silu(gate) * up, or with a LIMIT
-    `fused.swiglu.clamped_swiglu`. bias: one a channel of each expert, or None. BLOCKED: features of y are written
-    in the order of packed codes with so many in a block; 0: as they are.
+    `channels` gates, then as many ups, and y = silu(gate) * up, or with a LIMIT `clamped_swiglu`.
+    bias: one a channel of each expert, or None. BLOCKED: features of y are written in the order of
+    packed codes with so many in a block.
     """
     after_others(EARLY)
     height: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N  # channels of y in a tile

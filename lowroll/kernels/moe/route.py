@@ -3,14 +3,10 @@
     p = softmax(R x + b)        float32, over the E experts; some models have no b
     chosen: the S largest logits, of equal ones the lower expert;    g = p of the chosen, over their sum if asked for
 
-or by sigmoids (`scores`).
-
-Slot = token * S + choice. A place is a slot's index once slots are sorted by expert, then by slot;
-an expert's places are contiguous. Their number is known on the device alone, and nothing waits for
-it.
-
-Logits are float32 sums of unrounded numbers, so that other orders of sums choose alike but for
-near-ties.
+or by sigmoids (`scores`). Slot = token * S + choice. A place is a slot's index once slots are
+sorted by expert, then by slot; an expert's places are contiguous. Their number is known on the
+device alone, and nothing waits for it. Logits are float32 sums of unrounded numbers, so that other
+orders of sums choose alike but for near-ties.
 
 Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size.
 """
@@ -79,10 +75,8 @@ def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
 
 
 def choose_and_sort(x_TD: Tensor, router_ED: Tensor, routing: Routing) -> tuple[Tensor, Groups]:
-    """Compute `choose` and `sort_slots` for an engine.
-
-    Where `launch.triton_supports(x_TD)`; not differentiable.
-    """
+    """Compute `choose` and `sort_slots` for an engine. Where `launch.triton_supports(x_TD)`; not
+    differentiable."""
     if len(x_TD) == 1:
         groups = _empty_groups(routing.choices, len(router_ED), x_TD.device)
         return _choose(x_TD, router_ED, routing, groups)[0], groups
@@ -100,10 +94,7 @@ def combine(
     y_PD: Tensor, weights_TS: Tensor, dtype: torch.dtype, groups: Groups | None = None
 ) -> Tensor:
     """Return the weighted sum over the slots of every token: [T, D]. y lies by place, or by slot
-    without groups.
-
-    Differentiable where y lies by place.
-    """
+    without groups. Differentiable where y lies by place."""
     if groups is None:
         return _sum_slots(y_PD, None, weights_TS, weights_TS.shape[1], dtype)
     return _Combine.apply(y_PD, weights_TS, dtype, groups)
@@ -220,7 +211,7 @@ def _choose(
     routing: Routing,
     groups: Groups | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose by the kernel. `groups`: filled with the slots of a single token."""
+    """Choose by the kernel. groups: filled with the slots of a single token."""
     (tokens, features), num_experts = x_TD.shape, len(router_ED)
     choices, sigmoids = routing.choices, routing.sigmoids
     parts = torch.empty((PARTS, tokens, num_experts), dtype=torch.float32, device=x_TD.device)
@@ -271,7 +262,6 @@ def _choose(
 
 
 def _sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
-    """Sort slots by the kernel."""
     slots = experts_TS.numel()
     groups = _empty_groups(slots, num_experts, experts_TS.device)
     _sort_kernel[(num_experts,)](
@@ -288,7 +278,6 @@ def _sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
 
 
 def _empty_groups(slots: int, num_experts: int, device: torch.device) -> Groups:
-    """Return uninitialised groups."""
     slot_P, place_P = (torch.empty(slots, dtype=torch.int64, device=device) for _ in range(2))
     return Groups(slot_P, place_P, torch.empty(num_experts, dtype=torch.int32, device=device))
 

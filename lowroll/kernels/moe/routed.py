@@ -1,6 +1,5 @@
-"""Rows sorted by expert times 4-bit matrices, for few rows an expert: `routed.cu` for torch.
-
-nvcc builds one library a weight format on first use. Tiles depend on shapes alone.
+"""Rows sorted by expert times 4-bit matrices, for few rows an expert: `routed.cu` for torch, one
+library a weight format. Tiles depend on shapes alone.
 
 Legend: P slots, E experts, N out features of an expert, K in features.
 """
@@ -159,7 +158,6 @@ def multiply(
 
 @cache
 def _library(kind: str, capability: tuple[int, int]) -> ctypes.CDLL:
-    """Return the library of a weight format, built on first use."""
     library = nvcc.library(SOURCE, capability, {"FORMAT": str(FORMATS[kind])})
     library.routed_multiply.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
     library.routed_multiply.restype = ctypes.c_int

@@ -30,8 +30,8 @@ class Stack:
 
     @property
     def block(self) -> int:
-        """Return the features that are adjacent in the order of packed codes (see `grouped`'s
-        Triton part)."""
+        """Return the features that are adjacent in the order of packed codes (`grouped`'s Triton
+        part)."""
         if not self.packed:
             return 0
         return 32 if self.kind == "mxfp4" else 16

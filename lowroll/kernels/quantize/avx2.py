@@ -1,7 +1,5 @@
-"""Rows rotated and rounded on a CPU: `avx2.cpp` for torch, in float32.
-
-The bits are torch's, so engine and aligned learner may take either. One call replaces six passes
-(rounding) and eighteen calls (rotation).
+"""Rows rotated and rounded on a CPU: `avx2.cpp` for torch, in float32, with torch's bits. One call
+replaces six passes (rounding) and eighteen calls (rotation).
 
 Legend: M rows of activations, K features.
 """
@@ -59,7 +57,7 @@ def quantize(x_MK: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def _run(
     x: Tensor, rotated: Tensor | None, codes: Tensor | None, scale: Tensor | None, width: int
 ) -> None:
-    """Call the kernel. Tensors that are None are not written."""
+    """Call the kernel, which writes the tensors that are not None."""
     num_in = x.shape[-1]
     pointers = [pointer(t) for t in (x, rotated, codes, scale)]
     arguments = CpuQuantizeArguments(*pointers, x.numel() // num_in, num_in, width)

@@ -1,8 +1,8 @@
 """Quantizing a matrix to 4 bits in one launch: NVFP4, MXFP4, INT4 symmetric and asymmetric.
 
 Bytes equal those of `lowroll.quant` (nvfp4, mxfp4, int4): divisions round to nearest, nothing is
-contracted, ties go the same way. The last group of a row is zero-padded; the padding is not stored,
-and stored codes beyond the row are 0.
+contracted, ties go the same way. The last group of a row is zero-padded; stored codes beyond the
+row are 0.
 
 Legend: N rows, K columns, G groups of a row, S weights of a group, U stored words or bytes of a
 row.
@@ -27,12 +27,11 @@ def quantize4(
     scale_NG: Tensor,
     global_1: Tensor | None = None,
 ) -> Tensor | None:
-    """Write the codes and scales of a finite matrix. Triton only: ask `launch.triton_supports`
-    first.
+    """Write the codes and scales of a finite matrix, where `launch.triton_supports`.
 
     kind: nvfp4 (uint8 codes, float8_e4m3fn scales; global_1: the matrix' scale, float32), mxfp4 or
-    mxfp4_floor (uint8 codes and exponents), int4 or int4_asym (int32 words, float32 scales).
-    Returns the zero points of int4_asym, float32 [N, G] in -8..7.
+    mxfp4_floor (uint8 codes and exponents), int4 or int4_asym (int32 words, float32 scales). Return
+    the zero points of int4_asym, float32 [N, G] in -8..7.
     """
     w_NK, (num_rows, num_in), num_groups = w_NK.contiguous(), w_NK.shape, scale_NG.shape[1]
     scales = scale_NG.view(torch.uint8) if scale_NG.dtype == torch.float8_e4m3fn else scale_NG
@@ -71,9 +70,8 @@ def _round_half_to_even(x):
 
 @jit
 def _encode_e2m1(x):
-    """Return the codes of the nearest e2m1 levels, as `quant.groups.encode_e2m1`. From 1 on, a code
-    is the exponent and the mantissa's first bit, rounded to nearest, ties to even, less the two
-    levels below 1."""
+    """Return the codes of `quant.groups.encode_e2m1`. From 1 on, a code is the exponent and the
+    mantissa's first bit, rounded to nearest, ties to even, less the two levels below 1."""
     magnitude = tl.abs(x)
     bits = magnitude.to(tl.int32, bitcast=True)
     code = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
@@ -99,7 +97,6 @@ def _encode_e4m3(x):
 
 @jit
 def _nonzero(scale):
-    """Replace scales of 0 by float32's epsilon."""
     return tl.where(scale > 0, scale, 1.1920928955078125e-07)
 
 

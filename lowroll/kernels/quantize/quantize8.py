@@ -17,19 +17,15 @@ from lowroll.kernels.quantize.rotation import rotated
 from lowroll.kernels.quantize.rows import ROTATED, encoding, magnitude
 
 LONGEST = 4096  # weights that a program holds in registers
-# the tile of a transpose, read and written in 128-byte pieces, and rows of a program that finds
-# columns' magnitudes
+# a transpose's tile, of 128-byte pieces, and rows of a program that finds columns' magnitudes
 ROWS, COLUMNS, MANY = 128, 64, 512
 TYPES = ("int8", ROTATED, "fp8")
 
 
 def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: str) -> None:
-    """Write the codes and the scales (float32) of a finite matrix. Triton only: ask
-    `launch.triton_supports` first.
-
-    kind: one of `TYPES`; ValueError for another. A row with a NaN or an infinity gets a scale that
-    is not finite.
-    """
+    """Write the codes and the scales (float32) of a finite matrix, where `launch.triton_supports`.
+    A row with a NaN or an infinity gets a scale that is not finite. ValueError for a kind not in
+    `TYPES`."""
     _require(kind)
     w_NK, (num_rows, num_in) = w_NK.contiguous(), w_NK.shape
     width, keywords = min(block(num_in), LONGEST), encoding(kind, num_in)
@@ -48,7 +44,8 @@ def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: s
 
 
 def quantize_columns_into(w_NK: Tensor, codes_KN: Tensor, scale_K1: Tensor, kind: str) -> None:
-    """Compute `quantize_rows_into` of the transpose of a row-major matrix. kind: "int8" or "fp8"."""
+    """Compute `quantize_rows_into` of the transpose of a row-major matrix. kind: "int8" or
+    "fp8"."""
     _require(kind, ("int8", "fp8"))
     num_rows, num_columns = w_NK.shape
     amax_K = torch.zeros(num_columns, dtype=torch.int32, device=w_NK.device)
@@ -70,7 +67,6 @@ def quantize_columns_into(w_NK: Tensor, codes_KN: Tensor, scale_K1: Tensor, kind
 
 
 def _require(kind: str, known: tuple[str, ...] = TYPES) -> None:
-    """Raise ValueError for an unknown kind."""
     if kind not in known:
         raise ValueError(f"kind: {kind!r} is none of {', '.join(known)}")
 
@@ -86,7 +82,6 @@ def _maximum_or_nan(a, b):
 
 @jit
 def _scale_of(amax, INTEGER: tl.constexpr):
-    """Return the scale of a row with this largest magnitude."""
     largest: tl.constexpr = 127.5 if INTEGER else 448.0
     scale = tl.div_rn(amax, largest)
     return tl.where(scale == 0.0, 1.1920928955078125e-07, scale)
@@ -94,7 +89,6 @@ def _scale_of(amax, INTEGER: tl.constexpr):
 
 @jit
 def _encode(w, scale, INTEGER: tl.constexpr):
-    """Return the codes of weights under a scale."""
     ratio = tl.div_rn(w, tl.zeros_like(w) + scale)
     if INTEGER:  # adding 1.5 * 2^23 rounds to a whole number, half to even
         codes = ((tl.minimum(tl.maximum(ratio, -128.0), 127.0) + 12582912.0) - 12582912.0).to(

@@ -3,11 +3,9 @@
     y = x H,    H block diagonal, each block the Sylvester matrix of `width(K)` over its root
 
 H is symmetric and orthogonal, so (x H)(w H)' = x w' (QuaRot, arXiv 2404.00456, section 3; blocks as
-`head_dim` in compressed-tensors' transforms). One scale a row then loses less to rounding.
-
-A width is a power of 4, so scaling by its root rounds nothing. Sums are pairwise, neighbours first,
-in float32: every implementation has the same bits for any number of rows. A row that no power of 4
-divides stays as it is.
+`head_dim` in compressed-tensors' transforms), and one scale a row loses less to rounding. A width
+is a power of 4, so scaling by its root rounds nothing. Sums are pairwise, neighbours first, in
+float32: every implementation has the same bits for any number of rows.
 
 Legend: M rows, K features, B features of a block.
 """
@@ -24,7 +22,8 @@ WIDEST = 256  # as many as a warp holds of a row in 16 bits, eight in each threa
 
 
 def width(size: int) -> int:
-    """Return the features of a block: the largest power of 4 up to `WIDEST` that divides `size`."""
+    """Return the features of a block: the largest power of 4 up to `WIDEST` that divides `size`; 1
+    is no rotation."""
     block_size = 1
     while block_size < WIDEST and size % (4 * block_size) == 0:
         block_size *= 4
@@ -32,7 +31,7 @@ def width(size: int) -> int:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Return x [..., K] rotated along its last dimension, in float32; the rotation is its own
+    """Return x [..., K] rotated along its last dimension, in float32. The rotation is its own
     inverse."""
     x, size = x.float(), width(x.shape[-1])
     if size == 1:
@@ -43,7 +42,6 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def _plain(x: Tensor, size: int) -> Tensor:
-    """Rotate in plain torch."""
     shape, half = x.shape, 1
     while half < size:
         even, odd = x.reshape(-1, 2, half).unbind(1)
@@ -58,8 +56,8 @@ def _plain(x: Tensor, size: int) -> Tensor:
 @jit
 def rotated(y, WIDTH: tl.constexpr):
     """Rotate a float32 row in registers; its length is a multiple of WIDTH. A thread has eight
-    neighbours and fetches the rest from its warp, a fifth of the time through shared memory (H100).
-    """
+    neighbours and fetches the rest from its warp, a fifth of the time through shared memory
+    (H100)."""
     SIZE: tl.constexpr = y.shape[0]
     if WIDTH == 4:
         y = tl.reshape(_four(tl.reshape(y, (SIZE // 4, 4)), SIZE // 4), (SIZE,)) * 0.5

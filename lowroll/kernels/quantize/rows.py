@@ -3,16 +3,14 @@
     Rows       x[m, k] = codes[m, k] * scale[m]                    before a low-bit product, one scale a token
     Product    y[m, n] = sums[m, n] * row[m] * column[n] + bias[n]      after it, scales and bias not yet applied
 
-The next kernel applies the scales, since a product with unit scales is faster (`torch._scaled_mm`
-on Hopper, docs/LOG.md). y is rounded once to `dtype`, that of the activations.
-
-Codes equal those of `quant.int8` and `quant.fp8`, bit for bit:
+The next kernel applies the scales, since a product with unit scales is faster (docs/LOG.md). y is
+rounded once to `dtype`, that of the activations. Codes equal those of `quant.int8` and `quant.fp8`:
 
     int8    scale = amax / 127,                           codes = round(x * (127 / max(amax, 1e-30))), half to even
     fp8     scale = max(amax / 448, 1 / (448 * 512)),     codes = e4m3(clamp(x / scale, -448, 448))
 
 "int8_rotated" is int8 of the rotated row (`kernels.quantize.rotation`), for a rotated weight.
-"gradient" is fp8 for gradients of activations, whose size is that of the loss: its scale has no
+"gradient" is fp8 for gradients of activations, which are as small as the loss: its scale has no
 floor but 2^-100, which keeps its reciprocal finite.
 
 Legend: M rows (tokens), K in features, N out features.
@@ -137,8 +135,7 @@ def encoding(kind: str | None, size: int) -> dict[str, Any]:
 
 
 def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> QuantizedRows:
-    """Return uninitialised codes and scales. like: activations, whose device and dtype they
-    take."""
+    """Return uninitialised codes and scales on the device and of the dtype of `like`."""
     require(kind)
     codes_MK = torch.empty(shape, dtype=KINDS[kind], device=like.device)
     scale_M1 = torch.empty(shape[0], 1, dtype=torch.float32, device=like.device)
@@ -156,7 +153,6 @@ def parts(x: Tensor | Product) -> tuple[Tensor, Tensor | None, Tensor | None, Te
 
 
 def _plain(x_MK: Tensor, kind: str) -> QuantizedRows:
-    """Quantize rows in plain torch, or by the CPU's kernel."""
     dtype, x_MK = x_MK.dtype, x_MK.float()
     if KINDS[kind] == torch.int8 and avx2.supports(x_MK):
         rotation_width = width(x_MK.shape[1]) if kind == ROTATED else 1
@@ -191,7 +187,8 @@ def load_dense(sums, row, column, bias, m, stride, n, live):
 
 @jit
 def magnitude(y):
-    """Return the bits of |y|, ordered as |y|; NaN is above every number and so outlives a maximum."""
+    """Return the bits of |y|, ordered as |y|; NaN is above every number and so outlives a
+    maximum."""
     return y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -243,7 +240,8 @@ def encode_rows_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Encode rows made by many programs: y [M, K] and the largest magnitude of each block of a row."""
+    """Encode rows made by many programs: y [M, K] and the largest magnitude of each block of a
+    row."""
     after_others(EARLY)
     m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     blocks, num_blocks = tl.arange(0, NUM), tl.num_programs(1)

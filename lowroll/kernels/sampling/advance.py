@@ -2,7 +2,7 @@
 
     ids = token,   pos += 1 where pos < end,   next = pos + 1,   length += 1 where pos < end, else 0
 
-Tokens drawn by a row with a repetition penalty are marked as seen (`marks`).
+Tokens drawn by a row with a repetition penalty are marked as seen (`penalties`).
 
 Legend: B rows, S steps.
 """
@@ -30,8 +30,7 @@ def advance(
     marked: Marked | None = None,
 ) -> None:
     """Write tokens and log-probs to row `step_1` of the results, count the step, and move the rows
-    on, in place. A length counts a row's cached keys and the next token. marked: the same rows,
-    whose tokens are marked unless they are dead.
+    on, in place. A length counts a row's cached keys and the next token. marked: the same rows.
 
     int64 all but logprobs (float32) and lengths_B (int32); the results have at least B columns.
     """

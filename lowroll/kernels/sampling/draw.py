@@ -14,10 +14,8 @@ masses in float64. Where filters drop a tile's winner, its score bounds what sta
 again only if the bound reaches the best remaining winner. A row's bits are the same in every batch.
 Devices' logarithms differ in last bits, so tokens may differ where two scores are within 1e-5.
 
-Greedy rows take the argmax, lower id first, and the log-prob at temperature 1.
-
-A row without a distribution (NaN or +inf logits, or nothing but -inf) gets token 0 and log-prob
-NaN. Nothing waits for the device.
+Greedy rows take the argmax, lower id first, and the log-prob at temperature 1. A row without a
+distribution (NaN or +inf logits, or nothing but -inf) gets token 0 and log-prob NaN.
 
 Shapes: B rows, V vocabulary.
 """
@@ -56,7 +54,7 @@ def draw(
 
     logits_BV: any float dtype, rows contiguous or expanded (stride 0), left unchanged. keys_B,
     positions_B: int64, the noise. temperature_B: float32 (None is 1). greedy_B: bool (None is all
-    False); a greedy row's temperature is 1.
+    False).
     """
     if not triton_supports(logits_BV):
         return _plain(logits_BV, keys_B, positions_B, temperature_B, greedy_B, filters)

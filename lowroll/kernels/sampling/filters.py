@@ -11,11 +11,11 @@ so a threshold describes what stays: x > floor, and of those equal to it ids up 
 is before the temperature, whose rounding could make unequal logits equal.
 
 On CUDA one program a row searches the threshold and reads only blocks that can hold it, by the
-maxima and masses of `tiles.tiles_of`. The k-th largest block maximum is at most the k-th largest
-logit; all below max + T log((1 - p) mass / ids) is less than 1 - p of the mass, a bound that the
-blocks' masses raise. Passes over blocks above the bound cut the interval in four until it has at
-most NEAR numbers, which are searched in registers, a bit at a time (`search`). Sums have one order,
-so a row's threshold is the same in every batch.
+maxima and masses of `tiles`. The k-th largest block maximum is at most the k-th largest logit; all
+below max + T log((1 - p) mass / ids) is less than 1 - p of the mass, a bound that the blocks'
+masses raise. Passes over blocks above the bound cut the interval in four until it has at most NEAR
+numbers, which are searched in registers, a bit at a time (`search`). Sums have one order: a row's
+threshold is the same in every batch.
 
 Shapes: B rows, V vocabulary, L blocks of a row, R rows with filters.
 """

@@ -43,11 +43,11 @@ def gumbel(keys_B: Tensor, positions_B: Tensor, tokens: int) -> Tensor:
 
 
 def philox4x32(counter_4X: Tensor, key_2X: Tensor) -> Tensor:
-    """Return the Philox4x32-10 words [4, ...] (Salmon et al. 2011, section 3.4) of each counter;
-    keys broadcast. All int64, values in [0, 2^32).
+    """Return the Philox4x32-10 words [4, ...] of each counter; keys broadcast. All int64, values in
+    [0, 2^32).
 
-    The halves of a round run as one [2, ...] operation and constants are made on the device, for
-    few launches.
+    For few launches, the halves of a round run as one [2, ...] operation and constants are made on
+    the device.
     """
     lane_2X = torch.arange(2, device=counter_4X.device).view(2, *[1] * (counter_4X.ndim - 1))
     multiplier_2X = lane_2X * (0xCD9E8D57 - 0xD2511F53) + 0xD2511F53

@@ -6,7 +6,7 @@ the vocabulary.
     STOPS  the token would end the sample: while the next token stands before `banned_until`, its
            logit is -inf
 
-A step marks the tokens it draws (`advance`). Rows that use neither read no marks.
+Rows that use neither read no marks.
 
 Legend: B rows, S slots, V vocabulary.
 """
@@ -43,7 +43,6 @@ def blank(slots: int, tokens: int, device: torch.device) -> Tensor:
 
 
 def clear(marks_SV: Tensor, slots_N: Tensor) -> None:
-    """Clear all marks of these slots."""
     slots, row_bytes = len(marks_SV), marks_SV.stride(0)
     marks_SV.as_strided((slots, row_bytes), (row_bytes, 1)).view(torch.int64).index_fill_(
         0, slots_N, 0

@@ -1,9 +1,8 @@
-"""The search for the threshold of a row's filters, in Triton.
+"""The search for the threshold of a row's filters, in Triton, by one program a row.
 
 A list of blocks is read GROUP at a time. Numbers that stay so far (x > floor, and of those equal to
 it ids up to `last`) weigh 1, or their mass exp2(x * factor - shift); the threshold is the largest
-number that has, with those above it, the target's weight. A row has one program, with its own
-workspaces.
+number that has, with those above it, the target's weight.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ def key_of(x):
 
 @jit
 def value_of(key):
-    """Return the float of a key (`key_of`)."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 

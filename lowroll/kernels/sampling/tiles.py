@@ -118,7 +118,6 @@ def row_of(largest_ptr, mass_ptr, row, tiles, factor, TILES: tl.constexpr):
 
 @jit
 def is_distribution(largest, total):
-    """Return whether a row has a distribution, by its maximum and mass."""
     return (
         (total > 0) & (total < float("inf")) & (largest > float("-inf")) & (largest < float("inf"))
     )

@@ -1,5 +1,4 @@
-"""Log-probs of given tokens, with the bits of `kernels.sampling.draw`: Triton by its tiles,
-elsewhere torch's log-softmax.
+"""Log-probs of given tokens, with the bits of `kernels.sampling.draw`.
 
 Legend: B rows, V vocabulary.
 """
@@ -47,7 +46,7 @@ def log_probs(logits_BV: Tensor, targets_B: Tensor, temperature: float) -> Tenso
 
 @jit
 def log_prob(chosen, largest, shift, total, factor, temperature):
-    """Return the log-prob of a logit; row values as from `row_of`: the total is relative to the
+    """Return the log-prob of a logit; row values as from `row_of`. The total is relative to the
     rounded shift, whose rounding error is put back."""
     rounded = largest.to(tl.float64) * factor - shift
     return (

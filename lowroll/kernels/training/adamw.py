@@ -5,10 +5,8 @@
 
 (Loshchilov & Hutter 2019, algorithm 2.) `clip` stays on the device; `low` is the model's
 half-precision copy of a float32 master; sum s^2 is returned. One pass moves 30 bytes a parameter
-instead of 90.
-
-The table of addresses is made anew for every update, as storages may move. A step repeats bit for
-bit.
+instead of 90. The table of addresses is made anew for every update, as storages may move. A step
+repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ def supports(x: Tensor) -> Support:
 
 
 class Addresses(NamedTuple):
-    """Device addresses of an update's tensors and gradients; it keeps the gradients alive."""
+    """Device addresses of an update's tensors and gradients, which it keeps alive."""
 
     table: Tensor
     gradients: Sequence[Tensor]
@@ -75,10 +73,8 @@ class Tensors:
         self.start = (torch.arange(sum(blocks), device=self.device) - first_blocks) * BLOCK
 
     def addresses(self, gradients: Sequence[Tensor]) -> Addresses:
-        """Return the launch's table, without a wait.
-
-        gradients: one a tensor, in order, all float32 or all of the copies' dtype, else ValueError.
-        """
+        """Return the launch's table, without a wait. gradients: one a tensor, in order, all float32
+        or all of the copies' dtype, else ValueError."""
         gradients = [aligned(gradient) for gradient in gradients]
         if {g.dtype for g in gradients} not in ({torch.float32}, {self.low_dtype}):
             raise ValueError(
@@ -104,9 +100,7 @@ class Tensors:
         t: int,
     ) -> Tensor:
         """Apply update number t (from 1) in place; return sum s^2, a float64 scalar on the device.
-
-        clip: a float32 scalar on the device that multiplies the gradients.
-        """
+        clip: a float32 scalar on the device."""
         moved = torch.empty(len(self.tensor), dtype=torch.float32, device=self.device)
         names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         _adamw_kernel[(len(self.tensor),)](
@@ -255,5 +249,4 @@ def _update(
 
 @jit
 def _address(at_ptr, TYPE: tl.constexpr):
-    """Load an address from the table as a pointer."""
     return tl.multiple_of(tl.load(at_ptr).to(tl.pointer_type(TYPE)), 16)

@@ -6,8 +6,8 @@ With z = logits / temperature and y the target of a row,
     d logp / d logits = (onehot(y) - softmax(z)) / temperature
 
 On CUDA one pass makes the first two (a running maximum, Milakov & Gimelshein 2018), and a second
-one the gradient, rounded once to its product's dtype. For a known log-prob, lse(z) = z_y - logp.
-onehot - softmax is taken before the rounding: at p = 0.999 the gradient is 0.001, not 0.
+one the gradient. For a known log-prob, lse(z) = z_y - logp. onehot - softmax is taken before the
+rounding to its product's dtype: at p = 0.999 the gradient is 0.001, not 0.
 
 Shapes: C rows, V vocabulary.
 """
@@ -117,7 +117,6 @@ def _reference_rows(
     gradient_CV: Tensor | None,
     scale_C: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute some rows' log-probs, entropies and gradients in plain torch."""
     logits_CV = logits_CV.float()
     logp_CV = torch.log_softmax(
         logits_CV if temperature == 1.0 else logits_CV / temperature, dim=-1

@@ -2,8 +2,8 @@
 
     g = g0 + l B_g',   u = u0 + l B_u'        y = silu(g) u          d u = d y silu(g),   d g = d y u s (1 + g (1 - s))
 
-Adding a rank-r update to [T, 2F] would read and write a layer's largest tensor once more; here it
-is made in each tile. A tile holds whole rows of l and B, which bounds the rank (`supports`).
+Adding a rank-r update to [T, 2F] would read and write a layer's largest tensor once more; here each
+tile makes it. A tile holds whole rows of l and B, which bounds the rank (`supports`).
 
 Legend: T tokens, F intermediate size, r rank, L columns of the stacked update: r where one of gate
 and up has an adapter, 2r where both have (B is block-diagonal then, and the other block is not
@@ -27,7 +27,7 @@ ROW_BYTES = 512  # of l and B in a tile; more does not fit into shared memory
 
 
 def supports(rank: int, dtype: torch.dtype) -> Support:
-    """Return whether a tile holds an update of this rank (256 in half precision, 128 in float32)."""
+    """Return whether a tile holds an update of this rank."""
     if max(16, block(rank)) * dtype.itemsize <= ROW_BYTES:
         return YES
     return no("takes ranks up to 256 in half precision, up to 128 in float32")
@@ -52,8 +52,8 @@ class Update:
 
 
 def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Tensor:
-    """Return silu(gate) * up [T, F] of gate_up + low @ b'. Differentiable in gate_up, with the
-    gradient of the sum. The first `rank` columns are the gate's and the last are up's."""
+    """Return silu(gate) * up [T, F] of gate_up + low @ b' (`Update`). Differentiable in gate_up,
+    with the gradient of the sum."""
     if (
         not triton_supports(gate_up_TN)
         or gate_up_TN.numel() == 0
@@ -67,7 +67,6 @@ def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int
 
 
 def _forward(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Tensor:
-    """Launch the forward kernel."""
     num_tokens, size = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
     y_TF = torch.empty(num_tokens, size, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
     _silu_mul_adapted_kernel[_grid(num_tokens, size)](
@@ -88,7 +87,6 @@ def _forward(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Ten
 
 
 def _grid(num_tokens: int, size: int) -> tuple[int, int]:
-    """Return the tiles along features and tokens."""
     return -(-size // FEATURES), -(-num_tokens // TOKENS)
 
 
@@ -161,7 +159,6 @@ def _gate_and_up(gate_up, low, b, t, n, live, size, columns, rank, num_tokens, R
 
 @jit
 def _adapter_update(low, b, t, n, inside, columns, rank, num_tokens, RANK: tl.constexpr):
-    """Return the adapter's update of a tile."""
     r = tl.arange(0, RANK)
     low_tr = tl.load(
         low + t[:, None] * columns + r[None, :],
