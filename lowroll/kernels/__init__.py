@@ -3,7 +3,8 @@
 Every public function works on every device: in Triton or CUDA C++ for CUDA tensors, elsewhere in
 plain torch, the definition that tests compare with. A launch depends on shapes alone, allocates
 only its outputs and never waits for the device, so CUDA graphs can capture it. No float is added
-atomically, so results repeat bit for bit.
+atomically, so results repeat bit for bit. Kernels for CPUs leave small inputs to torch, whose bits
+small models keep.
 
 `supports` functions say whether a kernel can run (`support`); `dispatch` lists kernels by product.
 A file holds its entry function first, plain torch next, and Triton kernels last.

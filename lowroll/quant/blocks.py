@@ -10,7 +10,7 @@ bit where each block uses the ends of its grid, as llama.cpp's do without an imp
 (`keeps`). compressed-tensors has no words for these formats, so no folder holds them. No kernel
 reads them.
 
-Legend: N out features, K in features, G groups of a row, S weights of a group, B bytes of a row.
+Legend: `quant`.
 """
 
 from __future__ import annotations

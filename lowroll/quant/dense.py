@@ -5,7 +5,7 @@ On CPU a large matrix is multiplied from a copy in oneDNN's blocked layout: 1.4-
 matrices, which stay in the cache, the call costs more than it saves. On CUDA one or two rows use
 `kernels.matmul.gemv`.
 
-Legend: N out features, K in features, M rows of activations.
+Legend: `quant`.
 """
 
 from __future__ import annotations

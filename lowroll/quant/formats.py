@@ -12,7 +12,7 @@ without changing a code: stored tensors are cut along their first dimension, wit
 for a row of the matrix. Values kept once a matrix, such as NVFP4's global scale, are shared by
 parts quantized here; parts from elsewhere keep their own, one for each row (or block).
 
-Legend: N out features, K in features, M rows of activations.
+Legend: `quant`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv 2412.19437, sect
 algorithms B2). Tiles cover the fused matrix: a part has whole tiles only if the parts before it
 have a multiple of 128 rows.
 
-Legend: N out features, K in features, M rows of activations, G groups of a row, S features of a
-group.
+Legend: `quant`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Error-compensating rounding (`weights.gptq`) keeps the scales, moves the weights before they are
 rounded (`Grid.nearest`), and encodes the moved matrix (`Gridded.codes`).
 
-Legend: N out features, K in features, G groups of a row, S weights of a group.
+Legend: `quant`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ e2m1 (OCP Microscaling Formats 1.0, section 5.3.3) is a sign bit over the magnit
 4 6. Ties go to the even code: .25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4.
 A negative number that rounds to zero keeps its sign (code 8).
 
-Legend: N out features, K in features, G groups of a row, S weights of a group, B bytes of a row.
+Legend: `quant`.
 """
 
 from __future__ import annotations

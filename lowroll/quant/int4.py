@@ -9,8 +9,7 @@ Ties round to even. Range and scales are those of compressed-tensors (`pack-quan
 B3). `weight_packed` holds q + 8 in int32 words of eight codes from the lowest bits up;
 `weight_zero_point` holds z + 8 the same way, along the rows.
 
-Legend: N out features, K in features, M rows of activations, G groups of a row, S weights of a
-group.
+Legend: `quant`.
 """
 
 from __future__ import annotations

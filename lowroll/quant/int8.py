@@ -11,7 +11,7 @@ A CPU with VNNI multiplies in oneDNN, by unsigned activations (q_x + 128, zero p
 ones fall back to a reference loop (docs/LOG.md). Other CPUs multiply floats in parts whose sums are
 exact (`kernels.matmul.w8a8_float32`).
 
-Legend: N out features, K in features, M rows of activations.
+Legend: `quant`.
 """
 
 from __future__ import annotations

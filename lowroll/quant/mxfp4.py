@@ -10,7 +10,7 @@ EVEN saturates a block's largest weight no more than rounding would; FLOOR clips
 read exactly from the bits of amax and clamped to 0..254 (algorithms B5). `weight_scale` holds E as
 uint8.
 
-Legend: N out features, K in features, G blocks of a row.
+Legend: `quant`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ rounded to 256 levels of dynamic precision (arXiv 1511.04561): +-0.1 ... 1 in 2^
 Parts from a file with different means keep them, one for 256 blocks. Files hold the levels with the
 codes, and the rest (sizes, the offset) as JSON bytes.
 
-Legend: L weights of the matrix, B blocks, P bytes.
+Legend: `quant`; L weights of the matrix, B blocks, P bytes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ An amax of 0, or so small that g overflows, gives g = 1. The layout is compresse
 A fused matrix quantized here has one g. Parts from a file with different g keep them, one a row:
 `weight_global_scale` [N].
 
-Legend: N out features, K in features, G blocks of a row.
+Legend: `quant`.
 """
 
 from __future__ import annotations

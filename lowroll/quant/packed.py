@@ -13,7 +13,7 @@ group of a row. Files hold the transpose of W [N, K], in int32 words of 32 / bit
 Four bits in groups of 128 in column order keep their codes: `int4_asym`, or `int4` where gptq says
 that z is in the middle (sym). All else becomes dense.
 
-Legend: N out features, K in features, S weights of a group, G groups of a row.
+Legend: `quant`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 A query's bits depend on the query and its keys alone, so decoding, a chunked prompt and a learner
 agree. Small inputs are left to torch, whose bits small models keep.
 
-Legend: B rows, T queries, S sequences, H query heads, G key-value heads, d head size, p pages of
-the cache, P tokens of a page, N pages of a table row.
+Legend: `kernels.attention`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ channels of a key are far larger than the others (biases of hundreds in Qwen2.5)
 error of a product; the second code cuts theirs to 2^-8, that of bfloat16 (docs/log/kernels.md). A
 token's codes are the same on every device.
 
-Legend: T tokens, G key-value heads, d head size, F fine channels, p pages, P tokens of a page.
+Legend: `kernels.attention`.
 """
 
 from __future__ import annotations

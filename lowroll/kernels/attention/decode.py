@@ -14,8 +14,7 @@ same bits.
 
 Many 16-bit rows on Hopper without windows and sinks go to `paged`, float32 on CPU to `avx2`.
 
-Legend: B rows, T tokens, H query heads, G key-value heads, d head size, p pages of the cache, P
-tokens of a page, N pages of a table row, L = N * P, S splits.
+Legend: `kernels.attention`; S splits.
 """
 
 from __future__ import annotations

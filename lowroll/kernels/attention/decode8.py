@@ -9,8 +9,7 @@ of its weight,
 where m keeps the weights within float16 (float32 for a float32 query). The new token is attended to
 by its codes, as later steps will read it.
 
-Legend: B rows, H query heads, G key-value heads, d head size, F fine channels, p pages of the
-cache, P tokens of a page, N pages of a table row, L = N * P.
+Legend: `kernels.attention`.
 """
 
 from __future__ import annotations

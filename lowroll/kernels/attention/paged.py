@@ -4,8 +4,7 @@ A launch depends on rows, heads and the device alone: a captured graph is right 
 sharing of pages, and a batch size always gives the same bits. The cache holds numbers of q's type
 (`decode`) or 8-bit codes (`decode8`).
 
-Legend: B rows, H query heads, G key-value heads, d head size, p pages of the cache, P tokens of a
-page, N pages of a table row.
+Legend: `kernels.attention`.
 """
 
 from __future__ import annotations

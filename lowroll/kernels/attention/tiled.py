@@ -12,8 +12,7 @@ by a product with ones, so that the tensor cores use one order whatever the othe
 A tile is `queries` neighbours of one sequence with all query heads of a key-value head. For few
 decoded rows, each share has its own program, and a second launch joins them.
 
-Legend: T query tokens, I tiles of queries, S sequences, H query heads, G key-value heads, d head
-size, p pages, P tokens of a page, N pages of a table row, L joined shares, B decoded rows.
+Legend: `kernels.attention`; I tiles of queries, L joined shares.
 """
 
 from __future__ import annotations

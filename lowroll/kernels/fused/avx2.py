@@ -4,7 +4,7 @@ One call replaces some thirty of torch. Norms sum in another order than torch's,
 (outside inference mode) uses it only for heads without norms (`Rotation`): the ratio over the same
 weights stays exactly 1. Small inputs are left to torch, whose bits small models keep.
 
-Legend: T tokens, H query heads, G key-value heads, d head size, N = (H + 2G) d.
+Legend: `kernels.fused`; N = (H + 2G) d.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ gradient of normed:
 
 d w is summed in float32 by a fixed number of programs, then over them, so it repeats bit for bit.
 
-Legend: T tokens, D features, P programs.
+Legend: `kernels.fused`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ launch.
 
 The gradient rotates by the negative angle, then passes the norm as in `kernels.fused.norm`.
 
-Legend: T tokens, H query heads, G key-value heads, d head size, P programs.
+Legend: `kernels.fused`.
 """
 
 from __future__ import annotations

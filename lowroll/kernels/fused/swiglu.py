@@ -8,7 +8,7 @@ Experts of GPT-OSS clamp both (`clamped_swiglu`):
 
     y = (clamp(u, -limit, limit) + 1) c s,    c = min(g, limit),  s = 1 / (1 + exp(-alpha c))
 
-Legend: T tokens, F intermediate size.
+Legend: `kernels.fused`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The K-th best score is built from its highest bit down, as the largest integer that at least K
 order-preserving keys reach. Ties go to the older keys, as in a stable sort.
 
-Legend: L layers (any number of leading axes), B rows, G key-value heads, N keys, K keys that stay.
+Legend: `kernels.kv_eviction`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ stay. Those before k' go last to first: unread keys lie below i_k < s + k. Those
 to last: unread keys lie above i_k >= s + k. The two ranges do not meet, as the first reads and
 writes below s + k', the second not.
 
-Legend: L layers, B rows, P pages of a row, G key-value heads, K keys that stay.
+Legend: `kernels.kv_eviction`.
 """
 
 from __future__ import annotations

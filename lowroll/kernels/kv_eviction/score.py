@@ -12,8 +12,7 @@ the fix for duplicates:
 A program is one KV head of one row of one layer (and one tile), so a row's numbers do not depend on
 its batch.
 
-Legend: L layers, S slots, A queries of the window, H query heads, G key-value heads, Q query heads
-of a group, d head size, p pages of the cache, B rows, P pages of a row, N keys of those pages.
+Legend: `kernels.kv_eviction`; Q query heads of a group.
 """
 
 from __future__ import annotations

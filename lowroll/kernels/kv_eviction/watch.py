@@ -2,8 +2,7 @@
 the attention that each key receives, which is recomputed from the pages, as attention's own kernel
 does not expose its probabilities.
 
-Legend: S slots, A queries of the window, B rows, H query heads, G key-value heads, d head size, p
-pages of the cache, P pages of a row, N keys.
+Legend: `kernels.kv_eviction`.
 """
 
 from __future__ import annotations

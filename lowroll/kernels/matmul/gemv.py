@@ -6,7 +6,7 @@ The weights' bandwidth bounds a small decode step, so a program reads whole rows
 bytes a thread, and multiplies on CUDA cores: int8 four at a time (`dp4a`), e4m3 and bfloat16 as
 float32. bfloat16 has no scales. A row's sums do not depend on its neighbours.
 
-Legend: M rows (tokens), N out features (channels), K in features.
+Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

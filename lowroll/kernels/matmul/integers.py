@@ -8,7 +8,7 @@ right. Tiles run in rounds of as many as the device holds; those of an incomplet
 split along K, and the last program to finish such a tile adds the parts. Hopper's copy engine
 fetches tiles where addresses and rows are multiples of 16 bytes, else the threads do.
 
-Legend: M rows (tokens), N out features, K in features.
+Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ float32 sums. A row gives the same bits in any batch, and NaN with a non-finite 
 splits rows and joins sums; oneDNN multiplies. Small matrices are left to torch, whose bits small
 models keep.
 
-Legend: M rows, N out features, K in features.
+Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

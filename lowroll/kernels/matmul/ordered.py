@@ -6,7 +6,7 @@
 BLAS picks the order by rows, alignment and threads. Here the bits of y[m, n] depend on x[m, :],
 w[n, :] and bias[n] alone, with AVX2 and with AVX-512.
 
-Legend: M rows, N out features, K in features.
+Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

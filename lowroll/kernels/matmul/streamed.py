@@ -7,7 +7,7 @@ product. Within `launch.overlapping`, weights are read before the previous kerne
 A device's workspace (34 MiB on an H200) holds what two blocks share: a device's products belong on
 one stream at a time, and the first, which makes it, not in a CUDA graph's capture.
 
-Legend: M rows of activations, N out features, K in features.
+Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

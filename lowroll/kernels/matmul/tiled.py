@@ -9,7 +9,7 @@ the order is the same for any number of rows (checked on an H200; docs/LOG.md). 
 parts have their own programs and a second launch joins them. Weights are the left operand, as in
 `kernels.matmul.integers`. 32-bit numbers are multiplied without tensor cores.
 
-Legend: M rows, N out features, K in features, P parts.
+Legend: `kernels.matmul`; P parts.
 """
 
 from __future__ import annotations

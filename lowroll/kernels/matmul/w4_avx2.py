@@ -7,7 +7,7 @@ The inner sums are exact integers, the outer ones float32. On normal numbers the
 of its spread, a fortieth of bfloat16's. A row gives the same bits in any batch, and NaN with a
 non-finite number. Small matrices are left to torch: they stay in the cache as floats.
 
-Legend: M rows of activations, N out features, K in features.
+Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

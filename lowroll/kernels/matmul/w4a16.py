@@ -8,7 +8,7 @@ equals the formats' torch code bit for bit: value times multiplier in float32, r
     mxfp4      e2m1 2^(E - 127)                 blocks of 32
     int4       q scale                          groups of 128; int4_asym (q - z) scale
 
-Legend: M rows of activations, N out features, K in features.
+Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

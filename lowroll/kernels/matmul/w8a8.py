@@ -9,7 +9,7 @@ more. Beyond, the tensor cores keep sums of up to `SHORT` features (`use_fast_ac
 faster at a loss below bfloat16's rounding; gradients always use them. Elsewhere the sums are plain
 torch's.
 
-Legend: M rows (tokens), N out features, K in features.
+Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

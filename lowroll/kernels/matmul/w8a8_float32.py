@@ -6,7 +6,7 @@ or saturate.
 A product of two codes is at most 2^14, so a partial sum of 1,024 is at most 2^24, which float32
 holds exactly in every order, fused or not. Parts are added in int32.
 
-Legend: M rows (tokens), N out features, K in features.
+Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 oneDNN takes unsigned activations: codes + 128, with 128 as their zero point.
 
-Legend: M rows (tokens), N out features, K in features.
+Legend: `kernels.matmul`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ A format without a kernel is dequantized, and its activations are rounded first 
 rounds them (`Stack.rounded`). For few rows an expert, 4-bit codes are streamed by a CUDA kernel
 (`routed`). A launch has the programs of the worst case.
 
-Legend: T tokens, S choices a token, P = T S slots, E experts, N out features, K in features, F
-width of an expert.
+Legend: `kernels.moe`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ sorted by expert, then by slot; an expert's places are contiguous. Their number 
 device alone, and nothing waits for it. Logits are float32 sums of unrounded numbers, so that other
 orders of sums choose alike but for near-ties.
 
-Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size.
+Legend: `kernels.moe`.
 """
 
 from __future__ import annotations

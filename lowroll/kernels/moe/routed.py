@@ -1,7 +1,7 @@
 """Rows sorted by expert times 4-bit matrices, for few rows an expert: `routed.cu` for torch, one
 library a weight format. Tiles depend on shapes alone.
 
-Legend: P slots, E experts, N out features of an expert, K in features.
+Legend: `kernels.moe`.
 """
 
 from __future__ import annotations

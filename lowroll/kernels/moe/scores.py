@@ -9,7 +9,7 @@ or, with `SigmoidRouting` (DeepSeek-AI 2024, arXiv 2412.19437, sections 2.1.2 an
     chosen: the S largest p + c in the best groups, a group's score being the sum of its two largest p + c
     g = a p of the chosen, over their sum if asked for
 
-Legend: T tokens, S choices a token, E experts, G groups, e experts of a group.
+Legend: `kernels.moe`; G groups, e experts of a group.
 """
 
 from __future__ import annotations

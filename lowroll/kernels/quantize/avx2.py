@@ -1,7 +1,7 @@
 """Rows rotated and rounded on a CPU: `avx2.cpp` for torch, in float32, with torch's bits. One call
 replaces six passes (rounding) and eighteen calls (rotation).
 
-Legend: M rows of activations, K features.
+Legend: `kernels.quantize`.
 """
 
 from __future__ import annotations

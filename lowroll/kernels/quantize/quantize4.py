@@ -4,7 +4,7 @@ Bytes equal those of `lowroll.quant` (nvfp4, mxfp4, int4): divisions round to ne
 contracted, ties go the same way. The last group of a row is zero-padded; stored codes beyond the
 row are 0.
 
-Legend: N rows, K columns, G groups of a row, S weights of a group, U stored words or bytes of a
+Legend: `kernels.quantize`; G groups of a row, S weights of a group, U stored words or bytes of a
 row.
 """
 

@@ -4,7 +4,7 @@ Bytes equal those of `quant.int8`, `quant.int8_rotated` and `quant.fp8`: divisio
 nothing is contracted, ties go to even. A transpose takes two launches over tiles: the columns'
 largest magnitudes, then transposed codes.
 
-Legend: N rows, K columns.
+Legend: `kernels.quantize`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ H is symmetric and orthogonal, so (x H)(w H)' = x w' (QuaRot, arXiv 2404.00456, 
 is a power of 4, so scaling by its root rounds nothing. Sums are pairwise, neighbours first, in
 float32: every implementation has the same bits for any number of rows.
 
-Legend: M rows, K features, B features of a block.
+Legend: `kernels.quantize`; B features of a block.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ rounded once to `dtype`, that of the activations. Codes equal those of `quant.in
 "gradient" is fp8 for gradients of activations, which are as small as the loss: its scale has no
 floor but 2^-100, which keeps its reciprocal finite.
 
-Legend: M rows (tokens), K in features, N out features.
+Legend: `kernels.quantize`.
 """
 
 from __future__ import annotations

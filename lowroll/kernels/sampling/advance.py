@@ -4,7 +4,7 @@
 
 Tokens drawn by a row with a repetition penalty are marked as seen (`penalties`).
 
-Legend: B rows, S steps.
+Legend: `kernels.sampling`; S steps.
 """
 
 from __future__ import annotations

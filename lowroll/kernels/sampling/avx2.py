@@ -3,7 +3,7 @@
 Noise and winner take one pass, without noise where none can win. Logarithms are within 1e-6 of
 exact; AVX2 and AVX-512 give the same bits.
 
-Legend: B rows, V vocabulary.
+Legend: `kernels.sampling`.
 """
 
 from __future__ import annotations

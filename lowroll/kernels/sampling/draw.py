@@ -17,7 +17,7 @@ Devices' logarithms differ in last bits, so tokens may differ where two scores a
 Greedy rows take the argmax, lower id first, and the log-prob at temperature 1. A row without a
 distribution (NaN or +inf logits, or nothing but -inf) gets token 0 and log-prob NaN.
 
-Shapes: B rows, V vocabulary.
+Legend: `kernels.sampling`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ masses raise. Passes over blocks above the bound cut the interval in four until 
 numbers, which are searched in registers, a bit at a time (`search`). Sums have one order: a row's
 threshold is the same in every batch.
 
-Shapes: B rows, V vocabulary, L blocks of a row, R rows with filters.
+Legend: `kernels.sampling`; L blocks of a row, R rows with filters.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ in blocks of 1024: id 1024 b + 256 j + l has word j of counter c = 256 b + l. Wi
 Large noise comes from a small v, which has all its digits there. v is the same everywhere; the
 logarithms of torch, `avx2.cpp` and Triton differ by less than 1e-5.
 
-Legend: B rows, V vocabulary, C counters of a row.
+Legend: `kernels.sampling`; C counters of a row.
 """
 
 from __future__ import annotations

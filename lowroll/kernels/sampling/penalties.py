@@ -8,7 +8,7 @@ the vocabulary.
 
 Rows that use neither read no marks.
 
-Legend: B rows, S slots, V vocabulary.
+Legend: `kernels.sampling`; S slots.
 """
 
 from __future__ import annotations

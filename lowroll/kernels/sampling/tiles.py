@@ -6,7 +6,7 @@ each block.
 
 A row's bits are the same in every batch. A greedy row's temperature is 1.
 
-Shapes: B rows, V vocabulary, C = ceil(V / TILE) tiles, L = C * TILE / BLOCK blocks.
+Legend: `kernels.sampling`; C = ceil(V / TILE) tiles, L = C * TILE / BLOCK blocks.
 """
 
 from __future__ import annotations

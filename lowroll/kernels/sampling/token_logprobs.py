@@ -1,6 +1,6 @@
 """Log-probs of given tokens, with the bits of `kernels.sampling.draw`.
 
-Legend: B rows, V vocabulary.
+Legend: `kernels.sampling`.
 """
 
 from __future__ import annotations
