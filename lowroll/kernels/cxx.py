@@ -47,7 +47,6 @@ def run(source: Path, name: str, arguments: ctypes.Structure) -> None:
 
 @cache
 def _function(source: Path, name: str) -> Callable[..., None]:
-    """Return a function of a source's library, built on first use."""
     function = getattr(library(source), name)
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p], None
     return cast(Callable[..., None], function)
@@ -70,8 +69,7 @@ def supports(source: Path, device: torch.device, otherwise: str) -> Support:
 
 @cache
 def team() -> ctypes.c_void_p | None:
-    """Return libgomp's call that runs a function on torch's own threads; None in a torch without
-    it."""
+    """Return libgomp's call that runs a function on torch's threads; None in a torch without it."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
     except (AttributeError, OSError, TypeError):

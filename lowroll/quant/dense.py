@@ -27,8 +27,6 @@ PACK_ROWS = 64  # the batch that oneDNN chooses the layout for
 
 
 class Dense(Format):
-    """A plain floating-point format."""
-
     dtype: torch.dtype
     fallback = ""
     stacked = ("dense", "weight")
@@ -97,12 +95,10 @@ def of(dtype: torch.dtype) -> str | None:
 
 
 def _pack_weight(w_NK: Tensor) -> Tensor:
-    """Return the weight in oneDNN's blocked layout."""
     return torch.ops.mkldnn._reorder_linear_weight(w_NK, PACK_ROWS)
 
 
 def _packed_linear(x_MK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
-    """Multiply by a weight in oneDNN's blocked layout."""
     return torch.ops.mkldnn._linear_pointwise(x_MK, packed, bias_N, "none", [], "")
 
 

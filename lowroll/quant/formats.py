@@ -123,11 +123,9 @@ class QTensor:
 
     @torch.no_grad()
     def quantize_(self, w_NK: Tensor, amax_1: Tensor | None = None) -> QTensor:
-        """Quantize `w_NK` into this tensor's storages.
-
-        amax_1: its largest magnitude (`kernels.checksum.amax`), known to be finite; saves a wait
-        for the device. ValueError, before any write, for another shape or a non-finite value.
-        """
+        """Quantize `w_NK` into this tensor's storages. amax_1: its largest magnitude
+        (`kernels.checksum.amax`), known to be finite, which saves a wait. ValueError, before any
+        write, for another shape or a non-finite value."""
         if tuple(w_NK.shape) != self.shape:
             raise ValueError(
                 f"cannot quantize a matrix of shape {list(w_NK.shape)} into one of {list(self.shape)}"
@@ -324,7 +322,6 @@ class Format(ABC):
         return [part.clone() for part in self.split(q, rows)]
 
     def split(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
-        """Return the parts as views of the matrix's storages."""
         assert sum(rows) == q.shape[0]
         parts = [QTensor(self.name, (size, q.shape[1]), {}) for size in rows]
         for name, tensor in q.tensors.items():
@@ -349,7 +346,6 @@ class Format(ABC):
         return QTensor(self.name, (sum(rows), num_in), stacked)
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
-        """Collapse equal entries to one where the format keeps one."""
         return tensor[:1] if name in self.once and bool((tensor == tensor[:1]).all()) else tensor
 
     def _edges(self, name: str, num_in: int, rows: Sequence[int]) -> list[int]:

@@ -183,7 +183,6 @@ def unpack_zeros(words: Tensor, num_out: int) -> Tensor:
 
 
 def _round_to_code(x: Tensor) -> Tensor:
-    """Round to the nearest code -8..7."""
     return torch.round(x).clamp_(-8, 7)
 
 

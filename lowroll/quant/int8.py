@@ -85,7 +85,6 @@ class Int8(Gridded):
 
 
 def _round_to_code(x: Tensor) -> Tensor:
-    """Round to the nearest code -128..127."""
     return torch.round(x).clamp_(-128, 127)
 
 

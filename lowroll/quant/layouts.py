@@ -286,7 +286,6 @@ def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str
 
 
 def _mixture_unread_by_transformers(mixture: Mixed, columns: set[int], experts: bool) -> str | None:
-    """Compute `unread_by_transformers` for a mixture."""
     names = sorted(set(mixture.assignment.values()))
     for name in names:
         reason = unread_by_transformers(name, columns, experts)
@@ -339,7 +338,7 @@ def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayo
 
 
 def _read_rotations(config: dict[str, Any]) -> dict[str, int]:
-    """Return the width of the rotation blocks by kind of matrix or by module."""
+    """Return the width of the rotation blocks by kind of matrix or module."""
     transform_config = config.get(transforms.KEY)
     if not transform_config:
         return {}
@@ -463,14 +462,12 @@ def _default_strategy(group_size: int | None) -> str:
 
 
 def _describe_arguments(args: dict[str, Any] | None) -> str:
-    """Return arguments as text for an error message."""
     if args is None:
         return "dense"
     return " ".join(f"{key} {value}" for key, value in args.items() if value is not None)
 
 
 def _without_none(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are not None."""
     return {key: value for key, value in arguments.items() if value is not None}
 
 

@@ -60,7 +60,7 @@ class Mixed(Format):
         return any(get_format(name).rounds_activations for name in self.assignment.values())
 
     def stated(self) -> dict[str, dict[str, int]]:
-        """Return what `read` reads: each format's layers, with their weights."""
+        """Return what `read` reads."""
         return stated(self.assignment, self.sizes)
 
     def slower_than_float32(self, device: torch.device) -> str:
@@ -138,7 +138,6 @@ def read(found: object, dtype: torch.dtype | None = None) -> str:
 
 
 def name_of(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> str:
-    """Return the name of an assignment."""
     text = json.dumps([(layer, name, sizes[layer]) for layer, name in sorted(assignment.items())])
     return PREFIX + blake2b(text.encode(), digest_size=4).hexdigest()
 

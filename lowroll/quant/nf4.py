@@ -249,7 +249,6 @@ def read_description(config: dict[str, Any], advice: str) -> str:
 
 
 def _json_to_bytes(state: dict[str, Any]) -> Tensor:
-    """Encode a quantization state as uint8 JSON."""
     return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 

@@ -46,7 +46,6 @@ class PackedWeights:
     offset: int = 0
 
     def of(self, module: str) -> PackedWeights:
-        """Return the layout of a module."""
         return self
 
     @property
@@ -137,7 +136,6 @@ def read_packed(config: dict[str, Any]) -> PackedWeights:
 
 
 def _read_awq(config: dict[str, Any], bits: int, group_size: int) -> PackedWeights:
-    """Return the storage of an awq config."""
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm" or config.get("zero_point", True) is not True:
         raise ValueError(
@@ -148,7 +146,6 @@ def _read_awq(config: dict[str, Any], bits: int, group_size: int) -> PackedWeigh
 
 
 def _read_gptq(config: dict[str, Any], bits: int, group_size: int) -> PackedWeights:
-    """Return the storage of a gptq config."""
     checkpoint_format = config.get("checkpoint_format", "gptq")
     if checkpoint_format not in ("gptq", "gptq_v2"):
         raise ValueError(

@@ -59,7 +59,6 @@ def check(found: Mapping[str, int], columns: Mapping[str, int]) -> None:
 
 
 def _describe_group(size: int, parts: list[str]) -> dict[str, Any]:
-    """Return the config group of the matrices with this width."""
     targets = [kind if "." in kind else rf"re:.*\.{kind}$" for kind in parts]
     apply = [
         {"targets": targets, "location": "input", "inverse": False, "ignore": []},

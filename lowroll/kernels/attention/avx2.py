@@ -1,7 +1,5 @@
-"""Attention on a CPU: `avx2.cpp` for torch, float32, over the cache in place.
-
-A query's bits depend on the query and its keys alone, so decoding, a chunked prompt and a learner
-agree. Small inputs are left to torch, whose bits small models keep.
+"""Attention on a CPU: `avx2.cpp` for torch, float32, over the cache in place. A query's bits depend
+on the query and its keys alone.
 
 Legend: `kernels.attention`.
 """
@@ -80,7 +78,7 @@ def attend(
     scale: float,
 ) -> Tensor:
     """Return attention [T, H, d] of each query over the first `lengths` cached keys of its
-    sequence, with the bits of `decode`. table, sequences and lengths: int32."""
+    sequence, with the bits of `decode`. All int32 but q and the cache."""
     return _run(q_THd, None, (keys_pPGd, values_pPGd), table_SN, sequences_T, lengths_T, scale)
 
 

@@ -9,10 +9,7 @@ arXiv:1805.02867):
 
 The first split starts with the new token and the layer's sinks (logits without a value), and writes
 the token to its slot; all splits read only older slots. The number of splits depends on rows and
-key-value heads alone: a captured graph is right for every length, and a batch size always gives the
-same bits.
-
-Many 16-bit rows on Hopper without windows and sinks go to `paged`, float32 on CPU to `avx2`.
+key-value heads alone: a captured graph is right for every length.
 
 Legend: `kernels.attention`; S splits.
 """
@@ -55,8 +52,8 @@ def paged_decode(
     window: int = 0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Write each row's new key and value to its slot, and attend over the row's last `window` keys,
-    or all for 0, and the layer's sinks if it has them. Return o [B, H, d] in q's dtype.
+    """Write each row's new key and value to its slot, and attend over its last `window` keys (0:
+    all) and the layer's sinks, if any. Return o [B, H, d] in q's dtype.
 
     table_BN, lengths_B: int32; a length counts the new token. A row of length 0 is dead: nothing is
     written, its output is 0. The cache is contiguous.

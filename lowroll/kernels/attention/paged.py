@@ -1,8 +1,6 @@
-"""Decode attention for many rows: `paged.cu` for torch.
-
-A launch depends on rows, heads and the device alone: a captured graph is right for every length and
-sharing of pages, and a batch size always gives the same bits. The cache holds numbers of q's type
-(`decode`) or 8-bit codes (`decode8`).
+"""Decode attention for many rows: `paged.cu` for torch. The cache holds numbers of q's type
+(`decode`) or 8-bit codes (`decode8`). A launch depends on rows, heads and the device alone: a
+captured graph is right for every length and sharing of pages.
 
 Legend: `kernels.attention`.
 """

@@ -7,9 +7,7 @@ keys.
 
 Shares begin at multiples of SHARE, so decoding, a chunked prompt and a learner's packed sequence
 use the same tiles, products and order. Tiles that a query cannot see add zeros. Weights are summed
-by a product with ones, so that the tensor cores use one order whatever the other rows are.
-
-A tile is `queries` neighbours of one sequence with all query heads of a key-value head. For few
+by a product with ones, so that the tensor cores use one order whatever the other rows are. For few
 decoded rows, each share has its own program, and a second launch joins them.
 
 Legend: `kernels.attention`; I tiles of queries, L joined shares.
@@ -43,9 +41,9 @@ PROGRAMS = 132 * 2  # that decode at once: two a multiprocessor of an H200
 
 
 class QueryTiles(NamedTuple):
-    """Tiles of queries, int32 [I] each: first token, number of queries (0 for none), keys before
-    the first one's own, and the origin of the keys: a row of the page table, or the first packed
-    key."""
+    """Tiles of neighbouring queries of a sequence, int32 [I] each: first token, number (0 for
+    none), keys before the first one's own, and the origin of the keys: a row of the page table, or
+    the first packed key."""
 
     first_I: Tensor
     count_I: Tensor

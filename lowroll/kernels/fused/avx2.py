@@ -1,8 +1,8 @@
 """The heads of an engine on a CPU, normed and rotated: `avx2.cpp` for torch, in float32.
 
 One call replaces some thirty of torch. Norms sum in another order than torch's, so a learner
-(outside inference mode) uses it only for heads without norms (`Rotation`): the ratio over the same
-weights stays exactly 1. Small inputs are left to torch, whose bits small models keep.
+(outside inference mode) uses it only for heads without norms: the ratio over the same weights stays
+exactly 1.
 
 Legend: `kernels.fused`; N = (H + 2G) d.
 """

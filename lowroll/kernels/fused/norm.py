@@ -8,7 +8,7 @@ gradient of normed:
 
     d sum = r (g w - h mean(g w h)) + gradient of sum,      d x = d update = d sum,      d w = sum over tokens of g h
 
-d w is summed in float32 by a fixed number of programs, then over them, so it repeats bit for bit.
+d w is summed in float32 by a fixed number of programs, then over them.
 
 Legend: `kernels.fused`.
 """

@@ -1,6 +1,6 @@
 """The data that a cache policy records in each decode step, within its graph: the last queries, and
-the attention that each key receives, which is recomputed from the pages, as attention's own kernel
-does not expose its probabilities.
+the attention that each key receives, recomputed from the pages, as attention's own kernel does not
+expose its probabilities.
 
 Legend: `kernels.kv_eviction`.
 """

@@ -4,7 +4,7 @@
 
 The weights' bandwidth bounds a small decode step, so a program reads whole rows of weights, 16
 bytes a thread, and multiplies on CUDA cores: int8 four at a time (`dp4a`), e4m3 and bfloat16 as
-float32. bfloat16 has no scales. A row's sums do not depend on its neighbours.
+float32.
 
 Legend: `kernels.matmul`.
 """

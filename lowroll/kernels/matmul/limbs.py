@@ -5,9 +5,8 @@ half the time with AMX.
     y[m, n] = step[m] (2^16 (a . w) + 2^8 (b . w) + c . w)[m, n]
 
 The inner sums are exact integers; the loss is 2^-23 of a row's largest number, about that of
-float32 sums. A row gives the same bits in any batch, and NaN with a non-finite number. `limbs.cpp`
-splits rows and joins sums; oneDNN multiplies. Small matrices are left to torch, whose bits small
-models keep.
+float32 sums. A row with a non-finite number gives NaN. `limbs.cpp` splits rows and joins sums;
+oneDNN multiplies.
 
 Legend: `kernels.matmul`.
 """

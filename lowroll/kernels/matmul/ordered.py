@@ -62,8 +62,8 @@ def product(
     added_MN: Tensor | None = None,
 ) -> Tensor:
     """Return x times the transpose of w, plus bias and `added_MN`: [M, N]. Rows may be strided.
-    float32 on a CPU; on CUDA `tiled.product`, in any floating dtype, rounded once to `dtype`
-    (default: x's). ValueError for other numbers, and for shapes that do not fit."""
+    float32 on a CPU; on CUDA `tiled.product`. ValueError for other numbers, and for shapes that do
+    not fit."""
     if triton_supports(x_MK):
         return tiled.product(x_MK, w_NK, bias_N, dtype, added_MN)
     (M, K), N = x_MK.shape, w_NK.shape[0]

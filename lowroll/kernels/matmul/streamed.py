@@ -1,8 +1,7 @@
 """y = x W^T for few rows of x: `streamed.cu` for torch, over a QTensor's storages.
 
 One library a weight format has kernels for up to 8, 16, 32, 64, 96 and 128 rows; more rows take
-several passes. The choice depends on shapes alone, so neighbours in a bucket do not change a
-product. Within `launch.overlapping`, weights are read before the previous kernel ends, x after it.
+several passes. Neighbours in a bucket do not change a product.
 
 A device's workspace (34 MiB on an H200) holds what two blocks share: a device's products belong on
 one stream at a time, and the first, which makes it, not in a CUDA graph's capture.

@@ -45,7 +45,7 @@ def product(
     added_MN: Tensor | None = None,
 ) -> Tensor:
     """Return x times the transpose of w, plus bias and `added_MN`: [M, N], rounded once to `dtype`
-    (default: x's). ValueError for mixed types and for shapes that do not fit."""
+    (None: x's). ValueError for mixed types and for shapes that do not fit."""
     (M, K), N = x_MK.shape, w_NK.shape[0]
     if x_MK.dtype != w_NK.dtype:
         raise ValueError(f"tiled: expected one dtype, got {x_MK.dtype} and {w_NK.dtype}")

@@ -3,9 +3,8 @@
     x_b^ = s_b round(x_b / s_b),  s_b = amax(|x_b|) / 32767      b: 256 numbers of a row
     y[m, n] = sum_b s_b[m] sum_g scale[n, g] sum_k x^[m, k] code[n, k]
 
-The inner sums are exact integers, the outer ones float32. On normal numbers the error of y is 3e-5
-of its spread, a fortieth of bfloat16's. A row gives the same bits in any batch, and NaN with a
-non-finite number. Small matrices are left to torch: they stay in the cache as floats.
+The inner sums are exact integers. On normal numbers the error of y is 3e-5 of its spread, a
+fortieth of bfloat16's. A row gives the same bits in any batch, and NaN with a non-finite number.
 
 Legend: `kernels.matmul`.
 """

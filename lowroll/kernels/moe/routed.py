@@ -1,5 +1,5 @@
 """Rows sorted by expert times 4-bit matrices, for few rows an expert: `routed.cu` for torch, one
-library a weight format. Tiles depend on shapes alone.
+library a weight format.
 
 Legend: `kernels.moe`.
 """

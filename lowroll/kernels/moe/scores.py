@@ -63,7 +63,7 @@ def rank(logits_TE: Tensor, sigmoids: SigmoidRouting | None) -> Tensor:
 
 
 def weigh(logits_TE: Tensor, experts_TS: Tensor, routing: Routing) -> Tensor:
-    """Return the weights of the chosen experts. The logits have their bias."""
+    """Return the weights of the chosen experts, of logits that have their bias."""
     if routing.sigmoids is None:
         weights_TS = logits_TE.softmax(dim=-1).gather(1, experts_TS)
         if routing.renormalize:

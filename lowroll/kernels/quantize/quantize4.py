@@ -1,8 +1,6 @@
-"""Quantizing a matrix to 4 bits in one launch: NVFP4, MXFP4, INT4 symmetric and asymmetric.
-
-Bytes equal those of `lowroll.quant` (nvfp4, mxfp4, int4): divisions round to nearest, nothing is
-contracted, ties go the same way. The last group of a row is zero-padded; stored codes beyond the
-row are 0.
+"""Quantizing a matrix to 4 bits in one launch, with the bytes of `lowroll.quant` (nvfp4, mxfp4,
+int4): divisions round to nearest, nothing is contracted, ties go the same way. Stored codes beyond
+the row are 0.
 
 Legend: `kernels.quantize`; G groups of a row, S weights of a group, U stored words or bytes of a
 row.

@@ -1,7 +1,5 @@
-"""Quantizing a matrix or its transpose to 8 bits, one scale a row: INT8, rotated or not, and e4m3.
-
-Bytes equal those of `quant.int8`, `quant.int8_rotated` and `quant.fp8`: divisions round to nearest,
-nothing is contracted, ties go to even. A transpose takes two launches over tiles: the columns'
+"""Quantizing a matrix or its transpose to 8 bits, one scale a row, with the bytes of `quant.int8`,
+`quant.int8_rotated` and `quant.fp8`. A transpose takes two launches over tiles: the columns'
 largest magnitudes, then transposed codes.
 
 Legend: `kernels.quantize`.

@@ -121,7 +121,6 @@ def quantize_rows(x_MK: Tensor, kind: str) -> QuantizedRows:
 
 
 def require(kind: str) -> None:
-    """Raise ValueError for a `kind` not in `KINDS`."""
     if kind not in KINDS:
         raise ValueError(f"rows: {kind!r} is none of {', '.join(KINDS)}")
 

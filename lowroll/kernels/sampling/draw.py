@@ -2,20 +2,19 @@
 
     token = argmax over the ids that stay of x / T + noise(key, position, id)
 
-with the probability of softmax(x / T) (Gumbel 1954; Maddison et al. 2014, "A* sampling"). The noise
-is counter-based (`noise`) and independent of batch, device and history. Of equal scores the lower
-id wins; a logit of -inf never does. With the same noise, two distributions draw different tokens
-with a probability of at most 2 d / (1 + d), d their total variation; replays and drafts rely on
-that.
+with the probability of softmax(x / T) (Gumbel 1954; Maddison et al. 2014, "A* sampling"). Of equal
+scores the lower id wins; a logit of -inf never does. With the same noise, two distributions draw
+different tokens with a probability of at most 2 d / (1 + d), d their total variation; replays and
+drafts rely on that.
 
-On CUDA one kernel reads each tile of the vocabulary once for its maximum, mass and winner
-(`tiles`), another finds what filters keep (`filters`), and the last compares winners and sums
-masses in float64. Where filters drop a tile's winner, its score bounds what stays: the tile is read
-again only if the bound reaches the best remaining winner. A row's bits are the same in every batch.
-Devices' logarithms differ in last bits, so tokens may differ where two scores are within 1e-5.
+On CUDA one kernel reads each tile of the vocabulary once (`tiles`), another finds what filters keep
+(`filters`), and the last compares winners and sums masses in float64. Where filters drop a tile's
+winner, its score bounds what stays: the tile is read again only if the bound reaches the best
+remaining winner. A row's bits are the same in every batch. Devices' logarithms differ in last bits,
+so tokens may differ where two scores are within 1e-5.
 
-Greedy rows take the argmax, lower id first, and the log-prob at temperature 1. A row without a
-distribution (NaN or +inf logits, or nothing but -inf) gets token 0 and log-prob NaN.
+Greedy rows take the argmax and the log-prob at temperature 1. A row without a distribution (NaN or
++inf logits, or nothing but -inf) gets token 0 and log-prob NaN.
 
 Legend: `kernels.sampling`.
 """

@@ -10,12 +10,11 @@ A row's logits x are ordered by size, equal ones by lower id. Of them, in turn,
 so a threshold describes what stays: x > floor, and of those equal to it ids up to `last`. The order
 is before the temperature, whose rounding could make unequal logits equal.
 
-On CUDA one program a row searches the threshold and reads only blocks that can hold it, by the
-maxima and masses of `tiles`. The k-th largest block maximum is at most the k-th largest logit; all
-below max + T log((1 - p) mass / ids) is less than 1 - p of the mass, a bound that the blocks'
-masses raise. Passes over blocks above the bound cut the interval in four until it has at most NEAR
-numbers, which are searched in registers, a bit at a time (`search`). Sums have one order: a row's
-threshold is the same in every batch.
+On CUDA one program a row reads only blocks that can hold the threshold, by the maxima and masses of
+`tiles`. The k-th largest block maximum is at most the k-th largest logit; all below max + T log((1
+- p) mass / ids) is less than 1 - p of the mass, a bound that the blocks' masses raise. Passes over
+blocks above the bound cut the interval in four until it has at most NEAR numbers, which are
+searched in registers, a bit at a time (`search`).
 
 Legend: `kernels.sampling`; L blocks of a row, R rows with filters.
 """

@@ -4,8 +4,6 @@ each block.
     mass = sum exp((x - maximum of the tile) / T)
     winner = argmax x / T + noise       `noise`; of a greedy row argmax x
 
-A row's bits are the same in every batch. A greedy row's temperature is 1.
-
 Legend: `kernels.sampling`; C = ceil(V / TILE) tiles, L = C * TILE / BLOCK blocks.
 """
 

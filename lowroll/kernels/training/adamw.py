@@ -5,8 +5,7 @@
 
 (Loshchilov & Hutter 2019, algorithm 2.) `clip` stays on the device; `low` is the model's
 half-precision copy of a float32 master; sum s^2 is returned. One pass moves 30 bytes a parameter
-instead of 90. The table of addresses is made anew for every update, as storages may move. A step
-repeats bit for bit.
+instead of 90. The table of addresses is made anew for every update, as storages may move.
 """
 
 from __future__ import annotations
