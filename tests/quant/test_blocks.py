@@ -1,4 +1,4 @@
-"""GGUF's blocks against the gguf package: the codes of its own blocks come back bit for bit."""
+"""GGUF's blocks against the gguf package: the codes of its blocks come back bit for bit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ KINDS = {"q4_0": "Q4_0", "q4_1": "Q4_1", "q8_0": "Q8_0"}
 
 
 def blocks(w: Tensor, name: str) -> tuple[np.ndarray, Tensor]:
-    """A matrix as a file's bytes, and the numbers that they stand for."""
+    """Return a matrix as a file's bytes, and the numbers that they stand for."""
     kind = gguf.GGMLQuantizationType[KINDS[name]]
     data = gguf.quants.quantize(w.numpy(), kind)
     return data, torch.tensor(gguf.quants.dequantize(data, kind))
 
 
 def stored(data: np.ndarray, name: str) -> dict[str, Tensor]:
-    """The codes and scales of a file's bytes, in our order."""
+    """Return the codes and scales of a file's bytes, in our order."""
     sizes = {"q4_0": (18, 2), "q4_1": (20, 4), "q8_0": (34, 2)}[name]
     block = data.reshape(-1, sizes[0])
     heads = block[:, : sizes[1]].copy().view(np.float16)
@@ -62,7 +62,7 @@ def test_a_group_of_one_number_and_of_zeros(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_other_weights_are_rounded_as_llama_cpp_does(name: str) -> None:
-    """The scale is stored before weights are rounded by it, so a few codes may differ by one."""
+    """A few codes may differ by one: the scale is stored before weights are rounded by it."""
     w = normal(64, 256, seed=1)
     _, dense = blocks(w, name)
     ours = lowroll.quantize(w, name).dequantize()

@@ -1,5 +1,5 @@
-"""What every row of the table of formats keeps, and that one file and one row are all that a new
-format takes: `ternary` is made up, and passes whatever the others pass."""
+"""Properties of every row of the table of formats, and of `ternary`, which is made up: one file and
+one row are all that a new format takes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_row_and_the_class_agree(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_matrix_survives(name: str) -> None:
-    """Near what it was, the same bytes again in its own storages, and in parts."""
+    """It stays near, gives the same bytes again in its storages, and survives being cut."""
     w, x = normal(256, 128), normal(7, 128, seed=1)
     form, q = get_format(name), lowroll.quantize(w, name)
     assert (q.dequantize() - w).norm() < 0.6 * w.norm()

@@ -1,9 +1,6 @@
-"""The low-bit formats: byte-exact vectors (algorithms B2-B6), the tools that own the layouts,
-edges, P5, whole runs.
-
-The oracles are compressed-tensors and bitsandbytes themselves; for products, float64 sums of the
-codes.
-"""
+"""The low-bit formats: byte-exact vectors (algorithms B2-B6), the tools that own the layouts
+(compressed-tensors, bitsandbytes), edges, products against float64 sums of the codes (P5), whole
+runs."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ STORED = {
 
 
 def raw(tensor: Tensor) -> str:
-    """Bytes in hex."""
+    """Return the bytes in hex."""
     return tensor.contiguous().view(torch.uint8).flatten().numpy().tobytes().hex()
 
 
@@ -69,8 +66,7 @@ def test_the_configuration_and_the_stored_names_follow_the_table() -> None:
 
 
 def test_bits_a_weight_by_hand() -> None:
-    """INT4's scales are float32 a group of 128 (4.125 would be bfloat16's); NF4's absmax 32 bits a
-    block of 64."""
+    """INT4's scales are float32 a group of 128; NF4's absmax takes 32 bits a block of 64."""
     by_hand = {
         "int8": 8,
         "int8_rotated": 8,
@@ -356,7 +352,7 @@ CT_SCHEMES = {
 
 
 def compressed_tensors(w_NK: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
-    """What compressed-tensors stores for a matrix with min-max scales, and what it reads back."""
+    """Return what compressed-tensors stores for a matrix with min-max scales, and reads back."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
@@ -469,7 +465,7 @@ def test_zeros_stay_zeros(name: str) -> None:
 @pytest.mark.parametrize("name", LOW_BIT)
 @pytest.mark.parametrize("size", [1e-45, 1e-41, 1e-37, 1e-30, 1e30, 1e38])
 def test_huge_and_denormal_weights_stay_finite(name: str, size: float) -> None:
-    """Finite, and never further from the weight than the largest of its matrix."""
+    """No value is further from its weight than the largest of the matrix."""
     w = torch.tensor([[1.0, -1.0, 0.5, 0.25] * 40, [0.0, -0.7, 0.1, 1.0] * 40]) * size
     q = lowroll.quantize(w, name)
     error = (q.dequantize().double() - w.double()).abs().max()
@@ -509,8 +505,7 @@ def test_codes_depend_on_values_and_not_on_the_dtype(name: str) -> None:
 
 
 def test_fused_parts_share_nvfp4s_global_scale() -> None:
-    """Quantizing the fused matrix is quantizing its parts with the smallest of their global
-    scales."""
+    """The fused matrix has the smallest global scale of its parts."""
     q_part, k_part, v_part = (
         normal(32, 64) * 3,
         normal(16, 64, seed=1),
@@ -532,7 +527,7 @@ def test_fused_parts_share_nvfp4s_global_scale() -> None:
 
 
 def activations_of(name: str) -> Callable[[Tensor], Tensor]:
-    """The activations that a format multiplies, in float64."""
+    """Return the activations that a format multiplies, in float64."""
 
     def tokens(x_MK: Tensor, kind: str) -> Tensor:
         rows = quantize_rows(x_MK, kind)
@@ -554,7 +549,7 @@ def activations_of(name: str) -> Callable[[Tensor], Tensor]:
 @pytest.mark.parametrize("name", LOW_BIT)
 @pytest.mark.parametrize("shape", [(96, 256), (33, 7), (130, 257)])
 def test_linear_is_the_oracles_product(name: str, shape: tuple[int, int]) -> None:
-    """P5 for one matrix: float64 sums over the rounded activations and the dequantized weights."""
+    """P5 for one matrix: float64 sums over rounded activations and dequantized weights."""
     q, bias = lowroll.quantize(normal(*shape), name), normal(shape[0], seed=2)
     for rows in (1, 5, 40):
         x = normal(rows, shape[1], seed=rows) * 3
@@ -608,8 +603,7 @@ ROUNDED = {
 
 @pytest.mark.parametrize("name", LOW_BIT)
 def test_engine_logits_are_those_of_the_dequantized_model(folder: Path, name: str) -> None:
-    """P5: weight-only formats multiply the dequantized matrix itself; the others round activations
-    besides."""
+    """P5: some formats round activations besides."""
     engine = engine_of(folder, weights=name)
     ids, positions = torch.tensor(prompt(40)), torch.arange(40)
     dequantized = hf.load(folder)
@@ -627,7 +621,6 @@ def test_engine_logits_are_those_of_the_dequantized_model(folder: Path, name: st
 
 
 def test_large_matrices_stay_codes_up_to_64_rows() -> None:
-    """Qwen2.5-7B: gate-up and down read a quarter of the bytes; qkv and o are too small for that to
-    pay."""
+    """The shapes are Qwen2.5-7B's: gate-up, down, qkv, o."""
     shapes = ((37888, 3584), (3584, 18944), (4608, 3584), (3584, 3584))
     assert [dense_from(shape) for shape in shapes] == [64, 64, 32, 32]

@@ -1,5 +1,4 @@
-"""Matrices large enough to be packed for oneDNN: the same product, never a stale one, and never
-inside autograd."""
+"""Matrices packed for oneDNN: the same product, never a stale one, and never inside autograd."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def test_a_gradient_goes_through_the_plain_product() -> None:
 def test_the_engine_takes_a_packed_head(
     everything_packed: None, tmp_path: object, tied: bool
 ) -> None:
-    """After `update_weights`, no layer and no lm_head multiplies with what it packed before."""
+    """After `update_weights`, nothing multiplies with what it packed before."""
     first, second = (
         hf.load(hf_folder(tmp_path / str(seed), seed=seed, tie_word_embeddings=tied))  # type: ignore[operator]
         for seed in (0, 1)

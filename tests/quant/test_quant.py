@@ -1,5 +1,5 @@
-"""Formats against the hand-computed vectors of B1, an independent float64 oracle, and rung P2 (row
-== row in batch)."""
+"""INT8 against B1's vectors by hand, a float64 oracle, and rung P2 (a row alone is that row in a
+batch)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_int8_linear_is_the_integer_oracle(shape: tuple[int, int], rows: int) ->
 
 
 def test_both_int8_products_agree_bitwise() -> None:
-    """The fallback product and oneDNN's give the same float32 numbers."""
+    """The fallback product gives oneDNN's numbers."""
     torch.manual_seed(1)
     q = lowroll.quantize(torch.randn(48, 80), "int8")
     rows, bias = quantize_rows(torch.randn(9, 80), "int8"), torch.randn(48)

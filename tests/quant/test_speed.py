@@ -1,4 +1,4 @@
-"""Which formats are slower than float32 on a machine, and that an engine says so when it is made."""
+"""Which formats are slower than float32 on a machine, and that an engine warns of it."""
 
 from __future__ import annotations
 
