@@ -56,7 +56,6 @@ def _cuda_kernel(
 
 
 def _paged_kernel(numbers: str) -> Kernel:
-    """Return the kernel of decode attention for many rows."""
     takes = f"{paged.FEWEST} rows or more, {numbers}, heads of 64 or 128"
     return _cuda_kernel(
         "attention/paged.cu", takes, paged.CAPABILITY, only=True, within_triton=True

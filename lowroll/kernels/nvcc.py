@@ -49,7 +49,6 @@ def version() -> str:
 
 
 def options(capability: tuple[int, int], macros: Mapping[str, str]) -> list[str]:
-    """Return nvcc's options for a compute capability."""
     chip = f"{capability[0]}{capability[1]}" + ("a" if capability[0] == 9 else "")
     return [
         "-std=c++17",

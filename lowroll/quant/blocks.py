@@ -64,8 +64,6 @@ class BlockFormat(WeightOnly):
 
 
 class Block4(BlockFormat):
-    """Two codes 0..15 a byte."""
-
     middle = 0.0  # the code of 0
 
     def pack(self, q_NK: Tensor) -> Tensor:
@@ -118,6 +116,5 @@ def keeps(name: str, w_NK: Tensor) -> bool:
 
 
 def _to_float16(x: Tensor) -> Tensor:
-    """Convert to float16, saturating at its largest number."""
     largest = torch.finfo(torch.float16).max
     return x.clamp(-largest, largest).half()

@@ -154,7 +154,6 @@ class QTensor:
         return self._with_each(Tensor.clone)
 
     def _with_each(self, change: Callable[[Tensor], Tensor]) -> QTensor:
-        """Return a QTensor of the changed storages."""
         changed = {name: change(tensor) for name, tensor in self.tensors.items()}
         return QTensor(self.format, self.shape, changed)
 

@@ -163,7 +163,6 @@ class Float8Block(Gridded):
         return Grid(self._steps(scales, shape[0]), nearest_e4m3, BLOCK)
 
     def _steps(self, scales: dict[str, Tensor], num_out: int) -> Tensor:
-        """Return the scale of each row's features: [N, G]."""
         return scales["weight_scale"].repeat_interleave(BLOCK, 0)[:num_out]
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:

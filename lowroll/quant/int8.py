@@ -89,5 +89,4 @@ def _round_to_code(x: Tensor) -> Tensor:
 
 
 def pack(q: QTensor) -> w8a8_onednn.Packed:
-    """Return codes and scales in oneDNN's layout."""
     return w8a8_onednn.pack(q.tensors["codes"], q.tensors["scale"])

@@ -244,7 +244,6 @@ def _describe_groups(
 
 
 def _describe_group(format: str, targets: list[str]) -> dict[str, Any]:
-    """Return the config group of a format's modules."""
     scheme = get_format(format).scheme
     if scheme is None:
         raise ValueError(

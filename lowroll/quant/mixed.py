@@ -51,12 +51,10 @@ class Mixed(Format):
 
     @property
     def dense(self) -> bool:
-        """Return whether all layers are plain floating point."""
         return all(FORMATS[name].dense for name in self.assignment.values())
 
     @property
     def rounds_activations(self) -> bool:
-        """Return whether any of its formats quantizes activations."""
         return any(get_format(name).rounds_activations for name in self.assignment.values())
 
     def stated(self) -> dict[str, dict[str, int]]:
@@ -64,7 +62,6 @@ class Mixed(Format):
         return stated(self.assignment, self.sizes)
 
     def slower_than_float32(self, device: torch.device) -> str:
-        """Return why one of its formats has products slower than float32's; "" if none has."""
         formats = [get_format(name) for name in sorted(set(self.assignment.values()))]
         reasons = ((fmt.name, fmt.slower_than_float32(device)) for fmt in formats)
         return "; ".join(f"{name}: {reason}" for name, reason in reasons if reason)

@@ -312,11 +312,9 @@ def _split_blocks(x_L: Tensor, size: int) -> Tensor:
 
 
 def _normalize_blocks(x_BS: Tensor, absmax_B: Tensor) -> Tensor:
-    """Divide each block by its absmax."""
     return x_BS * (1 / absmax_B.clamp_min(TINY))[:, None]
 
 
 def _encode_blocks(scaled_BS: Tensor, weights: int) -> dict[str, Tensor]:
-    """Return the codes of scaled blocks, as files hold them."""
     codes_L = encode_normal(scaled_BS).flatten()[: weights + weights % 2]
     return {"weight": pack(codes_L[None], first_high=True).t().contiguous()}

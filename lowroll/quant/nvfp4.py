@@ -62,6 +62,5 @@ class NVFloat4(PackedE2M1):
 
 
 def _global_scale(amax_1: Tensor) -> Tensor:
-    """Return the multiplier of a matrix with this largest magnitude."""
     global_1 = 6 * MAX / amax_1
     return torch.where(global_1.isfinite(), global_1, torch.ones_like(global_1))

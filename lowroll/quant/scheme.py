@@ -28,8 +28,6 @@ INT8_TOKENS = arguments(8, "int", "token", dynamic=True)
 
 @dataclass(frozen=True)
 class Scheme:
-    """A format in compressed-tensors' words."""
-
     compression: str
     weights: dict[str, Any]
     inputs: dict[str, Any] | None = None  # activations; None: they are not quantized

@@ -88,7 +88,6 @@ def _read_group(where: str, group: Any) -> tuple[set[str], int]:
 
 
 def _read_sides(where: str, entries: Any) -> dict[str, set[str]]:
-    """Return the matrices or modules at each location of a group."""
     sides: dict[str, set[str]] = {}
     for entry in entries if isinstance(entries, list) else ():
         if not isinstance(entry, dict) or entry.get("ignore"):

@@ -78,7 +78,7 @@ def attend(
     scale: float,
 ) -> Tensor:
     """Return attention [T, H, d] of each query over the first `lengths` cached keys of its
-    sequence, with the bits of `decode`. All int32 but q and the cache."""
+    sequence, with the bits of `decode`. table, sequences and lengths: int32."""
     return _run(q_THd, None, (keys_pPGd, values_pPGd), table_SN, sequences_T, lengths_T, scale)
 
 

@@ -75,5 +75,4 @@ def decode_values(values_TGd: Tensor, scales_TG2: Tensor, dtype: torch.dtype) ->
 
 
 def _power_of_two(bytes_TG1: Tensor) -> Tensor:
-    """Return the float32 scale of a scale byte."""
     return (bytes_TG1.int() << 23).view(torch.float32)

@@ -202,7 +202,6 @@ def _plain(
     window: int,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Compute `paged_decode` in plain torch."""
     page = keys_pPGd.shape[1]
     live_B = lengths_B > 0
     table_BN = table_BN[:, : max(1, -(-int(lengths_B.max()) // page))]

@@ -119,7 +119,6 @@ def _plain(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute `paged_decode8` in plain torch."""
     page = cache_pP.keys_TGd.shape[1]
     live_B = lengths_B > 0
     table_BN = table_BN[:, : max(1, -(-int(lengths_B.max()) // page))].long()
@@ -157,7 +156,6 @@ def _scale_byte(x_d):
 
 @jit
 def _power_of_two(byte):
-    """Return the float32 scale of a scale byte."""
     return (byte << 23).to(tl.float32, bitcast=True)
 
 

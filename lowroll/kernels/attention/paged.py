@@ -172,7 +172,6 @@ def _check(library: ctypes.CDLL, error: int) -> None:
 
 @cache
 def _library(d: int, dtype: torch.dtype, codes: bool) -> ctypes.CDLL:
-    """Return the library for heads of d numbers, built on first use."""
     library = nvcc.library(
         SOURCE,
         CAPABILITY,

@@ -78,7 +78,6 @@ def add_rms_norm(
 def _plain(
     x_TD: Tensor, update: Tensor | Product | None, weight_D: Tensor, eps: float, rows: str | None
 ) -> tuple[Tensor, Tensor | QuantizedRows]:
-    """Compute `add_rms_norm` in plain torch."""
     if isinstance(update, Product):
         update = update.dense(x_TD.dtype)
     if update is not None:

@@ -175,7 +175,6 @@ def addresses(buffers: Sequence[Tensor]) -> Tensor:
 
 
 def _empty_scores(keys: Sequence[Tensor], table_BP: Tensor) -> Tensor:
-    """Return uninitialised scores of every layer, row, head and key."""
     page, kv_heads = keys[0].shape[1:3]
     shape = (len(keys), table_BP.shape[0], kv_heads, table_BP.shape[1] * page)
     return torch.empty(shape, dtype=torch.float32, device=table_BP.device)

@@ -57,12 +57,10 @@ def choose_by(logits_TE: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def _logits(x_TD: Tensor, router_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-    """Return the router's logits in float32."""
     return F.linear(x_TD.float(), router_ED.float(), None if bias_E is None else bias_E.float())
 
 
 def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
-    """Sort slots by expert, then by slot."""
     if triton_supports(experts_TS) and experts_TS.numel() <= MOST_SLOTS:
         return _sort_slots(experts_TS, num_experts)
     sorted_P, slot_P = experts_TS.flatten().sort(stable=True)

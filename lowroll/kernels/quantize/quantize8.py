@@ -74,7 +74,6 @@ def _require(kind: str, known: tuple[str, ...] = TYPES) -> None:
 
 @jit
 def _maximum_or_nan(a, b):
-    """Return the larger number, or NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -127,7 +127,6 @@ class Tensors:
 
 
 def _check(x: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError unless the tensor is contiguous, aligned and of this dtype."""
     if x.dtype != dtype or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
         raise ValueError(
             f"tensors: expected contiguous {str(dtype).removeprefix('torch.')} at a multiple of "

@@ -138,7 +138,6 @@ def _backward(
 
 @jit
 def _gate_and_up(gate_up, low, b, t, n, live, size, columns, rank, num_tokens, RANK: tl.constexpr):
-    """Return a tile's gates and ups, with the adapter's update."""
     offs = t[:, None].to(tl.int64) * 2 * size + n[None, :]
     gate = tl.load(gate_up + offs, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gate_up + offs + size, mask=live, other=0.0).to(tl.float32)
