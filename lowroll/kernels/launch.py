@@ -62,10 +62,6 @@ def triton_supports_device(device: torch.device) -> Support:
     return YES if device.type == "cuda" or INTERPRETED else NO_CUDA
 
 
-def early_start_supports(device: torch.device) -> Support:
-    return cuda_supports(device, (9, 0))
-
-
 def block(size: int) -> int:
     """Return the power of two that covers `size`."""
     return 1 << max(0, size - 1).bit_length()
@@ -93,7 +89,7 @@ def overlapping(device: torch.device) -> Iterator[None]:
 
     For a chain of short kernels on one stream, without gradients, that begins with a plain launch.
     """
-    token = _OVERLAPPING.set(bool(early_start_supports(device)))
+    token = _OVERLAPPING.set(bool(cuda_supports(device, (9, 0))))
     try:
         yield
     finally:

@@ -205,9 +205,7 @@ def _plain(
     page = keys_pPGd.shape[1]
     live_B = lengths_B > 0
     table_BN = table_BN[:, : max(1, -(-int(lengths_B.max()) // page))]
-    position_B = (lengths_B - 1).clamp(min=0)
-    pages_B = table_BN.gather(1, (position_B // page)[:, None].long())[:, 0].long()
-    slots_B = pages_B * page + position_B % page
+    slots_B = newest_slots(table_BN, lengths_B, page)
     write_pages(keys_pPGd, values_pPGd, torch.where(live_B, slots_B, -1), k_BGd, v_BGd)
 
     # attention over no keys is NaN: a dead row attends to its first slot
@@ -227,6 +225,13 @@ def _plain(
     o_BGRd = F.scaled_dot_product_attention(q_BGRd, k_BGLd, v_BGLd, attn_mask=mask, scale=scale)
     o_BHd = o_BGRd.reshape(q_BHd.shape)
     return o_BHd if live_B.all() else o_BHd.masked_fill(~live_B[:, None, None], 0.0)
+
+
+def newest_slots(table_BN: Tensor, lengths_B: Tensor, page: int) -> Tensor:
+    """Return the slot of each row's newest token, int64; of a dead row its first."""
+    position_B = (lengths_B.long() - 1).clamp(min=0)
+    pages_B = table_BN.gather(1, (position_B // page)[:, None])[:, 0].long()
+    return pages_B * page + position_B % page
 
 
 def _launch(rows: int, kv_heads: int, row_bytes: int) -> tuple[int, int, int, int]:

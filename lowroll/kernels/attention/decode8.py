@@ -30,7 +30,13 @@ from lowroll.kernels.attention.codes import (
     decode_values,
     encode,
 )
-from lowroll.kernels.attention.decode import combine, packed_heads, split_outputs, split_share
+from lowroll.kernels.attention.decode import (
+    combine,
+    newest_slots,
+    packed_heads,
+    split_outputs,
+    split_share,
+)
 from lowroll.kernels.launch import (
     after_others,
     block,
@@ -122,8 +128,7 @@ def _plain(
     page = cache_pP.keys_TGd.shape[1]
     live_B = lengths_B > 0
     table_BN = table_BN[:, : max(1, -(-int(lengths_B.max()) // page))].long()
-    position_B = (lengths_B.long() - 1).clamp(min=0)
-    slots_B = table_BN.gather(1, (position_B // page)[:, None])[:, 0] * page + position_B % page
+    slots_B = newest_slots(table_BN, lengths_B, page)
     for buffer, codes in zip(cache_pP, encode(k_BGd, v_BGd, channels_GF), strict=True):
         buffer.flatten(0, 1).index_copy_(0, slots_B[live_B], codes[live_B])
 
