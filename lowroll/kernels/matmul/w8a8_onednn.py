@@ -44,8 +44,9 @@ def multiply_digits(digits: Sequence[Tensor], packed: Packed) -> Tensor:
     for digit_MK, place in zip(digits[1:], places[1:], strict=True):
         operands = digit_MK, place, 128, weight, scale_N, zero_N, sums_MN, None
         output = 1.0, 0, torch.float32
-        add_to_sums = 1.0, 0, "sum", 1.0, "none", [], ""
-        sums_MN = torch.ops.onednn.qlinear_pointwise.binary(*operands, *output, *add_to_sums)
+        sums_MN = torch.ops.onednn.qlinear_pointwise.binary(
+            *operands, *output, 1.0, 0, "sum", 1.0, "none", [], ""
+        )
     return sums_MN
 
 
