@@ -1,20 +1,16 @@
 """One batch a step: draw prompts, generate, score, filter, credit, send.
 
-`Orchestrator.step` produces one Batch on the rollout channel, with the orchestrator's state after
-it. It waits for the engine, the scorer, recent enough weights and space in the channel, each with
-its own deadline.
-
-A learner of version n - 1 learns from batch n. At level 0 all requests of a round go out together,
-and the step waits for all answers. Otherwise groups are taken as they end
-(`orchestrator.rollout_buffer`): at level k, as soon as weights of version n - 1 - k are there.
+Batch n is for the learner of version n - 1. At level 0 a step sends the requests of a round
+together and waits for all answers. Otherwise groups are taken as they end
+(`orchestrator.rollout_buffer`), and those that are too old are dropped (`orchestrator.staleness`).
 
 A step is a transaction on a copy of the ledger, which replaces the ledger once the batch was sent.
 A step that raises changes nothing, and its retry makes the same requests with the same noise.
 
-Dynamic sampling (DAPO, Section 3.2) replaces groups whose scores are all equal, without a surplus,
-which would be off policy after the update at level 0. After `max_rounds` the step continues with
-the groups that it has. If there is none it raises NoSignal or takes the first ones as they are
-(`no_signal`). `online_difficulty_filtering` drops groups by mean reward in the same way.
+Dynamic sampling (DAPO, Section 3.2) replaces groups whose scores are all equal. It draws no surplus,
+which would be off policy after the update at level 0. `online_difficulty_filtering` replaces groups
+by mean reward in the same way. After `max_rounds` the step goes on with the groups that it has;
+`no_signal` says what happens when there is none.
 """
 
 from __future__ import annotations
@@ -41,11 +37,11 @@ from lowroll.orchestrator.interfaces import (
 )
 from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.ledger import POOLS, Ledger, state_of, upgraded
-from lowroll.orchestrator.pending_batch import DroppedGroup, PendingBatch, reason_to_drop
+from lowroll.orchestrator.pending_batch import DroppedGroup, PendingBatch, reason_without_signal
 from lowroll.orchestrator.prompt_source import PromptDraw, PromptSource, seed_of
 from lowroll.orchestrator.rollout_buffer import OpenGroup, RolloutBuffer
 from lowroll.orchestrator.settings import Settings
-from lowroll.orchestrator.staleness import STALE, check_versions, is_stale
+from lowroll.orchestrator.staleness import STALE, is_stale, require_fresh
 from lowroll.orchestrator.stats import batch_stats
 from lowroll.types import Batch, Group
 
@@ -72,10 +68,9 @@ class Orchestrator:
         weights: WeightsWatch | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """`rollout_log` receives every rollout of a step once (`logged`): after the batch was sent
-        if no returned group was dropped, else before. `describe` returns more metrics of a batch.
-        `weights`: of a learner in another process. `journal`: the ledger's file."""
-        self.settings = settings
+        """`rollout_log` receives every rollout of a step once (`logged`). `describe` returns more
+        metrics of a batch. `weights`: of a learner in another process. `journal`: the ledger's
+        file."""
         self.source = PromptSource(settings, envs, tokenizer)
         self.engine = engine
         self.scorer = scorer
@@ -86,7 +81,7 @@ class Orchestrator:
         self.on_phase = on_phase
         self.weights = weights
         self.journal = journal
-        self.rollout_buffer = RolloutBuffer(settings, self.source, engine, journal)
+        self.rollout_buffer = RolloutBuffer(self.source, engine, journal)
         self.ledger = Ledger(cursors=dict.fromkeys(envs, 0))
         self.errors = ErrorWindow(
             settings.max_error_rate, settings.error_window, settings.batch_size
@@ -102,6 +97,10 @@ class Orchestrator:
             )
             self.scorer = grouping.Unverified()
 
+    @property
+    def settings(self) -> Settings:
+        return self.source.settings
+
     def step(self, step: int, version: int | None = None) -> Batch:
         """Make the batch of a step and send it. `version`: the learner's, which bounds every
         rollout's versions; with watched weights it is step - 1.
@@ -111,17 +110,22 @@ class Orchestrator:
         """
         if version is None and self.weights is not None:
             version = step - 1
-        returned_before = {
-            open_group.planned for open_group in self.rollout_buffer.ready(self.ledger)
-        }
+        returned_before = {group.planned for group in self.rollout_buffer.ready(self.ledger)}
         temperature = self.settings.temperature(step)
         pending = PendingBatch(step, version, temperature, self.ledger.copy(), self.errors.copy())
         try:
             self._sync_journal()
-            batch = self._make(pending)
+            self._load_weights(pending)
+            if self.settings.streams:
+                self._collect_as_they_end(pending)
+            else:
+                self._collect_in_rounds(pending)
+            self._require_signal(pending)
+            batch = self._assemble(pending)
             if pending.lost:
+                # Only this process has them. A sent batch can also be logged from its frame.
                 self.rollout_log(logged(batch, pending.lost))
-            started = time.monotonic()
+            began_to_send = time.monotonic()
             self.channel.send(batch)
         except BaseException:
             self._journal_in_sync = False
@@ -129,58 +133,25 @@ class Orchestrator:
             raise
         self._waits = {
             "time/wait_weights": 0.0,
-            "time/wait_trainer": time.monotonic() - started,
+            "time/wait_trainer": time.monotonic() - began_to_send,
         }
         self.ledger, self.errors, self.last = pending.ledger, pending.errors, step
         if not pending.lost:
             self.rollout_log(logged(batch))
         return batch
 
-    def _make(self, pending: PendingBatch) -> Batch:
-        """Collect and score the groups of a step, and make its batch."""
-        stale_groups = self._load_weights(pending)
-        if self.settings.streams:
-            self._drop(pending, stale_groups, STALE)
-            self._collect_as_they_end(pending)
-        else:
-            self._collect_in_rounds(pending)
-        self._check_signal(pending)
-        rewards_by_prompt = [(group.samples[0].prompt, group.scores()) for group in pending.groups]
-        self.source.learn(pending.ledger, rewards_by_prompt)
-        batch = Batch(pending.step, pending.samples(), pending.temperature)
-        batch.stats = batch_stats(pending, self.ledger, self.settings)
-        if self.settings.streams or self.weights is not None:
-            batch.stats |= self._idle_stats(pending)
-        batch.stats |= pending.seconds
-        warnings = alarms(batch.stats) + check_masks(batch)
-        interval = self.settings.canary_interval
-        if interval and not self.settings.skip_verification and pending.step % interval == 0:
-            failures = canaries(self.source.envs, self.scorer, self.ledger.cursors)
-            batch.stats["reward/canary_failures"] = float(len(failures))
-            warnings += failures
-        for warning in warnings:
-            logger.warning("step %d: %s", pending.step, warning)
-        self._record_outcome(pending)
-        batch.orchestrator = state_of(
-            pending.step, self.source.plan(), pending.ledger, pending.errors
-        )
-        batch.stats |= self.describe(batch)
-        return batch
-
-    # -- groups ------------------------------------------------------------------------------------
+    # -- collecting groups -------------------------------------------------------------------------
 
     def _collect_in_rounds(self, pending: PendingBatch) -> None:
-        """Draw missing groups and wait for all, in rounds, until there are enough."""
-        settings = self.settings
+        """Draw the missing groups and wait for all, in rounds, until there are enough."""
+        settings, buffer = self.settings, self.rollout_buffer
         max_rounds = settings.max_rounds if settings.filters_groups else 1
         while pending.rounds < max_rounds and len(pending.kept) < settings.num_groups:
             num_missing = settings.num_groups - len(pending.kept)
             draws = self.source.draw(pending.ledger, num_missing, pending.temperature)
             request_ids = [draw.request.id for draw in draws]
-            self.rollout_buffer.note("planned", step=pending.step, ids=request_ids)
-            self.rollout_buffer.note(
-                "dispatched", version=self.rollout_buffer.version, ids=request_ids
-            )
+            buffer.note("planned", step=pending.step, ids=request_ids)
+            buffer.note("dispatched", version=buffer.version, ids=request_ids)
             started = time.monotonic()
             answers = self.engine.generate(
                 [draw.request for draw in draws],
@@ -188,54 +159,67 @@ class Orchestrator:
             )
             groups = grouping.in_planned_order(draws, answers)
             pending.seconds["time/generate"] += time.monotonic() - started
-            self.rollout_buffer.note("done", ids=request_ids)
+            buffer.note("done", ids=request_ids)
             scored_groups = self._score(pending, draws, groups)
             if pending.version is not None:
                 for group in scored_groups:
-                    check_versions(group, pending.version, 0)
+                    require_fresh(group, pending.version)
             pending.take(scored_groups, settings)
             pending.rounds += 1
 
     def _collect_as_they_end(self, pending: PendingBatch) -> None:
         """Keep groups open and take those that end, until there are enough."""
-        rollout_buffer, settings, ledger = self.rollout_buffer, self.settings, pending.ledger
+        settings, buffer, ledger = self.settings, self.rollout_buffer, pending.ledger
         num_groups, num_returned = settings.num_groups, 0
         while True:
-            self._drop_unusable(pending)
-            ready = rollout_buffer.ready(ledger)
+            self._drop_stale_and_without_signal(pending)
+            ready = buffer.ready(ledger)
             if self.on_phase is not None:
                 self.on_phase("generate", min(len(ready), num_groups), num_groups)
-            batch_is_full = len(ready) >= num_groups
             rounds_are_spent = (
                 settings.filters_groups and num_returned >= settings.max_rounds * num_groups
             )
+            batch_is_done = len(ready) >= num_groups or rounds_are_spent
             started = time.monotonic()
-            if settings.carries or not (batch_is_full or rounds_are_spent):
-                num_missing = settings.num_open - len(ledger.open)
-                if num_missing > 0 and not rounds_are_spent:
-                    rollout_buffer.plan(ledger, num_missing, pending.step, pending.temperature)
-                    pending.rounds += 1
-                rollout_buffer.send(ledger)  # engines continue while a full batch is made
-            if batch_is_full or rounds_are_spent:
+            if settings.carries or not batch_is_done:  # engines go on while a batch is made
+                if not rounds_are_spent:
+                    self._open_missing_groups(pending)
+                buffer.send(ledger)
+            if batch_is_done:
                 break
-            answers = rollout_buffer.collect(ledger)
+            answers = buffer.collect(ledger)
             pending.seconds["time/generate"] += time.monotonic() - started
             num_returned += len(answers)
-            if answers:
-                draws, groups = (
-                    [open_group.draw for open_group, _ in answers],
-                    [group for _, group in answers],
-                )
-                scored_groups = self._score(pending, draws, groups)
-                for (open_group, _), group in zip(answers, scored_groups, strict=True):
-                    open_group.scored = group
-            self._drop(pending, self._load_newer_weights(pending.step), STALE)
-        chosen = ready[:num_groups]
+            self._score_answers(pending, answers)
+            self._load_newer_weights(pending)
+        self._take_ready(pending, ready[:num_groups])
+
+    def _open_missing_groups(self, pending: PendingBatch) -> None:
+        """Plan as many groups as are missing among the open ones."""
+        num_missing = self.settings.num_open - len(pending.ledger.open)
+        if num_missing > 0:
+            self.rollout_buffer.plan(pending.ledger, num_missing, pending.step, pending.temperature)
+            pending.rounds += 1
+
+    def _score_answers(
+        self, pending: PendingBatch, answers: Sequence[tuple[OpenGroup, Group]]
+    ) -> None:
+        """Score the groups that have just returned."""
+        if not answers:
+            return
+        draws = [open_group.draw for open_group, _ in answers]
+        scored_groups = self._score(pending, draws, [group for _, group in answers])
+        for (open_group, _), scored_group in zip(answers, scored_groups, strict=True):
+            open_group.scored = scored_group
+
+    def _take_ready(self, pending: PendingBatch, chosen: Sequence[OpenGroup]) -> None:
+        """Make the chosen groups the batch's. Drop the others, unless they carry on."""
+        buffer, ledger = self.rollout_buffer, pending.ledger
         pending.kept = [open_group.scored for open_group in chosen if open_group.scored is not None]
-        pending.stats = rollout_buffer.stats(pending.step, chosen)
-        rollout_buffer.close(ledger, chosen)
-        if not settings.carries:
-            self._drop(pending, rollout_buffer.opened(ledger), "oversampled")
+        pending.stats = buffer.stats(pending.step, chosen)
+        buffer.close(ledger, chosen)
+        if not self.settings.carries:
+            self._drop(pending, buffer.opened(ledger), "oversampled")
         pending.stats["rollout/open_groups"] = float(len(ledger.open))
 
     def _score(
@@ -260,16 +244,21 @@ class Orchestrator:
         pending.seconds["time/score"] += time.monotonic() - started
         return scored_groups
 
-    def _drop_unusable(self, pending: PendingBatch) -> None:
-        """Drop returned groups that are too old or without signal. Raises InvalidRollout for a
-        newer version."""
+    # -- dropping groups ---------------------------------------------------------------------------
+
+    def _drop_stale_in_flight(self, pending: PendingBatch, version: int) -> None:
+        """Abort and drop groups in flight that are too old for the engines' new version."""
+        self._drop(pending, self.rollout_buffer.abort_stale(version), STALE)
+
+    def _drop_stale_and_without_signal(self, pending: PendingBatch) -> None:
+        """Drop returned groups that are too old or give nothing to learn. Raises InvalidRollout for
+        a version that the learner does not have yet."""
         for open_group in self.rollout_buffer.ready(pending.ledger):
             group = open_group.scored
             assert group is not None
-            reason = reason_to_drop(group, self.settings)
             if pending.version is not None and is_stale(group, pending.version, self.settings):
-                reason = STALE
-            if reason is not None:
+                self._drop(pending, [open_group], STALE)
+            elif reason := reason_without_signal(group, self.settings):
                 self._drop(pending, [open_group], reason)
 
     def _drop(self, pending: PendingBatch, groups: Sequence[OpenGroup], reason: str) -> None:
@@ -279,43 +268,42 @@ class Orchestrator:
         ]
         self.rollout_buffer.close(pending.ledger, groups)
 
-    def _check_signal(self, pending: PendingBatch) -> None:
+    def _require_signal(self, pending: PendingBatch) -> None:
         """Raise NoSignal, or fall back on constant groups, when no group was kept."""
-        settings, num_groups = self.settings, self.settings.num_groups
-        check_any(
-            [sample.score for scored_group in pending.groups for sample in scored_group.samples],
-            "step",
-        )
+        settings = self.settings
+        check_any([sample.score for group in pending.groups for sample in group.samples], "step")
+        if len(pending.kept) >= settings.num_groups:
+            return
         rule = "dynamic sampling" if settings.dynamic_sampling else "online difficulty filtering"
-        if not pending.kept:
-            groups = pending.without_signal
-            scores = [score for group in groups for score in group.scores()]
-            message = (
-                f"{rule}: all {len(groups)} groups of {pending.rounds} rounds have constant rewards "
-                f"({fmean(scores) if scores else 0.0:.3g} in the mean); the tasks are all too hard or "
-                "all too easy for this policy"
-            )
-            if settings.no_signal == "end":
-                raise NoSignal(message)
-            logger.warning("%s: the step takes the first of them as they are", message)
-            pending.fall_back(num_groups)
-        elif len(pending.kept) < num_groups:
+        if pending.kept:
             logger.warning(
                 "%s: %d of %d groups with signal after %d rounds: the batch is smaller",
                 rule,
                 len(pending.kept),
-                num_groups,
+                settings.num_groups,
                 pending.rounds,
             )
+            return
+        groups = pending.without_signal
+        scores = [score for group in groups for score in group.scores()]
+        message = (
+            f"{rule}: all {len(groups)} groups of {pending.rounds} rounds have constant rewards "
+            f"({fmean(scores) if scores else 0.0:.3g} in the mean); the tasks are all too hard or "
+            "all too easy for this policy"
+        )
+        if settings.no_signal == "end":
+            raise NoSignal(message)
+        logger.warning("%s: the step takes the first of them as they are", message)
+        pending.fall_back(settings.num_groups)
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def _load_weights(self, pending: PendingBatch) -> list[OpenGroup]:
-        """Wait until the engines have the step's weights. Return the groups in flight that are too
-        old for them."""
+    def _load_weights(self, pending: PendingBatch) -> None:
+        """Wait until the engines have the step's weights."""
         if self.weights is None:
-            version = pending.version
-            return [] if version is None else self.rollout_buffer.swap(version)
+            if pending.version is not None:
+                self._drop_stale_in_flight(pending, pending.version)
+            return
         started = time.monotonic()
         oldest_version = max(0, pending.step - 1 - self.settings.max_async_level)
         if self.settings.strict_async_level:
@@ -323,21 +311,82 @@ class Orchestrator:
         else:
             loaded = self.weights.at_least(oldest_version, pending.step - 1)
         self._waits["time/wait_weights"] += time.monotonic() - started
-        return self.rollout_buffer.swap(loaded)
+        self._drop_stale_in_flight(pending, loaded)
 
-    def _load_newer_weights(self, step: int) -> list[OpenGroup]:
-        """Load newly arrived weights. Return the groups in flight that are too old for them."""
+    def _load_newer_weights(self, pending: PendingBatch) -> None:
+        """Load newer weights within a step, if there are any and the level allows it."""
         settings = self.settings
         if self.weights is None or settings.strict_async_level or not settings.max_async_level:
-            return []
-        newer = self.weights.newer(step - 1)
-        return [] if newer is None else self.rollout_buffer.swap(newer)
+            return
+        newer = self.weights.newer(pending.step - 1)
+        if newer is not None:
+            self._drop_stale_in_flight(pending, newer)
+
+    # -- the batch ---------------------------------------------------------------------------------
+
+    def _assemble(self, pending: PendingBatch) -> Batch:
+        """Make the batch of the kept groups, with its statistics and the state after it."""
+        rewards_by_prompt = [(group.samples[0].prompt, group.scores()) for group in pending.groups]
+        self.source.learn(pending.ledger, rewards_by_prompt)
+        batch = Batch(pending.step, pending.samples(), pending.temperature)
+        batch.stats = batch_stats(pending, self.ledger, self.settings)
+        if self.settings.streams or self.weights is not None:
+            batch.stats |= self._idle_stats(pending)
+        batch.stats |= pending.seconds
+        self._warn(batch)
+        self._record_outcome(pending)
+        batch.orchestrator = state_of(
+            pending.step, self.source.plan(), pending.ledger, pending.errors
+        )
+        batch.stats |= self.describe(batch)
+        return batch
+
+    def _warn(self, batch: Batch) -> None:
+        """Log what looks wrong with a batch, and score the canaries when they are due."""
+        warnings = alarms(batch.stats) + check_masks(batch)
+        interval = self.settings.canary_interval
+        if interval and not self.settings.skip_verification and batch.step % interval == 0:
+            failures = canaries(self.source.envs, self.scorer, self.ledger.cursors)
+            batch.stats["reward/canary_failures"] = float(len(failures))
+            warnings += failures
+        for warning in warnings:
+            logger.warning("step %d: %s", batch.step, warning)
+
+    def _record_outcome(self, pending: PendingBatch) -> None:
+        """Count the step's finished groups in the ledger, and write them to its journal."""
+        pending.ledger.consumed += len(pending.kept)
+        pending.ledger.dropped += len(pending.dropped)
+        if self.journal is None:
+            return
+        reasons: dict[str, list[str]] = {}
+        for drop in pending.dropped:
+            reasons.setdefault(drop.reason, []).append(drop.id)
+        for reason, ids in reasons.items():
+            self.journal.write("dropped", step=pending.step, reason=reason, ids=ids)
+        self.journal.write(
+            "batched",
+            step=pending.step,
+            ids=[group.id for group in pending.kept],
+            oldest=[list(group.versions) for group in pending.kept],
+            learner=pending.version,
+            most=self.settings.max_off_policy_steps if self.settings.streams else 0,
+        )
+        self.journal.sync()
+
+    def _idle_stats(self, pending: PendingBatch) -> dict[str, float]:
+        """Return the time waited, and the idle fraction of the orchestrator's time."""
+        last_batch_at, self._last_batch_at = self._last_batch_at, time.monotonic()
+        idle_seconds = pending.seconds["time/generate"] + sum(self._waits.values())
+        wall_seconds = max(self._last_batch_at - last_batch_at, 1e-9)
+        return self._waits | {
+            "perf/orchestrator_idle_fraction": min(1.0, idle_seconds / wall_seconds)
+        }
 
     # -- state -------------------------------------------------------------------------------------
 
     def enter(self, settings: Settings) -> None:
         """Use other settings from the next step on. Earlier draws stay."""
-        self.settings = self.source.settings = self.rollout_buffer.settings = settings
+        self.source.settings = settings
 
     def state(self) -> dict[str, Any]:
         """Return JSON data for `restore`; at level 0 it gives the same batches."""
@@ -391,36 +440,6 @@ class Orchestrator:
             open_ids = [open_group.id for open_group in self.rollout_buffer.opened(self.ledger)]
             self.journal.go_on(self.last, open_ids, again=self._restart_journal)
         self._journal_in_sync, self._restart_journal = True, False
-
-    def _record_outcome(self, pending: PendingBatch) -> None:
-        """Count the step's finished groups in the ledger, and write them to its journal."""
-        pending.ledger.consumed += len(pending.kept)
-        pending.ledger.dropped += len(pending.dropped)
-        if self.journal is None:
-            return
-        reasons: dict[str, list[str]] = {}
-        for drop in pending.dropped:
-            reasons.setdefault(drop.reason, []).append(drop.id)
-        for reason, ids in reasons.items():
-            self.journal.write("dropped", step=pending.step, reason=reason, ids=ids)
-        self.journal.write(
-            "batched",
-            step=pending.step,
-            ids=[group.id for group in pending.kept],
-            oldest=[list(group.versions) for group in pending.kept],
-            learner=pending.version,
-            most=self.settings.max_off_policy_steps if self.settings.streams else 0,
-        )
-        self.journal.sync()
-
-    def _idle_stats(self, pending: PendingBatch) -> dict[str, float]:
-        """Return the time waited, and the idle fraction of the orchestrator's time."""
-        last_batch_at, self._last_batch_at = self._last_batch_at, time.monotonic()
-        idle_seconds = pending.seconds["time/generate"] + sum(self._waits.values())
-        wall_seconds = max(self._last_batch_at - last_batch_at, 1e-9)
-        return self._waits | {
-            "perf/orchestrator_idle_fraction": min(1.0, idle_seconds / wall_seconds)
-        }
 
 
 def logged(batch: Batch, dropped: Sequence[ScoredGroup] = ()) -> Batch:

@@ -65,7 +65,7 @@ class PendingBatch:
     def take(self, groups: Iterable[ScoredGroup], settings: Settings) -> None:
         """Keep each group, or drop it for its rewards."""
         for group in groups:
-            reason = reason_to_drop(group, settings)
+            reason = reason_without_signal(group, settings)
             if reason is None:
                 self.kept.append(group)
             else:
@@ -89,11 +89,15 @@ class PendingBatch:
         return [sample.rollout for group in self.kept for sample in group.samples]
 
 
-def reason_to_drop(group: ScoredGroup, settings: Settings) -> str | None:
+def reason_without_signal(group: ScoredGroup, settings: Settings) -> str | None:
     """Return why a group's rewards give nothing to learn, or None."""
     scores = group.scores()
     if settings.online_difficulty_filtering and scores:
-        reason = {0.0: "too_hard", 1.0: "too_easy"}.get(fmean(scores))
-        if reason is not None:
-            return reason
-    return "no_signal" if settings.dynamic_sampling and not group.has_signal() else None
+        mean = fmean(scores)
+        if mean == 0.0:
+            return "too_hard"
+        if mean == 1.0:
+            return "too_easy"
+    if settings.dynamic_sampling and not group.has_signal():
+        return "no_signal"
+    return None

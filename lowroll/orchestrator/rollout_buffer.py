@@ -44,7 +44,7 @@ class OpenGroup:
     planned: GroupPlan
     draw: PromptDraw
     handle: int | None = None  # engine's handle of the request in flight
-    swaps: int = 0  # weight updates while in flight
+    num_updates: int = 0  # weight updates while in flight
     scored: ScoredGroup | None = None  # set when it has returned
 
     @property
@@ -56,13 +56,8 @@ class RolloutBuffer:
     """The open groups of a run and their requests. Not thread-safe."""
 
     def __init__(
-        self,
-        settings: Settings,
-        source: PromptSource,
-        engine: EngineClient,
-        journal: Journal | None = None,
+        self, source: PromptSource, engine: EngineClient, journal: Journal | None = None
     ) -> None:
-        self.settings = settings
         self.source = source
         self.engine = engine
         self.journal = journal
@@ -70,7 +65,11 @@ class RolloutBuffer:
         self._known: dict[GroupPlan, OpenGroup] = {}
         self._flights: dict[int, OpenGroup] = {}  # groups in flight by handle
         self._aborted: set[int] = set()  # handles whose groups may still return
-        self._landed = time.monotonic()
+        self._last_answer_at = time.monotonic()
+
+    @property
+    def settings(self) -> Settings:
+        return self.source.settings
 
     def note(self, event: str, **fields: Any) -> None:
         """Write an event into the ledger's file, if any."""
@@ -120,13 +119,13 @@ class RolloutBuffer:
         for open_group in self.opened(ledger):
             if open_group.handle is None and open_group.scored is None:
                 open_group.handle = self.engine.add(open_group.draw.request)
-                open_group.swaps = 0
+                open_group.num_updates = 0
                 self._flights[open_group.handle] = open_group
                 sent_ids.append(open_group.id)
         if not sent_ids:
             return
         if len(sent_ids) == len(self._flights):
-            self._landed = time.monotonic()  # nothing was in flight before
+            self._last_answer_at = time.monotonic()  # nothing was in flight before
         self.note("dispatched", version=self.version, ids=sent_ids)
 
     def collect(self, ledger: Ledger) -> list[tuple[OpenGroup, Group]]:
@@ -146,8 +145,8 @@ class RolloutBuffer:
             check_group(open_group.draw, group)
             returned.append((open_group, group))
         if returned:
-            self._landed = time.monotonic()
-        elif self._flights and time.monotonic() - self._landed > self.settings.stall_s:
+            self._last_answer_at = time.monotonic()
+        elif self._flights and time.monotonic() - self._last_answer_at > self.settings.stall_s:
             example_id = next(iter(self._flights.values())).id
             raise RolloutsStalled(
                 f"waited {self.settings.stall_s:g} s for one of {len(self._flights)} requests at "
@@ -198,22 +197,21 @@ class RolloutBuffer:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def swap(self, version: int) -> list[OpenGroup]:
-        """Record the engines' new version; abort and return the groups in flight that are too old."""
-        previous_version, self.version = self.version, version
-        if (
-            previous_version is None
-            or previous_version == version
-            or self.settings.partial == "replay"
-        ):
+    def abort_stale(self, version: int) -> list[OpenGroup]:
+        """Record the engines' new version. Abort and return the groups in flight that are too old
+        for it."""
+        is_update = self.version not in (None, version)
+        self.version = version
+        if not is_update or self.settings.partial == "replay":
             return []
+        in_flight = list(self._flights.values())
         stale_groups = [
             open_group
-            for open_group in self._flights.values()
-            if is_stale_in_flight(open_group.swaps, self.settings)
+            for open_group in in_flight
+            if is_stale_in_flight(open_group.num_updates, self.settings)
         ]
-        for open_group in self._flights.values():
-            open_group.swaps += 1
+        for open_group in in_flight:
+            open_group.num_updates += 1
         for open_group in stale_groups:
             self.abort(open_group)
         return stale_groups

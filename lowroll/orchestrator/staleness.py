@@ -3,14 +3,14 @@
 `max_off_policy_steps` bounds a group's age in two ways (Surogate's rule and prime-rl's):
 
 1. In flight, a group that has lived through max_off_policy_steps weight updates is too old for one
-   more (`is_stale_in_flight`). `RolloutBuffer.swap` aborts it. A replayed group is drawn anew under
-   the new weights, has no old tokens, and is never too old.
+   more (`is_stale_in_flight`); `RolloutBuffer.abort_stale` aborts it. A replayed group is drawn anew
+   under the new weights and never too old.
 2. A returned group is too old when it has a token drawn more than max_off_policy_steps versions
    before the learner's (`is_stale`).
 
 `Orchestrator` drops both with the reason STALE, which `rollout/dropped_stale` counts. A step that
-draws in rounds waits for all of its groups, so that a token of another version than the learner's is
-an error there (`check_versions`).
+draws in rounds waits for all of its groups, so a token of another version is an error there
+(`require_fresh`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ STALE = "stale"  # the reason with which a group is dropped
 
 
 def is_stale_in_flight(num_updates: int, settings: Settings) -> bool:
-    """Return whether a group in flight, which has lived through `num_updates` weight updates, is
-    too old for one more."""
+    """Return whether a group that has lived through `num_updates` is too old for one more."""
     return num_updates >= settings.max_off_policy_steps
 
 
@@ -40,12 +39,11 @@ def is_stale(group: ScoredGroup, version: int, settings: Settings) -> bool:
     return version - oldest > settings.max_off_policy_steps
 
 
-def check_versions(group: ScoredGroup, version: int, most: int) -> None:
-    """Raise InvalidRollout for a token whose policy is newer than the learner's, or more than
-    `most` versions older."""
+def require_fresh(group: ScoredGroup, version: int) -> None:
+    """Raise InvalidRollout for a token of another version than the learner's."""
     for drawn_version in group.versions:
-        if not version - most <= drawn_version <= version:
+        if drawn_version != version:
             raise InvalidRollout(
-                f"request {group.id!r}: drawn under policy version {drawn_version} while the learner is at "
-                f"{version}, and at most {most} behind it are allowed"
+                f"request {group.id!r}: drawn under policy version {drawn_version} while the "
+                f"learner is at {version}, and at most 0 behind it are allowed"
             )

@@ -349,12 +349,12 @@ def test_a_recalled_group_begins_its_age_anew():
     orchestrator = made(engine, oversampling_factor=2.0, partial="keep", max_off_policy_steps=1)
     orchestrator.step(1, 0)
     engine.version = 1
-    assert orchestrator.rollout_buffer.swap(1) == []
+    assert orchestrator.rollout_buffer.abort_stale(1) == []
     orchestrator.rollout_buffer.recall()
     orchestrator.rollout_buffer.send(orchestrator.ledger)
     flying = orchestrator.rollout_buffer.in_flight
-    assert orchestrator.rollout_buffer.swap(2) == []
-    assert len(orchestrator.rollout_buffer.swap(3)) == flying > 0
+    assert orchestrator.rollout_buffer.abort_stale(2) == []
+    assert len(orchestrator.rollout_buffer.abort_stale(3)) == flying > 0
 
 
 def test_a_surplus_that_is_back_waits_and_the_earliest_planned_go_first():
