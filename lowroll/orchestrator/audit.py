@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from lowroll.orchestrator.journal import Event, read
 
@@ -35,9 +34,7 @@ def check(
 ) -> list[str]:
     """Return one line for each violation in a ledger. ValueError for a damaged file."""
     events = read(ledger)[0] if isinstance(ledger, Path) else ledger
-    audit = Audit()
-    for number, event in enumerate(events, 1):
-        audit.take(number, event)
+    audit = Audit(events)
     if learned is not None:
         audit.compare(learned)
     return audit.found
@@ -46,19 +43,21 @@ def check(
 class Audit:
     """The states of all groups after the events so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Sequence[Event]) -> None:
         self.found: list[str] = []
         self.states: dict[str, str] = {}
         self.batches: dict[int, list[str]] = {}  # without those rolled back
         self.consumed = 0  # batches up to this step are in a checkpoint
         self._undo: list[tuple[str, str | None] | int] = []  # (id, state before), or a batch's step
+        for number, event in enumerate(events, 1):
+            self._take(number, event)
 
     @property
     def counts(self) -> Counter[str]:
         """Groups by state: `open`, `batched`, `dropped`."""
         return Counter("open" if state in OPEN else state for state in self.states.values())
 
-    def take(self, number: int, event: Event) -> None:
+    def _take(self, number: int, event: Event) -> None:
         kind = event["event"]
         if kind == "begun":
             self._begin(event)
@@ -144,23 +143,10 @@ class Audit:
             self._undo.pop()
             if isinstance(entry, int):
                 self.batches.pop(entry, None)
-            elif entry[1] is None:
-                self.states.pop(entry[0], None)
+                continue
+            request_id, previous_state = entry
+            if previous_state is None:
+                self.states.pop(request_id, None)
             else:
-                self.states[entry[0]] = entry[1]
+                self.states[request_id] = previous_state
         self.consumed = min(self.consumed, step)
-
-
-def balance(events: Sequence[Event]) -> dict[str, Any]:
-    """Count the groups of a ledger by state, and its consumed batches."""
-    audit = Audit()
-    for number, event in enumerate(events, 1):
-        audit.take(number, event)
-    counts = audit.counts
-    return {
-        "planned": sum(counts.values()),
-        "batched": counts["batched"],
-        "dropped": counts["dropped"],
-        "open": counts["open"],
-        "consumed_through": audit.consumed,
-    }

@@ -52,13 +52,8 @@ class Dialogue(Request):
 
     @property
     def first(self) -> Request:
-        request = Request(
-            **{
-                request_field.name: getattr(self, request_field.name)
-                for request_field in fields(Request)
-            }
-        )
-        return self.sized(request)
+        values = {one.name: getattr(self, one.name) for one in fields(Request)}
+        return self.sized(Request(**values))
 
     def sized(self, request: Request) -> Request:
         """Limit a request to the tokens left in the sequence."""
@@ -193,12 +188,11 @@ class ConversationState:
 
     def _span(self, span: PolicySpan) -> None:
         """Append a policy span, unless the last one has the same weights."""
-        last_span = self.spans[-1] if self.spans else None
-        if last_span is None or (last_span.version, last_span.digest) != (
-            span.version,
-            span.digest,
-        ):
-            self.spans.append(span)
+        if self.spans:
+            last = self.spans[-1]
+            if (last.version, last.digest) == (span.version, span.digest):
+                return
+        self.spans.append(span)
 
 
 @dataclass
@@ -274,7 +268,7 @@ class Conversations:
         """Wait a moment; return finished groups by handle. Conversations whose turns returned
         continue after the environments' replies."""
         ended: list[tuple[int, Group]] = []
-        talks_to_answer: dict[int, list[ConversationState]] = {}
+        returned: dict[int, list[ConversationState]] = {}  # by the handle from `add`
         for handle, group in self.engine.step():
             if handle in self._given_up:
                 self._given_up.discard(handle)
@@ -287,18 +281,24 @@ class Conversations:
             sample = exchange.asked.pop(handle)
             if sample is None:
                 self._begin(exchange, group)
-                talks_to_answer.setdefault(owner, []).extend(exchange.talks)
+                talks = exchange.talks
             else:
-                self._take(exchange.talks[sample], group.rollouts)
-                talks_to_answer.setdefault(owner, []).append(exchange.talks[sample])
-        owners = {id(talk): owner for owner, talks in talks_to_answer.items() for talk in talks}
-        for talk in self._answer([talk for talks in talks_to_answer.values() for talk in talks]):
-            owner = owners[id(talk)]
-            handle = self._add(talk.request)
-            self._open[owner].asked[handle] = talk.sample
-            self._whose[handle] = owner
-        finished = [owner for owner in talks_to_answer if self._open[owner].has_ended]
+                talks = [exchange.talks[sample]]
+                self._take(talks[0], group.rollouts)
+            returned.setdefault(owner, []).extend(talks)
+        self._answer([talk for talks in returned.values() for talk in talks])
+        for owner, talks in returned.items():
+            self._ask_next_turns(owner, talks)
+        finished = [owner for owner in returned if self._open[owner].has_ended]
         return ended + [(owner, self._open.pop(owner).group) for owner in finished]
+
+    def _ask_next_turns(self, owner: int, talks: Sequence[ConversationState]) -> None:
+        """Send the next turn of each conversation that goes on."""
+        for talk in talks:
+            if talk.ended is None:
+                handle = self._add(talk.request)
+                self._open[owner].asked[handle] = talk.sample
+                self._whose[handle] = owner
 
     def abort(self, handle: int) -> bool:
         """Abort a request or a dialogue. Return False if it had ended."""

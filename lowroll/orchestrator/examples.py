@@ -6,14 +6,13 @@ ends. The noise of a response depends only on its request (`source.draw_at`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.eval_statistics import majority
-from lowroll.orchestrator.groups import check_group, for_scorer, samples_of
+from lowroll.orchestrator.groups import check_group, finite, for_scorer, samples_of
 from lowroll.orchestrator.interfaces import EngineClient, Progress, Scorer, Tokenizer
 from lowroll.orchestrator.prompt_source import PromptDraw
 from lowroll.orchestrator.settings import SOLVED
@@ -104,13 +103,15 @@ def draw(
 def _build_response(sample: Sample) -> ExampleResponse:
     """Return a sample as an unscored response."""
     score, rollout = sample.score, sample.rollout
-    env_failed = isinstance(score, ScoreError) and sample.ended == "error"
+    failed = None
+    if isinstance(score, ScoreError) and sample.ended == "error":
+        failed = score.message
     return ExampleResponse(
         sample.text,
         rollout.num_drawn,
         rollout.finish_reason,
         messages=sample.messages,
-        failed=score.message if env_failed and isinstance(score, ScoreError) else None,
+        failed=failed,
         token_ids=rollout.token_ids if "takes" in sample.prompt.info else None,
     )
 
@@ -135,9 +136,7 @@ def score(
             items += [(prompt, response) for response in finished]
         outcomes = scorer.score([(p, p.answered(r.text, r.messages)) for p, r in items])
         for (_, response), outcome in zip(items, outcomes, strict=True):
-            if isinstance(outcome, Score) and not math.isfinite(outcome.reward):
-                outcome = ScoreError("invalid", f"reward {outcome.reward}")
-            response.score = outcome
+            response.score = finite(outcome)
         keep(batch)
         num_done += len(batch)
         if on_progress is not None:
@@ -164,17 +163,14 @@ def votes(
     the second for the first. An example without an answer is not solved."""
     if not examples or env.matching(examples[0].prompt, "") is None:
         return None
-    votes_so_far: list[bool] = []
+    is_solved: list[bool] = []
     for batch in _scorer_batches(examples):
-        votes_so_far += [
-            majority_index is not None and example.responses[majority_index].solved
-            for example, majority_index in zip(
-                batch, map(majority, _answer_classes(batch, env, scorer)), strict=True
-            )
-        ]
+        for example, classes in zip(batch, _answer_classes(batch, env, scorer), strict=True):
+            winner = majority(classes)
+            is_solved.append(winner is not None and example.responses[winner].solved)
         if on_progress is not None:
-            on_progress(len(votes_so_far), len(examples))
-    return votes_so_far
+            on_progress(len(is_solved), len(examples))
+    return is_solved
 
 
 def _scorer_batches(examples: Sequence[Example]) -> Iterator[list[Example]]:
@@ -195,19 +191,22 @@ def _answer_classes(
         [i for i, r in enumerate(example.responses) if _has_answer(r)] for example in examples
     ]
     while any(unclassified):
-        pairs = []
-        for example_index, other_indices in enumerate(unclassified):
-            if other_indices:
-                class_index = other_indices.pop(0)
-                classes[example_index][class_index] = class_index
-                pairs += [
-                    (example_index, class_index, other_index) for other_index in other_indices
-                ]
-        outcomes = scorer.score([_comparison(env, examples[p], a, b) for p, a, b in pairs])
-        for (example_index, class_index, other_index), outcome in zip(pairs, outcomes, strict=True):
+        comparisons = []  # (example, first response of a class, other response)
+        for number, others in enumerate(unclassified):
+            if others:
+                first = others.pop(0)
+                classes[number][first] = first
+                comparisons += [(number, first, other) for other in others]
+        outcomes = scorer.score(
+            [
+                _comparison(env, examples[number], first, other)
+                for number, first, other in comparisons
+            ]
+        )
+        for (number, first, other), outcome in zip(comparisons, outcomes, strict=True):
             if isinstance(outcome, Score) and outcome.reward >= SOLVED:
-                classes[example_index][other_index] = class_index
-                unclassified[example_index].remove(other_index)
+                classes[number][other] = first
+                unclassified[number].remove(other)
     return classes
 
 

@@ -8,6 +8,7 @@ an all-zero loss mask. All advantages are 0 in a group with fewer than two score
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -49,8 +50,8 @@ class ScoredGroup:
 
     samples: list[Sample]
     flags: dict[str, int]
-    id: str = ""  # id of its request
-    temperature: float | None = None  # sampling temperature
+    id: str  # id of its request
+    temperature: float  # sampling temperature
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -162,21 +163,20 @@ def score(
             max_steps,
         )
         finished += group_finished
-        items += [
-            (
-                prompt,
-                sample.prompt.answered(sample.text, sample.messages),
-            )
-            for sample in group_finished
-        ]
+        items += [(prompt, prompt.answered(one.text, one.messages)) for one in group_finished]
     outcomes = scorer.score(items, on_progress=on_progress)
     if len(outcomes) != len(finished):
         raise ValueError(f"scorer: {len(outcomes)} outcomes for {len(finished)} items")
     for sample, outcome in zip(finished, outcomes, strict=True):
-        if isinstance(outcome, Score) and not math.isfinite(outcome.reward):
-            outcome = ScoreError("invalid", f"reward {outcome.reward}")
-        sample.score = outcome
+        sample.score = finite(outcome)
     return samples
+
+
+def finite(outcome: Score | ScoreError) -> Score | ScoreError:
+    """Return a scorer's outcome; an error for a reward that is not finite."""
+    if isinstance(outcome, Score) and not math.isfinite(outcome.reward):
+        return ScoreError("invalid", f"reward {outcome.reward}")
+    return outcome
 
 
 def for_scorer(prompt: Prompt, token_ids: Sequence[list[int]], step: int, max_steps: int) -> Prompt:
@@ -190,18 +190,16 @@ def for_scorer(prompt: Prompt, token_ids: Sequence[list[int]], step: int, max_st
     return replace(prompt, info=prompt.info | extra_info) if extra_info else prompt
 
 
-def credit(
-    samples: list[Sample], settings: Settings, request: Request | None = None
-) -> ScoredGroup:
+def credit(samples: list[Sample], settings: Settings, request: Request) -> ScoredGroup:
     """Shape a group's rewards, flag its rollouts, and set advantages and loss masks in place."""
-    flags: dict[str, int] = {}
+    flags: Counter[str] = Counter()
     for sample in samples:
-        is_scored = isinstance(sample.score, Score)
         sample.reward = _shaped_reward(sample, settings)
+        is_learned = isinstance(sample.score, Score)
         matched_filter = flag(sample.rollout, settings.filters)
         if matched_filter is not None:
-            flags[matched_filter.name] = flags.get(matched_filter.name, 0) + 1
-        is_learned = is_scored and not (matched_filter is not None and matched_filter.enforce)
+            flags[matched_filter.name] += 1
+            is_learned = is_learned and not matched_filter.enforce
         drawn_mask = sample.rollout.drawn
         sample.loss_mask = drawn_mask if is_learned else [0] * len(drawn_mask)
     lengths = [sample.rollout.num_drawn for sample in samples]
@@ -209,8 +207,6 @@ def credit(
     advantages = estimate([sample.reward for sample in samples], lengths)
     for sample, advantage in zip(samples, advantages, strict=True):
         sample.advantage = advantage
-    if request is None:
-        return ScoredGroup(samples, flags)
     return ScoredGroup(samples, flags, request.id, request.temperature)
 
 

@@ -42,21 +42,15 @@ FIELDS: dict[str, tuple[str, ...]] = {
 def read(path: Path) -> tuple[list[Event], int]:
     """Return the events of a file, and its length in bytes without a torn last line. ValueError
     names the first other invalid line."""
-    data = read_file(path)
+    *lines, torn_end = read_file(path).split(b"\n")
     events: list[Event] = []
     valid_length = 0
-    lines = data.split(b"\n")
     for number, line in enumerate(lines, 1):
-        is_last = number >= len(lines) - 1 and not any(lines[number:])
-        if not line and number == len(lines):
-            break
         try:
-            if number == len(lines):
-                raise ValueError("torn: no newline at its end")
             events.append(_parse_event(line, number))
         except ValueError as error:
-            if is_last:
-                break
+            if number == len(lines) and not torn_end:
+                break  # the last line may have been written in part
             raise ValueError(f"{path}: line {number}: {error}") from None
         valid_length += len(line) + 1
     return events, valid_length
@@ -83,8 +77,7 @@ class Journal:
         length = 0
         if self.path.exists():
             events, length = read(self.path)
-        self.step: int | None = None  # of the last batch not rolled back; None for an empty file
-        self.marks: list[int] = []  # batches not rolled back
+        self.batches: list[int] = []  # steps not rolled back; 0 for the beginning
         self._dirty = False  # events follow the last batch
         self._lines = 0
         for event in events:
@@ -94,6 +87,11 @@ class Journal:
             self._file = os.open(self.path, flags, 0o644)
             os.ftruncate(self._file, length)
         sync_folder(self.path.parent)
+
+    @property
+    def step(self) -> int | None:
+        """The step of the last batch not rolled back; None for an empty file."""
+        return self.batches[-1] if self.batches else None
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -122,7 +120,7 @@ class Journal:
         batch."""
         if self.step is None or again:
             self.write("begun", step=step, open=list(open_ids))
-        elif step not in self.marks:
+        elif step not in self.batches:
             raise ValueError(
                 f"{self.path}: no batch of step {step} stands in it (the last one is "
                 f"{self.step}): it is cut short, or another run's"
@@ -132,15 +130,14 @@ class Journal:
         self.sync()
 
     def _note(self, event: Event) -> None:
-        """Update `step` and `marks` by an event."""
+        """Update `batches` by an event."""
         self._lines += 1
         kind = event["event"]
         if kind == "begun":
-            self.marks = [event["step"]]
+            self.batches = [event["step"]]
         elif kind == "batched":
-            self.marks.append(event["step"])
+            self.batches.append(event["step"])
         elif kind == "rolled_back":
-            while self.marks and self.marks[-1] != event["step"]:
-                self.marks.pop()
+            while self.batches and self.batches[-1] != event["step"]:
+                self.batches.pop()
         self._dirty = kind not in ("begun", "batched", "rolled_back", "consumed")
-        self.step = self.marks[-1] if self.marks else None

@@ -139,14 +139,17 @@ class Ledger:
     def state(self) -> dict[str, Any]:
         accounted_for = self.consumed + self.dropped + len(self.open)
         assert self.planned == accounted_for, "ledger: planned != consumed + dropped + open"
-        levels = {name: vars(progress) for name, progress in sorted(self.levels.items())}
-        return {
+        state: dict[str, Any] = {
             **{name: getattr(self, name) for name in COUNTS},
             "cursors": dict(self.cursors),
             "open": [vars(planned) for planned in self.open],
             "pools": self.pools.state(),
-            **({"levels": levels} if levels else {}),
         }
+        if self.levels:
+            state["levels"] = {
+                name: vars(progress) for name, progress in sorted(self.levels.items())
+            }
+        return state
 
     @classmethod
     def of(cls, state: Mapping[str, Any], env_names: set[str]) -> Ledger:

@@ -100,8 +100,8 @@ class PromptSource:
                 num_too_long += 1
                 if num_too_long >= MAX_PASSED_OVER:
                     raise ValueError(
-                        f"max_prompt_tokens: {num_too_long} prompts in a row have more than {limit} "
-                        f"tokens"
+                        f"max_prompt_tokens: {num_too_long} prompts in a row have more than "
+                        f"{limit} tokens"
                     )
                 continue
             num_too_long = num_unwanted = 0
@@ -177,25 +177,24 @@ class PromptSource:
 
     def _is_unwanted(self, ledger: Ledger, name: str, position: int) -> bool:
         """Return whether a prompt is a duplicate or in a pool, and count it."""
-        size = self._sizes[name]
-        uses_pools = (
-            self.settings.easy_threshold is not None or self.settings.hard_threshold is not None
-        )
-        if size is None or not (uses_pools or self.settings.hash_keys):
+        is_endless = self._sizes[name] is None
+        if is_endless or not (self.settings.uses_pools or self.settings.hash_keys):
             return False
-        env = self.envs[name]
-        prompt = prompt_at(env, position, "train")
-        if self.settings.hash_keys:
-            firsts = self._firsts[name]
-            for earlier_position in range(firsts.read, min(position + 1, size)):
-                firsts.take(prompt_at(env, earlier_position, "train"), self.settings.hash_keys)
-            if firsts.is_duplicate(prompt, self.settings.hash_keys):
-                ledger.duplicates += 1
-                return True
+        prompt = prompt_at(self.envs[name], position, "train")
+        if self.settings.hash_keys and self._is_duplicate(name, position, prompt):
+            ledger.duplicates += 1
+            return True
         if ledger.pools.holds(name, prompt.id):
             ledger.pooled += 1
             return True
         return False
+
+    def _is_duplicate(self, name: str, position: int, prompt: Prompt) -> bool:
+        """Return whether an earlier prompt of the data set has the same content."""
+        firsts, keys = self._firsts[name], self.settings.hash_keys
+        for unread in range(firsts.num_read, min(position + 1, self._sizes[name] or 0)):
+            firsts.read(prompt_at(self.envs[name], unread, "train"), keys)
+        return firsts.is_duplicate(prompt, keys)
 
     def _refuse_emptiness(self, ledger: Ledger, unwanted: int) -> None:
         """Raise NoSignal after too many unwanted prompts in a row."""
@@ -212,12 +211,12 @@ class Firsts:
     """The first prompt of each content in one data set."""
 
     def __init__(self) -> None:
-        self.read = 0  # number of positions read
+        self.num_read = 0
         self._ids: dict[bytes, str] = {}
 
-    def take(self, prompt: Prompt, keys: tuple[str, ...]) -> None:
+    def read(self, prompt: Prompt, keys: tuple[str, ...]) -> None:
         self._ids.setdefault(fingerprint(prompt, keys), prompt.id)
-        self.read += 1
+        self.num_read += 1
 
     def is_duplicate(self, prompt: Prompt, keys: tuple[str, ...]) -> bool:
         """Return whether an earlier prompt has the same content."""
@@ -268,17 +267,12 @@ def draw_at(
         **vars(sampling),
     )
     if env.max_turns > 1:
-        token_limits = [
-            token_limit
-            for token_limit in (max_sequence_tokens, env.max_sequence_tokens)
-            if token_limit
-        ]
-        token_limit = min(token_limits, default=None)
+        token_limits = [limit for limit in (max_sequence_tokens, env.max_sequence_tokens) if limit]
         request = Dialogue(
             **vars(request),
             prompt=prompt,
             max_turns=env.max_turns,
-            max_sequence_tokens=token_limit,
+            max_sequence_tokens=min(token_limits, default=None),
             tools=bool(env.tools),
         )
     return PromptDraw(prompt, request, position)

@@ -144,18 +144,22 @@ class RolloutBuffer:
             open_group.handle = None
             check_group(open_group.draw, group)
             returned.append((open_group, group))
-        if returned:
-            self._last_answer_at = time.monotonic()
-        elif self._flights and time.monotonic() - self._last_answer_at > self.settings.stall_s:
+        if not returned:
+            self._check_stall()
+            return []
+        self._last_answer_at = time.monotonic()
+        self.note("done", ids=[open_group.id for open_group, _ in returned])
+        planned_index = {planned: index for index, planned in enumerate(ledger.open)}
+        return sorted(returned, key=lambda answer: planned_index[answer[0].planned])
+
+    def _check_stall(self) -> None:
+        """Raise RolloutsStalled when no group in flight has ended for `stall_s`."""
+        if self._flights and time.monotonic() - self._last_answer_at > self.settings.stall_s:
             example_id = next(iter(self._flights.values())).id
             raise RolloutsStalled(
                 f"waited {self.settings.stall_s:g} s for one of {len(self._flights)} requests at "
                 f"the engines to end, {example_id!r} among them"
             )
-        if returned:
-            self.note("done", ids=[open_group.id for open_group, _ in returned])
-        planned_index = {planned: index for index, planned in enumerate(ledger.open)}
-        return sorted(returned, key=lambda answer: planned_index[answer[0].planned])
 
     def abort(self, one: OpenGroup) -> None:
         """Abort a group's request and discard later answers."""

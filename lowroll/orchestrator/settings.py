@@ -157,6 +157,11 @@ class Settings:
         return self.dynamic_sampling or self.online_difficulty_filtering
 
     @property
+    def uses_pools(self) -> bool:
+        """Whether prompts that are too easy or too hard are not drawn again."""
+        return self.easy_threshold is not None or self.hard_threshold is not None
+
+    @property
     def num_open(self) -> int:
         """The number of groups in flight, or returned and waiting for a batch."""
         return math.ceil(self.oversampling_factor * self.num_groups)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import fmean, pstdev
 
 from lowroll.orchestrator.eval_statistics import percentile
@@ -121,7 +122,7 @@ def turn_stats(samples: Sequence[Sample]) -> dict[str, float]:
     talks = [sample for sample in samples if sample.rollout.turns is not None]
     if not talks:
         return {}
-    turns = [len(sample.rollout.turns or ()) for sample in talks]
+    turns = [len(talk.rollout.turns or ()) for talk in talks]
     env_tokens = [len(talk.rollout.token_ids) - talk.rollout.num_drawn for talk in talks]
     rewards: dict[int, list[float]] = {}
     for talk, count in zip(talks, turns, strict=True):
@@ -158,23 +159,22 @@ def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, floa
     rollouts with tokens of several versions; `kept_prefix_mean`: of those, tokens before the last
     change.
     """
-    tokens: dict[int, int] = {}
+    tokens_by_lag: Counter[int] = Counter()
     prefix_lengths: list[int] = []
     for rollout in rollouts:
-        spans = rollout.behavior.policy
+        spans, drawn_mask = rollout.behavior.policy, rollout.drawn
         span_ends = [*(span.start for span in spans[1:]), len(rollout.token_ids)]
-        drawn_mask = rollout.drawn
         for span, end in zip(spans, span_ends, strict=True):
-            lag = learner - span.version
-            tokens[lag] = tokens.get(lag, 0) + sum(drawn_mask[span.start : end])
-        lengths_before_change = [
-            sum(drawn_mask[: next_span.start])
-            for span, next_span in zip(spans, spans[1:], strict=False)
+            tokens_by_lag[learner - span.version] += sum(drawn_mask[span.start : end])
+        changes = [
+            next_span.start
+            for span, next_span in pairwise(spans)
             if next_span.version != span.version
         ]
-        prefix_lengths += lengths_before_change[-1:]
-    total = max(1, sum(tokens.values()))
-    stats = {f"rollout/staleness_{lag}": tokens[lag] / total for lag in sorted(tokens)}
+        if changes:
+            prefix_lengths.append(sum(drawn_mask[: changes[-1]]))
+    total = max(1, tokens_by_lag.total())
+    stats = {f"rollout/staleness_{lag}": n / total for lag, n in sorted(tokens_by_lag.items())}
     stats["rollout/mixed_fraction"] = len(prefix_lengths) / len(rollouts)
     if prefix_lengths:
         stats["rollout/kept_prefix_mean"] = fmean(prefix_lengths)
@@ -187,7 +187,7 @@ def buffer_stats(before: Ledger, now: Ledger, settings: Settings) -> dict[str, f
     stats = {}
     if settings.hash_keys:
         stats["rollout/duplicate_prompts"] = float(now.duplicates - before.duplicates)
-    if settings.easy_threshold is not None or settings.hard_threshold is not None:
+    if settings.uses_pools:
         stats["rollout/pooled_prompts"] = float(now.pooled - before.pooled)
         stats |= {f"rollout/{pool}_pool": float(now.pools.count(pool)) for pool in POOLS}
     return stats

@@ -134,7 +134,7 @@ def test_nothing_but_what_was_drawn_counts() -> None:
             return [Score(1.0), Score(0.0)]
 
     samples = grouping.score([drawn], [group], Both(), Letters())[0]
-    grouping.credit(samples, Settings(batch_size=2, rollouts_per_example=2))
+    grouping.credit(samples, Settings(batch_size=2, rollouts_per_example=2), dialogue())
     assert [sample.text for sample in samples] == ["cde", "cde"]
     assert [sample.loss_mask for sample in samples] == [[1] * 2 + [0] * 5 + [1] * 3] * 2
     stats = rollout_stats(group.rollouts)
@@ -156,7 +156,7 @@ def test_an_environment_that_fails_is_an_error_of_its_sample_alone() -> None:
 
     samples = grouping.score([PromptDraw(PROMPT, dialogue())], [group], Rest(), Letters())[0]
     assert [sample.score for sample in samples] == [broken, Score(1.0)]
-    grouping.credit(samples, Settings(batch_size=2, rollouts_per_example=2))
+    grouping.credit(samples, Settings(batch_size=2, rollouts_per_example=2), dialogue())
     assert samples[0].loss_mask == [0, 0] and samples[0].reward is None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowroll.orchestrator.audit import balance, check
+from lowroll.orchestrator.audit import Audit, check
 from lowroll.orchestrator.journal import Journal, read
 
 
@@ -70,13 +70,8 @@ def test_a_sound_ledger_has_no_findings(tmp_path):
         tmp_path / "l.jsonl", *SOUND, *through(2, "d"), consumed(2), planned("e", step=3)
     )
     assert check(tmp_path / "l.jsonl", {1: ["b", "a"], 2: ["d"]}) == check(events) == []
-    assert balance(events) == {
-        "planned": 5,
-        "batched": 3,
-        "dropped": 1,
-        "open": 1,
-        "consumed_through": 2,
-    }
+    audit = Audit(events)
+    assert audit.counts == {"batched": 3, "dropped": 1, "open": 1} and audit.consumed == 2
 
 
 def test_what_came_after_a_batch_is_undone_by_a_rollback():
