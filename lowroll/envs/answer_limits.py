@@ -68,28 +68,32 @@ def refuse_text(text: str) -> None:
     if text.count("|") > MAX_BARS:
         raise Costly(f"more than {MAX_BARS} bars")
     for command in EAGER.finditer(text):
-        first_argument = ARGUMENT.match(text, command.end())
-        second_argument = (
-            ARGUMENT.match(text, first_argument.end()) if first_argument is not None else None
-        )
-        for argument in (first_argument, second_argument if command[1] == "binom" else None):
-            argument_text = "".join(filter(None, argument.groups())) if argument is not None else ""
-            if (
-                re.search(r"[\^!\\]", argument_text.replace(r"\cdot", "").replace(r"\times", ""))
-                or prod(int(digits[:9]) + 1 for digits in re.findall(r"\d+", argument_text))
-                > MAX_ARGUMENT
-            ):
-                raise Costly(rf"the argument of \{command[1]} is too large")
+        num_arguments = 2 if command[1] == "binom" else 1
+        if any(map(_is_large, _arguments(text, command.end(), num_arguments))):
+            raise Costly(rf"the argument of \{command[1]} is too large")
     if OPERATIONS.search(text) or SUBSTITUTION.search(text):
         raise Costly("an operation that is no final answer")
     for kind, body in MATRIX.findall(text):
         rows = body.count(r"\\") + 1
-        if (
-            rows > MAX_ROWS
-            and (kind == "v" or r"\det" in text)
-            or body.count("&") + rows > MAX_ENTRIES
-        ):
+        is_determinant = kind == "v" or r"\det" in text
+        if is_determinant and rows > MAX_ROWS or body.count("&") + rows > MAX_ENTRIES:
             raise Costly("a matrix of this size")
+
+
+def _arguments(text: str, start: int, count: int) -> list[str]:
+    """Return the first `count` arguments of a command, as far as they are there."""
+    arguments: list[str] = []
+    while len(arguments) < count and (match := ARGUMENT.match(text, start)) is not None:
+        arguments.append("".join(filter(None, match.groups())))
+        start = match.end()
+    return arguments
+
+
+def _is_large(argument: str) -> bool:
+    """Return whether an argument may be above MAX_ARGUMENT: by a power, a command or its numbers."""
+    if re.search(r"[\^!\\]", argument.replace(r"\cdot", "").replace(r"\times", "")):
+        return True
+    return prod(int(digits[:9]) + 1 for digits in re.findall(r"\d+", argument)) > MAX_ARGUMENT
 
 
 def refuse_tree(tree: object, unfinished: bool = False) -> None:

@@ -136,13 +136,17 @@ class Environment(ABC):
         """Return the number of tasks in a split; None when endless, 0 without such a split."""
         return None
 
-    def rng(self, split: str, index: int, draw: int = 0) -> Random:
-        """Return the generator of one draw of a task. ValueError for an unknown split or a negative
-        index."""
+    def check_task(self, index: int, split: str) -> None:
+        """Raise ValueError for an unknown split or a negative index."""
         if split not in SPLITS:
             raise ValueError(f"env {self.name!r}: split must be 'train' or 'test', got {split!r}")
         if index < 0:
             raise ValueError(f"env {self.name!r}: index must be >= 0, got {index}")
+
+    def rng(self, split: str, index: int, draw: int = 0) -> Random:
+        """Return the generator of one draw of a task. ValueError for an unknown split or a negative
+        index."""
+        self.check_task(index, split)
         return Random(f"{type(self).__name__}/{self.seed}/{split}/{index}/{draw}")
 
     def ask(self, text: str, index: int, split: str, info: dict[str, Any]) -> Prompt:

@@ -85,22 +85,20 @@ def named(variables: Sequence[str], who: str = "pass_env") -> dict[str, str]:
 
 def check_count(workers: int) -> None:
     """Raise ValueError for more workers than this machine holds."""
-    cores, files = (
-        len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
-        _open_files(),
-    )
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    files = _open_files()
     limits = {
         f"{cores} cores, {A_CORE} workers each": cores * A_CORE,
         f"{files} open files, {CHILD_FILES} each": files // CHILD_FILES,
     }
     if (memory := machine.free_memory()) is not None:
-        limits[f"{memory / 2**30:.1f} GB of free memory, {CHILD_MB} MB each"] = memory // (
-            CHILD_MB << 20
-        )
-    limit_name, max_workers = min(limits.items(), key=lambda limit: limit[1])
-    if workers > max(FEW, max_workers):
+        limit_name = f"{memory / 2**30:.1f} GB of free memory, {CHILD_MB} MB each"
+        limits[limit_name] = memory // (CHILD_MB << 20)
+    limit_name = min(limits, key=limits.__getitem__)
+    max_workers = max(FEW, limits[limit_name])
+    if workers > max_workers:
         raise ValueError(
-            f"score.workers: {workers} is more than the {max(FEW, max_workers)} that this machine holds "
+            f"score.workers: {workers} is more than the {max_workers} that this machine holds "
             f"({limit_name})"
         )
 

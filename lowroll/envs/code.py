@@ -93,7 +93,7 @@ class Code(Environment):
         return len(self.rows[split])
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        self.rng(split, index)  # validates both
+        self.check_task(index, split)
         row_index = self.rows.at(split, index)
         task = self.rows[split][row_index]
         tests = [[case.input, case.output, case.fn_name] for case in task.cases[: self.max_cases]]

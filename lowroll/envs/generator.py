@@ -133,15 +133,17 @@ class Generator:
         item = self._item(split, draw, index)
         # an item of a composite names its own generator
         item_generator = item["metadata"].get("source_dataset", self.name)
-        language, demand = LANGUAGES.get(item_generator), DEMANDS.get(item_generator)
-        if answer != item["answer"] and (
-            language is not None
-            and language.fullmatch(answer) is None
-            or demand is not None
-            and not demand(answer, item)
-        ):
+        if answer != item["answer"] and not _is_admissible(answer, item, item_generator):
             return 0.0
         return float(self._list(split, draw, index // BLOCK).score_answer(answer, item))
+
+
+def _is_admissible(answer: str, item: dict[str, Any], generator: str) -> bool:
+    """Return whether an answer is in its generator's language and meets its demand."""
+    language, demand = LANGUAGES.get(generator), DEMANDS.get(generator)
+    if language is not None and language.fullmatch(answer) is None:
+        return False
+    return demand is None or demand(answer, item)
 
 
 class RemoteGenerator:

@@ -107,7 +107,7 @@ class Problems(FinalAnswer):
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
         """Return a problem; each train epoch has a fresh order."""
-        self.rng(split, index)  # validates both
+        self.check_task(index, split)
         row_index = self.rows.at(split, index)
         problem = self.rows[split][row_index]
         return self.ask(

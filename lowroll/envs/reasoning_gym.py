@@ -56,7 +56,7 @@ class ReasoningGym(Environment):
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
         """Return a question; ValueError when the generator has too few."""
-        self.rng(split, index)  # validates both
+        self.check_task(index, split)
         number, level = index, None
         if self.curriculum is not None:
             number, level = divmod(index, self.curriculum.levels)

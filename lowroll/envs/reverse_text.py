@@ -86,7 +86,7 @@ class ReverseText(GeneratedEnvironment):
     def prompt(self, index: int, split: str = "train") -> Prompt:
         if self.rows is None:
             return super().prompt(index, split)
-        self.rng(split, index)  # validates both
+        self.check_task(index, split)
         text = self.rows[split][self.rows.at(split, index)]
         return self.ask(text, index, split, {"answer": text[::-1]})
 

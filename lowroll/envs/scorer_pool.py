@@ -138,6 +138,10 @@ class _Worker:
         """Return whether the deadline of its start or current item has passed."""
         return (not self.ready or bool(self.held)) and time.monotonic() > self.deadline
 
+    def is_idle(self) -> bool:
+        """Return whether it can take a chunk. What it has written without being asked is lost."""
+        return self.ready and not self.held and not self.read() and not self.ended
+
     def hand(self, chunk: dict[int, bytes], time_limit: float) -> None:
         lines = []
         for index, item in chunk.items():
@@ -271,7 +275,7 @@ class ScorerPool:
         ValueError, before any scoring, for a prompt of an unknown environment, or with `info` that
         is not JSON. Only the last `base.MAX_TEXT` characters of each text count.
         """
-        results = self._ask("score", self._joined(items), on_progress)
+        results = self._run(self._joined(items), responds=False, on_progress=on_progress)
         scores: list[Score | ScoreError] = []
         for result in results:
             if isinstance(result, GroupScores):
@@ -288,7 +292,7 @@ class ScorerPool:
         encoded = [
             _Item(prompt, self._encode(prompt, "respond", messages)) for prompt, messages in items
         ]
-        results = self._ask("respond", encoded, None)
+        results = self._run(encoded, responds=True)
         return [
             result.messages if isinstance(result, EnvironmentReply) else result
             for result in results
@@ -313,18 +317,18 @@ class ScorerPool:
                 ]
         return work_items
 
-    def _ask(
+    def _run(
         self,
-        ask: str,
         items: list[_Item],
-        on_progress: Callable[[int, int], None] | None,
+        responds: bool,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Result]:
         """Run work items on the workers and return all results in order."""
         with self._lock:
             if not self._workers:
                 raise RuntimeError("the scorer pool is closed")
             pending = deque(range(len(items)))
-            job = _Job(items, [None] * len(items), pending, ask == "respond")
+            job = _Job(items, [None] * len(items), pending, responds)
             try:
                 while job.done < len(items):
                     done_before = job.done
@@ -357,17 +361,8 @@ class ScorerPool:
         """Send chunks, wait for a pipe or deadline, take replies, and replace ended or late
         workers."""
         for worker in self._workers:
-            if (
-                worker.ready
-                and not worker.held
-                and job.pending
-                and not worker.read()
-                and not worker.ended
-            ):
-                size = min(MAX_CHUNK, max(1, len(job.pending) // (2 * len(self._workers))))
-                chunk = [job.pending.popleft() for _ in range(size)]
-                items = {index: job.items[index].encoded for index in chunk}
-                worker.hand(items, self._limit(job.items[chunk[0]]))
+            if job.pending and worker.is_idle():
+                self._hand_chunk(worker, job)
         self._wait()
         for i, worker in enumerate(self._workers):
             for line in [] if worker.ended else worker.read():
@@ -376,6 +371,13 @@ class ScorerPool:
             if worker.ended or worker.late:
                 self._give_up(worker, job)
                 self._replace(i)
+
+    def _hand_chunk(self, worker: _Worker, job: _Job) -> None:
+        """Give a worker its share of what is pending, or less, so that none waits for the last."""
+        size = min(MAX_CHUNK, max(1, len(job.pending) // (2 * len(self._workers))))
+        chunk = [job.pending.popleft() for _ in range(size)]
+        items = {index: job.items[index].encoded for index in chunk}
+        worker.hand(items, self._limit(job.items[chunk[0]]))
 
     def _limit(self, item: _Item) -> float:
         """Return an item's limit, summed over its responses."""
@@ -403,37 +405,25 @@ class ScorerPool:
         """Process a reply line; False when this worker's later lines do not count."""
         reply = _decode(line)
         if not worker.ready:
-            if reply.get("ready") is not True:
-                raise RunFailed(
-                    "a scoring worker could not start: "
-                    + (
-                        f"{self._said(reply['failed'])} (its memory is limited to "
-                        f"{self.memory_limit_mb} MB by score.memory_limit_mb)"
-                        if "failed" in reply
-                        else worker.kill()
-                    )
-                )
-            worker.ready = True
-            worker.overtaxed = {env: Score(**score) for env, score in reply["overtaxed"].items()}
-            self._together = frozenset(reply["together"])
+            self._take_start(worker, reply)
             return True
-        if "doing" in reply and worker.held and reply.get("id") == worker.held[0][1]:
-            worker.doing = self._said(reply["doing"])
-            return True
-        size = job.items[worker.held[0][0]].size if worker.held else 0
-        result = (
-            _parse_group_scores(reply, size)
-            if size and "scores" in reply
-            else _result(reply, job.responds)
-        )
-        if result is None or not worker.held or reply.get("id") != worker.held[0][1]:
+        if not worker.held or reply.get("id") != worker.held[0][1]:
             worker.ended = True  # a protocol violation counts as a crash
             return False
+        if "doing" in reply:
+            worker.doing = self._said(reply["doing"])
+            return True
+        index = worker.held[0][0]
+        result = _parse_result(reply, job.items[index].size, job.responds)
+        if result is None:
+            worker.ended = True
+            return False
         if isinstance(result, ScoreError):
-            result = replace(result, message=self._said(result.message))
+            result = self._readable(result)
         elif isinstance(result, GroupScores):
             result = GroupScores(tuple(map(self._readable, result.scores)))
-        job.settle(worker.held.popleft()[0], result)
+        worker.held.popleft()
+        job.settle(index, result)
         worker.doing = ""
         if worker.held:
             worker.deadline = time.monotonic() + self._limit(job.items[worker.held[0][0]])
@@ -442,27 +432,43 @@ class ScorerPool:
             worker.ended = True
         return True
 
+    def _take_start(self, worker: _Worker, reply: dict[str, Any]) -> None:
+        """Process a worker's first reply. RunFailed when it could not start."""
+        if reply.get("ready") is True:
+            worker.ready = True
+            worker.overtaxed = {env: Score(**score) for env, score in reply["overtaxed"].items()}
+            self._together = frozenset(reply["together"])
+            return
+        if "failed" not in reply:
+            raise RunFailed(f"a scoring worker could not start: {worker.kill()}")
+        raise RunFailed(
+            f"a scoring worker could not start: {self._said(reply['failed'])} (its memory is "
+            f"limited to {self.memory_limit_mb} MB by score.memory_limit_mb)"
+        )
+
     def _give_up(self, worker: _Worker, job: _Job) -> None:
         """Kill an ended or late worker: its current item fails, the others are requeued."""
         is_late = not worker.ended
         ending = worker.kill()
         if not worker.ready:
-            raise RunFailed(
-                "a scoring worker could not start: "
-                + (f"not ready after {START_LIMIT:g} s ({ending})" if is_late else ending)
-            )
+            why = f"not ready after {START_LIMIT:g} s ({ending})" if is_late else ending
+            raise RunFailed(f"a scoring worker could not start: {why}")
         if worker.held:
             index, _ = worker.held.popleft()
-            missing_reply = "answer" if job.responds else "score"
-            item, current_work = job.items[index], f", in {worker.doing}" if worker.doing else ""
-            timeout_result: Result = ScoreError(
-                "timeout", f"no {missing_reply} after {self._limit(item):g} s{current_work}"
-            )
-            if not job.responds:
-                timeout_result = worker.overtaxed.get(item.prompt.env) or timeout_result
-            crash_message = f"the scorer's process ended{current_work}: {ending}"
-            job.settle(index, timeout_result if is_late else ScoreError("crash", crash_message))
+            work = f", in {worker.doing}" if worker.doing else ""
+            if is_late:
+                job.settle(index, self._timeout(worker, job, job.items[index], work))
+            else:
+                message = f"the scorer's process ended{work}: {ending}"
+                job.settle(index, ScoreError("crash", message))
         job.take_back(worker.held)
+
+    def _timeout(self, worker: _Worker, job: _Job, item: _Item, work: str) -> Score | ScoreError:
+        """Return the outcome of an item that took too long."""
+        if not job.responds and item.prompt.env in worker.overtaxed:
+            return worker.overtaxed[item.prompt.env]
+        missing_reply = "answer" if job.responds else "score"
+        return ScoreError("timeout", f"no {missing_reply} after {self._limit(item):g} s{work}")
 
     def _readable(self, result: Score | ScoreError) -> Score | ScoreError:
         if isinstance(result, Score):
@@ -491,16 +497,24 @@ def _decode(line: bytes) -> dict[str, Any]:
     return reply if isinstance(reply, dict) else {}
 
 
-def _result(reply: dict[str, Any], responds: bool) -> Result | None:
-    """Return a worker's reply as a result; None for an invalid reply."""
+def _parse_result(reply: dict[str, Any], size: int, responds: bool) -> Result | None:
+    """Return a worker's reply as a result; None for an invalid reply. size: as of `_Item`."""
+    if size and "scores" in reply:
+        return _parse_group_scores(reply["scores"], size)
+    kind = reply.get("error")
+    if responds and kind not in ("exception", "memory", "invalid"):
+        return _parse_messages(reply)
+    return _parse_score(reply)
+
+
+def _parse_score(reply: dict[str, Any]) -> Score | ScoreError | None:
+    """Return a score or an error; None for an invalid reply."""
     reward, metrics, kind = reply.get("reward"), reply.get("metrics"), reply.get("error")
     extra = reply.get("extra")
     if extra is not None and not isinstance(extra, dict):
         return None
     if kind == "exception" or kind == "memory" or kind == "invalid":
         return ScoreError(kind, str(reply.get("message")))
-    if responds:
-        return _parse_reply(reply)
     if kind == "inapplicable" and isinstance(metrics, dict):
         return ScoreError(kind, str(reply.get("message")), metrics, extra)
     if isinstance(reward, float) and isinstance(metrics, dict):
@@ -508,13 +522,12 @@ def _result(reply: dict[str, Any], responds: bool) -> Result | None:
     return None
 
 
-def _parse_group_scores(reply: dict[str, Any], size: int) -> GroupScores | None:
+def _parse_group_scores(replies: object, size: int) -> GroupScores | None:
     """Return the scores of `size` responses; None for an invalid reply."""
-    reply_scores = reply["scores"]
-    if not isinstance(reply_scores, list) or len(reply_scores) != size:
+    if not isinstance(replies, list) or len(replies) != size:
         return None
-    scores = [_result(score, False) if isinstance(score, dict) else None for score in reply_scores]
-    valid_scores = tuple(score for score in scores if isinstance(score, Score | ScoreError))
+    scores = [_parse_score(reply) for reply in replies if isinstance(reply, dict)]
+    valid_scores = tuple(score for score in scores if score is not None)
     return GroupScores(valid_scores) if len(valid_scores) == size else None
 
 
@@ -527,7 +540,7 @@ def _bounded_texts(said: str | list[Message]) -> str | list[Message]:
     ]
 
 
-def _parse_reply(reply: dict[str, Any]) -> EnvironmentReply | None:
+def _parse_messages(reply: dict[str, Any]) -> EnvironmentReply | None:
     """Return an environment's messages; None for an invalid reply."""
     if "messages" not in reply:
         return None

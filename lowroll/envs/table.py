@@ -142,15 +142,16 @@ def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
         key: value for key, value in own_classes.items() if not inspect.isabstract(value)
     }
     if class_name is None and len(usable_classes) == 1:
-        return next(iter(usable_classes.values()))
+        (class_name,) = usable_classes
     if class_name in usable_classes:
         return usable_classes[class_name]
-    if abstract := [
-        own_classes[key]
-        for key in ([class_name] if class_name else own_classes)
-        if key in own_classes and key not in usable_classes
-    ]:
-        raise ValueError("; ".join(_describe_abstract(file, cls) for cls in abstract))
+    abstract_classes = [
+        cls
+        for key, cls in own_classes.items()
+        if key not in usable_classes and class_name in (None, key)
+    ]
+    if abstract_classes:
+        raise ValueError("; ".join(_describe_abstract(file, cls) for cls in abstract_classes))
     if usable_classes and class_name is None:
         raise ValueError(
             f"{file}: several environments, {', '.join(usable_classes)}: name one, as in {file.name}:"
@@ -225,9 +226,6 @@ def _check_args(cls: type[Environment], id: str, args: dict[str, Any]) -> None:
                 f"{', '.join(parameter_names)}"
             )
     for key, parameter in parameters.items():
-        if (
-            parameter.default is inspect.Parameter.empty
-            and key not in args
-            and key not in ("name", "seed")
-        ):
+        is_required = parameter.default is inspect.Parameter.empty
+        if is_required and key not in args and key not in ("name", "seed"):
             raise ValueError(f"env {id!r}: argument {key!r} is missing")

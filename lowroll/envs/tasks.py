@@ -41,15 +41,16 @@ def _non_json_part(value: object) -> str | None:
     """Describe a part that JSON would change (a non-text key, a tuple), or return None."""
     if isinstance(value, tuple):
         return f"the tuple {str(value)[:60]}"
-    if (
-        isinstance(value, dict)
-        and (key := next((key for key in value if not isinstance(key, str)), None)) is not None
-    ):
-        return f"the key {key!r}"
-    children = (
-        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    )
-    return next((fault for fault in map(_non_json_part, children) if fault is not None), None)
+    children: list[object] = []
+    if isinstance(value, list):
+        children = value
+    elif isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                return f"the key {key!r}"
+        children = list(value.values())
+    faults = map(_non_json_part, children)
+    return next((fault for fault in faults if fault is not None), None)
 
 
 def _are_messages(messages: object) -> bool:

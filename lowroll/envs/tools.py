@@ -76,14 +76,15 @@ class Toolbox:
     def _answer(self, call: dict[str, Any]) -> Message:
         """Return the result message of one call; its failures are texts."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
+        failed: str | None = "call"
         try:
             text, failed = self._call(name, arguments), None
         except ToolTimeout:
-            text, failed = f"error: {name} took longer than {self.call_seconds:g} s", "call"
+            text = f"error: {name} took longer than {self.call_seconds:g} s"
         except _Refused as error:
-            text, failed = f"error: {error}", "call"
+            text = f"error: {error}"
         except (Exception, SystemExit) as error:  # the model gets a tool's failure as the result
-            text, failed = f"error: {type(error).__name__}: {error}", "call"
+            text = f"error: {type(error).__name__}: {error}"
         return self._message(name, call["id"], text, failed)
 
     def _message(self, name: str | None, id: str, text: str, failed: str | None) -> Message:
@@ -94,7 +95,9 @@ class Toolbox:
         message: Message = {"role": "tool", "tool_call_id": id, "content": text}
         if name is not None:
             message["name"] = name
-        return message | ({"failed": failed} if failed else {})
+        if failed is not None:
+            message["failed"] = failed
+        return message
 
     def _call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a function and return its value as text."""

@@ -403,7 +403,7 @@ def test_what_a_scorer_writes_to_the_pipe_is_nobodys_reward(pool, how):
     ],
 )
 def test_replies_are_read_strictly(line, result):
-    assert scorer_pool._result(scorer_pool._decode(line), responds=False) == result
+    assert scorer_pool._parse_result(scorer_pool._decode(line), 0, responds=False) == result
 
 
 # ---- limits at their edges

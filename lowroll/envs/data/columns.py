@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from typing import Any
 
-from lowroll.types import nearest
+from lowroll.types import Message, nearest
 
 PROMPTS = ("prompt", "question", "problem", "messages", "query", "instruction")
 ANSWERS = (
@@ -31,7 +31,6 @@ ANSWERS = (
     "solution",
 )
 COMPLETIONS = ("completion", "response", "messages")
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)

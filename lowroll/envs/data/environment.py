@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowroll.envs.base import Environment
-from lowroll.envs.data.columns import ANSWERS, Columns, DataTask, Message
+from lowroll.envs.data.columns import ANSWERS, Columns, DataTask
 from lowroll.envs.data.functions import (
     ANSWER,
     OF_ROLLOUTS,
@@ -25,7 +25,7 @@ from lowroll.envs.data.functions import (
 from lowroll.envs.outcome import Inapplicable, InvalidScore
 from lowroll.envs.problems import final_answer, perturb
 from lowroll.envs.rows import SplitRows
-from lowroll.types import Prompt, Score
+from lowroll.types import Message, Prompt, Score
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Data(Environment):
         return size
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        self.rng(split, index)  # validates both
+        self.check_task(index, split)
         row_index = self.rows.at(split, index)
         task = self.rows[split][row_index]
         if isinstance(task.prompt, str):
@@ -113,10 +113,9 @@ class Data(Environment):
             "chat": not isinstance(task.prompt, str),
             "columns": self._wanted(task),
         }
-        if any(function.takes for function in self.functions):
-            info["takes"] = [
-                name for name in OF_ROLLOUTS if any(name in f.takes for f in self.functions)
-            ]
+        takes = [name for name in OF_ROLLOUTS if any(name in f.takes for f in self.functions)]
+        if takes:
+            info["takes"] = takes
         if self.is_graded and task.answer is not None:
             info["answer"] = _gold_answer(task.answer)
         return Prompt(f"{split}/{index}", self.name, messages, info)
@@ -139,18 +138,16 @@ class Data(Environment):
 
     def score_together(self, prompt: Prompt, said: Sequence[Said]) -> list[Score | InvalidScore]:
         log = Logged(len(said), [function.name for function in self.functions])
+        info, columns = prompt.info, dict(prompt.info["columns"])
+        if "answer" in info:
+            columns["answer"] = info["answer"]
         responses = PromptResponses(
-            prompt.messages if prompt.info["chat"] else prompt.messages[-1]["content"],
-            [
-                [{"role": "assistant", "content": response}]
-                if isinstance(response, str)
-                else response[len(prompt.messages) :]
-                for response in said
-            ],
-            prompt.info["columns"] | {k: prompt.info[k] for k in ("answer",) if k in prompt.info},
+            prompt.messages if info["chat"] else prompt.messages[-1]["content"],
+            [_response_messages(prompt, response) for response in said],
+            columns,
             log,
-            prompt.info.get("completion_ids") or [[] for _ in said],
-            TrainerState(**prompt.info.get("trainer_state", {})),
+            info.get("completion_ids") or [[] for _ in said],
+            TrainerState(**info.get("trainer_state", {})),
         )
         function_rewards = rewards_of(self.functions, responses, self.tell)
         return [
@@ -166,9 +163,9 @@ class Data(Environment):
         if not self.is_graded:
             raise NotImplementedError("reward functions say nothing of a response that they like")
         raw = task.answer if isinstance(task.answer, str) else ""
-        return (
-            raw if "####" in raw or "\\boxed" in raw else f"\\boxed{{{_gold_answer(task.answer)}}}"
-        )
+        if "####" in raw or "\\boxed" in raw:
+            return raw
+        return f"\\boxed{{{_gold_answer(task.answer)}}}"
 
     def perturbed(self, prompt: Prompt) -> str:
         if not self.is_graded or "answer" not in prompt.info:
@@ -258,6 +255,13 @@ class Data(Environment):
             return Inapplicable(message, log.metrics, log.extra(i))
         total = sum(w * r for _, r, w in pairs if r is not None)
         return Score(total, rewards_by_name | log.metrics, log.extra(i))
+
+
+def _response_messages(prompt: Prompt, said: Said) -> list[Message]:
+    """Return a response as the messages after the prompt."""
+    if isinstance(said, str):
+        return [{"role": "assistant", "content": said}]
+    return said[len(prompt.messages) :]
 
 
 def _gold_answer(answer: Any) -> str:

@@ -35,7 +35,7 @@ from typing import Any
 
 from lowroll.envs.answers import Unjudged, equal, last_answer
 from lowroll.envs.base import bounded
-from lowroll.envs.data.columns import ODD, Message, plain
+from lowroll.envs.data.columns import ODD, plain
 from lowroll.envs.data.reward_models import RewardModel, is_model
 from lowroll.envs.outcome import (
     MAX_METRICS,
@@ -48,7 +48,7 @@ from lowroll.envs.outcome import (
 )
 from lowroll.envs.table import import_file, split_file
 from lowroll.envs.user_errors import describe, place
-from lowroll.types import nearest
+from lowroll.types import Message, nearest
 
 ANSWER = "answer"  # the built-in function
 TEXTS = ("text", "solution_str")  # a response's text; the second name is verl's

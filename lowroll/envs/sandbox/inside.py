@@ -262,7 +262,7 @@ class CaseWatch:
             overtime = os.WTERMSIG(status) == signal.SIGXCPU or used >= self.most
             return "timeout" if overtime else "crash"
         code = os.waitstatus_to_exitcode(status)
-        return "ended" if code == 0 else "compile" if code == COMPILE else "crash"
+        return {0: "ended", COMPILE: "compile"}.get(code, "crash")
 
 
 def end_all(pid: int) -> tuple[int, float]:

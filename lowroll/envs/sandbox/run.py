@@ -59,24 +59,24 @@ def run_in(
     if not cases:
         raise ValueError("a program is judged by its cases, and there are none")
     results: list[Result] = []
+    unrun_status: Status = "wrong"
     sandbox = _Sandbox(here, limits)
     try:
         sandbox.ask(source, cases)
         for case in cases:
             reply = sandbox.reply()
             if reply is None:
+                unrun_status = "timeout"
                 break
-            results.append(_judged(case, reply))
-            if results[-1].status == "compile" or (
-                stop_at_failure and results[-1].status != "passed"
-            ):
+            result = _judged(case, reply)
+            results.append(result)
+            if result.status == "compile":
+                unrun_status = "compile"
                 break
-        is_late = reply is None
+            if stop_at_failure and result.status != "passed":
+                break
     finally:
         sandbox.close()
-    unrun_status: Status = (
-        "timeout" if is_late else "compile" if results[-1].status == "compile" else "wrong"
-    )
     results += [Result(unrun_status)] * (len(cases) - len(results))
     return CaseResults(tuple(results))
 
@@ -185,7 +185,7 @@ class _Sandbox:
     def _how_it_ended(self) -> str:
         """Describe the sandbox's end: its last line of errors, and its exit status."""
         try:
-            status: object = self.process.wait(0.5)
+            status = str(self.process.wait(0.5))
         except subprocess.TimeoutExpired:
             status = f"nothing after {START_LIMIT:g} s"
         os.set_blocking(self.errors.fileno(), False)

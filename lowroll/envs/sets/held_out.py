@@ -68,7 +68,7 @@ class HeldOut(Environment):
         return count if split == "test" else 0
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        self.rng(split, index)  # validates both
+        self.check_task(index, split)
         if split != "test":
             raise ValueError(f"env {self.name!r}: is held out: it has no {split} split")
         task = self.tasks[index % len(self.tasks)]

@@ -65,7 +65,7 @@ class Verifiers(Environment):
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
         """Return a task; each training epoch has a fresh order."""
-        self.rng(split, index)  # validates both
+        self.check_task(index, split)
         task_index, size = index, self.size(split)
         if size == 0:
             raise ValueError(f"env {self.name!r}: no {split} task")
