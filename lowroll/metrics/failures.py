@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowroll.metrics.page import escape, page
+from lowroll.metrics.page import escape, page, transcript
 
 MOST = 100  # examples shown of a set
 LONGEST = 8000  # characters of a text
@@ -86,11 +86,6 @@ def _set_section(name: str, failures: Sequence[Failure]) -> str:
     parted_note = f"; engines part on {num_parted}" if num_parted else ""
     label = f"{escape(name, 80)}: {len(failures)} not always solved{parted_note}{hidden_note}"
     return f"<details class=step open><summary>{label}</summary>{''.join(map(_failure_details, shown))}</details>"
-
-
-def transcript(messages: Sequence[dict[str, Any]]) -> str:
-    """Return chat messages as lines."""
-    return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in messages)
 
 
 def _failure_details(one: Failure) -> str:

@@ -235,6 +235,7 @@ class LiveView:
 
         reward = cell("reward", record.get("reward/mean"), ".3f")
         reward.append(f" {sparkline(self._rewards, min(bars, 16))}", "green")
+        critic = []
         if "critic/loss" in record:
             critic = [
                 cell("value", record.get("critic/value_mean"), ".3f"),
@@ -242,8 +243,6 @@ class LiveView:
                 cell("explained", record.get("critic/explained_variance"), ".2f"),
                 cell("critic loss", record.get("critic/loss"), ".3g"),
             ]
-        else:
-            critic = []
         return [
             reward,
             cell("kl to behaviour", _kl(record), ".1e"),
@@ -262,27 +261,14 @@ class LiveView:
 
 def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
     """Return a step's evaluations by environment: reward, sampling and step."""
-    rewards = {
-        match[1]: record[name]
-        for name in record
-        if (match := _EVAL_METRIC.fullmatch(name))
-        if match[2] == "reward" and not match[3]
-    }
-    rewards_before = {
-        match[1]: record[name]
-        for name in record
-        if (match := _EVAL_METRIC.fullmatch(name))
-        if match[2] == "reward" and match[3]
-    }
     decoding = drawn_at(record.get("eval/temperature"))
-    words = {
-        env: f"{_number(value, '.3f')} ({decoding}, before step {record['step']})"
-        for env, value in rewards_before.items()
-    }
-    return words | {
-        env: f"{_number(value, '.3f')} ({decoding}, step {record['step']})"
-        for env, value in rewards.items()
-    }
+    words: dict[str, str] = {}
+    for suffix, when in (("_before", "before step"), (None, "step")):
+        for name, value in record.items():
+            match = _EVAL_METRIC.fullmatch(name)
+            if match and match[2] == "reward" and match[3] == suffix:
+                words[match[1]] = f"{_number(value, '.3f')} ({decoding}, {when} {record['step']})"
+    return words
 
 
 def _evals(record: Mapping[str, Any]) -> list[str]:

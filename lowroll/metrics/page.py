@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 REPORT_FILE = "report.html"
 
@@ -20,6 +22,11 @@ def escape(value: object, limit: int) -> str:
         for char in text
     )
     return html.escape(text)
+
+
+def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return chat messages as lines."""
+    return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in messages)
 
 
 def page(title: str, body: str) -> str:

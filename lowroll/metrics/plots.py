@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lowroll.metrics.live import drawn_at
+from lowroll.metrics.record import LOST
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -330,9 +331,7 @@ def with_gaps(
     records: Sequence[Record], steps: list[float], values: list[float]
 ) -> tuple[list[float], list[float]]:
     """Return the curve with gaps at lost records."""
-    lost_steps = {float(record["step"]) for record in records if record.get("record/lost")} - set(
-        steps
-    )
+    lost_steps = {float(record["step"]) for record in records if record.get(LOST)} - set(steps)
     pairs = sorted([*zip(steps, values, strict=True), *((step, math.nan) for step in lost_steps)])
     return [step for step, _ in pairs], [value for _, value in pairs]
 
@@ -406,10 +405,16 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
             line: (steps, [max(abs(value), plot.floor) for value in values])
             for line, (steps, values) in series_by_line.items()
         }
-    covered_by = _covering_lines(series_by_line, plot)
+    covering = _covering_lines(series_by_line, plot)
     for colour, line in zip(_colour_cycle(len(lines)), lines, strict=True):
         steps, values = series_by_line[line]
         line_axes = right_axes if line.right and right_axes else axes
+        style: Any = "--" if line.right else "-"
+        width = 1.6
+        if line in covering:
+            style = (0, (2.5, 2.5))
+        elif line in covering.values():
+            width = 3.2  # stays visible under the dashes of the line that covers it
         if line.points:
             line_axes.plot(
                 steps,
@@ -421,27 +426,8 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
                 linewidth=1.4,
                 zorder=4,
             )
-            continue
-        style = (0, (2.5, 2.5)) if line in covered_by else "--" if line.right else "-"
-        width = 1.6 if line in covered_by or line not in covered_by.values() else 3.2
-        if len(steps) >= _SMOOTH_FROM and not line.right:
-            line_axes.plot(
-                *with_gaps(records, steps, values), color=colour, linewidth=0.8, alpha=0.35
-            )
-            values = _running_mean(values, max(5, len(values) // 25))
-        xs, ys = with_gaps(records, steps, values)
-        isolated = _isolated_indices(ys)
-        line_axes.plot(
-            xs,
-            ys,
-            linestyle=style,
-            marker="o" if isolated else None,
-            markersize=4,
-            markevery=isolated,
-            color=colour,
-            label=_label(line),
-            linewidth=width,
-        )
+        else:
+            _draw_curve(line_axes, records, line, steps, values, colour, style, width)
         if line.metric == "reward/mean":
             _draw_band(axes, records, colour)
     if plot.log and any(value for _, values in series_by_line.values() for value in values):
@@ -449,14 +435,46 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
     elif plot.bottom is not None:
         _set_bottom(axes, plot.bottom)
     if right_axes:
-        _set_bottom(right_axes, 0.0)
-        right_axes.set_ylabel(plot.right_unit)
-        right_axes.spines[["top"]].set_visible(False)
-        for curve in right_axes.get_lines():
-            if not str(curve.get_label()).startswith("_"):
-                axes.plot(
-                    [], [], "--", color=curve.get_color(), label=f"{curve.get_label()} (right)"
-                )
+        _finish_right_axis(axes, right_axes, plot.right_unit)
+
+
+def _draw_curve(
+    axes: Axes,
+    records: Sequence[Record],
+    line: Curve,
+    steps: list[float],
+    values: list[float],
+    colour: str,
+    style: Any,
+    width: float,
+) -> None:
+    """Draw a curve with gaps at lost records; a long one as its running mean before the values."""
+    if len(steps) >= _SMOOTH_FROM and not line.right:
+        axes.plot(*with_gaps(records, steps, values), color=colour, linewidth=0.8, alpha=0.35)
+        values = _running_mean(values, max(5, len(values) // 25))
+    xs, ys = with_gaps(records, steps, values)
+    isolated = _isolated_indices(ys)
+    axes.plot(
+        xs,
+        ys,
+        linestyle=style,
+        marker="o" if isolated else None,
+        markersize=4,
+        markevery=isolated,
+        color=colour,
+        label=_label(line),
+        linewidth=width,
+    )
+
+
+def _finish_right_axis(axes: Axes, right_axes: Axes, unit: str) -> None:
+    """Label the right-hand axis, and repeat its curves in the legend of the left-hand one."""
+    _set_bottom(right_axes, 0.0)
+    right_axes.set_ylabel(unit)
+    right_axes.spines[["top"]].set_visible(False)
+    for curve in right_axes.get_lines():
+        if not str(curve.get_label()).startswith("_"):
+            axes.plot([], [], "--", color=curve.get_color(), label=f"{curve.get_label()} (right)")
 
 
 def _set_bottom(axes: Axes, bottom: float) -> None:
@@ -598,10 +616,8 @@ def _label(line: Curve) -> str:
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    return [
-        sum(values[max(0, i - window + 1) : i + 1]) / len(values[max(0, i - window + 1) : i + 1])
-        for i in range(len(values))
-    ]
+    windows = (values[max(0, i - window + 1) : i + 1] for i in range(len(values)))
+    return [sum(recent) / len(recent) for recent in windows]
 
 
 def _colour_cycle(count: int) -> list[str]:

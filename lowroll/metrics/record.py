@@ -98,14 +98,8 @@ class Recorder:
         if content != records_file.data:
             write_file(self.path, content)
         self._mended = None
-        self._last = max(
-            (
-                recorded_step
-                for recorded_step in {*records_file.lines, *lost_steps}
-                if recorded_step <= step
-            ),
-            default=-1,
-        )
+        kept_steps = [kept for kept in (*records_file.lines, *lost_steps) if kept <= step]
+        self._last = max(kept_steps, default=-1)
 
 
 def read(folder: Path) -> list[Record]:
@@ -114,19 +108,18 @@ def read(folder: Path) -> list[Record]:
     A damaged or missing one is `{"step": n, "record/lost": 1.0}`, with a warning.
     """
     folder = Path(folder)
-    checkpoint_step = _newest_checkpoint(
-        folder
-    )  # before the records, which a running run writes first
+    # A running run writes a record before its checkpoint, so they are read the other way round.
+    checkpoint_step = _newest_checkpoint(folder)
     records_file = _scan(folder / METRICS_FILE)
     lost_steps = records_file.lost(max([*records_file.lines, checkpoint_step], default=-1))
     if lost_steps:
         log.warning("%s: the records of %s are lost", folder / METRICS_FILE, spans(lost_steps))
-    records = [json.loads(unseal(line)[0]) for line in records_file.lines.values()]
+    records = {step: json.loads(unseal(line)[0]) for step, line in records_file.lines.items()}
     for step, evaluation in read_evaluations(folder).items():
-        for record in records:
-            if record["step"] == max(1, step):
-                _merge_evaluation(record, evaluation)
-    return sorted([*records, *map(_lost_marker, lost_steps)], key=lambda record: record["step"])
+        if (record := records.get(max(1, step))) is not None:
+            _merge_evaluation(record, evaluation)
+    records |= {step: _lost_marker(step) for step in lost_steps}
+    return [records[step] for step in sorted(records)]
 
 
 def add_evaluation(folder: Path, step: int, metrics: Mapping[str, float]) -> None:
@@ -246,7 +239,7 @@ def _machine() -> str:
 
 
 @dataclass
-class _Found:
+class _RecordsFile:
     """A file's undamaged lines by step."""
 
     data: bytes = b""
@@ -255,34 +248,21 @@ class _Found:
 
     def lost(self, step: int) -> list[int]:
         """Return the steps from 1 to `step` without a record, the first _MAX_LOST of them."""
-        return list(
-            islice(
-                (
-                    step_number
-                    for step_number in range(1, step + 1)
-                    if step_number not in self.lines
-                ),
-                _MAX_LOST,
-            )
-        )
+        missing = (number for number in range(1, step + 1) if number not in self.lines)
+        return list(islice(missing, _MAX_LOST))
 
     def content(self, step: int) -> bytes:
         """Return the file content of a run of `step` steps."""
-        lines_by_step = {
-            step_number: line for step_number, line in self.lines.items() if step_number <= step
-        }
-        lines_by_step |= {
-            step_number: _encode_record(_lost_marker(step_number))
-            for step_number in self.lost(step)
-        }
-        return b"".join(lines_by_step[step_number] + b"\n" for step_number in sorted(lines_by_step))
+        lines = {number: line for number, line in self.lines.items() if number <= step}
+        lines |= {number: _encode_record(_lost_marker(number)) for number in self.lost(step)}
+        return b"".join(lines[number] + b"\n" for number in sorted(lines))
 
 
-def _scan(path: Path) -> _Found:
+def _scan(path: Path) -> _RecordsFile:
     """Read a records file and drop damaged lines, with a warning."""
     if not path.exists():
-        return _Found()
-    records_file, problems = _Found(read_file(path)), []
+        return _RecordsFile()
+    records_file, problems = _RecordsFile(read_file(path)), []
     *lines, torn_line = records_file.data.split(b"\n")
     if torn_line:
         log.warning("%s: dropped a torn last line of %d bytes", path, len(torn_line))
@@ -291,9 +271,8 @@ def _scan(path: Path) -> _Found:
         try:
             content, has_sum = unseal(line)
             step = _step_of(content)
-            if not has_sum and (
-                seen_checksum or not last_step < step <= last_step + 1 + len(lines)
-            ):
+            follows = last_step < step <= last_step + 1 + len(lines)
+            if not has_sum and (seen_checksum or not follows):
                 raise ValueError(f"step {step} without a checksum does not follow step {last_step}")
         except ValueError as error:
             problems.append(f"{path}:{number}: not a record: {error}")

@@ -160,7 +160,7 @@ def _header_section(
     step_range = "no steps"
     if records:
         step_range = f"steps {records[0]['step']} to {records[-1]['step']}"
-    num_lost = sum(bool(record.get("record/lost")) for record in records)
+    num_lost = sum(bool(record.get(LOST)) for record in records)
     if num_lost:
         step_range += f", {num_lost} of their records lost"
     return (

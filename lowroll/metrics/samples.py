@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.checkpoint.line_checksum import read_objects
-from lowroll.metrics.page import escape
+from lowroll.metrics.page import escape, transcript
 
 Record = dict[str, Any]
 STEPS = 5  # steps shown: the first, the last, and evenly spaced ones between
@@ -90,13 +90,13 @@ def _sample_details(label: str, sample: Record) -> str:
         f"{rollout['finish_reason']}, mean log-prob {mean_log_prob}; advantage {float(sample['advantage']):+.2f}; "
         f"drawn by {behavior['weights']} v{versions}"
     )
-    prompt_text = "\n".join(
-        f"{message.get('role', '?')}: {message.get('content', '')}"
-        for message in prompt["messages"]
-    )
     last_message = prompt["messages"][-1].get("content", "") if prompt["messages"] else ""
     title = f"<b>{escape(reward, 60)}</b><i>{label}</i>{_summary_line(last_message)} → {_summary_line(sample['text'])}"
-    texts = [("prompt", prompt_text), _gold_answer(prompt), response_text(sample)]
+    texts = [
+        ("prompt", transcript(prompt["messages"])),
+        _gold_answer(prompt),
+        response_text(sample),
+    ]
     if not scored:
         texts.append(("score", reward))
     if score.get("extra"):
@@ -122,12 +122,9 @@ def response_text(sample: Record) -> tuple[str, str]:
 
 def _message_text(message: Record) -> str:
     """Return a message with its calls as text."""
-    call_texts = [json.dumps(call["function"], ensure_ascii=False) for call in _calls(message)]
-    return "\n".join([f"{message.get('role', '?')}: {message.get('content', '')}", *call_texts])
-
-
-def _calls(message: Record) -> list[Record]:
-    return message.get("tool_calls") or []
+    calls = message.get("tool_calls") or []
+    call_texts = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+    return "\n".join([transcript([message]), *call_texts])
 
 
 def _gold_answer(prompt: Record) -> tuple[str, str]:

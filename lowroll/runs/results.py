@@ -19,7 +19,8 @@ from typing import Any
 
 from lowroll.checkpoint.files import write_file
 from lowroll.config import RunConfig
-from lowroll.metrics.failures import Attempt, Failure, failure_page, transcript
+from lowroll.metrics.failures import Attempt, Failure, failure_page
+from lowroll.metrics.page import transcript
 from lowroll.orchestrator.eval_statistics import interval, pass_at_k
 from lowroll.orchestrator.examples import Example, ExampleResponse
 from lowroll.types import Score, ScoreError
