@@ -40,8 +40,8 @@ class AnswerTimeout(BaseException):
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise AnswerTimeout after this CPU time, repeatedly, in the main thread. It cannot interrupt
-    a long operation of C code."""
+    """Raise AnswerTimeout after this CPU time, repeatedly, in the main thread. A long operation of
+    C code is not interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -81,7 +81,7 @@ def refuse_text(text: str) -> None:
 
 
 def _arguments(text: str, start: int, count: int) -> list[str]:
-    """Return the first `count` arguments of a command, as far as they are there."""
+    """Return the first `count` arguments of a command that are there."""
     arguments: list[str] = []
     while len(arguments) < count and (match := ARGUMENT.match(text, start)) is not None:
         arguments.append("".join(filter(None, match.groups())))
@@ -90,7 +90,7 @@ def _arguments(text: str, start: int, count: int) -> list[str]:
 
 
 def _is_large(argument: str) -> bool:
-    """Return whether an argument may be above MAX_ARGUMENT: by a power, a command or its numbers."""
+    """Return whether an argument may be above MAX_ARGUMENT."""
     if re.search(r"[\^!\\]", argument.replace(r"\cdot", "").replace(r"\times", "")):
         return True
     return prod(int(digits[:9]) + 1 for digits in re.findall(r"\d+", argument)) > MAX_ARGUMENT

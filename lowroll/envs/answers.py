@@ -30,7 +30,7 @@ JOINT = re.compile(r"[,;]|\band\b|\bor\b")
 
 
 def hash_answer(text: str) -> str | None:
-    """Return the number of the last line `#### number`, perhaps with a name and a unit, or None."""
+    """Return the number of the last line `#### number`, or None."""
     line_answer = _last_hash_line(plain(text))
     return None if line_answer is None else line_answer[1]
 
@@ -66,7 +66,7 @@ def boxed_answer(text: str, joined: bool = True) -> str | None:
 
 
 def _outer_boxes(text: str) -> list[tuple[int, tuple[str, int] | None]]:
-    """Return (start, (content, end)) of each outer box; None for one whose braces never close."""
+    """Return (start, (content, end)) of each outer box; None for one that never closes."""
     closing = _closing_braces(text)
     boxes: list[tuple[int, tuple[str, int] | None]] = []
     end = 0
@@ -118,23 +118,22 @@ def last_answer(text: str, joined: bool = True) -> str | None:
 
 
 def same_number(gold: str, answer: str) -> bool | None:
-    """Return whether two plain numbers (`1,234.50`, `$7`, `4.5e33`) are exactly equal; None if
-    either is not a number."""
+    """Return whether two plain numbers (`1,234.50`, `$7`, `4.5e33`) are equal; None if either is
+    none."""
     a, b = quantity(tidy(gold)), quantity(tidy(answer))
     return None if a is None or b is None else a == b
 
 
 class Unjudged(Exception):
-    """An answer that cannot be parsed, is too large to evaluate, or takes too long; it is wrong."""
+    """An answer that cannot be parsed or evaluated within the limits; it is wrong."""
 
 
 def equal(gold: str, answer: str, ordered: bool = False) -> bool:
-    """Return whether an extracted answer equals the gold answer, both LaTeX or plain text.
+    r"""Return whether an extracted answer equals the gold answer, both LaTeX or plain text.
     `ordered`: the order of a list without brackets counts.
 
-    Units and text around a formula are ignored, and 50\\% is both 50 and 0.5. Raises Unjudged
-    when the answer is at fault; any other exception is the fault of the gold answer or of this
-    program.
+    Units and text around a formula are ignored, and 50\% is both 50 and 0.5. Raises Unjudged when
+    the answer is at fault; another exception is the gold answer's or this program's fault.
     """
     gold, answer = gold.strip(), answer.strip()
     if gold == answer:

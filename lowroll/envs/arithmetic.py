@@ -102,7 +102,6 @@ class Arithmetic(GeneratedEnvironment):
         )
 
     def _is_tidy(self, text: str, num_steps: int) -> bool:
-        """Return whether the lines before `####` are `num_steps` true statements."""
         lines = [line.strip() for line in text.rpartition("####")[0].splitlines() if line.strip()]
         matches = [STEP.fullmatch(line) for line in lines]
         return len(lines) == num_steps and all(

@@ -54,13 +54,11 @@ class Validation:
 
     @property
     def ok(self) -> bool:
-        """Return whether every gold answer was accepted and every perturbed one rejected."""
         return self.gold_accepted == self.perturbed_rejected == self.count - self.gold_missing
 
 
 class Environment(ABC):
-    """The base class of environments. Subclasses take further keywords than `name` and
-    `seed`, and validate them."""
+    """The base class of environments. Subclasses take keywords of their own, and validate them."""
 
     exact = False  # no partial rewards, so a perturbed answer must score 0
     # the score of a response that exceeds the pool's time limit; None: an error
@@ -84,28 +82,27 @@ class Environment(ABC):
 
     @abstractmethod
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return task number `index` (0, 1, ...) of a split. ValueError for a negative index or a
-        split without tasks."""
+        """Return task number `index` (0, 1, ...) of a split. ValueError for one that is not
+        there."""
 
     @abstractmethod
     def score(self, prompt: Prompt, text: str) -> Outcome:
-        """Score the response `text` by a number or a Score; may be async. Exceptions become
-        ScoreErrors."""
+        """Score the response `text` by a number or a Score; may be async."""
 
     def prepare(self) -> None:  # noqa: B027  # most environments have nothing to load
-        """Load slow parts, such as a reward model, once in a worker before it is ready."""
+        """Load slow parts, such as a reward model, before a worker is ready."""
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> Reply:
         """Return new messages (user, tool or system) after the assistant's, or None when done; may
         be async.
 
-        It must be pure: a turn may be requested again after a restart and in another process.
-        Exceptions become a ScoreError of the sample. `max_turns` bounds the calls.
+        It must be pure: a turn may be requested again, in another process. Exceptions become a
+        ScoreError of the sample. `max_turns` bounds the calls.
         """
         return None
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome:
-        """Score a conversation, prompt included; by default by the assistant's last message."""
+        """Score a conversation, prompt included; by default its last assistant message."""
         replies = [
             message
             for message in messages[len(prompt.messages) :]
@@ -144,8 +141,7 @@ class Environment(ABC):
             raise ValueError(f"env {self.name!r}: index must be >= 0, got {index}")
 
     def rng(self, split: str, index: int, draw: int = 0) -> Random:
-        """Return the generator of one draw of a task. ValueError for an unknown split or a negative
-        index."""
+        """Return the generator of one draw of a task. ValueError as of `check_task`."""
         self.check_task(index, split)
         return Random(f"{type(self).__name__}/{self.seed}/{split}/{index}/{draw}")
 
@@ -155,10 +151,8 @@ class Environment(ABC):
         return Prompt(id=f"{split}/{index}", env=self.name, messages=messages, info=info)
 
     def validate(self, count: int = 64, split: str = "train") -> Validation:
-        """Score the gold and the perturbed response of the first `count` tasks of a split.
-
-        A scorer that raises counts as a failure. Runs here, without time limits.
-        """
+        """Score the gold and the perturbed response of the first `count` tasks of a split, here and
+        without time limits. A scorer that raises counts as a failure."""
         size = self.size(split)
         count = count if size is None else min(count, size)
         accepted = missing = rejected = 0
@@ -185,7 +179,6 @@ class Environment(ABC):
         )
 
     def _reward_or_error(self, prompt: Prompt, text: str) -> float | str:
-        """Return the reward of a response, or the scorer's exception as text."""
         try:
             return judge(self, prompt, text).reward
         except Exception as error:  # failures of a scorer are reported

@@ -43,8 +43,7 @@ class CellReference:
 
 
 def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
-    """Replace Environment classes (as `id` or alone), functions, and rows at their keys by
-    `write(value)`."""
+    """Replace Environment classes, functions, and rows at their keys by `write(value)`."""
     if isinstance(tree, Mapping):
         values = {
             key: _replaced_value(str(key).rpartition(".")[2], tree[key], write) for key in tree
@@ -60,7 +59,6 @@ def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
 
 
 def _replaced_value(key: str, value: Any, write: Callable[[Any], str]) -> Any:
-    """Return the value of one key, with classes, functions and rows replaced."""
     if _is_environment(value) and key == "id":
         return write(value)
     if isinstance(value, Path):
@@ -82,7 +80,7 @@ def named(value: Any, folder: Path) -> CellReference:
     """Return the id of a class or function, or the path of rows, with its file in `folder`, named
     by a digest.
 
-    ValueError without text, also of something it uses, or without a name to find it.
+    ValueError for a value, or something it uses, without text or name.
     """
     if not callable(value):
         return _rows_reference(value, folder)
@@ -92,7 +90,6 @@ def named(value: Any, folder: Path) -> CellReference:
 
 
 def _definition_reference(value: Any, folder: Path) -> CellReference:
-    """Return the reference of a class, a function or a method."""
     if not isinstance(value, type):
         _refuse_nameless(value)
         module = sys.modules.get(value.__module__)
@@ -114,7 +111,8 @@ def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tupl
 
 
 def _object_reference(value: Callable[..., Any], folder: Path) -> CellReference:
-    """Return the reference of a callable object: its name in a module, or a partial's parts."""
+    """Return the reference of a callable object, by its name in a module or as a partial
+    function."""
     function = value.func if isinstance(value, functools.partial) else None
     if (global_name := _global_of(value)) is not None:
         module, name = global_name
@@ -138,7 +136,7 @@ def _object_reference(value: Callable[..., Any], folder: Path) -> CellReference:
 
 
 def _global_of(value: object) -> tuple[types.ModuleType, str] | None:
-    """Return (module, name) of a global that holds an object, the main module last."""
+    """Return (module, name) of the global that holds an object, the main module last."""
     modules = sorted(sys.modules.items(), key=lambda item: item[0] == MAIN)
     for _, module in modules:
         if isinstance(module, types.ModuleType):
@@ -149,7 +147,6 @@ def _global_of(value: object) -> tuple[types.ModuleType, str] | None:
 
 
 def _object_source(name: str) -> str:
-    """Return the module text of a main-module object."""
     definitions: dict[str, str] = {}
     main_globals = vars(sys.modules[MAIN])
     text = _assignment(name)
@@ -161,7 +158,6 @@ def _object_source(name: str) -> str:
 
 
 def _partial_source(value: Any) -> str:
-    """Return the module text of a partial function."""
     function, definitions = value.func, {"functools": "import functools as functools"}
     name = function.__name__
     argument_texts = [
@@ -204,7 +200,6 @@ def _assignment(name: str) -> str:
 
 
 def _assigned_names(node: ast.stmt) -> list[str]:
-    """Return the names that a statement assigns."""
     targets = node.targets if isinstance(node, ast.Assign) else []
     if isinstance(node, ast.AnnAssign) and node.value is not None:
         targets = [node.target]
@@ -212,7 +207,6 @@ def _assigned_names(node: ast.stmt) -> list[str]:
 
 
 def _digest_path(folder: Path, name: str, text: str, suffix: str) -> Path:
-    """Return the path of a file that is named by its text's digest."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return folder.absolute() / f"{name}_{digest}{suffix}"
 
@@ -249,7 +243,6 @@ def _refuse_nameless(value: Any) -> None:
 
 
 def _rows_reference(value: Any, folder: Path) -> CellReference:
-    """Return the reference of rows, as JSON lines."""
     if hasattr(value, "to_dict") and hasattr(value, "iterrows"):  # a pandas DataFrame
         value = value.to_dict("records")
     if not isinstance(value, Iterable):
@@ -283,7 +276,6 @@ def _has_annotations(value: type | types.FunctionType) -> bool:
 
 
 def _module_text(name: str, parts: Mapping[str, str], annotations: bool) -> str:
-    """Return module text of these definitions, imports first."""
     imports = [text for text in parts.values() if text.startswith(("import ", "from "))]
     definitions = [text for text in parts.values() if text not in imports]
     header = f"# {name} of a notebook or script, and what it uses; written by lowroll.run."
@@ -394,8 +386,6 @@ def _definitions(text: str) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFu
 
 
 def _global_names(text: str) -> list[str]:
-    """Return the global names that a text uses."""
-
     def walk(table: symtable.SymbolTable) -> Iterator[str]:
         is_module = table.get_type() == "module"
         yield from (

@@ -104,7 +104,6 @@ class Chain(GeneratedEnvironment):
         )
 
     def _right_before_wrong(self, text: str, sums: list[int]) -> int:
-        """Return the number of right sums before the first wrong one."""
         written_sums = SUM.findall(text.rpartition("####")[0] or text)
         for i, (expected, (letter, number)) in enumerate(zip(sums, written_sums, strict=False)):
             if letter != self.letters[i % len(self.letters)] or int(number) != expected:

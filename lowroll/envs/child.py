@@ -52,11 +52,8 @@ def start(
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send `number` to this child when its parent dies, even if it hangs or is
-    stopped.
-
-    The parent is the starting thread, which must outlive the child.
-    """
+    """Make the kernel send `number` to this child when its parent, the starting thread, dies, even
+    if the child hangs or is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before prctl
@@ -104,6 +101,5 @@ def check_count(workers: int) -> None:
 
 
 def _open_files() -> int:
-    """Return the limit of open files of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else 1 << 20

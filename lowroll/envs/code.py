@@ -131,7 +131,6 @@ class Code(Environment):
 
 
 def _parse_limits(name: str, given: dict[str, float]) -> SandboxLimits:
-    """Return the sandbox's limits. ValueError names the invalid one."""
     for key in given:
         if key not in KNOWN:
             raise ValueError(f"env {name!r}: limits has no {key!r}; known: {', '.join(KNOWN)}")
@@ -157,7 +156,7 @@ def _metrics(verdict: CaseResults | None) -> dict[str, float]:
 
 
 def task_of(row: dict[str, Any], where: str) -> CodeTask:
-    """Read a row. ValueError names file and line of a row without a task or tests."""
+    """Read a row. ValueError names file and line of one without a task or tests."""
     question = next((row[key] for key in QUESTION_FIELDS if row.get(key)), None)
     if not isinstance(question, str) or not question.strip():
         raise ValueError(

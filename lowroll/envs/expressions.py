@@ -55,8 +55,8 @@ class GoldError(Exception):
 def equal(gold: str, answer: str) -> bool:
     """Return whether two formulas are equal.
 
-    A gold answer too large to evaluate equals only its own spelling; one that cannot be parsed equals
-    nothing. The parser's errors for an answer pass; Costly for one too large.
+    A gold answer too large to evaluate equals only its own spelling; one that cannot be parsed
+    equals nothing. The parser's errors for an answer pass; Costly for one too large.
     """
     fold = _can_ignore_case(gold, answer)
     gold_tree = _gold_tree(gold, fold)
@@ -75,7 +75,7 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
-    r"""Return the sign of the constant factor between two equations (left, right) or inequalities,
+    r"""Return the sign of the constant factor between two equations or inequalities (left, right),
     or None.
 
     An equation of numbers alone, `12 = 2^2 \cdot 3`, must be spelled alike.
@@ -104,7 +104,7 @@ def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
 
 
 def _can_ignore_case(gold: str, answer: str) -> bool:
-    """Return whether case can be ignored: no letter has both cases."""
+    """Return whether no letter has both cases."""
     for text in (gold, answer):
         letters = set(re.sub(r"\\[A-Za-z]+", "", text)) - set("eEiI")
         if any(letter.isupper() and letter.lower() in letters for letter in letters):
@@ -125,7 +125,6 @@ def _gold_tree(text: str, fold: bool) -> Any:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str, fold: bool) -> Any:
-    """Parse LaTeX into a tree; the parser's errors pass."""
     refuse_text(text)
     text = ungrouped(text)
     text = GAMMA.sub(lambda found: rf"\mbox{{{found[1][0]}amma variable}}", text)
@@ -187,7 +186,6 @@ def same_tree(a: Any, b: Any) -> bool:
 
 
 def _canonical_order(tree: Any) -> Any:
-    """Return nested tuples of a tree, with summands and factors sorted."""
     ordered_args = [_canonical_order(argument) for argument in getattr(tree, "args", ())]
     if isinstance(tree, (sympy.Add, sympy.Mul)):
         ordered_args.sort(key=repr)
@@ -249,8 +247,8 @@ def begins(text: str, number: str) -> bool:
 
 
 def rounds_to(text: str, tree: Any, cut: bool = False) -> bool:
-    """Return whether a decimal is the correct rounding of a number without finite decimals:
-    0.333333 for 1/3. `cut`: rounding towards zero counts too."""
+    """Return whether a decimal is the rounding of a number without finite decimals: 0.333333 for
+    1/3. `cut`: rounding towards zero counts too."""
     if DECIMAL.fullmatch(text) is None or len(text.replace(".", "").lstrip("-0")) < ROUNDED:
         return False
     value = exact(tree)
@@ -269,7 +267,6 @@ def rounds_to(text: str, tree: Any, cut: bool = False) -> bool:
 
 
 def _is_decimal(value: Fraction) -> bool:
-    """Return whether a fraction has finite decimals."""
     remaining = value.denominator
     for prime in (2, 5):
         while remaining % prime == 0:
@@ -290,7 +287,6 @@ def verified(gold: Any, answer: Any) -> bool:
 
 
 def _value_pairs(a: Any, b: Any) -> list[tuple[Any, Any]]:
-    """Return the values of two trees at the same points."""
     a = _as_evaluable(a)
     b = _as_evaluable(b)
     names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols} - {"i"})
@@ -349,7 +345,6 @@ def _is_zero(value: Any) -> bool:
 
 
 def _values_agree(u: Any, v: Any, digits: int = DIGITS) -> bool:
-    """Return whether two values are equal in most of their digits."""
     if _is_zero(u) and _is_zero(v):
         return True
     a, b = u.as_real_imag()

@@ -115,7 +115,6 @@ def form(text: str) -> Form:
 
 
 def _bracketed_form(brackets: str, inside: str) -> Form | None:
-    """Return the form of a text inside brackets, or None."""
     if brackets == r"\{\}":
         condition = pieces(inside, BAR)[0]
         if len(condition) == 2:
@@ -137,7 +136,6 @@ def _is_interval(found: Form) -> bool:
 
 
 def _list_values(text: str, braces: bool = False) -> tuple[str, ...]:
-    """Return the parts of a list, both values of a sign."""
     return tuple(part for piece in _split_list(text, braces) for part in _expand_signs(piece))
 
 
@@ -165,7 +163,7 @@ def _expand_signs(text: str) -> list[str]:
 
 
 def _relation_form(text: str) -> Form | None:
-    """Return a relation, or the interval of one that bounds a variable by numbers or a set."""
+    """Return a relation, or the interval of one that bounds a variable."""
     sides, operators = pieces(text, RELATION)
     sides = [side.strip() for side in sides]
     if not operators or not all(sides):
@@ -237,7 +235,6 @@ def matches(gold: str, answer: str, ordered: bool = False) -> bool:
 
 
 def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
-    """Return whether two forms state the same answer."""
     if (
         gold.name
         and answer.name
@@ -336,7 +333,7 @@ def _stated_values(equation: Form) -> list[str]:
 
 
 def _ascending(relation: Form) -> Form:
-    r"""Return a relation of > and \geq reversed into one of < and \leq; any other unchanged."""
+    r"""Return a relation of > and \geq reversed into one of < and \leq."""
     signs = relation.signs.split()
     if not all(sign in FLIPPED and sign not in BELOW for sign in signs):
         return relation
@@ -346,8 +343,7 @@ def _ascending(relation: Form) -> Form:
 
 
 def same_leaf(gold: str, answer: str) -> bool:
-    """Return whether two leaves are equal as times, numerals with a base, words, numbers or
-    expressions."""
+    """Return whether two leaves are equal as times, numerals, words, numbers or expressions."""
     if squeezed(gold) == squeezed(answer):
         return True
     if DOTS in gold or DOTS in answer:

@@ -55,7 +55,6 @@ LANGUAGES = {  # allowed parts of answers that a scorer evaluates
 
 
 def _same_numbers(answer: str, item: dict[str, Any]) -> bool:
-    """Return whether the answer uses exactly the numbers of the item."""
     return sorted(map(int, re.findall(r"\d{1,18}", answer))) == sorted(item["metadata"]["numbers"])
 
 
@@ -79,7 +78,7 @@ class ItemSource(Protocol):
 
 def levels(name: str, options: dict[str, Any]) -> int:
     """Return the levels of a generator's curriculum (a composite: of its longest part). ValueError
-    without one, or for an option that it sets."""
+    without one."""
     if sys.flags.hash_randomization:
         return int(server.ask(name, options, 0, "levels"))
     return _num_levels(name, options)
@@ -107,7 +106,6 @@ class Generator:
             raise ValueError(f"reasoning-gym/{name} refused the options: {error}") from error
 
     def _make_list(self, split: str, draw: int, block: int) -> Any:
-        """Return one block of items."""
         from reasoning_gym import create_dataset
 
         # numpy's limit
@@ -115,7 +113,6 @@ class Generator:
         return create_dataset(self.name, seed=seed, size=BLOCK, **self.options)
 
     def _make_item(self, split: str, draw: int, index: int) -> dict[str, Any]:
-        """Return one item, made with its own state of `random`."""
         state = random.getstate()
         # a few generators use the global stream
         random.seed(f"{self.seed}/{split}/{draw}/{index}")
@@ -139,7 +136,6 @@ class Generator:
 
 
 def _is_admissible(answer: str, item: dict[str, Any], generator: str) -> bool:
-    """Return whether an answer is in its generator's language and meets its demand."""
     language, demand = LANGUAGES.get(generator), DEMANDS.get(generator)
     if language is not None and language.fullmatch(answer) is None:
         return False
@@ -190,7 +186,6 @@ class _Server:
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], request: bytes, name: str) -> dict[str, Any]:
-        """Send a request line to the child and return its reply."""
         assert process.stdin is not None and process.stdout is not None
         deadline = time.monotonic() + CHILD_LIMIT
         line = b""
@@ -269,7 +264,6 @@ def _num_levels(name: str, options: dict[str, Any]) -> int:
 
 
 def _options_at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
-    """Return the options with those of a curriculum's level."""
     base_options = {key: value for key, value in options.items() if key != LEVEL}
     if name == "composite":
         datasets = [
@@ -290,8 +284,7 @@ def _options_at_level(name: str, options: dict[str, Any], level: int) -> dict[st
 
 @lru_cache(maxsize=128)
 def _level_options(name: str) -> list[dict[str, Any]]:
-    """Return each level's options. ValueError for an unknown generator or one without a
-    curriculum."""
+    """Return each level's options. ValueError without a curriculum."""
     from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 
     if name not in DATASETS:
@@ -322,7 +315,6 @@ def _level_options(name: str) -> list[dict[str, Any]]:
 
 
 def _is_curriculum_field(curriculum: Any, key: str) -> bool:
-    """Return whether the curriculum sets an option."""
     names = ("field_name", "lower_field_name", "upper_field_name")
     return any(
         key == getattr(attribute, name, None)

@@ -11,7 +11,6 @@ from lowroll.envs.problems import Problems
 
 
 class Math(Problems):
-    """Rows {problem or question, answer and/or solution}; the last `\\boxed{}` of a response is its
-    answer."""
+    r"""Rows {problem or question, answer and/or solution}; the last `\boxed{}` is the answer."""
 
     default_template = "{text}\nThink step by step and put the final answer within \\boxed{}."

@@ -257,7 +257,7 @@ def squeezed(text: str) -> str:
 
 
 def choice(text: str) -> tuple[str, str] | None:
-    r"""Return (letter, its text or "") of `(B)`, `B.`, `\text{(B)} 12`, unless there is not exactly
+    r"""Return (letter, its text or "") of `(B)`, `B.`, `\text{(B)} 12`, if there is exactly
     one."""
     match = CHOICE.fullmatch(text)
     if match is None or re.search(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])|,|\\neq|[=<>+^]", match[2]):
@@ -322,8 +322,7 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def stated_number(text: str) -> str | None:
-    """Return the number of a line such as `x = 1,000 dollars` or `5 million`; None unless it has
-    exactly one number and its unit."""
+    """Return the only number of a line such as `x = 1,000 dollars` or `5 million`, or None."""
     name, equals, value_text = tidy(text).rpartition("=")
     if equals and NAME.fullmatch(name.strip()) is None:
         return None

@@ -39,8 +39,7 @@ class InvalidScore(ValueError):
 
 
 class Inapplicable(InvalidScore):
-    """A response to which no reward function applies, not a failure; `metrics` and `extra` were
-    logged."""
+    """A response to which no reward function applies, not a failure."""
 
     def __init__(
         self, message: str, metrics: dict[str, float], extra: dict[str, Any] | None
@@ -69,8 +68,8 @@ class Judging(Protocol):
 
 def judge(env: Judging, prompt: Prompt, said: str | list[Message]) -> Score:
     """Score a response or a conversation. InvalidScore names a wrong return value; the scorer's
-    exceptions pass. An async `score` runs on one event loop for the process's life, so that it may
-    keep a client open."""
+    exceptions pass. All async scores run on one event loop, so that a scorer may keep a client
+    open."""
     if isinstance(said, str):
         return as_score(awaited(env.score(prompt, said)))
     return as_score(awaited(env.score_conversation(prompt, said)))
@@ -78,7 +77,7 @@ def judge(env: Judging, prompt: Prompt, said: str | list[Message]) -> Score:
 
 def answer(env: Judging, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
     """Return the environment's messages, or None when done. InvalidReply names a wrong return
-    value; other exceptions pass."""
+    value."""
     return as_messages(awaited(env.respond(prompt, messages)))
 
 
@@ -179,7 +178,6 @@ def metric_name(key: object) -> str:
 
 
 def _show(value: object) -> str:
-    """Describe a value for an error message."""
     try:
         text = repr(value)
     except Exception as error:

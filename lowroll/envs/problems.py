@@ -37,7 +37,7 @@ ORDER = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """A usable row: question, final answer, and a worked solution ("" if none)."""
+    """A usable row."""
 
     question: str
     answer: str
@@ -158,7 +158,7 @@ def judged(prompt: Prompt, text: str, hashes: bool) -> Score:
 
 
 def problem_of(row: dict[str, Any], where: str) -> Problem | None:
-    """Read a row; None for an empty gold answer. ValueError names file and line of a row without
+    """Read a row; None for an empty gold answer. ValueError names file and line of one without
     fields."""
     question = next((row[key] for key in QUESTION_FIELDS if key in row), None)
     if not isinstance(question, str) or not question.strip():

@@ -104,7 +104,6 @@ def _descendants(root: int) -> Iterator[int]:
 
 
 def _exit_like(status: int) -> None:
-    """End this process with the worker's exit status or signal."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)

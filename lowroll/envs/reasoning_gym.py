@@ -121,7 +121,6 @@ class ReasoningGym(Environment):
 def _curriculum(
     asked: bool | dict[str, Any], generator: str, options: dict[str, Any]
 ) -> Curriculum | None:
-    """Return the configured curriculum; ValueError names what is wrong."""
     if asked is False or asked is None:
         return None
     if asked is not True and not isinstance(asked, dict):

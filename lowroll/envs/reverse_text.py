@@ -35,7 +35,7 @@ def lcs_length(a: str, b: str) -> int:
 
 
 def lcs_ratio(a: str, b: str) -> float:
-    """Return 2 * LCS / (len(a) + len(b)), in [0, 1]; 1 only for equal strings, empty ones included."""
+    """Return 2 * LCS / (len(a) + len(b)), in [0, 1]; 1 only for equal strings."""
     return 2 * lcs_length(a, b) / (len(a) + len(b)) if a or b else 1.0
 
 

@@ -169,8 +169,7 @@ def usable(
     convert: Callable[[dict[str, Any], str], T | None],
     origin: str,
 ) -> tuple[list[T], int]:
-    """Return the converted rows and the number skipped, which is logged. ValueError when none is
-    left."""
+    """Return the converted rows and the number skipped. ValueError when none is left."""
     converted = [convert(row, where) for where, row in rows]
     kept_rows = [row for row in converted if row is not None]
     if not kept_rows:
@@ -188,7 +187,6 @@ def usable(
 
 
 def _task_text(row: object) -> str:
-    """Return a row's task: itself, its question or its prompt."""
     task = getattr(row, "question", getattr(row, "prompt", row))
     return task if isinstance(task, str) else json.dumps(task, default=vars)
 

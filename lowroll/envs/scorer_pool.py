@@ -73,8 +73,7 @@ Result = Score | ScoreError | EnvironmentReply | GroupScores
 
 @dataclass(frozen=True)
 class _Item:
-    """A unit of work. size: the number of responses scored together; 0: one response or
-    conversation."""
+    """A unit of work. size: the number of responses scored together; 0: a single one."""
 
     prompt: Prompt
     encoded: bytes
@@ -117,7 +116,7 @@ class _Job:
 
 
 class _Worker:
-    """A child process and its items (index, id); starting until it reports ready."""
+    """A child process and the items (index, id) that it holds."""
 
     def __init__(self, setup: bytes, pass_env: Mapping[str, str]) -> None:
         self.process = child.start("lowroll.envs.worker", subprocess.PIPE, pass_env)
@@ -135,11 +134,10 @@ class _Worker:
 
     @property
     def late(self) -> bool:
-        """Return whether the deadline of its start or current item has passed."""
         return (not self.ready or bool(self.held)) and time.monotonic() > self.deadline
 
     def is_idle(self) -> bool:
-        """Return whether it can take a chunk. What it has written without being asked is lost."""
+        """Return whether it can take a chunk. What it wrote without being asked is lost."""
         return self.ready and not self.held and not self.read() and not self.ended
 
     def hand(self, chunk: dict[int, bytes], time_limit: float) -> None:
@@ -151,7 +149,6 @@ class _Worker:
         self.deadline = time.monotonic() + time_limit
 
     def write(self) -> None:
-        """Write as much of the outbox as the pipe takes."""
         try:
             self.outbox = self.outbox[os.write(self.stdin.fileno(), self.outbox) :]
         except BlockingIOError:
@@ -205,8 +202,7 @@ class ScorerPool:
 
     `env_specs` maps an environment's name to (id, args, seed) for `lowroll.envs.make`. Every worker
     has all environments, and the environment variables of `pass_env`. ValueError for an unset
-    variable, and for more workers than the machine holds; RunFailed when a worker cannot build its
-    environments.
+    variable or too many workers; RunFailed when a worker cannot build its environments.
     """
 
     def __init__(
@@ -269,8 +265,7 @@ class ScorerPool:
         items: Sequence[tuple[Prompt, str | list[Message]]],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Score | ScoreError]:
-        """Score (prompt, response) and (prompt, messages) pairs in order; `on_progress(done,
-        total)` reports.
+        """Score (prompt, response) and (prompt, messages) pairs in order.
 
         ValueError, before any scoring, for a prompt of an unknown environment, or with `info` that
         is not JSON. Only the last `base.MAX_TEXT` characters of each text count.
@@ -287,8 +282,7 @@ class ScorerPool:
     def respond(
         self, items: Sequence[tuple[Prompt, list[Message]]]
     ) -> list[list[Message] | None | ScoreError]:
-        """Return the environments' replies to (prompt, messages), in order; None: done. Errors and
-        limits as for `score`."""
+        """Return the environments' replies to (prompt, messages), in order; None: done."""
         encoded = [
             _Item(prompt, self._encode(prompt, "respond", messages)) for prompt, messages in items
         ]
@@ -300,7 +294,7 @@ class ScorerPool:
         ]
 
     def _joined(self, items: Sequence[tuple[Prompt, str | list[Message]]]) -> list[_Item]:
-        """Return the items; joins neighbours of a prompt that is scored together."""
+        """Return the items; neighbours of a prompt that is scored together become one."""
         work_items: list[_Item] = []
         for _, consecutive in groupby(items, key=lambda item: id(item[0])):
             neighbours = list(consecutive)
@@ -323,7 +317,6 @@ class ScorerPool:
         responds: bool,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Result]:
-        """Run work items on the workers and return all results in order."""
         with self._lock:
             if not self._workers:
                 raise RuntimeError("the scorer pool is closed")
@@ -342,7 +335,6 @@ class ScorerPool:
         return [result for result in job.results if result is not None]
 
     def _encode(self, prompt: Prompt, ask: str, said: Any) -> bytes:
-        """Return a request as JSON. ValueError for an unknown environment or other data."""
         if prompt.env not in self.names:
             raise ValueError(
                 f"prompt {prompt.id!r} is of environment {prompt.env!r}; the pool has: "
@@ -358,7 +350,7 @@ class ScorerPool:
             ) from error
 
     def _exchange(self, job: _Job) -> None:
-        """Send chunks, wait for a pipe or deadline, take replies, and replace ended or late
+        """Hand out chunks, wait for a pipe or deadline, take replies, and replace ended or late
         workers."""
         for worker in self._workers:
             if job.pending and worker.is_idle():
@@ -373,14 +365,14 @@ class ScorerPool:
                 self._replace(i)
 
     def _hand_chunk(self, worker: _Worker, job: _Job) -> None:
-        """Give a worker its share of what is pending, or less, so that none waits for the last."""
+        """Give a worker at most half its share of what is pending, so that none waits for the
+        last."""
         size = min(MAX_CHUNK, max(1, len(job.pending) // (2 * len(self._workers))))
         chunk = [job.pending.popleft() for _ in range(size)]
         items = {index: job.items[index].encoded for index in chunk}
         worker.hand(items, self._limit(job.items[chunk[0]]))
 
     def _limit(self, item: _Item) -> float:
-        """Return an item's limit, summed over its responses."""
         return self.time_limit * max(1, item.size)
 
     def _wait(self) -> None:
@@ -464,7 +456,6 @@ class ScorerPool:
         job.take_back(worker.held)
 
     def _timeout(self, worker: _Worker, job: _Job, item: _Item, work: str) -> Score | ScoreError:
-        """Return the outcome of an item that took too long."""
         if not job.responds and item.prompt.env in worker.overtaxed:
             return worker.overtaxed[item.prompt.env]
         missing_reply = "answer" if job.responds else "score"
@@ -498,7 +489,7 @@ def _decode(line: bytes) -> dict[str, Any]:
 
 
 def _parse_result(reply: dict[str, Any], size: int, responds: bool) -> Result | None:
-    """Return a worker's reply as a result; None for an invalid reply. size: as of `_Item`."""
+    """Return a worker's reply as a result; None for an invalid reply."""
     if size and "scores" in reply:
         return _parse_group_scores(reply["scores"], size)
     kind = reply.get("error")
@@ -508,7 +499,6 @@ def _parse_result(reply: dict[str, Any], size: int, responds: bool) -> Result | 
 
 
 def _parse_score(reply: dict[str, Any]) -> Score | ScoreError | None:
-    """Return a score or an error; None for an invalid reply."""
     reward, metrics, kind = reply.get("reward"), reply.get("metrics"), reply.get("error")
     extra = reply.get("extra")
     if extra is not None and not isinstance(extra, dict):
@@ -523,7 +513,6 @@ def _parse_score(reply: dict[str, Any]) -> Score | ScoreError | None:
 
 
 def _parse_group_scores(replies: object, size: int) -> GroupScores | None:
-    """Return the scores of `size` responses; None for an invalid reply."""
     if not isinstance(replies, list) or len(replies) != size:
         return None
     scores = [_parse_score(reply) for reply in replies if isinstance(reply, dict)]
@@ -541,7 +530,6 @@ def _bounded_texts(said: str | list[Message]) -> str | list[Message]:
 
 
 def _parse_messages(reply: dict[str, Any]) -> EnvironmentReply | None:
-    """Return an environment's messages; None for an invalid reply."""
     if "messages" not in reply:
         return None
     try:

@@ -120,14 +120,12 @@ def own_file(cls: type[Environment]) -> str | None:
 
 
 def _import_class(place: str) -> type[Environment]:
-    """Import the class of "module:Class"."""
     module, _, class_name = place.partition(":")
     return getattr(importlib.import_module(module), class_name)
 
 
 def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
-    """Return the environment class of a user's file: the named one, or the only one. ValueError for
-    none or several."""
+    """Return the named environment class of a user's file, or its only one."""
     if not file.is_file():
         raise ValueError(f"environment file {file} does not exist")
     module = import_file(file)
@@ -162,7 +160,6 @@ def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
 
 
 def _describe_abstract(file: Path, cls: type[Environment]) -> str:
-    """Describe the missing methods of an abstract class."""
     missing = sorted(cls.__abstractmethods__)
     answer_methods = [name for name in missing if name in ("gold", "perturbed")]
     hint = ""
@@ -190,7 +187,6 @@ def import_file(file: Path) -> ModuleType:
 
 
 def _take_limits(cls: type[Environment], args: dict[str, Any]) -> dict[str, Any]:
-    """Take a conversation's limits out of the arguments."""
     parameters = inspect.signature(cls).parameters
     return {key: args.pop(key) for key in LIMITS if key in args and key not in parameters}
 
@@ -211,7 +207,6 @@ def _check_limits(env: Environment) -> None:
 
 
 def _check_args(cls: type[Environment], id: str, args: dict[str, Any]) -> None:
-    """Raise ValueError for an unknown or missing argument of a class."""
     parameters = inspect.signature(cls).parameters
     for key in ("name", "seed"):
         if key in args:

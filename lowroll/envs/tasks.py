@@ -12,7 +12,7 @@ from lowroll.types import Prompt
 
 
 def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
-    """Return a task; ValueError names the environment, and file and line or the task, when its code
+    """Return a task. ValueError names the environment, and file and line or the task, when its code
     raises or its prompt is not valid chat messages and JSON data."""
     with blamed(f"env {env.name!r}: prompt({index}, {split!r})", own_file(type(env))):
         prompt = env.prompt(index, split)

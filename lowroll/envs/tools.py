@@ -37,9 +37,7 @@ class ToolTimeout(BaseException):
 
 class Toolbox:
     """Functions by name. call_seconds: a call's limit; most_output: characters of an answer.
-
-    ValueError names a non-function or a duplicate name.
-    """
+    ValueError names a non-function or a duplicate name."""
 
     def __init__(
         self,
@@ -100,7 +98,6 @@ class Toolbox:
         return message
 
     def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a function and return its value as text."""
         function = self.functions.get(name)
         if function is None:
             raise _Refused(f"there is no tool {name!r}; there are: {', '.join(self.functions)}")
@@ -128,7 +125,6 @@ def _text_parameters(function: Function) -> set[str]:
 
 
 def _admits_text(hint: Any) -> bool:
-    """Return whether a type hint allows text."""
     if get_origin(hint) is Literal:
         return any(isinstance(value, str) for value in get_args(hint))
     if get_origin(hint) in (Union, UnionType):
@@ -137,7 +133,6 @@ def _admits_text(hint: Any) -> bool:
 
 
 async def _await_within(value: Any, seconds: float) -> Any:
-    """Await a value; ToolTimeout after `seconds`."""
     import asyncio  # imported only to wait
 
     try:
@@ -179,8 +174,8 @@ def counts(messages: Sequence[Message]) -> dict[str, float]:
 
 
 class ToolEnvironment(Environment):
-    """An environment with tools (the class's or given functions), until a turn calls nothing or
-    after `max_turns` turns. Subclasses define `prompt`, and `score` of the last turn's text."""
+    """An environment with tools, until a turn calls nothing or after `max_turns` turns. Subclasses
+    define `prompt`, and `score` of the last turn's text."""
 
     functions: Sequence[Function] = ()
 

@@ -70,7 +70,6 @@ def ask(env: Environment, prompt: Prompt, what: str, said: Any) -> dict[str, Any
 
 
 def _score_reply(one: Score | InvalidScore) -> dict[str, Any]:
-    """Return the reply of a score or an invalid one."""
     if isinstance(one, Inapplicable):
         details = {"metrics": one.metrics, "extra": one.extra}
         return {"error": "inapplicable", "message": str(one)[:MAX_MESSAGE], **details}

@@ -68,7 +68,6 @@ def failure_page(
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as HTML."""
     head_cells = "".join(f"<th>{escape(cell, 80)}</th>" for cell in head)
     lines = "".join(
         "<tr>" + "".join(f"<td class=num>{escape(cell, 200)}</td>" for cell in row) + "</tr>\n"
@@ -78,7 +77,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _set_section(name: str, failures: Sequence[Failure]) -> str:
-    """Return a set's failures as a folded section, with those on which engines differ first."""
     shown = sorted(failures, key=lambda one: not one.parted)[:MOST]
     num_hidden = len(failures) - len(shown)
     hidden_note = f", {num_hidden} more in the files of responses" if num_hidden else ""
@@ -89,7 +87,6 @@ def _set_section(name: str, failures: Sequence[Failure]) -> str:
 
 
 def _failure_details(one: Failure) -> str:
-    """Return an example with the responses that failed."""
     solved_counts = " · ".join(
         f"{result.name} {result.solved}/{result.count}" for result in one.attempts
     )
@@ -108,7 +105,6 @@ def _failure_details(one: Failure) -> str:
 
 
 def _gold_answer(info: dict[str, Any]) -> str:
-    """Return the gold answer, or all of the scorer's data."""
     scorer_data = {
         key: value for key, value in info.items() if key not in ("row", "split", "place")
     }

@@ -36,28 +36,26 @@ _EVAL_METRIC = re.compile(r"eval/(.+)/(reward|sampled_reward)(_before)?")
 
 
 class Terminal(Console):
-    """The standard output. A file is never a terminal, whatever FORCE_COLOR and TTY_COMPATIBLE say.
-    A closed pipe raises an ordinary error."""
+    """The standard output. A file is never a terminal, whatever FORCE_COLOR and TTY_COMPATIBLE
+    say."""
 
     def __init__(self) -> None:
         super().__init__(force_terminal=None if sys.stdout.isatty() else False)
 
     def on_broken_pipe(self) -> None:
-        """Re-raise the error being handled."""
+        """Raise an ordinary error, where rich would exit."""
         raise
 
 
 class Narrower(RenderHook):
-    """A hook that clears the screen before the first drawing on a narrower terminal. The terminal
-    has wrapped the old panel to an unknown number of rows, because it may report its width late, so
-    rich would leave the upper ones."""
+    """A hook that clears the screen before the first drawing on a narrower terminal, which has
+    wrapped the old panel to an unknown number of rows."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._width = console.width
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Clear the screen before a drawing if the terminal became narrower."""
         previous_width, self._width = self._width, self._console.width
         if self._width >= previous_width:
             return renderables
@@ -68,9 +66,8 @@ class LiveView:
     """A live view: `with LiveView(total_steps, title) as view:`, then `view.phase(...)` inside a
     step and `view.step(record)` after it.
 
-    `console` is for tests. A terminal's panel is redrawn four times a second; otherwise each
-    `every`th step and the last print a line. Set `asked_to_stop` to an object that becomes true
-    when the run is asked to stop; the panel then says so.
+    A terminal's panel is redrawn four times a second; otherwise each `every`th step and the last
+    print a line. Set `asked_to_stop` to an object that becomes true when the run is asked to stop.
     """
 
     def __init__(
@@ -127,7 +124,6 @@ class LiveView:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Show a finished step's record from the Recorder."""
         self._record = record
         if (reward := record.get("reward/mean")) is not None:
             self._rewards.append(reward)
@@ -149,7 +145,6 @@ class LiveView:
             self._console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
 
     def line(self) -> str:
-        """Return the last step in one line."""
         record = self._record
         words = [
             f"step {record.get('step', 0):>4}/{self.total_steps}",
@@ -173,7 +168,6 @@ class LiveView:
         return duration(steps_left * statistics.fmean(self._seconds))
 
     def __rich__(self) -> Panel:
-        """Return the panel for rich."""
         record = self._record
         step, inner_width = int(record.get("step", 0)), max(1, self._console.width - 4)
         name, done, total = self._phase
@@ -205,7 +199,6 @@ class LiveView:
         )
 
     def _lines(self, record: Mapping[str, Any]) -> list[Text]:
-        """Return the full-width lines of the panel."""
         times = ", ".join(
             f"{phase} {_number(record.get(f'time/{phase}'), '.2f')}s" for phase in _PHASES
         )
@@ -225,8 +218,7 @@ class LiveView:
         return lines
 
     def _cells(self, record: Mapping[str, Any], bars: int) -> list[Text]:
-        """Return the last step's numbers, the most important first. `bars`: the most bars of the
-        reward curve."""
+        """Return the last step's numbers, the most important first."""
 
         def cell(label: str, value: object, spec: str, unit: str = "") -> Text:
             return Text.assemble(
@@ -272,7 +264,6 @@ def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _evals(record: Mapping[str, Any]) -> list[str]:
-    """Describe a record's evaluations."""
     return [
         f"{name} {_number(value, '.3f')}"
         for name, value in record.items()
@@ -288,15 +279,13 @@ def drawn_at(temperature: object) -> str:
 
 
 def _redirect_logging(old: object, new: Any) -> None:
-    """Redirect logging from the stream `old` to `new`."""
     for handler in logging.getLogger("lowroll").handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is old:
             handler.setStream(new)
 
 
 def kv_words(record: Mapping[str, Any]) -> list[str]:
-    """Describe a bounded cache's saving in a step, and the rejected or repaired share; nothing for
-    a dense cache."""
+    """Describe a bounded cache's saving in a step, and the rejected or repaired share."""
     if "kv/saving_peak" not in record:
         return []
     words = [f"kv {_number(_percent(record['kv/saving_peak']), '.0f')} % saved"]
@@ -324,7 +313,7 @@ def guard_words(record: Mapping[str, Any]) -> list[str]:
 
 
 def sparkline(values: deque[float] | list[float], width: int) -> str:
-    """Return the last `width` values as block characters, scaled to their minimum and maximum."""
+    """Return the last `width` values as block characters, from their minimum to their maximum."""
     shown = list(values)[-width:]
     if len(shown) < 2:
         return ""

@@ -32,8 +32,7 @@ _PASS_AT_K_SOURCE = "Codex, arXiv 2107.03374"
 
 @dataclass(frozen=True)
 class Metric:
-    """A row of the table. `expect` is a healthy range or a hint, `source` a paper or the
-    definition's module."""
+    """A row of the table. `expect` is a healthy range or a hint, `source` a paper or the module."""
 
     name: str
     unit: str
@@ -48,7 +47,6 @@ class Metric:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """A pattern of this row's concrete names."""
         return re.compile(
             re.sub(r"<\w+>", lambda place: _PLACEHOLDERS[place[0]], re.escape(self.name))
         )

@@ -289,7 +289,6 @@ def evaluated(records: Sequence[Record]) -> list[tuple[str, str, str]]:
 
 
 def middle(metric: str) -> str:
-    """Return the environment of `reward/<env>/mean`."""
     return metric.split("/", 1)[1].rsplit("/", 1)[0]
 
 
@@ -397,7 +396,6 @@ def draw(records: Sequence[Record], plot: Plot) -> str:
 
 
 def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequence[Curve]) -> None:
-    """Draw lines, with a right-hand axis for those that need one."""
     right_axes = axes.twinx() if any(line.right for line in lines) else None
     series_by_line = {line: series(records, line.metric) for line in lines}
     if plot.log:
@@ -514,7 +512,6 @@ def _covering_lines(
 
 
 def _log_scale(axes: Axes) -> None:
-    """Make the vertical axis logarithmic, with readable ticks."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -535,7 +532,6 @@ def _power_label(value: float, _: object) -> str:
 
 
 def _draw_band(axes: Axes, records: Sequence[Record], colour: str) -> None:
-    """Shade one standard deviation around the mean reward."""
     rows = [
         (r["step"], r["reward/mean"], r["reward/std"])
         for r in records
@@ -571,7 +567,6 @@ def _draw_stack(axes: Axes, records: Sequence[Record], lines: Sequence[Curve]) -
 
 
 def _style_axes(figure: Figure, axes: Axes, plot: Plot) -> None:
-    """Set labels, grid and legend."""
     from matplotlib.ticker import MaxNLocator
 
     axes.spines[["top", "right"]].set_visible(False)

@@ -103,10 +103,8 @@ class Recorder:
 
 
 def read(folder: Path) -> list[Record]:
-    """Return a run's records in step order, one a step up to the newest record or checkpoint.
-
-    A damaged or missing one is `{"step": n, "record/lost": 1.0}`, with a warning.
-    """
+    """Return a run's records in step order, one a step up to the newest record or checkpoint. A
+    damaged or missing one is `{"step": n, "record/lost": 1.0}`."""
     folder = Path(folder)
     # A running run writes a record before its checkpoint, so they are read the other way round.
     checkpoint_step = _newest_checkpoint(folder)
@@ -123,8 +121,8 @@ def read(folder: Path) -> list[Record]:
 
 
 def add_evaluation(folder: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Append an evaluation after a step (0: before the first), for a separate orchestrator process.
-    ValueError for an unknown name."""
+    """Append an evaluation after a step (0: before the first), for a separate orchestrator
+    process."""
     record: Record = {"step": step}
     for name, value in metrics.items():
         find(name)
@@ -136,8 +134,7 @@ def add_evaluation(folder: Path, step: int, metrics: Mapping[str, float]) -> Non
 
 
 def read_evaluations(folder: Path) -> dict[int, Record]:
-    """Return an orchestrator's evaluations by step, the last of each. Damaged lines are dropped:
-    the evaluation is repeated, or missing in the report."""
+    """Return an orchestrator's evaluations by step, the last of each, without damaged lines."""
     evaluations: dict[int, Record] = {}
     path = Path(folder) / EVALUATIONS_FILE
     if not path.is_file():
@@ -166,8 +163,7 @@ def forget_evaluations(folder: Path, step: int) -> None:
 
 
 def _merge_evaluation(record: Record, evaluation: Mapping[str, Any]) -> None:
-    """Merge an evaluation as one process would have recorded it: existing numbers stay, times add
-    up."""
+    """Merge an evaluation as one process would have recorded it: numbers stay, times add up."""
     for name, value in evaluation.items():
         if name.startswith("time/") and value is not None:
             record[name] = (record.get(name) or 0.0) + value
@@ -183,8 +179,8 @@ def reproducible(record: Mapping[str, Any]) -> Record:
 
 
 def write_about(folder: Path, about: Mapping[str, str]) -> Record:
-    """Write `about.json` and return it: the caller's facts (title, model, env, rollout, correction,
-    device, ...), then installed versions and the machine."""
+    """Write `about.json` and return it: the caller's facts, then installed versions and the
+    machine."""
     content: Record = {**about, **_versions_and_machine()}
     path = Path(folder) / ABOUT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,12 +204,10 @@ def computed_otherwise(folder: Path, about: Mapping[str, str]) -> list[str]:
 
 
 def _versions_and_machine() -> dict[str, str]:
-    """Return the versions and the machine."""
     return {"versions": _versions(), "machine": _machine()}
 
 
 def _versions() -> str:
-    """Describe the installed versions."""
     versions = [f"Python {platform.python_version()}"]
     for package in ("lowroll", "torch", "transformers", "math-verify"):
         try:
@@ -224,7 +218,6 @@ def _versions() -> str:
 
 
 def _machine() -> str:
-    """Describe the processor and memory."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -298,8 +291,7 @@ def _scan(path: Path) -> _RecordsFile:
 
 
 def _step_of(content: bytes) -> int:
-    """Return a record's step. ValueError unless it is a record: another program's line may have a
-    checksum."""
+    """Return a record's step. ValueError unless it is a record."""
     try:
         record = json.loads(content)
         step = record["step"]
@@ -324,17 +316,15 @@ def _step_of(content: bytes) -> int:
 
 
 def _encode_record(record: Record) -> bytes:
-    """Return the sealed line of a record."""
     return seal(json.dumps(record, allow_nan=False).encode())
 
 
 def _lost_marker(step: int) -> Record:
-    """Return the record that stands for a lost one."""
     return {"step": step, LOST: 1.0}
 
 
 def _newest_checkpoint(folder: Path) -> int:
-    """Return the newest checkpoint's step, or -1. Its record was written before."""
+    """Return the newest checkpoint's step, or -1."""
     steps = [path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*")]
     numbers = (int(step) for step in steps if step.isascii() and step.isdigit() and len(step) < 20)
     return max((number for number in numbers if number < _MAX_STEP), default=-1)

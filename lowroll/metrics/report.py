@@ -55,8 +55,8 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page of the run in `run_dir` to `out` (default `run_dir/report.html`) and return
     its path.
 
-    FileNotFoundError when `run_dir` is not a folder, ValueError when `out` is another file or cannot
-    be written. Damaged data is left out, and named at the page's end.
+    FileNotFoundError when `run_dir` is not a folder, ValueError when `out` is another file or
+    cannot be written. Damaged data is left out, and named at the page's end.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -93,7 +93,6 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def _lost_notes(records: Sequence[Record]) -> list[str]:
-    """Return a note on lost records, if there are any."""
     steps = [record["step"] for record in records if record.get(LOST)]
     if not steps:
         return []
@@ -170,7 +169,7 @@ def _header_section(
 
 
 def _change_section(records: Sequence[Record], supervised: bool, notes: list[str]) -> str:
-    """Return the section on rewards before and after the run, with sampling and prompts."""
+    """Return the section on rewards before and after the run."""
     rows = []
 
     def row(label: str, hint: str, metric: str, edge: int) -> None:
@@ -216,7 +215,6 @@ def _change_section(records: Sequence[Record], supervised: bool, notes: list[str
 
 
 def _describe_steps(steps: Sequence[float]) -> str:
-    """Describe a range of steps."""
     first_step = f"{steps[0]:.0f}"
     last_step = f"{steps[-1]:.0f}"
     if first_step != last_step:
@@ -225,7 +223,6 @@ def _describe_steps(steps: Sequence[float]) -> str:
 
 
 def _tiles_section(records: Sequence[Record]) -> str:
-    """Return the tiles with single numbers of the run."""
     tiles: list[tuple[str, str, str]] = []
 
     def single(
@@ -276,7 +273,6 @@ def _tiles_section(records: Sequence[Record]) -> str:
 
 
 def _plots(records: Sequence[Record], supervised: bool, notes: list[str]) -> str:
-    """Return the figures, with a note on those without data."""
     figures: list[str] = []
     titles_by_reason: dict[str, list[str]] = {}
     for plot in (reward_plot(records), *PLOTS, length_plot(records)):
@@ -325,7 +321,6 @@ def _guard_section(records: Sequence[Record]) -> str:
 
 
 def _config_section(run_dir: Path, notes: list[str]) -> str:
-    """Return the configuration section."""
     path = run_dir / "config.yaml"
     if not path.exists():
         notes.append("config.yaml is absent")

@@ -61,7 +61,6 @@ def _evenly_spaced(items: list[Any], count: int) -> list[Any]:
 
 
 def _pick_samples(samples: list[Record]) -> list[tuple[str, Record]]:
-    """Return samples from the best reward to the worst, and failed scores."""
     scored = sorted(
         (s for s in samples if s["score"]["type"] == "Score"),
         key=lambda s: -float(s["score"]["reward"]),
@@ -75,7 +74,6 @@ def _pick_samples(samples: list[Record]) -> list[tuple[str, Record]]:
 
 
 def _sample_details(label: str, sample: Record) -> str:
-    """Return a sample with its prompt, gold answer and response."""
     rollout, score, behavior = sample["rollout"], sample["score"], sample["rollout"]["behavior"]
     prompt, scored = sample["prompt"], score["type"] == "Score"
     turns = rollout.get("turns")
@@ -121,14 +119,12 @@ def response_text(sample: Record) -> tuple[str, str]:
 
 
 def _message_text(message: Record) -> str:
-    """Return a message with its calls as text."""
     calls = message.get("tool_calls") or []
     call_texts = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
     return "\n".join([transcript([message]), *call_texts])
 
 
 def _gold_answer(prompt: Record) -> tuple[str, str]:
-    """Return the gold answer and its name, or all of the scorer's data."""
     info = prompt.get("info") or {}
     if "answer" in info:
         return "gold answer", str(info["answer"])

@@ -44,7 +44,7 @@ def alarms(stats: Mapping[str, float]) -> list[str]:
 
 
 def check_masks(batch: Batch) -> list[str]:
-    """Return one line when a batch's loss masks leave nothing to learn."""
+    """Return one line when the loss masks leave nothing to learn."""
     if any(any(sample.loss_mask) for sample in batch.samples):
         return []
     if all(applies_nowhere(sample.score) for sample in batch.samples):
@@ -60,8 +60,8 @@ def canaries(
 ) -> list[str]:
     """Score known answers, and return one line for each wrong score.
 
-    Each environment gives a right and a wrong answer to one of its training tasks, the one at
-    `positions[name]`. An environment that stores no answers is skipped.
+    Each environment gives a right and a wrong answer to its training task at `positions[name]`; one
+    that stores no answers is skipped.
     """
     items: list[tuple[Prompt, str]] = []
     for name, env in envs.items():

@@ -88,14 +88,12 @@ class Audit:
         ]
 
     def _begin(self, event: Event) -> None:
-        """Restart with the open groups of a `begun` event."""
         self.states = dict.fromkeys(event["open"], "planned")
         self.batches = {}
         self.consumed = event["step"]
         self._undo = [event["step"]]
 
     def _move(self, number: int, kind: str, ids: Sequence[str]) -> None:
-        """Move groups to the state after an event."""
         allowed_states, new_state = MOVES[kind]
         for request_id in ids:
             state = self.states.get(request_id)
@@ -129,7 +127,6 @@ class Audit:
                 )
 
     def _consume(self, number: int, step: int) -> None:
-        """Record that a checkpoint covers all batches up to a step."""
         if step not in self.batches and step != self.consumed:
             self.found.append(f"line {number}: batch {step} is consumed, and none of it stands")
         self.consumed = max(self.consumed, step)

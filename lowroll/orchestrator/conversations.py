@@ -94,7 +94,7 @@ class ConversationState:
 
     @property
     def said(self) -> list[Message]:
-        """All messages, including the prompt's."""
+        """The prompt's messages and all others."""
         assert self.dialogue.prompt is not None
         return [*self.dialogue.prompt.messages, *self.messages]
 
@@ -150,7 +150,6 @@ class ConversationState:
 
     @property
     def request(self) -> Request:
-        """The request of the next turn."""
         dialogue = self.dialogue
         prompt_ids = [*dialogue.prompt_ids, *self.token_ids]
         turn, talk_id = len(self.turns), f"{dialogue.id}/{self.sample}"
@@ -182,7 +181,6 @@ class ConversationState:
 
     @property
     def conversation(self) -> Conversation:
-        """The messages after the prompt, and the reason of the end."""
         assert self.ended is not None
         return Conversation(self.messages, self.ended, self.error)
 
@@ -265,8 +263,8 @@ class Conversations:
         return handle
 
     def step(self) -> list[tuple[int, Group]]:
-        """Wait a moment; return finished groups by handle. Conversations whose turns returned
-        continue after the environments' replies."""
+        """Wait a moment; return finished groups by handle. A conversation whose turn returned goes
+        on with the environment's reply."""
         ended: list[tuple[int, Group]] = []
         returned: dict[int, list[ConversationState]] = {}  # by the handle from `add`
         for handle, group in self.engine.step():
@@ -293,7 +291,6 @@ class Conversations:
         return ended + [(owner, self._open.pop(owner).group) for owner in finished]
 
     def _ask_next_turns(self, owner: int, talks: Sequence[ConversationState]) -> None:
-        """Send the next turn of each conversation that goes on."""
         for talk in talks:
             if talk.ended is None:
                 handle = self._add(talk.request)
@@ -337,7 +334,6 @@ class Conversations:
         return handle
 
     def _begin(self, exchange: _Exchange, group: Group) -> None:
-        """Start one conversation for each first turn of a group."""
         exchange.talks = [
             ConversationState(exchange.dialogue, i) for i in range(len(group.rollouts))
         ]

@@ -18,7 +18,7 @@ MESSAGE_LIMIT = 500  # logged characters of a scorer's message
 
 
 class InvalidRollout(ValueError):
-    """An engine's answer that must not be learned from; names the request and the sample."""
+    """An engine's answer that must not be learned from."""
 
 
 class ScoringFailed(RunFailed):
@@ -38,8 +38,7 @@ class ErrorWindow:
         self._outcomes: deque[bool] = deque(maxlen=max(size, min_scores))
 
     def check(self, scores: Iterable[Score | ScoreError]) -> None:
-        """Add new scores, except those that do not apply. ScoringFailed when too many of enough
-        scores are errors."""
+        """Add new scores. ScoringFailed when too many of enough scores are errors."""
         errors = []
         for score in scores:
             if isinstance(score, Score):

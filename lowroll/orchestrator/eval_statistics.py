@@ -22,8 +22,7 @@ LEVEL = 0.95
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the chance that one of k responses, taken from n with c solved, is solved. Needs 1 <=
-    k <= n."""
+    """Return the chance that one of k responses, taken from n with c solved, is solved."""
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(
             f"pass_at_k: expected 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}"
@@ -32,8 +31,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(classes: Sequence[int | None]) -> int | None:
-    """Return the most frequent class; ties take the first seen. None does not vote; the result
-    is None when all are."""
+    """Return the most frequent class, the first seen of several. None does not vote."""
     counts = Counter(answer_class for answer_class in classes if answer_class is not None)
     return max(counts, key=counts.__getitem__) if counts else None
 
@@ -44,8 +42,8 @@ def interval(
     level: float = LEVEL,
     resamples: int = RESAMPLES,
 ) -> tuple[float, float]:
-    """Return the bounds of the mean of the sets' means; each set's values are resampled within it.
-    The same seed gives the same bounds. ValueError for an empty set."""
+    """Return the bounds of the mean of the sets' means; values are resampled within their set.
+    ValueError for an empty set."""
     if not sets or not all(sets):
         raise ValueError("interval: expected values, got an empty set")
     rng = Random(seed)
@@ -57,7 +55,7 @@ def interval(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the `share` quantile (0..1), linear between neighbours, of a non-empty sequence."""
+    """Return the `share` quantile (0..1) of a non-empty sequence, linear between neighbours."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     lower_index = floor(position)

@@ -49,10 +49,9 @@ def evaluate(
     first examples of a split.
 
     `num_examples` is cut to the split's size; examples with more than `max_prompt_tokens` are left
-    out. `max_sequence_tokens` bounds a conversation, which needs an engine for them
-    (`conversations`). `k` defaults to rollouts_per_example. The same seed gives the same noise for
-    any weights. Examples with fewer than k scored rollouts are left out of pass@k. ScoringFailed by
-    the training loop's rule, ValueError for impossible numbers.
+    out. `k` defaults to rollouts_per_example. The same seed gives the same noise for any weights.
+    Examples with fewer than k scored rollouts are left out of pass@k. ScoringFailed by the training
+    loop's rule, ValueError for impossible numbers.
     """
     k = rollouts_per_example if k is None else k
     if num_examples < 1 or not 1 <= k <= rollouts_per_example:
@@ -103,8 +102,8 @@ def plan(
     max_sequence_tokens: int | None = None,
     split: str = "test",
 ) -> list[PromptDraw]:
-    """Return the draws of the first examples of a split, without those of more than
-    `max_prompt_tokens`. ValueError when none is left."""
+    """Return the draws of the first examples of a split, without too long prompts. ValueError when
+    none is left."""
     size = env.size(split)
     positions = range(num_examples if size is None else min(num_examples, size))
     draws = [
@@ -130,8 +129,7 @@ def plan(
 
 
 def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -> dict[str, float]:
-    """Return the metrics of examples, each a list of one prompt's samples. Unscored samples are
-    left out."""
+    """Return the metrics of examples, each a list of one prompt's samples."""
     rewards = [
         [sample.score.reward for sample in example if isinstance(sample.score, Score)]
         for example in examples

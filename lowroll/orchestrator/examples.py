@@ -26,10 +26,11 @@ TOGETHER = 1024  # responses per call of the scorer
 
 @dataclass
 class ExampleResponse:
-    """One response, or its side of a conversation; `score` is None until it is scored.
+    """One response, or its side of a conversation.
 
     `text`: of the last turn. `tokens`: all drawn. `messages`: of a conversation, after the prompt.
-    `failed`: its environment's error. `token_ids`: where a scorer takes them.
+    `failed`: its environment's error. `token_ids`: where a scorer takes them. `score`: None before
+    it is scored.
     """
 
     text: str
@@ -42,7 +43,6 @@ class ExampleResponse:
 
     @property
     def solved(self) -> bool:
-        """Whether the response was scored as right."""
         return isinstance(self.score, Score) and self.score.reward >= SOLVED
 
 
@@ -64,7 +64,6 @@ class Example:
 
     @property
     def solved(self) -> list[bool]:
-        """Whether each scored response is right."""
         return [response.solved for response in self.responses if isinstance(response.score, Score)]
 
 
@@ -78,7 +77,7 @@ def draw(
     keep: Keep,
     on_progress: Progress | None = None,
 ) -> None:
-    """Generate all requests; examples go to `keep` as they end. Raises InvalidRollout."""
+    """Generate all requests; examples go to `keep` as they end."""
     draw_by_handle = {engine.add(planned.request): planned for planned in draws}
     try:
         while draw_by_handle:
@@ -101,7 +100,6 @@ def draw(
 
 
 def _build_response(sample: Sample) -> ExampleResponse:
-    """Return a sample as an unscored response."""
     score, rollout = sample.score, sample.rollout
     failed = None
     if isinstance(score, ScoreError) and sample.ended == "error":
@@ -122,8 +120,7 @@ def score(
     keep: Keep,
     on_progress: Progress | None = None,
 ) -> None:
-    """Score every response, except aborted ones and those with a failed environment; examples go to
-    `keep` as they are done."""
+    """Score every response, except aborted ones and those with a failed environment."""
     num_done = 0
     for batch in _scorer_batches(examples):
         items = []
@@ -160,7 +157,7 @@ def votes(
 ) -> list[bool] | None:
     """Return whether each example's most frequent answer is right; None where the environment does
     not compare answers (`Environment.matching`). Two answers are the same when the scorer accepts
-    the second for the first. An example without an answer is not solved."""
+    the second for the first."""
     if not examples or env.matching(examples[0].prompt, "") is None:
         return None
     is_solved: list[bool] = []
@@ -174,7 +171,6 @@ def votes(
 
 
 def _scorer_batches(examples: Sequence[Example]) -> Iterator[list[Example]]:
-    """Yield the examples in batches of about TOGETHER responses."""
     max_responses = max((len(example.responses) for example in examples), default=1)
     size = max(1, TOGETHER // max(1, max_responses))
     for start in range(0, len(examples), size):
@@ -184,8 +180,8 @@ def _scorer_batches(examples: Sequence[Example]) -> Iterator[list[Example]]:
 def _answer_classes(
     examples: Sequence[Example], env: Environment, scorer: Scorer
 ) -> list[list[int | None]]:
-    """Return for every response the index of its example's first response with the same answer, or
-    None without an answer."""
+    """Return for every response the first response of its example with the same answer, or None
+    without an answer."""
     classes: list[list[int | None]] = [[None] * len(example.responses) for example in examples]
     unclassified = [
         [i for i, r in enumerate(example.responses) if _has_answer(r)] for example in examples
@@ -211,13 +207,12 @@ def _answer_classes(
 
 
 def _has_answer(response: ExampleResponse) -> bool:
-    """Return whether a scored response states an answer."""
     score = response.score
     return isinstance(score, Score) and score.metrics.get("has_answer", 1.0) > 0
 
 
 def _comparison(env: Environment, example: Example, first: int, other: int) -> tuple[Prompt, str]:
-    """Return the scorer's item that compares the answers of two responses."""
+    """Return the scorer's item that compares two responses."""
     task = env.matching(example.prompt, example.responses[first].text)
     assert task is not None
     return task, example.responses[other].text

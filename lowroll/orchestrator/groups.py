@@ -71,8 +71,7 @@ class ScoredGroup:
 
 
 def in_planned_order(draws: list[PromptDraw], groups: list[Group]) -> list[Group]:
-    """Return the groups in the order of the draws. InvalidRollout unless they match one to one and
-    are complete."""
+    """Return the groups in the order of the draws. InvalidRollout unless they match one to one."""
     group_by_id: dict[str, Group] = {}
     planned = {draw.request.id for draw in draws}
     for group in groups:
@@ -116,8 +115,8 @@ def check_group(draw: PromptDraw, group: Group) -> None:
 
 
 def _check_turns(rollout: Rollout, where: str) -> None:
-    """Raise InvalidRollout unless the turns are consecutive from the first token to the last, and
-    tokens between them have no log-prob."""
+    """Raise InvalidRollout unless the turns cover the rollout in order, and tokens between them
+    have no log-prob."""
     assert rollout.turns is not None
     end = 0
     for number, turn in enumerate(rollout.turns):
@@ -143,7 +142,7 @@ def score(
     max_steps: int = 0,
 ) -> list[list[Sample]]:
     """Decode and score every rollout: one list of samples per draw. Aborted rollouts and failed
-    environments are not scored. `step`, `max_steps`: see `for_scorer`."""
+    environments are not scored."""
     samples = [
         samples_of(draw, group, tokenizer) for draw, group in zip(draws, groups, strict=True)
     ]
@@ -173,15 +172,15 @@ def score(
 
 
 def finite(outcome: Score | ScoreError) -> Score | ScoreError:
-    """Return a scorer's outcome; an error for a reward that is not finite."""
+    """Return the outcome, or an error for a reward that is not finite."""
     if isinstance(outcome, Score) and not math.isfinite(outcome.reward):
         return ScoreError("invalid", f"reward {outcome.reward}")
     return outcome
 
 
 def for_scorer(prompt: Prompt, token_ids: Sequence[list[int]], step: int, max_steps: int) -> Prompt:
-    """Return a group's prompt for its scorer, with the responses' token ids and the run's progress
-    where its `info["takes"]` lists them."""
+    """Return a group's prompt for its scorer, with the token ids and the run's progress where its
+    `info["takes"]` lists them."""
     available = {
         "completion_ids": list(token_ids),
         "trainer_state": {"global_step": step - 1, "max_steps": max_steps},
@@ -224,7 +223,6 @@ def samples_of(draw: PromptDraw, group: Group, tokenizer: Tokenizer) -> list[Sam
 def _build_sample(
     draw: PromptDraw, rollout: Rollout, conversation: Conversation | None, tokenizer: Tokenizer
 ) -> Sample:
-    """Return a rollout as an unscored sample."""
     unscored = ScoreError("invalid", f"rollout aborted after {rollout.num_drawn} tokens")
     sample = Sample(
         prompt=draw.prompt,
@@ -240,14 +238,13 @@ def _build_sample(
 
 
 def _last_turn_ids(rollout: Rollout) -> list[int]:
-    """Return the token ids of a rollout's last turn."""
     if not rollout.turns:
         return rollout.token_ids
     return rollout.token_ids[rollout.turns[-1].start : rollout.turns[-1].end]
 
 
 def _shaped_reward(sample: Sample, settings: Settings) -> float | None:
-    """Return a sample's reward with the length penalty; None for an unscored sample."""
+    """Return a sample's reward with the length penalty; None without a score."""
     if not isinstance(sample.score, Score):
         return None
     if settings.overlong_max is None or settings.overlong_cache is None:

@@ -12,14 +12,14 @@ PhaseProgress = Callable[[str, int, int], None]  # (phase, done, total)
 
 
 class HasTokens(Protocol):
-    """The tokens drawn so far for one sample of a request."""
+    """The tokens drawn so far for one sample."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
 
 
 class EngineClient(Protocol):
-    """An engine that turns requests into groups, in process or over the network."""
+    """An engine that turns requests into groups."""
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
         """Return one group per request, in any order, matched by `request.id`."""
@@ -30,7 +30,7 @@ class EngineClient(Protocol):
         ...
 
     def step(self) -> list[tuple[int, Group]]:
-        """Wait a moment; return finished groups by handle, which may include aborted requests."""
+        """Wait a moment; return finished groups by handle, aborted ones perhaps among them."""
         ...
 
     def abort(self, handle: int) -> bool:
@@ -38,17 +38,17 @@ class EngineClient(Protocol):
         ...
 
     def so_far(self, handle: int) -> Sequence[HasTokens]:
-        """Return the known tokens of each sample of a request in flight."""
+        """Return what is known of each sample of a request in flight."""
         ...
 
 
 class WeightsWatch(Protocol):
-    """The weights of a learner in another process, as loaded by the engines. Every wait has a
+    """The weights of a learner in another process, as the engines load them. Every wait has a
     deadline."""
 
     def at_least(self, version: int, most: int) -> int:
-        """Wait for weights of this version or newer, load the newest up to `most` into the engines,
-        and return its version."""
+        """Wait for weights of this version or newer, load the newest up to `most`, and return its
+        version."""
         ...
 
     def exactly(self, version: int) -> int:
@@ -56,8 +56,7 @@ class WeightsWatch(Protocol):
         ...
 
     def newer(self, most: int) -> int | None:
-        """Load newer weights up to version `most` and return their version; None, without a wait,
-        when there are none."""
+        """Load newer weights up to `most` and return their version; None when there are none."""
         ...
 
 
@@ -71,8 +70,8 @@ class Tokenizer(Protocol):
         ...
 
     def encode_turn(self, messages: list[Message], after: Turn, said: Message) -> list[int]:
-        """Return the ids of `messages` after a drawn turn, up to the assistant's next header.
-        `said`: the turn as a message."""
+        """Return the ids of `messages` after a drawn turn (`said` as a message), up to the
+        assistant's next header."""
         ...
 
     def turn(self, token_ids: list[int], tools: bool = False) -> Message:
@@ -114,5 +113,5 @@ class BatchSender(Protocol):
     """The sending end of a rollout channel."""
 
     def send(self, batch: Batch) -> None:
-        """Send the batch, or raise before a deadline."""
+        """Send the batch, or raise after a deadline."""
         ...

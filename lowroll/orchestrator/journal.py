@@ -41,7 +41,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 def read(path: Path) -> tuple[list[Event], int]:
     """Return the events of a file, and its length in bytes without a torn last line. ValueError
-    names the first other invalid line."""
+    names another invalid line."""
     *lines, torn_end = read_file(path).split(b"\n")
     events: list[Event] = []
     valid_length = 0
@@ -57,7 +57,6 @@ def read(path: Path) -> tuple[list[Event], int]:
 
 
 def _parse_event(line: bytes, number: int) -> Event:
-    """Parse a line of the ledger's file. ValueError names the fault."""
     content, has_checksum = unseal(line, number)
     if not has_checksum:
         raise ValueError("damaged: no checksum")
@@ -115,9 +114,9 @@ class Journal:
             os.fsync(self._file)
 
     def go_on(self, step: int, open_ids: Sequence[str], again: bool = False) -> None:
-        """Resume after batch `step` (0: from the beginning) with these open groups, and undo what
-        came after. `again` discards all earlier events. ValueError when the file ends before that
-        batch."""
+        """Resume after batch `step` (0: from the beginning) with these open groups, and undo
+        what came after. `again` discards all earlier events. ValueError when the file has no
+        such batch."""
         if self.step is None or again:
             self.write("begun", step=step, open=list(open_ids))
         elif step not in self.batches:
@@ -130,7 +129,6 @@ class Journal:
         self.sync()
 
     def _note(self, event: Event) -> None:
-        """Update `batches` by an event."""
         self._lines += 1
         kind = event["event"]
         if kind == "begun":

@@ -50,7 +50,7 @@ class GroupPlan:
 
 
 class Pools:
-    """Prompts that are not drawn again, by difficulty and environment, in order of discovery."""
+    """Prompts that are not drawn again, by difficulty and environment."""
 
     def __init__(self, held: Mapping[str, Mapping[str, list[str]]] | None = None) -> None:
         self._held = {
@@ -73,8 +73,8 @@ class Pools:
             self._held["hard"].setdefault(env, {})[prompt_id] = None
 
     def take_back(self, pool: str, share: float, order: Any) -> int:
-        """Release a share of a pool, at least one prompt for a share above 0: those with the
-        smallest `order(env, id)`. Return their number."""
+        """Release a share of a pool, at least one prompt: those with the smallest `order(env, id)`.
+        Return their number."""
         pooled = [(env, prompt_id) for env, ids in self._held[pool].items() for prompt_id in ids]
         if not pooled or share <= 0:
             return 0
@@ -111,7 +111,7 @@ def _are_id_lists(envs: Any) -> bool:
 
 @dataclass
 class Ledger:
-    """Counts of drawn groups by outcome. planned == consumed + dropped + open."""
+    """Counts of drawn groups by outcome."""
 
     draws: int = 0  # draws made, including passed-over prompts
     cursors: dict[str, int] = field(default_factory=dict)  # next position of each environment
@@ -196,7 +196,7 @@ def state_of(
 
 
 def upgraded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state in format 2. Format 1 had no open groups, pools and duplicates. ValueError for
+    """Return a state in format 2; format 1 had no open groups, pools and duplicates. ValueError for
     an invalid state."""
     names = set(STATE) - ({"step"} if state.get("format") == 1 else set())
     if set(state) != names or state["format"] not in (1, STATE_FORMAT):

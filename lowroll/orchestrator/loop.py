@@ -195,7 +195,6 @@ class Orchestrator:
         self._take_ready(pending, ready[:num_groups])
 
     def _open_missing_groups(self, pending: PendingBatch) -> None:
-        """Plan as many groups as are missing among the open ones."""
         num_missing = self.settings.num_open - len(pending.ledger.open)
         if num_missing > 0:
             self.rollout_buffer.plan(pending.ledger, num_missing, pending.step, pending.temperature)
@@ -204,7 +203,6 @@ class Orchestrator:
     def _score_answers(
         self, pending: PendingBatch, answers: Sequence[tuple[OpenGroup, Group]]
     ) -> None:
-        """Score the groups that have just returned."""
         if not answers:
             return
         draws = [open_group.draw for open_group, _ in answers]
@@ -353,7 +351,7 @@ class Orchestrator:
             logger.warning("step %d: %s", batch.step, warning)
 
     def _record_outcome(self, pending: PendingBatch) -> None:
-        """Count the step's finished groups in the ledger, and write them to its journal."""
+        """Count the step's groups in the ledger, and write them to its journal."""
         pending.ledger.consumed += len(pending.kept)
         pending.ledger.dropped += len(pending.dropped)
         if self.journal is None:
@@ -374,7 +372,7 @@ class Orchestrator:
         self.journal.sync()
 
     def _idle_stats(self, pending: PendingBatch) -> dict[str, float]:
-        """Return the time waited, and the idle fraction of the orchestrator's time."""
+        """Return the seconds waited, and the idle fraction of the orchestrator's time."""
         last_batch_at, self._last_batch_at = self._last_batch_at, time.monotonic()
         idle_seconds = pending.seconds["time/generate"] + sum(self._waits.values())
         wall_seconds = max(self._last_batch_at - last_batch_at, 1e-9)
@@ -389,7 +387,7 @@ class Orchestrator:
         self.source.settings = settings
 
     def state(self) -> dict[str, Any]:
-        """Return JSON data for `restore`; at level 0 it gives the same batches."""
+        """Return JSON data for `restore`."""
         return state_of(self.last, self.source.plan(), self.ledger, self.errors)
 
     def restore(
@@ -416,8 +414,8 @@ class Orchestrator:
         self.rollout_buffer.rewind(ledger, set())
 
     def promote(self) -> dict[str, int]:
-        """Release the configured shares of the easy and the hard pool when a run resumes. Return
-        the number of prompts of each."""
+        """Release the configured shares of the pools when a run resumes. Return the number of
+        prompts of each."""
         shares = (self.settings.easy_fraction, self.settings.hard_fraction)
         draws = self.ledger.draws
         return {
@@ -443,9 +441,8 @@ class Orchestrator:
 
 
 def logged(batch: Batch, dropped: Sequence[ScoredGroup] = ()) -> Batch:
-    """Return a batch for the log: rollouts of dropped groups follow with group -1 and an all-zero
-    loss mask, and what differs between repetitions (times, the orchestrator's state) is left out.
-    """
+    """Return a batch for the log: dropped rollouts follow with group -1 and an all-zero loss mask,
+    and what differs between repetitions is left out."""
     dropped_samples = [
         replace(sample, group=-1, advantage=0.0, loss_mask=[0] * len(sample.loss_mask))
         for group in dropped

@@ -53,7 +53,8 @@ class PromptDraw:
     position: int = 0  # in its environment
 
     def is_longer(self, limit: int | None) -> bool:
-        """Return whether the prompt has more than `limit` tokens, or too many for a conversation."""
+        """Return whether the prompt has more than `limit` tokens, or too many for a
+        conversation."""
         if isinstance(self.request, Dialogue) and not self.request.fits:
             return True
         return limit is not None and len(self.request.prompt_ids) > limit
@@ -80,8 +81,8 @@ class PromptSource:
         self._firsts = {name: Firsts() for name in self.envs}
 
     def draw(self, ledger: Ledger, count: int, temperature: float) -> list[PromptDraw]:
-        """Return the next `count` draws and advance `ledger`. ValueError for unusable prompts,
-        NoSignal when the pools leave none."""
+        """Return the next `count` draws and advance `ledger`. NoSignal when the pools leave
+        none."""
         draws: list[PromptDraw] = []
         num_too_long = num_unwanted = 0
         limit = self.settings.max_prompt_tokens
@@ -110,11 +111,11 @@ class PromptSource:
         return draws
 
     def again(self, planned: GroupPlan) -> PromptDraw:
-        """Return the original draw of an open group."""
+        """Return the draw of an open group."""
         return self._at(planned.env, planned.position, planned.temperature)
 
     def choose(self, draw: int) -> str:
-        """Return the environment of a draw, a function of (seed, draw index, weights)."""
+        """Return the environment of a draw, a function of (seed, draw, weights)."""
         if len(self._names) == 1:
             return self._names[0]
         share = seed_of(self.seed, "environment", draw) / 2**63 * self._shares[-1]
@@ -122,7 +123,6 @@ class PromptSource:
 
     @property
     def seed(self) -> int:
-        """The seed for choosing prompts."""
         chosen = self.settings.buffer_seed
         return self.settings.seed if chosen is None else chosen
 
@@ -154,7 +154,6 @@ class PromptSource:
             ledger.levels[name] = progress.after(curriculum, mean_rewards)
 
     def _position(self, ledger: Ledger, name: str) -> int:
-        """Return the next position in an environment, at its curriculum's level."""
         cursor, curriculum = ledger.cursors.get(name, 0), self.envs[name].curriculum
         if curriculum is None:
             return cursor
@@ -190,7 +189,6 @@ class PromptSource:
         return False
 
     def _is_duplicate(self, name: str, position: int, prompt: Prompt) -> bool:
-        """Return whether an earlier prompt of the data set has the same content."""
         firsts, keys = self._firsts[name], self.settings.hash_keys
         for unread in range(firsts.num_read, min(position + 1, self._sizes[name] or 0)):
             firsts.read(prompt_at(self.envs[name], unread, "train"), keys)
@@ -219,13 +217,12 @@ class Firsts:
         self.num_read += 1
 
     def is_duplicate(self, prompt: Prompt, keys: tuple[str, ...]) -> bool:
-        """Return whether an earlier prompt has the same content."""
         return self._ids.get(fingerprint(prompt, keys), prompt.id) != prompt.id
 
 
 def fingerprint(prompt: Prompt, keys: tuple[str, ...]) -> bytes:
-    """Return the SHA-256 of the values of a prompt's keys: `task` (its environment), `prompt` (its
-    messages) or a key of its info. ValueError for a missing key."""
+    """Return the SHA-256 of the values of a prompt's keys: `task`, `prompt` (its messages) or a key
+    of its info. ValueError for a missing key."""
     values_by_key: dict[str, Any] = {**prompt.info, "task": prompt.env, "prompt": prompt.messages}
     for key in keys:
         if key not in values_by_key:
@@ -249,8 +246,7 @@ def draw_at(
     max_sequence_tokens: int | None = None,
 ) -> PromptDraw:
     """Return an environment's prompt at a position and its request, with constant id and seed; a
-    dialogue where the environment replies. ValueError for a prompt that names another environment
-    or has no tokens."""
+    dialogue where the environment replies. ValueError for an unusable prompt."""
     prompt = prompt_at(env, position, split)
     if prompt.env != name:
         raise ValueError(
@@ -280,7 +276,7 @@ def draw_at(
 
 def encode(env: Environment, prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     """Return the ids of a prompt in the chat template, with the environment's tools. ValueError
-    names an environment whose tools the template cannot show."""
+    when the template cannot show tools."""
     if not env.tools:
         return list(tokenizer.encode_chat(prompt.messages))
     try:

@@ -79,7 +79,7 @@ class RolloutBuffer:
     # -- the groups --------------------------------------------------------------------------------
 
     def opened(self, ledger: Ledger) -> list[OpenGroup]:
-        """Return a ledger's open groups in planned order, and abort other requests."""
+        """Return a ledger's open groups in planned order, and abort all others."""
         still_open = set(ledger.open)
         for planned in [known_plan for known_plan in self._known if known_plan not in still_open]:
             self.abort(self._known.pop(planned))
@@ -89,11 +89,10 @@ class RolloutBuffer:
         return [self._known[planned] for planned in ledger.open]
 
     def ready(self, ledger: Ledger) -> list[OpenGroup]:
-        """Return the open groups that have returned and are scored, in planned order."""
+        """Return the open groups that are returned and scored, in planned order."""
         return [open_group for open_group in self.opened(ledger) if open_group.scored is not None]
 
     def plan(self, ledger: Ledger, count: int, step: int, temperature: float) -> list[OpenGroup]:
-        """Open `count` more groups and return them."""
         new_groups = []
         for draw in self.source.draw(ledger, count, temperature):
             planned = GroupPlan(draw.prompt.env, draw.position, step, temperature)
@@ -114,7 +113,7 @@ class RolloutBuffer:
     # -- requests ----------------------------------------------------------------------------------
 
     def send(self, ledger: Ledger) -> None:
-        """Send the requests of all open groups neither in flight nor returned."""
+        """Send the open groups that are neither in flight nor returned."""
         sent_ids = []
         for open_group in self.opened(ledger):
             if open_group.handle is None and open_group.scored is None:
@@ -171,7 +170,7 @@ class RolloutBuffer:
         self.engine.abort(handle)
 
     def recall(self, for_good: bool = False) -> int:
-        """Abort everything in flight; return the number of groups. They stay open for `send`.
+        """Abort everything in flight; return the number of groups, which stay open for `send`.
         `for_good`: this engine returns nothing more, and its successor restarts its handles."""
         in_flight = list(self._flights.values())
         for open_group in in_flight:
@@ -181,8 +180,8 @@ class RolloutBuffer:
         return len(in_flight)
 
     def retract(self, version: int) -> int:
-        """Redraw groups in flight or with tokens of later versions, after the learner went back to
-        `version`. Return their number."""
+        """Draw again what is in flight or has tokens of later versions, after the learner went back
+        to `version`. Return the number of groups."""
         count = self.recall()
         for open_group in self._known.values():
             if open_group.scored is not None and open_group.scored.versions[1] > version:
@@ -192,8 +191,8 @@ class RolloutBuffer:
         return count
 
     def rewind(self, ledger: Ledger, back: set[GroupPlan]) -> None:
-        """Restore the groups after a failed step: the ledger's are open, and all but those in
-        `back` are drawn again."""
+        """Restore the ledger's groups after a failed step; all but those in `back` are drawn
+        again."""
         self.recall()
         for open_group in self.opened(ledger):
             if open_group.planned not in back:
@@ -227,7 +226,6 @@ class RolloutBuffer:
         return len(self._flights)
 
     def stats(self, step: int, chosen: Iterable[OpenGroup]) -> dict[str, float]:
-        """Return statistics of a batch and of the groups in flight."""
         stats = {"rollout/in_flight_groups": float(self.in_flight)}
         lengths_so_far = [
             len(sample.token_ids)

@@ -168,12 +168,10 @@ class Settings:
 
     @property
     def num_groups(self) -> int:
-        """The number of groups of a full batch."""
         return self.batch_size // self.rollouts_per_example
 
     def temperature(self, step: int) -> float:
-        """Return the temperature of a step, counted from 1: the first has the schedule's start, the
-        last its end."""
+        """Return the temperature of a step, counted from 1."""
         if self.temperature_schedule is None:
             return self.sampling.temperature
         return self.temperature_schedule(max(0, step - 1))

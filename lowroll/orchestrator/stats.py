@@ -49,7 +49,6 @@ def batch_stats(batch: PendingBatch, before: Ledger, settings: Settings) -> dict
 
 
 def stream_stats(batch: PendingBatch) -> dict[str, float]:
-    """Return the statistics of groups taken as they end."""
     counts = Counter(drop.reason for drop in batch.dropped)
     stats = batch.stats | {f"rollout/dropped_{reason}": float(counts[reason]) for reason in REASONS}
     if batch.version is not None:
@@ -59,8 +58,7 @@ def stream_stats(batch: PendingBatch) -> dict[str, float]:
 
 
 def reward_stats(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return raw-score statistics (population standard deviation). Fractions count groups with two
-    scored samples or more.
+    """Return raw-score statistics. Fractions count groups with two scored samples or more.
 
     `zero_std_fraction`: all scores of the group equal. `solved_all`, `solved_none`: every, no
     sample reaches SOLVED.
@@ -117,8 +115,7 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def turn_stats(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return statistics of conversations: turns, end reasons, the environments' tokens, the raw
-    score by turns; {} without any."""
+    """Return statistics of conversations; {} without any."""
     talks = [sample for sample in samples if sample.rollout.turns is not None]
     if not talks:
         return {}
@@ -142,8 +139,8 @@ def turn_stats(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def version_stats(rollouts: Sequence[Rollout], learner: int | None) -> dict[str, float]:
-    """Return the newest policy version of a batch, and the oldest one's lag behind the version
-    `learner` (None: the newest seen)."""
+    """Return the newest policy version of a batch, and the lag of the oldest behind `learner`
+    (None: behind the newest)."""
     versions = [span.version for rollout in rollouts for span in rollout.behavior.policy]
     newest = max(versions) if learner is None else learner
     return {
@@ -155,9 +152,8 @@ def version_stats(rollouts: Sequence[Rollout], learner: int | None) -> dict[str,
 def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, float]:
     """Return the lag of a batch's tokens behind the learner in versions.
 
-    `rollout/staleness_<n>`: the share of tokens drawn n versions before its own; `mixed_fraction`:
-    rollouts with tokens of several versions; `kept_prefix_mean`: of those, tokens before the last
-    change.
+    `rollout/staleness_<n>`: the share of tokens drawn n versions before. `mixed_fraction`: rollouts
+    with tokens of several versions. `kept_prefix_mean`: their tokens before the last change.
     """
     tokens_by_lag: Counter[int] = Counter()
     prefix_lengths: list[int] = []
@@ -182,8 +178,8 @@ def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, floa
 
 
 def buffer_stats(before: Ledger, now: Ledger, settings: Settings) -> dict[str, float]:
-    """Return the numbers of skipped duplicate or pooled prompts of a step, and the pool sizes,
-    where these are in use."""
+    """Return the duplicate and pooled prompts skipped in a step, and the pool sizes, where these
+    are in use."""
     stats = {}
     if settings.hash_keys:
         stats["rollout/duplicate_prompts"] = float(now.duplicates - before.duplicates)

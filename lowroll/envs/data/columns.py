@@ -35,8 +35,8 @@ COMPLETIONS = ("completion", "response", "messages")
 
 @dataclass(frozen=True)
 class DataTask:
-    """A parsed row: the prompt as text or chat messages (without a demonstration's), the answer,
-    and all columns as JSON data."""
+    """A parsed row: the prompt without a demonstration, the answer, and all columns as JSON
+    data."""
 
     prompt: str | list[Message]
     answer: Any = None  # None: the row has none
@@ -97,7 +97,7 @@ def _find_column(
 
 
 def _value_at(row: Mapping[str, Any], path: str, where: str, what: str) -> Any:
-    """Return the value of a column, or of a key inside it (`a.b`). ValueError when it is missing."""
+    """Return the value of a column, or of a key inside it (`a.b`)."""
     if path in row:
         return row[path]
     value: Any = row
@@ -113,7 +113,6 @@ def _value_at(row: Mapping[str, Any], path: str, where: str, what: str) -> Any:
 
 
 def _parse_prompt(value: Any, where: str) -> str | list[Message]:
-    """Return a prompt, text or messages. ValueError names the fault."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{where}: it is empty")
@@ -128,7 +127,6 @@ def _parse_prompt(value: Any, where: str) -> str | list[Message]:
 
 
 def _parse_message(value: Any, where: str) -> Message:
-    """Return a chat message with its content as text. ValueError names the fault."""
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise ValueError(f"{where}: must be {{role, content}}, got {str(value)[:80]!r}")
     content = value.get("content")
@@ -158,7 +156,7 @@ def _parse_message(value: Any, where: str) -> Message:
 
 
 def _parse_completion(value: Any, where: str) -> str | None:
-    """Return a demonstration, text or messages that end with the assistant's, or None."""
+    """Return a demonstration: a text, or the assistant's last message, if any."""
     if isinstance(value, str):
         return value
     prompt = _parse_prompt(value, where)
@@ -171,7 +169,7 @@ ODD = object()
 
 
 def plain(value: Any) -> Any:
-    """Return JSON data, with null for non-finite numbers and ODD for anything else, such as an
+    """Return JSON data, null for non-finite numbers, and ODD for anything else, such as an
     image."""
     if isinstance(value, float) and not math.isfinite(value):
         return None

@@ -90,8 +90,7 @@ class Data(Environment):
         self._kinds: dict[str, tuple[str, str]] = {}  # kind of prompts and first row, by source
 
     def size(self, split: str = "train") -> int | None:
-        """Return the number of usable rows. ValueError for a function's parameter that is not
-        a column."""
+        """Return the number of usable rows. ValueError for a parameter that is not a column."""
         size = len(self.rows[split])
         if size and not self._looked:
             self._look(self.rows[split][0])
@@ -191,8 +190,7 @@ class Data(Environment):
         return task if _gold_answer(task.answer) else None
 
     def _check_kind(self, task: DataTask, where: str) -> None:
-        """Raise ValueError unless a source's prompts are all texts or all messages, as functions
-        expect."""
+        """Raise ValueError unless a source's prompts are all texts or all messages."""
         kind = "a text" if isinstance(task.prompt, str) else "chat messages"
         source = NUMBER.sub("", where)
         first_kind, first_row = self._kinds.setdefault(source, (kind, where))
@@ -203,7 +201,7 @@ class Data(Environment):
             )
 
     def _look(self, task: DataTask) -> None:
-        """Check the functions' parameters against the columns once, and log the files of code."""
+        """Check the functions' parameters once, and log the files of code."""
         self._looked = True
         for function in self.functions:
             if function.file is not None:
@@ -220,7 +218,6 @@ class Data(Environment):
         return answers | task.columns
 
     def _wanted(self, task: DataTask) -> dict[str, Any]:
-        """Return the columns that the functions take."""
         columns_by_name = self._named(task)
         used_columns = [function.columns for function in self.functions]
         if any(columns is None for columns in used_columns):
@@ -246,7 +243,6 @@ class Data(Environment):
         ]
 
     def _sum(self, i: int, rewards: Sequence[float | None], log: Logged) -> Score | InvalidScore:
-        """Return the weighted sum of one response's rewards."""
         pairs = list(zip(self.functions, rewards, self.weights, strict=True))
         rewards_by_name = {f.name: reward for f, reward, _ in pairs if reward is not None}
         if not rewards_by_name:
@@ -258,7 +254,6 @@ class Data(Environment):
 
 
 def _response_messages(prompt: Prompt, said: Said) -> list[Message]:
-    """Return a response as the messages after the prompt."""
     if isinstance(said, str):
         return [{"role": "assistant", "content": said}]
     return said[len(prompt.messages) :]

@@ -25,8 +25,7 @@ def no_text(error: UnicodeEncodeError) -> str:
 
 
 def read_jsonl(path: str) -> Iterator[Located]:
-    """Yield ("file:line", object) for non-empty lines. ValueError names a line that is not a JSON
-    object or not Unicode."""
+    """Yield ("file:line", object) for non-empty lines."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -35,8 +34,8 @@ def read_jsonl(path: str) -> Iterator[Located]:
 
 
 def read_json(path: str) -> Iterator[Located]:
-    """Return the objects of a JSON list, or of an object's only list (`{"data": [...]}`); JSON
-    lines are recognised."""
+    """Yield the objects of a JSON list, of an object's only list (`{"data": [...]}`), or of JSON
+    lines."""
     text = Path(path).read_bytes()
     first_line, _, other_lines = text.strip().partition(b"\n")
     if first_line.startswith(b"{") and first_line.endswith(b"}") and other_lines.startswith(b"{"):
@@ -75,7 +74,6 @@ def read_csv(path: str) -> Iterator[Located]:
 
 
 def read_parquet(path: str) -> Iterator[Located]:
-    """Yield the rows of a parquet file, read in batches."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -102,7 +100,6 @@ READERS: dict[str, Callable[[str], Iterator[Located]]] = {
 
 
 def _parse_json(text: bytes, where: str) -> Any:
-    """Parse UTF-8 JSON. ValueError names the place and the fault."""
     try:
         value = json.loads(decoded := text.decode("utf-8-sig"))
         if SURROGATE.search(decoded):

@@ -87,10 +87,7 @@ class TrainerState:
 
 
 class Logged:
-    """Logged values for the responses to one prompt.
-
-    Metrics must not have a name in `names`. InvalidScore for an unusable value.
-    """
+    """Logged values for the responses to one prompt. InvalidScore for an unusable value."""
 
     def __init__(self, count: int, names: Sequence[str]) -> None:
         self.count, self.names = count, names
@@ -152,7 +149,6 @@ class PromptResponses:
 
     @property
     def texts(self) -> list[str]:
-        """Return each response's last message as text."""
         return [str(messages[-1].get("content") or "") for messages in self.said]
 
     @property
@@ -225,24 +221,21 @@ class RewardFunction:
         return inspect.iscoroutinefunction(_unwrapped(self.function))
 
     def rewards(self, asked: PromptResponses) -> list[float | None]:
-        """Return one reward per response. InvalidScore for another value, ScorerFailed for an
-        exception; both name function, file and line."""
+        """Return one reward per response. InvalidScore and ScorerFailed name function, file and
+        line."""
         returned = [self._call(arguments) for arguments in self._calls(asked)]
         return self._read(returned, len(asked.said))
 
     async def later(self, asked: PromptResponses) -> list[float | None]:
-        """Return the rewards of an async function."""
         returned = await gathered([self._await(arguments) for arguments in self._calls(asked)])
         return self._read(returned, len(asked.said))
 
     def _calls(self, asked: PromptResponses) -> list[dict[str, Any]]:
-        """Return each call's arguments: one call for all responses, or one each."""
         if self.is_of_several:
             return [self._of_several(asked)]
         return [self._of_one(asked, i) for i in range(len(asked.said))]
 
     def _read(self, found: list[Any], count: int) -> list[float | None]:
-        """Return the rewards in returned values. InvalidScore for anything else."""
         if self.is_of_several:
             (rewards,) = found
             if hasattr(rewards, "tolist"):  # an array or a tensor
@@ -258,7 +251,6 @@ class RewardFunction:
         return [self._number(value) for value in found]
 
     def _of_several(self, asked: PromptResponses) -> dict[str, Any]:
-        """Return the arguments of a call for all responses."""
         count = len(asked.said)
         arguments = {
             "completions": asked.completions,
@@ -276,7 +268,6 @@ class RewardFunction:
         return self._taken(column_lists | arguments)
 
     def _of_one(self, asked: PromptResponses, i: int) -> dict[str, Any]:
-        """Return the arguments of a call for response `i`."""
         text = asked.texts[i]
         rollout = Response(text, asked.prompt, list(asked.said[i]), asked.columns)
         arguments = {
@@ -288,7 +279,6 @@ class RewardFunction:
         return self._taken(asked.columns | arguments)
 
     def _taken(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that the function has parameters for."""
         return {key: value for key, value in known.items() if self.takes_rest or key in self.wanted}
 
     def _call(self, known: Mapping[str, Any]) -> Any:
@@ -301,7 +291,7 @@ class RewardFunction:
 
     @contextlib.contextmanager
     def _blamed(self) -> Iterator[None]:
-        """Convert the function's exceptions into ones that name it and its line."""
+        """Have the function's exceptions name it and its line."""
         try:
             yield
         except MemoryError:
@@ -313,7 +303,6 @@ class RewardFunction:
             raise ScorerFailed(f"{position}reward {self.name!r}: {describe(error)}") from error
 
     def _number(self, value: object) -> float | None:
-        """Convert a returned value to a float; None for None."""
         if value is None:
             return None
         if not isinstance(value, Real) and getattr(value, "ndim", None) == 0:
@@ -365,9 +354,9 @@ def rewards_of(
 
 
 def load(ids: Sequence[str]) -> list[RewardFunction | RewardModel]:
-    """Load functions by id: `rewards.py:brevity`, `package.module:brevity`, a reward model's folder
-    or hub id, or `answer`. A file runs once. ValueError for a missing function or a duplicate
-    name."""
+    """Load functions by id: `rewards.py:brevity`, `package.module:brevity`, a reward model's
+    folder or hub id, or `answer`. A file runs once. ValueError for a missing function or a
+    duplicate name."""
     modules: dict[str, ModuleType] = {}
     functions = [_load_function(id, modules) for id in ids]
     names = [function.name for function in functions]
@@ -378,7 +367,6 @@ def load(ids: Sequence[str]) -> list[RewardFunction | RewardModel]:
 
 
 def _load_function(id: str, modules: dict[str, ModuleType]) -> RewardFunction | RewardModel:
-    """Load one function or reward model by id."""
     if id == ANSWER:
         return RewardFunction(ANSWER, answer, None)
     file, name = split_file(id)
@@ -415,7 +403,6 @@ def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _import_module(file: Path | None, home: str) -> ModuleType:
-    """Import a file or a module. ValueError when it is missing or fails."""
     if file is not None:
         if not file.is_file():
             raise ValueError(f"reward_funcs: the file {file} does not exist")
@@ -440,5 +427,4 @@ def answer(text: str, answer: str | None = None) -> float:
 
 
 def _value_and_type(value: object) -> str:
-    """Describe a value for an error message."""
     return "None" if value is None else f"{str(value)[:60]!r} ({type(value).__name__})"

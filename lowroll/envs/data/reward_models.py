@@ -85,7 +85,6 @@ class RewardModel:
         return [float(logit) for logit in model(**inputs).logits[:, 0]]
 
     def _load(self) -> tuple[Any, Any]:
-        """Return the model and its tokenizer."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
@@ -128,8 +127,7 @@ def _model_folder(id: str) -> Path:
 
 
 def _check_model(id: str, folder: Path) -> None:
-    """Raise ValueError for a folder without configuration or safetensors, with code of its own, or
-    with several labels."""
+    """Raise ValueError for a folder that is no reward model, or has code of its own."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:

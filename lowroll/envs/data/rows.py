@@ -43,9 +43,8 @@ class DataSource:
 
 
 def read(spec: str | Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return a split's rows. spec: a path, or the fields of a `DataSource`; keys for the use of
-    rows (`prompt`, `answer`, ...) are ignored. ValueError names the invalid file and row, or the unreadable
-    data set."""
+    """Return a split's rows. spec: a path, or the fields of a `DataSource`; other keys are ignored.
+    ValueError names the invalid file and row, or the unreadable data set."""
     keys = [field.name for field in fields(DataSource)]
     settings: Mapping[str, Any] = {"path": spec} if isinstance(spec, str) else spec
     source = DataSource(**{key: settings[key] for key in keys if settings.get(key) is not None})
@@ -99,7 +98,6 @@ def test_split(source: DataSource) -> str | None:
 
 
 def _read_all(source: DataSource) -> Iterator[Located]:
-    """Yield all rows of a source, with their places."""
     path = Path(source.path)
     if is_hub_id(source.path) or path.is_dir():
         yield from _read_with_datasets(source)
@@ -111,12 +109,10 @@ def _read_all(source: DataSource) -> Iterator[Located]:
 
 
 def _files(path: str) -> list[str]:
-    """Return the files of a path or a pattern."""
     return [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
 
 
 def _read_with_datasets(source: DataSource) -> Iterator[Located]:
-    """Yield the rows of a folder or a hub data set, read by `datasets`."""
     where = f"{source.path}[{source.split}]"
     with _datasets_package(where) as datasets:
         if (Path(source.path) / "state.json").is_file():

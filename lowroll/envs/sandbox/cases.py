@@ -57,7 +57,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class Result:
-    """A case's result; `seconds` is wall-clock time, `message` standard error's end or the result's
+    """A case's result. `seconds`: wall-clock time. `message`: the end of standard error, or the
     fault."""
 
     status: Status
@@ -78,7 +78,6 @@ class CaseResults:
 
     @property
     def share(self) -> float:
-        """Return the share of passed cases, 0 to 1."""
         return self.passed / len(self.results)
 
     @property
@@ -87,7 +86,8 @@ class CaseResults:
 
 
 def is_right(case: Case, output: str, value: Any = None) -> bool:
-    """Return whether a program's output (a function's result as JSON data) is the expected one."""
+    """Return whether a program's output, or a function's result as JSON data, is the expected
+    one."""
     if case.fn_name is None:
         return same_text(_as_text(case.output), output)
     return same_value(case.output, value)
@@ -101,7 +101,6 @@ def same_text(expected: str, output: str) -> bool:
 
 
 def _same_line(gold: str, line: str) -> bool:
-    """Return whether two lines are equal word by word."""
     if gold == line:
         return True
     expected, words = gold.split(), line.split()
@@ -109,7 +108,6 @@ def _same_line(gold: str, line: str) -> bool:
 
 
 def _same_word(gold: str, word: str) -> bool:
-    """Return whether two words are equal, as text or as decimal numbers."""
     if gold == word:
         return True
     if max(len(gold), len(word)) > MAX_NUMBER:

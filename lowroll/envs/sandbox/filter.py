@@ -81,13 +81,12 @@ def program() -> bytes | None:
 
 
 def _line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
-    """Return one BPF instruction."""
     return struct.pack("=HBBI", code, yes, no, value)
 
 
 def _argument_test(number: int, argument: int, test: int, value: int, allowed: bool) -> list[bytes]:
     """Return instructions that allow the call `number` only if the test of an argument holds, or
-    (`allowed` False) the reverse."""
+    (`allowed` False) only if it does not."""
     outcomes = [ALLOW, ERROR | EPERM] if allowed else [ERROR | EPERM, ALLOW]
     return [
         _line(JUMP_EQUAL, number, 0, 4),

@@ -141,7 +141,6 @@ def _connect_pipes(pipes: tuple[int, ...], is_function: bool) -> None:
 
 
 def _set_limits(limits: dict[str, float], lines: bytes) -> None:
-    """Set the resource limits and the system call filter of this process."""
     seconds, memory = math.ceil(limits["seconds"]), int(limits["memory_mb"]) << 20
     disk = int(limits["disk_mb"]) << 20
     for kind, soft, hard in (
@@ -181,7 +180,6 @@ def _run(case: dict[str, Any]) -> int:
 
 
 def _exit_status(code: Any) -> int:
-    """Return the exit status of a SystemExit's code."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     print(code, file=sys.stderr)
@@ -257,7 +255,6 @@ class CaseWatch:
         return bool(data) and not self.why
 
     def _how(self, status: int, used: float) -> str:
-        """Return the case's status from the process's wait status and CPU seconds."""
         if os.WIFSIGNALED(status):
             overtime = os.WTERMSIG(status) == signal.SIGXCPU or used >= self.most
             return "timeout" if overtime else "crash"
@@ -284,7 +281,6 @@ def end_all(pid: int) -> tuple[int, float]:
 
 
 def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-    """Fork the program for a case and return the reply."""
     stdin = os.memfd_create("stdin")
     if case["fn_name"] is None:
         with os.fdopen(os.dup(stdin), "wb") as file:

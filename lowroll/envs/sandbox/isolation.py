@@ -47,8 +47,7 @@ def python() -> str:
 
 
 def _layout() -> dict[str, Any]:
-    """Return what a program sees: the interpreter, its library and shared ones, without installed
-    packages."""
+    """Return what a program sees: the interpreter and libraries, without installed packages."""
     library = sysconfig.get_paths()["stdlib"]
     binds = [python(), str(INSIDE)]
     links = []
@@ -68,7 +67,6 @@ def _layout() -> dict[str, Any]:
 
 
 def _jail_command(disk_mb: int) -> list[str]:
-    """Return the command that starts `inside` in the jail."""
     namespaces = {name: os.readlink(f"/proc/self/ns/{name}") for name in NAMES}
     plan = {**_layout(), "namespaces": namespaces, "disk_mb": disk_mb, "inside": str(INSIDE)}
     return [python(), *PYTHON_FLAGS, str(JAIL), json.dumps(plan)]
@@ -99,8 +97,7 @@ def run_cases(
     limits: SandboxLimits = DEFAULT,
     stop_at_failure: bool = False,
 ) -> CaseResults:
-    """Run a program on its cases like `run_in`, with the working isolation. SandboxMissing without
-    any."""
+    """Run a program on its cases like `run_in`, with the working isolation."""
     return run_in(found(), source, cases, limits, stop_at_failure)
 
 
@@ -127,7 +124,6 @@ def _try(walls: Isolation) -> str | None:
 
 
 def _advice() -> str:
-    """Return the fix for this machine, a command if possible."""
     if _reads("/proc/sys/kernel/unprivileged_userns_clone") == "0":
         return "sudo sysctl kernel.unprivileged_userns_clone=1"
     if _reads("/proc/sys/user/max_user_namespaces") == "0":

@@ -82,7 +82,6 @@ def run_in(
 
 
 def _judged(case: Case, reply: dict[str, Any]) -> Result:
-    """Compare a case's reply with the expected output."""
     status, output = reply["status"], reply["output"]
     if status != "ended":
         return Result(status, reply["seconds"], reply["message"])
@@ -183,7 +182,6 @@ class _Sandbox:
         return max(0.0, self.deadline - time.monotonic())
 
     def _how_it_ended(self) -> str:
-        """Describe the sandbox's end: its last line of errors, and its exit status."""
         try:
             status = str(self.process.wait(0.5))
         except subprocess.TimeoutExpired:

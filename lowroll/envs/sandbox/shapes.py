@@ -42,8 +42,7 @@ def last_block(text: str) -> str | None:
 
 
 def cases_of(row: dict[str, Any], where: str) -> list[Case]:
-    """Return a row's hidden tests from all fields. ValueError names the field and fault after
-    `where` (file and line)."""
+    """Return a row's hidden tests from all fields. ValueError names the place and the fault."""
     cases: list[Case] = []
     for field in (*FIELDS, "private_test_cases"):
         if row.get(field) is not None:
@@ -58,7 +57,6 @@ def cases_of(row: dict[str, Any], where: str) -> list[Case]:
 
 
 def _parse_cases(value: Any, fn_name: str | None, where: str) -> list[Case]:
-    """Return the tests of one field, in any of its shapes."""
     if isinstance(value, dict) and "test_cases" in value:
         value = value["test_cases"]
     if isinstance(value, dict) and {"inputs", "outputs"} <= value.keys():
@@ -88,7 +86,6 @@ def _cases_of_lists(value: dict[str, Any], where: str) -> list[Case]:
 
 
 def _parse_case(one: Any, fn_name: str | None, where: str) -> Case:
-    """Return one test."""
     if not isinstance(one, dict) or not {"input", "output"} <= one.keys():
         raise ValueError(f"{where}: must have 'input' and 'output'")
     kind = one.get("testtype", one.get("type"))
@@ -120,7 +117,6 @@ def _unwrap_result(output: Any) -> Any:
 
 
 def _function_name(row: dict[str, Any]) -> str | None:
-    """Return the name of the function that a row's tests call, or None."""
     metadata = row.get("metadata")
     if isinstance(metadata, str) and metadata.lstrip().startswith("{"):
         metadata = _parse_json(metadata, "metadata")

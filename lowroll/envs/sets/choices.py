@@ -46,7 +46,6 @@ class Choices(HeldOut):
         return HeldOutTask(f"{question}\n\n{option_lines}", info)
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return 1 or 0, and `has_answer`."""
         gold, chosen = prompt.info["answer"], choice(text, prompt.info["options"])
         if "beside" in prompt.info:
             gold = choice(prompt.info["beside"], prompt.info["options"])

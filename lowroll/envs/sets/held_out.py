@@ -26,8 +26,7 @@ class HeldOutTask:
 
 
 class HeldOut(Environment):
-    """A set of `lowroll.envs.sets.table`, from the hub or a file of the same shape (`test_path`),
-    without a train split."""
+    """A set of `lowroll.envs.sets.table`, from the hub or a file of its shape (`test_path`)."""
 
     exact = True
 

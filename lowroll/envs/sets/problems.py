@@ -24,7 +24,6 @@ class Boxed(FinalAnswer, HeldOut):
     r"""The last `\boxed{}` of a response is its answer."""
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
-        """Return the question, its final answer, and a worked solution if any."""
         question = text_of(row, self.row, "question", where)
         key = column(row, self.row, "answer", where)
         values = row[key] if isinstance(row[key], list) else [row[key]]

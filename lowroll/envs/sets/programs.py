@@ -65,8 +65,7 @@ class Programs(HeldOut):
         return HeldOutTask(f"{question}\n\n{instructions}", {"place": row[PLACE]})
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return 1 or 0, and the share of passed cases (`passed`). ValueError for unreadable
-        cases."""
+        """Return 1 or 0, and the share of passed cases (`passed`)."""
         from lowroll.envs.sandbox import SandboxLimits, last_block, run_cases
 
         source = last_block(bounded(text))
@@ -91,7 +90,6 @@ class Programs(HeldOut):
         return None
 
     def _cases(self, prompt: Prompt) -> list[Case]:
-        """Return the cases of a prompt's row, public ones first."""
         from lowroll.envs.sandbox import Case
 
         path, offset = prompt.info["place"]

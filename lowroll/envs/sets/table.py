@@ -240,8 +240,7 @@ SUITES = {
 
 
 def chosen(words: str) -> list[EvalSet]:
-    """Return the sets of `math7`, `gsm8k,aime24` and the like, without duplicates, in order.
-    ValueError names the nearest known word."""
+    """Return the sets of `math7`, `gsm8k,aime24` and the like, without duplicates, in order."""
     requested = [word.strip() for word in words.split(",")]
     names = dict.fromkeys(name for word in requested for name in SUITES.get(word, (word,)))
     return [named(name) for name in names]

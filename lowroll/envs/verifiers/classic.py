@@ -89,7 +89,8 @@ class _Script(Client):
         self.told: list[Message] = []  # before the last turn
 
     async def get_response(self, prompt: Any, *_: Any, **__: Any) -> Any:
-        """Return the next turn; after the last, raise TurnPending or OverlongPromptError (`ends`)."""
+        """Return the next turn; after the last, raise TurnPending or OverlongPromptError
+        (`ends`)."""
         messages = [plain(prompt_message) for prompt_message in prompt]
         if messages[: len(self.told)] != self.told:
             raise ValueError(

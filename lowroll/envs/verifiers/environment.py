@@ -22,8 +22,8 @@ MOST_TASKS = 1_000_000  # tasks of a finite data set
 class Verifiers(Environment):
     """The installed environment `env_id`; further arguments are its own, with `env_args` for names
     that lowroll uses (`max_turns`, `seed`). `max_turns`: null for the environment's bound, or 8.
-    `eval_args`: other arguments of the test split (a taskset's `split`, say); without them or a
-    test set, a quarter of the tasks is held out."""
+    `eval_args`: other arguments of the test split; without them or a test set, a quarter of the
+    tasks is held out."""
 
     def __init__(
         self,
@@ -149,7 +149,6 @@ class _Tasks:
 
 
 def load(env_id: str, args: dict[str, Any]) -> VerifiersSource:
-    """Load the environment by its package's interface."""
     import verifiers
 
     if hasattr(verifiers, "load_environment"):
@@ -162,7 +161,6 @@ def load(env_id: str, args: dict[str, Any]) -> VerifiersSource:
 
 
 def _assistant_turns(prompt: Prompt, messages: list[Message]) -> list[Message]:
-    """Return the drawn turns of a conversation."""
     return [
         message for message in messages[len(prompt.messages) :] if message["role"] == "assistant"
     ]

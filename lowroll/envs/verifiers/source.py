@@ -10,8 +10,8 @@ from lowroll.types import Message, Score
 
 
 class TurnPending(BaseException):
-    """The loop's request for a turn not drawn yet; `messages` precede it. A BaseException, so that
-    no environment handles it."""
+    """The loop's request for a turn not drawn yet, with the messages before it. A BaseException, so
+    that no environment handles it."""
 
     def __init__(self, messages: list[Message]) -> None:
         super().__init__("a turn that is not drawn yet")

@@ -97,8 +97,7 @@ class Tasksets:
         return Score(float(trace.reward), {**metrics, **scores})
 
     async def _run(self, task: Any, turns: list[Message], scored: bool) -> Any:
-        """Run an episode with these turns and return its trace. `scored`: it then ends with a
-        score."""
+        """Run an episode with these turns and return its trace. `scored`: it ends with a score."""
         scripted = _ScriptedAgent(turns, self.box, ends=scored)
         episode = vf.Episode(env=EnvInfo(id=self.env.config.env_id), task=_trace_task(task))
         agents = _Agents({self.agent_name: scripted})
@@ -119,7 +118,6 @@ class Tasksets:
 
 
 def _resolve_config(env_id: str, args: dict[str, Any]) -> Any:
-    """Return the configuration of a taskset. ValueError names the invalid field."""
     try:
         return vf.resolve_env_config({"taskset": {"id": env_id, **args}})
     except ValueError as error:
@@ -145,7 +143,6 @@ class _ScriptedAgent:
         self.task: Any = None
 
     async def run(self, task: Any) -> Any:
-        """Run a prompted task once and return its trace."""
         async with self.interaction(task) as talk:
             await talk.turn()
         return talk.trace
@@ -219,7 +216,6 @@ class _Talk:
         return vf.Segment(messages=messages, terminated=not messages)
 
     async def _call(self, said: Message) -> None:
-        """Run a turn's calls and append their results."""
         for call in said.get("tool_calls", ()):
             name, text = call["function"]["name"], ""
             try:
@@ -289,7 +285,6 @@ class _Box:
         return tuple(schemas)
 
     async def begin(self, task: Any) -> None:
-        """Set up the toolsets once, and their state for a task, as their servers would."""
         for toolset in self.toolsets:
             if not self._ready:
                 await toolset.setup()
