@@ -7,8 +7,7 @@
         return [0.0 if r is None else scale * (r - mean) for r in rewards]
 
 It gets one group's shaped rewards (None where the scorer failed) and response lengths in tokens,
-and returns as many finite numbers. It runs with the rights of the run: name only files that you
-have read.
+and returns as many finite numbers. It runs with the rights of the run.
 """
 
 from __future__ import annotations

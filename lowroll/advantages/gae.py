@@ -4,9 +4,8 @@ response.
     delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   G_t = A_t + V_t
 
 V_t is the critic's value of the state before token t; after the last token V = A = 0. A masked
-token (such as a tool's answer) is no step: the next token's A and V pass over it. `whiten` is
-verl's, over the unmasked tokens of a whole batch; the returns G, the critic's targets, are taken
-before it.
+token (such as a tool's answer) is no step: the next token's A and V pass over it. The returns G,
+the critic's targets, are taken before `whiten`.
 """
 
 from __future__ import annotations

@@ -4,20 +4,16 @@ Each token gets its rollout's advantage.
 
     grpo             A_i = (r_i - mean) / (std + eps), std with G-1     GRPO, arXiv 2402.03300 sec. 4.1; eps as in verl
     grpo_no_std      A_i = r_i - mean                                   Dr. GRPO, arXiv 2503.20783 sec. 3.2
-    rloo             A_i = (r_i - mean) * G / (G-1)                     RLOO, arXiv 2402.14740: the baseline is the
-                                                                        mean of the other G-1
-                                                                        rewards
-    gae              A_i = r_i                                          PPO: the critic's values are the baseline, and
-                                                                        the learner takes them off
-                                                                        token by token
-    length_weighted  A_i = r_i - sum_j r_j len_j / sum_j len_j          the `length_weighted_mean` of Surogate
+    rloo             A_i = (r_i - mean) * G / (G-1)                     RLOO, arXiv 2402.14740: r_i - mean of the others
+    gae              A_i = r_i                                          PPO: the critic's values are the baseline
+    length_weighted  A_i = r_i - sum_j r_j len_j / sum_j len_j          Surogate's `length_weighted_mean`
 
 Rules shared by all of them but `gae`, which compares nothing:
 1. A reward of None (the scorer could not score) leaves the statistics, and its rollout gets 0.0.
 2. Equal rewards give exactly 0.0.
 3. A request for a single rollout (G = 1) has no group: mean 0 and std 1, so A = r (verl's convention).
    A larger group with only one scored reward gets 0.0.
-4. Every reward of the group counts, also that of a rollout which is masked or filtered later.
+4. Every other reward counts, also that of a rollout which is masked or filtered later.
 """
 
 from __future__ import annotations

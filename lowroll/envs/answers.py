@@ -2,8 +2,7 @@ r"""Final answers: their place in a response, and their equality.
 
 An answer is the number on the last valid `#### 72` line (GSM8K) or the content of the last balanced
 `\boxed{...}` (MATH). A valid line holds one number and perhaps its name and unit, `#### x = 18
-dollars`; a nested box is part of the outer one. There is no fallback to the text's last number: RL
-exploits a lenient extractor.
+dollars`. There is no fallback to the text's last number: RL exploits a lenient extractor.
 
 Equality is tested by spelling (`notation`), by parts (`forms`), then as expressions (`expressions`)
 of a size bounded by `answer_limits`, within `MAX_SECONDS` of CPU time.

@@ -8,7 +8,7 @@ The gold response to `(3 + 5) * 2` reduces one operation a line, innermost and l
 
 Reward = (1 - format_weight) * right + format_weight * tidy: `right` is 1 when the number after the
 last `####` is the value, `tidy` is 1 when the lines before it are as many true statements `a op b =
-c` as there are operations. All divisions are exact.
+c` as there are operations.
 """
 
 from __future__ import annotations

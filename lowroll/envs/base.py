@@ -1,13 +1,11 @@
 """The interface of an environment: a source of prompts and a scorer that can be checked.
 
 `prompt(index, split)` is a pure function of (arguments, seed, split, index), so that resumed or
-retried work sees the same task and workers share no state. `score(prompt, text)` is pure too; an
-exception becomes a ScoreError, never a reward of 0.
+retried work sees the same task. `score(prompt, text)` is pure too; an exception becomes a
+ScoreError, never a reward of 0.
 
 A generated task is in the test split if the first byte of its text's SHA-256 is below 64, so splits
 are always disjoint.
-
-`validate()` checks that the scorer accepts its gold answers and rejects perturbed ones.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Scoring workers are fresh processes without pickle, so the text of a class or function is written to
 a file with the functions, classes, imports and plain constants that it uses. Values without text
-(an open client, a tensor, a lambda) are refused by name. Rows become JSON lines. Changes after a
-cell ran go unnoticed unless the class's text names them.
+(an open client, a tensor, a lambda) are refused by name. Rows become JSON lines.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Equality of expressions, parsed from LaTeX (latex2sympy).
 
-Rational numbers are compared exactly. Others are evaluated to `DIGITS` digits at positive and
-negative points that depend only on the variables' names: agreement at all means equality (J.
-Schwartz, "Fast probabilistic algorithms for verification of polynomial identities", 1980). Nothing
-is simplified, which could take long. Sets and logic go to math-verify.
+Rational numbers are compared exactly. Others are evaluated to `DIGITS` digits at points that depend
+only on the variables' names: agreement at all means equality (J. Schwartz, "Fast probabilistic
+algorithms for verification of polynomial identities", 1980). Nothing is simplified, which could
+take long. Sets and logic go to math-verify.
 """
 
 from __future__ import annotations

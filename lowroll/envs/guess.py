@@ -3,7 +3,7 @@
     user 1-9    assistant 5    user higher    assistant 7        found at the second of its turns
 
 The reward is 1 for the number, less `turn_cost` for each earlier guess; a miss gets `near` times
-its nearness, 1 - |guess - number| / width; anything else 0.
+1 - |guess - number| / width; anything else 0.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The generators of the optional package reasoning-gym, such as "reasoning-gym/chain_sum".
 
 Task `index` is the first draw (split, 0, index), (split, 1, index),... with a question of the
-split. The scorer recreates the item and checks its digest, so no item data is sent.
-
-`curriculum: true`, or settings of `envs.curriculum.Curriculum`, let difficulty follow the reward.
+split. The scorer makes the item again and checks its digest, so no item data is sent.
 """
 
 from __future__ import annotations

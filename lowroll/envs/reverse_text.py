@@ -2,8 +2,7 @@
 
 Reward = 2 * LCS(response, target) / (len(response) + len(target)), LCS the length of the longest
 common subsequence: 1 only for the target, no gain from padding. LCS is bit-parallel (Hyyro 2004,
-"Bit-parallel LCS-length computation revisited"): one big-integer addition for each character of the
-response.
+"Bit-parallel LCS-length computation revisited").
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Train and test rows of a data set (`lowroll.envs.data.rows`), read on demand.
 
-The train split is endless, with a seeded permutation each epoch; the test split is in file order. A
-bad line is an error with file and line; rows without a gold answer are skipped, counted and
-reported once.
+The train split is endless, with a seeded permutation each epoch; the test split is in file order.
+Rows without a gold answer are skipped and counted.
 
 Test rows come from `test_path` or another split of the data set; else a share `held_out` of the
 train rows, chosen by digests, so that equal rows are on the same side.

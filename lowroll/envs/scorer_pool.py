@@ -14,10 +14,9 @@ A failed item gets an error, not a reward of 0, unless the environment scores ti
 Only the current item gets the error; other workers get the rest. Responses scored together
 (`Environment.together`) are one item with their summed limit.
 
-`score` is a `select` loop over the workers' pipes: it sends chunks to idle workers and waits for a
-reply or deadline. Workers reply item by item, which restarts the clock. Threads take turns.
-Messages are JSON; workers see only `machine.KEEP_ENV` and the passed variables, whose values are
-masked in their output (`output`). A scorer's processes end with its worker (`reaper`).
+`score` is a `select` loop over the workers' pipes. Workers reply item by item, which restarts the
+clock. Workers see only `machine.KEEP_ENV` and the passed variables, whose values are masked in
+their output (`output`). A scorer's processes end with its worker (`reaper`).
 
 A reply must have its item's random id; any other line, as from a scorer that writes to all
 descriptors, ends the worker.

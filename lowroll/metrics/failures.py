@@ -1,6 +1,5 @@
 """The failure page of an evaluation: its table, and the examples that were not always solved, with
-the question, the gold answer and a failed response of each engine. Self-contained, works without
-its script.
+the question, the gold answer and a failed response of each engine.
 
 Responses are untrusted data: every text is escaped and cut.
 """

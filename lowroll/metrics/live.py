@@ -2,8 +2,7 @@
 
     step   12/100  reward  0.412 ▁▂▃▅▇  kl 1.2e-03  entropy 0.81  len 31.2  gen 912 tok/s  ...  eta 2m10s
 
-The panel fits the terminal's width by dropping columns and cutting text, never by wrapping. When
-the terminal becomes narrower its screen is cleared first, because it has wrapped the old lines.
+The panel fits the terminal's width by dropping columns and cutting text, never by wrapping.
 """
 
 from __future__ import annotations

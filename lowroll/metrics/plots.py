@@ -1,8 +1,4 @@
-"""The report's plots: inline SVG in the page's text colour, for light and dark.
-
-The order follows what people read first: reward and evaluation, groups without signal, entropy,
-mismatch, lengths, clipping, gradient, time, throughput.
-"""
+"""The report's plots: inline SVG in the page's text colour, in the order in which people read them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The report of a run folder: `report.html`, self-contained.
 
-Reads `about.json`, `metrics.jsonl`, `config.yaml` and `rollouts/step_*.jsonl`, and reports what is
-missing. Model output is untrusted data: every text is escaped and cut, and the content policy
-forbids requests and other scripts. A supervised run (`command` of about.json) gets its own page.
+Model output is untrusted data: every text is escaped and cut, and the content policy forbids
+requests and other scripts. A supervised run (`command` of about.json) gets its own page.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Signs that a run continues without learning, though no error was raised.
 
 A verifier that rejects everything, a changed chat template or a missing stop token show in one
-step's statistics. Canaries score each environment's gold and perturbed answers, so a scorer that
-breaks during a run is detected at once.
+step's statistics. Canaries score each environment's gold and perturbed answers.
 """
 
 from __future__ import annotations

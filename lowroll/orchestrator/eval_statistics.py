@@ -5,8 +5,7 @@
     avg@k  = the mean share of k responses that are solved
     maj@k  = the share of examples whose most frequent answer is right (Wang et al. 2022, "Self-Consistency")
 
-Intervals are percentiles of a bootstrap over examples, because the responses to one example are not
-independent and sets of thirty examples are small. Standard library only.
+Intervals are percentiles of a bootstrap over examples: the responses to one are not independent.
 """
 
 from __future__ import annotations

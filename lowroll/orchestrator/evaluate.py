@@ -1,7 +1,5 @@
 """Evaluation of the policy on held-out tasks: pass@1, pass@k and avg@k (`orchestrator.eval_statistics`)
-over each example's scored rollouts, averaged over examples. With k = n, avg@k is pass@1; they
-differ for more than k rollouts.
-"""
+over each example's scored rollouts, averaged over examples."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Held-out examples: responses are drawn, scored, and grouped by answer.
 
 `keep` receives examples as soon as they are drawn or scored, so nothing is lost when the process
-ends. The noise of a response depends only on its request (`source.draw_at`).
+ends.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ Gibberish: a rare token drawn with almost no probability,
 Repetition: the policy has been certain of thousands of consecutive tokens,
     3000 consecutive t with  logprob_t > ln 0.99
 
-(rules and constants of prime-rl's and Surogate's filters.) A flag is a metric. With `enforce` the
-flagged rollout is not learned from: its loss mask becomes 0, while its reward stays in the group's
-baseline.
+(rules and constants of prime-rl's and Surogate's filters.) With `enforce` a flagged rollout's loss
+mask becomes 0, while its reward stays in the group's baseline.
 """
 
 from __future__ import annotations

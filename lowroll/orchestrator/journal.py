@@ -9,9 +9,9 @@
     {"event": "rolled_back", "step": 2}                          what came after batch 2 is undone
     {"event": "begun", "step": 0, "open": [...]}                 nothing before this counts
 
-Each line has a checksum seeded with its number (`checkpoint.line_checksum`). The file is synced before a
-batch is sent. `orchestrator.audit` checks a run's invariants on it. A torn last line is removed
-when the file is reopened; other damage is an error.
+Each line has a checksum seeded with its number (`checkpoint.line_checksum`). The file is synced
+before a batch is sent. A torn last line is removed when the file is reopened; other damage is an
+error. `orchestrator.audit` checks the file.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     planned == consumed + dropped + open
 
-An open group is neither in a batch nor dropped. Its rollouts are not saved: after a restart it is
-drawn again, with the same id and noise. Difficulty pools apply to data sets of finite size.
+An open group's rollouts are not saved: after a restart it is drawn again, with the same id and
+noise. Difficulty pools apply to data sets of finite size.
 """
 
 from __future__ import annotations

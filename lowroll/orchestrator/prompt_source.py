@@ -4,10 +4,9 @@ A hash of (seed, d) chooses the environment of draw d by weight; the environment
 prompt's position; the request's seed is a hash of (seed, environment, prompt id, position). Nothing
 depends on the step, retries or the order of answers, so a resumed run draws the same tokens.
 
-In a finite data set, prompts in the ledger's difficulty pools are skipped, and all but the first of
-those with the same `hash_keys`, a function of the data alone.
-
-With a curriculum, the position also encodes the level (`envs.curriculum`).
+In a finite data set, prompts in the difficulty pools are skipped, and all but the first of those
+with the same `hash_keys`. With a curriculum, the position also encodes the level
+(`envs.curriculum`).
 """
 
 from __future__ import annotations

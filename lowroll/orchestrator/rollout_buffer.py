@@ -1,17 +1,15 @@
 """The open groups of a run: in flight, or returned and waiting for a batch.
 
-`Settings.num_open` groups are kept open, oversampling_factor x those of a batch. A batch takes
-returned groups in planned order as soon as there are enough; a dropped group is replaced.
+`Settings.num_open` groups are kept open. A batch takes returned groups in planned order as soon as
+there are enough; a dropped group is replaced.
 
     level 0, partial none    the surplus is aborted and dropped ("oversampled") when the batch is full
     level 0, keep or replay  it continues after the update
     level k >= 1             it continues, and newer weights are loaded while it runs
 
-With a factor of 1 batch n has only tokens of versions >= n - 1 - k. Otherwise groups that are too
-old are dropped (`orchestrator.staleness`).
-
-Taking what ends first prefers short responses: compare `rollout/length_*` with
-`rollout/open_length_mean` and `rollout/carried_length_mean`.
+With an oversampling_factor of 1 batch n has only tokens of versions >= n - 1 - k. Otherwise groups
+that are too old are dropped (`orchestrator.staleness`). Taking what ends first prefers short
+responses (docs/asynchrony.md).
 """
 
 from __future__ import annotations

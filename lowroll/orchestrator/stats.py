@@ -1,8 +1,8 @@
 """Statistics of a step.
 
-Reward statistics are of raw scores over every scored sample, including dropped groups, so they
-measure the policy and not the selection of the batch. Lengths, tokens, flags and the entropy
-estimate also cover every rollout. `num_samples` and `num_groups` count the batch.
+They are of raw scores over every scored sample, and of every rollout, also of dropped groups: they
+measure the policy and not the selection of the batch. `num_samples` and `num_groups` count the
+batch.
 """
 
 from __future__ import annotations

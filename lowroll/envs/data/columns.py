@@ -1,13 +1,11 @@
 """A row's columns: prompt, gold answer, demonstration.
 
-Columns may be named (`reward_model.ground_truth` is a key inside one), or are found by usual names:
+Columns may be named (`reward_model.ground_truth` is a key inside one), or are found by usual names,
+so rows of TRL, verl, DAPO, GSM8K and MATH need no mapping:
 
-    prompt        prompt, question, problem, messages, query, instruction: a text, or chat messages
-    answer        reward_model.ground_truth, answer, expected_answer, final_answer, ground_truth,
-                  solution
-    completion    completion, response, or the last message of messages: what `lowroll sft` learns
-
-so rows of TRL, verl, DAPO, GSM8K and MATH need no mapping.
+    prompt        PROMPTS: a text, or chat messages
+    answer        ANSWERS
+    completion    COMPLETIONS, or the last message of messages: what `lowroll sft` learns
 """
 
 from __future__ import annotations

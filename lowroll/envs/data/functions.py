@@ -11,11 +11,9 @@ Any other gets one response and returns one reward:
     def right(rollout) -> float: ...        # a Response, which has all of it
 
 Both take `prompts` or `prompt` and any column by name. A completion is text, or a list of messages
-if the prompt is one. None means "does not apply". Functions may be `async` (awaited together) or
-named callable objects.
-
-A function of completions may also take TRL's `completion_ids`, `trainer_state` (`global_step`,
-`max_steps`), `log_extra(column, values)`, kept with the samples, and `log_metric(name, value)`.
+if the prompt is one. None means "does not apply". Functions may be `async` or named callable
+objects. One of completions may also take TRL's `completion_ids`, `trainer_state` (`global_step`,
+`max_steps`), `log_extra(column, values)` and `log_metric(name, value)`.
 """
 
 from __future__ import annotations

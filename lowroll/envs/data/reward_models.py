@@ -1,8 +1,7 @@
 """Reward models: one-output sequence classifiers of transformers, as in TRL.
 
 The reward is the logit of the prompt with the completion, in the model's chat template for
-messages. Weights are safetensors; a model's code never runs. Workers load it before they are ready,
-within their memory limit.
+messages. Weights are safetensors; a model's code never runs.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
     read("rows.jsonl")
     read({"path": "openai/gsm8k", "subset": "main", "split": "test", "streaming": True})
 
-Parquet, folders and the hub need `datasets`.
-
 No loading script is run.
 """
 

@@ -9,7 +9,7 @@ No expected output is in the sandbox, so no verdict can be read or forged. The p
 child without these pipes and cannot lift its limits or filter. As process 1 of its namespace, this
 process cannot be signalled or traced from inside, and kills everything else after a case. It first
 checks its namespaces (`missing_walls`): outside, that kill would end all of the user's processes.
-Standard library only.
+Only the standard library is imported.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Environments of the package `verifiers`, by the id of an installed one: "verifiers/<name>".
 
-Both interfaces are supported: `load_environment` with a rubric (verifiers below 0.4: SingleTurnEnv,
+Two interfaces are supported: `load_environment` with a rubric (verifiers below 0.4: SingleTurnEnv,
 MultiTurnEnv, ToolEnv), and tasksets of 0.4 (`verifiers.v1`: Taskset, Task, Env). verifiers' own
 loop is replayed with the turns so far for the next messages and the score, so it must be
-deterministic. Each of its rewards is also a metric.
-
-The package is optional; an environment's code runs here and in the scoring workers.
+deterministic. Its code runs here and in the scoring workers.
 """
 
 from lowroll.envs.verifiers.environment import Verifiers

@@ -1,8 +1,7 @@
 """Experiment trackers beside `metrics.jsonl`.
 
 A tracker is a file here with `begin(run) -> Tracker`, and a name in `NAMES`. Each has a thread and
-a queue: a slow one lags, a failing one is reported once and dropped, and neither blocks the run. A
-resumed run continues its tracker's run.
+a queue: a slow one lags, a failing one is reported once and dropped, and neither blocks the run.
 """
 
 from __future__ import annotations
