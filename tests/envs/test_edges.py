@@ -116,12 +116,13 @@ def test_a_tidy_scratchpad_is_worth_its_weight() -> None:
         ("3 + 5 = 8\n8 * 2 = 16\n#### 17", 0.25),
         ("3 + 5 = 8\n8 * 2 = 17\n#### 16", 0.75),
         ("3 + 5 = 8\n#### 16", 0.75),
-        ("nothing", 0.0),
+        ("I think 16", 0.0),
+        ("#### 16\n#### 17", 0.0),
         ("\n 3 + 5 = 8 \n\n8 * 2 = 16\n#### 16", 1.0),
     ):
         assert env.score(prompt, text).reward == reward, text
     assert env.exact is False and Arithmetic(name="a").exact is True
-    assert Arithmetic(name="a").score(prompt, "#### 16").reward == 1.0
+    assert Arithmetic(name="a").score(prompt, "1 + 1 = 3\n#### 16").reward == 1.0
 
 
 # -- what every environment does

@@ -164,19 +164,6 @@ def test_arithmetic_gold_is_python(ops):
         assert all(eval(step.replace("=", "==")) for step in steps)
 
 
-def test_arithmetic_scores():
-    env = make("arithmetic", args={"format_weight": 0.25, "min_steps": 2})
-    prompt = env.prompt(0)
-    answer, gold = prompt.info["answer"], env.gold(prompt)
-    assert env.score(prompt, gold).reward == 1.0
-    assert env.score(prompt, f"#### {answer}").reward == 0.75
-    assert env.score(prompt, env.perturbed(prompt)).reward == 0.25
-    assert env.score(prompt, f"I think {answer}").reward == 0.0
-    plain = make("arithmetic")
-    assert plain.score(prompt, f"1 + 1 = 3\n#### {answer}").reward == 1.0
-    assert plain.score(prompt, f"#### {answer}\n#### {int(answer) + 1}").reward == 0.0
-
-
 # ---- final answers
 
 
@@ -372,17 +359,6 @@ def test_data_sets_have_their_documented_sizes():
     assert list(sizes.values()) == [7473, 1319, 500, 383, 272]  # two gaokao rows have no answer
 
 
-def test_epochs_of_gsm8k():
-    env = make("gsm8k", args={"path": data("gsm8k_train.jsonl")}, seed=5)
-    n = env.size("train")
-    epochs = [[env.prompt(epoch * n + i).info["row"] for i in range(n)] for epoch in (0, 1, 3)]
-    assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert make("gsm8k", args={"path": data("gsm8k_train.jsonl")}, seed=5).prompt(
-        n + 7
-    ) == env.prompt(n + 7)
-
-
 def test_hub_data_set_through_datasets(monkeypatch):
     calls = []
 
@@ -445,12 +421,7 @@ def test_a_user_environment_is_announced_and_short(caplog):
         (EXAMPLE + ":Nope", {}, "no Environment subclass 'Nope'"),
         ("reverse-text", {"max_length": 3}, "did you mean 'max_len'"),
         ("reverse-text", {"seed": 3}, "'seed' stands beside args"),
-        ("reverse-text", {"min_len": 9}, "min_len <= max_len"),
-        ("reverse-text", {"alphabet": ""}, "alphabet"),
-        ("reverse-text", {"template": "x"}, "template must contain"),
         ("reverse-text", {"max_len": "8"}, "integers"),
-        ("arithmetic", {"ops": "+^"}, "ops"),
-        ("arithmetic", {"min_steps": 0}, "min_steps"),
         ("gsm8k", {}, "needs 'path'"),
         ("math", {"path": "/no/such.jsonl"}, "neither a file nor a hub id"),
     ],

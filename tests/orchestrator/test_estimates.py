@@ -13,21 +13,13 @@ import pytest
 
 from lowroll.envs.answers import equal
 from lowroll.orchestrator.errors import InvalidRollout
-from lowroll.orchestrator.eval_statistics import interval, majority, pass_at_k
+from lowroll.orchestrator.eval_statistics import interval, majority
 from lowroll.orchestrator.examples import Example, ExampleResponse, draw, score, votes
 from lowroll.orchestrator.prompt_source import draw_at
 from lowroll.orchestrator.settings import SamplingSettings
 from lowroll.runs.results import EngineAnswers, rows_of, shown
 from lowroll.types import Group, Prompt, Score, ScoreError
 from tests.fixtures.fakes import FakeEngine, FakeEnv, FakeTokenizer
-
-
-@pytest.mark.parametrize("n", range(1, 7))
-def test_pass_at_k_is_the_mean_over_all_choices(n: int) -> None:
-    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
-        solved = [True] * c + [False] * (n - c)
-        drawn = [any(pick) for pick in itertools.combinations(solved, k)]
-        assert pass_at_k(n, c, k) == pytest.approx(sum(drawn) / len(drawn), abs=1e-12)
 
 
 def test_an_interval_is_numpys_of_the_same_resamples() -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from lowroll.orchestrator.alarms import alarms
 from lowroll.orchestrator.errors import InvalidRollout, NoSignal, ScoringFailed
 from lowroll.orchestrator.eval_statistics import pass_at_k
 from lowroll.orchestrator.evaluate import evaluate
@@ -22,7 +21,6 @@ from lowroll.orchestrator.stats import percentile
 from lowroll.orchestrator.temperature import TemperatureSchedule
 from lowroll.transport.codec import decode_batch, encode_batch
 from lowroll.types import (
-    BehaviorTag,
     Group,
     Request,
     Score,
@@ -366,12 +364,6 @@ def test_ledger_adds_up():
         ),
         (lambda s: s["plan"]["env_weights"].pop("b"), "env_weights"),
         (lambda s: s["ledger"].pop("draws"), "ledger: expected the fields"),
-        (lambda s: s["ledger"].update(draws=-1), "ledger.draws: expected a count, got -1"),
-        (
-            lambda s: s["ledger"]["cursors"].update(a=True),
-            "ledger.cursors.a: expected a count, got True",
-        ),
-        (lambda s: s["ledger"].update(planned=9), "ledger.planned: expected consumed . dropped"),
         (lambda s: s.update(errors="012"), "error window: expected a string of 0 and 1"),
         (lambda s: s.update(format=3), "orchestrator state: expected format 2"),
         (lambda s: s.update(format=1), "orchestrator state: expected format 2"),
@@ -517,29 +509,9 @@ def test_an_aborted_rollout_is_not_scored_and_not_learned_from():
         (lambda g: g.append(g[0]), "'train/a/0/train-0': answered twice"),
         (lambda g: g.append(Group(replace(g[0].request, id="x"), [])), "'x': never asked"),
         (lambda g: g[1].rollouts.pop(), "'train/a/1/train-1': 3 rollouts, expected 4"),
-        (lambda g: g[1].rollouts[2].logprobs.pop(), "train-1' sample 2: 2 tokens but 1 log-probs"),
         (
             lambda g: g[0].rollouts[1].logprobs.__setitem__(1, math.nan),
             "train-0' sample 1 token 1: log-prob nan",
-        ),
-        (
-            lambda g: g[0].rollouts[1].logprobs.__setitem__(0, -math.inf),
-            "sample 1 token 0: log-prob -inf",
-        ),
-        (lambda g: g[0].rollouts[1].logprobs.__setitem__(0, 0.5), "sample 1 token 0: log-prob 0.5"),
-        (
-            lambda g: g[0].rollouts.__setitem__(0, tagged([])),
-            "sample 0: no tokens but finish reason 'stop'",
-        ),
-        (
-            lambda g: g[0].rollouts.__setitem__(0, tagged([1] * 7)),
-            "sample 0: 7 tokens, more than max_tokens=6",
-        ),
-        (
-            lambda g: g[0].rollouts.__setitem__(
-                0, replace(tagged([1]), behavior=BehaviorTag((), "int8"))
-            ),
-            "sample 0: its behaviour tag names no policy version",
         ),
         (
             lambda g: g[0].rollouts.__setitem__(0, tagged([1], version=4)),
@@ -770,12 +742,10 @@ def test_request_carries_every_sampling_field():
     ]
 
 
-def test_progress_and_alarms():
+def test_progress_of_both_phases():
     seen = []
     build(on_phase=lambda *call: seen.append(call)).step(0)
     assert seen == [("generate", 2, 2), ("score", 0, 8)]
-    assert alarms({"reward/zero_std_fraction": 0.8, "rollout/truncated_fraction": 0.5}) == []
-    assert len(alarms({"reward/zero_std_fraction": 0.9, "rollout/truncated_fraction": 0.95})) == 2
 
 
 class KnownEnv(FakeEnv):
