@@ -1,7 +1,7 @@
 """Limits on the size of an answer, checked before evaluation.
 
 `refuse_text` checks what the parser evaluates (binomials, determinants) or nests too deep;
-`refuse_tree` bounds the numbers of the unevaluated tree and refuses what no final answer contains.
+`refuse_tree` bounds the numbers of the unevaluated tree.
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""code: programs in Python, scored by hidden tests in a sandbox.
-
-A response's last fenced block runs on each test: standard input and output, or function calls.
-Reward: the share of passed tests, or with `reward: all` 1 only when all pass.
-
-A row has its task in `question`, `problem`, `prompt`, `question_content` or `description`, tests in
-a shape of `sandbox.shapes`, and perhaps `starter_code` and a gold `solution`, `solutions` or
-`canonical_solution`.
-"""
+"""code: programs in Python, scored by hidden tests in a sandbox (docs/code.md)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Difficulty that follows the measured reward.
+"""Difficulty that follows the measured reward (docs/tools.md).
 
 Position p is task p // levels of level p % levels, so `prompt` stays pure and the test split has
 all levels alike. The training level is in the run's ledger.
-
-After `window` or more groups of the current level, the level goes up if their mean reward is at
-least `raise_at`, down if it is at most `lower_at`, and the count restarts.
 """
 
 from __future__ import annotations

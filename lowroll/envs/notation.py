@@ -1,8 +1,7 @@
 """The notation of final answers, normalised before comparison.
 
-`plain` unifies characters that look alike: minus signs, spaces, digits of any width. `tidy` also
-removes meaningless parts (dollars, fonts, colours, spacing, a full stop). The other functions take
-tidy text.
+`plain` unifies characters that look alike. `tidy` also removes meaningless parts (dollars, fonts,
+colours, spacing, a full stop). The other functions take tidy text.
 """
 
 from __future__ import annotations

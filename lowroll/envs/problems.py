@@ -1,8 +1,7 @@
 r"""Problems with a final answer, from a data set's rows, such as GSM8K's and MATH's.
 
-The question is in `question`, `problem` or `prompt`; the gold answer in `answer`, `final_answer` or
-`solution`, after `####`, in the last `\boxed{}`, between dollars, or the whole field. A row without
-a gold answer is skipped and counted.
+The gold answer is after `####`, in the last `\boxed{}`, between dollars, or the whole field. A row
+without one is skipped and counted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Train and test rows of a data set (`lowroll.envs.data.rows`), read on demand.
 
 The train split is endless, with a seeded permutation each epoch; the test split is in file order.
-Rows without a gold answer are skipped and counted.
-
-Test rows come from `test_path` or another split of the data set; else a share `held_out` of the
-train rows, chosen by digests, so that equal rows are on the same side.
+Without test rows of its own, a share `held_out` of the train rows is chosen by digests, so that
+equal rows are on the same side.
 """
 
 from __future__ import annotations

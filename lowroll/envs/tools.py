@@ -1,9 +1,8 @@
-"""Python functions as a model's tools.
+"""Python functions as a model's tools (docs/tools.md).
 
-Schemas come from signatures, type hints and docstrings (`transformers.utils.get_json_schema`).
-Every failure is an answer to the model: an unknown name, wrong arguments, an exception, a timeout,
-an unreadable call. Functions run in scoring workers under their limits, and should be
-deterministic, as turns may repeat.
+Schemas come from signatures, type hints and docstrings. Every failure is an answer to the model: an
+unknown name, wrong arguments, an exception, a timeout, an unreadable call. Functions run in scoring
+workers under their limits, and should be deterministic, as turns may repeat.
 """
 
 from __future__ import annotations

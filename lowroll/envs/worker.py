@@ -1,16 +1,15 @@
 """The scoring worker: a child process of `ScorerPool`, with a protocol of JSON lines.
 
-In: first {"specs", "memory_limit_mb"}, then {"items": [{"id", "prompt", "ask", "said"}]}: ask
-"score" is of a response (text) or a conversation (messages), "together" of a list of them,
-"respond" requests the environment's reply to messages. Out: {"ready": true, "overtaxed": scores by
-environment, "together": environments} or {"failed": why}, then one line an item, in order: {"id",
-"reward", "metrics"}, {"id", "scores": [...]}, {"id", "messages"} (null: done) or {"id", "error",
-"message"}; {"id", "doing"} may precede it, for a timeout's message. Replies use a private file
-descriptor, so a scorer may print. Only the pool and this loop know the id: other writers are
-ignored. A forked copy of this process ends here.
+    in    {"specs", "memory_limit_mb"}, then {"items": [{"id", "prompt", "ask", "said"}]}; "ask" is
+          "score" (a response or a conversation), "together" (a list of them) or "respond"
+    out   {"ready": true, "overtaxed": scores by environment, "together": environments} or
+          {"failed": why}, then a line an item, in order: {"id", "reward", "metrics"},
+          {"id", "scores": [...]}, {"id", "messages"} (null: done) or {"id", "error", "message"};
+          {"id", "doing"} may precede it, for a timeout's message
 
-Its reaper (`reaper`) ends a scorer's leftovers. The worker dies with its parent: the kernel signals
-the reaper (Linux), or its input ends.
+Replies use a private file descriptor, so a scorer may print. Only the pool and this loop know the
+id: other writers are ignored. A forked copy of this process ends here. The worker dies with its
+parent: the kernel signals its reaper (`reaper`, Linux), or its input ends.
 """
 
 from __future__ import annotations

@@ -30,47 +30,47 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """The orchestrator's settings. ValueError names the invalid field."""
+    """The orchestrator's settings; docs/configuration.md has those of the same name. ValueError names
+    the invalid field."""
 
     batch_size: int  # rollouts per step
-    rollouts_per_example: int  # n of every request: the group size G
+    rollouts_per_example: int  # the group size G
     sampling: SamplingSettings = SamplingSettings()
-    # replaces sampling.temperature
-    temperature_schedule: TemperatureSchedule | None = None
+    temperature_schedule: TemperatureSchedule | None = None  # replaces sampling.temperature
     seed: int = 0
     # relative shares of the draws by environment; 1 if absent
     env_weights: Mapping[str, float] = field(default_factory=dict)
     advantage: str = "grpo"  # a name of lowroll.advantages.TABLE (gae: with a critic), or custom
     estimator: Estimator | None = None  # the user's function of one group, for custom
     max_prompt_tokens: int | None = None  # longer prompts are skipped and counted
-    max_sequence_tokens: int | None = None  # limit of a conversation with its prompt
-    dynamic_sampling: bool = False  # DAPO: learn only from groups with differing rewards
-    max_rounds: int = 8  # rounds of generation per step when groups are filtered
-    no_signal: str = "end"  # when no group is left after max_rounds: end (NoSignal) or go_on
-    overlong_max: int | None = None  # DAPO's soft length limit L_max, tokens
-    overlong_cache: int | None = None  # width L_c of the ramp below it, tokens
+    max_sequence_tokens: int | None = None  # of a conversation with its prompt
+    dynamic_sampling: bool = False
+    max_rounds: int = 8
+    no_signal: str = "end"  # end (NoSignal) or go_on
+    overlong_max: int | None = None  # tokens
+    overlong_cache: int | None = None  # tokens
     filters: tuple[Filter, ...] = ()
     max_error_rate: float = 0.05
     error_window: int = 50  # scores before the error rate is judged
     canary_interval: int | None = 20  # steps between checks of the scorer on known answers
     # asynchrony: see lowroll.orchestrator.rollout_buffer
     max_async_level: int = 0  # batches that may be drawn ahead of the learner
-    strict_async_level: bool = False  # draw with weights of exactly that lag
-    max_off_policy_steps: int = 8  # limit of the lag in versions, and of weight updates in flight
+    strict_async_level: bool = False
+    max_off_policy_steps: int = 8  # versions, and weight updates in flight
     oversampling_factor: float = 1.0  # open groups, as a multiple of a batch
-    partial: str = "none"  # at level 0: drop unfinished groups (none) or carry them on
+    partial: str = "none"  # none, keep or replay
     stall_s: float = 3600.0  # seconds in which a group in flight must end
     # which prompts are drawn: see lowroll.orchestrator.prompt_source
     sampling_seed: int | None = None  # seed of sampling from the policy; None: `seed`
     buffer_seed: int | None = None  # seed of the mix of environments; None: `seed`
-    online_difficulty_filtering: bool = False  # skip groups of mean reward 0 or 1
-    easy_threshold: float | None = None  # prompts of at least this mean reward are not redrawn
-    hard_threshold: float | None = None  # prompts of at most this mean reward are not redrawn
-    easy_fraction: float = 0.0  # share of the easy pool released when a run resumes
-    hard_fraction: float = 0.0  # share of the hard pool released when a run resumes
-    hash_keys: tuple[str, ...] = ()  # keys whose values identify a prompt, to skip duplicates
-    max_steps: int = 0  # steps of the run, which scorers may read; 0: unknown
-    skip_verification: bool = False  # every reward is 0
+    online_difficulty_filtering: bool = False
+    easy_threshold: float | None = None
+    hard_threshold: float | None = None
+    easy_fraction: float = 0.0
+    hard_fraction: float = 0.0
+    hash_keys: tuple[str, ...] = ()
+    max_steps: int = 0  # 0: unknown
+    skip_verification: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_rounds", "error_window"):

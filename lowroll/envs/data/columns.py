@@ -1,11 +1,7 @@
-"""A row's columns: prompt, gold answer, demonstration.
+"""A row's columns: prompt, gold answer, demonstration (docs/data.md).
 
-Columns may be named (`reward_model.ground_truth` is a key inside one), or are found by usual names,
-so rows of TRL, verl, DAPO, GSM8K and MATH need no mapping:
-
-    prompt        PROMPTS: a text, or chat messages
-    answer        ANSWERS
-    completion    COMPLETIONS, or the last message of messages: what `lowroll sft` learns
+They may be named (`reward_model.ground_truth` is a key inside one); otherwise the first usual name
+with a value counts, so rows of TRL, verl, DAPO, GSM8K and MATH need no mapping.
 """
 
 from __future__ import annotations

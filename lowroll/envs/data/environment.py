@@ -1,8 +1,4 @@
-"""data: rows of any data set, scored by the user's reward functions.
-
-The reward is the weighted sum of the functions' values, which are also metrics. The default is
-`answer`: 1 when the final answer is the gold one.
-"""
+"""data: rows of any data set, scored by the user's reward functions (docs/data.md)."""
 
 from __future__ import annotations
 

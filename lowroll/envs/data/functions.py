@@ -1,19 +1,8 @@
-"""Reward functions: Python functions of responses.
+"""Reward functions: Python functions of responses (docs/data.md).
 
 A function with a parameter `completions` gets all responses to one prompt, as in TRL, and returns
-as many rewards:
-
-    def brevity(completions, **columns) -> list[float]: ...
-
-Any other gets one response and returns one reward:
-
-    def right(text, answer) -> float: ...
-    def right(rollout) -> float: ...        # a Response, which has all of it
-
-Both take `prompts` or `prompt` and any column by name. A completion is text, or a list of messages
-if the prompt is one. None means "does not apply". Functions may be `async` or named callable
-objects. One of completions may also take TRL's `completion_ids`, `trainer_state` (`global_step`,
-`max_steps`), `log_extra(column, values)` and `log_metric(name, value)`.
+as many rewards; any other gets one response and returns one. Both take any column by name. None
+means "does not apply".
 """
 
 from __future__ import annotations

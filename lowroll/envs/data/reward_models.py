@@ -1,7 +1,6 @@
-"""Reward models: one-output sequence classifiers of transformers, as in TRL.
+"""Reward models: one-output sequence classifiers of transformers, as in TRL (docs/data.md).
 
-The reward is the logit of the prompt with the completion, in the model's chat template for
-messages. Weights are safetensors; a model's code never runs.
+Weights are safetensors; a model's code never runs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Hidden tests, resource limits of a program, and the comparison of outputs.
+"""Hidden tests, resource limits of a program, and the comparison of outputs (docs/code.md).
 
-Standard output is compared line by line without surrounding white space; lines are equal as text,
-or word by word. `11` is not `0011`, but words with a decimal point or exponent compare by value, as
-in TACO's judge. Function results are JSON data: tuples are lists, floats are equal within 1e-9, and
-`true` is not 1.
+`11` is not `0011`, but words with a decimal point or exponent compare by value, as in TACO's judge.
+Function results are JSON data.
 """
 
 from __future__ import annotations

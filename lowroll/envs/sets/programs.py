@@ -1,7 +1,6 @@
 """LiveCodeBench: a response's last fenced block runs on public and private cases in the sandbox.
 
-Private cases may have megabytes, so scoring workers read them from the file. Prompts follow
-LiveCodeBench's own runner.
+Private cases may have megabytes, so scoring workers read them from the file.
 """
 
 from __future__ import annotations

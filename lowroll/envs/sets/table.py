@@ -1,7 +1,6 @@
 """The table of held-out sets: sources, columns, templates and scorers.
 
-For `lowroll eval --suite`, `set/<name>` environments and docs/evaluation.md. Of a list of columns
-the first present one counts.
+Of a list of columns the first present one counts.
 """
 
 from __future__ import annotations

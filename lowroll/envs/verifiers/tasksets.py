@@ -1,9 +1,8 @@
 """Tasksets of verifiers 0.4 (`verifiers.v1`), in this process, without harness or server.
 
-`Env.run` runs with a scripted agent: it replays the drawn turns, calls the toolsets between, calls
-the task's @stop hooks after each, and finally raises with the messages since
-(`source.TurnPending`). Tasks that need a program's sandbox (a runtime, a container, setup hooks)
-are refused.
+`Env.run` runs with a scripted agent: it replays the drawn turns, calls the toolsets between, and
+raises with the messages since (`source.TurnPending`). Tasks that need a program's sandbox (a
+runtime, a container, setup hooks) are refused.
 """
 
 from __future__ import annotations
