@@ -442,7 +442,7 @@ def _draw_curve(
     style: Any,
     width: float,
 ) -> None:
-    """Draw a curve with gaps at lost records; a long one as its running mean before the values."""
+    """Draw a curve with gaps at lost records; a long one as its running mean over the faded values."""
     if len(steps) >= _SMOOTH_FROM and not line.right:
         axes.plot(*with_gaps(records, steps, values), color=colour, linewidth=0.8, alpha=0.35)
         values = _running_mean(values, max(5, len(values) // 25))
