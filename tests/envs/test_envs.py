@@ -280,16 +280,9 @@ def test_problem_rows_of_every_dialect():
 
 
 def test_bad_files_name_the_line(tmp_path):
-    good = {"question": "q", "answer": "#### 1"}
-    for row, message in (
-        ("{", "x.jsonl:2: not JSON"),
-        ("[1]", "x.jsonl:2: expected a JSON object"),
-        ({"question": "q"}, "x.jsonl:2: none of the fields"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make("gsm8k", args={"path": jsonl(tmp_path / "x.jsonl", good, row)})
-    with pytest.raises(ValueError, match="no usable row"):
-        make("gsm8k", args={"path": jsonl(tmp_path / "y.jsonl", {"question": "q", "answer": ""})})
+    rows = {"question": "q", "answer": "#### 1"}, {"question": "q"}
+    with pytest.raises(ValueError, match="x.jsonl:2: none of the fields"):
+        make("gsm8k", args={"path": jsonl(tmp_path / "x.jsonl", *rows)})
 
 
 def test_rows_without_gold_are_skipped_and_counted(tmp_path, caplog):
