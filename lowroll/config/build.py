@@ -53,7 +53,7 @@ def read(path: str | FilePath) -> Document:
 def build(document: Document, overrides: Overrides = ()) -> RunConfig:
     """Rename old keys, apply overrides, check and resolve."""
     notes = carry_over(document)
-    for key, value, written_key, note in renamed_overrides(list(_parse_overrides(overrides))):
+    for key, value, written_key, note in renamed_overrides(override_pairs(overrides)):
         _apply_override(document, key, value, Mark("override", written_key))
         if note:
             notes.append(note)
@@ -76,22 +76,18 @@ def validate(model: type[M], document: Document) -> M:
 
 
 def override_pairs(overrides: Overrides) -> list[tuple[str, Any]]:
-    """Return the overrides as written: (key, value)."""
-    return list(_parse_overrides(overrides))
-
-
-def _parse_overrides(overrides: Overrides) -> Iterable[tuple[str, Any]]:
-    """Yield the overrides as (key, value), with the values of texts parsed as YAML."""
+    """Return the overrides as (key, value), with the values of texts parsed as YAML."""
     if isinstance(overrides, Mapping):
-        yield from ((key, plain(value, f"override {key}")) for key, value in overrides.items())
-        return
+        return [(key, plain(value, f"override {key}")) for key, value in overrides.items()]
+    pairs = []
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key.strip():
             raise ConfigError(
                 f"override {override}: write it as key=value, for example train.max_steps=20"
             )
-        yield key.strip(), parse_value(text, Mark("override", key.strip()))
+        pairs.append((key.strip(), parse_value(text, Mark("override", key.strip()))))
+    return pairs
 
 
 def _apply_override(document: Document, key: str, value: Any, mark: Mark) -> None:

@@ -25,34 +25,45 @@ from lowroll.quant.table import is_dense
 
 def problems(cfg: RunSettings) -> Iterator[Problem]:
     """Yield the settings that cannot work together, as keys and a message."""
+    rollout = cfg.rollout
     yield from _batch_problems(cfg)
     yield from _stage_problems(cfg)
-    yield from kv_problems(cfg.rollout.kv)
+    yield from kv_problems(rollout.kv)
     yield from vllm_problems(cfg)
     yield from _buffer_problems(cfg)
     yield from role_problems(cfg)
     yield from exact_problems(cfg)
-    yield from budget_problems(
-        cfg.rollout.weights, cfg.rollout.engine, cfg.rollout.large_batch_weights
-    )
-    learner_format, rollout_format = cfg.forward_weights, cfg.rollout.weights
+    yield from budget_problems(rollout.weights, rollout.engine, rollout.large_batch_weights)
+    learner_format = cfg.forward_weights
     if (
         cfg.train.lora
-        and learner_format not in (None, rollout_format)
-        and not is_dense(rollout_format)
+        and learner_format not in (None, rollout.weights)
+        and not is_dense(rollout.weights)
     ):
         yield (
             (("train", "forward"), ("rollout", "weights")),
-            f"the adapter's base is {rollout_format}, and the learner multiplies with what it holds; write "
+            f"the adapter's base is {rollout.weights}, and the learner multiplies with what it holds; write "
             "aligned or dense",
         )
-    if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
+    if rollout.temp_scheduler is not None and rollout.temperature != 1.0:
         yield (
             (("rollout", "temp_scheduler"), ("rollout", "temperature")),
             "set either rollout.temperature or rollout.temp_scheduler, not both",
         )
-    yield from loss_problems(cfg.algorithm, correction_of(cfg)[0], cfg.loss)
-    if not cfg.force and (collapse := known_collapse(cfg.correction, rollouts_of(cfg))):
+    yield from _correction_problems(cfg)
+    yield from _critic_problems(cfg)
+    yield from noise_problems(cfg.noise)
+    yield from _warmup_problems(cfg)
+    yield from env_problems(cfg.env, cfg.eval)
+    yield from _data_problems(cfg)
+
+
+def _correction_problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Yield a correction that the algorithm, the rollouts or a missing teacher exclude."""
+    correction = correction_of(cfg)[0]
+    yield from loss_problems(cfg.algorithm, correction, cfg.loss)
+    collapse = known_collapse(cfg.correction, rollouts_of(cfg))
+    if collapse is not None and not cfg.force:
         approximation = f"{cfg.rollout.weights} rollouts"
         if collapse.price == "kv":
             approximation = f"a cache that {cfg.rollout.cache.policy} bounds"
@@ -61,22 +72,24 @@ def problems(cfg: RunSettings) -> Iterator[Problem]:
             f"{cfg.correction} with {approximation} is known to collapse ({collapse.seen}); write "
             "auto, or force: true to compare with it",
         )
-    if correction_of(cfg)[0] == "aipo" and cfg.loss.aipo.teacher_tau and cfg.train.teacher is None:
+    if correction == "aipo" and cfg.loss.aipo.teacher_tau and cfg.train.teacher is None:
         yield (
             (("loss", "aipo", "teacher_tau"), ("train", "teacher")),
             "needs train.teacher, the model whose log-probs it pulls to",
         )
-    yield from _critic_problems(cfg)
-    yield from noise_problems(cfg.noise)
-    for section, key in ((cfg.train, "train"), (cfg.sft, "sft")):
-        num_steps = cfg.train.max_steps if section is cfg.train else cfg.sft.steps
-        if section.warmup_steps > num_steps:
+
+
+def _warmup_problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Yield warm-ups that are longer than their run."""
+    for section, warmup_steps, steps_key, num_steps in (
+        ("train", cfg.train.warmup_steps, "max_steps", cfg.train.max_steps),
+        ("sft", cfg.sft.warmup_steps, "steps", cfg.sft.steps),
+    ):
+        if warmup_steps > num_steps:
             yield (
-                ((key, "warmup_steps"), (key, "max_steps" if key == "train" else "steps")),
-                f"{key}.warmup_steps ({section.warmup_steps}) is more than the {num_steps} steps of the run",
+                ((section, "warmup_steps"), (section, steps_key)),
+                f"{section}.warmup_steps ({warmup_steps}) is more than the {num_steps} steps of the run",
             )
-    yield from env_problems(cfg.env, cfg.eval)
-    yield from _data_problems(cfg)
 
 
 def _batch_problems(cfg: RunSettings) -> Iterator[Problem]:
@@ -105,7 +118,8 @@ def _batch_problems(cfg: RunSettings) -> Iterator[Problem]:
 def _stage_problems(cfg: RunSettings) -> Iterator[Problem]:
     """Yield the problems that only a later stage has."""
     yield from order_problems(cfg.stages, cfg.dapo.overlong_max)
-    reported_messages, stage_cfg = [message for _, message in _batch_problems(cfg)], cfg
+    stage_cfg = cfg
+    reported_messages = [message for _, message in _batch_problems(cfg)]
     for i, stage in enumerate(cfg.stages):
         stage_cfg = stage_cfg.entering(stage)
         for keys, message in _batch_problems(stage_cfg):
@@ -142,17 +156,17 @@ def _length_problems(cfg: RunSettings) -> Iterator[Problem]:
             f"train.tokens_per_microbatch ({cfg.train.longest}) cannot hold a prompt and its response "
             f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)",
         )
-    if (dapo.overlong_max is None) != (dapo.overlong_cache is None):
-        present_key, missing_key = "overlong_cache", "overlong_max"
-        if dapo.overlong_cache is None:
-            present_key, missing_key = missing_key, present_key
-        yield ((("dapo", present_key),), f"needs dapo.{missing_key} beside it")
-    elif dapo.overlong_max is not None and dapo.overlong_cache is not None:
-        if dapo.overlong_cache > dapo.overlong_max:
-            yield (
-                (("dapo", "overlong_cache"), ("dapo", "overlong_max")),
-                f"dapo.overlong_cache ({dapo.overlong_cache}) is more than dapo.overlong_max ({dapo.overlong_max})",
-            )
+    if dapo.overlong_max is None and dapo.overlong_cache is None:
+        return
+    if dapo.overlong_cache is None:
+        yield (("dapo", "overlong_max"),), "needs dapo.overlong_cache beside it"
+    elif dapo.overlong_max is None:
+        yield (("dapo", "overlong_cache"),), "needs dapo.overlong_max beside it"
+    elif dapo.overlong_cache > dapo.overlong_max:
+        yield (
+            (("dapo", "overlong_cache"), ("dapo", "overlong_max")),
+            f"dapo.overlong_cache ({dapo.overlong_cache}) is more than dapo.overlong_max ({dapo.overlong_max})",
+        )
 
 
 def _data_problems(cfg: RunSettings) -> Iterator[Problem]:
@@ -253,77 +267,16 @@ def _critic_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 def warnings(cfg: RunSettings) -> Iterator[str]:
     """Yield settings that rarely work as meant. `cfg` is resolved."""
-    rollout, rollouts = cfg.rollout, rollouts_of(cfg)
-    if rollouts.truncated and cfg.correction == "none":
-        yield (
-            f"warning: {', '.join(rollouts.truncated)}: the rollouts are drawn from another distribution than the "
-            "learner's, and correction none does not pay for it"
-        )
-    if rollouts.low_bit and cfg.correction in ("none", "is"):
-        yield (
-            f"warning: {rollout.weights} rollouts with correction {cfg.correction}: the mismatch with the learner "
-            "is not corrected; good for comparison only"
-        )
-    if rollouts.low_bit and cfg.correction == "decoupled":
-        yield (
-            f"warning: {rollout.weights} rollouts with correction decoupled: nothing caps the weights, and QuRL "
-            "(Fig. 3) saw them reach 1e5; tis and acr cap them"
-        )
-    if rollouts.forgets and cfg.correction in ("none", "is", "decoupled"):
-        yield (
-            f"warning: a cache that {rollouts.kv_policy} bounds with correction {cfg.correction}: no response is "
-            "rejected that lost what it needed (Sparse-RL sec. 4); sparse and reweight reject"
-        )
-    if rollouts.low_bit_cache and not rollouts.low_bit and cfg.correction in ("none", "is"):
-        yield (
-            f"warning: an {rollouts.kv_dtype} cache with correction {cfg.correction}: its rounding is not corrected; "
-            "good for comparison only"
-        )
-    if (
-        rollouts.low_bit
-        and not rollouts.lora
-        and cfg.algorithm == "gspo"
-        and cfg.correction in ("tis", "decoupled")
-    ):
-        yield (
-            f"warning: gspo on {rollout.weights} rollouts: QaRL (Fig. 8) saw it drift and collapse; correction tbpo "
-            "is its mended form"
-        )
-    if rollouts.noisy and cfg.correction == "none":
-        yield (
-            "warning: noise with correction none: rollouts of the noisy policy are learnt from as if they were the "
-            "learner's own (QeRL's setting)"
-        )
-    if cfg.train.forward == "aligned" and is_dense(rollout.weights):
-        yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
-    if rollouts.rounds and not rollouts.low_bit and cfg.correction in ("none", "is"):
-        yield (
-            f"warning: train.forward {cfg.train.forward} with correction {cfg.correction}: the "
-            "learner rounds and the rollouts do not, and that is not corrected"
-        )
-    if rollouts.foreign and not rollouts.low_bit and cfg.correction in ("none", "is"):
-        yield (
-            f"warning: rollouts of {rollouts.engine} with correction {cfg.correction}: it rounds otherwise than the "
-            "learner, and that is not corrected; good for comparison only"
-        )
-    other_mismatch = (
-        rollouts.forgets or rollouts.low_bit_cache or rollouts.foreign or rollouts.rounds
-    )
-    matches_learner = not (
-        rollouts.low_bit or rollouts.truncated or rollouts.noisy or other_mismatch
-    )
-    if matches_learner and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
-        yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
+    yield from _mismatch_warnings(cfg)
     if cfg.train.minibatches == 1 and cfg.correction in ("acr", "tbpo"):
         yield (
             f"train.minibatches 1: with one update a batch the policy ratio is 1, so no clip can fire; "
             f"{cfg.correction} then acts as a capped weight"
         )
-    if cfg.train.teacher is not None and not (
-        cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau
-    ):
+    reads_teacher = cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau
+    if cfg.train.teacher is not None and not reads_teacher:
         yield "train.teacher: no effect without correction aipo and a loss.aipo.teacher_tau above 0"
-    if cfg.train.replay_kv and not rollout.cache.evicts:
+    if cfg.train.replay_kv and not cfg.rollout.cache.evicts:
         yield "train.replay_kv: no effect without a rollout.kv.policy that drops keys"
     yield from _no_effect_notes(cfg)
     yield from role_notes(cfg)
@@ -336,6 +289,72 @@ def warnings(cfg: RunSettings) -> Iterator[str]:
             )
     if not cfg.has_critic and cfg.critic != CriticConfig():
         yield f"critic: no effect, the algorithm is {cfg.algorithm}"
+
+
+def _mismatch_warnings(cfg: RunSettings) -> Iterator[str]:
+    """Yield differences of rollouts and learner that the correction does not correct, and
+    corrections of a difference that is not there."""
+    rollouts, correction, weights = rollouts_of(cfg), cfg.correction, cfg.rollout.weights
+    ignores_mismatch = correction in ("none", "is")
+    if rollouts.truncated and correction == "none":
+        yield (
+            f"warning: {', '.join(rollouts.truncated)}: the rollouts are drawn from another distribution than the "
+            "learner's, and correction none does not pay for it"
+        )
+    if rollouts.low_bit and ignores_mismatch:
+        yield (
+            f"warning: {weights} rollouts with correction {correction}: the mismatch with the learner "
+            "is not corrected; good for comparison only"
+        )
+    if rollouts.low_bit and correction == "decoupled":
+        yield (
+            f"warning: {weights} rollouts with correction decoupled: nothing caps the weights, and QuRL "
+            "(Fig. 3) saw them reach 1e5; tis and acr cap them"
+        )
+    if rollouts.forgets and correction in ("none", "is", "decoupled"):
+        yield (
+            f"warning: a cache that {rollouts.kv_policy} bounds with correction {correction}: no response is "
+            "rejected that lost what it needed (Sparse-RL sec. 4); sparse and reweight reject"
+        )
+    if rollouts.low_bit_cache and not rollouts.low_bit and ignores_mismatch:
+        yield (
+            f"warning: an {rollouts.kv_dtype} cache with correction {correction}: its rounding is not corrected; "
+            "good for comparison only"
+        )
+    is_weighted_gspo = cfg.algorithm == "gspo" and correction in ("tis", "decoupled")
+    if rollouts.low_bit and not rollouts.lora and is_weighted_gspo:
+        yield (
+            f"warning: gspo on {weights} rollouts: QaRL (Fig. 8) saw it drift and collapse; correction tbpo "
+            "is its mended form"
+        )
+    if rollouts.noisy and correction == "none":
+        yield (
+            "warning: noise with correction none: rollouts of the noisy policy are learnt from as if they were the "
+            "learner's own (QeRL's setting)"
+        )
+    if cfg.train.forward == "aligned" and is_dense(weights):
+        yield f"train.forward aligned: {weights} rollouts have no low-bit arithmetic to align with"
+    if rollouts.rounds and not rollouts.low_bit and ignores_mismatch:
+        yield (
+            f"warning: train.forward {cfg.train.forward} with correction {correction}: the "
+            "learner rounds and the rollouts do not, and that is not corrected"
+        )
+    if rollouts.foreign and not rollouts.low_bit and ignores_mismatch:
+        yield (
+            f"warning: rollouts of {rollouts.engine} with correction {correction}: it rounds otherwise than the "
+            "learner, and that is not corrected; good for comparison only"
+        )
+    differs = (
+        rollouts.low_bit
+        or rollouts.truncated
+        or rollouts.noisy
+        or rollouts.forgets
+        or rollouts.low_bit_cache
+        or rollouts.foreign
+        or rollouts.rounds
+    )
+    if not differs and correction not in ("none", "tbpo", "aipo", "ipo"):
+        yield f"correction {correction}: {weights} rollouts leave it almost nothing to correct"
 
 
 def _no_effect_notes(cfg: RunSettings) -> Iterator[str]:

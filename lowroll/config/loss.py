@@ -140,22 +140,7 @@ def loss_problems(algorithm: str, correction: str, loss: LossConfig) -> Iterator
     for name in BOUNDS:
         if name not in CORRECTIONS[correction].options and getattr(loss, name) is not None:
             yield (("loss", name), ("correction",)), f"{correction} does not clip; write null"
-    for name in ("token_mask", "geo_mask", "sequence_mask"):
-        low, high = getattr(loss.aipo, f"{name}_low"), getattr(loss.aipo, f"{name}_high")
-        if low > high:
-            yield (
-                (("loss", "aipo", f"{name}_low"), ("loss", "aipo", f"{name}_high")),
-                f"{name}_low ({low:g}) is more than {name}_high ({high:g})",
-            )
-    for path, bounds in (
-        (("sparse", "token_rs"), loss.sparse.token_rs),
-        (("reweight", "icepop"), loss.reweight.icepop),
-    ):
-        if bounds is not None and bounds[0] > bounds[1]:
-            yield (
-                (("loss", *path),),
-                f"the lower bound ({bounds[0]:g}) is more than the upper one ({bounds[1]:g})",
-            )
+    yield from _bounds_problems(loss)
     if loss.sparse.repair is not None and loss.sparse.veto is None:
         yield (
             (("loss", "sparse", "repair"), ("loss", "sparse", "veto")),
@@ -163,16 +148,31 @@ def loss_problems(algorithm: str, correction: str, loss: LossConfig) -> Iterator
         )
     for rule, bound in (loss.reweight.reject or {}).items():
         rule_path: Path = ("loss", "reweight", "reject", rule)
-        if isinstance(bound, tuple) != rule.endswith("k1"):
-            expected = "one number, an upper bound"
-            if rule.endswith("k1"):
-                expected = "[low, high], bounds on sampler over learner"
-            yield (rule_path,), f"needs {expected}"
+        if rule.endswith("k1") and not isinstance(bound, tuple):
+            yield (rule_path,), "needs [low, high], bounds on sampler over learner"
+        elif isinstance(bound, tuple) and not rule.endswith("k1"):
+            yield (rule_path,), "needs one number, an upper bound"
         elif isinstance(bound, tuple) and bound[0] > bound[1]:
+            yield (rule_path,), _swapped_bounds(bound)
+
+
+def _bounds_problems(loss: LossConfig) -> Iterator[Problem]:
+    """Yield pairs of bounds whose lower one is the larger one."""
+    for name in ("token_mask", "geo_mask", "sequence_mask"):
+        low, high = getattr(loss.aipo, f"{name}_low"), getattr(loss.aipo, f"{name}_high")
+        if low > high:
             yield (
-                (rule_path,),
-                f"the lower bound ({bound[0]:g}) is more than the upper one ({bound[1]:g})",
+                (("loss", "aipo", f"{name}_low"), ("loss", "aipo", f"{name}_high")),
+                f"{name}_low ({low:g}) is more than {name}_high ({high:g})",
             )
+    if (token_rs := loss.sparse.token_rs) and token_rs[0] > token_rs[1]:
+        yield (("loss", "sparse", "token_rs"),), _swapped_bounds(token_rs)
+    if (icepop := loss.reweight.icepop) and icepop[0] > icepop[1]:
+        yield (("loss", "reweight", "icepop"),), _swapped_bounds(icepop)
+
+
+def _swapped_bounds(bounds: tuple[float, float]) -> str:
+    return f"the lower bound ({bounds[0]:g}) is more than the upper one ({bounds[1]:g})"
 
 
 def loss_notes(correction: str, loss: LossConfig) -> Iterator[str]:

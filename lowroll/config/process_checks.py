@@ -49,10 +49,10 @@ def role_problems(cfg: RunSettings) -> Iterator[Problem]:
             (("weight_broadcast", "type"), ("train", "lora")),
             "nccl is for all weights; an adapter travels by files",
         )
-    yield from ray_problems(cfg)
+    yield from _ray_problems(cfg)
 
 
-def ray_problems(cfg: RunSettings) -> Iterator[Problem]:
+def _ray_problems(cfg: RunSettings) -> Iterator[Problem]:
     """Yield the settings that roles on several machines do not support."""
     if cfg.launcher != "ray" or cfg.ray.address is None:
         return
@@ -122,10 +122,5 @@ def role_notes(cfg: RunSettings) -> Iterator[str]:
             "warning: client.skip_model_check: engines that serve another model are taken as they "
             "are; what they draw is not of this run's model"
         )
-    yield from ray_notes(cfg)
-
-
-def ray_notes(cfg: RunSettings) -> Iterator[str]:
-    """Yield a warning for a changed section without effect."""
     if cfg.launcher != "ray" and cfg.ray != RayConfig():
         yield f"ray: no effect, launcher is {cfg.launcher}"

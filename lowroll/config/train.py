@@ -8,7 +8,7 @@ guard's actions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, Strict
 
@@ -40,43 +40,15 @@ LORA_TARGETS = (
 )
 Recomputed = bool | Annotated[float, Field(ge=0, le=1)] | None
 
-
-SIZES: dict[str, Any] = {
+# of the learner's passes on a large device
+SIZES: dict[str, int] = {
     "tokens_per_microbatch": 8192,
     "activation_checkpointing": False,
     "logprob_chunk": 1024,
 }
 
 
-class Passes(Section):
-    """A section with sizes of the learner's passes."""
-
-    _longest: int | None = None
-
-    @property
-    def longest(self) -> int:
-        """The tokens that a prompt and its response must fit in; automatic sizes do not change it,
-        since a longer sample has its own pass."""
-        return self._longest or self.together
-
-    @property
-    def together(self) -> int:
-        return int(getattr(self, "tokens_per_microbatch") or SIZES["tokens_per_microbatch"])  # noqa: B009
-
-    def keeping_longest(self, other: Passes) -> Self:
-        """Return a copy that accepts samples as long as another section does."""
-        copy = self.model_copy()
-        copy._longest = other.longest
-        return copy
-
-    def sized(self) -> Self:
-        """Return a copy whose open sizes are those of a large device."""
-        return self.model_copy(
-            update={key: size for key, size in SIZES.items() if getattr(self, key) is None}
-        )
-
-
-class TrainConfig(Passes):
+class TrainConfig(Section):
     """The learner. One batch gives `minibatches` optimiser updates."""
 
     max_steps: Count = 100  # steps of the run
@@ -126,6 +98,31 @@ class TrainConfig(Passes):
     lora_target_modules: Annotated[
         tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(unique)
     ] = LORA_TARGETS
+
+    _longest: int | None = None
+
+    @property
+    def longest(self) -> int:
+        """The tokens that a prompt and its response must fit in. Automatic sizes do not change it,
+        since a longer sample has its own pass."""
+        return self._longest or self.together
+
+    @property
+    def together(self) -> int:
+        """The packed tokens of a forward pass."""
+        return self.tokens_per_microbatch or SIZES["tokens_per_microbatch"]
+
+    def keeping_longest(self, other: TrainConfig) -> Self:
+        """Return a copy that accepts samples as long as another section does."""
+        copy = self.model_copy()
+        copy._longest = other.longest
+        return copy
+
+    def sized(self) -> Self:
+        """Return a copy whose open sizes are those of a large device."""
+        return self.model_copy(
+            update={key: size for key, size in SIZES.items() if getattr(self, key) is None}
+        )
 
 
 class DapoConfig(Section):
@@ -243,9 +240,8 @@ class StageConfig(Section):
         for name, path in KEYS.items():
             value = getattr(self, name)
             if value is not None:
-                values_by_section.setdefault(path[0] if len(path) == 2 else "", {})[path[-1]] = (
-                    value
-                )
+                section = path[0] if len(path) == 2 else ""
+                values_by_section.setdefault(section, {})[path[-1]] = value
         return values_by_section
 
 

@@ -96,26 +96,29 @@ def combine(
         problems = list(rules.disagreements(files))
     if problems:
         raise ConfigError("\n".join(problems))
-    given = overrides if isinstance(overrides, Mapping) else list(overrides)
-    run, notes = _run(files, role)
-    asked = build(deepcopy(run), given)  # for overrides of the engine
-    if asked.rollout.engine == "vllm":
-        _put_vllm(run, files, attach=asked.launcher == "none" and not role)
+    overrides = overrides if isinstance(overrides, Mapping) else list(overrides)
+    run, noted_settings = _run(files, role)
+    preview = build(deepcopy(run), overrides)  # for overrides of the engine
+    if preview.rollout.engine == "vllm":
+        _put_vllm(run, files, attach=preview.launcher == "none" and not role)
     else:
         _put_native(run, files)
-    notes += _put_recipe(run, files["train"], asked)
-    cfg = build(run, given)
-    told = [
+    noted_settings += _put_recipe(run, files["train"], preview)
+    cfg = build(run, overrides)
+    notes = [
         setting.note
-        for setting in notes
+        for setting in noted_settings
         if setting.path not in run.marks or run.marks[setting.path].where != "override"
     ]
-    return cfg.with_notes(*told, *(() if role else _idle_notes(files, cfg)))
+    if not role:
+        notes += _idle_notes(files, cfg)
+    return cfg.with_notes(*notes)
 
 
 def _run(files: Files, role: str) -> tuple[Document, list[rules.Setting]]:
+    """Return the run's document, and the settings that have a note."""
     run = Document({}, name=files["train"].document.name)
-    notes = []
+    noted_settings = []
     for section, table in TABLES.items():
         for key, row in table.items():
             if row.copied:
@@ -129,19 +132,20 @@ def _run(files: Files, role: str) -> tuple[Document, list[rules.Setting]]:
         if setting.value is not None:
             run.put(setting.path, setting.value, setting.source or Mark(run.name, setting.key))
         if setting.note:
-            notes.append(setting)
+            noted_settings.append(setting)
     marks = files["orch"].document.marks
     run.marks |= {path: mark for path, mark in marks.items() if path[0] == "eval"}
     _place_environments(run, files["orch"])
-    return run, notes
+    return run, noted_settings
 
 
-def _put(run: Document, source: File, key: str, target: str) -> None:
-    path, old = tuple(target.split(".")), tuple(key.split("."))
-    run.put(path, source[key], source.mark(key))
+def _put(run: Document, source: File, source_key: str, key: str) -> None:
+    """Copy a value of a file, with the marks beneath it, to a key of the run."""
+    path, source_path = tuple(key.split(".")), tuple(source_key.split("."))
+    run.put(path, source[source_key], source.mark(source_key))
     for mark_path, mark in source.document.marks.items():
-        if mark_path[: len(old)] == old:
-            run.marks[path + mark_path[len(old) :]] = mark
+        if mark_path[: len(source_path)] == source_path:
+            run.marks[path + mark_path[len(source_path) :]] = mark
 
 
 def _place_environments(run: Document, orch: File) -> None:
@@ -157,12 +161,12 @@ def _place_environments(run: Document, orch: File) -> None:
         run.value["env"] = [env for env, ratio in zip(envs, ratios, strict=True) if ratio > 0]
 
 
-def _put_recipe(run: Document, train: File, asked: RunConfig) -> Iterator[rules.Setting]:
+def _put_recipe(run: Document, train: File, preview: RunConfig) -> Iterator[rules.Setting]:
     """Set the learner's forward. An adapter's low-bit base is used as it is."""
-    format, base = RECIPES.get(train["recipe"]), asked.rollout.weights
+    format, base = RECIPES.get(train["recipe"]), preview.rollout.weights
     if format is None:
         return
-    if asked.train.lora and not is_dense(base) and base != format:
+    if preview.train.lora and not is_dense(base) and base != format:
         yield rules.Setting(
             "train.forward",
             note=f"recipe {train['recipe']}: the adapter's base is {base}, and the learner "
@@ -185,17 +189,21 @@ def _put_vllm(run: Document, files: Files, attach: bool) -> None:
             _put(run, infer, key, f"rollout.vllm.{target}")
     if infer["dtype"] == "float16":
         _put(run, infer, "dtype", "rollout.vllm.dtype")
-    words = ["--enforce-eager"] if infer["enforce_eager"] else []
-    if infer["enable_prefix_caching"] is not None:
-        words.append(f"--{'' if infer['enable_prefix_caching'] else 'no-'}enable-prefix-caching")
-    if words:
-        key = "enforce_eager" if infer["enforce_eager"] else "enable_prefix_caching"
-        run.put(("rollout", "vllm", "serve_args"), words, infer.mark(key))
+    arguments = {}  # of `vllm serve`, with the keys that they come from
+    if infer["enforce_eager"]:
+        arguments["--enforce-eager"] = "enforce_eager"
+    if infer["enable_prefix_caching"] is True:
+        arguments["--enable-prefix-caching"] = "enable_prefix_caching"
+    elif infer["enable_prefix_caching"] is False:
+        arguments["--no-enable-prefix-caching"] = "enable_prefix_caching"
+    if arguments:
+        first_key = next(iter(arguments.values()))
+        run.put(("rollout", "vllm", "serve_args"), list(arguments), infer.mark(first_key))
     urls = orch["client.base_url"]
     if attach and len(urls) == 1 and urls != [OWN_SERVER]:
-        mark = orch.document.mark(("client", "base_url"))
-        run.put(("rollout", "vllm", "url"), urls[0], mark or orch.mark("client"))
-        run.put(("client", "base_url"), [], mark or orch.mark("client"))
+        mark = orch.document.mark(("client", "base_url")) or orch.mark("client")
+        run.put(("rollout", "vllm", "url"), urls[0], mark)
+        run.put(("client", "base_url"), [], mark)
         if orch.written("client.api_key_var"):
             _put(run, orch, "client.api_key_var", "rollout.vllm.token_env")
 
@@ -204,14 +212,12 @@ def _put_native(run: Document, files: Files) -> None:
     """Copy the files' engine settings for lowroll's own engine. ConfigError for what only vLLM
     does."""
     infer = files["infer"]
-    for asked, key, what in (
-        (infer["tp"] > 1, "tp", ""),
-        (infer["dtype"] == "float16", "dtype", "lowroll's own engine has no float16; "),
-    ):
-        if asked:
-            raise ConfigError(
-                infer.mark(key).blame(f"{what}needs vLLM: the override rollout.engine=vllm")
-            )
+    needs_vllm = "needs vLLM: the override rollout.engine=vllm"
+    if infer["tp"] > 1:
+        raise ConfigError(infer.mark("tp").blame(needs_vllm))
+    if infer["dtype"] == "float16":
+        reason = f"lowroll's own engine has no float16; {needs_vllm}"
+        raise ConfigError(infer.mark("dtype").blame(reason))
     if infer["enforce_eager"]:
         run.put(("rollout", "cuda_graphs"), False, infer.mark("enforce_eager"))
     if infer["enable_prefix_caching"] is False:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import yaml
 
 from lowroll.config.build import Overrides, build, override_pairs, read, validate
+from lowroll.config.data import EnvConfig
 from lowroll.config.document import ConfigDumper, ConfigError, Document, Mark, Path
 from lowroll.config.resolve import RunConfig
 from lowroll.config.surogate.read import MODELS, combine, load_sections
@@ -29,6 +30,12 @@ from lowroll.config.surogate.read import MODELS, combine, load_sections
 Role = Literal["serve", "orchestrate", "train"]
 FILES: dict[str, str] = {"serve": "infer", "orchestrate": "orch", "train": "train"}
 GIVEN = FilePath("orchestrator", "given.yaml")  # in the run's folder
+# keys that lowroll's run.yaml does not have
+KEYS_OF_ROLES: dict[str, str] = {
+    "serve": "enable_lora: true",
+    "orchestrate": "model: {name: ...}",
+    "train": "lora: true",
+}
 
 
 class NotThereYet(ConfigError):
@@ -59,21 +66,18 @@ def _is_own(role: Role, document: Document) -> bool:
     """Return whether a file is lowroll's run.yaml instead of the role's file of the document.
     ConfigError if it could be either."""
     keys, name = document.value.keys(), f"{FILES[role]}.yaml"
-    theirs = MODELS[FILES[role]].model_fields.keys()
-    own = sum(key in RunConfig.model_fields for key in keys)
-    foreign = sum(key in theirs for key in keys)
-    section = isinstance(document.value.get("model"), dict)
-    if role == "orchestrate" and section != isinstance(document.value.get("model"), str):
-        return not section
-    if own == foreign == len(keys):
-        example = {"serve": "enable_lora: true", "train": "lora: true"}.get(
-            role, "model: {name: ...}"
-        )
+    model = document.value.get("model")
+    if role == "orchestrate" and isinstance(model, dict | str):
+        return isinstance(model, str)
+    num_own = len(keys & RunConfig.model_fields.keys())
+    num_foreign = len(keys & MODELS[FILES[role]].model_fields.keys())
+    if num_own == num_foreign == len(keys):
+        example = KEYS_OF_ROLES[role]
         raise ConfigError(
             f"{document.name}: could be lowroll's run.yaml or the document's {name}; write one key "
             f"more, such as {example} of {name} or env: of run.yaml"
         )
-    return own > foreign
+    return num_own > num_foreign
 
 
 def _serve(infer: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
@@ -122,65 +126,70 @@ def _orchestrate(orch: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
 def _given(orch: Document, cfg: RunConfig, overrides: list[tuple[str, Any]]) -> str:
     """Return the file with its resolved paths, and the overrides, as YAML."""
     tree = orch.value
-    kept = iter(cfg.env)
+    envs = _as_sections(tree["env"])
     ratios = (tree.get("buffer") or {}).get("env_ratios")
-    envs = tree["env"] if isinstance(tree["env"], list) else [tree["env"]]
-    for index, env in enumerate(envs):
-        if ratios is None or ratios[index] > 0:
-            found = next(kept)
-            env |= {"id": found.id, "args": found.args}
+    if ratios is not None:
+        envs = [env for env, ratio in zip(envs, ratios, strict=True) if ratio > 0]
+    _put_environments(envs, cfg.env)
     if cfg.eval.env is not None and isinstance(tree.get("eval"), dict):
-        held_out = tree["eval"]["env"]
-        for env, found in zip(
-            held_out if isinstance(held_out, list) else [held_out], cfg.eval.env, strict=True
-        ):
-            env |= {"id": found.id, "args": found.args}
+        _put_environments(_as_sections(tree["eval"]["env"]), cfg.eval.env)
     if cfg.advantage_function is not None and isinstance(tree.get("advantage"), dict):
         tree["advantage"] |= {"import_path": cfg.advantage_function.import_path}
     tree["model"]["name"] = cfg.model
     tree["output_dir"] = cfg.output_dir
-    told = {"of": orch.name, "orch": tree, "overrides": dict(overrides)}
-    return yaml.dump(told, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6)
+    given = {"of": orch.name, "orch": tree, "overrides": dict(overrides)}
+    return yaml.dump(given, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def _as_sections(value: Any) -> list[dict[str, Any]]:
+    """Return the sections of a list, or of a single section."""
+    return value if isinstance(value, list) else [value]
+
+
+def _put_environments(sections: list[dict[str, Any]], envs: tuple[EnvConfig, ...]) -> None:
+    """Write resolved environments into their sections."""
+    for section, env in zip(sections, envs, strict=False):  # overrides may add some
+        section |= {"id": env.id, "args": env.args}
 
 
 def _train(train: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
     """Return the trainer's settings, with the orchestrator's file."""
     _required(train, "model")
     validate(MODELS["train"], train)  # before waiting for the orchestrator
-    outer = dict(overrides).get("output_dir", train.value.get("output_dir", "output"))
-    if not isinstance(outer, str):
+    output_dir = dict(overrides).get("output_dir", train.value.get("output_dir", "output"))
+    if not isinstance(output_dir, str):
         mark = train.marks.get(("output_dir",), Mark("override", "output_dir"))
         raise ConfigError(mark.blame("must be text"))
-    place = find_run(outer)
-    left = read(place / GIVEN)
-    if set(left.value) != {"of", "orch", "overrides"}:
-        raise ConfigError(f"{place / GIVEN}: was not written by an orchestrator")
-    marks = {path[1:]: mark for path, mark in left.marks.items() if path[0] == "orch" and path[1:]}
-    orch = Document(left.value["orch"] | {"output_dir": str(place)}, marks, str(place / GIVEN))
-    mine = {key: value for key, value in overrides if key != "output_dir"}
+    run_folder = str(find_run(output_dir))
+    given_file = str(run_folder / GIVEN)
+    given = read(given_file)
+    if set(given.value) != {"of", "orch", "overrides"}:
+        raise ConfigError(f"{given_file}: was not written by an orchestrator")
+    marks = {path[1:]: mark for path, mark in given.marks.items() if path[0] == "orch" and path[1:]}
+    orch = Document(given.value["orch"] | {"output_dir": run_folder}, marks, given_file)
     return combine(
         {"train": train, "orch": orch, "infer": Document({}, name="infer")},
-        left.value["overrides"] | mine | {"output_dir": str(place)},
+        given.value["overrides"] | dict(overrides) | {"output_dir": run_folder},
         "train",
     )
 
 
-def find_run(outer: str | FilePath) -> FilePath:
-    """Return the folder of the run that an orchestrator has begun: `outer`, or its only `run_*`
+def find_run(folder: str | FilePath) -> FilePath:
+    """Return the folder of the run that an orchestrator has begun: `folder`, or its only `run_*`
     folder. Raises NotThereYet when there is none, ConfigError when there are several."""
-    outer = FilePath(outer)
-    if (outer / GIVEN).is_file():
-        return outer
-    found = sorted(place.parent.parent for place in outer.glob(f"run_*/{GIVEN}"))
-    if not found:
+    folder = FilePath(folder)
+    if (folder / GIVEN).is_file():
+        return folder
+    runs = sorted(given_file.parent.parent for given_file in folder.glob(f"run_*/{GIVEN}"))
+    if not runs:
         raise NotThereYet(
-            f"output_dir: no orchestrator has begun a run in {outer} or in a run_* folder of it "
+            f"output_dir: no orchestrator has begun a run in {folder} or in a run_* folder of it "
             "(lowroll orchestrate orch.yaml)"
         )
-    if len(found) > 1:
-        names = ", ".join(map(str, found))
-        raise ConfigError(f"output_dir: {outer} holds several runs; name one of {names}")
-    return found[0]
+    if len(runs) > 1:
+        names = ", ".join(map(str, runs))
+        raise ConfigError(f"output_dir: {folder} holds several runs; name one of {names}")
+    return runs[0]
 
 
 def _required(document: Document, key: str) -> Any:

@@ -63,45 +63,51 @@ class Setting:
 def disagreements(files: Files) -> Iterator[str]:
     """Yield the settings on which two files disagree, a line each."""
     for places in REPEATED:
-        given = [(files[section].written(key), files[section][key]) for section, key in places]
-        told = [
-            (mark, value) for mark, value in given if mark is not None and value not in (None, -1)
-        ]
-        for mark, value in told[1:]:
-            first_mark, first = told[0]
-            if value != first:
-                yield mark.blame(
-                    f"{value} disagrees with {first_mark.where}: {first_mark.key}: {first}"
-                )
+        yield from _different_values(files, places)
     train, infer, orch = (files[section] for section in SECTIONS)
-    for (part, part_key), (whole, whole_key) in (
-        ((train, "lora_rank"), (infer, "max_lora_rank")),
-        ((orch, "seq_len"), (train, "sequence_len")),
-        ((orch, "sampling.max_tokens"), (infer, "max_model_len")),
+    for smaller_file, smaller_key, larger_file, larger_key in (
+        (train, "lora_rank", infer, "max_lora_rank"),
+        (orch, "seq_len", train, "sequence_len"),
+        (orch, "sampling.max_tokens", infer, "max_model_len"),
     ):
-        least, most = part.written(part_key), whole.written(whole_key)
-        if (
-            least
-            and most
-            and None not in (part[part_key], whole[whole_key])
-            and whole[whole_key] < part[part_key]
-        ):
-            yield most.blame(
-                f"{whole[whole_key]} is less than {least.where}: {least.key}: {part[part_key]}"
+        smaller_mark = smaller_file.written(smaller_key)
+        larger_mark = larger_file.written(larger_key)
+        if smaller_mark is None or larger_mark is None:
+            continue
+        smaller, larger = smaller_file[smaller_key], larger_file[larger_key]
+        if smaller is not None and larger is not None and larger < smaller:
+            yield larger_mark.blame(
+                f"{larger} is less than {smaller_mark.where}: {smaller_mark.key}: {smaller}"
             )
+    lora_mark = train.mark("lora")
     if train["lora"] and not infer["enable_lora"]:
-        there = train.mark("lora")
         yield infer.document.marks[("enable_lora",)].blame(
-            f"false disagrees with {there.where}: {there.key}: true"
+            f"false disagrees with {lora_mark.where}: {lora_mark.key}: true"
         )
-    if not train["lora"] and (adapter := orch.written("model.lora_adapter")) is not None:
-        there = train.mark("lora")
-        yield adapter.blame(f"disagrees with {there.where}: {there.key}: false")
+    adapter_mark = orch.written("model.lora_adapter")
+    if adapter_mark is not None and not train["lora"]:
+        yield adapter_mark.blame(f"disagrees with {lora_mark.where}: {lora_mark.key}: false")
+
+
+def _different_values(files: Files, places: tuple[tuple[str, str], ...]) -> Iterator[str]:
+    """Yield the places, (file, key), whose written value is not that of the first one."""
+    written = [
+        (mark, files[section][key])
+        for section, key in places
+        if (mark := files[section].written(key)) and files[section][key] not in (None, -1)
+    ]
+    for mark, value in written[1:]:
+        first_mark, first_value = written[0]
+        if value != first_value:
+            yield mark.blame(
+                f"{value} disagrees with {first_mark.where}: {first_mark.key}: {first_value}"
+            )
 
 
 def settings(files: Files, role: str) -> Iterator[Setting]:
     """Yield every setting that is not copied. role: of a process that has only one file, else ""."""
     yield from _lengths(files)
+    yield _steps(files)
     yield from _switches(files)
     yield from _precision(files)
     yield from _folders(files)
@@ -111,31 +117,35 @@ def settings(files: Files, role: str) -> Iterator[Setting]:
 
 
 def _lengths(files: Files) -> Iterator[Setting]:
+    """Yield the tokens of a packed row, of a sequence and of a response."""
     train, infer, orch = (files[section] for section in SECTIONS)
-    whole = orch if orch.written("seq_len") or not train.written("sequence_len") else train
-    longest = orch["seq_len"] if whole is orch else train["sequence_len"]
-    mark = orch.mark("seq_len") if whole is orch else train.mark("sequence_len")
-    row = train if train.written("sequence_len") else whole
-    tokens = train["sequence_len"] if row is train else longest
+    longest, mark = orch["seq_len"], orch.mark("seq_len")
+    row_tokens, row_mark = longest, mark
+    if train.written("sequence_len"):
+        row_tokens, row_mark = train["sequence_len"], train.mark("sequence_len")
+        if not orch.written("seq_len"):
+            longest, mark = row_tokens, row_mark
     yield Setting(
-        "train.tokens_per_microbatch",
-        tokens * train["per_device_train_batch_size"],
-        train.mark("sequence_len") if row is train else mark,
+        "train.tokens_per_microbatch", row_tokens * train["per_device_train_batch_size"], row_mark
     )
     if infer["max_model_len"] is not None and infer["max_model_len"] < longest:
         longest, mark = infer["max_model_len"], infer.mark("max_model_len")
     yield Setting("rollout.max_model_len", longest, mark)
-    response = orch["sampling.max_tokens"]
+    max_tokens = orch["sampling.max_tokens"]
     note = ""
-    if response is None:
-        response = max(1, longest // 2)
-        note = f"sampling.max_tokens is not set: {response}, half of the sequence length"
-    yield Setting("rollout.max_tokens", response, orch.mark("sampling.max_tokens"), note)
-    limits = [file for file in (orch, train) if file["max_steps"] not in (None, -1)]
-    note = "" if limits else "warning: no max_steps in either file: the run stops after 100 steps"
-    source = limits[0] if limits else orch
-    steps = source["max_steps"] if limits else 100
-    yield Setting("train.max_steps", steps, source.mark("max_steps"), note)
+    if max_tokens is None:
+        max_tokens = max(1, longest // 2)
+        note = f"sampling.max_tokens is not set: {max_tokens}, half of the sequence length"
+    yield Setting("rollout.max_tokens", max_tokens, orch.mark("sampling.max_tokens"), note)
+
+
+def _steps(files: Files) -> Setting:
+    """Return the run's number of steps, 100 when no file bounds it."""
+    for file in (files["orch"], files["train"]):
+        if file["max_steps"] not in (None, -1):
+            return Setting("train.max_steps", file["max_steps"], file.mark("max_steps"))
+    note = "warning: no max_steps in either file: the run stops after 100 steps"
+    return Setting("train.max_steps", 100, files["orch"].mark("max_steps"), note)
 
 
 def _switches(files: Files) -> Iterator[Setting]:
@@ -181,21 +191,24 @@ def _precision(files: Files) -> Iterator[Setting]:
 
 def _folders(files: Files) -> Iterator[Setting]:
     train, orch = files["train"], files["orch"]
-    inner = not orch.written("output_dir") and train.written("output_dir")
-    folder = str(FilePath(train["output_dir"]) / "run_default") if inner else orch["output_dir"]
-    mark = train.mark("output_dir") if inner else orch.mark("output_dir")
-    yield Setting("output_dir", folder, mark, _elsewhere(train, orch))
+    folder, mark = orch["output_dir"], orch.mark("output_dir")
+    if train.written("output_dir") and not orch.written("output_dir"):
+        folder = str(FilePath(train["output_dir"]) / "run_default")
+        mark = train.mark("output_dir")
+    yield Setting("output_dir", folder, mark, _unreachable_folder_note(train, orch))
 
 
-def _elsewhere(train: File, orch: File) -> str:
+def _unreachable_folder_note(train: File, orch: File) -> str:
     """Return a note on a run folder that a trainer with train.yaml alone would not find."""
-    outer, inner = train.written("output_dir"), orch.written("output_dir")
-    parent, run = (os.path.abspath(file["output_dir"]) for file in (train, orch))
-    if outer is None or inner is None or parent in (run, os.path.dirname(run)):
+    train_mark, orch_mark = train.written("output_dir"), orch.written("output_dir")
+    if train_mark is None or orch_mark is None:
+        return ""
+    outer_folder, run_folder = (os.path.abspath(file["output_dir"]) for file in (train, orch))
+    if outer_folder in (run_folder, os.path.dirname(run_folder)):
         return ""
     return (
-        f"warning: the run's folder is {orch['output_dir']} ({inner.where}), which is not in "
-        f"{train['output_dir']} ({outer.where}: {outer.key})"
+        f"warning: the run's folder is {orch['output_dir']} ({orch_mark.where}), which is not in "
+        f"{train['output_dir']} ({train_mark.where}: {train_mark.key})"
     )
 
 
