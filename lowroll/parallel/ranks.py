@@ -33,7 +33,7 @@ from lowroll.transport.base import DeadlineExceeded, TransportError, check_deadl
 if TYPE_CHECKING:
     from lowroll.model.transformer import Transformer
 
-PerToken = dict[int, Tensor]  # sample index -> float32 [tokens of its response], on the host
+PerToken = dict[int, Tensor]  # sample index -> float32 [tokens of its response], detached
 
 BUCKET = 64 << 20  # entries of gradients sent at once
 ROLL_CALL_S = 2.0  # after a failure: a rank that has not failed within this time counts as missing

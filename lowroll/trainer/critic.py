@@ -31,12 +31,11 @@ from lowroll.advantages import gae, place, whiten
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.reduce import Denominators
 from lowroll.objectives.value import value_loss
-from lowroll.parallel.ranks import ALONE, Ranks
-from lowroll.trainer.optim import Optimizer, OptimSettings
+from lowroll.parallel.ranks import ALONE, PerToken, Ranks
+from lowroll.trainer.optim import Optimizer, OptimSettings, check_saved
 from lowroll.trainer.packing import (
     MicrobatchSchedule,
     PackedBatch,
-    PerToken,
     check,
     collate,
     cost,
@@ -120,22 +119,10 @@ class Critic:
         masks = [samples[i].loss_mask for i in indices]
         advantages, returns = [], []
         for i, token_values, mask in zip(indices, sample_values, masks, strict=True):
-            reward = samples[i].reward
-            if reward is None:
-                raise ValueError(
-                    f"sample {i} ({samples[i].prompt.id}): reward: it is to be learned from and "
-                    f"has none"
-                )
-            if not all(map(math.isfinite, token_values)):
-                raise RunFailed(
-                    f"critic: a value of sample {i} ({samples[i].prompt.id}) is not finite"
-                )
+            _check_judged(i, samples[i], token_values)
+            rewards = place(samples[i].reward, mask)
             A, G = gae(
-                place(reward, mask),
-                token_values,
-                mask,
-                gamma=self.settings.gamma,
-                lam=self.settings.lam,
+                rewards, token_values, mask, gamma=self.settings.gamma, lam=self.settings.lam
             )
             advantages.append(A)
             returns.append(G)
@@ -196,19 +183,9 @@ class Critic:
         """Restore `state`, bitwise. ValueError, before anything changes, for names or shapes that
         differ."""
         saved = tensors.get("critic", {})
-        if differing := sorted(self.params.keys() ^ saved.keys()):
-            raise ValueError(
-                f"critic state: {differing[0]} is {'missing' if differing[0] in self.params else 'unknown'} "
-                f"({len(differing)} such names)"
-            )
         ranks = self.optimizer.ranks
-        for name, p in self.params.items():
-            dtype = ranks.dtype(p)
-            if saved[name].shape != p.shape or saved[name].dtype != dtype:
-                raise ValueError(
-                    f"critic state: {name} is {saved[name].dtype} {list(saved[name].shape)}, "
-                    f"expected {dtype} {list(p.shape)}"
-                )
+        expected = {name: (p.shape, ranks.dtype(p)) for name, p in self.params.items()}
+        check_saved("critic state", saved, expected)
         self.optimizer.restore(tensors["critic_optimizer"], counters)
         for name, p in self.params.items():
             local_param = ranks.part(p)
@@ -238,6 +215,16 @@ class Critic:
             if counts:
                 values.append((packed, values_N.detach()))
         return walk.gathered(values)[0]
+
+
+def _check_judged(i: int, sample: Sample, values: Sequence[float]) -> None:
+    """Raise ValueError for a sample without a reward, RunFailed for a non-finite value."""
+    if sample.reward is None:
+        raise ValueError(
+            f"sample {i} ({sample.prompt.id}): reward: it is to be learned from and has none"
+        )
+    if not all(map(math.isfinite, values)):
+        raise RunFailed(f"critic: a value of sample {i} ({sample.prompt.id}) is not finite")
 
 
 def explained_variance(

@@ -44,6 +44,20 @@ TOO_FAR = (
     "a budget: rollout.weights {max_kl: 0.02}) or a larger cache, and ask lowroll diagnose for the cause"
 )
 STAGE = ("rollout/noise_sigma", "rollout/stage")  # a change of these restarts the baseline
+STATE = (
+    "weights",
+    "formats",
+    "choices",
+    "wait",
+    "waited",
+    "tightened",
+    "fallbacks",
+    "streak",
+    "num_seen",
+    "average",
+    "baseline",
+    "stage",
+)
 WATCHED = ("mismatch/ess", "mismatch/kl_k3", "mismatch/weight_max")
 
 # distances from doing nothing; other bounds are ratios with neutral value 1
@@ -116,16 +130,24 @@ class Guard:
         self.stage = stage
         alarms = self._alarms(metrics)
         self.streak = self.streak + 1 if alarms else 0
+        messages: list[str] = []
         if self.streak in (1, self.settings.patience):
-            messages = [f"{name}: {text}" for name, text in alarms.items()]
-        else:
-            messages = []
+            messages += [f"{name}: {text}" for name, text in alarms.items()]
         if self.streak >= self.settings.patience:
-            messages += self._choose() if self._may_choose(alarms) else self._act()
             self.streak = 0
+            if self._may_choose(alarms):
+                self.wants_choice = True
+                messages.append(
+                    "the budget's formats are searched for again, for the weights as they are now"
+                )
+            else:
+                messages += self._act()
         values = {f"guard/{name}": float(name in alarms) for name in ALARMS}
-        counts = ("tightened", "fallbacks", *(["choices"] if self.choices else []))
-        return values | {f"guard/{name}": float(getattr(self, name)) for name in counts}, messages
+        values["guard/tightened"] = float(self.tightened)
+        values["guard/fallbacks"] = float(self.fallbacks)
+        if self.choices:
+            values["guard/choices"] = float(self.choices)
+        return values, messages
 
     def chosen(self, weights: str, formats: dict[str, dict[str, int]]) -> None:
         """Accept newly chosen formats for the rollouts. formats: as from `quant.mixed.stated`."""
@@ -146,34 +168,16 @@ class Guard:
         """True if the rollouts' format differs from the run's first."""
         return bool(self.fallbacks or self.formats)
 
-    def _may_choose(self, rung: Mapping[str, str]) -> bool:
+    def _may_choose(self, alarms: Mapping[str, str]) -> bool:
         """Count a KL alarm, and return whether formats may be chosen again."""
-        if not self.has_budget or self.fallbacks or "kl" not in rung:
+        if not self.has_budget or self.fallbacks or "kl" not in alarms:
             return False
         self.waited += 1
         return self.waited > self.wait
 
-    def _choose(self) -> list[str]:
-        """Request a new choice of formats; returns the message."""
-        self.wants_choice = True
-        return ["the budget's formats are searched for again, for the weights as they are now"]
-
     def state(self) -> dict[str, Any]:
         """Return JSON data for a bitwise `restore`."""
-        return {
-            "weights": self.weights,
-            "formats": self.formats,
-            "choices": self.choices,
-            "wait": self.wait,
-            "waited": self.waited,
-            "tightened": self.tightened,
-            "fallbacks": self.fallbacks,
-            "streak": self.streak,
-            "num_seen": self.num_seen,
-            "average": self.average,
-            "baseline": self.baseline,
-            "stage": self.stage,
-        }
+        return {name: getattr(self, name) for name in STATE}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore `state`. ValueError when a piece is missing."""
@@ -185,13 +189,12 @@ class Guard:
         """Return a step's alarms and their texts."""
         settings = self.settings
         alarms: dict[str, str] = {}
-        nonfinite_names = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
-        nonfinite_names += ["optim/skipped"] if metrics.get("optim/skipped", 0) else []
-        if settings.nonfinite and nonfinite_names:
-            alarms["nonfinite"] = (
-                f"{', '.join(nonfinite_names)} {'shows' if len(nonfinite_names) == 1 else 'show'} a value that is not "
-                f"finite"
-            )
+        nonfinite = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
+        if metrics.get("optim/skipped", 0):
+            nonfinite.append("optim/skipped")
+        if settings.nonfinite and nonfinite:
+            verb = "shows" if len(nonfinite) == 1 else "show"
+            alarms["nonfinite"] = f"{', '.join(nonfinite)} {verb} a value that is not finite"
         ess, kl, ratio = (metrics.get(name, math.nan) for name in WATCHED)
         if settings.ess_below is not None and ess < settings.ess_below:
             alarms["ess"] = f"mismatch/ess is {ess:.6g}, below {settings.ess_below:g}"
@@ -205,8 +208,10 @@ class Guard:
                 f"{rejected:.0%} of the tokens or sequences are rejected, above "
                 f"{settings.rejected_above:.0%}"
             )
-        has_grown = math.isfinite(kl) and self._follow(kl)
-        if math.isfinite(kl) and settings.kl_above is not None and self.average > settings.kl_above:
+        if not math.isfinite(kl):
+            return alarms
+        has_grown = self._follow(kl)
+        if settings.kl_above is not None and self.average > settings.kl_above:
             alarms["kl"] = (
                 f"mismatch/kl_k3 averages {self.average:.3g} nats a token, above {settings.kl_above:g}: "
                 f"{TOO_FAR}"
@@ -242,20 +247,21 @@ class Guard:
                 return [f"tightened {MAX_TIGHTENED} times already: the bounds stay"]
             self.tightened += 1
             return [f"tightened the objective's bounds (power {TIGHTENING**self.tightened:g})"]
-        if self.settings.action == "fallback":
-            fallback = "" if self.weights == OWN else get_format(self.weights).fallback
-            if not fallback:
-                return [
-                    f"the rollouts have {self.weights} weights already: nothing is left to fall "
-                    f"back to"
-                ]
-            previous_format, self.weights = self.weights, OWN if self.to_dense else fallback
-            self.fallbacks += 1
-            self._forget()
+        if self.settings.action != "fallback":
+            return []
+        previous_format = self.weights
+        fallback = "" if previous_format == OWN else get_format(previous_format).fallback
+        if not fallback:
             return [
-                f"fell back from {previous_format} to {self.weights} rollouts for the following steps"
+                f"the rollouts have {previous_format} weights already: nothing is left to fall "
+                f"back to"
             ]
-        return []
+        self.weights = OWN if self.to_dense else fallback
+        self.fallbacks += 1
+        self._forget()
+        return [
+            f"fell back from {previous_format} to {self.weights} rollouts for the following steps"
+        ]
 
 
 def rescale(

@@ -67,18 +67,21 @@ class Trainer:
     def receive(self) -> Batch:
         """Return the next batch. ValueError for one already learned from."""
         batch = self.channel.receive(self.deadline_s)
-        self._refuse_replay(batch)
+        if self.last_step is not None and batch.step <= self.last_step:
+            raise ValueError(
+                f"batch of step {batch.step}: step {self.last_step} was already learned from; a "
+                "batch is consumed once and in order"
+            )
         return batch
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Learn from a batch, publish the next version, and return the step's metrics."""
         started = time.monotonic()
         self._tell("learn", 0, self.settings.minibatches)
+        metrics: dict[str, float] = {}
         if self.before_first is not None and self.last_step is None:
-            first_metrics = self.before_first(batch)
-        else:
-            first_metrics = {}
-        metrics = {**first_metrics, **self._learn(batch)}
+            metrics |= self.before_first(batch)
+        metrics |= self._learn(batch)
         learned = time.monotonic()
         self._tell("publish", 0, 0)
         self.last_step = batch.step
@@ -107,22 +110,15 @@ class Trainer:
         self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
     ) -> None:
         """Restore `state`. The caller then publishes `version` to the engine."""
-        critic_pieces = ("critic",) if "critic" in {*state, *tensors} else ()
-        check_pieces(
-            "trainer state",
-            state,
-            ("optimizer", "uaq_scale", "version", "last_step", *critic_pieces),
-        )
-        check_pieces(
-            "trainer tensors",
-            tensors,
-            (
-                "model",
-                "optimizer",
-                *(f"{name}_optimizer" for name in critic_pieces),
-                *(tensors.keys() & critic_pieces),
-            ),
-        )
+        state_pieces = ["optimizer", "uaq_scale", "version", "last_step"]
+        tensor_pieces = ["model", "optimizer"]
+        if "critic" in state or "critic" in tensors:
+            state_pieces.append("critic")
+            tensor_pieces.append("critic_optimizer")
+        if "critic" in tensors:  # its names are checked by `Critic.restore`
+            tensor_pieces.append("critic")
+        check_pieces("trainer state", state, state_pieces)
+        check_pieces("trainer tensors", tensors, tensor_pieces)
         states.restore(self.model, self.optimizer, tensors, state, self.critic)
         self.version, self.last_step = state["version"], state["last_step"]
 
@@ -155,11 +151,3 @@ class Trainer:
         """Save a batch with a non-finite update."""
         if self.save_offending is not None:
             self.save_offending(batch)
-
-    def _refuse_replay(self, batch: Batch) -> None:
-        """Raise ValueError for a batch that was already learned from."""
-        if self.last_step is not None and batch.step <= self.last_step:
-            raise ValueError(
-                f"batch of step {batch.step}: step {self.last_step} was already learned from; a "
-                "batch is consumed once and in order"
-            )

@@ -22,6 +22,7 @@ would halve the traffic.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -96,29 +97,31 @@ class Muon:
     def step(self, rate: float) -> Tensor:
         """Update every parameter; returns the squared 2-norm of this rank's updates, without weight
         decay."""
-        total = torch.zeros(())
+        squares: list[Tensor] = []
         for names in self._rounds():
-
-            def update(i: int, direction: Tensor, names: Sequence[str] = names) -> Tensor:
-                nonlocal total
-                update_NK = torch.empty_like(direction)
-                heights = list(self.rows[names[i]])
-                for piece, target in zip(
-                    direction.split(heights), update_NK.split(heights), strict=True
-                ):
-                    size = rate * RMS * max(piece.shape) ** 0.5
-                    target.copy_(orthogonalize(piece).mul_(size))
-                    total = total.to(target.device) + torch.linalg.vector_norm(target).square()
-                return update_NK
-
-            updates = self.ranks.on_whole(
-                update,
-                [self._direction(name) for name in names],
-                [sum(self.rows[name]) for name in names],
-            )
-            for name, update_NK in zip(names, updates, strict=True):
+            for name, update_NK in zip(names, self._updates(names, rate, squares), strict=True):
                 self.params[name].mul_(1 - rate * self.weight_decay).sub_(update_NK)
-        return total
+        if not squares:
+            return torch.zeros(())
+        return functools.reduce(torch.add, squares)
+
+    def _updates(self, names: Sequence[str], rate: float, squares: list[Tensor]) -> list[Tensor]:
+        """Return the updates of one round. squares: receives the squared 2-norms of this rank's."""
+
+        def update(i: int, direction_NK: Tensor) -> Tensor:
+            update_NK = torch.empty_like(direction_NK)
+            heights = list(self.rows[names[i]])
+            for piece, target in zip(
+                direction_NK.split(heights), update_NK.split(heights), strict=True
+            ):
+                size = rate * RMS * max(piece.shape) ** 0.5
+                target.copy_(orthogonalize(piece).mul_(size))
+                squares.append(torch.linalg.vector_norm(target).square())
+            return update_NK
+
+        directions = [self._direction(name) for name in names]
+        heights = [sum(self.rows[name]) for name in names]
+        return self.ranks.on_whole(update, directions, heights)
 
     def _rounds(self) -> list[list[str]]:
         """Return the names in rounds of one matrix a rank, of similar cost."""

@@ -141,11 +141,11 @@ class Optimizer:
         self.num_steps = 0  # training steps begun, for the schedule
         self.num_updates = 0  # updates applied: AdamW's t
         self.refused_in_a_row = 0
-        if settings.optimizer == "muon" and not matrices:
-            raise ValueError("optimizer: muon needs matrices to train, and was given none")
         rows: dict[str, tuple[int, ...]] = {}
         if settings.optimizer == "muon":
-            rows = dict(matrices or {})
+            if not matrices:
+                raise ValueError("optimizer: muon needs matrices to train, and was given none")
+            rows = dict(matrices)
         self.muon = Muon(
             {name: m for name, m in self.masters.items() if name in rows},
             rows,
@@ -153,24 +153,27 @@ class Optimizer:
             ranks if self.parts else ALONE,
         )
         self.others = {name: m for name, m in self.masters.items() if name not in rows}
-        decaying = [m for m in self.others.values() if m.ndim >= 2]
-        without_decay = [m for m in self.others.values() if m.ndim < 2]
-        groups: list[dict[str, Any]] = []
-        if decaying:
-            groups.append({"params": decaying, "weight_decay": settings.weight_decay})
-        if without_decay:
-            groups.append({"params": without_decay, "weight_decay": 0.0})
-        if not groups:
-            groups.append({"params": []})
-        self.adamw: Any
-        hyperparameters = settings.learning_rate, settings.betas, settings.eps
-        if self.in_8_bits:
-            sizes = {id(m): self.params[name].numel() for name, m in self.others.items()}
-            self.adamw = adamw8bit.make(groups, *hyperparameters, sizes)
-        else:
-            self.adamw = torch.optim.AdamW(groups, *hyperparameters)
+        self.adamw = self._make_adamw()
         self.rate = settings.learning_rate
         self._fused: Tensors | None = None
+
+    def _make_adamw(self) -> Any:
+        """Return AdamW of the parameters that Muon does not train; only matrices decay."""
+        settings = self.settings
+        matrices = [m for m in self.others.values() if m.ndim >= 2]
+        vectors = [m for m in self.others.values() if m.ndim < 2]
+        groups: list[dict[str, Any]] = [
+            {"params": params, "weight_decay": weight_decay}
+            for params, weight_decay in ((matrices, settings.weight_decay), (vectors, 0.0))
+            if params
+        ]
+        if not groups:  # AdamW refuses an empty list
+            groups = [{"params": []}]
+        hyperparameters = settings.learning_rate, settings.betas, settings.eps
+        if not self.in_8_bits:
+            return torch.optim.AdamW(groups, *hyperparameters)
+        sizes = {id(m): self.params[name].numel() for name, m in self.others.items()}
+        return adamw8bit.make(groups, *hyperparameters, sizes)
 
     @property
     def in_8_bits(self) -> bool:
@@ -381,28 +384,19 @@ class Optimizer:
         ValueError, before any change, when names or shapes differ, or the blocks of sharded 8-bit
         moments cannot be cut to the new shards.
         """
-        shards = ("shards",) if self.in_8_bits and "shards" in state else ()
-        check_pieces(
-            "optimizer state", state, ("num_steps", "num_updates", "refused_in_a_row", *shards)
-        )
+        shards = state.get("shards", 1)
+        counters = ["num_steps", "num_updates", "refused_in_a_row"]
+        if self.in_8_bits and "shards" in state:
+            counters.append("shards")
+        check_pieces("optimizer state", state, counters)
         expected = {}
         for name, p in self.params.items():
             if state["num_updates"]:
-                for kind, shape_and_dtype in self._moments(name, state.get("shards", 1)).items():
+                for kind, shape_and_dtype in self._moments(name, shards).items():
                     expected[f"{name}.{kind}"] = shape_and_dtype
             if self._has_master(name):
                 expected[f"{name}.master"] = (p.shape, torch.float32)
-        if differing := sorted(expected.keys() ^ tensors.keys()):
-            problem = "missing" if differing[0] in expected else "unknown"
-            raise ValueError(
-                f"optimizer state: {differing[0]} is {problem} ({len(differing)} such names)"
-            )
-        for key, (shape, dtype) in expected.items():
-            if tensors[key].shape != shape or tensors[key].dtype != dtype:
-                raise ValueError(
-                    f"optimizer state: {key} is {tensors[key].dtype} {list(tensors[key].shape)}, "
-                    f"expected {dtype} {list(shape)}"
-                )
+        check_saved("optimizer state", tensors, expected)
         self.num_steps = state["num_steps"]
         self.num_updates = state["num_updates"]
         self.refused_in_a_row = state["refused_in_a_row"]
@@ -412,23 +406,20 @@ class Optimizer:
         for name, master in self.masters.items():
             if self._has_master(name):
                 master.copy_(self.ranks.cut(tensors[f"{name}.master"], self.params[name]))
-            if state["num_updates"]:
+            if self.num_updates:
                 saved = {kind: tensors[f"{name}.{kind}"] for kind in self._moments(name)}
-                self._revive(name, master, saved, state.get("shards", 1))
+                self._revive(name, master, saved, shards)
 
     def _revive(self, name: str, master: Tensor, saved: dict[str, Tensor], shards: int) -> None:
         """Restore a parameter's moments, saved by so many shards."""
         p = self.params[name]
-        local_moments = {
-            kind: adamw8bit.cut(saved_tensor, p, self.ranks, shards)
-            if kind.startswith("absmax")
-            else self.ranks.cut(saved_tensor, p)
-            for kind, saved_tensor in saved.items()
-        }
-        local_moments = {
-            kind: saved_tensor.to(master.device, copy=True)
-            for kind, saved_tensor in local_moments.items()
-        }
+        local_moments = {}
+        for kind, whole in saved.items():
+            if kind.startswith("absmax"):
+                part = adamw8bit.cut(whole, p, self.ranks, shards)
+            else:
+                part = self.ranks.cut(whole, p)
+            local_moments[kind] = part.to(master.device, copy=True)
         if name not in self.others:
             self.muon.momentum[name] = local_moments["momentum"]
         elif self.in_8_bits:
@@ -450,6 +441,23 @@ class Optimizer:
         if self.in_8_bits:
             return adamw8bit.moments(p, shards)
         return dict.fromkeys(("exp_avg", "exp_avg_sq"), (p.shape, torch.float32))
+
+
+def check_saved(
+    where: str,
+    saved: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[torch.Size, torch.dtype]],
+) -> None:
+    """Raise ValueError unless the saved tensors have the expected names, shapes and dtypes."""
+    if differing := sorted(expected.keys() ^ saved.keys()):
+        problem = "missing" if differing[0] in expected else "unknown"
+        raise ValueError(f"{where}: {differing[0]} is {problem} ({len(differing)} such names)")
+    for name, (shape, dtype) in expected.items():
+        if saved[name].shape != shape or saved[name].dtype != dtype:
+            raise ValueError(
+                f"{where}: {name} is {saved[name].dtype} {list(saved[name].shape)}, expected "
+                f"{dtype} {list(shape)}"
+            )
 
 
 def _make_master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tensor:

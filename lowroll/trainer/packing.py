@@ -29,11 +29,8 @@ from torch import Tensor
 
 from lowroll.model.attention import upload
 from lowroll.model.spec import ModelSpec
-from lowroll.parallel.ranks import Ranks
+from lowroll.parallel.ranks import PerToken, Ranks
 from lowroll.types import MicroBatch, Sample
-
-# sample index -> float32 [tokens of its response], detached, on any device
-PerToken = dict[int, Tensor]
 
 
 @dataclass(frozen=True)

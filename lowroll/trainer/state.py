@@ -24,7 +24,7 @@ from lowroll.model import scaling
 from lowroll.model.transformer import Transformer
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer.critic import Critic
-from lowroll.trainer.optim import Optimizer
+from lowroll.trainer.optim import Optimizer, check_saved
 from lowroll.weights import derived_tensors
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -36,10 +36,8 @@ def capture(
     """Return this rank's state of model, optimizer and critic. The tensors are live: write them
     before the next step."""
     moments, counters = optimizer.state()
-    tensors, state = (
-        {"model": optimizer.weights(), "optimizer": moments},
-        {"optimizer": counters, "uaq_scale": scaling.applied(model)},
-    )
+    tensors = {"model": optimizer.weights(), "optimizer": moments}
+    state = {"optimizer": counters, "uaq_scale": scaling.applied(model)}
     if critic is None:
         return tensors, state
     critic_tensors, critic_counters = critic.state()
@@ -63,11 +61,10 @@ def restore(
     ranks = optimizer.ranks
     ranks.forget()
     _check_saved(model, saved, state, ranks)
-    if (critic is None) != ("critic" not in state):
-        raise ValueError(
-            f"critic state: "
-            f"{'missing' if critic is not None else 'there, but the run has no critic'}"
-        )
+    if critic is None and "critic" in state:
+        raise ValueError("critic state: there, but the run has no critic")
+    if critic is not None and "critic" not in state:
+        raise ValueError("critic state: missing")
     if critic is not None:
         critic.restore(tensors, state["critic"])
     optimizer.restore(tensors["optimizer"], state["optimizer"])
@@ -100,15 +97,5 @@ def _check_saved(
             f"model {scaling.applied(model)}"
         )
     params = model.trainable_parameters()
-    if differing := sorted(params.keys() ^ saved.keys()):
-        raise ValueError(
-            f"model state: {differing[0]} is {'missing' if differing[0] in params else 'unknown'} ({len(differing)} "
-            "such names)"
-        )
-    for name, param in params.items():
-        dtype = ranks.dtype(param)
-        if saved[name].shape != param.shape or saved[name].dtype != dtype:
-            raise ValueError(
-                f"model state: {name} is {saved[name].dtype} {list(saved[name].shape)}, expected "
-                f"{dtype} {list(param.shape)}"
-            )
+    expected = {name: (param.shape, ranks.dtype(param)) for name, param in params.items()}
+    check_saved("model state", saved, expected)

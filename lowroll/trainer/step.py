@@ -55,13 +55,12 @@ from lowroll.objectives.mismatch import by_length, by_staleness, mismatch
 from lowroll.objectives.objective import Objective
 from lowroll.objectives.reduce import Denominators, masked_mean
 from lowroll.objectives.rejection import rejection
-from lowroll.parallel.ranks import ALONE, Ranks
+from lowroll.parallel.ranks import ALONE, PerToken, Ranks
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.packing import (
     MicrobatchSchedule,
     PackedBatch,
-    PerToken,
     check,
     collate,
     cost,
@@ -290,32 +289,30 @@ def learn(
     )
     minibatches = split_groups([sample.group for sample in samples], settings.minibatches)
     active = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
+    all_active = list(chain.from_iterable(active))
     value_estimates = None if critic is None else critic.judge(samples, active)
     advantages = None if value_estimates is None else value_estimates.advantages
     updates_policy = critic is None or not critic.warming_up
     with_gradient: set[int] = set()
     if updates_policy:
-        with_gradient = _samples_with_gradient(
-            samples, chain.from_iterable(active), settings, advantages
-        )
-    update_plan = [
+        with_gradient = _samples_with_gradient(samples, all_active, settings, advantages)
+    plan = [
         Minibatch(chosen, learned, with_gradient)
         for chosen, learned in zip(minibatches, active, strict=True)
     ]
-    anchors = _anchors(forward, update_plan, settings, reference, teacher)
+    anchors = _anchors(forward, plan, settings, reference, teacher)
 
     records: list[dict[str, float]] = []
     learning_rate = optimizer.begin_step() if updates_policy else 0.0
     if critic is not None:
         critic.optimizer.begin_step()
     distances: dict[str, float] = {}
-    for minibatch in update_plan:
-        record, trace = _accumulate(forward, minibatch, settings, anchors, advantages)
+    for minibatch in plan:
+        objective = _MinibatchObjective(samples, minibatch, settings, anchors, advantages)
+        record, log_probs = _accumulate(forward, objective)
         if not records:  # of the policy before its first update, while the device is busy
-            learner = trace.log_probs if anchors.proximal is None else anchors.proximal
-            distances = _mismatch_metrics(
-                batch, list(chain.from_iterable(active)), learner, settings
-            )
+            learner = log_probs if anchors.proximal is None else anchors.proximal
+            distances = _mismatch_metrics(batch, all_active, learner, settings)
         if updates_policy:
             record |= optimizer.update(refuse=not math.isfinite(record["policy/objective"]))
             derived_tensors.renew(model)
@@ -325,7 +322,7 @@ def learn(
             record |= critic.update(samples, minibatch.samples, value_estimates)
         records.append(record)
         if on_update is not None:
-            on_update(len(records), len(update_plan))
+            on_update(len(records), len(plan))
         _refuse_divergence(batch.step, record, optimizer, critic)
     metrics = _merge_records(records) | {"optim/lr": learning_rate}
     if value_estimates is not None:
@@ -395,7 +392,7 @@ def _check_replay(samples: Sequence[Sample], model: Transformer) -> None:
 
 def _samples_with_gradient(
     samples: Sequence[Sample],
-    active: Iterable[int],
+    active: Sequence[int],
     settings: LearnSettings,
     advantages: PerToken | None,
 ) -> set[int]:
@@ -486,96 +483,91 @@ def _base_policy(model: Transformer) -> Iterator[Transformer]:
         yield model
 
 
-def _accumulate(
-    forward: PackedForward,
-    minibatch: Minibatch,
-    settings: LearnSettings,
-    anchors: FixedPolicyLogProbs,
-    advantages: PerToken | None,
-) -> tuple[dict[str, float], PassOutput]:
-    """Accumulate a minibatch's gradient; returns its statistics and trace. Token `advantages`
-    replace those of the samples."""
-    samples = forward.samples
-    active = minibatch.active
-    proximal = anchors.proximal
-    reference = anchors.reference
-    teacher = anchors.teacher
+@dataclass(frozen=True)
+class _MinibatchObjective:
+    """J of a minibatch and its statistics. The values of micro-batches add up to the whole's. Token
+    `advantages` replace those of the samples."""
 
-    @functools.cache
-    def counts() -> Denominators:
-        total = Denominators(
-            sum(_num_loss_tokens(samples[i], settings.objective) for i in active),
-            len(minibatch.samples),
-        )
-        if not (settings.normalizes and active and proximal is not None):
-            return total
-        packed = collate(samples, active)
-        weights = settings.objective.count(
-            mask=packed.mask_N,
-            segments=packed.segments_N,
-            behavior=packed.behavior_N,
-            proximal=gather(proximal, packed),
-            **settings.options,
-        )
-        return replace(total, weight_sum=weights.weight_sum)
+    samples: Sequence[Sample]
+    minibatch: Minibatch
+    settings: LearnSettings
+    anchors: FixedPolicyLogProbs
+    advantages: PerToken | None
 
-    def objective(packed: PackedBatch, learner_N: Tensor) -> tuple[Tensor, dict[str, float]]:
-        proximal_N = learner_N.detach() if proximal is None else gather(proximal, packed)
+    @functools.cached_property
+    def whole(self) -> PackedBatch:
+        """The samples that are learned from, on the host."""
+        return collate(self.samples, self.minibatch.active)
+
+    @functools.cached_property
+    def counts(self) -> Denominators:
+        """The denominators. They are counted at first use, when the device already has work."""
+        whole, proximal = self.whole, self.anchors.proximal
+        total = self.settings.objective.count(
+            mask=whole.mask_N,
+            segments=whole.segments_N,
+            behavior=whole.behavior_N,
+            proximal=None if proximal is None else gather(proximal, whole),
+            **self.settings.options,
+        )
+        return replace(total, num_sequences=len(self.minibatch.samples))
+
+    def __call__(self, packed: PackedBatch, learner_N: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Return a micro-batch's share of J, and the statistics of its tokens."""
+        settings, anchors, advantages = self.settings, self.anchors, self.advantages
+        proximal = anchors.proximal
+        policies = {
+            "learner": learner_N,
+            "proximal": learner_N.detach() if proximal is None else gather(proximal, packed),
+            "behavior": packed.behavior_N,
+            "mask": packed.mask_N,
+            "segments": packed.segments_N,
+        }
         J, statistics = settings.objective(
-            learner=learner_N,
-            proximal=proximal_N,
-            behavior=packed.behavior_N,
-            teacher=None if teacher is None else gather(teacher, packed),
+            **policies,
+            teacher=None if anchors.teacher is None else gather(anchors.teacher, packed),
             advantages=packed.advantages_N if advantages is None else gather(advantages, packed),
-            mask=packed.mask_N,
-            segments=packed.segments_N,
-            counts=counts(),
+            counts=self.counts,
             **settings.options,
         )
-        if reference is not None:
-            usable_N = packed.behavior_N.isfinite() | (not settings.objective.needs_behavior)
-            reference_N = gather(reference, packed)
-            verdict = settings.objective.verdict(
-                learner=learner_N,
-                proximal=proximal_N,
-                behavior=packed.behavior_N,
-                mask=packed.mask_N,
-                segments=packed.segments_N,
-                **settings.options,
-            )
-            kept_N = usable_N if verdict is None else verdict.kept_N
-            divergence, kl_statistics = penalty(
-                learner=torch.where(kept_N, learner_N, reference_N),
-                reference=reference_N,
-                mask=packed.mask_N & usable_N,
-                segments=packed.segments_N,
-                counts=counts(),
-                estimator=settings.kl_estimator,
-                **settings.reduction,
-            )
-            J = J - settings.kl_coef * divergence
-            statistics = statistics | kl_statistics
-        return J, statistics
+        if anchors.reference is None:
+            return J, statistics
+        divergence, kl_statistics = self._divergence(policies, gather(anchors.reference, packed))
+        return J - settings.kl_coef * divergence, statistics | kl_statistics
 
-    with_gradient, forward_only = minibatch.portions
-    trace = forward.run([with_gradient], lambda packed, learner_N: objective(packed, learner_N)[0])
-    trace |= forward.run([forward_only])
-    record: dict[str, float] = {"policy/objective": 0.0}
-    if active:
-        whole_minibatch = collate(samples, active)
-        J, record = objective(whole_minibatch, gather(trace.log_probs, whole_minibatch))
-        record["policy/objective"] = J.item()
-        record["policy/entropy"] = masked_mean(
-            gather(trace.entropy, whole_minibatch), whole_minibatch.mask_N
-        ).item()
-    return record, trace
+    def _divergence(
+        self, policies: Mapping[str, Tensor], reference_N: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the KL to the reference, without the tokens that the objective rejects."""
+        settings = self.settings
+        usable_N = policies["behavior"].isfinite() | (not settings.objective.needs_behavior)
+        verdict = settings.objective.verdict(**policies, **settings.options)
+        kept_N = usable_N if verdict is None else verdict.kept_N
+        return penalty(
+            learner=torch.where(kept_N, policies["learner"], reference_N),
+            reference=reference_N,
+            mask=policies["mask"] & usable_N,
+            segments=policies["segments"],
+            counts=self.counts,
+            estimator=settings.kl_estimator,
+            **settings.reduction,
+        )
 
 
-def _num_loss_tokens(sample: Sample, objective: Objective) -> int:
-    """Return a sample's tokens in the denominator: unmasked, with a usable behaviour log-prob if
-    needed."""
-    is_usable = [not objective.needs_behavior or math.isfinite(p) for p in sample.rollout.logprobs]
-    return sum(usable for m, usable in zip(sample.loss_mask, is_usable, strict=True) if m)
+def _accumulate(
+    forward: PackedForward, objective: _MinibatchObjective
+) -> tuple[dict[str, float], PerToken]:
+    """Accumulate a minibatch's gradient. Return its statistics and the learner's log-probs."""
+    with_gradient, forward_only = objective.minibatch.portions
+    output = forward.run([with_gradient], lambda packed, learner_N: objective(packed, learner_N)[0])
+    output |= forward.run([forward_only])
+    if not objective.minibatch.active:
+        return {"policy/objective": 0.0}, output.log_probs
+    whole = objective.whole
+    J, record = objective(whole, gather(output.log_probs, whole))
+    record["policy/objective"] = J.item()
+    record["policy/entropy"] = masked_mean(gather(output.entropy, whole), whole.mask_N).item()
+    return record, output.log_probs
 
 
 def _merge_records(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
