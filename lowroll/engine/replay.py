@@ -36,16 +36,15 @@ class Replays:
 
     def follow(self, sequence: Sequence) -> None:
         """Drop a sample's draft at its end, or where the sample has drawn another token."""
-        count, draft = len(sequence.token_ids), sequence.draft
-        if count > len(draft) or sequence.token_ids[-1] == draft[count - 1]:
-            if count < len(draft):
-                return
-            count = len(draft)
-        else:
-            count -= 1
+        draft, num_drawn = sequence.draft, len(sequence.token_ids)
+        num_kept = min(num_drawn, len(draft))
+        if num_drawn <= len(draft) and sequence.token_ids[-1] != draft[num_drawn - 1]:
+            num_kept -= 1
+        elif num_drawn < len(draft):
+            return
         self.samples += 1
         self.tokens += len(draft)
-        self.kept += count
+        self.kept += num_kept
         sequence.draft = []
 
 

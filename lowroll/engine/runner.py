@@ -78,10 +78,8 @@ class PrefillTokens:
         distribution."""
         logprobs = self.logprobs_B.tolist()
         require_finite(logprobs)
-        tokens_B1, logprobs_B1 = (
-            [[i] for i in self.tokens_B.tolist()],
-            [[logprob] for logprob in logprobs],
-        )
+        tokens_B1 = [[token] for token in self.tokens_B.tolist()]
+        logprobs_B1 = [[logprob] for logprob in logprobs]
         top_lists = self.ranks.told(tokens_B1, logprobs_B1)
         return [
             StepResult(sequence, ids, logps, large_batch, tops)
@@ -89,6 +87,20 @@ class PrefillTokens:
                 self.sequences, tokens_B1, logprobs_B1, top_lists, strict=True
             )
         ]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens of a prompt or of a draft, from position `start` on."""
+
+    sequence: Sequence
+    start: int
+    ids: list[int]
+
+    @property
+    def chunk(self) -> PromptChunk:
+        stop = self.start + len(self.ids)
+        return PromptChunk(self.start, stop, self.sequence.pages, self.sequence.slot)
 
 
 class Runner:
@@ -115,20 +127,20 @@ class Runner:
         self.large_batch_model = large_batch_model
         self.cache = storage(model.spec, num_pages, page_size, model.dtype, model.device)
         self.cache.exact = model.exact
+        slots = num_slots(max_batch)
         if model.spec.delta is not None:
-            slots = num_slots(max_batch)
             self.cache.recurrent = RecurrentStates(model.spec, slots, model.dtype, model.device)
         self.cache.adapt(model)
         max_pages = min(num_pages, -(-model.spec.max_position // page_size))
         self.selector = kv.selector(model.spec, self.cache, max_batch)
         self.recorder: CompactionRecorder | None = None
         if record_evictions and self.selector is not None:
-            spec, slots = model.spec, num_slots(max_batch)
+            spec = model.spec
             self.recorder = CompactionRecorder(
                 spec.num_layers, slots, spec.num_kv_heads, most_held(kv, spec), model.device
             )
-        slot_states = (self.selector, self.recorder, self.cache.recurrent)
-        self.states = [state for state in slot_states if state is not None]
+        states = (self.selector, self.recorder, self.cache.recurrent)
+        self.states = [state for state in states if state is not None]
         self.one_pass = one_pass and large_batch_model is None and not self.states
         self.decoder = Decoder(
             model, large_batch_model, self.cache, max_batch, max_pages, self.selector, cuda_graphs
@@ -245,12 +257,13 @@ class Runner:
         hidden_TD = self._forward(prefills, checks, beside)
         samples_by_row: list[tuple[Sequence, ...]] = [(sequence,) for sequence in beside]
         samples_by_row += [chunk.samples for chunk in prefills if chunk.samples]
-        first = (
-            self._begin(hidden_TD[: len(samples_by_row)], samples_by_row)
-            if samples_by_row
-            else None
-        )
-        return first, hidden_TD[len(samples_by_row) :] if checks else None
+        num_drawing = len(samples_by_row)
+        first_tokens = checked_TD = None
+        if num_drawing:
+            first_tokens = self._begin(hidden_TD[:num_drawing], samples_by_row)
+        if checks:
+            checked_TD = hidden_TD[num_drawing:]
+        return first_tokens, checked_TD
 
     def _begin(self, hidden_PD: Tensor, drawing: list[tuple[Sequence, ...]]) -> PrefillTokens:
         """Draw a token of each of these samples; those of one tuple draw from one row."""
@@ -267,31 +280,35 @@ class Runner:
 
     def _follow(self, hidden_TD: Tensor, checks: list[Check]) -> list[StepResult]:
         """Draw behind each token of the checks, as if those before it had been drawn."""
-        drawn_positions = [
-            drawn_position for check in checks for drawn_position in places_of(check)
-        ]
-        pieces = []
+        all_positions = [position for check in checks for position in places_of(check)]
+        ids: list[Tensor] = []
+        logprobs: list[Tensor] = []
         tops: list[list[list[tuple[int, float]]] | None] = []
-        for start in range(0, len(drawn_positions), SCORE_ROWS):
-            positions = drawn_positions[start : start + SCORE_ROWS]
+        for start in range(0, len(all_positions), SCORE_ROWS):
+            positions = all_positions[start : start + SCORE_ROWS]
             logits_CV = self.model.logits(hidden_TD[start : start + SCORE_ROWS])
             ids_C, logprobs_C, ranks = self._draw(logits_CV, positions)
-            pieces.append((ids_C, logprobs_C))
+            ids.append(ids_C)
+            logprobs.append(logprobs_C)
             if ranks.asking:
-                ids_C1, logprobs_C1 = ids_C[:, None].tolist(), logprobs_C[:, None].tolist()
-                tops += ranks.told(ids_C1, logprobs_C1)
+                tops += ranks.told(ids_C[:, None].tolist(), logprobs_C[:, None].tolist())
             else:
                 tops += [None] * len(positions)
-        ids, logprobs = (torch.cat(column).tolist() for column in zip(*pieces, strict=True))
-        require_finite(logprobs)
+        all_ids, all_logprobs = torch.cat(ids).tolist(), torch.cat(logprobs).tolist()
+        require_finite(all_logprobs)
+        large_batch = self.large_batch_model is not None
         results, stop = [], 0
         for check in checks:
             start, stop = stop, stop + len(check.ids)
             check_tops = [row_tops[0] for row_tops in tops[start:stop] if row_tops is not None]
-            large_batch = self.large_batch_model is not None
-            ids_S, logprobs_S = ids[start:stop], logprobs[start:stop]
             results.append(
-                StepResult(check.sequence, ids_S, logprobs_S, large_batch, check_tops or None)
+                StepResult(
+                    check.sequence,
+                    all_ids[start:stop],
+                    all_logprobs[start:stop],
+                    large_batch,
+                    check_tops or None,
+                )
             )
         return results
 
@@ -340,29 +357,31 @@ class Runner:
     ) -> Tensor:
         """Return the hidden states of the last tokens of `beside`, and of the chunks that end their
         prompts, then of all tokens of the checks."""
-        pieces = [(c.sequence, c.start, c.sequence.prompt_ids[c.start : c.stop]) for c in prefills]
-        pieces += [(c.sequence, c.sequence.position, c.ids) for c in checks]
-        chunks = [
-            PromptChunk(start, start + len(piece_ids), s.pages, s.slot)
-            for s, start, piece_ids in pieces
+        pieces = [
+            _Piece(chunk.sequence, chunk.start, chunk.sequence.prompt_ids[chunk.start : chunk.stop])
+            for chunk in prefills
         ]
-        first_chunks = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
-        later_chunks = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
+        pieces += [_Piece(check.sequence, check.sequence.position, check.ids) for check in checks]
+        # attention takes fresh prompts first; a check is never one
+        fresh = [i for i, piece in enumerate(pieces) if piece.start == 0]
+        later = [i for i, piece in enumerate(pieces) if piece.start > 0]
         ids: list[int] = []
-        last_rows = [0] * len(chunks)
-        for i in (*first_chunks, *later_chunks):
-            ids += pieces[i][2]
+        last_rows = [0] * len(pieces)
+        for i in (*fresh, *later):
+            ids += pieces[i].ids
             last_rows[i] = len(ids) - 1
-        ended_prompts = [i for i, chunk in enumerate(prefills) if chunk.samples]
-        only_ended_prompts = len(ended_prompts) == len(chunks) and not beside
+        ended = [i for i, chunk in enumerate(prefills) if chunk.samples]
+        chunks = [piece.chunk for piece in pieces]
+        only_ended_prompts = len(ended) == len(chunks) and not beside
         if self.short is not None and only_ended_prompts and self.short.takes(chunks):
             return self.short.run(ids, chunks)
-        check_rows = range(len(ids) - sum(len(check.ids) for check in checks), len(ids))
-        output_rows = [*(last_rows[i] for i in ended_prompts), *check_rows]
+        num_checked = sum(len(check.ids) for check in checks)
+        output_rows = [last_rows[i] for i in ended]
+        output_rows += range(len(ids) - num_checked, len(ids))
         prompts = PagedAttention(
             self.cache,
-            [chunks[i] for i in first_chunks],
-            [chunks[i] for i in later_chunks],
+            [chunks[i] for i in fresh],
+            [chunks[i] for i in later],
             self.decoder.watcher,
         )
         model = self.large_batch_model or self.model

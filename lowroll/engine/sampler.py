@@ -138,11 +138,11 @@ def by_host(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Ten
 def _apply_biases(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
     """Return float32 logits after step 2b, or the unchanged input where no row needs a change."""
     biases_by_row = [(row, biases_of(s)) for row, s in enumerate(sequences) if is_biased(s)]
-    rows_N, ids_N = _index_pairs(
-        [(row, list(biases)) for row, biases in biases_by_row if biases], logits_BV.device
-    )
-    if rows_N is None or ids_N is None:
+    if not any(biases for _, biases in biases_by_row):
         return logits_BV
+    rows_N, ids_N = _index_pairs(
+        [(row, list(biases)) for row, biases in biases_by_row], logits_BV.device
+    )
     values = [value for _, biases in biases_by_row for value in biases.values()]
     values_N = upload(torch.tensor(values, dtype=torch.float32), logits_BV.device)
     logits_BV = logits_BV.float()
@@ -152,11 +152,9 @@ def _apply_biases(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) 
 def _apply_bans(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
     """Return logits in which the ids that would end a sample too early are -inf."""
     banned_by_row = [(row, s.banned_ids()) for row, s in enumerate(sequences)]
-    rows_N, ids_N = _index_pairs(
-        [(row, ids) for row, ids in banned_by_row if ids], logits_BV.device
-    )
-    if rows_N is None:
+    if not any(ids for _, ids in banned_by_row):
         return logits_BV
+    rows_N, ids_N = _index_pairs(banned_by_row, logits_BV.device)
     minus_inf = torch.full((), -math.inf, device=logits_BV.device)
     return logits_BV.float().index_put((rows_N, ids_N), minus_inf)
 
@@ -275,11 +273,9 @@ def _apply_repetition_penalty(
 
 
 def _index_pairs(
-    found: Many[tuple[int, Many[int]]], device: torch.device
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return rows [N] and ids [N] on the device for lists of ids by row; None for no lists."""
-    if not found:
-        return None, None
-    rows_N = torch.cat([torch.full((len(ids),), row) for row, ids in found])
-    ids_N = torch.cat([torch.tensor(ids, dtype=torch.int64) for _, ids in found])
+    ids_by_row: Many[tuple[int, Many[int]]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the rows [N] and the ids [N] of all lists, on the device."""
+    rows_N = torch.cat([torch.full((len(ids),), row) for row, ids in ids_by_row])
+    ids_N = torch.cat([torch.tensor(ids, dtype=torch.int64) for _, ids in ids_by_row])
     return upload(rows_N, device), upload(ids_N, device)

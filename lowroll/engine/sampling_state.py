@@ -132,11 +132,9 @@ class SamplingState:
 
     def _mark(self, sequences: list[Sequence]) -> None:
         """Mark the tokens that the device has not marked yet, and clear slots of new samples."""
-        cleared_slots, seen_ids, stop_ids = (
-            list[int](),
-            list[tuple[int, list[int]]](),
-            list[tuple[int, Many[int]]](),
-        )
+        cleared_slots: list[int] = []
+        seen_ids: list[tuple[int, list[int]]] = []
+        stop_ids: list[tuple[int, Many[int]]] = []
         for s in sequences:
             is_penalised = s.request.repetition_penalty != 1
             if not is_penalised and not s.banned_ids():

@@ -53,7 +53,15 @@ from lowroll.engine.stops import stop_reason
 from lowroll.kv.pages import PagePool, page_keys
 from lowroll.kv.policy.base import CachePolicy, footprint, num_pages, prompt_slot
 from lowroll.kv.policy.dense import DENSE
-from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, Rollout
+from lowroll.types import (
+    BehaviorTag,
+    Evictions,
+    FinishReason,
+    Group,
+    PolicySpan,
+    Request,
+    Rollout,
+)
 
 if TYPE_CHECKING:
     from lowroll.engine.grammar import Grammar
@@ -251,35 +259,41 @@ class Scheduler:
         decode row."""
         compactions = self._compact_all()
         self._admit()
-        # the prompts of the other samples are still running
-        decoding = [sequence for sequence in self._running if sequence.token_ids]
-        forks, copies = self._fork_all(decoding)
-        decodes = [sequence for sequence in decoding if not sequence.draft]
+        # of the others the prompts are still running
+        drawing = [sequence for sequence in self._running if sequence.token_ids]
+        forks, copies = self._fork_all(drawing)
+        decodes = [sequence for sequence in drawing if not sequence.draft]
         max_tokens, max_chunk = self.max_prefill_tokens, self.prefill_chunk
-        checks, tokens = plan_checks(decoding, max_tokens, max_chunk)
+        checks, num_checked = plan_checks(drawing, max_tokens, max_chunk)
         prompts_are_due = checks or not decodes or self._prompts_are_due()
         num_passes = self.passes if prompts_are_due else 0
-        passes = plan_passes(self._prefilling, num_passes, max_tokens, max_chunk, tokens)
-        # half as many while others wait for rows to end
-        max_steps = max(1, self.lookahead // 2) if self._waiting else self.lookahead
-        ahead = [s.until - s.position for s in decodes]
-        is_single_step = passes or any(map(needs_host, decodes))
-        steps = 1 if is_single_step else min(max_steps, max(ahead, default=1))
-        limits = [min(steps, tokens) for tokens in ahead]
-        growing = [
-            *zip(decodes, limits, strict=True),
-            *((check.sequence, len(check.ids)) for check in checks),
-        ]
-        for sequence, tokens in growing:
-            # the position in the cache of this plan's last key
-            last_position = sequence.cached_len + tokens - 1
-            num_missing = last_position // self.pool.page_size + 1 - len(sequence.pages)
-            if num_missing > 0:
-                sequence.pages += self.pool.allocate(num_missing)
-                self._reserve(sequence, sequence.reserved_pages - num_missing)
+        passes = plan_passes(self._prefilling, num_passes, max_tokens, max_chunk, num_checked)
+        steps, limits = self._plan_steps(decodes, is_single_step=bool(passes))
+        for sequence, limit in zip(decodes, limits, strict=True):
+            self._grow(sequence, limit)
+        for check in checks:
+            self._grow(check.sequence, len(check.ids))
         self._steps = 0 if any(passes) else self._steps + steps
-        slots, self._begun = self._begun, []
-        return StepPlan(compactions, forks, copies, decodes, steps, limits, slots, passes, checks)
+        begun, self._begun = self._begun, []
+        return StepPlan(compactions, forks, copies, decodes, steps, limits, begun, passes, checks)
+
+    def _plan_steps(self, decodes: list[Sequence], is_single_step: bool) -> tuple[int, list[int]]:
+        """Return the steps of decode rows until the next plan, and each row's own limit."""
+        steps_left = [sequence.until - sequence.position for sequence in decodes]
+        steps = 1
+        if not is_single_step and not any(map(needs_host, decodes)):
+            # half as many while others wait for rows to end
+            max_steps = max(1, self.lookahead // 2) if self._waiting else self.lookahead
+            steps = min(max_steps, max(steps_left, default=1))
+        return steps, [min(steps, left) for left in steps_left]
+
+    def _grow(self, sequence: Sequence, num_keys: int) -> None:
+        """Allocate pages of a sample's reserve, so that so many more keys fit."""
+        num_needed = num_pages(sequence.cached_len + num_keys, self.pool.page_size)
+        num_missing = num_needed - len(sequence.pages)
+        if num_missing > 0:
+            sequence.pages += self.pool.allocate(num_missing)
+            self._reserve(sequence, sequence.reserved_pages - num_missing)
 
     def commit(
         self,
@@ -296,11 +310,7 @@ class Scheduler:
             raise ValueError(
                 f"logprob of sample {sequence.sample}, token {len(sequence.token_ids)} is {logprob}"
             )
-        if (
-            not sequence.spans
-            or sequence.spans[-1].version != self.policy.version
-            or sequence.spans[-1].digest != self.policy.digest
-        ):
+        if not sequence.spans or not _same_weights(sequence.spans[-1], self.policy):
             sequence.spans.append(replace(self.policy, start=len(sequence.token_ids)))
         sequence.behavior = self.behavior
         sequence.token_ids.append(token_id)
@@ -379,13 +389,11 @@ class Scheduler:
             if not group.waiting:
                 self._waiting.popleft()
                 continue
-            sequence = group.waiting[0]
             if not self._free_slots:
                 return
-            if sequence is group.leader:
-                fits = self._admit_leader(group)
-            else:
-                fits = self._admit_sibling(sequence)
+            sequence = group.waiting[0]
+            is_leader = sequence is group.leader
+            fits = self._admit_leader(group) if is_leader else self._admit_sibling(sequence)
             if not fits:
                 return
             group.waiting.popleft()
@@ -607,3 +615,7 @@ class Scheduler:
                 queue.remove(group)
         rollouts = rollouts_of(group, self.behavior, self.policy)
         self._finished[group.handle] = Group(group.request, rollouts)
+
+
+def _same_weights(span: PolicySpan, other: PolicySpan) -> bool:
+    return (span.version, span.digest) == (other.version, other.digest)

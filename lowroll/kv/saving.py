@@ -53,22 +53,17 @@ def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
 def saving(kv: CachePolicy, lengths: Iterable[tuple[int, int]]) -> dict[str, float]:
     """Return `saving_peak`, `saving_final`, `saving_mean`, and `evictions` a response, for prompts
     and responses of so many tokens; all 0 of none."""
-    stored_counts, dense_counts = [], []
+    bounded, dense = [], []
     for prompt, response in lengths:
-        total_tokens = prompt + response
-        dense_sum = response * prompt + response * (response + 1) // 2
-        stored_counts.append(stored(kv, prompt, response))
-        dense_counts.append(Stored(total_tokens, total_tokens, dense_sum, 0))
-    fields = {"saving_peak": "peak", "saving_final": "final", "saving_mean": "total"}
-    saved = {
-        name: _saved_share(
-            sum(getattr(s, field) for s in stored_counts),
-            sum(getattr(s, field) for s in dense_counts),
-        )
-        for name, field in fields.items()
-    }
-    return saved | {
-        "evictions": sum(s.evictions for s in stored_counts) / max(1, len(stored_counts))
+        whole = prompt + response
+        dense_total = response * prompt + response * (response + 1) // 2
+        bounded.append(stored(kv, prompt, response))
+        dense.append(Stored(whole, whole, dense_total, 0))
+    return {
+        "saving_peak": _saved_share(sum(s.peak for s in bounded), sum(s.peak for s in dense)),
+        "saving_final": _saved_share(sum(s.final for s in bounded), sum(s.final for s in dense)),
+        "saving_mean": _saved_share(sum(s.total for s in bounded), sum(s.total for s in dense)),
+        "evictions": sum(s.evictions for s in bounded) / max(1, len(bounded)),
     }
 
 

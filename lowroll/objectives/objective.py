@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -30,13 +30,17 @@ class Objective:
     @property
     def function(self) -> Callable[..., TokenValues]:
         """The function from `prepare`'s tokens and options to their values and statistics."""
-        return _import_object(self.row.home)
+        function: Callable[..., TokenValues] = resolve_name(self.row.home)
+        return function
 
     @property
     def judge(self) -> Callable[..., CorrectionWeights] | None:
         """The function that gives weights and rejections of `prepare`'s tokens; None without
         rejections."""
-        return _import_object(self.row.judge) if self.row.judge else None
+        if not self.row.judge:
+            return None
+        judge: Callable[..., CorrectionWeights] = resolve_name(self.row.judge)
+        return judge
 
     @property
     def needs_proximal(self) -> bool:
@@ -76,15 +80,18 @@ class Objective:
         mode, max_length = options.pop("reduce"), options.pop("max_length")
         # with `bypass` the learner is compared with the sampler itself
         reads_proximal = self.needs_proximal and not options.get("bypass")
-        other_log_probs = {"proximal": proximal} if reads_proximal else {}
-        other_log_probs |= {"behavior": behavior} if self.needs_behavior else {}
-        for name, log_probs in other_log_probs.items():
-            if log_probs is None:
-                raise ValueError(f"{name}: objective {self.name} needs these log-probs")
-        if options.get("teacher_tau"):
-            other_log_probs["teacher"] = teacher
+        if reads_proximal and proximal is None:
+            raise ValueError(f"proximal: objective {self.name} needs these log-probs")
+        if self.needs_behavior and behavior is None:
+            raise ValueError(f"behavior: objective {self.name} needs these log-probs")
         tokens = prepare(
-            learner=learner, advantages=advantages, mask=mask, segments=segments, **other_log_probs
+            learner=learner,
+            advantages=advantages,
+            mask=mask,
+            segments=segments,
+            proximal=proximal if reads_proximal else None,
+            behavior=behavior if self.needs_behavior else None,
+            teacher=teacher if options.get("teacher_tau") else None,
         )
         if "counts" in inspect.signature(self.function).parameters:
             options["counts"] = counts
@@ -191,9 +198,3 @@ def select(algorithm: str, correction: str = "none") -> Objective:
     average. ValueError for unknown names or an unsupported pair."""
     row = pair(algorithm, correction)
     return Objective(algorithm if correction == "none" else f"{algorithm}+{correction}", row)
-
-
-def _import_object(home: str) -> Any:
-    """Import "module:name"."""
-    module, _, name = home.partition(":")
-    return getattr(importlib.import_module(module), name)

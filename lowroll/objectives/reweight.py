@@ -142,22 +142,12 @@ def judge(
     if weight not in WEIGHTS:
         raise ValueError(f"weight: unknown {weight!r}; expected one of {', '.join(WEIGHTS)}")
     sequences = tokens.sequences
+    log_weight_N = tokens.log_weight_N
     if bypass:
         log_weight_N = (tokens.log_ratio_N + tokens.log_weight_N).detach()
-    else:
-        log_weight_N = tokens.log_weight_N
-    uncapped_N = exp_ratio(log_weight_N)
-    if weight == "sequence":
-        uncapped_N = exp_ratio(sequence_sum(log_weight_N, sequences)).to(log_weight_N.dtype)[
-            sequences.segments_N
-        ]
-    if weight == "none" or bypass:
-        uncapped_N = weight_N = torch.ones_like(log_weight_N)
-    elif icepop is None:
-        weight_N = truncate(uncapped_N, cap)
-    else:
-        low, high = checked_bounds("icepop", icepop)
-        weight_N = torch.where((uncapped_N < low) | (uncapped_N > high), 0, uncapped_N)
+    weight_N, cut_N = _bounded_weights(
+        log_weight_N, sequences, "none" if bypass else weight, cap, icepop
+    )
     rejected_N = torch.zeros_like(sequences.mask_N)
     repaired_N: Tensor | None = None
     if veto is not None:
@@ -170,7 +160,25 @@ def judge(
             rejected_N = repaired_N = sequence_from(anomaly_N, sequences)
     for rule, bound in (reject or {}).items():
         rejected_N = rejected_N | _rejected_by_rule(rule, bound, -log_weight_N, sequences)
-    return CorrectionWeights(weight_N, weight_N != uncapped_N, ~rejected_N, sequences, repaired_N)
+    return CorrectionWeights(weight_N, cut_N, ~rejected_N, sequences, repaired_N)
+
+
+def _bounded_weights(
+    log_weight_N: Tensor, sequences: Sequences, weight: str, cap: float, icepop: Bounds | None
+) -> tuple[Tensor, Tensor]:
+    """Return each token's weight, and where its bounds changed it (bool)."""
+    if weight == "none":
+        return torch.ones_like(log_weight_N), torch.zeros_like(log_weight_N, dtype=torch.bool)
+    uncapped_N = exp_ratio(log_weight_N)
+    if weight == "sequence":
+        product_S = exp_ratio(sequence_sum(log_weight_N, sequences)).to(log_weight_N.dtype)
+        uncapped_N = product_S[sequences.segments_N]
+    if icepop is None:
+        weight_N = truncate(uncapped_N, cap)
+    else:
+        low, high = checked_bounds("icepop", icepop)
+        weight_N = torch.where((uncapped_N < low) | (uncapped_N > high), 0, uncapped_N)
+    return weight_N, weight_N != uncapped_N
 
 
 def correct(
@@ -187,18 +195,7 @@ def correct(
     without the rejected tokens."""
     sequences, weight_N = tokens.sequences, verdict.weight_N
     if normalize:
-        total = counts or Denominators(
-            int(sequences.mask_N.sum()), sequences.num_sequences, verdict.weight_sum
-        )
-        if (
-            total.num_tokens
-            and not total.weight_sum > 0
-            and bool((weight_N * sequences.mask_N).any())
-        ):
-            raise ValueError(
-                "counts: the weights are normalised over the batch, so counts need their weight_sum"
-            )
-        weight_N = weight_N / max(total.weight_sum / max(total.num_tokens, 1), 1e-8)
+        weight_N = weight_N / _mean_weight(verdict, counts)
     clipped = clip(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )
@@ -209,6 +206,21 @@ def correct(
     if verdict.repaired_N is not None:
         statistics |= repair_statistics(verdict.repaired_N, sequences)
     return value_N, statistics
+
+
+def _mean_weight(verdict: CorrectionWeights, counts: Denominators | None) -> float:
+    """Return the mean weight over the batch. ValueError for counts without the weights' sum."""
+    mask_N = verdict.sequences.mask_N
+    if counts is None:
+        num_tokens, weight_sum = int(mask_N.sum()), verdict.weight_sum
+    else:
+        num_tokens, weight_sum = counts.num_tokens, counts.weight_sum
+    has_sum = weight_sum > 0 or not num_tokens
+    if not has_sum and bool((verdict.weight_N * mask_N).any()):
+        raise ValueError(
+            "counts: the weights are normalised over the batch, so counts need their weight_sum"
+        )
+    return max(weight_sum / max(num_tokens, 1), 1e-8)
 
 
 def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
@@ -232,9 +244,9 @@ def _rejected_by_rule(
         raise ValueError(f"reject: unknown rule {rule!r}; expected one of {', '.join(RULES)}")
     level, estimator = rule.rsplit("_", 1)
     if estimator == "k1":
-        low, high = (
-            math.log(b) if b else -math.inf for b in checked_bounds(f"reject.{rule}", bound)
-        )
+        low_ratio, high_ratio = checked_bounds(f"reject.{rule}", bound)
+        low = math.log(low_ratio) if low_ratio else -math.inf
+        high = math.log(high_ratio)
     elif isinstance(bound, (int, float)) and bound >= 0:
         low, high = 0.0, bound
     else:
@@ -250,11 +262,8 @@ def _rejected_by_rule(
 
 def checked_bounds(name: str, bounds: float | Bounds) -> Bounds:
     """Return (low, high) with 0 <= low <= high. ValueError otherwise."""
-    if (
-        isinstance(bounds, (int, float))
-        or len(bounds) != 2
-        or not 0 <= bounds[0] <= bounds[1]
-        or not bounds[1] > 0
-    ):
-        raise ValueError(f"{name}: {bounds} must be two numbers (low, high) with 0 <= low <= high")
-    return float(bounds[0]), float(bounds[1])
+    if not isinstance(bounds, (int, float)) and len(bounds) == 2:
+        low, high = bounds
+        if 0 <= low <= high and high > 0:
+            return float(low), float(high)
+    raise ValueError(f"{name}: {bounds} must be two numbers (low, high) with 0 <= low <= high")

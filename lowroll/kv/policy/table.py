@@ -6,10 +6,10 @@ bounds. The configuration and `make` check against it.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
 from lowroll.kv.policy.base import CachePolicy
@@ -36,8 +36,9 @@ class Option(Generic[T]):
             return "" if isinstance(value, bool) else f"expects true or false, got {value!r}"
         if isinstance(self.default, float):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            fits = is_number and self.least <= value <= self.most  # type: ignore[operator]
-            return "" if fits else f"expects a number of {self._range}, got {value!r}"
+            if is_number and self.least <= value <= self.most:  # type: ignore[operator]
+                return ""
+            return f"expects a number of {self._range}, got {value!r}"
         if isinstance(value, bool) or not isinstance(value, int):
             return f"expects a whole number, got {value!r}"
         if not self.least <= value <= self.most:
@@ -93,10 +94,7 @@ def make(name: str, **options: Any) -> CachePolicy:
     """Return a policy by name, with defaults for missing options. ValueError names the wrong
     option."""
     check(name, options)
-    module, _, class_name = POLICIES[name].home.partition(":")
-    policy: CachePolicy = getattr(importlib.import_module(module), class_name)(
-        **filled(name, options)
-    )
+    policy: CachePolicy = resolve_name(POLICIES[name].home)(**filled(name, options))
     return policy
 
 
@@ -117,14 +115,16 @@ def problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]
         yield "policy", f"unknown policy {name!r}; known: {', '.join(POLICIES)}"
         return
     known_options = POLICIES[name].options
-    reasons = {
-        key: known_options[key].problem(value)
-        if key in known_options
-        else _unknown_option_reason(name)
-        for key, value in options.items()
-    }
-    yield from ((key, f"{name} {problem}") for key, problem in reasons.items() if problem)
-    if not any(reasons.values()) and "budget" in known_options:
+    is_valid = True
+    for key, value in options.items():
+        if key in known_options:
+            problem = known_options[key].problem(value)
+        else:
+            problem = _unknown_option_reason(name)
+        if problem:
+            is_valid = False
+            yield key, f"{name} {problem}"
+    if is_valid and "budget" in known_options:
         yield from _budget_problems(name, filled(name, options))
 
 
