@@ -2,7 +2,8 @@
 (`engine.remote`).
 
 Runs, evaluation and diagnosis know `Engine` and nothing behind it. The orchestrator, which may not
-import this package, uses the smaller `orchestrator.interfaces.EngineClient`, and every `Engine` is one.
+import this package, uses the smaller `orchestrator.interfaces.EngineClient`, and every `Engine` is
+one.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
 
 
 # The fate of samples in flight when the weights change or the cache goes. "keep": they go on with
-# their older tokens and keys, and their spans say which policy drew which token. "replay": they
-# begin again with the same noise and their tokens as drafts (`engine.replay`), so that the result
-# is what the newest weights would have drawn from the start
+# their older tokens and keys. "replay": they begin again with the same noise and their tokens as
+# drafts (`engine.replay`), and become what the newest weights would have drawn
 InFlight = Literal["keep", "replay"]
 
 
@@ -76,8 +76,8 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class PartialSample:
-    """The tokens that one sample of a request has drawn so far. The lists belong to the engine and
-    grow: read them before the next `step`."""
+    """The tokens that one sample of a request has drawn so far. The lists grow: read them before
+    the next `step`."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -89,7 +89,7 @@ class PartialSample:
 @dataclass(frozen=True)
 class Ranked:
     """The log-probs of a response of T tokens, and the K likeliest tokens at each position,
-    likeliest first and the lower id first among equals. On the CPU, in float32 and int64."""
+    likeliest first, the lower id first among equals. On the CPU, in float32 and int64."""
 
     logprobs_T: Tensor
     top_ids_TK: Tensor
@@ -122,7 +122,7 @@ class Engine(Protocol):
     def so_far(self, handle: int) -> list[PartialSample]:
         """Return what each sample of a request has drawn so far, in sample order; [] once `step`
         has returned its group. Samples only grow, except that a replay takes back what it has not
-        checked yet. ValueError for a handle that `add` never returned."""
+        checked. ValueError for a handle that `add` never returned."""
         ...
 
     def abort(self, handle: int) -> bool:
@@ -144,8 +144,8 @@ class Engine(Protocol):
         temperature: float = 1.0,
     ) -> list[Tensor]:
         """Return the log-probs of each sequence's response with the engine's weights and kernels,
-        under a cache that drops and rounds nothing. In nats, [response tokens] in float32 on the
-        CPU. ValueError names a sequence that does not fit."""
+        under a cache that drops and rounds nothing: nats, float32 [response tokens] on the CPU.
+        ValueError names a sequence that does not fit."""
         ...
 
     def score_top(
@@ -164,8 +164,8 @@ class Engine(Protocol):
         ...
 
     def linear_weights(self) -> Mapping[str, QTensor]:
-        """Return the linear weights by name, for reading only: every update refills their storages.
-        Empty when they are in another process."""
+        """Return the linear weights by name, for reading only: updates refill their storages. Empty
+        when they are in another process."""
         ...
 
     def reset_prefix_cache(self) -> None:

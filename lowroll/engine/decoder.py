@@ -3,27 +3,26 @@
 A sample has a slot from its admission to its end; the rows of a batch are the samples that decode
 now, in any slots. A row's state is its last token and position, the position at which it must stop,
 its noise key, temperature, page table, and the number of keys in its cache, which a policy may
-bound (`kv.policy.base`). One step replaces the state by the next one:
+bound (`kv.policy.base`). A step replaces it by the next one:
 
     hidden = model(last token, position)      K/V go to the row's page, attention reads the pages
     token, log-prob = draw(logits)            written behind those of the steps before
 
-so the host uploads what changed, starts `steps` steps, and reads all tokens and log-probs at once.
-On CUDA a step is one graph, captured once for each size of batch in BUCKETS. The rows that a batch
-lacks are dead: they write nothing. A row that reaches its end, or whose cache is full, is dead from
-there on. A row that stops for another reason (a stop id) runs to the last of the steps, and the
-scheduler drops what it draws behind its stop.
+The host uploads what changed, starts `steps` steps, and reads all tokens and log-probs at once. On
+CUDA a step is one graph, captured once for each size of batch in BUCKETS. The rows that a batch
+lacks are dead and write nothing, as is a row that reaches its end or fills its cache. A row that
+stops for another reason (a stop id) runs to the last step, and the scheduler drops what it draws
+behind its stop.
 
 Batches of LARGE_BATCH_FROM rows and more run on `large_batch_model` where there is one: 4-bit
 weights are the fewest bytes to read for few rows, 8-bit ones the cheaper product for many
 (docs/benchmarks.md).
 
-Every tensor that a graph reads is allocated once: new weights are written in place, and the graphs
-stay valid.
-
-Filters, penalties and bans are part of the step (`engine.sampling_state`): graphs are captured with
-and without them, and a row's bits are the same in each. If a row requests the likeliest tokens or a
-bias of logits, the graph ends at the logits, and the step of all rows goes on outside it.
+Every tensor that a graph reads is allocated once: new weights are written in place, so graphs stay
+valid. Filters, penalties and bans are part of the step (`engine.sampling_state`): graphs are
+captured with and without them, and a row's bits are the same in each. If a row requests the
+likeliest tokens or a bias of logits, the graph ends at the logits, and the step of all rows goes on
+outside it.
 
 Legend: B rows, P pages of a row, S steps, V vocabulary.
 """
@@ -57,8 +56,7 @@ LARGE_BATCH_FROM = 9  # rows
 
 
 def bucket(num_rows: int) -> int:
-    """Return the batch size that `num_rows` are padded to; a row's numbers depend on it, and on
-    nothing else about the batch."""
+    """Return the batch size that `num_rows` are padded to; a row's bits depend on it alone."""
     return next((size for size in BUCKETS if size >= num_rows), -(-num_rows // 128) * 128)
 
 
@@ -70,8 +68,8 @@ class PendingSteps:
 
 
 class Decoder:
-    """The device side of decoding. selector: the device side of the cache policy, if it has one.
-    cuda_graphs: False starts kernels one by one."""
+    """The device side of decoding. selector: that of the cache policy, if it has one. cuda_graphs:
+    False starts kernels one by one."""
 
     def __init__(
         self,
@@ -123,9 +121,8 @@ class Decoder:
         self.replays = 0
 
     def start(self, sequences: list[Sequence], steps: int) -> PendingSteps:
-        """Start `steps` tokens of each sequence, whose pages are allocated. The result must be read
-        (`read`) before the next start.
-        """
+        """Start `steps` tokens of each sequence, whose pages are allocated. `read` the result
+        before the next start."""
         size = self.size(len(sequences))
         self.upload(sequences, size)
         mode = draw_of(sequences)
@@ -152,8 +149,8 @@ class Decoder:
     def read(
         self, begun: PendingSteps
     ) -> tuple[list[list[int]], list[list[float]], list[list[list[tuple[int, float]]] | None]]:
-        """Wait for the steps that were started. Return (ids, log-probs), both [B, S], and each
-        row's likeliest tokens (`sampler.TopLogprobs`). ValueError when the model gives a row no
+        """Wait for the started steps. Return (ids, log-probs), both [B, S], and each row's
+        likeliest tokens (`sampler.TopLogprobs`). ValueError when the model gives a row no
         distribution."""
         tokens_SB = self.tokens_SB[: begun.steps, : begun.rows].cpu()
         logprobs_SB = self.logprobs_SB[: begun.steps, : begun.rows].cpu()
@@ -165,8 +162,8 @@ class Decoder:
         return tokens_BS, logprobs_BS, begun.ranks.told(tokens_BS, logprobs_BS)
 
     def place(self, sequences: list[Sequence]) -> tuple[Tensor, DecodeRows]:
-        """Return the last tokens [B] and the rows of these sequences, padded with dead rows to a
-        batch size, for a pass outside the decoder, which does not see what that pass draws."""
+        """Return the last tokens [B] and the rows of these sequences, padded with dead rows, for a
+        pass outside the decoder, which does not see what that pass draws."""
         size = self.size(len(sequences))
         self.upload(sequences, size)
         self._rows = []
@@ -207,8 +204,8 @@ class Decoder:
         self._known = [(None, 0, 0)] * len(self._known)
 
     def upload(self, sequences: list[Sequence], size: int) -> None:
-        """Bring state and page tables on the device up to date. It has moved the rows that are the
-        same on itself."""
+        """Bring state and page tables on the device up to date. It has moved unchanged rows on
+        itself."""
         self.step_1.zero_()
         last_tokens = [s.last_token for s in sequences]
         until = [s.until for s in sequences]
@@ -238,8 +235,8 @@ class Decoder:
         self._upload_pages(sequences, size)
 
     def _upload_pages(self, sequences: list[Sequence], size: int) -> None:
-        """Upload the page tables that changed. The host's table goes by slot, and a sequence keeps
-        its pages until it is compacted, so only new ones are read."""
+        """Upload the page tables that changed. A sequence keeps its pages until it is compacted, so
+        only new ones are read."""
         slots, columns, pages = list[int](), list[int](), list[int]()
         for sequence in sequences:
             known_sequence, compactions, num_known = self._known[sequence.slot]
@@ -275,8 +272,8 @@ class Decoder:
         self.replays += 1
 
     def _capture(self, size: int, drawing: DrawMode | None) -> None:
-        """Capture one step. The rows are dead, since the steps before it, which compile and warm
-        up, must leave no trace."""
+        """Capture one step. The rows are dead, since the steps before it, which compile, must leave
+        no trace."""
         saved_state = self.state[:, :size].clone()
         saved_lengths_B = self.lengths_B[:size].clone()
         self.state[:, :size] = 0

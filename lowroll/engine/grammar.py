@@ -1,5 +1,4 @@
-"""Responses constrained by a grammar: before each token the ids that the grammar excludes are
-banned, and log-probs are of what is left.
+"""Responses constrained by a grammar: before each token the ids that it excludes are banned.
 
 A grammar is a text in llguidance's language (`llguidance`, extra `grammar`): Lark, or the JSON that
 its `grammar_from_...` functions make of a JSON schema, a regular expression or a choice.
@@ -40,8 +39,8 @@ class Grammar:
     def allowed(self, sample: int, token_ids: Many[int], width: int) -> bytes:
         """Return the ids that may follow, one bit each, the lowest first, in `width` bytes.
 
-        Only the difference from the last call is read, so that another draft of a sample can be
-        tried. A text that cannot continue, because of the vocabulary or the limits, may end.
+        Only the difference from the last call is read, so that another draft can be tried. A text
+        that cannot continue, because of the vocabulary or the limits, may end.
         """
         if sample not in self._states:
             self._states[sample] = self._compiled.deep_copy(), []
@@ -64,10 +63,8 @@ class Grammar:
 
 
 class Grammars:
-    """A compiler of grammars for a model's tokenizer. Thread-safe.
-
-    eos_ids end a response. ValueError says what is missing.
-    """
+    """A compiler of grammars for a model's tokenizer. Thread-safe. eos_ids end a response.
+    ValueError says what is missing."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> None:
         if not eos_ids:
@@ -119,8 +116,8 @@ class Grammars:
 
 def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]]) -> Tensor:
     """Return float32 logits in which the ids that a row's grammar excludes are -inf. rows: the row,
-    its grammar, its sample and the tokens of the response. The input is left unchanged, and
-    returned when there are no rows."""
+    its grammar, its sample and the response's tokens. The input is left unchanged, and returned
+    when there are no rows."""
     vocab_size = logits_BV.shape[1]
     width = -(-vocab_size // 8)
     masks, row_numbers = bytearray(), list[int]()

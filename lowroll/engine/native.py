@@ -79,47 +79,44 @@ class NativeEngine:
     ValueError names the argument that is wrong. Tokens depend on none of the arguments of
     scheduling.
 
-    The model
-        model          folder, hub id, or a loaded Transformer, which keeps its weights: the engine
-                       copies them, or shares what is in the format already
-        weights        a name of `lowroll.formats()`; default the model's own low-bit format, or
-                       int8 for a dense model
-        large_batch_weights     a second format, for prompts and while many rows decode
-                       (`engine.decoder`); each token's policy span has the digest of its weights
-        dtype          of activations, norms and KV cache; default float32 on CPU, bfloat16 on CUDA,
-                       and what a dense format says
-        keep_dense     keep the dequantized matrices of a 4-bit format as well as its codes (2
-                       bytes a weight in bfloat16): faster for prompts and many rows on CUDA
-        noisy          `update_weights` may put noise on the norms
-        exact          a request has the same bits in any batch; None: as a loaded model
+        The model
+            model          folder, hub id, or a loaded Transformer, whose weights the engine copies, or
+                           shares where they are in the format already
+            weights        a name of `lowroll.formats()`; default the model's own low-bit format, or
+                           int8 for a dense model
+            large_batch_weights     a second format, for prompts and while many rows decode
+                           (`engine.decoder`); each token's policy span has the digest of its weights
+            dtype          of activations, norms and KV cache; default float32 on CPU, bfloat16 on CUDA,
+                           and what a dense format says
+            keep_dense     keep the dequantized matrices of a 4-bit format beside its codes (2 bytes a
+                           weight in bfloat16): faster for prompts and many rows on CUDA
+            noisy          `update_weights` may put noise on the norms
+            exact          a request has the same bits in any batch; None: as a loaded model
 
-    The KV cache
-        kv             the policy (`kv.policy`); None is the dense one
-        kv_dtype       "fp8" stores it in 8 bits (`kv.fp8`); None in `dtype`
-        cache_tokens   its size; default what `workloads`, the requests that will be in it together,
-                       can use, and no more than a quarter of the free memory; without workloads
-                       `max_batch` samples of 4,096 tokens, one whole context at least and 16 GiB at
-                       most (`kv.capacity`)
-        memory_share   of the device's memory, which weights and a cache of no given size may fill
-        max_model_len  tokens of the longest prompt with its response; default the model's
-        prefix_caching a prompt finds the pages of an earlier one with the same beginning
-        turn_caching   the next turn of a conversation also finds the pages of what was drawn in the
-                       turn before, whose last bits differ from a prompt's. It needs the dense
-                       cache, unrounded, and one format
-        record_evictions        rollouts say which keys a bounded cache dropped (`types.Evictions`)
+        The KV cache
+            kv             the policy (`kv.policy`); None is the dense one
+            kv_dtype       "fp8" stores it in 8 bits (`kv.fp8`); None in `dtype`
+            cache_tokens   its size; default what `workloads`, the requests that will be in it together,
+                           can use, at most a quarter of the free memory; without workloads see
+                           `kv.capacity`
+            memory_share   of the device's memory, which weights and a cache of no given size may fill
+            max_model_len  tokens of the longest prompt with its response; default the model's
+            prefix_caching a prompt finds the pages of an earlier one with the same beginning
+            turn_caching   the next turn of a conversation also finds the pages of what was drawn before
+                           it, whose last bits differ from a prompt's; dense cache, unrounded, one format
+            record_evictions        rollouts say which keys a bounded cache dropped (`types.Evictions`)
 
-    Scheduling
-        max_batch      samples decoded at once
-        max_prefill_tokens      prompt tokens a pass
-        prefill_chunk  longest piece of a prompt in one pass; None for whole prompts
-        lookahead      decode steps between two times that the host reads tokens and admits
-                       requests, for requests that come one by one. None is for requests that are
-                       there from the beginning: 16 on CUDA, and as many passes over prompts
-        gather         decode steps before other prompts run together; default `lookahead` - 1
-        one_pass       rows that decode while prompts run take their step in the same pass (dense
-                       cache, no large_batch_weights)
-        cuda_graphs    False launches the kernels of a decode step or a short pass one by one, for
-                       debugging
+        Scheduling
+            max_batch      samples decoded at once
+            max_prefill_tokens      prompt tokens a pass
+            prefill_chunk  longest piece of a prompt in one pass; None for whole prompts
+            lookahead      decode steps between two times that the host reads tokens and admits
+                           requests, for requests that come one by one; None for requests that are
+                           there from the beginning: 16 on CUDA, and as many passes over prompts
+            gather         decode steps before other prompts run together; default `lookahead` - 1
+            one_pass       rows that decode while prompts run take their step in the same pass (dense
+                           cache, no large_batch_weights)
+            cuda_graphs    False launches the kernels of a step or a short pass one by one, for debugging
     """
 
     def __init__(
@@ -253,12 +250,11 @@ class NativeEngine:
 
         A text is a request too: a user's message in the model's chat template, or with chat=False
         the beginning of a text to continue. `sampling` are its fields of `Request` (n, max_tokens,
-        temperature, seed, ...).
+        seed, ...).
 
         Requests that `add` queued go on meanwhile, and their groups wait for `step`.
-        on_progress(done, total) counts the finished ones of this call after every step; what it
-        raises ends the call. ValueError names the request and the field, or says that there is no
-        tokenizer.
+        on_progress(done, total) counts this call's finished ones after every step; what it raises
+        ends the call. ValueError names the request and the field, or a missing tokenizer.
         """
         requests = self._as_requests(requests, chat, sampling)
         for i, request in enumerate(requests):
@@ -359,10 +355,8 @@ class NativeEngine:
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
     ) -> list[Tensor]:
-        """Return the log-probs of each sequence's response as `Engine.score`. With
-        `large_batch_weights` the weights are those of few rows. Rollouts in flight are not
-        disturbed.
-        """
+        """Return the log-probs of each sequence's response as `Engine.score`, with the weights of
+        few rows. Rollouts in flight are not disturbed."""
         return [
             scored.logprobs_T for scored in self.score_top(sequences, prompt_lens, 0, temperature)
         ]
@@ -394,9 +388,8 @@ class NativeEngine:
         return scores
 
     def keep_dense(self) -> None:
-        """Keep dense copies of weights below 8 bits on a GPU, as `keep_dense=True` does, in an
-        engine that has not decoded yet. Stacked experts are left as they are: their product reads
-        the codes."""
+        """Keep dense copies of weights below 8 bits on a GPU, in an engine that has not decoded
+        yet. Stacked experts stay as they are: their product reads the codes."""
         if self.model.device.type != "cuda":
             return
         for name, linear in self.model.linears():
@@ -409,8 +402,8 @@ class NativeEngine:
                 linear.weight.keep_dense(self.model.dtype)
 
     def warm_up(self) -> None:
-        """Compile and capture the kernels of decode steps of all batch sizes, and of short passes
-        over prompts (seconds, on CUDA)."""
+        """Compile and capture the kernels of decode steps and of short passes of all sizes
+        (seconds, on CUDA)."""
         self.runner.cache.restore()
         self.runner.decoder.warm_up()
         if self.runner.short is not None:
@@ -470,10 +463,9 @@ class NativeEngine:
         """Free the memory of the KV cache, for a learner that runs before the next rollouts.
 
         It comes back with the next step, at its old address where the device can do that
-        (`kv.virtual_memory`); elsewhere the graphs of decoding are captured again. Shared pages are
-        forgotten. With "replay", requests in flight begin again with the next step, under the
-        weights of that time. With "keep", RuntimeError when there are any. ValueError when this
-        engine cannot replay.
+        (`kv.virtual_memory`); elsewhere decode graphs are captured again. With "replay", requests
+        in flight begin again with the next step, under the weights of that time. With "keep",
+        RuntimeError when there are any. ValueError when this engine cannot replay.
         """
         if in_flight == "replay":
             self._check_replays()
@@ -496,18 +488,16 @@ class NativeEngine:
     # -- weights -----------------------------------------------------------------------------------
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
-        """Take new weights as policy `update.version`, in place, and return the tag with the new
-        version, the noise, and the digest of the new weights.
+        """Take new weights as policy `update.version`, in place, and return the new tag.
 
         in_flight: "keep" leaves rollouts in flight the tokens and keys of the old weights, and
-        their spans say so. "replay" begins them again, with all samples of their groups and with
-        their tokens as drafts (`engine.replay`): they have one span, and are what a fresh engine
-        with these weights draws, but for rounding. Groups that were complete stay as they are.
+        their spans say so. "replay" begins them again, with all samples of their groups and their
+        tokens as drafts (`engine.replay`): they have one span, and are what a fresh engine with
+        these weights draws, but for rounding. Complete groups stay as they are.
 
-        A local update is quantized from the learner's model into the engine's storages, a stream is
-        gathered and checked first (`weights.sync.update`). Pages made under other weights are never
-        served again. ValueError, before anything is written, names what does not fit, or that this
-        engine cannot replay.
+        A local update is quantized from the learner's model into the engine's storages; a stream is
+        gathered and checked first (`weights.sync.update`). ValueError, before anything is written,
+        names what does not fit, or that this engine cannot replay.
         """
         if in_flight == "replay":
             self._check_replays()
@@ -550,7 +540,8 @@ class NativeEngine:
         }
 
     def _policy(self, version: int) -> tuple[PolicySpan, ...]:
-        """Return a span for the weights of few rows, and one for those of many when there are such."""
+        """Return a span for the weights of few rows, and one for those of many if there are
+        such."""
         models = [self.model]
         if self.large_batch_model is not None:
             models.append(self.large_batch_model)
@@ -560,8 +551,7 @@ class NativeEngine:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer of the model's folder, or the one given. ValueError when there
-        is none."""
+        """The given tokenizer, or that of the model's folder. ValueError when there is none."""
         if self._tokenizer is not None:
             return self._tokenizer
         if self.folder is None:
@@ -631,7 +621,7 @@ class NativeEngine:
     def _pick_dtype(
         self, weights: str, dtype: torch.dtype | None, device: torch.device
     ) -> torch.dtype:
-        """Return the dtype that a format computes in, and warn of a format that is slow here."""
+        """Return the dtype that a format computes in. Warn of a format that is slow here."""
         warn_if_slow(device, weights)
         format_dtype = get_format(weights).dtype
         if format_dtype is not None and dtype not in (None, format_dtype):
@@ -686,8 +676,8 @@ class NativeEngine:
         workloads: Sequence[Workload],
         page_size: int,
     ) -> int:
-        """Return the tokens of the KV cache: the given number, or what the workloads and the free
-        memory allow. NoRoom when the given number does not fit."""
+        """Return the tokens of the KV cache: the given number, or what workloads and free memory
+        allow. NoRoom when the given number does not fit."""
         bytes_per_token = self.storage.bytes_per_token(self.spec, self.model.dtype)
         free_bytes, state_bytes = free_memory(self.model.device), self._policy_bytes
         if cache_tokens is None:
@@ -734,8 +724,8 @@ def _policy_or_dense(
     kv_dtype: str | None,
     large_batch_weights: str | None,
 ) -> CachePolicy:
-    """Return the policy, the dense one for None. ValueError for options under which the pages of
-    drawn tokens would differ from those of a prompt."""
+    """Return the policy, the dense one for None. ValueError for options under which pages of drawn
+    tokens would differ from a prompt's."""
     if kv is not None and not isinstance(kv, CachePolicy):
         raise ValueError(
             "kv: expected a CachePolicy, as lowroll.kv.policy.table.make gives, or None, the dense "

@@ -13,8 +13,8 @@ from lowroll.types import BehaviorTag, PolicySpan, Rollout
 
 
 def rollouts_of(group: LiveGroup, behavior: BehaviorTag, policy: PolicySpan) -> list[Rollout]:
-    """Return the rollouts of a group whose samples have all ended. behavior, policy: for a sample
-    that has drawn nothing."""
+    """Return the rollouts of a group whose samples have all ended. behavior, policy: of a sample
+    without tokens."""
     sampler = sampler_settings(group.request)
     rollouts = []
     for s in group.sequences:
@@ -51,8 +51,7 @@ def drawn_by(samples: Iterable[Sequence] | Iterable[Rollout]) -> list[PartialSam
 
 
 def behavior_salt(behavior: BehaviorTag) -> bytes:
-    """Return a salt of everything that K/V depend on: two behaviors share prefix pages only if all
-    of it is equal."""
+    """Return a salt of everything that K/V depend on: only equal behaviors share prefix pages."""
     policy = behavior.policy[-1]
     return repr(
         (

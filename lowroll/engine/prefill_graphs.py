@@ -1,14 +1,13 @@
 """Short passes over prompts as CUDA graphs.
 
-A pass over a few hundred tokens takes a GPU less time than the host needs to start its kernels. So
-a pass over at most MOST_PROMPTS prompts (none with pages before it) with no more tokens than the
-last of SIZES is padded to the next size, and reads all that changes from buffers on the device. The
-first pass of a size starts its kernels one by one, which compiles them; the second is captured,
-later ones replay it.
+A GPU runs a pass over a few hundred tokens faster than the host starts its kernels. So a pass over
+at most MOST_PROMPTS prompts (none with pages before it), with no more tokens than the last of
+SIZES, is padded to the next size and reads all that changes from buffers on the device. The first
+pass of a size starts its kernels one by one, which compiles them; the second is captured, later
+ones replay it.
 
 The padding is a sequence of its own behind the prompts, whose keys are written to no page. A
-prompt's numbers depend on the size that it runs in, and on no other prompt in it. New weights are
-written in place, so the graphs stay valid.
+prompt's bits depend on the size that it runs in, and on no other prompt in it.
 
 Legend: T tokens, D hidden size, P prompts.
 """
@@ -54,8 +53,8 @@ class ShortPasses:
 
     @staticmethod
     def supports(model: Transformer, cache: KVCache) -> bool:
-        """Return whether a pass can run without the host: on CUDA, with flash attention, and a
-        cache that skips tokens without a slot."""
+        """Return whether a pass can run without the host: on CUDA, with flash attention and a cache
+        that skips tokens without a slot."""
         return (
             model.device.type == "cuda"
             and flashes(model.dtype, model.spec.head_dim)
@@ -72,8 +71,8 @@ class ShortPasses:
         )
 
     def run(self, ids: list[int], chunks: Sequence[PromptChunk]) -> Tensor:
-        """Return the final hidden states [P, D] of the chunks' last tokens; `ids` are those of all.
-        The next pass overwrites them."""
+        """Return the final hidden states [P, D] of the chunks' last tokens, until the next pass.
+        ids: of all chunks."""
         size = next(size for size in SIZES if size >= len(ids))
         tokens_3T = torch.zeros(3, size, dtype=torch.int64)
         tokens_3T[0, : len(ids)] = torch.tensor(ids)

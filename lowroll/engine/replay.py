@@ -1,10 +1,10 @@
 """Replay: the tokens that a sample drew under earlier weights are drafts of what it draws now.
 
 Noise depends on the seed, the request, the sample and the position alone, so slightly changed
-weights draw the same tokens for a while. A replayed request begins again: its prompt runs, then its
-draft in pieces, as a prompt would. Behind each token the new weights draw with the noise of that
-position. The draft's tokens stand up to the first one that differs, which replaces it, and the rest
-of the draft is dropped.
+weights draw the same tokens for a while. A replayed request runs its prompt again, then its draft
+in pieces, as a prompt would. Behind each token the new weights draw with the noise of that
+position. The draft stands up to the first token that differs, which replaces it; the rest is
+dropped.
 
 Every token that stands was thus drawn from the new weights, behind tokens that were. A piece is
 computed by the products of a prompt, whose last bits are not those of a decoded token: a draw
@@ -20,15 +20,13 @@ from dataclasses import dataclass
 from lowroll.engine.request import noise_key
 from lowroll.engine.sequence import Check, LiveGroup, Sequence
 
-# tokens of a draft's first piece; later ones are as long as what has been kept, so that at most as
-# much is computed in vain
+# tokens of a draft's first piece; later ones are as long as what stands, so that no more is wasted
 FIRST = 256
 
 
 @dataclass
 class Replays:
-    """The counts of drafts replayed so far. A draft that was aborted, or replayed again before its
-    end, is not counted."""
+    """The counts of drafts replayed to their end or first change."""
 
     samples: int = 0
     tokens: int = 0
@@ -65,8 +63,8 @@ def drawn(sequence: Sequence) -> list[int]:
 
 
 def agreed(sequence: Sequence, token_ids: Many[int]) -> int:
-    """Return how many of the tokens drawn behind a draft's are valid: those that the draft has too,
-    and the next one."""
+    """Return how many of the tokens drawn behind a draft's are valid: those of the draft and the
+    next."""
     draft_ids = sequence.draft[len(sequence.token_ids) :]
     for i, (token, draft_id) in enumerate(zip(token_ids, draft_ids, strict=False)):
         if token != draft_id:

@@ -42,9 +42,9 @@ def validate(
 ) -> None:
     """Raise ValueError naming the first wrong field.
 
-    `context_length`: the model's limit in tokens. `cache_tokens`: the KV cache's size (num_pages *
-    page_size). `has_tokenizer`: the engine can decode, which stop strings need. `kv`: the cache
-    policy, which may bound a sample's share of the cache. `eos_ids`: the model's own stops.
+    context_length: the model's limit in tokens. cache_tokens: the KV cache's size. has_tokenizer:
+    the engine can decode, which stop strings need. kv: the cache policy, which may bound a sample's
+    share of the cache. eos_ids: the model's own stops.
     """
     _check_ids("prompt_ids", request.prompt_ids, vocab_size)
     if not request.prompt_ids:

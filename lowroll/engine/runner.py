@@ -54,8 +54,8 @@ MOST_COMPACTED = 64  # samples whose keys are scored and moved at a time
 
 @dataclass(frozen=True)
 class StepResult:
-    """The tokens that a step drew for one sequence, in order, whether the second model drew them,
-    and the likeliest tokens at each position where requested."""
+    """The tokens that a step drew for one sequence, whether the second model drew them, and the
+    likeliest tokens at each position where requested."""
 
     sequence: Sequence
     token_ids: list[int]
@@ -105,10 +105,9 @@ class _Piece:
 
 class Runner:
     """The KV cache and the device side of a step. large_batch_model: the model for many rows
-    (`engine.decoder`). storage: how keys and values are stored. record_evictions: keep track of
-    what the policy drops. one_pass: rows that decode while prompts run take their step in the
-    same pass, where a dense cache and a single model allow it, and no draft is checked: the
-    weights are read once for both."""
+    (`engine.decoder`). storage: how keys and values are stored. record_evictions: record what the
+    policy drops. one_pass: rows that decode while prompts run take their step in the same pass, so
+    that the weights are read once, for a dense cache, a single model and no checks."""
 
     def __init__(
         self,
@@ -151,8 +150,8 @@ class Runner:
 
     @property
     def lookahead(self) -> int:
-        """Return the steps that decoding rows may take without the host, and passes over prompts:
-        more than one where launches dominate."""
+        """Return the steps of decode rows without the host, and passes over prompts: more than one
+        where launches dominate."""
         return MOST_STEPS if self.model.device.type == "cuda" else 1
 
     def release(self) -> None:
@@ -164,12 +163,11 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, meanwhile: Callable[[], None] = lambda: None) -> list[StepResult]:
-        """Return the tokens of every decode row, then of every sample of a prompt that is through,
-        then those behind each token of a check.
+        """Return the tokens of every decode row, of every sample of a prompt that is through, and
+        those behind each token of a check.
 
         meanwhile: called once the device has all of its work and this thread would wait for it; on
-        a CPU, before the work. ValueError when the model gives a row no distribution (NaN or
-        infinite logits).
+        a CPU, before the work. ValueError when the model gives a row no distribution.
         """
         if self.model.device.type != "cuda":
             meanwhile()
@@ -252,8 +250,8 @@ class Runner:
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> tuple[PrefillTokens | None, Tensor | None]:
         """Run chunks of prompts and of drafts, and a step of the rows `beside` them, in one pass.
-        Return a token of each of those and then of each sample whose prompt is through, and the
-        hidden states along the drafts."""
+        Return a token of each of those and of each sample whose prompt is through, and the hidden
+        states along the drafts."""
         hidden_TD = self._forward(prefills, checks, beside)
         samples_by_row: list[tuple[Sequence, ...]] = [(sequence,) for sequence in beside]
         samples_by_row += [chunk.samples for chunk in prefills if chunk.samples]
@@ -331,8 +329,7 @@ class Runner:
         self, ids: list[int], prompt_len: int, temperature: float, top: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Score a sequence in one piece, without the cache. Return the log-probs [T], float32, of
-        its response, and the ids and log-probs [T, K] of the `top` likeliest tokens at each of its
-        positions."""
+        its response, and the ids and log-probs [T, K] of the `top` likeliest tokens."""
         attend = self.model.causal([len(ids)])
         ids_T = torch.tensor(ids, device=self.model.device)
         hidden_TD = self.model(ids_T, torch.arange(len(ids), device=self.model.device), attend)
@@ -355,7 +352,7 @@ class Runner:
     def _forward(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> Tensor:
-        """Return the hidden states of the last tokens of `beside`, and of the chunks that end their
+        """Return the hidden states of the last tokens of `beside` and of the chunks that end their
         prompts, then of all tokens of the checks."""
         pieces = [
             _Piece(chunk.sequence, chunk.start, chunk.sequence.prompt_ids[chunk.start : chunk.stop])

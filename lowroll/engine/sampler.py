@@ -1,33 +1,31 @@
 """Logits to tokens, with the log-prob of each token under the distribution that it was drawn from.
 
-There are two implementations with the same bits: this one draws first tokens and drafts, and
-`engine.decoder` with `kernels.sampling` draws the tokens of decode steps. Change both.
+There are two implementations with the same bits: this one draws first tokens and drafts,
+`engine.decoder` with `kernels.sampling` those of decode steps. Change both.
 
-Per row, in fp32 and in this order (the order of Hugging Face's processors):
- 1. repetition penalty (CTRL, Keskar et al. 2019, arXiv:1909.05858, eq. 5, with the sign rule that
-    is usual since): of every id seen in prompt or response, a positive logit is divided by it, a
-    negative one multiplied;
- 2. ids banned until `min_tokens` are drawn: logit -inf;
- 2b. presence and frequency penalties, subtracted from the logits of the tokens of the response (once,
-    and for each time), and the request's own bias of logits, added;
- 2c. ids that its grammar excludes (`engine.grammar`): logit -inf;
- 3. logits / temperature;
- 4. top-k: the k largest (0 is off);
- 5. top-p (Holtzman et al. 2020, arXiv:1904.09751): of what is left, the smallest set of largest
-    probabilities whose mass is >= p; equal logits go lower id first in both;
- 6. min-p (Nguyen et al. 2024, arXiv:2407.01082): drop what is below min_p * (largest probability).
+    Per row, in fp32 and in this order (the order of Hugging Face's processors):
+     1. repetition penalty (CTRL, Keskar et al. 2019, arXiv:1909.05858, eq. 5, with the usual sign
+        rule): of every id in prompt or response, a positive logit is divided by it, a negative one
+        multiplied;
+     2. ids banned until `min_tokens` are drawn: logit -inf;
+     2b. presence and frequency penalties, subtracted from the logits of the response's tokens (once,
+        and for each time), and the request's own bias, added;
+     2c. ids that its grammar excludes (`engine.grammar`): logit -inf;
+     3. logits / temperature;
+     4. top-k: the k largest (0 is off);
+     5. top-p (Holtzman et al. 2020, arXiv:1904.09751): of what is left, the smallest set of largest
+        probabilities whose mass is >= p; equal logits go lower id first in both;
+     6. min-p (Nguyen et al. 2024, arXiv:2407.01082): drop what is below min_p * (largest probability).
+
 Top-k and top-p go by the order of the logits after 2, min-p by their distance to the largest
 (`kernels.sampling.filters`). The token is drawn from the normalised rest by Gumbel-max
-(`kernels.sampling.draw`).
+(`kernels.sampling.draw`), with noise of `request.noise_key`, position and token id alone
+(`kernels.sampling.noise`). Greedy (temperature 0) takes the argmax after 1 and 2, lower id first,
+and records the log-prob at temperature 1: the draw itself has log-prob 0, which says nothing.
 
-Greedy (temperature 0) takes the argmax after 1 and 2, lower id first, and records the log-prob at
-temperature 1 after 1 and 2: the draw itself has log-prob 0, which says nothing.
-
-Noise is a function of `request.noise_key`, position and token id alone (`kernels.sampling.noise`).
-
-Nothing here but `TopLogprobs.told` waits for the device. A row without a distribution (NaN or +inf
-logits, or nothing but -inf) gets token 0 and log-prob NaN; `require_finite` turns that into an
-error once the numbers are on the host.
+Only `TopLogprobs.told` waits for the device. A row without a distribution (NaN or +inf logits, or
+nothing but -inf) gets token 0 and log-prob NaN; `require_finite` turns that into an error on the
+host.
 
 Shapes: B rows, V vocabulary, N pairs of row and id, A rows with top log-probs, K likeliest tokens,
 C rows of a piece.
@@ -57,8 +55,7 @@ RANKED_ROWS = 64  # rows whose tokens are ranked at a time
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The sampling settings of B rows, on the device, valid while the rows are the same sequences
-    in the same order."""
+    """The sampling settings of B rows, on the device, for the same sequences in the same order."""
 
     keys_B: Tensor  # int64, the bits of the 64-bit noise keys
     temperature_B: Tensor  # float32, 1 for greedy rows
@@ -98,8 +95,8 @@ def signed(key: int) -> int:
 def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token a row, from logits after penalties and bans.
 
-    logits_BV: any float dtype, left unchanged. positions_B: int64, the position of each drawn token
-    (`Sequence.length`), the noise counter. Returns ids int64 [B] and log-probs float32 [B].
+    logits_BV: any float dtype, left unchanged. positions_B: int64, the position of each drawn
+    token, the noise counter. Returns ids int64 [B] and log-probs float32 [B].
     """
     return draw(
         logits_BV,
@@ -112,21 +109,21 @@ def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tup
 
 
 def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
-    """Return the log-probs, float32 [B, V], that `sample` draws from (of a greedy row: those that
-    it records)."""
+    """Return the log-probs, float32 [B, V], that `sample` draws from; of a greedy row, those that
+    it records."""
     return log_probs_of(logits_BV, params.temperature_B, params.greedy_B, params.filters)
 
 
 def shaped(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    """Return float32 logits after penalties, bans, bias and grammar, or the unchanged input where
-    no row needs a change."""
+    """Return float32 logits after penalties, bans, bias and grammar; the input if no row needs a
+    change."""
     return by_host(
         _apply_bans(_apply_repetition_penalty(logits_BV, sequences), sequences), sequences
     )
 
 
 def by_host(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    """Return the logits after steps 2b and 2c, or the unchanged input where no row needs a change."""
+    """Return the logits after steps 2b and 2c, or the input if no row needs a change."""
     rows = [
         (row, s.group.grammar, s.sample, s.token_ids)
         for row, s in enumerate(sequences)
@@ -136,7 +133,7 @@ def by_host(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Ten
 
 
 def _apply_biases(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    """Return float32 logits after step 2b, or the unchanged input where no row needs a change."""
+    """Return float32 logits after step 2b, or the input if no row needs a change."""
     biases_by_row = [(row, biases_of(s)) for row, s in enumerate(sequences) if is_biased(s)]
     if not any(biases for _, biases in biases_by_row):
         return logits_BV
@@ -171,8 +168,8 @@ def likeliest(logp_BV: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 def _likeliest_ids(logp_CV: Tensor, most: int) -> Tensor:
-    """Return the ids ordered by the bits of the log-prob, which as an integer have its order, and
-    then by id: a strict order."""
+    """Return the ids in order of the log-prob's bits, which as an integer have its order, then by
+    id."""
     bits_CV = (logp_CV + 0.0).view(torch.int32)  # -0.0 is 0.0
     ordered_CV = torch.where(bits_CV < 0, bits_CV ^ 0x7FFFFFFF, bits_CV)
     tie_break_V = torch.arange(logp_CV.shape[-1], device=logp_CV.device).flip(0)
@@ -181,11 +178,8 @@ def _likeliest_ids(logp_CV: Tensor, most: int) -> Tensor:
 
 class TopLogprobs:
     """The likeliest tokens at the next positions of the rows with `Request.top_logprobs`, after
-    filters and bans.
-
-    `see` is called with the logits of each step, after penalties and bans, and does not wait for
-    the device; `told` does.
-    """
+    filters and bans. `see` takes the logits of each step without waiting for the device; `told`
+    waits."""
 
     def __init__(self, sequences: Many[Sequence | DrawnPosition]) -> None:
         self.asking = [i for i, s in enumerate(sequences) if s.top_logprobs is not None]
@@ -211,10 +205,8 @@ class TopLogprobs:
         self, tokens_BS: list[list[int]], logprobs_BS: list[list[float]]
     ) -> list[list[list[tuple[int, float]]] | None]:
         """Return each row's pairs of id and log-prob at each step, None for a row without top
-        log-probs.
-
-        The drawn token gets the recorded log-prob, which on a GPU another kernel has summed.
-        """
+        log-probs. The drawn token gets the recorded log-prob, which on a GPU another kernel has
+        summed."""
         top_lists: list[list[list[tuple[int, float]]] | None] = [None] * len(tokens_BS)
         if not self.asking:
             return top_lists
@@ -240,8 +232,7 @@ def _top_pairs(
 
 
 def require_finite(logprobs: Collection[float]) -> None:
-    """Raise ValueError naming the rows whose logits made no distribution. `logprobs` are
-    `sample`'s, on the host."""
+    """Raise ValueError naming the rows whose logits made no distribution, by their log-probs."""
     rows = [i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
     if rows:
         raise ValueError(

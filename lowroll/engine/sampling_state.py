@@ -3,8 +3,8 @@ repetition penalty, and no end before `min_tokens`.
 
 The last two depend on earlier tokens, which are marked by the sample's slot
 (`kernels.sampling.penalties`): the prompt when the sample first decodes, drawn tokens by the step
-itself, and tokens drawn elsewhere (the first, a draft's, one in a pass over prompts) before the next
-step. A slot with another sample is marked anew.
+itself, and tokens drawn elsewhere (the first, a draft's, one in a pass over prompts) before the
+next step.
 
 Legend: B rows, S slots, V vocabulary.
 """
@@ -46,8 +46,7 @@ def _sequence_draw_mode(s: Sequence | DrawnPosition) -> DrawMode:
 
 
 def is_filtered(s: Sequence | DrawnPosition) -> bool:
-    """Return whether filters matter; the likeliest token, which a greedy row takes, passes all of
-    them."""
+    """Return whether filters matter. The likeliest token, which a greedy row takes, passes all."""
     request = s.request
     return request.temperature != 0 and (
         request.top_k > 0 or request.top_p < 1 or request.min_p > 0
@@ -89,8 +88,7 @@ class SamplingState:
         return Marked(self._marks(), slots_B, penalty_B.view(torch.float64), banned_until_B)
 
     def upload(self, sequences: list[Sequence], size: int, draw: DrawMode) -> None:
-        """Upload the settings of these rows, and settings without effect for the padding up to
-        `size`."""
+        """Upload the settings of these rows, padded up to `size` with settings without effect."""
         if sequences != self._rows:
             self._upload(sequences, size)
             self._rows = list(sequences)
@@ -131,7 +129,7 @@ class SamplingState:
         return self._marks_SV
 
     def _mark(self, sequences: list[Sequence]) -> None:
-        """Mark the tokens that the device has not marked yet, and clear slots of new samples."""
+        """Mark the tokens that the device has not marked yet; clear slots of new samples."""
         cleared_slots: list[int] = []
         seen_ids: list[tuple[int, list[int]]] = []
         stop_ids: list[tuple[int, Many[int]]] = []

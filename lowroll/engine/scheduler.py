@@ -1,38 +1,35 @@
 """Continuous batching over a paged KV cache.
 
-The engine's step is
-
     plan = scheduler.plan()                  # admit, choose prompt chunks and decode rows, give out pages
     ... run what the plan says, in its order ...
     scheduler.commit(sequence, token, logprob)        # for every decode row, and for all n samples of a last chunk
 
 A request is a *group* of n samples. Its prompt runs once; the final hidden state of the last chunk
-gives the distribution of the first token of all n samples, whether or not they are admitted yet.
-Full prompt pages are shared by reference count. The partial last page (the tail) has one writer at
-a time, which appends behind the prompt; every other sample copies it when it forks. The tail can be
-copied, or given to a next writer, until the group's last sample has forked.
+gives the distribution of the first token of all n samples, admitted or not. Full prompt pages are
+shared by reference count. The partial last page (the tail) has one writer at a time, which appends
+behind the prompt; every other sample copies it when it forks. The tail can be copied, or given to a
+next writer, until the group's last sample has forked.
 
-A cache policy (`kv.policy.base`) may bound a sample's cache. At the policy's limit the sample waits
-until the next plan, which begins with compactions: the keys that stay move to pages of the sample's
-own, and the other pages are freed. Pages of the prompt are never edited: they are shared, and the
-prefix cache may serve them again. A prompt over the limit is compacted once for its group, in the
-plan after its last chunk, and its samples fork from what is left.
+A cache policy (`kv.policy.base`) may bound a sample's cache. A sample at the limit waits for the
+next plan, which begins with compactions: the keys that stay move to pages of the sample's own, and
+the others are freed. Pages of the prompt are never edited, since they are shared and the prefix
+cache may serve them. A prompt over the limit is compacted once, in the plan after its last chunk,
+and its samples fork from the result.
 
-Admission is first in, first out, sample by sample, and by worst case (no preemption, hence no
-recomputation): a sample is admitted when a slot is free and when the pages it could ever need
-beyond those that it shares (`kv.policy.base.footprint`) are free and not reserved. They are
-allocated as it grows and return to the reserve when a compaction frees them; the reserve ends with
-the sample. Only the oldest group can have both admitted and waiting samples; it holds nothing but
-its prompt, which they need anyway. So when all others have ended, one more sample always fits: no
-deadlock. A group larger than the cache or than `max_batch` is admitted in waves.
+Admission is first in, first out, sample by sample, by worst case, without preemption: a sample is
+admitted when a slot is free and all pages that it could need beyond the shared ones
+(`kv.policy.base.footprint`) are free and not reserved. Pages are allocated as it grows, and return
+to its reserve when a compaction frees them. Only the oldest group can have both admitted and
+waiting samples, and it holds nothing but its prompt, which they need anyway. So one more sample
+always fits when all others have ended: there is no deadlock. A group larger than the cache or than
+`max_batch` is admitted in waves.
 
 Rows that decode wait while a prompt runs, and one short prompt takes as long as several. With
 `gather`, prompts run together, once in so many steps of the rows, or when they fill a step; a
 prompt that has begun goes on.
 
-Concurrency: used by one thread. `abort` may come after the plan has run and before its commits,
-which are then ignored. Before the run it may not: it frees the pages that the plan's sequences
-list.
+Used by one thread. `abort` may come after the plan has run and before its commits, which are then
+ignored. It may not come before the run: it frees the pages that the plan lists.
 """
 
 from __future__ import annotations
@@ -70,15 +67,14 @@ if TYPE_CHECKING:
 class Scheduler:
     """Admission, planning and commits.
 
-    max_batch: slots, i.e. samples admitted at once. max_prefill_tokens: prompt tokens of one pass
-    (a single chunk may exceed it, so that every prompt can run). passes: most passes over prompts
-    between two plans, in which rows that decode take one step. prefill_chunk: longest chunk of a
-    prompt in one pass, None for whole prompts. lookahead: most steps that decode rows take between
-    two plans, when no prompt waits. gather: steps that decode rows take before other prompts run, 0
-    for none. behavior: how tokens are drawn now; its last policy span names the weights. decode:
-    token ids to text, needed for stop strings only. evictions: what the cache of the sample in a
-    slot has dropped (of slot None: nothing yet); None where that is not recorded. compile_grammar:
-    needed for requests with a grammar.
+    max_batch: samples admitted at once. max_prefill_tokens: prompt tokens of a pass; a single chunk
+    may exceed it, so that every prompt can run. passes: most passes over prompts between two plans,
+    in which decode rows take one step. prefill_chunk: longest chunk of a prompt in a pass, None for
+    whole prompts. lookahead: most steps of decode rows between two plans, when no prompt waits.
+    gather: steps of decode rows before other prompts run, 0 for none. behavior: how tokens are
+    drawn now; its last policy span names the weights. decode: token ids to text, for stop strings.
+    evictions: the keys that the cache of a slot's sample has dropped (slot None: none yet); None
+    where they are not recorded. compile_grammar: for requests with a grammar.
     """
 
     def __init__(
@@ -156,7 +152,7 @@ class Scheduler:
 
     def set_behavior(self, behavior: BehaviorTag) -> None:
         """Draw tokens as `behavior` says from now on. Pages of another behavior are never served
-        again. ValueError when `behavior.policy` is empty."""
+        again. ValueError for an empty `behavior.policy`."""
         if not behavior.policy:
             raise ValueError(
                 "behavior.policy: empty; its last span must name the version and digest of the "
@@ -199,9 +195,9 @@ class Scheduler:
         self._waiting.append(group)
 
     def rewind(self) -> None:
-        """Begin everything in flight again, in the order of arrival, with its tokens as drafts
-        (`engine.replay`): no page is held, and the ended samples of an open group are open again.
-        For the dense policy, whose pieces of a draft attend as its tokens would."""
+        """Begin everything in flight again, in order of arrival, with its tokens as drafts
+        (`engine.replay`). The ended samples of an open group are open again. For the dense
+        policy."""
         assert self.kv.budget is None, f"{self.kv.name}: a draft's pieces would see other keys"
         groups = list(self._groups.values())
         for group in groups:
@@ -302,8 +298,8 @@ class Scheduler:
         logprob: float,
         top: list[tuple[int, float]] | None = None,
     ) -> None:
-        """Append a sampled token, and end the sample if it stops here. top: the likeliest tokens,
-        if requested. ValueError for a non-finite log-prob."""
+        """Append a drawn token, and end the sample if it stops here. top: the likeliest tokens, if
+        requested. ValueError for a non-finite log-prob."""
         if sequence.finish_reason is not None:
             return
         if not math.isfinite(logprob):
@@ -337,8 +333,8 @@ class Scheduler:
         logprobs: list[float],
         tops: list[list[tuple[int, float]]] | None = None,
     ) -> None:
-        """Commit several tokens, up to the end of the sample, or to the first one that differs from
-        its draft."""
+        """Commit several tokens, up to the end of the sample or the first that differs from its
+        draft."""
         group = sequence.group
         if sequence.draft:
             token_ids = token_ids[: agreed(sequence, token_ids)]
@@ -400,12 +396,11 @@ class Scheduler:
             self._running[sequence] = None
 
     def _admit_leader(self, group: LiveGroup) -> bool:
-        """Allocate the prompt's pages (from the prefix cache where possible) and reserve the
-        leader's others."""
+        """Allocate the prompt's pages, from the prefix cache where possible, and reserve the
+        leader's others. Return whether they fit."""
         prompt_ids, page_size = group.request.prompt_ids, self.pool.page_size
         page_needs = group.footprint
-        # tokens at the end always run, the last for its logits: their pages are never taken from
-        # the cache
+        # the last tokens always run, for their logits and the policy: not from the cache
         max_cached = max(0, len(prompt_ids) - self.kv.window)
         if group.page_keys is None or group.salt != self.salt:
             group.page_keys = page_keys(prompt_ids, page_size, self.salt)
@@ -447,8 +442,8 @@ class Scheduler:
     def _fork_all(
         self, rows: list[Sequence]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Give admitted samples their page tables. Return the copies that they need, of slots and
-        of pages."""
+        """Give admitted samples their page tables. Return the copies of slots and of pages that
+        they need."""
         forks, copies = [], []
         for sequence in rows:
             if sequence.forked:
@@ -564,16 +559,16 @@ class Scheduler:
     # -- prefill -----------------------------------------------------------------------------------
 
     def _prompts_are_due(self) -> bool:
-        """Return whether prompts run in this step: `gather` steps have passed, one has begun, or
-        they fill a pass."""
+        """Return whether prompts run now: `gather` steps have passed, one has begun, or they fill a
+        pass."""
         if self._steps >= self.gather or any(group.num_prefilled for group in self._prefilling):
             return True
         tokens = sum(len(group.request.prompt_ids) for group in self._prefilling)
         return tokens >= self.max_prefill_tokens
 
     def _publish_prompt(self, group: LiveGroup) -> None:
-        """Offer the full prompt pages to later requests, unless the behavior changed while the
-        prompt ran."""
+        """Offer the full prompt pages to later requests, unless the behavior changed while it
+        ran."""
         if group.salt == self.salt and group.page_keys is not None:
             self.pool.publish(group.leader.pages[: len(group.page_keys)], group.page_keys)
 

@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample while it is generated. Position t counts from the first prompt token.
-
-    Its slot on the device lasts from admission to its end. A policy may have dropped keys, so
-    `cached_len` is not the position.
-    """
+    """One sample while it is generated. Position t counts from the first prompt token; a policy may
+    have dropped keys, so `cached_len` is not the position."""
 
     group: LiveGroup = field(repr=False)
     sample: int
@@ -54,12 +51,12 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Prompt and sampled tokens: the position of the next token (the noise counter)."""
+        """Prompt and drawn tokens: the position of the next token, the noise counter."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
     def position(self) -> int:
-        """The position of the last token. A decode row runs that token and stores its K/V there."""
+        """The position of the last token, where a decode row stores its K/V."""
         return self.length - 1
 
     @property
@@ -71,8 +68,7 @@ class Sequence:
         return self.request.max_tokens - len(self.token_ids)
 
     def banned_ids(self) -> tuple[int, ...]:
-        """Ids that must not be drawn next, because they would end the sample before `min_tokens`
-        tokens."""
+        """Ids that must not be drawn next: they would end the sample before `min_tokens` tokens."""
         return banned_ids(self.group, len(self.token_ids))
 
 
@@ -110,8 +106,7 @@ def banned_ids(group: LiveGroup, drawn: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class PrefillChunk:
     """Prompt tokens [start, stop) to run, with K/V in the leader's pages. If `is_last`, all of
-    `samples` draw from the last hidden state.
-    """
+    `samples` draw from the last hidden state."""
 
     sequence: Sequence  # the group's leader
     start: int
@@ -122,8 +117,8 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class Check:
-    """The last token of a sample and the next ones of its draft, `ids` together, to run with K/V in
-    its pages, with a draw behind each."""
+    """The last token of a sample and the next ones of its draft, together `ids`, to run with a draw
+    behind each."""
 
     sequence: Sequence
     ids: list[int]
@@ -201,10 +196,9 @@ class Compaction:
 class StepPlan:
     """One step's work, in order.
 
-    No page is both a source and a target of `copies`. The decode rows take up to `steps` steps
-    before the next plan, each at most its number in `limits`: it has the pages for that, and its
-    later draws are ignored. The passes over prompts run one after the other; checks run in the
-    first.
+    No page is both a source and a target of `copies`. Decode rows take up to `steps` steps before
+    the next plan, each at most its number in `limits`, for which it has pages; its later draws are
+    ignored. The passes over prompts run one after the other; checks run in the first.
     """
 
     compactions: list[Compaction]

@@ -9,7 +9,7 @@ from lowroll.engine.sequence import Sequence
 
 def stop_reason(sequence: Sequence, decode: Callable[[list[int]], str] | None) -> int | str | None:
     """Return the stop id or stop string that the last token completed, if any. decode: token ids to
-    text, needed for stop strings only.
+    text, for stop strings.
 
     No stop lies within the first `min_tokens` tokens: ids are banned there, and text is matched
     behind them.
