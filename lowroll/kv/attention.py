@@ -1,7 +1,7 @@
 """Attention over the paged cache: the engine's `attend`.
 
 `PagedDecode` handles rows of one token, on the device and without a gather. `PagedAttention`
-handles the prompts of one step: a prompt from position 0 attends over its own keys as the cache
+handles the prompts of a step: a prompt from position 0 attends over its own keys as the cache
 stores them; a later chunk gathers its sequence's tokens. `MixedAttention` does both in one pass.
 
 Legend: T tokens, B decode rows, H query heads, G key-value heads, d head size.
@@ -29,8 +29,8 @@ MOST_GATHERED = 1 << 17
 
 @dataclass(frozen=True)
 class PagedDecode:
-    """`attend` for rows of one token. `rows.lengths_B` counts the new token; a dead row writes
-    nothing. selector: the policy's device side, if it watches."""
+    """`attend` for rows of one token. `rows.lengths_B` counts it; a dead row writes nothing.
+    selector: the policy's device side, if it watches."""
 
     cache: KVCache
     rows: DecodeRows

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class KVCache:
     """Storage of `num_pages` pages a layer, zero-filled so that an unwritten slot holds no NaN.
 
-    dtype: of the keys and values that it takes and gives. `buffers` are lists of a tensor [pages,
-    page, G, width] a layer, one for each of `columns`. `virtual_memory` backs it on CUDA where
+    dtype: of the keys and values that it takes and gives. `buffers`: for each of `columns` a list
+    of tensors [pages, page, G, width], one a layer. `virtual_memory` backs them on CUDA where
     supported, else None.
     """
 
@@ -69,8 +69,8 @@ class KVCache:
 
     @staticmethod
     def columns(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
-        """Return what is stored of a token, layer and KV head: counts of numbers and their dtype,
-        first for keys, then for values."""
+        """Return the width and dtype of what is stored of a token, layer and KV head: first keys,
+        then values."""
         return [(spec.head_dim, dtype), (spec.head_dim, dtype)]
 
     @classmethod
@@ -110,11 +110,9 @@ class KVCache:
             self.recurrent.clear()
 
     def release(self) -> None:
-        """Free the memory and its content until `restore`, for a learner that runs in between.
-
-        The tensors stay the same objects. Without virtual memory their addresses change, so CUDA
-        graphs that hold them must be dropped.
-        """
+        """Free the memory and its content until `restore`. The tensors stay the same objects.
+        Without virtual memory their addresses change, so CUDA graphs that hold them must be
+        dropped."""
         if self.virtual_memory is not None:
             self.virtual_memory.release()
         else:
@@ -123,8 +121,7 @@ class KVCache:
         self.released = True
 
     def restore(self) -> None:
-        """Allocate zeros again after `release`; else do nothing. The cache stays released if memory
-        is short."""
+        """Allocate zeros again after `release`. The cache stays released if memory is short."""
         if not self.released:
             return
         try:

@@ -7,16 +7,16 @@ group whose prompt has p tokens, with responses of up to m, on pages of s,
     shared by all samples    h = floor(p / s)
     of each one's own        o = ceil((p mod s + m - 1) / s)      the last token is never stored
 
-so R samples of g prompts never wait for a page when the cache has g h + R o + 1; the last is the
-tail that a group holds while no sample writes it. A shorter prompt may share less and leave more to
-each sample, hence the largest p mod s. R is at most `max_batch`. If all samples fit into R, no page
-is reused. If groups take turns, each of the R samples can be the last of another prompt, and
-another g h keep freed pages for later prompts with the same prefix.
+so R <= `max_batch` samples of g prompts never wait for a page when the cache has g h + R o + 1; the
+last is the tail that a group holds while no sample writes it. A shorter prompt may share less and
+leave more to each sample, hence the largest p mod s. If groups take turns, each of the R samples
+can be the last of another prompt, and another g h keep freed pages for later prompts with the same
+prefix.
 
 Under a policy that bounds a sample's cache (`kv.policy.base.footprint`) a sample that can be
-compacted needs w pages of its own, those of its longest cache: nothing is shared in the end.
-Samples that need no compaction have at most o, and less than w + 2. A compacted prompt needs
-pages for the keys that are left in addition to its own, and no sample owns its tail.
+compacted needs w pages of its own, those of its longest cache. Samples that need no compaction have
+at most o, and less than w + 2. A compacted prompt needs pages for the keys that are left in
+addition to its own, and no sample owns its tail.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ def capacity(
     """Return the tokens of a cache that holds these workloads one after the other.
 
     Without any: `max_batch` samples of moderate length, and one of `context` tokens. free: bytes.
-    kv: the policy that may bound a sample. most: a limit in bytes instead of a share of `free`;
-    samples of unknown length may then be long.
+    most: a limit in bytes instead of a share of `free`; samples of unknown length may then be long.
     """
     max_tokens = (free // SHARE if most is None else most) // bytes_per_token
     if workloads:

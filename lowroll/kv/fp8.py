@@ -1,13 +1,12 @@
 """An 8-bit KV cache: `kernels.attention.codes` in pages.
 
-Attention sees the stored codes in every phase, also for a fresh prompt and a decode step's new
-token. So recorded log-probs are those of the 8-bit cache, and a prefix has the same keys whether
-just made, shared, or found in the prefix cache.
+Attention sees the stored codes in every phase, also of a fresh prompt and of a step's new token. So
+recorded log-probs are those of the 8-bit cache, and a prefix has the same keys whether just made,
+shared, or found in the prefix cache.
 
 `adapt` chooses the key channels that get a second code: of the pairs that RoPE rotates, those with
 the largest bias of the key projection, or the largest gain of the keys' norm; among equals the
-slowest, where models without biases have large keys (arXiv 2502.01563). A weight update during
-requests leaves the choice as it is.
+slowest, where models without biases have large keys (arXiv 2502.01563).
 
 Legend: T tokens, B rows, P pages of the longest row, L layers, G key-value heads, d head size, F
 fine channels.
@@ -115,8 +114,8 @@ class Float8Cache(KVCache):
 
 
 def key_energy(model: Transformer) -> Tensor:
-    """Return the square of each key channel as the weights give it, in the order of kernels:
-    float32 [L, G, d]."""
+    """Return the square of each key channel as the weights give it, float32 [L, G, d], in the
+    kernels' order."""
     spec = model.spec
     energies = []
     for block in model.blocks:

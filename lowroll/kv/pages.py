@@ -8,11 +8,9 @@ page_size`. A page is
     cached    count 0, but a prefix key still names its content: served again, or taken back, least recently used first
     blank     count 0 and no key
 
-`num_free` counts cached and blank pages, so num_free + held = num_pages.
-
 A full prompt page is named by a chain of 128-bit blake2b digests: key_j = H(key_{j-1}, tokens of
-page j), with key_{-1} = H(salt). The key covers all earlier tokens, because K/V depend on them. The
-salt names the behaviour policy (version, digest, formats): K/V of other weights never match.
+page j), with key_{-1} = H(salt). It covers all earlier tokens, on which K/V depend. The salt names
+the behaviour policy (version, digest, formats): K/V of other weights never match.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ class OutOfPages(RuntimeError):
 class PagePool:
     """A page allocator with reference counts and a prefix cache; it never touches K/V.
     prefix_caching: name pages by their content, to find them again. turn_caching: also those of
-    drawn tokens (`engine.outputs.give_up`)."""
+    drawn tokens."""
 
     def __init__(
         self,
@@ -68,8 +66,8 @@ class PagePool:
         return self._refcount[page]
 
     def allocate(self, n: int) -> list[int]:
-        """Take n pages with count 1 and undefined content, blank ones first. Raise OutOfPages, and
-        take none, if fewer are free."""
+        """Take n pages with count 1 and undefined content, blank ones first. OutOfPages, and none
+        is taken, if fewer are free."""
         if n > self.num_free:
             raise OutOfPages(f"{n} pages wanted, {self.num_free} of {self.num_pages} free")
         pages = []
@@ -94,7 +92,7 @@ class PagePool:
         self.peak_used = max(self.peak_used, self.num_used)
 
     def free(self, pages: Sequence[int]) -> None:
-        """Decrement the count of each page. Later pages are evicted first, so a prefix outlives its
+        """Decrement the count of each page. Later pages are evicted first: a prefix outlives its
         suffix."""
         for page in reversed(pages):
             assert self._refcount[page] > 0, f"page {page} freed twice"
@@ -122,8 +120,7 @@ class PagePool:
         self.hits += len(pages)
 
     def publish(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Name held pages whose K/V are complete. The first page of a key stays the one that is
-        reused."""
+        """Name held pages whose K/V are complete. The first page of a key stays the reused one."""
         for page, key in zip(pages, keys, strict=True):
             assert self._refcount[page] > 0, f"page {page} is not held"
             if not self._caching or key in self._page_of or page in self._key_of:

@@ -1,10 +1,11 @@
 """The states of recurrent layers, one slot a sample, beside the paged cache.
 
-Slots are those of the samples (`kv.policy.base`): a prompt's first chunk finds zeros, samples of a
-group copy the state that the prompt left, and rows without a token write to the dead slot. A state
-is that of all tokens so far, so nothing of it can be shared by pages or taken back.
+A prompt's first chunk finds zeros, samples of a group copy the state that the prompt left, and rows
+without a token write to the dead slot. A state is that of all tokens so far, so nothing of it can
+be shared by pages or taken back.
 
-Legend: T tokens, B rows, S sequences, N slots, C channels, K taps, H heads, k key size, v value size.
+Legend: T tokens, B rows, S sequences, N slots, C channels, K taps, H heads, k key size, v value
+size.
 """
 
 from __future__ import annotations

@@ -4,14 +4,13 @@ Of sequences i, each a prompt and its response, with a cache after every token o
 
     saving = 1 - sum_i stored_i / sum_i dense_i        tokens of a layer and head
 
-as `peak` (the most that a sample ever holds), `final` (after its last token), and `mean` (stored
-and dense summed over the response's tokens). A full cache counts as compacted, since it is before
-the next token; the last token counts, though its key is never stored. A compacted prompt is whole
-only before the first response, on pages that its samples share, and does not count in a sample's
-peak.
+as `peak` (the most that a sample ever holds), `final` (after its last token), and `mean` (summed
+over the response's tokens). A full cache counts as compacted, since it is before the next token;
+the last token counts, though its key is never stored. A compacted prompt is whole only on pages
+that its samples share, and does not count in a sample's peak.
 
-Source: Sparse-RL's "Toks. saving". There dense is a dense run on the same prompts, with its own
-response lengths; here it is what the same responses would hold.
+Source: Sparse-RL's "Toks. saving", whose dense run has its own response lengths; here dense is what
+the same responses would hold.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lowroll.kv.policy.base import CachePolicy
 @dataclass(frozen=True)
 class Stored:
     """Tokens in one sequence's cache: at most, in the end, and summed over its response; and its
-    compactions, the prompt's included."""
+    compactions."""
 
     peak: int
     final: int
@@ -51,8 +50,8 @@ def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
 
 
 def saving(kv: CachePolicy, lengths: Iterable[tuple[int, int]]) -> dict[str, float]:
-    """Return `saving_peak`, `saving_final`, `saving_mean`, and `evictions` a response, for prompts
-    and responses of so many tokens; all 0 of none."""
+    """Return `saving_peak`, `saving_final`, `saving_mean`, and `evictions` a response, for (prompt,
+    response) tokens; all 0 of none."""
     bounded, dense = [], []
     for prompt, response in lengths:
         whole = prompt + response

@@ -30,8 +30,8 @@ def refuse(
 ) -> None:
     """Raise ValueError when the model has windows, recurrent layers or sinks and the cache is not
     the dense one, unrounded: compacted keys no longer lie at their positions, layers with a state
-    have none, policies score keys without sinks, and the kernels of 8-bit keys read all of a row and
-    nothing else. The keys: what the settings are called."""
+    have none, policies score keys without sinks, and the kernels of 8-bit keys read all of a row.
+    The keys: the settings' names."""
     layers = why_not(spec)
     if layers is None:
         return

@@ -1,9 +1,9 @@
 """Device memory that can be freed and restored at the same address.
 
-CUDA's driver reserves an address range once; physical memory is mapped into it, and can be unmapped
-and freed while the range stays. Between two rollouts a learner can use the KV cache's memory, and
-CUDA graphs with the cache's addresses stay valid. (CUDA driver API, "Virtual Memory Management";
-vLLM's sleep mode has the same idea.)
+CUDA's driver reserves an address range once; physical memory is mapped into it, and can be freed
+while the range stays. Between two rollouts a learner can use the KV cache's memory, and CUDA graphs
+with its addresses stay valid. (CUDA driver API, "Virtual Memory Management"; vLLM's sleep mode does
+the same.)
 """
 
 from __future__ import annotations

@@ -2,16 +2,13 @@
 
     J_t = min(w, C) min(R A, clip(R, 1 - eps_low, (1 + eps_high) / r) A),   r = min(1, C / w)
 
-w = exp(proximal - behavior) and r are constants of the gradient. Capping w at C amounts to sampling
-from max(behavior, proximal / C); relative to that policy TIS clips at r (1 + eps_high), and so cuts
-the sampler's least likely tokens first. Dividing by r restores 1 + eps_high. Only tokens with A > 0
-and w > C differ from TIS.
+w = exp(proximal - behavior) and r are constants of the gradient. Relative to weights capped at C,
+TIS clips at r (1 + eps_high), and so cuts the sampler's least likely tokens first. Dividing by r
+restores 1 + eps_high. Only tokens with A > 0 and w > C differ from TIS.
 
-Notes on the paper:
-1. min(proximal / truncated behaviour, C) in eq. 9 is at most C already; the tokens with a raised
-   bound are those of proximal / behavior > C.
-2. There is no truncation of w from below.
-3. C is not given there; 2 is FlashRL's for GSM8K. For DAPO the bound is (1 + .28) / r.
+Eq. 9's min(proximal / truncated behaviour, C) is at most C already, so the tokens with a raised
+bound are those of proximal / behavior > C. w has no lower bound. C is not given there; 2 is
+FlashRL's for GSM8K.
 """
 
 from __future__ import annotations

@@ -12,14 +12,11 @@ and keep_t = 0 where
 
 There is no proximal policy and no clip: a kept token's gradient is c_t grad log pi, and masked
 tokens stay in the denominators. `mode="truncate"` is AIPO itself (arXiv 2505.24034): a token above
-token_mask_high =: delta is kept with min(rho, delta). `ratio_type="sequence"` takes min(exp(sum l),
+token_mask_high is kept with that ratio. `ratio_type="sequence"` takes min(exp(sum l),
 sequence_clip_high) for rho in c_t, and divides by the sequence's length.
 
-Notes:
-1. The document's formula shows min(rho, delta) A; its program masks. Both are here, masking is the
-   default.
-2. Published with the token mean over the whole batch and A without the std. Only the gradient of J
-   is meaningful.
+The document's formula truncates and its program masks; masking is the default. Published with the
+token mean over the whole batch and A without the std. Only the gradient of J is meaningful.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """

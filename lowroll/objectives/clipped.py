@@ -13,18 +13,10 @@ Rows of `table` differ in bounds, average and advantages:
     none         grpo on the sampler's tokens, the mismatch ignored: QuRL's RL baseline, eq. 1
     is           R = exp(learner - behavior)                    QuRL eq. 3
 
-Notes:
-1. Dr. GRPO divides by the constant `max_length` (the generation limit in tokens), so that long
-   wrong answers are not punished less per token.
-2. RLOO on policy (R = 1) is REINFORCE, 1/G sum_i A_i grad log pi(o_i). The paper takes one step a
-   batch; R and the clip allow more steps.
-3. DAPO's wider upper bound lets unlikely tokens grow; its mean weighs all tokens of the batch
-   equally. Dynamic sampling belongs to the orchestrator and the overlong penalty to
-   `advantages.shaping`.
-4. PPO's A is the whitened generalised advantage (`advantages.gae`); average and bounds are verl's,
-   which QuRL uses.
-5. `is` clips the sampler's error together with the learner's change, so a token may be clipped
-   before any update: it collapses, and serves as a comparison.
+Dr. GRPO's constant `max_length` (the generation limit in tokens) keeps long wrong answers from
+being punished less per token. RLOO on policy (R = 1) is REINFORCE; R and the clip allow more than
+its one step a batch. PPO's average and bounds are verl's. `is` clips the sampler's error together
+with the learner's change, so it collapses, and serves as a comparison.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     s_i = exp( 1/|o_i| sum_t (learner - proximal) ),   s_t = sg[s_i] exp(learner - sg[learner])
     J = 1/G sum_i 1/|o_i| sum_t min(s_t A, clip(s_t, 1 - eps_low, 1 + eps_high) A),   eps_low 3e-4, eps_high 4e-4
 
-sg stops the gradient: s_t has the value of s_i and passes s_i grad log pi(o_t) to its own token;
-with one advantage a sequence this is the sequence form. The mean log-ratio is taken in float64
-because the band is narrow: log-probs must be float32. A sequence is active or clipped as a whole.
+sg stops the gradient: s_t has the value of s_i and passes s_i grad log pi(o_t) to its own token.
+The mean log-ratio is taken in float64 because the band is narrow: log-probs must be float32. A
+sequence is clipped as a whole.
 
 With `behavior` each token is weighted by min(w, cap), w = exp(proximal - behavior): the GSPO + TIS
 baseline of QaRL.

@@ -9,9 +9,9 @@ the gradient:
     signed (DPPO, prime-rl)     keep_t = 0 where A > 0 and d_t > width, or A <= 0 and d_t < -width
 
 d ignores large ratios of rare tokens, whose probability hardly changes. The quadratic term pulls
-the learner to the sampler on every loss token, kept or not, with gradient -2 kl_tau l_t. Masked
-tokens stay in the denominators. Published with width 0.2 unsigned and 0.1 signed, a cap of e^2 and
-the token mean over the whole batch; the name is Surogate's, unrelated to preference optimisation.
+every loss token, kept or not, to the sampler. Masked tokens stay in the denominators. Published
+with width 0.2 unsigned and 0.1 signed, a cap of e^2 and the token mean over the whole batch; the
+name is Surogate's.
 
 Shape legend: N tokens of the call, laid end to end.
 """

@@ -8,8 +8,7 @@ With d = log pi - log pi_ref of a sampled token:
     k3    exp(-d) + d - 1        gradient 1 - exp(-d)    unbiased, never negative (GRPO, arXiv 2402.03300 eq. 4)
     k3+   the value of k3 with the gradient of k2 (straight-through; verl's name)
 
-The penalty enters as J - beta KL, reduced over tokens as the policy term is. In k3, d is clamped to
-+-20, as before every exponential; k1 and k2 are exact.
+The penalty enters as J - beta KL, reduced over tokens as the policy term is.
 
 Shape legend: N tokens of the call, laid end to end.
 """

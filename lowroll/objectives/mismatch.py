@@ -16,13 +16,9 @@ With l = learner and b = behavior log-probs of a token, w = exp(l - b), and o a 
     ppl_ratio       mean_o of the learner's perplexity over the sampler's, exp(mean_o(b - l))
     pearson         correlation of exp l and exp b over tokens
 
-Means are over unmasked tokens, or over the sequences that have any. Log-ratios (and their sums over
-a sequence) are clamped to +-20 before exp. Tokens without a finite behaviour log-prob are dropped.
-All in float64, detached.
-
-`by_length` gives kl_k1, kl_k3, logp_diff_max and ess for each class of response lengths:
-"length_64" has the responses of 33 to 64 tokens, the first class those of at most 4. `by_staleness`
-gives kl_k1 and mean |l - b| by the tokens' age in versions.
+Means are over unmasked tokens with a finite behaviour log-prob, or over sequences that have any.
+Log-ratios (and their sums over a sequence) are clamped to +-20 before exp. All in float64,
+detached.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
@@ -53,8 +49,8 @@ def mismatch(
     """Return the table above as {"mismatch/<name>": value}, for [B, T] tensors or packed [N] with
     `segments`.
 
-    `learner` usually has the parameters that made the rollouts (the proximal log-probs). `pearson`
-    is absent for constant probabilities, and everything without tokens.
+    `learner` usually has the parameters that made the rollouts. `pearson` is absent for constant
+    probabilities, and everything without tokens.
     """
     sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     mask_N = sequences.mask_N
@@ -96,11 +92,10 @@ def mismatch(
 def spread(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
-    """Return the distribution of l - b: over tokens, and of its mean over a sequence; {} without
+    """Return the distribution of l - b over tokens, and of its mean over a sequence; {} without
     tokens.
 
-    "spread/token_std", "spread/token_p99" (the 99th percentile of |l - b|), and the same of
-    "sequence".
+    "spread/token_std", "spread/token_p99" (of |l - b|), and the same of "sequence".
     """
     sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     if not bool(sequences.mask_N.any()):
@@ -141,7 +136,8 @@ def _usable_tokens(
 def by_length(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
-    """Return {"mismatch/length_<tokens>/<name>": value} of each non-empty class of lengths."""
+    """Return {"mismatch/length_<tokens>/<name>": value} of each non-empty class of lengths:
+    length_64 has the responses of 33 to 64 tokens, the first class those of at most 4."""
     sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     log_ratio_N = learner_N - behavior_N
     statistics: dict[str, Tensor] = {}
@@ -170,8 +166,8 @@ def by_staleness(
     staleness: Tensor,
     segments: Tensor | None = None,
 ) -> dict[str, float]:
-    """Return {"mismatch/staleness_<n>/<name>": value} for each n in `staleness`, the age of each
-    token in versions."""
+    """Return {"mismatch/staleness_<n>/<name>": value} for each n in `staleness`, the tokens' age in
+    versions."""
     sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     age_N = flatten("staleness", staleness, mask)
     statistics: dict[str, Tensor] = {}

@@ -71,7 +71,8 @@ class Objective:
         counts: Denominators | None = None,
         **options: Any,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return J to maximise and its statistics, for [B, T] tensors or packed [N] with `segments`.
+        """Return J to maximise and its statistics, for [B, T] tensors or packed [N] with
+        `segments`.
 
         counts: of the whole batch, where these tokens are a part of it. Log-probs that the row does
         not name are ignored. ValueError for missing log-probs or an unknown option.
@@ -100,14 +101,13 @@ class Objective:
         return J, as_floats(statistics)
 
     def normalizes(self, **options: Any) -> bool:
-        """Return whether the weights are divided by their mean over the batch, whose sum `counts`
-        must have."""
+        """Return whether weights are divided by their mean over the batch, whose sum `counts` must
+        have."""
         options = self._complete(options)
         return any(options.get(name) for name in ("normalize", "normalize_xi"))
 
     def needs_advantage(self, **options: Any) -> bool:
-        """Return whether tokens with A = 0 have no gradient: not so for AIPO with a KL or a
-        teacher."""
+        """Return whether tokens with A = 0 have no gradient: not so with AIPO's KL or teacher."""
         options = self._complete(options)
         return not any(options.get(name) for name in ("kl_tau", "teacher_tau"))
 
@@ -149,12 +149,9 @@ class Objective:
         behavior: Tensor | None = None,
         **options: Any,
     ) -> Denominators:
-        """Count the tokens and sequences by which the loss is divided.
-
-        The counts of micro-batches and ranks add up to those of the batch. Tokens without a finite
-        `behavior` log-prob do not count. An objective that normalises its weights needs `proximal`
-        too, for their sum.
-        """
+        """Count the tokens and sequences by which the loss is divided, without tokens that have no
+        finite `behavior` log-prob. Counts of micro-batches and ranks add up. An objective that
+        normalises its weights needs `proximal` too, for their sum."""
         total = count(
             mask=mask, segments=segments, behavior=behavior if self.needs_behavior else None
         )

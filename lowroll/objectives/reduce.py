@@ -8,13 +8,12 @@ sequences:
     constant              sum m x / (S * max_length)                 Dr. GRPO, arXiv 2503.20783
     seq-mean-token-sum    1/S sum m x                                REINFORCE over whole sequences
 
-Every mode is a weighted sum whose weights depend on counts alone. `Denominators` has the counts of
-the whole batch, so that micro-batches sum to the batch's value and gradient, provided that no
-sequence is split.
+Weights depend on counts alone. `Denominators` has those of the whole batch, so that micro-batches
+sum to the batch's value and gradient, provided that no sequence is split.
 
-Fully masked sequences contribute 0 and stay in S: S is the number of rows, or the largest segment
-id + 1, or `counts.num_sequences`. (verl drops them from S without a global batch size, so that a
-rejected rollout reweights its neighbours.)
+Fully masked sequences contribute 0 and stay in S: the number of rows, or the largest segment id +
+1, or `counts.num_sequences`. (verl drops them without a global batch size, so that a rejected
+rollout reweights its neighbours.)
 
 Shape legend: N tokens of the call, laid end to end; B rows; T padded length; S sequences.
 """
@@ -32,11 +31,8 @@ from lowroll.objectives.table import MODES
 @dataclass(frozen=True)
 class Denominators:
     """The counts by which the loss of a whole batch is divided: its unmasked tokens, and its
-    sequences (fully masked ones included).
-
-    `weight_sum` is the sum of the correction's weights over those tokens, for objectives that
-    divide by the mean weight.
-    """
+    sequences (fully masked ones included). `weight_sum`: of the correction's weights over those
+    tokens, for objectives that divide by the mean weight."""
 
     num_tokens: int
     num_sequences: int
@@ -100,12 +96,8 @@ def sequences_of(mask: Tensor, segments: Tensor | None = None) -> Sequences:
 def count(
     *, mask: Tensor, segments: Tensor | None = None, behavior: Tensor | None = None
 ) -> Denominators:
-    """Count the unmasked tokens and the sequences, by which `aggregate` divides a loss.
-
-    The counts of micro-batches and ranks add up to those of the batch. With `behavior`, the
-    sampler's log-probs, tokens whose log-prob is not finite do not count. `mask` and `segments` are
-    those of `sequences_of`.
-    """
+    """Count the unmasked tokens and the sequences, without tokens whose `behavior` log-prob is not
+    finite. Counts of micro-batches and ranks add up to those of the batch."""
     sequences = sequences_of(mask, segments)
     if behavior is not None:
         sequences = sequences.drop(~behavior.reshape(-1).isfinite())

@@ -9,7 +9,7 @@ With w = exp(l - b) of learner and behavior log-probs, Sparse-RL's xi:
 
 A cache drops more of a long response, so long ones are rejected more often, which biases training
 to shorter and often easier ones. The last two are absent without rejections. Lengths count unmasked
-tokens; w is clamped as everywhere. In float64, detached.
+tokens. In float64, detached.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """

@@ -2,9 +2,7 @@
 (verl's rollout correction). `sparse` shares `judge` and `correct`.
 
 With w_t = exp(proximal - behavior), a constant of the gradient, and s_t the clipped surrogate of
-PPO:
-
-    J_t = keep_t v_t s_t
+PPO, J_t = keep_t v_t s_t:
 
     weight    v_t = w_t ("token"), the product of w over the sequence ("sequence"), or 1 ("none")
     cap       v_t = min(v_t, cap)                                    truncated importance sampling
@@ -18,13 +16,12 @@ PPO:
               k2 and k3 have an upper bound. k1 has two, on exp(k1), the *inverse* of w: seq_mean_k1
               with a tight band such as (.999, 1.001) is geometric rejection.
     veto      rejects a sequence of which any w_t < veto             Sparse-RL eq. 6 with 1e-4
-    repair    "mask": of such a sequence, only the tokens from the first w_t < veto on; an option of `sparse` alone
+    repair    "mask": of such a sequence, only the tokens from the first w_t < veto on; for `sparse` alone
     bypass    the sampler is the proximal policy: s_t clips exp(learner - behavior), v_t = 1, and rejections use the
               learner's mismatch. Without rejections this is `is`.
 
-Deviation from verl: rejected tokens contribute 0 and stay in every denominator (see `reduce`), so
-that rejecting one response does not reweight its neighbours. For verl's token-mean, pass `counts`
-of `CorrectionWeights.kept_N`.
+Unlike in verl, rejected tokens contribute 0 and stay in every denominator (see `reduce`). For
+verl's token-mean, pass `counts` of `CorrectionWeights.kept_N`.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
@@ -102,8 +99,8 @@ def reweight(
     """Return each token's value and the statistics; with `bypass` the ratio's anchor is the
     sampler.
 
-    With `normalize`, `counts` must have the batch's weight sum (`Objective.count`). ValueError for
-    an unknown weight or rule, or bounds that reject everything.
+    With `normalize`, `counts` must have the batch's weight sum (`Objective.count`). ValueError as
+    from `judge`.
     """
     verdict = judge(
         tokens, weight=weight, cap=cap, icepop=icepop, reject=reject, veto=veto, bypass=bypass
@@ -130,11 +127,8 @@ def judge(
     bypass: bool = False,
     repair: str | None = None,
 ) -> CorrectionWeights:
-    """Weigh or reject every token, by the options in the module docstring.
-
-    ValueError for an unknown weight, rule or repair, bounds that reject everything, and repair
-    without a veto.
-    """
+    """Weigh or reject every token, by the options in the module docstring. ValueError for an
+    unknown weight, rule or repair, bounds that reject everything, and repair without a veto."""
     if repair not in REPAIRS:
         raise ValueError(f"repair: unknown {repair!r}; expected mask or None")
     if repair is not None and veto is None:
@@ -191,8 +185,8 @@ def correct(
     eps_high: float,
     dual_clip: float | None,
 ) -> TokenValues:
-    """Return each token's value and the statistics: the clipped surrogate under these weights,
-    without the rejected tokens."""
+    """Return each token's value and the statistics: the clipped surrogate under these weights, 0
+    for rejected tokens."""
     sequences, weight_N = tokens.sequences, verdict.weight_N
     if normalize:
         weight_N = weight_N / _mean_weight(verdict, counts)

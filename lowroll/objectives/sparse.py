@@ -5,18 +5,15 @@
 
 The proximal log-probs are the learner's with full context. A token (nearly) impossible under them
 means that the sampler lost needed context: its response is rejected, contributes 0 and stays in
-1/G, and its reward stays in the group's baseline. It works for any mismatch, also of low-bit
-weights. The trainer applies a KL term to kept responses only.
+1/G, and its reward stays in the group's baseline. A KL term applies to kept responses only.
 
 With `repair: mask`, which is not the paper's, a response is rejected only from its first such token
-on. The tokens before it keep their share 1/|o_i| of the whole response, so a response that broke
-early counts for little; broken at its first token it is rejected. The KL term takes the same
-tokens.
+on. The tokens before it, to which the KL term then applies, keep their share 1/|o_i| of the whole
+response; broken at its first token, it is rejected.
 
 The paper's xi has no upper bound, nor has this default. Its released code differs: xi capped at 1.5
 (`xi_cap`), tokens outside of (.5, 1.5) masked (`token_rs`), weights divided by their mean over the
-batch, the rejected tokens included (`normalize_xi`), and masked tokens taken out of the
-denominators, which is not done here.
+batch (`normalize_xi`), and masked tokens taken out of the denominators, which is not done here.
 """
 
 from __future__ import annotations

@@ -6,21 +6,20 @@ Log-probs of one token under three policies give
     w   = exp(proximal - behavior)    how far the sampler (quantized, sparse) is from those parameters; detached
     rho = exp(learner - behavior)     = R w
 
-and the clipped surrogate of PPO (arXiv 1707.06347 eq. 7) with separate bounds below and above
-(clip-higher of DAPO, arXiv 2503.14476 eq. 10) and the optional dual clip c > 1 for negative
-advantages (arXiv 1912.09729):
+and the clipped surrogate of PPO (arXiv 1707.06347 eq. 7) with separate bounds (clip-higher of DAPO,
+arXiv 2503.14476 eq. 10) and the optional dual clip c > 1 for negative advantages (arXiv
+1912.09729):
 
     J_t = min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   and for A < 0 with dual clip   max(J_t, c A)
-
-Its gradient is R A grad log pi where the token is active and 0 where it is clipped:
 
     clipped above  A > 0 and R > 1 + eps_high
     clipped below  A < 0 and R < 1 - eps_low
     dual clipped   A < 0 and R > c
 
-Ties are active. Log-ratios are clamped to +-20 before exp. Masked entries may be anything: they are
-replaced before any arithmetic, so no NaN reaches value or gradient. An unmasked token without a
-finite behaviour log-prob is masked, and counted. A non-finite learner log-prob is kept, to show.
+The gradient is 0 where a token is clipped; ties are active. Log-ratios are clamped to +-20 before
+exp. Masked entries may be anything: they are replaced before any arithmetic, so no NaN reaches
+value or gradient. An unmasked token without a finite behaviour log-prob is masked, and counted. A
+non-finite learner log-prob is kept, to show.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
@@ -149,8 +148,7 @@ def clip(
     dual_clip: float | None = None,
     stretch_N: Tensor | None = None,
 ) -> Clipped:
-    """Return the clipped surrogate by token. `stretch_N` multiplies the upper bound 1 + eps_high
-    (ACR)."""
+    """Return the clipped surrogate by token. stretch_N: multiplies the bound 1 + eps_high (ACR)."""
     if not 0 <= eps_low <= 1:
         raise ValueError(f"eps_low: {eps_low} must lie in [0, 1]")
     if not eps_high >= 0:
@@ -182,7 +180,7 @@ def truncate(weight_N: Tensor, cap: float) -> Tensor:
 def policy_statistics(
     tokens: ObjectiveInput, clipped: Clipped, ratio_N: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return the clip fractions and the clipped ratio (by default that of `tokens`) over unmasked
+    """Return the clip fractions and the ratio (by default that of `tokens`) over unmasked
     tokens."""
     mask_N = tokens.sequences.mask_N
     ratio_N = tokens.ratio_N if ratio_N is None else ratio_N
@@ -196,8 +194,7 @@ def policy_statistics(
 
 
 def weight_statistics(tokens: ObjectiveInput, weight_N: Tensor, cap: float) -> dict[str, Tensor]:
-    """Return the applied weight, how often the cap cut it, and the tokens dropped without a
-    behaviour."""
+    """Return the applied weight, how often the cap cut it, and the tokens without a behaviour."""
     mask_N = tokens.sequences.mask_N
     return {
         "correction/weight_mean": masked_mean(weight_N, mask_N),

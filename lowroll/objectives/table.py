@@ -1,20 +1,14 @@
 """The tables of algorithms and corrections, importable without torch.
 
 An *algorithm* defines advantages, clip and average. A *correction* corrects for the gap between the
-rollout policy (quantized, maybe truncated) and the learner. They combine freely: `dapo` with `acr`
-is ACR's token term with DAPO's clip range and token mean. GSPO's ratio is a sequence's, so
-corrections that bound tokens have no form under it. TBPO has its own bounds, AIPO and IPO none:
-they take the algorithm's advantages and average.
+rollout policy and the learner. They combine freely: `dapo` with `acr` is ACR's token term with
+DAPO's clip range and token mean. GSPO's ratio is a sequence's, so corrections that bound tokens
+have no form under it. TBPO has its own bounds, AIPO and IPO none: they take the algorithm's
+advantages and average.
 
 A row names the function (`home`), the log-probs that it reads in addition to the learner's, and the
-shared options with their defaults: `eps_low`, `eps_high`, `dual_clip`, `cap`, `reduce`. An option
-of one function has its default there, and its section under `loss` in a configuration.
-
-Defaults: GRPO, Dr. GRPO and RLOO clip at 0.2; DAPO clips higher (0.28) and averages over tokens
-(arXiv 2503.14476); GSPO clips the sequence ratio at 3e-4 / 4e-4 (arXiv 2507.18071); PPO has a
-critic instead of the group, clips at 0.2 and averages over tokens (verl, which QuRL's runs use).
-The corrections are those of QuRL (Eq. 3-9), QaRL (TBPO), Sparse-RL, AIPO (arXiv 2505.24034) and
-verl (`reweight`).
+shared options with their defaults. An option of one function has its default there, and its section
+under `loss` in a configuration. Defaults are those of the rows' sources; PPO's are verl's.
 """
 
 from __future__ import annotations

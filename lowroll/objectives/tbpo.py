@@ -8,13 +8,12 @@
 
 A low-bit sampler's garbled tokens are mostly in negative responses, where their ratio explodes and
 PPO has no upper bound; a response outside of the band has no gradient and stays in the mean. Token
-form and float64 mean are GSPO's (see `gspo`): the band is narrow, log-probs must be float32.
+form and float64 mean are GSPO's (see `gspo`).
 
-Notes on the paper, whose equations the sources at hand lost:
-1. The formulas follow its text and hyper-parameters (table of appendix B): bounds .0003 and .0004,
-   negative ones .0003 and .0007, cap 2. Both lower bounds are one option, as that of a positive
-   response never acts.
-2. "Exceeds the bounds" is read as the ratio r; the mismatch w is truncated only.
+The sources at hand lost the paper's equations. These follow its text and the table of appendix B:
+bounds .0003 and .0004, negative ones .0003 and .0007, cap 2. Both lower bounds are one option, as
+that of a positive response never acts. "Exceeds the bounds" is read as the ratio r; w is truncated
+only.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """

@@ -1,15 +1,12 @@
-"""TIS, truncated importance sampling: the clipped surrogate, weighted for the sampler's mismatch.
-J is maximised.
+"""TIS, truncated importance sampling: the clipped surrogate, weighted for the sampler's mismatch. J
+is maximised.
 
     J_t = min(w, C) min(R A, clip(R, 1 - eps_low, 1 + eps_high) A),   R = exp(learner - proximal)
 
 w = exp(proximal - behavior) is a constant of the gradient. Rows of `table` differ in C:
 
-    tis        C = 2      QuRL eq. 5, FlashRL
-    decoupled  C = inf    QuRL eq. 4, arXiv 2110.00641
-
-`decoupled` is unbiased for the proximal policy, with unbounded variance. TIS' paper gives no C; 2 is
-FlashRL's for GSM8K (8 for its 32B DAPO run).
+    tis        C = 2      QuRL eq. 5; C is FlashRL's for GSM8K (8 for its 32B DAPO run)
+    decoupled  C = inf    QuRL eq. 4, arXiv 2110.00641: unbiased for the proximal policy, of unbounded variance
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 
     L = 1/2 mean_t max( (V_t - G_t)^2, (clip(V_t, Vold_t - c, Vold_t + c) - G_t)^2 )
 
-G = A + V are the returns of `advantages.gae`, before whitening, and Vold its values. There is no
-gradient where the clipped error is larger: a value closer to G than c allows stays, one that moved
-away may return.
+G = A + V are the returns of `advantages.gae`, before whitening, and Vold its values. Where the
+clipped error is larger there is no gradient.
 
 Shape legend: N tokens of the call, laid end to end.
 """

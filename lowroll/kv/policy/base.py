@@ -1,8 +1,7 @@
 """The interface of cache policies: which of a sample's keys stay, how many, and from when on.
 
-`CachePolicy` is arithmetic without torch, for the scheduler's admission: when to compact a cache,
-how many keys remain, and the most that a sample ever holds. `Selector` is the device side, for the
-runner: it may watch queries, and selects the keys.
+`CachePolicy` is arithmetic without torch, for the scheduler's admission. `Selector` is the device
+side, for the runner: it may watch queries, and selects the keys.
 
 A cache has one length, hence one page table, for all layers and KV heads: every head keeps equally
 many keys, but not the same ones. Keys are stored rotated by their true positions, and a new token
@@ -36,12 +35,11 @@ if TYPE_CHECKING:  # the scheduler imports this file without torch
 
 
 class CachePolicy(ABC):
-    """A policy for the number of keys in a sample's cache. All numbers are keys of a layer and
-    head.
+    """A policy for the number of keys in a sample's cache, of each layer and head.
 
-    Each sample is decided alone, so what it keeps does not depend on its batch. Contract: a cache
-    that was just compacted, or has just got its prompt, takes at least one more key: room(kept(n))
-    >= 1 and room(after_prompt(n)) >= 1.
+    What a sample keeps does not depend on its batch. Contract: a cache that was just compacted, or
+    has just got its prompt, takes at least one more key: room(kept(n)) >= 1 and
+    room(after_prompt(n)) >= 1.
     """
 
     name: str  # BehaviorTag.kv_policy
@@ -61,19 +59,16 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def selector(self, spec: ModelSpec, cache: KVCache, max_batch: int) -> Selector | None:
-        """Create the device side, once an engine; None for a policy that never compacts.
-
-        Its state has `num_slots(max_batch)` slots.
-        """
+        """Create the device side, once an engine, with `num_slots(max_batch)` slots; None for a
+        policy that never compacts."""
 
     def state_bytes(self, spec: ModelSpec, max_batch: int, bytes_per_number: int) -> int:
-        """Return the selector's permanent device memory. bytes_per_number: of queries, in the
-        model's dtype."""
+        """Return the selector's permanent device memory. bytes_per_number: of queries."""
         return 0
 
     def after_prompt(self, length: int) -> int:
-        """Return the keys that remain before the first decode step. Prefill attends to the whole
-        prompt."""
+        """Return the keys that remain before the first decode step. Prefill attends to all of
+        them."""
         return length if self.room(length) else self.kept(length)
 
     def peak(self, cached: int, more: int) -> int:
@@ -90,11 +85,8 @@ class CachePolicy(ABC):
 
 class Selector(ABC):
     """The device side of a policy, which selects keys and may keep a state for each slot, layer and
-    KV head.
-
-    A slot is a sample's index in that state while it runs; `num_slots` adds two. What a decode
-    graph reads must keep its storage. All methods are called in stream order.
-    """
+    KV head. What a decode graph reads must keep its storage. All methods are called in stream
+    order."""
 
     watches: bool = False  # call `prefilled` and `decoded` in every layer
 
@@ -105,27 +97,18 @@ class Selector(ABC):
         """Copy the state of slots (source, target). All are read before one is written."""
 
     def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[PromptChunk]) -> None:  # noqa: B027
-        """Observe the queries of prompt chunks in a layer, packed in the chunks' order.
-
-        Keys and values are in the chunks' pages. If the prefix cache served a prompt's first
-        tokens, their queries are never seen.
-        """
+        """Observe the queries of prompt chunks in a layer, packed in the chunks' order. Keys and
+        values are in the chunks' pages. Queries of tokens from the prefix cache are never seen."""
 
     def decoded(self, layer: int, q_BHd: Tensor, rows: DecodeRows) -> None:  # noqa: B027
-        """Observe a decoded token of each row in a layer; its key is the row's last.
-
-        Captured in a CUDA graph: no shape or host decision may depend on the rows. Rows without a
-        token (length 0) have the dead slot.
-        """
+        """Observe a decoded token of each row in a layer; its key is the row's last. Captured in
+        a CUDA graph: no shape or host decision may depend on the rows. Dead rows have the dead
+        slot."""
 
     @abstractmethod
     def compact(self, rows: DecodeRows, kept: int) -> Tensor:
         """Return indices int64 [L, B, G, K] of the `kept` keys of each layer, ascending from 0, the
-        oldest.
-
-        rows: `lengths_B` keys each, the last at `positions_B`. A state that goes by key is gathered
-        here too.
-        """
+        oldest. A state that goes by key is gathered here too."""
 
 
 def prompt_slot(max_batch: int) -> int:

@@ -17,10 +17,7 @@ from lowroll.kv.policy.table import BUDGET, BUFFER, POLICIES, check
 class Bounded(CachePolicy):
     """A bounded policy. budget: keys that a compaction leaves; buffer: keys added until the next
     one. A buffer that is a multiple of the steps between two plans (16 on CUDA) keeps rows from
-    waiting for theirs.
-
-    Defaults and bounds are in `kv.policy.table`. ValueError names the wrong option.
-    """
+    waiting for theirs. ValueError names the wrong option."""
 
     budget: int = BUDGET.default
     buffer: int = BUFFER.default

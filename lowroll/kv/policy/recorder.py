@@ -1,9 +1,8 @@
 """A record of the keys that a cache policy dropped, for the replay of a sample (`model.replay`).
 
-The recorder observes a `Selector`'s calls. On the device it keeps the positions of the keys that a
-slot's last compaction left; later keys have the positions since. Only the positions of dropped keys
-go to the host: one tensor for all layers of a batch of compactions, read in `settle` while the
-device runs on.
+On the device the recorder keeps the positions of the keys that a slot's last compaction left; later
+keys have the positions since. Only the positions of dropped keys go to the host: one tensor for all
+layers of a batch of compactions, read in `settle` while the device runs on.
 
 Legend: L layers, S slots, B rows, G key-value heads, N keys, K keys that stay, E keys that are
 dropped, T positions.
@@ -43,8 +42,8 @@ def recorder_bytes(policy: CachePolicy, spec: ModelSpec, max_batch: int) -> int:
 def policy_bytes(
     kv: CachePolicy, spec: ModelSpec, max_batch: int, dtype: torch.dtype, record_evictions: bool
 ) -> int:
-    """Return the device memory that slots take in addition to the cache: a policy's own state, the
-    records of the keys that it drops, and the states of recurrent layers."""
+    """Return the device memory of slots beside the cache: of a policy's state, its records, and
+    recurrent layers."""
     recorded = recorder_bytes(kv, spec, max_batch) if record_evictions else 0
     recurrent = RecurrentStates.nbytes(spec, num_slots(max_batch), dtype)
     return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded + recurrent

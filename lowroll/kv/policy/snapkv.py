@@ -72,12 +72,9 @@ class SnapKV(Bounded):
 
 
 class AttentionSelector(Selector):
-    """The selector of SnapKV and R-KV, which scores keys with the queries of each sample's last
-    tokens.
-
-    ring_LSAHd holds the queries of a slot's last A tokens, by position modulo A. When the ring is
-    read, all of them belong to one sample, because a compacted cache has more than A tokens.
-    """
+    """The selector of SnapKV and R-KV. ring_LSAHd holds the queries of a slot's last A tokens, by
+    position modulo A. When it is read, all belong to one sample: a compacted cache has more than A
+    tokens."""
 
     watches = True
 
