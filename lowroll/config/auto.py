@@ -13,26 +13,22 @@ saw fail; they are refused unless `force: true` requests them for a comparison.
 
 A penalty and `min_tokens`, which bans stop ids until then, truncate a sampler like top_p. A second
 format (`rollout.large_batch_weights`) is low-bit rollouts that no learner shares. A learner that
-rounds beside dense rollouts (`train.forward: fp8`) is as far from them as a dense one is from
-rollouts in its format.
+rounds beside dense rollouts (`train.forward: fp8`) is as far from them as a dense one from rollouts
+in its format.
 
 Another engine shares the learner's weights, but not its kernels. In bfloat16 its log-probs differ
 by a few hundredths of a nat, and more for single tokens, which Yao et al. (2025, "Your Efficient RL
-Framework Secretly Brings You Off-Policy RL Training") saw ruin runs on vLLM's rollouts. Truncated
-weights corrected that, and are verl's remedy.
+Framework Secretly Brings You Off-Policy RL Training") saw ruin runs on vLLM's rollouts, and
+corrected with truncated weights. A cache that only rounds its keys makes a smaller gap of the same
+kind.
 
-A cache that only rounds its keys makes a smaller gap of the same kind as low-bit weights: beside
-them it changes nothing, and without them a capped weight corrects for it.
-
-A pretrained model has outliers, so formats that round activations differ from the learner even
-where both share the codes (LoRA) or the learner is aligned: SmolLM2-135M in int8 by 0.03 to 0.05
-nats a token, with an effective sample size of 0.92 to 0.95. A capped weight is sound there: the cap
-of 2 cuts 0.02 % of the summed weight, so `tis` for LoRA and `acr` for a dense learner stay. To a
-dense learner nvfp4 has 0.33 nats (0.4 to 0.5; 13 % cut), int4 0.64 (15 % cut, and an effective
-sample size between 0.02 and 0.44 by which few tokens are drawn), w4a8 0.70 (0.12; 30 %): no
-correction makes another policy's samples informative, so the choice stays and the guard says what
-helps (`guard.kl_above`). LoRA on such a base has no such gap where the format leaves activations
-alone (5e-7).
+Formats that round activations differ from a pretrained learner even where both share the codes
+(LoRA) or the learner is aligned: SmolLM2-135M in int8 by 0.03 to 0.05 nats a token, with an
+effective sample size of 0.92 to 0.95. A capped weight is sound there: the cap of 2 cuts 0.02 % of
+the summed weight. To a dense learner nvfp4 has 0.33 nats (0.4 to 0.5; 13 % cut), int4 0.64 (15 %
+cut), w4a8 0.70 (0.12; 30 %): no correction makes another policy's samples informative, so the
+choice stays and the guard says what helps (`guard.kl_above`). LoRA has no such gap where the format
+leaves activations alone (5e-7).
 
 GSPO's ratio is a sequence's, so acr, reweight and sparse have no form under it; tbpo is its
 corrected form.

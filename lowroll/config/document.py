@@ -1,9 +1,9 @@
 """YAML text -> plain values, with the line of every key.
 
-Only the safe part of YAML: mappings, lists and scalars. Anchors, aliases, tags, merge keys, several
-documents and duplicated keys are refused, which prevents alias bombs and object construction. Plain
-scalars follow the core schema of YAML 1.2 (1e-5 is a number); what YAML 1.1 reads otherwise (no,
-010, 1:30, 1_000) is refused.
+Only the safe part of YAML: anchors, aliases, tags, merge keys, several documents and duplicated
+keys are refused, which prevents alias bombs and object construction. Plain scalars follow the core
+schema of YAML 1.2 (1e-5 is a number); what YAML 1.1 reads otherwise (no, 010, 1:30, 1_000) is
+refused.
 """
 
 from __future__ import annotations

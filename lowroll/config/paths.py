@@ -2,8 +2,8 @@
 
 Inputs (models, environments' files and those that their arguments name, demonstrations) are looked
 up in the folder of the YAML file that names them, then in the working directory; those of an
-override or a Python mapping only in the working directory. Existing paths become absolute, so that
-the run's config.yaml means the same everywhere. `output_dir` is relative to the working directory.
+override or a Python mapping only in the latter. Existing paths become absolute, so that the run's
+config.yaml means the same everywhere. `output_dir` is relative to the working directory.
 """
 
 from __future__ import annotations

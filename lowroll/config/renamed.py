@@ -1,9 +1,8 @@
 """Renamed and removed keys of the configuration.
 
 An old name works for one version, in files, overrides and run folders, with a note; then its row is
-removed. Old and new together are refused, because one of them would be ignored. A key that became a
-constant is dropped with a note while it has the constant's value, as in earlier run folders;
-another value is refused.
+removed. Old and new together are refused. A key that became a constant is dropped with a note while
+it has the constant's value; another value is refused.
 """
 
 from __future__ import annotations

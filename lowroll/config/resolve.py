@@ -1,10 +1,10 @@
 """A run's configuration, checked and resolved: one frozen tree of settings that work together.
 
-`config.schema` and the modules of its sections declare the keys. Every section is a strict pydantic
-model: an unknown key, text for a number, a boolean for a count and a non-finite number are errors.
-`RunConfig` last checks the settings against each other and reports all problems at once. `null`
-means "the default of the algorithm"; `RunConfig.resolved()` fills all such gaps, `notes` gives
-reasons, and `dump()` writes the resolved tree as YAML that loads to the same tree.
+Every section is a strict pydantic model: an unknown key, text for a number, a boolean for a count
+and a non-finite number are errors. `RunConfig` then checks the settings against each other and
+reports all problems at once. `null` means "the default of the algorithm"; `RunConfig.resolved()`
+fills all such gaps, `notes` gives reasons, and `dump()` writes the resolved tree as YAML that loads
+to the same tree.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Learner ranks: processes that train one model together.
 
-Every rank has the whole batch, runs its share of the passes, and gathers the results of all. Each
-then computes the same counts, metrics and refusals. Collective are only the sum of the gradients
-and, with sharded weights, every pass.
+Every rank has the whole batch, runs its share of the passes, and gathers the results of all, from
+which it computes the same counts, metrics and refusals. Collective are only the sum of the
+gradients and, with sharded weights, every pass.
 
     Ranks        one process alone: exactly the plain path
     RankGroup    n processes, each with the whole model (plain data parallel)
@@ -65,13 +65,13 @@ class Ranks:
         return self.rank == 0
 
     def deal(self, costs: Sequence[float]) -> list[int | None]:
-        """Return this rank's passes in order, by their costs in any unit. None is a pass run only
-        to keep the others in step: in lockstep every rank gets as many."""
+        """Return this rank's passes in order, by their costs. None is a pass run only to keep the
+        others in step: in lockstep every rank gets as many."""
         return list(range(len(costs)))
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
         """Return the values of all ranks: for each kind, those of all samples of `sizes` (sample ->
-        tokens). Every sample was in one rank's passes."""
+        tokens), each of which was in one rank's passes."""
         return list(values)
 
     def add(self, gradients: Sequence[Tensor]) -> None:
@@ -110,15 +110,14 @@ class Ranks:
         return whole[:]
 
     def dtype(self, p: Tensor) -> torch.dtype:
-        """Return the dtype in which passes read a parameter: its own, or what a float32 shard is
-        rounded to."""
+        """Return the dtype in which passes read a parameter: what a float32 shard is rounded to."""
         return p.dtype
 
     def on_whole(
         self, work: Callable[[int, Tensor], Tensor], parts: Sequence[Tensor], heights: Sequence[int]
     ) -> list[Tensor]:
-        """Call work(i, whole) on sharded matrices [heights[i], K], at most `size` of them, a rank
-        each, and return this rank's shards of the results, which have the same shapes."""
+        """Call work(i, whole) on sharded matrices [heights[i], K], at most one a rank, and return
+        this rank's shards of the results, which have the same shapes."""
         return [work(i, whole) for i, whole in enumerate(parts)]
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
@@ -197,8 +196,7 @@ class RankGroup(Ranks):
         return [*sorted(own_passes)]
 
     def _position(self, iteration: int) -> int:
-        """Return this rank's position in an iteration, back and forth, so that none always gets the
-        costliest."""
+        """Return this rank's position, back and forth, so that none always gets the costliest."""
         return self.size - 1 - self.rank if iteration % 2 else self.rank
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
@@ -260,8 +258,8 @@ class RankGroup(Ranks):
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """Wait for all ranks inside the block, and convert torch's errors to one that names the
-        missing ranks."""
+        """Wait for all ranks inside the block, and convert torch's errors to one that names missing
+        ranks."""
         start_time = time.monotonic()
         try:
             self._store.set(f"at/{self.rank}", what)

@@ -3,9 +3,8 @@
     ranks = Sharded(rank, size, host, port, device, deadline_s)
     ranks.shard(model)
 
-`fully_shard` wraps each block and the model. A pass gathers a block's weights before it runs and
-frees them after it; gradients are reduced in float32 to the shards. So every pass needs all ranks
-(`lockstep`).
+A pass gathers a block's weights before it runs and frees them after it; gradients are reduced in
+float32 to the shards. So every pass needs all ranks (`lockstep`).
 
     learning weights   float32 shards are the masters; passes read them rounded to the model's dtype, as on one rank
     frozen weights     parts in the model's dtype: a reference, a teacher, the base of an adapter
@@ -15,7 +14,6 @@ frees them after it; gradients are reduced in float32 to the shards. So every pa
 
 The model's own parameters (embedding, norm, lm_head) stay gathered from a pass to the update, since
 log-probs read lm_head outside of the model's call. `forget` must drop them before the next pass.
-
 Digests, publications and saved folders read a `mirror`: a plain model on the leading rank, refilled
 by block.
 """

@@ -1,12 +1,10 @@
 """AdamW with 8-bit moments (Dettmers et al. 2021, arXiv 2110.02861), from bitsandbytes.
 
 Each block of 256 entries of a moment keeps its largest magnitude in float32 and 256 levels of a
-dynamic tree code: 2 bytes a parameter (and 1/32) instead of 8. An update dequantizes, applies AdamW
-in float32, and quantizes again. Tensors of fewer than 4096 entries (norms, biases, small adapters)
-keep float32 moments.
-
-Where ranks hold parts of a parameter, blocks are those of a part, but the whole counts against
-4096. Results then differ within the moments' rounding, unless parts are multiples of 256 entries.
+dynamic tree code: 2 bytes a parameter (and 1/32) instead of 8. Tensors of fewer than 4096 entries
+keep float32 moments. Where ranks hold parts of a parameter, blocks are those of a part, but the
+whole counts against 4096; results then differ within the moments' rounding, unless parts are
+multiples of 256 entries.
 
 The library is the extra `bnb`; its CPU path needs 0.50.
 """
@@ -44,9 +42,9 @@ def make(
     eps: float,
     sizes: Mapping[int, int],
 ) -> Any:
-    """Return the library's optimizer. Its `moved` sums the squared 2-norm of the updates, without
-    weight decay, until set to 0. sizes: entries of the whole parameter, by the id of the held part.
-    Raises ValueError under the same conditions as `find`."""
+    """Return the library's optimizer. Its `moved` sums the squared 2-norm of the updates,
+    without weight decay, until set to 0. sizes: entries of the whole parameter, by the id of the
+    held part."""
 
     class Measured(find()):  # type: ignore[misc]
         moved = 0.0
@@ -67,8 +65,7 @@ def make(
 
 
 def moments(p: Tensor, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the names, shapes and dtypes of the state of a whole parameter with so many shards,
-    end to end."""
+    """Return the names, shapes and dtypes of the state of a whole parameter over so many shards."""
     if p.numel() < SMALLEST:
         return dict.fromkeys(("state1", "state2"), (p.shape, torch.float32))
     blocks = torch.Size([sum(_block_counts(p, shards))])

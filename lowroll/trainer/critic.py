@@ -8,9 +8,8 @@ batch, and the critic descends `objectives.value_loss` on the returns in the pol
 Values from before the batch serve for all of them, as the proximal log-probs do.
 
 1. The body is a separate model and learns in full, even if the policy learns an adapter. Its lm_head is dropped.
-2. The head begins at zero, so the first values are 0 and the first gradient goes to the head alone: with gamma = lam =
-   1 and no whitening the first step is REINFORCE with the reward as advantage. (verl draws a random
-   head.)
+2. The head begins at zero: with gamma = lam = 1 and no whitening the first step is REINFORCE with the reward as
+   advantage. (verl draws a random head.)
 3. The critic has its own AdamW, norm clip and refusal of non-finite updates; its rate is constant.
 4. In the first `warmup_steps` training steps only the critic learns.
 
@@ -232,8 +231,7 @@ def explained_variance(
     returns: Sequence[Sequence[float]],
     masks: Sequence[Sequence[int]],
 ) -> dict[str, float]:
-    """Return 1 - Var(G - V) / Var(G) over the unmasked tokens as critic/explained_variance; nothing
-    if G does not vary."""
+    """Return 1 - Var(G - V) / Var(G) over the unmasked tokens; nothing if G does not vary."""
     pairs = [
         pair
         for V, G, mask in zip(values, returns, masks, strict=True)

@@ -8,18 +8,18 @@
     nonfinite   one of these is not finite, or an update was skipped for that
 
 The average is m <- m + (x - m) / 10. The baseline is BASELINE steps after the start, a fallback, or
-a new stage of the run or its noise, which shifts the mismatch on purpose; a shorter stage has no
-growth alarm. After `patience` alarmed steps in a row the action follows, and the count restarts:
+a new stage of the run or its noise; a shorter stage has no growth alarm. After `patience` alarmed
+steps in a row the action follows, and the count restarts:
 
     warn        reports the alarm only
     tighten     every bound b of the objective becomes b^p around its neutral value (see `rescale`); thrice at most
     fallback    the rollouts get their format's `Format.fallback`, until dense
 
 Under a budget (`rollout.weights: {max_kl:...}`), a KL alarm at the end of a streak first has the
-formats chosen again for the current weights. If the choice is the same, the action follows, and the
-next choice waits twice as long.
+formats chosen again. If the choice is the same, the action follows, and the next choice waits twice
+as long.
 
-Decisions depend only on metrics that repeat bit for bit and on the saved state, so a resumed run
+Decisions depend only on metrics that repeat bit for bit and on the saved state: a resumed run
 decides the same.
 """
 
@@ -122,8 +122,8 @@ class Guard:
         self.stage: list[float] | None = None
 
     def look(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """Return a step's `guard/*` metrics, and messages: alarms at a streak's first and last
-        step, then the action."""
+        """Return a step's `guard/*` metrics, and messages: alarms at a streak's ends, then the
+        action."""
         stage = [metrics.get(name, 0.0) for name in STAGE]
         if self.stage not in (None, stage):
             self._forget()
@@ -271,8 +271,7 @@ def rescale(
     value for power < 1, else wider.
 
     A clip range eps becomes eps * power, and so does an upper bound of a k2 or k3 rejection. A
-    bound on a ratio (a cap, a mask, a veto, k1's bounds) becomes bound ** power, the same on a log
-    scale. None stays.
+    bound on a ratio (a cap, a mask, a veto, k1's bounds) becomes bound ** power. None stays.
     """
     changed = dict(options)
     for name in names or options:

@@ -1,8 +1,7 @@
 """The trainer's loop: a batch in, a policy version out.
 
-produces       version n + 1, through `publish`, after the step that follows version n
-waits for      a batch on the rollout channel, at most `deadline_s`; the channel's error names what it waited for
-unblocked by   the orchestrator's send
+It waits for a batch on the rollout channel, at most `deadline_s`, and makes version n + 1, through
+`publish`, in the step after version n.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ class Trainer:
     """A learner from the batches of a channel.
 
     `publish(version)` gives the new weights to the engine, and may return metrics.
-    `save_offending(batch)` keeps a batch with a non-finite update for inspection.
-    `before_first(batch)` sees a run's first batch before its update, and returns metrics.
-    `reference` is the frozen model of a KL term (None with LoRA: the adapter off), `critic` PPO's,
-    `teacher` the frozen model of AIPO's teacher_tau.
+    `save_offending(batch)` keeps a batch with a non-finite update. `before_first(batch)` sees a
+    run's first batch before its update, and returns metrics. `reference`, `critic` and `teacher`
+    are as in `trainer.step.learn`.
     """
 
     def __init__(

@@ -6,18 +6,14 @@ For a matrix W [N, K] with gradient G, momentum b and learning rate lr:
     X = U / |U|;   five times  X <- a X + (b2 A + c A^2) X  with A = X X^T,  (a, b2, c) = (3.4445, -4.7750, 2.0315)
     W <- W - lr wd W - lr 0.2 sqrt(max(N, K)) X
 
-The iteration moves every singular value of U / |U| by s <- a s + b2 s^3 + c s^5 to about 0.7 to
-1.2, so X is nearly the orthogonal factor of U. Its entries then have RMS 1 / sqrt(max(N, K)), and
-the factor makes the update's RMS 0.2 lr, that of Adam in practice (Liu et al. 2025, arXiv
-2502.16982, section 2.2): one learning rate serves Muon and AdamW. QaRL uses lr 1e-6
-and wd 0.01, and reports no other detail.
+The iteration moves every singular value to about 0.7 to 1.2, so X is nearly the orthogonal factor
+of U. Its entries have RMS 1 / sqrt(max(N, K)), and the factor makes the update's RMS 0.2 lr, that
+of Adam in practice (Liu et al. 2025, arXiv 2502.16982, section 2.2): one learning rate serves Muon
+and AdamW. QaRL uses lr 1e-6 and wd 0.01.
 
 Fused matrices (q, k, v; gate, up) are orthogonalized separately. The iteration runs in bfloat16 on
-a GPU, else in float32.
-
-With sharded parameters, each round gathers one matrix of like cost on every rank, which sends the
-update back in parts: 1/n of the arithmetic for 8 bytes of traffic an entry. Computing everywhere
-would halve the traffic.
+a GPU, else in float32. With sharded parameters, each round gathers one matrix of like cost on every
+rank, which sends the update back in parts: 1/n of the arithmetic for 8 bytes of traffic an entry.
 """
 
 from __future__ import annotations
@@ -39,10 +35,8 @@ RMS = 0.2  # of an update, relative to the learning rate
 
 def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
     """Return the weights that Muon trains (linear layers and adapters), with the rows of each
-    stacked matrix.
-
-    AdamW trains embedding and lm_head, which are tables of vectors, and norms and biases.
-    """
+    stacked matrix. AdamW trains embedding and lm_head, which are tables of vectors, and norms and
+    biases."""
     heights_by_name: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
         heights_by_name[f"{name}.weight"] = tuple(linear.parts.values())
@@ -71,8 +65,8 @@ def orthogonalize(x_NK: Tensor) -> Tensor:
 
 
 class Muon:
-    """Muon over named float32 matrices. `rows[name]` are the heights of the matrices stacked in a
-    tensor, which may be sharded over `ranks`."""
+    """Muon over named float32 matrices, which may be sharded over `ranks`. `rows[name]` are the
+    heights of the matrices stacked in a tensor."""
 
     def __init__(
         self,

@@ -2,18 +2,18 @@
 gradients.
 
 AdamW (Loshchilov & Hutter 2019, algorithm 2), with g the clipped gradient:
+
     m <- b1 m + (1-b1) g        v <- b2 v + (1-b2) g^2        mh = m / (1-b1^t)        vh = v / (1-b2^t)
     p <- p - lr * wd * p - lr * mh / (sqrt(vh) + eps)
+
 Only matrices decay. With `optimizer: muon` the hidden matrices go to Muon (`trainer.muon`) and the
-rest stays here, at the same rate; `adamw8bit` keeps m and v in 8 bits (`trainer.adamw8bit`).
-Clipping scales all gradients by min(1, max_norm / norm), with norm the 2-norm over every parameter
-(Pascanu et al. 2013). On CUDA an AdamW update is one launch (`kernels.training.adamw`): clip,
-moments, weights and rounding.
+rest stays here; `adamw8bit` keeps m and v in 8 bits (`trainer.adamw8bit`). Clipping scales all
+gradients by min(1, max_norm / norm), with norm the 2-norm over every parameter. On CUDA an AdamW
+update is one launch (`kernels.training.adamw`).
 
 A bfloat16 parameter keeps 8 bits of mantissa and would lose an update of 1e-5 of its size. So it is
 the rounding of a float32 master, which also accumulates gradients. A sharded parameter's part
-(`parallel.sharding`) is the master, rounded when a pass reads it; only the norm and Muon need more
-than parts.
+(`parallel.sharding`) is the master, rounded when a pass reads it.
 
 A NaN in the moments would spread to every weight. So an update with a non-finite norm is refused,
 weights and moments stay bit for bit, and `refused_in_a_row` counts until an update succeeds.
@@ -91,10 +91,9 @@ def learning_rate(settings: OptimSettings, step: int) -> float:
     """Return the rate of training step `step`, counted from 0: stateless, so a resume needs no
     scheduler.
 
-    Warm-up is linear, (step + 1) / warmup_steps, and reaches the full rate at step warmup_steps -
-    1. From step warmup_steps on, lr = learning_rate * (min_lr_ratio + (1 - min_lr_ratio) *
-    decay(p)), where p = (step - warmup_steps) / (total_steps - warmup_steps), at most 1, and decay
-    is 1, 1 - p or (1 + cos(pi p)) / 2.
+    Warm-up is linear, (step + 1) / warmup_steps. From step warmup_steps on, lr = learning_rate *
+    (min_lr_ratio + (1 - min_lr_ratio) * decay(p)), where p = (step - warmup_steps) / (total_steps -
+    warmup_steps), at most 1, and decay is 1, 1 - p or (1 + cos(pi p)) / 2.
     """
     full_rate = settings.learning_rate
     warmup_steps = settings.warmup_steps
@@ -110,7 +109,7 @@ class Optimizer:
     applies them.
 
     `matrices` go to Muon if the settings say so, with the rows of each stacked matrix
-    (`muon.hidden_matrices`); AdamW has the rest. All `ranks` call `update` together.
+    (`muon.hidden_matrices`). All `ranks` call `update` together.
     """
 
     def __init__(
@@ -316,8 +315,7 @@ class Optimizer:
         return self._fused
 
     def _adamw_norm(self) -> float:
-        """Return the 2-norm of AdamW's last update without weight decay, from the moments, without
-        a copy."""
+        """Return the 2-norm of AdamW's last update without weight decay, from the moments."""
         if not self.others:
             return 0.0
         if self.in_8_bits:
@@ -462,11 +460,8 @@ def check_saved(
 
 def _make_master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tensor:
     """Return AdamW's float32 tensor: the parameter itself, or a master that a hook feeds with
-    gradients.
-
-    On CUDA the hook leaves the first gradient in `waiting`, in half of the memory; a second one
-    makes both float32.
-    """
+    gradients. On CUDA the hook leaves the first gradient in `waiting`, in half of the memory; a
+    second one makes both float32."""
     if param.dtype == torch.float32:
         return param
     master = param.detach().float().clone()

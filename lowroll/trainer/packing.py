@@ -5,12 +5,11 @@ decreasing: at most 11/9 of the optimal number of bins plus 6/9, Dosa 2007). Pos
 every sequence and `lengths` bounds its attention, so each computes the same as alone.
 
 For n ranks the number of micro-batches is a multiple of n, if there are enough sequences, and they
-have equal cost (multiplications of tokens and attention): the costliest remaining sequence goes to
-the cheapest micro-batch.
+have equal cost: the costliest remaining sequence goes to the cheapest micro-batch.
 
-The hidden state of the previous token predicts response token y_t, so entry n of every `_N` tensor
-is about one response token: `targets_N[n]` is y_t, `index_N[n]` the row of that hidden state, and
-log pi(y_t | x, y_<t) is entry n. A sequence's last token is not fed.
+The hidden state of the previous token predicts response token y_t: of entry n of every `_N` tensor,
+`targets_N[n]` is y_t, and `index_N[n]` the row of that hidden state. A sequence's last token is not
+fed.
 
 T: tokens fed to the model, N: response tokens, S: sequences of one micro-batch.
 """
@@ -131,10 +130,8 @@ class PackedBatch:
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
-    """Pack sequences of the given token counts into micro-batches of at most `capacity` tokens.
-
-    A longer sequence becomes its own micro-batch. ValueError for a capacity or a length below 1.
-    """
+    """Pack sequences of the given token counts into micro-batches of at most `capacity` tokens; a
+    longer one has its own. ValueError for a capacity or a length below 1."""
     if capacity < 1:
         raise ValueError(f"tokens_per_microbatch: must be at least 1, is {capacity}")
     bins: list[list[int]] = []
@@ -179,8 +176,8 @@ def balance(
 
 
 def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
-    """Return the multiplications of a sample's forward pass; backward takes about twice as many.
-    outputs: numbers computed from the hidden state before each response token."""
+    """Return the multiplications of a sample's forward pass. outputs: numbers computed from the
+    hidden state before each response token."""
     num_tokens = num_fed(sample)
     query_size = spec.num_heads * spec.head_dim
     key_size = spec.num_kv_heads * spec.head_dim
@@ -210,11 +207,9 @@ def pack(
     costs: Sequence[float] = (),
     parts: int = 1,
 ) -> list[list[int]]:
-    """Pack each portion by itself into micro-batches of sample indices.
-
-    With several `parts` (ranks) each portion fills a number of them proportional to its cost;
-    costs[i] is that of sample i, in any unit.
-    """
+    """Pack each portion by itself into micro-batches of sample indices. With several `parts`
+    (ranks) each portion fills a number of them proportional to its cost; costs[i] is that of sample
+    i."""
     portions = list(portions)
     total = sum(costs[i] for portion in portions for i in portion) if parts > 1 else 0.0
     packed = []
@@ -234,7 +229,7 @@ def pack(
 
 class MicrobatchSchedule:
     """Passes over samples: portions packed separately, dealt to ranks by cost, and gathered.
-    costs[i]: of sample i, in any unit."""
+    costs[i]: of sample i."""
 
     def __init__(
         self,
@@ -279,8 +274,8 @@ class MicrobatchSchedule:
 def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:
     """Split sample indices into at most `parts` minibatches of whole groups, in planned order.
 
-    `groups[i]` is the group of sample i. Sizes differ by at most one group; fewer groups than parts
-    give as many minibatches as groups. ValueError when parts < 1.
+    `groups[i]` is the group of sample i. Sizes differ by at most one group. ValueError when parts <
+    1.
     """
     if parts < 1:
         raise ValueError(f"minibatches: must be at least 1, is {parts}")

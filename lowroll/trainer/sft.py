@@ -5,8 +5,8 @@ whole batch, a step ascends the token mean of the log-likelihood
 
     J(theta) = 1/N sum over demonstrations sum_t log pi(y_t | x, y_<t),      sft/loss = -J, in nats a token
 
-This is the policy step with every advantage 1 and no ratio, on the same packing, log-prob function
-and optimizer. Each epoch has a fresh seeded order.
+on the packing, log-prob function and optimizer of the policy step. Each epoch has a fresh seeded
+order.
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ class SftSettings:
 
 class SftLearner:
     """A model that learns demonstrations, its optimizer, and its position in their order.
-
-    ValueError for demonstrations that the model cannot read.
-    """
+    ValueError for demonstrations that the model cannot read."""
 
     def __init__(
         self,
@@ -201,9 +199,7 @@ def demonstrations(
     envs: Sequence[tuple[Demonstrator, float]], count: int, seed: int = 0
 ) -> list[Demonstration]:
     """Return `count` gold answers of the train splits of weighted environments, at most one a task.
-
-    Tasks without an answer are skipped. ValueError names the environments if none has any.
-    """
+    Tasks without an answer are skipped. ValueError names the environments if none has any."""
     rng = random.Random(f"demonstrations/{seed}")
     examples: list[Demonstration] = []
     next_indices = [0] * len(envs)
@@ -231,10 +227,8 @@ def demonstrations(
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
     """Read demonstrations from a JSONL of {"messages": [{"role", "content"}, ...]}: one for each
-    assistant message.
-
-    ValueError names the file and line of the first row that does not end with the assistant.
-    """
+    assistant message. ValueError names the file and line of the first row that does not end with
+    the assistant."""
     if not path.is_file():
         raise ValueError(f"sft.data: {path}: no such file")
     examples = []

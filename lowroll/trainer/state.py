@@ -8,8 +8,8 @@
     state["last_step"]     the last batch consumed: an older one is refused
     state["uaq_scale"]     the scale that the weights carry (`model.scaling`): they are never scaled twice
 
-Learning rates depend on the step count alone, the learner draws no random numbers, and rollout
-noise is seeded per request: there is no scheduler or generator to save.
+There is no scheduler or generator to save: rates depend on the step count alone, and the learner
+draws no random numbers.
 """
 
 from __future__ import annotations

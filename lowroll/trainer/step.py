@@ -5,29 +5,27 @@ For each minibatch M of whole groups the learner ascends
     J(theta) = objective(learner, proximal, behavior, A) - kl_coef * KL(learner, reference)
 
 of the log-probs under the learner, the proximal policy (the learner before the batch), the behavior
-policy that the rollouts recorded, and the frozen reference; all at the sampling temperature. What
-differs from the textbook loop:
+policy that the rollouts recorded, and the frozen reference; all at the sampling temperature. Unlike
+in the textbook loop:
 
-1. Micro-batches are packed by tokens and add up to M exactly: denominators are the counts of M,
-   never of a micro-batch. The number of sequences counts every sample of M, masked or not.
-2. With one minibatch the proximal policy *is* the learner, detached: R = 1 exactly, and no extra
+1. Micro-batches are packed by tokens and add up to M exactly: denominators are the counts of M, whose
+   sequences are all samples of M, masked or not.
+2. With one minibatch the proximal policy *is* the learner, detached: R = 1 exactly, without an extra
    pass. With more, or with weights divided by their mean over the batch, one pass without gradient
-   records its log-probs for the whole batch before its first update. It uses the updates' packing
-   (`Minibatch.portions`), because a product with another number of rows rounds differently, which
-   in bfloat16 leaves narrow bands. So R = 1 bit for bit until the weights change. Reference and
-   teacher read the same micro-batches.
-3. A sequence whose advantage is 0 has no gradient unless there is a KL term (or one in the
-   objective), so it is run forward only, for the statistics.
-4. With a critic (PPO) tokens have advantages from the critic's values before the first update;
-   while the critic warms up, the policy is not updated.
-5. With `replay_kv` the learner attends to what each sample's cache held (`model.replay`).
-   Reference, teacher and critic stay dense.
+   records its log-probs before the first update. It uses the updates' packing
+   (`Minibatch.portions`), because a product with another number of rows rounds differently, which in
+   bfloat16 leaves narrow bands. So R = 1 bit for bit until the weights change. Reference and teacher
+   read the same micro-batches.
+3. A sequence whose advantage is 0 is run forward only, for the statistics, unless there is a KL term
+   (or one in the objective).
+4. With a critic (PPO) tokens have advantages from the critic's values before the first update; while
+   the critic warms up, the policy is not updated.
+5. With `replay_kv` the learner attends to what each sample's cache held (`model.replay`). Reference,
+   teacher and critic stay dense.
 6. The KL term omits tokens that the objective rejects for their mismatch; denominators count them.
 7. A non-finite objective or gradient norm leaves weights and moments as they are and counts as
    skipped; the third in a row raises TrainingDiverged.
-8. An aligned learner quantizes its weights once an update, right after it.
-9. Statistics are computed on the host from copied log-probs, while the device computes the
-   gradient.
+8. Statistics are computed on the host from copied log-probs, while the device computes the gradient.
 
 T: tokens fed, N: response tokens.
 """
@@ -81,7 +79,7 @@ NO_UPDATE = {
 
 class TrainingDiverged(RunFailed):
     """A non-finite objective or gradient in MAX_REFUSALS updates in a row. The weights are those
-    before them."""
+    before."""
 
 
 @dataclass(frozen=True)
@@ -160,9 +158,8 @@ class PackedForward:
         objective: Callable[[PackedBatch, Tensor], Tensor] | None = None,
     ) -> PassOutput:
         """Run samples, each portion packed by itself. With `objective(packed, learner_N)`, a
-        micro-batch's share of J, accumulate the gradient of -J; without, keep nothing for a
-        backward pass, with bitwise the same log-probs. Each rank runs its share and gets all
-        results; the gradient stays its own."""
+        micro-batch's share of J, accumulate the gradient of -J; without, the log-probs are bitwise
+        the same. Each rank runs its share and gets all results; the gradient stays its own."""
         costs = [
             cost(sample, self.model.spec, self.model.spec.vocab_size) for sample in self.samples
         ]
@@ -270,10 +267,10 @@ def learn(
 ) -> dict[str, float]:
     """Update the model from a batch and return its metrics (names as in `lowroll.metrics.names`).
 
-    `reference` is the frozen model of the KL term; None with LoRA means the adapter off. With a
-    `critic`, which is updated too, rewards become token advantages; without, samples bring their
-    own. `teacher` is the frozen model of AIPO's teacher_tau. `on_update(done, total)` is called
-    after each update. Raises ValueError, before anything changes, for an unusable batch, and
+    `reference` is the frozen model of the KL term; None with LoRA means the adapter off. A `critic`
+    is updated too, and turns rewards into token advantages; without, samples bring their own.
+    `teacher` is the frozen model of AIPO's teacher_tau. `on_update(done, total)` is called after
+    each update. Raises ValueError, before anything changes, for an unusable batch, and
     TrainingDiverged.
     """
     samples = batch.samples
@@ -369,8 +366,7 @@ def _check_inputs(
 
 
 def _check_replay(samples: Sequence[Sample], model: Transformer) -> None:
-    """Raise ValueError for a sample with a bounded cache and no valid record of its dropped
-    keys."""
+    """Raise ValueError for a bounded cache without a valid record of its dropped keys."""
     spec = model.spec
     for i, sample in enumerate(samples):
         evictions, behavior_tag = sample.rollout.evictions, sample.rollout.behavior
@@ -430,9 +426,8 @@ def _anchors(
 def _mismatch_metrics(
     batch: Batch, active: Sequence[int], learner: PerToken, settings: LearnSettings
 ) -> dict[str, float]:
-    """Return the mismatch between sampler and learner, and what it rejects where the sampler's
-    cache is not exact; nothing without samples. With the learner's version from the orchestrator,
-    also the tokens' staleness."""
+    """Return the mismatch between sampler and learner, what it rejects where the sampler's cache is
+    not exact, and the staleness of tokens where the orchestrator gave the learner's version."""
     if not active:
         return {}
     packed = collate(batch.samples, active)
@@ -571,8 +566,7 @@ def _accumulate(
 
 
 def _merge_records(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Merge the statistics of a step's updates: extremes of extremes, sums of counts, means of the
-    rest."""
+    """Merge the statistics of a step's updates: extremes, sums of counts, means of the rest."""
     merged: dict[str, float] = {}
     for name in dict.fromkeys(chain.from_iterable(records)):
         values = [record[name] for record in records if name in record]

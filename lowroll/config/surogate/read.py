@@ -2,23 +2,18 @@
 
     lowroll grpo --train train.yaml --infer infer.yaml --orch orch.yaml      (or one file with the three sections)
 
-Differences and choices:
-1. Missing keys have their documented defaults, except that checkpoints are made (every 50 steps),
-   that max_steps is 100 when neither file bounds the run, and that AdamW's moments are in 8 bits
-   only where the file says so (they need the extra `bnb`). The default of rollouts_per_example, 1,
-   is refused: one rollout has no group. `table.py` has every key.
-2. Without `launcher=local` the three processes are one, on policy (async level 0, which every
-   `max_async_level` allows): hosts, ports and transports have no effect; `notes` names those that
-   were written. Rollouts come from lowroll's own engine, or with the override `rollout.engine=vllm`
-   from vLLM, which uses the keys of infer.yaml and a `client.base_url` other than the document's
-   default (a running server).
-3. The token loss is `correction: aipo` on grpo_no_std advantages, averaged over the tokens of the
-   batch: the same coefficients, token, geometric and sequence masks and denominator.
-4. An enabled `noise_scheduler` is our `noise` section, exponential, in its program's variant and
-   with clean norms for the learner.
-5. Rollouts use the learner's own weights, as in the document; `rollout.weights=int8` is one
-   override away (overrides use the names of `lowroll/config/schema.py`). A number that several
-   files repeat must be the same in all of them.
+1. Missing keys have their documented defaults, except that checkpoints are made (every 50 steps), that max_steps is
+   100 when neither file bounds the run, and that AdamW's moments are in 8 bits only where the file says so (they need
+   the extra `bnb`). The default of rollouts_per_example, 1, is refused: one rollout has no group. `table.py` has every
+   key.
+2. Without `launcher=local` the three processes are one, on policy: hosts, ports and transports have no effect; `notes`
+   names those that were written. With the override `rollout.engine=vllm` rollouts come from vLLM, which uses the keys
+   of infer.yaml and a `client.base_url` other than the document's default (a running server).
+3. The token loss is `correction: aipo` on grpo_no_std advantages, averaged over the tokens of the batch.
+4. An enabled `noise_scheduler` is our `noise` section, exponential, in its program's variant and with clean norms for
+   the learner.
+5. Rollouts use the learner's own weights; `rollout.weights=int8` is one override away (overrides use the names of
+   `lowroll/config/schema.py`). A number that several files repeat must be the same in all of them.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     lowroll orchestrate orch.yaml  the whole run but for the learner's own keys
     lowroll train train.yaml       the learner's keys; the rest is what the orchestrator was given
 
-A trainer needs the batch, the environments' names, the sampler, checkpoints and the run's seed,
-which are orch.yaml's. So the orchestrator stores its file and overrides at
+A trainer needs keys of orch.yaml. So the orchestrator stores its file and overrides at
 RUN/orchestrator/given.yaml (`RunConfig.given`), and the trainer finds RUN by it: train.yaml's
 `output_dir` is RUN, or holds it as its only `run_*` folder. Both files then give the settings of
 `lowroll grpo --train ... --orch ...`, with the same checks.
@@ -45,9 +44,8 @@ class NotThereYet(ConfigError):
 def load_role(role: Role, path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
     """Load a role's settings from one file.
 
-    Raises ConfigError under the same conditions as `load`. A trainer that has train.yaml alone
-    needs the settings that the orchestrator stores when it begins; until then this raises
-    NotThereYet, and the caller tries again.
+    Raises ConfigError under the same conditions as `load`, and NotThereYet for a trainer with
+    train.yaml alone while the orchestrator has not stored the settings that it needs.
     """
     document = read(path)
     if {"orch", "infer"} & document.value.keys():
