@@ -47,8 +47,6 @@ NO_VARIANCE = 1e-12  # of returns: the rounding of equal ones
 
 @dataclass(frozen=True)
 class CriticSettings:
-    """Settings of GAE and the critic's loss."""
-
     gamma: float = 1.0  # discount a token
     lam: float = 1.0  # of GAE: 1 trusts the rewards, 0 the values
     whiten: bool = True
@@ -118,10 +116,17 @@ class Critic:
         masks = [samples[i].loss_mask for i in indices]
         advantages, returns = [], []
         for i, token_values, mask in zip(indices, sample_values, masks, strict=True):
-            _check_judged(i, samples[i], token_values)
-            rewards = place(samples[i].reward, mask)
+            reward = _reward(i, samples[i])
+            if not all(map(math.isfinite, token_values)):
+                raise RunFailed(
+                    f"critic: a value of sample {i} ({samples[i].prompt.id}) is not finite"
+                )
             A, G = gae(
-                rewards, token_values, mask, gamma=self.settings.gamma, lam=self.settings.lam
+                place(reward, mask),
+                token_values,
+                mask,
+                gamma=self.settings.gamma,
+                lam=self.settings.lam,
             )
             advantages.append(A)
             returns.append(G)
@@ -216,14 +221,12 @@ class Critic:
         return walk.gathered(values)[0]
 
 
-def _check_judged(i: int, sample: Sample, values: Sequence[float]) -> None:
-    """Raise ValueError for a sample without a reward, RunFailed for a non-finite value."""
+def _reward(i: int, sample: Sample) -> float:
     if sample.reward is None:
         raise ValueError(
             f"sample {i} ({sample.prompt.id}): reward: it is to be learned from and has none"
         )
-    if not all(map(math.isfinite, values)):
-        raise RunFailed(f"critic: a value of sample {i} ({sample.prompt.id}) is not finite")
+    return sample.reward
 
 
 def explained_variance(
