@@ -294,7 +294,6 @@ def known_collapse(correction: str, rollouts: Rollouts) -> Collapse | None:
 
 
 def rollouts_of(cfg: RunSettings) -> Rollouts:
-    """Return the properties of a run's rollouts."""
     rollout = cfg.rollout
     neutral_values = {
         "top_p": 1.0,

@@ -119,7 +119,6 @@ def _sort_key(line: str) -> tuple[str, int, str]:
 
 
 def _problem_lines(model: type[BaseModel], document: Document, details: ErrorDetails) -> list[str]:
-    """Return the lines that report one error of pydantic."""
     loc: Path = tuple(details["loc"])
     if details["type"] == "combination":
         return [_format_problem(document, *problem) for problem in details["ctx"]["problems"]]
@@ -165,7 +164,6 @@ def _format_problem(document: Document, paths: tuple[Path, ...], message: str) -
 
 
 def _error_text(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
-    """Return the message for an error of pydantic, in the words of a configuration."""
     error_type = details["type"]
     context = details.get("ctx", {})
     value = details.get("input")
@@ -221,7 +219,6 @@ _BOUND_SIGNS = {
 
 
 def _describe_value(value: Any) -> str:
-    """Return a value as an error shows it, shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict):
@@ -232,7 +229,6 @@ def _describe_value(value: Any) -> str:
 
 
 def _is_number(text: str) -> bool:
-    """Return whether a text reads as a number."""
     try:
         float(text)
     except ValueError:

@@ -80,7 +80,6 @@ def _correction_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _warmup_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield warm-ups that are longer than their run."""
     for section, warmup_steps, steps_key, num_steps in (
         ("train", cfg.train.warmup_steps, "max_steps", cfg.train.max_steps),
         ("sft", cfg.sft.warmup_steps, "steps", cfg.sft.steps),
@@ -129,7 +128,6 @@ def _stage_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _length_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield limits on tokens that cannot hold a prompt and its response."""
     rollout, dapo = cfg.rollout, cfg.dapo
     if rollout.min_tokens > rollout.max_tokens:
         yield (

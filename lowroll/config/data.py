@@ -166,12 +166,10 @@ class DataConfig(Section):
 
 
 def _as_data_section(value: Any) -> Any:
-    """Wrap a bare path in a `data` section."""
     return {"path": value} if isinstance(value, str) else value
 
 
 def _as_name_list(value: Any) -> Any:
-    """Wrap a single name in a list."""
     return [value] if isinstance(value, str) else value
 
 

@@ -186,7 +186,6 @@ def resolve_plain(text: str) -> Any:
 
 
 def clip(text: str) -> str:
-    """Return the text, or its first 60 characters."""
     if len(text) <= 60:
         return text
     return text[:60] + "..."

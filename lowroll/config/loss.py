@@ -115,7 +115,6 @@ class LossConfig(Section):
 
 
 def own_sections() -> list[str]:
-    """Return the corrections with a section under `loss`."""
     return [name for name in CORRECTIONS if name in LossConfig.model_fields]
 
 
@@ -126,7 +125,6 @@ def without_dual_clip(algorithm: str, correction: str) -> str:
 
 
 def loss_problems(algorithm: str, correction: str, loss: LossConfig) -> Iterator[Problem]:
-    """Yield settings of the objective that cannot work together."""
     if correction not in ("none", *forms(algorithm)):
         yield (
             (("correction",), ("algorithm",)),

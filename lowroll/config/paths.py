@@ -86,7 +86,6 @@ def _search_folders(document: Document, path: Path) -> list[FilePath]:
 
 
 def _find_existing(text: str, folders: list[FilePath]) -> str | None:
-    """Return the first existing path of a text among the folders, or None."""
     return next((str(folder / text) for folder in folders if _exists(folder / text)), None)
 
 
@@ -136,7 +135,6 @@ def _exists(path: FilePath) -> bool:
 
 
 def _text_paths(value: Any, path: Path) -> Iterator[Path]:
-    """Yield the paths of all texts in a tree."""
     if isinstance(value, str):
         yield path
     elif isinstance(value, dict | list):
@@ -146,7 +144,6 @@ def _text_paths(value: Any, path: Path) -> Iterator[Path]:
 
 
 def _value_at(value: Any, path: Path) -> Any:
-    """Return the value at a path, or None."""
     for part in path:
         if isinstance(value, dict):
             value = value.get(part)

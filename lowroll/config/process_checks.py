@@ -10,7 +10,6 @@ from lowroll.config.section import Problem
 
 
 def role_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield settings of the roles that cannot work together."""
     asynchrony = cfg.asynchrony
     if asynchrony.max_off_policy_steps < asynchrony.max_async_level:
         yield (
@@ -53,7 +52,6 @@ def role_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _ray_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield the settings that roles on several machines do not support."""
     if cfg.launcher != "ray" or cfg.ray.address is None:
         return
     if cfg.weight_broadcast.type == "cuda_ipc":

@@ -99,7 +99,6 @@ def _key_path(key: str) -> Path:
 
 
 def _is_present(value: Any, path: Path) -> bool:
-    """Return whether the tree has a value at a path."""
     for part in path:
         if not isinstance(value, dict) or part not in value:
             return False

@@ -32,8 +32,6 @@ InFlight = Literal["keep", "replay"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The features that an engine supports."""
-
     context_length: int  # longest prompt with its response, in tokens
     updates: frozenset[Kind]  # kinds of weight update that it takes as a stream
     updates_in_flight: bool  # takes new weights while requests run
@@ -55,8 +53,6 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """The figures of an engine for a report."""
-
     weights: str  # format of the linear weights
     weight_bits: float  # bits of one weight, with the scales of its group
     cache_tokens: int  # capacity of the KV cache

@@ -136,7 +136,6 @@ def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]])
 
 
 def _common_prefix_len(seen: Many[int], now: Many[int]) -> int:
-    """Return how many tokens the two lists have in common from the beginning."""
     max_len = min(len(seen), len(now))
     if seen[:max_len] == now[:max_len]:
         return max_len
@@ -152,7 +151,6 @@ def _bitmask(ids: Iterable[int], width: int) -> bytes:
 
 
 def _first_line(error: str) -> str:
-    """Return the first line of a grammar error that has text."""
     line = next(
         (raw_line.strip() for raw_line in error.splitlines() if raw_line.strip()), "not a grammar"
     )

@@ -519,7 +519,6 @@ class NativeEngine:
         return self.behavior
 
     def _check_replays(self) -> None:
-        """Raise ValueError when this engine cannot replay."""
         if not self.capabilities.replays:
             lacking = (
                 f"cache policy is {self.kv.name!r}"
@@ -576,7 +575,6 @@ class NativeEngine:
     def _own_format(
         self, model: Transformer | str | Path, dtype: torch.dtype | None, device: torch.device
     ) -> str:
-        """Return the model's own low-bit format, or the default one."""
         if isinstance(model, Transformer):
             return model.weight_format or DEFAULT
         assert self.folder is not None
@@ -607,7 +605,6 @@ class NativeEngine:
             raise ValueError(f"{where}{error}") from None
 
     def _eos_ids(self) -> set[int]:
-        """Return the end-of-sequence ids of the model and of its tokenizer."""
         ids = set(self.spec.eos_ids)
         if self._has_tokenizer:
             if self._tokenizer is None and self.folder:
@@ -640,7 +637,6 @@ class NativeEngine:
         lookahead: int | None,
         gather: int | None,
     ) -> Scheduler:
-        """Return a scheduler with the engine's options."""
         decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
         return Scheduler(
             self.pool,

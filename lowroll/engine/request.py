@@ -131,7 +131,6 @@ def _check_cache_size(request: Request, cache_tokens: int, kv: CachePolicy, page
 
 
 def _describe_length(request: Request) -> str:
-    """Return the beginning of an error about the request's length."""
     return f"max_tokens: {len(request.prompt_ids)} prompt tokens + max_tokens {request.max_tokens}"
 
 
@@ -217,7 +216,6 @@ def _check_range(name: str, value: float, low: float, high: float, hint: str = "
 
 
 def _show(value: Any) -> str:
-    """Return the value's repr, shortened."""
     # repr refuses integers of thousands of digits
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"

@@ -243,7 +243,6 @@ def require_finite(logprobs: Collection[float]) -> None:
 def _apply_repetition_penalty(
     logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]
 ) -> Tensor:
-    """Return logits after the repetition penalty on ids seen in prompt or response."""
     rows = [row for row, s in enumerate(sequences) if s.request.repetition_penalty != 1]
     if not rows:
         return logits_BV

@@ -39,7 +39,6 @@ def draw_of(sequences: Collection[Sequence | DrawnPosition]) -> DrawMode:
 
 
 def _sequence_draw_mode(s: Sequence | DrawnPosition) -> DrawMode:
-    """Return the work that one sequence's draw needs."""
     if s.request.repetition_penalty != 1 or s.banned_ids():
         return DrawMode.MARKED
     return DrawMode.FILTERED if is_filtered(s) else DrawMode.PLAIN
@@ -102,7 +101,6 @@ class SamplingState:
                 self._marked[s.slot] = s, len(s.token_ids) + min(steps, s.until - s.position)
 
     def _upload(self, sequences: list[Sequence], size: int) -> None:
-        """Copy the settings of these rows, padded to `size`, to the device."""
         num_rows = len(sequences)
         filters = filters_of(sequences, self.vocab_size)
         settings = torch.zeros(5, size, dtype=torch.int64)

@@ -189,7 +189,6 @@ class Scheduler:
         return group.handle
 
     def _enqueue(self, group: LiveGroup, drafts: list[list[int]]) -> None:
-        """Open a group and let its samples wait for admission."""
         begin(group, drafts)
         self._groups[group.handle] = group
         self._waiting.append(group)
@@ -487,11 +486,9 @@ class Scheduler:
             group.compacted_pages = []
 
     def _available(self) -> int:
-        """Return the pages that are free and not reserved."""
         return self.pool.num_free - self.reserved_pages
 
     def _reserve(self, sequence: Sequence, pages: int) -> None:
-        """Set the number of pages that are reserved for a sample."""
         assert pages >= 0, "a sample needs more pages than its worst case"
         self.reserved_pages += pages - sequence.reserved_pages
         sequence.reserved_pages = pages

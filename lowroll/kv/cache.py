@@ -84,7 +84,6 @@ class KVCache:
         return False
 
     def _all(self) -> list[Tensor]:
-        """Return the buffers of all layers that have keys, and of all columns."""
         return [buffer for column in self.buffers for buffer in column if len(buffer)]
 
     @property

@@ -75,7 +75,6 @@ class Float8Cache(KVCache):
         return self._decode(layer, Codes(*stored))
 
     def _decode(self, layer: int, codes: Codes) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that these codes stand for."""
         k_TGd = decode_keys(
             codes.keys_TGd, codes.fine_TGF, codes.scales_TG2, self.channels_LGF[layer], self.dtype
         )

@@ -136,7 +136,6 @@ class PagePool:
         self._key_of.clear()
 
     def _forget(self, page: int) -> None:
-        """Remove a page's key from the prefix cache."""
         del self._page_of[self._key_of.pop(page)]
 
 

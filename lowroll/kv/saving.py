@@ -67,5 +67,4 @@ def saving(kv: CachePolicy, lengths: Iterable[tuple[int, int]]) -> dict[str, flo
 
 
 def _saved_share(held: int, dense: int) -> float:
-    """Return the share of the dense cache's tokens that is saved."""
     return (dense - held) / dense if dense else 0.0

@@ -158,12 +158,10 @@ def virtual_memory_works(device: torch.device) -> bool:
 
 @cache
 def _driver() -> Any:
-    """Return CUDA's driver library."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def _call(name: str, *args: Any) -> None:
-    """Call a function of CUDA's driver. RuntimeError when it fails."""
     error_code = getattr(_driver(), name)(*args)
     if error_code:
         error_name = ctypes.c_char_p()

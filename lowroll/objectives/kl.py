@@ -25,12 +25,10 @@ from lowroll.objectives.surrogate import LOG_RATIO_LIMIT, as_floats, flatten
 
 
 def k1(d: Tensor) -> Tensor:
-    """Return d."""
     return d
 
 
 def k2(d: Tensor) -> Tensor:
-    """Return d^2 / 2."""
     return d.square() / 2
 
 

@@ -211,7 +211,6 @@ class RankGroup(Ranks):
         return [dict(zip(sizes, row.split(list(sizes.values())), strict=True)) for row in flat]
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Sum the gradients in flat buckets."""
         if self.device.type == "cuda":
             self.meet("the gradients")  # NCCL's errors name no rank
         for bucket in gradient_buckets(gradients):
@@ -314,7 +313,6 @@ class RankGroup(Ranks):
 
 
 def gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the gradients in order, up to BUCKET entries together."""
     bucket: list[Tensor] = []
     entries = 0
     for gradient in gradients:
@@ -347,7 +345,6 @@ def _has_torchrun_store() -> bool:
 
 
 def _accepts_connections(host: str, port: int) -> bool:
-    """Return whether something listens at this address."""
     try:
         socket.create_connection((host, port), timeout=1.0).close()
     except OSError:

@@ -262,12 +262,10 @@ def _set_weight(linear: Linear, weight: QTensor | nn.Parameter) -> None:
 
 
 def _learns(module: nn.Module) -> bool:
-    """Return whether the module has a trained sharded parameter."""
     return any(p.requires_grad and isinstance(p, DTensor) for p in module.parameters())
 
 
 def _check_not_low_bit(model: Transformer) -> None:
-    """Raise ValueError for low-bit weights, which cannot be sharded."""
     for name, linear in model.linears():
         weight = linear.weight
         if not isinstance(weight, QTensor):

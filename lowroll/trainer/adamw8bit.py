@@ -93,14 +93,12 @@ def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
 
 
 def _block_counts(p: Tensor, shards: int) -> list[int]:
-    """Return the number of blocks of each part."""
     width = p.numel() // max(1, len(p))
     part_ranges = (rows_of(rank, shards, len(p)) for rank in range(shards))
     return [-(-(part_rows.stop - part_rows.start) * width // BLOCK) for part_rows in part_ranges]
 
 
 def _ends_with_blocks(p: Tensor, shards: int) -> bool:
-    """Return whether every part but the last ends at a block's end."""
     num_entries = rows_of(0, shards, len(p)).stop * (p.numel() // max(1, len(p)))
     return num_entries % BLOCK == 0 or num_entries == p.numel()
 

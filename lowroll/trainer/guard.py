@@ -180,13 +180,11 @@ class Guard:
         return {name: getattr(self, name) for name in STATE}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`. ValueError when a piece is missing."""
         check_pieces("guard state", state, self.state())
         for name in state:
             setattr(self, name, state[name])
 
     def _alarms(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Return a step's alarms and their texts."""
         settings = self.settings
         alarms: dict[str, str] = {}
         nonfinite = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
@@ -241,7 +239,6 @@ class Guard:
         self.num_seen, self.average, self.baseline = 0, 0.0, 0.0
 
     def _act(self) -> list[str]:
-        """Take the setting's action; returns the messages."""
         if self.settings.action == "tighten":
             if self.tightened == MAX_TIGHTENED:
                 return [f"tightened {MAX_TIGHTENED} times already: the bounds stay"]

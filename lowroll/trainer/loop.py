@@ -63,7 +63,6 @@ class Trainer:
         self.last_step: int | None = None
 
     def receive(self) -> Batch:
-        """Return the next batch. ValueError for one already learned from."""
         batch = self.channel.receive(self.deadline_s)
         if self.last_step is not None and batch.step <= self.last_step:
             raise ValueError(
@@ -121,7 +120,6 @@ class Trainer:
         self.version, self.last_step = state["version"], state["last_step"]
 
     def _learn(self, batch: Batch) -> dict[str, float]:
-        """Learn from a batch, and save it if an update was not finite."""
         try:
             metrics = learn(
                 self.model,
@@ -141,11 +139,9 @@ class Trainer:
         return metrics
 
     def _tell(self, phase: str, done: int, total: int) -> None:
-        """Report progress to `on_phase`."""
         if self.on_phase is not None:
             self.on_phase(phase, done, total)
 
     def _keep(self, batch: Batch) -> None:
-        """Save a batch with a non-finite update."""
         if self.save_offending is not None:
             self.save_offending(batch)

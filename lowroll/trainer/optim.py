@@ -248,7 +248,6 @@ class Optimizer:
         return torch.where(is_sharded_P.to(norms_P.device), whole_norms_P, norms_P)
 
     def _own(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return the gradients of AdamW's parameters."""
         return [g for name, g in zip(self.masters, gradients, strict=True) if name in self.others]
 
     def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:
@@ -283,7 +282,6 @@ class Optimizer:
         return math.hypot(self._total(moved).sqrt().item(), self._adamw_norm())
 
     def _total(self, squares: Tensor) -> Tensor:
-        """Sum a squared norm over the ranks, if this one has shards."""
         return self.ranks.total(squares) if self.parts else squares
 
     def _fuses(self) -> bool:
@@ -295,7 +293,6 @@ class Optimizer:
         )
 
     def _fused_adamw(self) -> Tensors:
-        """Return AdamW's tensors for one launch."""
         groups = {id(m): group for group in self.adamw.param_groups for m in group["params"]}
         if self._fused is None:
             for m in self.others.values():
@@ -409,7 +406,6 @@ class Optimizer:
                 self._revive(name, master, saved, shards)
 
     def _revive(self, name: str, master: Tensor, saved: dict[str, Tensor], shards: int) -> None:
-        """Restore a parameter's moments, saved by so many shards."""
         p = self.params[name]
         local_moments = {}
         for kind, whole in saved.items():

@@ -35,7 +35,6 @@ class Probe:
 
     @property
     def spread(self) -> dict[str, float]:
-        """`spread/*` of the log-ratio."""
         packed = self.packed
         return spread(
             learner=self.learner_N,

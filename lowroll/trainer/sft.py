@@ -63,8 +63,6 @@ class Demonstrator(Protocol):
 
 @dataclass(frozen=True)
 class SftSettings:
-    """Settings of the warm start."""
-
     batch_size: int  # demonstrations an update
     optim: OptimSettings = field(default_factory=OptimSettings)
     tokens_per_microbatch: int = 8192

@@ -90,7 +90,6 @@ def restore_weights(
 def _check_saved(
     model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, Any], ranks: Ranks
 ) -> None:
-    """Raise ValueError unless the saved weights fit the model."""
     if state.get("uaq_scale") != scaling.applied(model):
         raise ValueError(
             f"model state: uaq_scale: the saved weights carry {state.get('uaq_scale')}, and the "

@@ -197,7 +197,6 @@ class PackedForward:
         return PassOutput(*walk.gathered(*values_by_kind))
 
     def _temperature(self, index: int) -> float:
-        """Return a sample's sampling temperature."""
         sample_temperature = self.samples[index].temperature
         return self.temperature if sample_temperature is None else sample_temperature
 
@@ -247,7 +246,6 @@ class FixedPolicyLogProbs:
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Record an event on the device's stream; None on the CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -334,7 +332,6 @@ def _check_inputs(
     reference: Transformer | None,
     teacher: Transformer | None,
 ) -> None:
-    """Raise ValueError for a batch that cannot be learned from, or a missing model."""
     samples = batch.samples
     check(samples, model.spec.vocab_size, model.spec.max_position)
     if settings.replay_kv:
@@ -458,7 +455,6 @@ def _mismatch_metrics(
 def _refuse_divergence(
     step: int, record: Mapping[str, float], optimizer: Optimizer, critic: Critic | None
 ) -> None:
-    """Raise TrainingDiverged after MAX_REFUSALS refused updates in a row."""
     if optimizer.refused_in_a_row >= MAX_REFUSALS:
         raise TrainingDiverged(
             f"step {step}: objective {record['policy/objective']}, gradient norm "

@@ -140,12 +140,10 @@ def _given(orch: Document, cfg: RunConfig, overrides: list[tuple[str, Any]]) -> 
 
 
 def _as_sections(value: Any) -> list[dict[str, Any]]:
-    """Return the sections of a list, or of a single section."""
     return value if isinstance(value, list) else [value]
 
 
 def _put_environments(sections: list[dict[str, Any]], envs: tuple[EnvConfig, ...]) -> None:
-    """Write resolved environments into their sections."""
     for section, env in zip(sections, envs, strict=False):  # overrides may add some
         section |= {"id": env.id, "args": env.args}
 

@@ -140,7 +140,6 @@ def _lengths(files: Files) -> Iterator[Setting]:
 
 
 def _steps(files: Files) -> Setting:
-    """Return the run's number of steps, 100 when no file bounds it."""
     for file in (files["orch"], files["train"]):
         if file["max_steps"] not in (None, -1):
             return Setting("train.max_steps", file["max_steps"], file.mark("max_steps"))

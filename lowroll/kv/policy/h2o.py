@@ -35,8 +35,6 @@ from lowroll.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class H2O(Bounded):
-    """The H2O policy."""
-
     name = "h2o"
     window = sys.maxsize
 

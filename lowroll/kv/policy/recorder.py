@@ -143,7 +143,6 @@ class CompactionRecorder:
         self._untold.append(partial(self._compact, tuple(rows), gone_LBGE))
 
     def _begin(self, slots: Sequence[int]) -> None:
-        """Drop the histories of these slots."""
         for slot in slots:
             self._histories.pop(slot, None)
 

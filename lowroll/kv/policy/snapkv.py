@@ -113,7 +113,6 @@ class AttentionSelector(Selector):
         return torch.cat(kept_parts, 1)
 
     def _compact_layer(self, layer: int, rows: DecodeRows, kept: int) -> Tensor:
-        """Return the kept keys of one layer, scored in plain torch: [B, G, K]."""
         kept_parts = []
         numbers_per_page = self.cache.page_size * self.ring_LSAHd[0, 0].numel()
         for portion in _portions(rows, numbers_per_page):

@@ -49,7 +49,6 @@ class Option(Generic[T]):
 
     @property
     def _range(self) -> str:
-        """Return the bounds as text."""
         return (
             f"at least {self.least:g}"
             if self.most == math.inf
@@ -129,7 +128,6 @@ def problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]
 
 
 def _unknown_option_reason(name: str) -> str:
-    """Return the error text for an option that the policy does not have."""
     names = ", ".join(POLICIES[name].options)
     return f"has no such option; its options: {names}" if names else "has no options"
 
