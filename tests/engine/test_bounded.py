@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,29 +20,18 @@ from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.masters import nudge
 from tests.fixtures.policies import (
+    POLICIES,
     Bounded,
     ChosenH2O,
-    ChosenRKV,
-    ChosenSnapKV,
     ChosenStreaming,
+    Kind,
     Liked,
     Parity,
     Recent,
     check_group,
+    rkv,
+    snapkv,
 )
-
-Kind = Callable[[int, int], Bounded]  # of budget and buffer
-
-
-def snapkv(budget: int, buffer: int) -> ChosenSnapKV:
-    return ChosenSnapKV(budget, buffer, window=3, kernel=3)
-
-
-def rkv(budget: int, buffer: int) -> ChosenRKV:
-    return ChosenRKV(budget, buffer, window=3, kernel=3)
-
-
-POLICIES: list[Kind] = [Recent, Parity, Liked, ChosenStreaming, ChosenH2O, snapkv, rkv]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from lowroll.kv.pages import PagePool
 from lowroll.kv.policy.base import CachePolicy, footprint, prompt_slot
 from lowroll.types import Group, Request
 from tests.fixtures.policies import Parity, Recent
-from tests.fixtures.scheduling import EOS, FakeRunner, Life, check_invariants, tag
+from tests.fixtures.scheduling import EOS, FakeRunner, Life, check_invariants, commit_all, tag
 
 
 def make(kv: CachePolicy, num_pages: int = 32, page_size: int = 4, **knobs):
@@ -20,11 +20,6 @@ def make(kv: CachePolicy, num_pages: int = 32, page_size: int = 4, **knobs):
     defaults = {"behavior": tag(), "max_batch": 8, "max_prefill_tokens": 64, "eos_ids": [EOS]}
     scheduler = Scheduler(pool, kv=kv, **(defaults | knobs))
     return scheduler, FakeRunner(pool, scheduler)
-
-
-def commit_all(scheduler: Scheduler, samples: list[tuple]) -> None:
-    for sequence, tokens in samples:
-        scheduler.commit_run(sequence, tokens, [-0.25] * len(tokens))
 
 
 def step(scheduler: Scheduler, runner: FakeRunner):

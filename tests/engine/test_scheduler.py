@@ -23,6 +23,7 @@ from tests.fixtures.scheduling import (
     FakeRunner,
     Life,
     check_invariants,
+    commit_all,
     expected,
     letters,
     tag,
@@ -38,11 +39,6 @@ def run_all(scheduler: Scheduler, runner: FakeRunner, limit: int = 5000) -> dict
         check_invariants(scheduler)
         done |= scheduler.finished()
     raise AssertionError("the scheduler did not finish")
-
-
-def commit_all(scheduler: Scheduler, samples: list[tuple]) -> None:
-    for sequence, tokens in samples:
-        scheduler.commit_run(sequence, tokens, [-0.25] * len(tokens))
 
 
 def make(num_pages=16, page_size=4, turn_caching=False, **knobs) -> tuple[Scheduler, FakeRunner]:

@@ -3,7 +3,6 @@ policy, with shared prompts, chunks, updates in flight. What it costs, and what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,31 +23,16 @@ from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.masters import nudge
 from tests.fixtures.policies import (
-    Bounded,
-    ChosenH2O,
-    ChosenRKV,
-    ChosenSnapKV,
+    POLICIES,
     ChosenStreaming,
-    Liked,
-    Parity,
-    Recent,
+    Kind,
     Rounded,
     check_group,
+    rkv,
+    snapkv,
 )
 from tests.fixtures.tiny import hf_folder
 
-Kind = Callable[[int, int], Bounded]
-
-
-def snapkv(budget: int, buffer: int) -> ChosenSnapKV:
-    return ChosenSnapKV(budget, buffer, window=3, kernel=3)
-
-
-def rkv(budget: int, buffer: int) -> ChosenRKV:
-    return ChosenRKV(budget, buffer, window=3, kernel=3)
-
-
-POLICIES: list[Kind] = [Recent, Parity, Liked, ChosenStreaming, ChosenH2O, snapkv, rkv]
 STEM = prompt(21, 1)
 REQUESTS = [
     Request(STEM + prompt(4, 2), n=8, max_tokens=30, seed=1),

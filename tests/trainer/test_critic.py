@@ -27,6 +27,7 @@ from tests.fixtures.gae import NAMES, ROWS, VALUES
 from tests.fixtures.learner import (
     TEMPERATURE,
     VOCAB,
+    Probe,
     assert_close,
     dense_attention,
     dense_log_probs,
@@ -91,6 +92,12 @@ def say(critic: Critic, sample: Sample, values: list[float]) -> None:
                 hidden.double(), torch.tensor(values).double()[:, None], driver="gelsd"
             ).solution[:, 0]
         )
+
+
+def learn_ppo(policy: Any, batch: Batch, critic: Critic) -> dict[str, float]:
+    """One step of PPO, of one update without a correction."""
+    optimizer = Optimizer(policy.trainable_parameters(), PLAIN)
+    return learn(policy, batch, optimizer, LearnSettings(select("ppo")), critic=critic)
 
 
 # The rows of A5
@@ -283,18 +290,6 @@ def textbook(policy, critic, batch, *, parts, gamma, lam, cap=2.0, eps=0.2, clip
     return seen, losses
 
 
-class Probe(Optimizer):
-    """Keeps the gradients of every update."""
-
-    def update(self, refuse=False):
-        zero = torch.zeros(())
-        self.seen = [
-            *getattr(self, "seen", []),
-            [zero if m.grad is None else m.grad.clone() for m in self.masters.values()],
-        ]
-        return super().update(refuse)
-
-
 def test_a_step_follows_the_textbook():
     policy, critic = tiny_model(), make_critic(gamma=0.99, lam=0.9, value_clip=0.05)
     batch, twins = ppo_batch(policy), copy.deepcopy((policy, critic))
@@ -310,15 +305,11 @@ def test_a_step_follows_the_textbook():
     seen, losses = textbook(
         *twins, batch, parts=(range(4), range(4, 8)), gamma=0.99, lam=0.9, clip=0.05
     )
-    for k, mine in enumerate((optimizer.seen, critic.optimizer.seen)):
+    for k, probe in enumerate((optimizer, critic.optimizer)):
         for update in (0, 1):
-            for name, got, want in zip(
-                (optimizer.params, critic.params)[k], mine[update], seen[update][k], strict=True
-            ):
-                assert float((got - want).abs().max()) < 1e-5 * max(1.0, float(want.abs().max())), (
-                    name,
-                    update,
-                )
+            for (name, got), want in zip(probe.seen[update].items(), seen[update][k], strict=True):
+                gap = float((got - want).abs().max())
+                assert gap < 1e-5 * max(1.0, float(want.abs().max())), (name, update)
     assert_close(policy.trainable_parameters(), twins[0].trainable_parameters(), atol=5e-5)
     assert_close(critic.params, twins[1].params, atol=5e-5)
     assert metrics["policy/objective"] == pytest.approx((losses[0][0] + losses[1][0]) / 2, abs=1e-5)
@@ -358,25 +349,13 @@ def test_micro_batches_add_up_and_masked_samples_have_no_say():
     states = []
     for capacity in (1, 24, 10_000):
         critic = make_critic(tokens_per_microbatch=capacity, value_clip=None)
-        learn(
-            copy.deepcopy(policy),
-            batch,
-            Optimizer(copy.deepcopy(policy).trainable_parameters(), PLAIN),
-            LearnSettings(select("ppo")),
-            critic=critic,
-        )
+        learn_ppo(copy.deepcopy(policy), batch, critic)
         states.append(critic.params)
     assert_close(states[0], states[2], atol=1e-5)
     assert_close(states[1], states[2], atol=1e-5)
     without = make_critic(value_clip=None)
     rest = Batch(1, [s for i, s in enumerate(batch.samples) if i != 2], TEMPERATURE)
-    learn(
-        copy.deepcopy(policy),
-        rest,
-        Optimizer(copy.deepcopy(policy).trainable_parameters(), PLAIN),
-        LearnSettings(select("ppo")),
-        critic=without,
-    )
+    learn_ppo(copy.deepcopy(policy), rest, without)
     assert_close(without.params, states[2], atol=1e-5)
 
 
@@ -388,13 +367,7 @@ def test_the_body_has_no_lm_head_and_bfloat16_learns_in_float32_masters():
     batch = ppo_batch(policy)
     for step in (1, 2):
         batch.step = step
-        learn(
-            policy,
-            batch,
-            Optimizer(policy.trainable_parameters(), PLAIN),
-            LearnSettings(select("ppo")),
-            critic=critic,
-        )
+        learn_ppo(policy, batch, critic)
     assert critic.weight_D.dtype == torch.float32 and critic.weight_D.any()
     for name, p in critic.params.items():
         if name.startswith("body."):

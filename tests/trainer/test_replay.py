@@ -20,7 +20,7 @@ from lowroll.trainer.step import LearnSettings, PackedForward, learn
 from lowroll.types import Batch, Evictions, Sample
 from lowroll.weights.aligned import align, refresh
 from tests.fixtures.evictions import random_evictions, sees
-from tests.fixtures.learner import TEMPERATURE, assert_close, make_batch, tiny_model
+from tests.fixtures.learner import TEMPERATURE, Probe, assert_close, make_batch, tiny_model
 from tests.fixtures.policies import masked_attention
 
 
@@ -80,24 +80,10 @@ def wanted(model, batch, kl_coef=0.0, reference=None):
     }
 
 
-class Probe(Optimizer):
-    """Keeps the gradient of its first update."""
-
-    first: dict[str, torch.Tensor]
-
-    def update(self, refuse=False):
-        if not hasattr(self, "first"):
-            self.first = {
-                n: torch.zeros_like(m) if m.grad is None else m.grad.clone()
-                for n, m in self.masters.items()
-            }
-        return super().update(refuse)
-
-
 def gradient(model, batch, learn_settings=None, reference=None, **more):
     optimizer = Probe(model.trainable_parameters(), OptimSettings(learning_rate=1e-2))
     metrics = learn(model, batch, optimizer, learn_settings or settings(), reference, **more)
-    return optimizer.first, metrics
+    return optimizer.seen[0], metrics
 
 
 def test_log_probs_are_those_under_the_mask():
