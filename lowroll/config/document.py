@@ -234,41 +234,42 @@ def _refuse_unsafe_events(events: Iterator[yaml.Event], name: str) -> None:
 
 def _to_plain_value(node: yaml.Node, path: Path, marks: dict[Path, Mark], name: str) -> Any:
     """Convert a YAML node to plain values, and record the mark of every key."""
-    line = node.start_mark.line + 1
-    error_prefix = f"{name}:{line}: "
-    if path:
-        error_prefix += f"{dotted(path)}: "
-    if isinstance(node, yaml.ScalarNode):
-        if node.style is not None:
-            return node.value
-        try:
-            return resolve_plain(node.value)
-        except ValueError as error:
-            raise ConfigError(f"{error_prefix}{error}") from None
+    if isinstance(node, yaml.MappingNode):
+        return _to_dict(node, path, marks, name)
     if isinstance(node, yaml.SequenceNode):
         values = []
         for index, item in enumerate(node.value):
-            marks[(*path, index)] = Mark(
-                f"{name}:{item.start_mark.line + 1}", dotted((*path, index))
-            )
-            values.append(_to_plain_value(item, (*path, index), marks, name))
+            item_path = (*path, index)
+            marks[item_path] = Mark(f"{name}:{item.start_mark.line + 1}", dotted(item_path))
+            values.append(_to_plain_value(item, item_path, marks, name))
         return values
+    assert isinstance(node, yaml.ScalarNode)
+    if node.style is not None:  # quoted, or a block of text
+        return node.value
+    try:
+        return resolve_plain(node.value)
+    except ValueError as error:
+        key = f"{dotted(path)}: " if path else ""
+        raise ConfigError(f"{name}:{node.start_mark.line + 1}: {key}{error}") from None
+
+
+def _to_dict(
+    node: yaml.MappingNode, path: Path, marks: dict[Path, Mark], name: str
+) -> dict[str, Any]:
+    """Convert a YAML mapping. ConfigError for a key that is no text, or stands twice."""
     mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key = key_node.value
-        key_line = key_node.start_mark.line + 1
+        where = f"{name}:{key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode) or not isinstance(key, str) or not key:
-            raise ConfigError(
-                f"{name}:{key_line}: {dotted(path) or 'top level'}: a key must be text"
-            )
+            raise ConfigError(f"{where}: {dotted(path) or 'top level'}: a key must be text")
         key_path = (*path, key)
         if key in mapping:
             first_line = marks[key_path].where.rpartition(":")[2]
             raise ConfigError(
-                f"{name}:{key_line}: {dotted(key_path)}: duplicated key (first written in line "
-                f"{first_line})"
+                f"{where}: {dotted(key_path)}: duplicated key (first written in line {first_line})"
             )
-        marks[key_path] = Mark(f"{name}:{key_line}", dotted(key_path))
+        marks[key_path] = Mark(where, dotted(key_path))
         mapping[key] = _to_plain_value(value_node, key_path, marks, name)
     return mapping
 

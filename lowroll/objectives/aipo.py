@@ -70,15 +70,9 @@ def aipo(
     for name, value, choices in (("ratio_type", ratio_type, RATIO_TYPES), ("mode", mode, MODES)):
         if value not in choices:
             raise ValueError(f"{name}: unknown {value!r}; expected one of {', '.join(choices)}")
-    for name, low, high in (
-        ("token_mask", token_mask_low, token_mask_high),
-        ("geo_mask", geo_mask_low, geo_mask_high),
-        ("sequence_mask", sequence_mask_low, sequence_mask_high),
-    ):
-        if not 0 <= low <= high:
-            raise ValueError(
-                f"{name}_low: {low} must lie between 0 and {name}_high, which is {high}"
-            )
+    _check_bounds("token_mask", token_mask_low, token_mask_high)
+    _check_bounds("geo_mask", geo_mask_low, geo_mask_high)
+    _check_bounds("sequence_mask", sequence_mask_low, sequence_mask_high)
     if not sequence_clip_high > 0:
         raise ValueError(f"sequence_clip_high: {sequence_clip_high} must be positive")
     sequences, ratio_N, learner_N = tokens.sequences, tokens.ratio_N.detach(), tokens.learner_N
@@ -87,15 +81,19 @@ def aipo(
         if tokens.teacher_N is None:
             raise ValueError(f"teacher: teacher_tau {teacher_tau} needs the teacher's log-probs")
         advantages_N = advantages_N + teacher_tau * (tokens.teacher_N - learner_N.detach())
-    scale_N = ratio_N.clamp(max=token_mask_high) if mode == "truncate" else ratio_N
     if ratio_type == "sequence":
         scale_N = _sequence_scale(tokens, sequence_clip_high)
+    elif mode == "truncate":
+        scale_N = ratio_N.clamp(max=token_mask_high)
+    else:
+        scale_N = ratio_N
     above_N = ratio_N > token_mask_high
-    masked_N = _tokens_outside_bounds(
+    masked_N = (ratio_N < token_mask_low) | _tokens_outside_bounds(
         tokens, (geo_mask_low, geo_mask_high), (sequence_mask_low, sequence_mask_high)
     )
-    masked_N = masked_N | (ratio_N < token_mask_low)
-    kept_N = ~masked_N if mode == "truncate" else ~(masked_N | above_N)
+    if mode == "mask":
+        masked_N = masked_N | above_N
+    kept_N = ~masked_N
     value_N = torch.where(kept_N, scale_N * advantages_N * learner_N, 0)
     truncated_N = above_N & kept_N & (ratio_type == "token")
     statistics = {
@@ -105,6 +103,11 @@ def aipo(
         "correction/dropped_tokens": tokens.num_dropped,
     }
     return value_N, statistics | rejection_statistics(kept_N, sequences)
+
+
+def _check_bounds(name: str, low: float, high: float) -> None:
+    if not 0 <= low <= high:
+        raise ValueError(f"{name}_low: {low} must lie between 0 and {name}_high, which is {high}")
 
 
 def _sequence_scale(tokens: ObjectiveInput, clip_high: float) -> Tensor:

@@ -179,13 +179,11 @@ class RankGroup(Ranks):
         goes to the least loaded rank (LPT, Graham 1969: at most 4/3 of the optimum)."""
         costliest = sorted(range(len(costs)), key=lambda i: -costs[i])
         if self.lockstep:
-            iterations = range(-(-len(costs) // self.size))
-            positions = [
-                iteration * self.size + self._position(iteration) for iteration in iterations
-            ]
-            return [
-                costliest[position] if position < len(costs) else None for position in positions
-            ]
+            passes: list[int | None] = []
+            for first in range(0, len(costs), self.size):
+                number = first + self._position(first // self.size)
+                passes.append(costliest[number] if number < len(costs) else None)
+            return passes
         loads = [0.0] * self.size
         own_passes: list[int] = []
         for pass_index in costliest:
@@ -201,14 +199,15 @@ class RankGroup(Ranks):
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
         """Gather the bits as integers, zero on all ranks but one, so that values are exact."""
-        flat = torch.zeros(len(values), sum(sizes.values()))
+        lengths = list(sizes.values())
+        flat = torch.zeros(len(values), sum(lengths))
         for rank_values, row in zip(values, flat, strict=True):
-            for sample, sample_row in zip(sizes, row.split(list(sizes.values())), strict=True):
+            for sample, sample_row in zip(sizes, row.split(lengths), strict=True):
                 if sample in rank_values:
                     sample_row.copy_(rank_values[sample])
         with self._together("what the passes found"):
             dist.all_reduce(flat.view(torch.int32))
-        return [dict(zip(sizes, row.split(list(sizes.values())), strict=True)) for row in flat]
+        return [dict(zip(sizes, row.split(lengths), strict=True)) for row in flat]
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         if self.device.type == "cuda":
@@ -295,12 +294,7 @@ class RankGroup(Ranks):
         return [r for r in range(self.size) if not self._store.check([f"{word}/{r}"])]
 
     def _names(self, ranks: Sequence[int]) -> str:
-        last_waits = [self._store.get(f"at/{r}").decode() for r in ranks]
-        descriptions = [
-            f"rank {r} (last at {last_wait})"
-            for r, last_wait in zip(ranks, last_waits, strict=True)
-        ]
-        return ", ".join(descriptions)
+        return ", ".join(f"rank {r} (last at {self._store.get(f'at/{r}').decode()})" for r in ranks)
 
     def _wait_for_all(self, what: str) -> None:
         try:

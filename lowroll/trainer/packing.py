@@ -155,24 +155,32 @@ def balance(
     """Pack as `first_fit`, into micro-batches of equal cost; their number is a multiple of `parts`,
     if there are enough sequences."""
     num_bins = len(first_fit(lengths, capacity))
-    costliest = sorted(range(len(lengths)), key=lambda i: -costs[i])
     while True:
         num_bins = min(len(lengths), -(-num_bins // parts) * parts)
-        bins: list[list[int]] = [[] for _ in range(num_bins)]
-        loads, bin_costs = [0] * num_bins, [0.0] * num_bins
-        for i in costliest:
-            fitting_bins = [
-                b for b in range(num_bins) if not bins[b] or loads[b] + lengths[i] <= capacity
-            ]
-            if not fitting_bins:
-                break
-            cheapest_bin = min(fitting_bins, key=bin_costs.__getitem__)
-            bins[cheapest_bin].append(i)
-            loads[cheapest_bin] += lengths[i]
-            bin_costs[cheapest_bin] += costs[i]
-        else:
-            return [MicroBatch(tuple(b), load) for b, load in zip(bins, loads, strict=True)]
+        microbatches = _fill_bins(lengths, costs, capacity, num_bins)
+        if microbatches is not None:
+            return microbatches
         num_bins += 1
+
+
+def _fill_bins(
+    lengths: Sequence[int], costs: Sequence[float], capacity: int, num_bins: int
+) -> list[MicroBatch] | None:
+    """Put the costliest remaining sequence into the cheapest bin that it fits in; None if one fits
+    in no bin."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads, bin_costs = [0] * num_bins, [0.0] * num_bins
+    for i in sorted(range(len(lengths)), key=lambda i: -costs[i]):
+        fitting_bins = [
+            b for b in range(num_bins) if not bins[b] or loads[b] + lengths[i] <= capacity
+        ]
+        if not fitting_bins:
+            return None
+        cheapest_bin = min(fitting_bins, key=bin_costs.__getitem__)
+        bins[cheapest_bin].append(i)
+        loads[cheapest_bin] += lengths[i]
+        bin_costs[cheapest_bin] += costs[i]
+    return [MicroBatch(tuple(b), load) for b, load in zip(bins, loads, strict=True)]
 
 
 def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
@@ -215,13 +223,11 @@ def pack(
     packed = []
     for portion in portions:
         lengths = [num_fed(samples[i]) for i in portion]
-        if parts == 1:
+        if parts == 1 or not portion:
             bins = first_fit(lengths, capacity)
         else:
             portion_costs = [costs[i] for i in portion]
-            num_bins = (
-                min(parts, math.ceil(parts * sum(portion_costs) / total)) if portion_costs else 1
-            )
+            num_bins = min(parts, math.ceil(parts * sum(portion_costs) / total))
             bins = balance(lengths, portion_costs, capacity, num_bins)
         packed += [[portion[i] for i in microbatch.indices] for microbatch in bins]
     return packed
@@ -301,34 +307,28 @@ def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> No
     if not samples:
         raise ValueError("samples: the batch is empty")
     for i, sample in enumerate(samples):
-        rollout = sample.rollout
-        num_tokens = len(sample.rollout.token_ids)
-        if not sample.prompt_ids:
-            raise ValueError(f"sample {i} ({sample.prompt.id}): prompt_ids is empty")
-        if not num_tokens:
-            raise ValueError(f"sample {i} ({sample.prompt.id}): rollout.token_ids is empty")
+        where = f"sample {i} ({sample.prompt.id})"
+        prompt_ids, token_ids = sample.prompt_ids, sample.rollout.token_ids
+        if not prompt_ids:
+            raise ValueError(f"{where}: prompt_ids is empty")
+        if not token_ids:
+            raise ValueError(f"{where}: rollout.token_ids is empty")
         for name, values in (
-            ("rollout.logprobs", rollout.logprobs),
+            ("rollout.logprobs", sample.rollout.logprobs),
             ("loss_mask", sample.loss_mask),
         ):
-            if len(values) != num_tokens:
+            if len(values) != len(token_ids):
                 raise ValueError(
-                    f"sample {i} ({sample.prompt.id}): {name} has {len(values)} entries for {num_tokens} "
-                    "response tokens"
+                    f"{where}: {name} has {len(values)} entries for {len(token_ids)} response tokens"
                 )
         if num_fed(sample) > context_length:
             raise ValueError(
-                f"sample {i} ({sample.prompt.id}): prompt_ids and rollout.token_ids are "
-                f"{num_fed(sample)} tokens to read, the model's context is {context_length}"
+                f"{where}: prompt_ids and rollout.token_ids are {num_fed(sample)} tokens to read, "
+                f"the model's context is {context_length}"
             )
-        for name, ids in (
-            ("prompt_ids", sample.prompt_ids),
-            ("rollout.token_ids", rollout.token_ids),
-        ):
+        for name, ids in (("prompt_ids", prompt_ids), ("rollout.token_ids", token_ids)):
             if min(ids) < 0 or max(ids) >= vocab_size:
-                raise ValueError(
-                    f"sample {i} ({sample.prompt.id}): {name} leaves 0..{vocab_size - 1}"
-                )
+                raise ValueError(f"{where}: {name} leaves 0..{vocab_size - 1}")
 
 
 def collate(

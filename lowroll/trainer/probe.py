@@ -20,7 +20,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import spread
 from lowroll.objectives.reduce import masked_mean, sequence_any, sequences_of
 from lowroll.parallel.ranks import ALONE, Ranks
-from lowroll.trainer.packing import PackedBatch, gather
+from lowroll.trainer.packing import PackedBatch, collate, gather
 from lowroll.trainer.step import LearnSettings, PackedForward
 from lowroll.types import Batch
 
@@ -113,5 +113,5 @@ def probe(
         settings.replay_kv,
         ranks,
     )
-    packed = forward.collate(active)
+    packed = collate(batch.samples, active, model.device)
     return Probe(packed, gather(forward.run([active]).log_probs, packed), settings)

@@ -215,10 +215,6 @@ class PackedForward:
         windows = self.model.spec.windows
         return replayed(packed.lengths, evictions, self.model.device, windows)
 
-    def collate(self, indices: Sequence[int]) -> PackedBatch:
-        """Return samples as one micro-batch on the model's device."""
-        return collate(self.samples, indices, self.model.device)
-
 
 @dataclass(frozen=True)
 class Minibatch:
