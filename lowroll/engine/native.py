@@ -12,7 +12,7 @@ takes new weights in place. Used by one thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -290,34 +290,13 @@ class NativeEngine:
         """Turn texts into requests with the sampling fields. ValueError names the argument."""
         if isinstance(given, str | Request):
             given = [given]
-        if not isinstance(given, list | tuple):
-            raise ValueError(
-                f"requests: expected a text, a Request or a list of them, got "
-                f"{type(given).__name__}"
-            )
-        for i, item in enumerate(given):
-            if not isinstance(item, str | Request):
-                raise ValueError(
-                    f"requests[{i}]: expected a text or a Request (token ids: "
-                    f"Request(prompt_ids=...)), got {type(item).__name__}"
-                )
-        if sampling and not any(isinstance(item, str) for item in given):
-            raise ValueError(
-                f"{', '.join(sampling)}: a Request says this itself; it is for prompts that are "
-                f"texts"
-            )
-        field_names = [field.name for field in fields(Request) if field.name != "prompt_ids"]
-        for name in sampling:
-            if name not in field_names:
-                raise ValueError(
-                    f"{name}: a request has no such field; it has {', '.join(field_names)}"
-                )
-        requests = []
-        for item in given:
-            if isinstance(item, str):
-                item = Request(prompt_ids=self._encode(item, chat), **sampling)
-            requests.append(item)
-        return requests
+        _check_given(given, sampling)
+        return [
+            item
+            if isinstance(item, Request)
+            else Request(prompt_ids=self._encode(item, chat), **sampling)
+            for item in given
+        ]
 
     def _encode(self, text: str, chat: bool) -> list[int]:
         """Encode a text: with `chat` as a user's message in the chat template."""
@@ -712,6 +691,30 @@ class NativeEngine:
     @property
     def _policy_bytes(self) -> int:
         return policy_bytes(self.kv, self.spec, self._max_batch, self.model.dtype, self._recording)
+
+
+def _check_given(given: Any, sampling: Collection[str]) -> None:
+    """Raise ValueError for what is no list of texts and requests, and for fields of no text."""
+    if not isinstance(given, list | tuple):
+        raise ValueError(
+            f"requests: expected a text, a Request or a list of them, got {type(given).__name__}"
+        )
+    for i, item in enumerate(given):
+        if not isinstance(item, str | Request):
+            raise ValueError(
+                f"requests[{i}]: expected a text or a Request (token ids: "
+                f"Request(prompt_ids=...)), got {type(item).__name__}"
+            )
+    if sampling and not any(isinstance(item, str) for item in given):
+        raise ValueError(
+            f"{', '.join(sampling)}: a Request says this itself; it is for prompts that are texts"
+        )
+    field_names = [field.name for field in fields(Request) if field.name != "prompt_ids"]
+    for name in sampling:
+        if name not in field_names:
+            raise ValueError(
+                f"{name}: a request has no such field; it has {', '.join(field_names)}"
+            )
 
 
 def _policy_or_dense(
