@@ -28,11 +28,9 @@ class Space:
         self.seconds = seconds
 
     def write(self, path: Path, action: Callable[[], Result]) -> Result:
-        """Run `action`, which writes `path`, again until the disk has space.
-
-        A failing action must leave nothing behind. RunFailed names the path at the timeout, and at
-        once for any other system error.
-        """
+        """Run `action`, which writes `path`, until the disk has space. A failing action must leave
+        nothing behind. RunFailed names the path at the timeout, and at once for any other system
+        error."""
         started, last_logged_s, pause_s = time.monotonic(), -REMIND, FIRST_PAUSE
         while True:
             try:
@@ -74,7 +72,6 @@ class Space:
 
 
 def _describe_error(error: OSError, path: Path) -> str:
-    """Return a system error with its path."""
     if error.errno is None:
         return str(error)
     filename = "" if error.filename in (None, str(path)) else f" ({error.filename})"
@@ -82,7 +79,6 @@ def _describe_error(error: OSError, path: Path) -> str:
 
 
 def _free_space(path: Path) -> str:
-    """Return the free space of a path's disk."""
     folder = next(
         (parent for parent in Path(path).absolute().parents if parent.is_dir()), Path("/")
     )

@@ -94,7 +94,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add this file's name to the block's OSErrors without one."""
+    """Add this file's name to the block's OSErrors that have none."""
     try:
         yield
     except OSError as error:
@@ -116,10 +116,9 @@ def system_error(error: BaseException) -> int | None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether the error is ENOSPC or EDQUOT."""
     return system_error(error) in _DISK_FULL_ERRNOS
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Return whether it is a system error that no name or setting caused."""
+    """Return whether no name or setting caused this system error."""
     return isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS

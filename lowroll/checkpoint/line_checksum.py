@@ -1,10 +1,9 @@
 """A line of JSON that shows when it was damaged: `{"step": 3, "reward/mean": 0.4, "crc":
 "9cf16ae5"}`.
 
-`crc` is the CRC-32 of the line without that last field, eight hexadecimal digits. It finds every
-change of up to 32 neighbouring bits; readers that do not know it (jq, pandas) see one more field.
-Where the order of lines matters the sum begins with the line's number instead of 0, so that lines
-which changed places are found too.
+`crc` is the CRC-32 of the line without that field, in hexadecimal. It finds every change of up to
+32 neighbouring bits; other readers (jq, pandas) see one more field. Where the order of lines
+matters the sum begins with the line's number, so that lines which changed places are found too.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ _CHECKSUM_SUFFIX = re.compile(rb', "crc": "([0-9a-f]{8})"\}$')
 
 
 def seal(line: bytes, number: int = 0) -> bytes:
-    """Return the line, a JSON object of one field or more without its newline, with its checksum as
-    the last field."""
+    """Return the line, a JSON object without its newline, with its checksum as the last field."""
     return line[:-1] + b', "crc": "%08x"}' % zlib.crc32(line, number)
 
 
 def unseal(line: bytes, number: int = 0) -> tuple[bytes, bool]:
-    """Return (what was sealed, True), or (the line, False) when it has no checksum. ValueError when
-    the two disagree."""
+    """Return (what was sealed, True), or (the line, False) without a checksum. ValueError when the
+    two disagree."""
     match = _CHECKSUM_SUFFIX.search(line)
     if match is None:
         return line, False
@@ -42,11 +40,8 @@ def unseal(line: bytes, number: int = 0) -> tuple[bytes, bool]:
 
 
 def unseal_lines(data: bytes) -> bytes:
-    """Return the content of a file whose lines are sealed with their numbers from 1 on, or all
-    without a checksum.
-
-    ValueError names the first line that is damaged, or that alone has no checksum.
-    """
+    """Return the content of a file whose lines are all sealed with their numbers from 1 on, or all
+    not. ValueError names the first damaged line."""
     lines, sealed_states = [], set[bool]()
     for number, line in enumerate(data.split(b"\n"), 1):
         try:
@@ -66,7 +61,7 @@ def unseal_lines(data: bytes) -> bytes:
 
 def read_objects(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the JSON objects of a sealed file's undamaged lines, and what is wrong with the
-    others, with file and line."""
+    others."""
     objects, problems = [], []
     for number, line in enumerate(read_file(path).removesuffix(b"\n").split(b"\n"), 1):
         try:

@@ -4,8 +4,7 @@ The kernel frees the `flock` on `.lock` when its owner dies, so there are no sta
 is an append-only list of attempts, one JSON line each; the line count is the attempt number, a
 fencing token for names and logs.
 
-Forked children inherit the lock: workers of a dead run hold its folder until they exit. Children
-started by exec (spawn, forkserver, subprocess) do not.
+Forked children inherit the lock: workers of a dead run hold its folder until they exit.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ NAME_S = 1.0  # timeout for the new holder's name
 
 
 class RunLockedError(RunFailed):
-    """Another process owns the run folder; the message names its pid and host."""
+    """Another process owns the run folder."""
 
 
 def refuse_locked(folder: Path) -> None:
-    """Raise RunLockedError when a process owns `folder`. Takes no lock."""
+    """Raise RunLockedError when a process owns `folder`, without taking the lock."""
     try:
         descriptor = os.open(Path(folder) / LOCK, os.O_RDONLY)
     except FileNotFoundError:
@@ -45,11 +44,8 @@ def refuse_locked(folder: Path) -> None:
 
 
 class RunLock:
-    """Exclusive ownership of a run folder: `with RunLock(folder) as lock:`. `lock.attempt` counts
-    the launches on it, from 1.
-
-    Raises RunLockedError at once when another process owns it; creates a missing folder.
-    """
+    """Exclusive ownership of a run folder, which is created. `attempt` counts the launches on it,
+    from 1. RunLockedError when another process owns it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
@@ -64,7 +60,6 @@ class RunLock:
         self.attempt = self._append_attempt()
 
     def _append_attempt(self) -> int:
-        """Append this process to the lock file; returns the attempt number."""
         content = _read(self._descriptor)
         attempt = len(content.splitlines()) + 1
         line = (
@@ -107,8 +102,8 @@ def _read(descriptor: int) -> bytes:
 
 
 def _describe_holder(descriptor: int) -> str:
-    """Describe the last holder. A new one may still be writing its name: until then the last name
-    is of an ended process."""
+    """Describe the last holder. A new one may still be writing its name, after that of an ended
+    process."""
     deadline = time.monotonic() + NAME_S
     while (entry := _last_entry(descriptor)) is None or _has_ended(entry):
         if time.monotonic() > deadline:
@@ -120,7 +115,6 @@ def _describe_holder(descriptor: int) -> str:
 
 
 def _last_entry(descriptor: int) -> dict[str, Any] | None:
-    """Return the last attempt of the lock file; None while it is not written."""
     try:
         entry = json.loads(_read(descriptor).splitlines()[-1])
         return {name: entry[name] for name in ("attempt", "pid", "host", "started")}
@@ -129,7 +123,6 @@ def _last_entry(descriptor: int) -> dict[str, Any] | None:
 
 
 def _has_ended(entry: dict[str, Any]) -> bool:
-    """Return whether the holder was a process of this machine that ended."""
     if entry["host"] != socket.gethostname() or not isinstance(entry["pid"], int):
         return False
     try:

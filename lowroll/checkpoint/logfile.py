@@ -19,8 +19,7 @@ _WARNING_LINE = re.compile(r"^\S+ \S+ (?:WARNING|ERROR|CRITICAL) \S+: (.*)$")
 
 
 def last_error(log: Path, since: int = 0) -> str:
-    """Return the last error after byte `since` that does not point at another, else the last
-    line."""
+    """Return the last error after byte `since` that points at no other one, else the last line."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -35,8 +34,8 @@ def last_error(log: Path, since: int = 0) -> str:
 
 
 class Warnings:
-    """Warnings and errors in lowroll's logs `<name>_<attempt>.log`: the first of each kind (the
-    text without numbers), whichever of `names` wrote it."""
+    """Warnings and errors in the logs `<name>_<attempt>.log`: the first of each kind, the text
+    without numbers."""
 
     def __init__(self, folder: Path, *names: str) -> None:
         self.folder = folder
@@ -55,7 +54,6 @@ class Warnings:
         return new_lines
 
     def _written(self) -> list[str]:
-        """Return the new warnings and errors, from complete lines."""
         messages: list[str] = []
         for path in self._logs():
             offset = self._read.get(path, 0)

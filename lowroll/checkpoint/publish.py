@@ -4,12 +4,11 @@
 
 A rename is atomic on POSIX file systems, so a dead process leaves the finished folder or a
 `.tmp-lowroll-*` that no reader opens. The fsyncs order the data before the name, against power loss
-(Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). The manifest has size and
-SHA-256 of every file because neither safetensors nor the file system notices a flipped bit or a
-zeroed tail.
+(Pillai et al., OSDI 2014). The manifest has size and SHA-256 of every file, because neither
+safetensors nor the file system notices a flipped bit or a zeroed tail.
 
-The writer flocks its temporary folder. The kernel frees the lock of a dead writer, so a folder
-whose lock can be taken is a leftover, which the next writer in the same folder removes.
+The writer flocks its temporary folder. A folder whose lock can be taken is a leftover, which the
+next writer in the same folder removes.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _MAX_DIGEST_THREADS = 16
 
 
 class DamagedError(ValueError):
-    """A published folder was damaged. The message names the file and the damage."""
+    """A published folder was damaged."""
 
 
 class DiskFullError(OSError):
@@ -56,12 +55,12 @@ class NotSyncedError(OSError):
 
 
 def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, Any]) -> Path:
-    """Publish the folder `dest` with the files that `write(folder)` creates; return `dest`.
+    """Publish the folder `dest` with the files that `write(folder)` creates; return `dest`. meta:
+    JSON data for the manifest.
 
-    `meta` is JSON data for the manifest, returned by `verify_folder`. FileExistsError for an
-    existing `dest`, before anything is written. If `write` raises, its partial folder is removed; a
-    full disk becomes DiskFullError, another system error an OSError with the path. NotSyncedError
-    when the folder exists, but could be lost with the power.
+    FileExistsError for an existing `dest`, before anything is written. If `write` raises, its
+    partial folder is removed; a full disk becomes DiskFullError, another system error an OSError
+    with the path. NotSyncedError when the folder exists, but could be lost with the power.
     """
     dest = Path(dest)
     _check_absent(dest)
@@ -100,11 +99,7 @@ def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, An
 
 
 def verify_folder(path: Path) -> dict[str, Any]:
-    """Read every byte of a published folder and return the manifest's meta. DamagedError names the
-    file.
-
-    Files that the manifest does not list are ignored.
-    """
+    """Read every byte that the manifest lists and return its meta. DamagedError names the file."""
     path = Path(path)
     files, meta = _read_manifest(path / MANIFEST)
     for name, entry in files.items():
@@ -138,13 +133,13 @@ def read_meta(path: Path) -> dict[str, Any] | None:
 
 
 def published_files(path: Path) -> set[str]:
-    """Return a published folder's file names, relative to it. Raises DamagedError."""
+    """Return a published folder's file names. DamagedError for a damaged manifest."""
     return set(_read_manifest(Path(path) / MANIFEST)[0])
 
 
 def encode_manifest(files: dict[str, dict[str, Any]], meta: dict[str, Any]) -> bytes:
     """Return a manifest's canonical bytes, with a digest of its content. ValueError unless `meta`
-    is JSON data."""
+    is JSON."""
     body = {"format": FORMAT, "files": files, "meta": meta}
     try:
         text = json.dumps(body, sort_keys=True, allow_nan=False)
@@ -175,7 +170,6 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def _temporary_sibling(dest: Path) -> Iterator[Path]:
-    """Yield a locked temporary sibling of `dest`, removed on an error."""
     tmp, descriptor = _lock_new_sibling(dest)
     try:
         yield tmp
@@ -198,7 +192,6 @@ def _temporary_sibling(dest: Path) -> Iterator[Path]:
 
 
 def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
-    """Make and lock a temporary folder beside `dest`; returns it and the descriptor."""
     for _ in range(16):
         tmp = dest.parent / f"{TEMPORARY}{dest.name}-{secrets.token_hex(4)}"
         tmp.mkdir(mode=0o755)
@@ -220,8 +213,7 @@ def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
 
 
 def _open_to_readers(folder: Path, names: list[str]) -> None:
-    """Give files the folder's read permissions: safetensors from 0.8 on writes for the owner alone,
-    whatever the umask."""
+    """Give files the folder's read permissions: safetensors writes for the owner alone."""
     read_bits = folder.stat().st_mode & 0o444
     for path in (folder / name for name in names):
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -230,13 +222,12 @@ def _open_to_readers(folder: Path, names: list[str]) -> None:
 
 
 def _check_absent(dest: Path) -> None:
-    """Raise FileExistsError when `dest` exists."""
     if dest.is_symlink() or dest.exists():
         raise FileExistsError(errno.EEXIST, "already published, refusing to overwrite", str(dest))
 
 
 def _file_names(folder: Path) -> list[str]:
-    """Return the folder's files. ValueError for other kinds of files."""
+    """Return the folder's files. ValueError for what is no regular file."""
     names = []
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
@@ -250,7 +241,6 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return the files and the meta of a manifest. DamagedError names the problem."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):  # a FIFO would block
@@ -290,12 +280,10 @@ def _check_entry(path: Path, name: str, entry: object) -> None:
 
 
 def _digest_threads() -> ThreadPoolExecutor:
-    """Return threads for parallel digests, most of a large folder's cost."""
     return ThreadPoolExecutor(min(_MAX_DIGEST_THREADS, os.cpu_count() or 1))
 
 
 def _digest(path: Path) -> str:
-    """Return a file's SHA-256."""
     digest = hashlib.sha256()
     with naming(path), path.open("rb") as file:
         while chunk := file.read(_CHUNK):

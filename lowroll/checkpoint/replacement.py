@@ -30,10 +30,8 @@ log = logging.getLogger(__name__)
 
 
 def foreign_in(folder: Path, contents: bool = True) -> str:
-    """Describe the first unpublished or changed thing in a folder, or return "".
-
-    contents: read every byte, to find changed files.
-    """
+    """Describe the first unpublished or changed thing in a folder, or return "". contents: read
+    every byte, to find changed files."""
     if folder.is_symlink() or not folder.is_dir():
         return f"{folder}: not a published folder"
     try:
@@ -54,7 +52,7 @@ def foreign_in(folder: Path, contents: bool = True) -> str:
 
 
 def replace_folder(dest: Path, publish: Callable[[Path], object]) -> Path:
-    """Publish a folder with `publish(path)` and replace `dest`, if it exists; returns `dest`."""
+    """Publish a folder with `publish(path)` in place of `dest`; return `dest`."""
     settle_folder(dest)
     if not dest.exists():
         publish(dest)
@@ -72,8 +70,7 @@ def replace_folder(dest: Path, publish: Callable[[Path], object]) -> Path:
 
 
 def settle_folder(dest: Path) -> None:
-    """Finish a dead process's `replace_folder` or `remove_published`: afterwards `dest` is the
-    newest whole one."""
+    """Finish a dead process's replacement or removal: afterwards `dest` is the newest whole one."""
     new_folder, old_folder = _sibling_paths(dest)
     remove_leftovers(dest.parent)
     if new_folder.is_dir() and not dest.exists():
@@ -85,8 +82,8 @@ def settle_folder(dest: Path) -> None:
 
 
 def remove_published(folder: Path, trash: Path) -> None:
-    """Remove a published folder. A process that dies in between leaves it in `trash`, on the same
-    disk, as a leftover for the next writer."""
+    """Remove a published folder. trash: a folder of the same disk, in which a dead process leaves
+    it for the next writer."""
     trash_folder = trash / f"{TEMPORARY}{folder.name}-{secrets.token_hex(4)}"
     os.rename(folder, trash_folder)
     faultpoint("replace.trashed")
@@ -94,7 +91,6 @@ def remove_published(folder: Path, trash: Path) -> None:
 
 
 def _sibling_paths(dest: Path) -> tuple[Path, Path]:
-    """Return the paths of the new folder and of the old one during a replacement."""
     return dest.with_name(f".lowroll-new-{dest.name}"), dest.with_name(f".lowroll-old-{dest.name}")
 
 

@@ -1,15 +1,13 @@
 """The numbered checkpoints of a run: `step_000012/{<name>.safetensors, state.json, MANIFEST.json}`.
 
-Processes that hold shards write them into the same folder, `<name>.1of2.safetensors` and so on,
-before it is published. A tensor's rows are its parts' in order, so any number of processes can read
-them.
+Processes that hold shards write `<name>.1of2.safetensors` and so on into the same folder. A
+tensor's rows are its parts' in order, so any number of processes can read them.
 
-Guarantees:
-1. a checkpoint exists whole or not at all (`publish`), and holds tensors and JSON only;
-2. `load()` returns the newest undamaged one; damaged ones are moved to `damaged/` with a warning,
-   and an empty store raises: a run never restarts from scratch by accident;
-3. retention removes a checkpoint only after a newer one was synced, read back and verified. What
-   cannot be removed is left, with a warning, for the next save.
+Guarantees: 1. a checkpoint exists whole or not at all (`publish`); 2. `load()` returns the newest
+undamaged one; damaged ones are moved to `damaged/` with a warning, and an empty store raises: a run
+never restarts from scratch by accident; 3. retention removes a checkpoint only after a newer one
+was synced, read back and verified. What cannot be removed is left, with a warning, for the next
+save.
 """
 
 from __future__ import annotations
@@ -81,7 +79,7 @@ class Checkpoint:
 
 
 class Store:
-    """The checkpoints of a run in `folder`. One writer at a time: hold the run's `RunLock`.
+    """The checkpoints of a run in `folder`, for the process that holds its `RunLock`.
 
     keep_last: how many of the newest to keep (None: all). keep_interval: multiples of it are kept
     forever. ValueError when either is below 1.
@@ -103,7 +101,7 @@ class Store:
         self._foreign: set[str] = set()
 
     def steps(self) -> list[int]:
-        """Return the steps with a folder, ascending, verified or not. Foreign names cause a
+        """Return the steps with a folder, ascending, verified or not. Other names cause a
         warning."""
         steps = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
@@ -120,7 +118,6 @@ class Store:
         return sorted(steps)
 
     def path(self, step: int) -> Path:
-        """Return the folder of checkpoint `step`, which may not exist."""
         return self.folder / _folder_name(step)
 
     def save(
@@ -134,12 +131,10 @@ class Store:
     ) -> Path:
         """Publish checkpoint `step`, verify it from disk, then apply the retention rule.
 
-        parts: the number of processes with shards; `tensors` are then the first one's.
-        share(folder) has the others `write_part` theirs, and waits for them.
-
-        Each entry of `tensors` becomes `<name>.safetensors`; `state` must survive JSON unchanged
-        (no NaN, tuples or non-string keys: ValueError names the place). FileExistsError when `step`
-        exists, NotSyncedError when it could not be read back.
+        parts: the number of processes with shards; `tensors` are then the first one's, and
+        share(folder) has the others `write_part` theirs. ValueError for state that JSON would
+        change (NaN, tuples, other keys than strings). FileExistsError when `step` exists,
+        NotSyncedError when it could not be read back.
         """
         _check_save(step, tensors)
         text = _encode_state(state)
@@ -175,11 +170,11 @@ class Store:
         verified: bool = False,
     ) -> Checkpoint:
         """Return the newest verified checkpoint, or checkpoint `step`. only: the tensor files to
-        read; None reads all. verified: this step was just loaded and need not be verified again.
+        read. verified: this step was just loaded.
 
-        A damaged newest one is moved to `damaged/` with a warning and the one before is tried;
-        DamagedError when none is left. A requested damaged `step` raises and stays.
-        FileNotFoundError when there is none.
+        A damaged newest one is moved to `damaged/` and the one before is tried; DamagedError when
+        none is left. A requested damaged `step` raises and stays. FileNotFoundError when there is
+        none.
         """
         if step is not None:
             if step not in self.steps():
@@ -205,14 +200,14 @@ class Store:
         raise FileNotFoundError(f"{self.folder}: no checkpoint")
 
     def truncate(self, step: int) -> None:
-        """Remove every checkpoint after `step`, for a run that resumes from it."""
+        """Remove every checkpoint after `step`."""
         for newer_step in self.steps():
             if newer_step > step:
                 self._remove(newer_step)
         self.clean()
 
     def clean(self) -> None:
-        """Remove a dead process's leftovers: half-written and half-removed checkpoints."""
+        """Remove a dead process's half-written and half-removed checkpoints."""
         remove_leftovers(self.folder)
         for leftover in self.folder.glob(f"{TRASH}step_*"):
             if _STEP_FOLDER.fullmatch(leftover.name.removeprefix(TRASH)):
@@ -221,7 +216,6 @@ class Store:
     def _read(
         self, step: int, only: Collection[str] | None = None, verified: bool = False
     ) -> Checkpoint:
-        """Verify and read a checkpoint."""
         path = self.folder / _folder_name(step)
         meta = (read_meta(path) if verified else None) or verify_folder(path)
         if meta.get("step") != step or "tensors" not in meta:
@@ -235,7 +229,7 @@ class Store:
         return Checkpoint(step, tensors, state, meta, path)
 
     def _apply_retention(self, newest: int) -> None:
-        """Remove what is not kept. The next save retries on an error, which only costs space."""
+        """Remove what is not kept. After an error the next save tries again."""
         if self.keep_last is None:
             return
         older = [step for step in self.steps() if step < newest]
@@ -251,14 +245,12 @@ class Store:
             )
 
     def _holds_foreign(self, step: int) -> bool:
-        """Return whether a checkpoint has unpublished files, with a warning."""
         foreign = foreign_in(self.path(step), contents=False)
         if foreign:
             log.warning("%s: the folder stays", foreign)
         return bool(foreign)
 
     def _remove(self, step: int) -> None:
-        """Remove a checkpoint, which readers no longer see from the start."""
         self.clean()
         name = _folder_name(step)
         trash = self.folder / f"{TRASH}{name}"
@@ -268,7 +260,6 @@ class Store:
         faultpoint(f"store.removed/{name}")
 
     def _quarantine(self, step: int) -> Path:
-        """Move a damaged checkpoint to `damaged/`; returns its new path."""
         target = self.folder / DAMAGED
         target.mkdir(exist_ok=True)
         name = _folder_name(step)
@@ -287,15 +278,15 @@ class Store:
 def write_part(
     folder: Path, tensors: Mapping[str, Mapping[str, torch.Tensor]], part: int, parts: int
 ) -> None:
-    """Write one process's shards into the folder of a checkpoint before its publication."""
+    """Write one process's shards into a checkpoint's unpublished folder."""
     for name, group in tensors.items():
         _write_tensors(folder / _file_name(name, part, parts), group)
         faultpoint(f"store.tensors_written/{name}")
 
 
 def check_pieces(where: str, state: Mapping[str, Any], wanted: Collection[str]) -> None:
-    """Raise ValueError unless a checkpoint's `state` has exactly the pieces `wanted`: none may
-    silently get a default."""
+    """Raise ValueError unless `state` has exactly the pieces `wanted`: none may silently get a
+    default."""
     if differing := sorted({*wanted} ^ state.keys()):
         raise ValueError(
             f"{where}: {differing[0]} is {'missing' if differing[0] in wanted else 'unknown'}: the checkpoint "
@@ -312,7 +303,6 @@ def _folder_name(step: int) -> str:
 
 
 def _check_save(step: int, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Raise ValueError for an invalid step or tensor name."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step: expected an integer of at least 0, got {step!r}")
     for name in tensors:
@@ -321,7 +311,6 @@ def _check_save(step: int, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
 
 
 def _encode_state(state: dict[str, Any]) -> str:
-    """Return the state as JSON. ValueError for data that JSON would change."""
     if not isinstance(state, dict):
         raise ValueError(f"state: expected a dict, got {type(state).__name__}")
     _check_json(state, "state")
@@ -329,7 +318,7 @@ def _encode_state(state: dict[str, Any]) -> str:
 
 
 def _check_json(value: object, where: str) -> None:
-    """Raise ValueError unless JSON preserves `value`: a tuple would come back as a list."""
+    """Raise ValueError unless JSON preserves `value`."""
     if type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
@@ -346,7 +335,6 @@ def _check_json(value: object, where: str) -> None:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors as one safetensors file."""
     from safetensors.torch import save_file
 
     flat: dict[str, torch.Tensor] = {}
@@ -364,7 +352,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _read_tensors(path: Path, name: str) -> dict[str, Any]:
-    """Read a tensor file, or the parts of one. DamagedError when parts are missing."""
+    """Read a tensor file, or its parts. DamagedError when parts are missing."""
     from safetensors.torch import load_file
 
     if (path / f"{name}.safetensors").is_file():

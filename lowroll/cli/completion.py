@@ -47,7 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def bash() -> str:
-    """Return the script for bash."""
     from lowroll.cli.main import COMMANDS
 
     words_by_command = {name: " ".join(word for word, _ in words(name)) for name in COMMANDS}
@@ -58,12 +57,10 @@ def bash() -> str:
 
 
 def zsh() -> str:
-    """Return the script for zsh, which reads bash's."""
     return f"autoload -U +X bashcompinit && bashcompinit\n{bash()}"
 
 
 def fish() -> str:
-    """Return the script for fish."""
     from lowroll.cli.main import COMMANDS
 
     lines = [

@@ -97,7 +97,6 @@ def settings(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
 
 
 def show(diagnosis: Diagnosis) -> None:
-    """Print the table, the notes and the reading."""
     from rich.console import Console
     from rich.table import Table
 

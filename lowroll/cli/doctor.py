@@ -73,7 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe_model(model: str) -> str:
-    """Return what would run of a model on this machine. ValueError for an unsupported one."""
     import torch
 
     from lowroll.cli import supported
@@ -122,7 +121,6 @@ def _cpu() -> dict[str, Any]:
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver's kernel module; None where there is none."""
     try:
         match = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", DRIVER.read_text())
     except OSError:
@@ -138,7 +136,7 @@ def _version(package: str) -> str | None:
 
 
 def _sandbox() -> dict[str, str | None]:
-    """Return the isolation of a model's programs (the environment `code`), or why there is none."""
+    """Return the isolation of a model's programs, or why there is none."""
     from lowroll.envs.sandbox import SandboxMissing, isolation
 
     try:
@@ -148,7 +146,6 @@ def _sandbox() -> dict[str, str | None]:
 
 
 def _torch_facts() -> dict[str, Any]:
-    """Return torch's facts: its build, the devices, the kernels."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -190,7 +187,6 @@ def _nvcc_facts(device: torch.device) -> dict[str, Any] | None:
 
 
 def _kernel_answers(device: torch.device) -> dict[str, list[dict[str, Any]]]:
-    """Return the kernels of each product, with the reason for those not used."""
     from lowroll.kernels import dispatch
 
     return {
@@ -216,7 +212,7 @@ def _first_line(error: Exception) -> str:
 
 
 def hints(found: dict[str, Any]) -> list[str]:
-    """Return a few hints for faster runs here, the most important first."""
+    """Return a few hints for faster runs, the most important first."""
     if "error" in found["torch"]:
         return ["torch cannot be imported, and nothing runs without it: install it again"]
     all_hints = [*_cuda_hints(found), *_cpu_hints(found)]
@@ -224,7 +220,6 @@ def hints(found: dict[str, Any]) -> list[str]:
 
 
 def _cuda_hints(found: dict[str, Any]) -> list[str]:
-    """Return hints on the GPU."""
     if found["device"] == "cpu":
         return [_explain_no_cuda(found)]
     cuda_hints = []
@@ -256,7 +251,6 @@ def _answer(found: dict[str, Any], product: str, kernel: str) -> dict[str, Any]:
 
 
 def _explain_no_cuda(found: dict[str, Any]) -> str:
-    """Explain why runs take the CPU."""
     if found["driver"] is None and shutil.which("nvidia-smi") is None:
         return (
             "no NVIDIA GPU: runs take the CPU, which is right for small models and for trying out"
@@ -274,7 +268,6 @@ def _explain_no_cuda(found: dict[str, Any]) -> str:
 
 
 def _cpu_hints(found: dict[str, Any]) -> list[str]:
-    """Return hints on threads and the CPU."""
     cpu_hints = []
     cores, threads = found["cpu"]["cores"], found["torch"]["threads"]
     omp_threads = found["cpu"]["OMP_NUM_THREADS"]
@@ -299,7 +292,6 @@ def _cpu_hints(found: dict[str, Any]) -> list[str]:
 
 
 def show(found: dict[str, Any]) -> str:
-    """Return the page for people."""
     lines = [f"lowroll {found['lowroll']}, Python {found['python']}, {found['platform']}", ""]
     lines += [f"{name:<10}{text}" for name, text in _machine_lines(found)]
     if found["kernels"]:
@@ -313,7 +305,6 @@ def show(found: dict[str, Any]) -> str:
 
 
 def _machine_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the facts of the machine as (label, text)."""
     lines = [(f"cuda:{i}", _device_text(device)) for i, device in enumerate(found["devices"])]
     cpu = found["cpu"]
     threads = found["torch"].get("threads", "unknown")
@@ -339,7 +330,6 @@ def _machine_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _labelled_lines(name: str, text: str) -> list[tuple[str, str]]:
-    """Wrap a text, with the label on its first line."""
     first_line, *other_lines = _wrap_text(text, "")
     return [(name, first_line), *(("", line) for line in other_lines)]
 
@@ -368,7 +358,6 @@ def _nvcc_text(nvcc: dict[str, Any] | None) -> str:
 
 
 def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return a line for every kernel in use, by product."""
     width = max(map(len, kernels))
     lines = []
     for product, answers in kernels.items():

@@ -11,12 +11,11 @@ if TYPE_CHECKING:
 
 
 def report_command(folder: Path) -> str:
-    """Return the report command, with the folder's name quoted."""
     return f"lowroll report {shlex.quote(str(folder))}"
 
 
 def conclude(result: RunResult) -> int:
-    """Print where the trained weights are; returns the exit code."""
+    """Print where the trained weights are; return the exit code."""
     if result.signal:
         return 128 + result.signal
     if result.ended:

@@ -114,7 +114,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _ask_server(
     arguments: argparse.Namespace, cfg: RunConfig, each: Mapping[str, int], given: Path | None
 ) -> None:
-    """Evaluate a server's model and print the table."""
     from lowroll.runs.evaluate import evaluate_server, place
     from lowroll.runs.remote_model import reach
 
@@ -131,8 +130,7 @@ def _ask_server(
 
 
 def _formats(words: str | None) -> list[str]:
-    """Return an option's formats and budgets without duplicates. Consecutive bounds form one
-    budget."""
+    """Return an option's formats and budgets. Consecutive bounds form one budget."""
     formats: list[str] = []
     for word in _split_names(words):
         key, bound, _ = word.partition("=")
@@ -144,7 +142,6 @@ def _formats(words: str | None) -> list[str]:
 
 
 def _split_names(words: str | None) -> list[str]:
-    """Split at commas, without duplicates."""
     return list(dict.fromkeys(words.split(","))) if words else []
 
 
@@ -227,7 +224,6 @@ def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[
 
 
 def title(cfg: RunConfig, server: str | None = None) -> str:
-    """Return a title: the model, the sampling and the number of prompts."""
     evaluation, num_responses = cfg.eval, cfg.eval.rollouts_per_example
     sampling = (
         "greedy" if evaluation.temperature == 0 else f"sampled at T = {evaluation.temperature:g}"
@@ -237,7 +233,7 @@ def title(cfg: RunConfig, server: str | None = None) -> str:
 
 
 def show(rows: Sequence[dict[str, Any]], title: str = "", out: Path | None = None) -> None:
-    """Print one row a format, cache and environment, and where the rest is."""
+    """Print one row a format, cache and environment."""
     from rich.console import Console
     from rich.table import Column, Table
 

@@ -100,7 +100,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _template_kwargs(text: str | None) -> dict[str, Any]:
-    """Parse a JSON object of template variables."""
     try:
         kwargs = json.loads(text or "{}")
     except ValueError:
@@ -115,7 +114,7 @@ def _template_kwargs(text: str | None) -> dict[str, Any]:
 def converse(
     engine: Engine, chat: ChatTokenizer, arguments: argparse.Namespace, shown: str
 ) -> None:
-    """Answer the prompt, or each line of input. shown: a short description of the model."""
+    """Answer the prompt, or each line of input. shown: the model in a few words."""
     if arguments.prompt is not None:
         answer(engine, chat, arguments, arguments.prompt, shown)
         return
@@ -166,7 +165,6 @@ def answer(
 
 
 def _as_option_error(problem: str) -> str:
-    """Rephrase a problem with a request's field as one with its option."""
     field, colon, message = problem.removeprefix("requests[0].").partition(":")
     if colon and problem.startswith("requests[0]."):
         return f"--{field.replace('_', '-')}:{message}"
@@ -179,8 +177,7 @@ def _printable(text: str) -> str:
 
 
 def _read_prompts() -> Iterator[str]:
-    """Yield prompts from the terminal until its end or an empty line; from a pipe, every non-empty
-    line."""
+    """Yield prompts from the terminal until an empty line; from a pipe, every non-empty line."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return

@@ -85,7 +85,6 @@ def plan(cfg: RunConfig) -> list[str]:
 
 
 def _evaluations(cfg: RunConfig) -> list[str]:
-    """Describe the cost of the run's evaluations, if any."""
     evaluation = cfg.eval
     if not evaluation.interval:
         return []

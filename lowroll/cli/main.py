@@ -114,7 +114,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(error: Exception) -> int:
-    """Return the exit code of an error reported in one line."""
     from lowroll.checkpoint.disk_space import NO_ROOM
     from lowroll.checkpoint.files import is_disk_full, is_of_machine
 
@@ -172,7 +171,6 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
 
 
 def usage() -> str:
-    """Return the list of commands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(

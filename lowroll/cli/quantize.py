@@ -128,8 +128,7 @@ def _chosen(arguments: argparse.Namespace, device: torch.device) -> str:
 def _make_calibration(
     arguments: argparse.Namespace, format: str, device: torch.device
 ) -> Callable[[Transformer], None]:
-    """Return the function that calibrates the loaded model. Reads the text before the weights are
-    loaded."""
+    """Return the function that calibrates the loaded model; its text is read first."""
     from lowroll.model.folder import resolve
     from lowroll.model.spec import read_spec
     from lowroll.model.tokenizer import load_tokenizer
@@ -158,7 +157,6 @@ def _make_calibration(
 
 
 def _rescale(model: Transformer, format: str, sequences: list[list[int]]) -> None:
-    """Rescale channels by AWQ and print the errors."""
     from lowroll.metrics.progress import phases
     from lowroll.weights import awq
 
@@ -179,7 +177,6 @@ def _rescale(model: Transformer, format: str, sequences: list[list[int]]) -> Non
 
 
 def _round(model: Transformer, format: str, sequences: list[list[int]]) -> None:
-    """Round the weights by GPTQ and print the errors."""
     from lowroll.metrics.progress import phases
     from lowroll.weights import gptq
     from lowroll.weights.budget import Calibration, Reference

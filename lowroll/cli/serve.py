@@ -241,7 +241,6 @@ class EngineRole:
         return engine.build(self.cfg)
 
     def serve_vllm(self) -> NoReturn:
-        """Serve until a signal."""
         from lowroll.runs.roles import engine
 
         engine.serve_vllm(self.cfg, self.paths, self.name, self.heartbeat)
@@ -252,7 +251,7 @@ class EngineRole:
 
 
 def _refuse_model_options(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for a model's option given together with a run's file, which decides it."""
+    """Raise ValueError for an option that a run's file decides."""
     for name in (*SETTINGS, *OF_MODEL):
         value = getattr(arguments, name)
         if value == parser().get_default(name):
@@ -267,8 +266,7 @@ def _refuse_model_options(arguments: argparse.Namespace) -> None:
 
 
 def credentials(arguments: argparse.Namespace) -> Credentials:
-    """Return the tokens from the environment. ValueError when one is missing or short, or when the
-    address is public and there is none."""
+    """Return the tokens. ValueError when one is missing or short, or a public address has none."""
     from lowroll.server.limits import Credentials
 
     tokens = Credentials(
@@ -300,7 +298,6 @@ def is_loopback(host: str) -> bool:
 def application(
     arguments: argparse.Namespace, tokens: Credentials, role: EngineRole | None = None
 ) -> web.Application:
-    """Build the server's app over a new engine."""
     from lowroll.model.folder import resolve
     from lowroll.server.app import make_app
     from lowroll.server.weight_store import WeightStore
@@ -322,8 +319,7 @@ def application(
 
 
 def weight_client(arguments: argparse.Namespace, admin: str) -> WeightClient | None:
-    """Return the client of the trainer's direct route, if there is one; the trainer has the same token
-    of the admin."""
+    """Return the client of the trainer's direct route, if there is one."""
     from lowroll.model.device import pick_device
     from lowroll.weights.sync.base import transfer_token
     from lowroll.weights.sync.client import WeightClient
@@ -374,7 +370,6 @@ def serving(
 
 
 def _chat_tokenizer(tokenizer: Any, tool_format: str | None) -> ChatTokenizer | None:
-    """Return the chat tokenizer, or None without a chat template."""
     from lowroll.model.tokenizer import ChatTokenizer
 
     if not getattr(tokenizer, "chat_template", None):
@@ -383,8 +378,7 @@ def _chat_tokenizer(tokenizer: Any, tool_format: str | None) -> ChatTokenizer | 
 
 
 def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> NativeEngine:
-    """Return the engine over a folder, or over its model with a fresh adapter. ValueError names the
-    wrong option."""
+    """Return the engine over a folder, or over its model with a fresh adapter."""
     from lowroll.config.rollout import KvConfig
     from lowroll.engine.native import NativeEngine
     from lowroll.kv.policy.table import make
@@ -422,7 +416,6 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
 
 
 def words(engine: NativeEngine, device: torch.device) -> str:
-    """Describe the engine: weights, cache, context length and device."""
     capabilities, stats = engine.capabilities, engine.stats()
     cache_kind = (
         f"{capabilities.kv_policy}+{capabilities.kv_dtype}"
@@ -457,7 +450,6 @@ def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -
 
 
 def scaled(folder: Path, device: torch.device, arguments: argparse.Namespace) -> Transformer:
-    """Return the dense model, scaled as a learner's."""
     from lowroll.model import hf, scaling
     from lowroll.quant.formats import get_format
 
@@ -466,7 +458,6 @@ def scaled(folder: Path, device: torch.device, arguments: argparse.Namespace) ->
 
 
 def limits(arguments: argparse.Namespace) -> ServerLimits:
-    """Return the command's limits, with defaults."""
     from lowroll.server.limits import ServerLimits
 
     return ServerLimits(
@@ -478,7 +469,7 @@ def limits(arguments: argparse.Namespace) -> ServerLimits:
 
 
 def tell(app: web.Application, address: str) -> None:
-    """Print the line that announces readiness, for people and waiting programs."""
+    """Print the line that announces readiness."""
     from lowroll.server.limits import STATE
 
     print(f"serving {app[STATE].name} at {address}/v1", flush=True)
@@ -505,7 +496,6 @@ def _token(option: str, variable: str | None) -> str | None:
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for an invalid option."""
     from lowroll.config.rollout import KvConfig
 
     if not 0 <= arguments.port < 1 << 16:

@@ -48,8 +48,8 @@ _POLL_S = 0.5
 def read_role(
     role: Literal["serve", "orchestrate", "train"], arguments: argparse.Namespace
 ) -> RunConfig:
-    """Return the settings of a role. A trainer that has train.yaml alone waits until the
-    orchestrator has stored its part. Raises ConfigError for wrong settings, or after WAIT_S."""
+    """Return the settings of a role. A trainer that has train.yaml alone waits for the
+    orchestrator's part. ConfigError for wrong settings, or after WAIT_S."""
     from lowroll.config import ConfigError
     from lowroll.config.surogate.roles import NotThereYet, load_role
 
@@ -70,7 +70,7 @@ def read_role(
 
 
 def add_folder_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--resume` and `--overwrite`, for an existing run in output_dir."""
+    """Add `--resume` and `--overwrite`."""
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint in output_dir"
     )
@@ -101,8 +101,8 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_beside_server(arguments: argparse.Namespace, *names: str) -> None:
-    """Raise ValueError for options of local models beside --server, and for a server's options
-    without it."""
+    """Raise ValueError for a local model's options beside --server, and for a server's without
+    it."""
     if arguments.server is None:
         for name in ("tokenizer", "token_env"):
             if getattr(arguments, name) is not None:
@@ -114,7 +114,6 @@ def refuse_beside_server(arguments: argparse.Namespace, *names: str) -> None:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split positional arguments into files and overrides."""
     overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
     return [word for word in words if word not in overrides], overrides
 
@@ -171,7 +170,7 @@ def add_dry_run(parser: argparse.ArgumentParser, looks_at: str) -> None:
 
 
 def _changed_settings(cfg: RunConfig) -> str:
-    """Return the settings that differ from defaults; they load as the whole does."""
+    """Return the settings that differ from defaults, as a loadable file."""
     from lowroll.config.document import dump_short
 
     identity = {"model": cfg.model, "output_dir": cfg.output_dir}
@@ -180,7 +179,7 @@ def _changed_settings(cfg: RunConfig) -> str:
 
 
 def show(cfg: RunConfig, plan: Sequence[str], found: Findings, verbose: bool = False) -> int:
-    """Print a dry run: a verdict and the plan as comments over the non-default settings (all with
+    """Print a dry run: verdict and plan as comments over the non-default settings (all with
     `verbose`), as a loadable file. ValueError, a line each, when the run would fail."""
     num_problems = len(found.problems)
     failure = f"the run would not start: {num_problems} problem{'s' * (num_problems > 1)}, named at the end"

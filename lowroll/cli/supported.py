@@ -1,5 +1,5 @@
-"""What lowroll supports of a model, told from its config.json: sizes in several formats, and the
-features that refuse it, each with its own reason."""
+"""What lowroll supports of a model, by its config.json: sizes in several formats, and the features
+that refuse it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ SHOWN = ("bf16", "int8", "int4")  # formats whose sizes are told
 
 
 def refusals(spec: ModelSpec) -> dict[str, str]:
-    """Return why features refuse a model on any machine, by feature; empty where all support
-    it."""
+    """Return why features refuse a model on any machine, by feature."""
     reasons = {
         "exact": exact.why_no_model(spec),
         "calibration": blockwise.why_not(spec),
@@ -35,15 +34,14 @@ def refusals(spec: ModelSpec) -> dict[str, str]:
 
 
 def weight_bytes(spec: ModelSpec, format: str) -> float:
-    """Return the bytes of a model whose linear layers are in a format and whose other weights are
-    in bfloat16."""
+    """Return the bytes of a model with linear layers in a format and bfloat16 for the rest."""
     linear = sum(prod(shape) for _, parts, shape in hf_names(spec) if is_linear(parts[0]))
     return (linear * get_format(format).bits + (spec.num_parameters - linear) * 16) / 8
 
 
 def describe(model: str, device: torch.device, dtype: torch.dtype) -> str:
     """Return one line about a folder or hub id: family, parameters, bytes in some formats, and what
-    is not supported, on this device too. ValueError as `read_spec` and `resolve`."""
+    is not supported on this device. ValueError as by `read_spec` and `resolve`."""
     folder = resolve(model, weights=False, key="MODEL")
     spec = read_spec(folder)
     reasons = refusals(spec)

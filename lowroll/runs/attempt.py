@@ -46,8 +46,8 @@ _RESULT_METRICS = (
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """A finished or interrupted run. `ended`: why it finished before its last step. `signal`: the
-    signal that interrupted it, else 0."""
+    """A finished or interrupted run. ended: why it finished early. signal: what interrupted it,
+    else 0."""
 
     folder: Path
     records: list[Record]
@@ -56,7 +56,6 @@ class RunResult:
 
     @property
     def model(self) -> Path:
-        """The folder of the trained model or adapter of a finished run."""
         return self.folder / FINAL
 
     @property
@@ -92,7 +91,7 @@ class RunResult:
 
 
 class StepRunner(Protocol):
-    """The interface through which `run_steps` runs steps."""
+    """What `run_steps` runs."""
 
     def step(self, step: int) -> Record: ...
 
@@ -114,8 +113,7 @@ def attempt(
     """Own `output_dir` for one launch of a command, and log to its log file.
 
     ValueError, before any change, when the folder is unusable; RunLockedError when another process
-    has it. `resume` continues a run there; `overwrite` replaces its files once the new one begins.
-    alone: as `RunFolder`.
+    has it. `overwrite` replaces a run there once the new one begins. alone: as `RunFolder`.
     """
     if resume and overwrite:
         raise ValueError(
@@ -180,8 +178,7 @@ def tell(*lines: str) -> None:
 
 
 def own(folder: Path) -> RunLock:
-    """Return the lock of a folder. RunLockedError names its holder; ValueError says why it cannot
-    be locked."""
+    """Lock a folder. RunLockedError names its holder; ValueError says why it cannot be locked."""
     try:
         return RunLock(folder)
     except OSError as error:
@@ -218,7 +215,7 @@ class LogFile(logging.FileHandler):
 
 @contextmanager
 def log_file(folder: Path, attempt: int, name: str = "attempt") -> Iterator[None]:
-    """Write all log messages to logs/<name>_N.log, and warnings also to the terminal."""
+    """Write log messages to logs/<name>_N.log, and warnings also to the terminal."""
     (folder / LOGS).mkdir(exist_ok=True)
     file_handler = LogFile(folder / LOGS / f"{name}_{attempt}.log", encoding="utf-8")
     terminal_handler = logging.StreamHandler()

@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 
 
 class BatchEngine(EvaluationEngine, Protocol):
-    """A local or remote engine for batches."""
-
     @property
     def kv(self) -> CachePolicy: ...
 
@@ -105,7 +103,6 @@ class BatchSource:
         )
 
     def watch(self, phase: PhaseProgress, note: Callable[[str], object]) -> None:
-        """Set callbacks for progress within a step."""
         self.orchestrator.on_phase = self.evaluations.on_phase = phase
         self.evaluations.on_note = note
 
@@ -121,14 +118,12 @@ class BatchSource:
         return self.orchestrator.step(step, version)
 
     def before(self, step: int, version: int) -> dict[str, float]:
-        """Evaluate before a step if due, else return {}."""
         self.enter(step)
         if self.evaluations.due_before(step):
             self._clear_engine()
         return self.evaluations.before(step, self.stages.now, version)
 
     def after(self, step: int, version: int) -> dict[str, float]:
-        """Evaluate after a step if due, else return {}."""
         if self.evaluations.due(step):
             self._clear_engine()
         return self.evaluations.after(step, self.stages.now, version)
@@ -163,7 +158,7 @@ class BatchSource:
             self.evaluations.resumed(step + 1)
 
     def described(self, batch: Batch) -> dict[str, float]:
-        """Return metrics of how a batch was drawn and what a bounded cache saves."""
+        """Return metrics of how a batch was drawn and of what a bounded cache saves."""
         stats, kv = self.rollouts.stats(), self.rollouts.kv
         metrics = {"rollout/weight_bits": stats.weight_bits}
         if self._seen is not None:
@@ -186,7 +181,6 @@ class BatchSource:
 
 
 def _lengths_by_turn(sample: Sample) -> list[tuple[int, int]]:
-    """Return (prompt tokens, response tokens) of each turn."""
     prompt_length, rollout = len(sample.prompt_ids), sample.rollout
     if rollout.turns is None:
         return [(prompt_length, len(rollout.token_ids))]

@@ -3,10 +3,9 @@
     rollout_weights.json    in the run folder: the budget, the format of each layer, the measurements,
                             and what was chosen again during the run (`again`)
 
-The search (`weights.budget`) measures on the dense model's responses to the first prompts of the
-run's environments, else to PROMPTS. A resumed run reads its file; checkpoints hold later choices
-(`trainer.guard`). Settings then name a mixed format (`quant.mixed`); config.yaml keeps what the
-user wrote.
+The search (`weights.budget`) measures on the dense model's responses to the run's first prompts,
+else to PROMPTS. A resumed run reads its file; checkpoints hold later choices (`trainer.guard`).
+Settings then name a mixed format (`quant.mixed`); config.yaml keeps what the user wrote.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ def settled(cfg: RunConfig, folder: Path, compute: Compute) -> RunConfig:
 
 
 def _check_layer_sizes(weights: object, cfg: RunConfig, compute: Compute) -> None:
-    """Raise ValueError when saved formats are for layers of other sizes than the model's."""
+    """Raise ValueError for saved formats of another model."""
     model = models.outline("model", cfg.model, compute)
     sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
     saved_sizes: dict[str, object] = {}
@@ -142,8 +141,8 @@ def of_model(
     dtype: torch.dtype | None = None,
     text: Path | None = None,
 ) -> str:
-    """Return the format of `weights` for a model without a run. text: measured on
-    (`calibration_sequences`); default: responses to PROMPTS."""
+    """Return the format of `weights` for a model without a run. text: what is measured on
+    (`calibration_sequences`); by default responses to PROMPTS."""
     if not is_budget(weights):
         return weights
     cfg = from_mapping({"model": str(source), "rollout": {"weights": weights}})
@@ -164,9 +163,9 @@ def of_model(
 def again(
     home: RunFolder, budget: str, model: Transformer, samples: Sequence[Sample], step: int
 ) -> tuple[str, dict[str, dict[str, int]]] | None:
-    """Search again with the learner's weights after a step, on its responses, and record the result
-    in the run's file. Return the format's name and the layers of each format; None without samples,
-    or when nothing meets the budget."""
+    """Search again with the learner's weights, on its responses to a step, and record the result.
+    Return the format's name and the layers of each format; None without samples, or when nothing
+    meets the budget."""
     calibration = _calibration_of_samples(samples)
     if not calibration.sequences:
         log.warning("guard: step %d: no response to measure on; the formats stay", step)
@@ -204,7 +203,6 @@ def cut(home: RunFolder, step: int) -> None:
 
 
 def _choices_up_to(kept: Mapping[str, object], step: int) -> list[dict[str, object]]:
-    """Return the choices made during the run up to a step."""
     choices = kept.get("again", [])
     if not isinstance(choices, list):
         return []
@@ -222,8 +220,8 @@ def _write_file(home: RunFolder, kept: Mapping[str, object]) -> None:
 
 
 def _calibration_of_samples(samples: Sequence[Sample]) -> Calibration:
-    """Return the first tokens of responses after the last tokens of their prompts, alternating
-    between groups."""
+    """Return the beginnings of responses after the ends of their prompts, alternating between
+    groups."""
     answered = [sample for sample in samples if sample.group >= 0 and sample.rollout.token_ids]
     answered.sort(key=lambda sample: sample.rollout.behavior.sample)
     pairs = [
@@ -236,7 +234,7 @@ def _calibration_of_samples(samples: Sequence[Sample]) -> Calibration:
 
 
 def stored(cfg: RunConfig, dtype: torch.dtype) -> str:
-    """Return the low-bit format of the run's model folder, whose dense layers have `dtype`;
+    """Return the low-bit format of the run's model folder, whose dense layers have `dtype`.
     ValueError for a dense one."""
     stored_format = exact_format(resolve(cfg.model, weights=False), dtype)
     if stored_format is None and exact_format(resolve(cfg.model, weights=False), torch.float32):
@@ -260,7 +258,7 @@ def with_weights(cfg: RunConfig, weights: str) -> RunConfig:
 
 
 def refuse_model(cfg: RunConfig) -> None:
-    """Raise ValueError for a model that takes no chosen formats, without reading weights."""
+    """Raise ValueError for a model that takes no chosen formats."""
     models.refuse_adapter("model", cfg.model)
     folder = resolve(cfg.model, weights=False)
     if (spec := read_spec(folder)).num_experts:
@@ -277,8 +275,7 @@ def refuse_model(cfg: RunConfig) -> None:
 
 
 def dense_model(cfg: RunConfig, compute: Compute) -> Transformer:
-    """Return the run's model before rounding. Raises ValueError under the same conditions as
-    `refuse_model`."""
+    """Return the run's model before rounding. ValueError as by `refuse_model`."""
     refuse_model(cfg)
     model = hf.load(cfg.model, compute.device, compute.dtype).requires_grad_(False)
     if cfg.train.uaq_scale is not None:
@@ -293,7 +290,7 @@ def search(
     chat: ChatTokenizer,
     calibration: Calibration | None = None,
 ) -> Allocation:
-    """Search formats of a dense model's layers for the settings' budget. calibration: given text."""
+    """Search formats of a dense model's layers for the settings' budget, on its own responses."""
     with phases() as on_phase:
         if calibration is None:
             on_phase("budget: draw", 0, 1)
@@ -307,7 +304,7 @@ def search(
 
 
 def answers(source: str | Path, model: Transformer, device: torch.device) -> list[list[int]]:
-    """Return several responses of a dense model to each of PROMPTS, as calibration text."""
+    """Return several responses of a dense model to each of PROMPTS."""
     cfg = from_mapping(
         {"model": str(source), "rollout": {"weights": OWN, "max_tokens": LONG_TOKENS}}
     )
@@ -366,7 +363,7 @@ def draw(
 
 
 def _pages_in_tokens(request: Request, page_size: int) -> int:
-    """Return the cache tokens that one response to a request reserves: whole pages, and one more."""
+    """Return the cache tokens that a response reserves: whole pages, and one more."""
     tokens = len(request.prompt_ids) + request.max_tokens
     return (-(-tokens // page_size) + 1) * page_size
 
@@ -396,7 +393,6 @@ def _file_text(budget: str, found: Allocation) -> str:
 
 
 def _as_json(found: Allocation) -> dict[str, object]:
-    """Return an allocation as the JSON data of the run's file."""
     return {
         "kl": found.kl,
         "bits": found.bits,
@@ -408,7 +404,6 @@ def _as_json(found: Allocation) -> dict[str, object]:
 
 
 def _read_file(path: Path) -> dict[str, object]:
-    """Read the run's file of formats. ValueError when it is missing or damaged."""
     if not path.is_file():
         raise ValueError(
             f"{path}: missing; the run cannot go on with the formats that it began with"

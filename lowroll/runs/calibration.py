@@ -1,9 +1,8 @@
 """Calibration text as token ids for `weights.awq`, `weights.gptq` and `weights.budget`, and the
 first requests of a run.
 
-A `.jsonl` file holds a document a line, `{"text": "..."}` or `{"messages": [...]}` (through the
-chat template), cut to `length` tokens; so do responses of `lowroll eval` and samples of a run. Any
-other file is plain text, cut into pieces of `length`.
+A `.jsonl` file holds a document a line, `{"text": "..."}` or `{"messages": [...]}`, cut to `length`
+tokens, or is one of `lowroll eval` or of a run. Any other file is plain text, cut into pieces.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def calibration_sequences(
 ) -> list[list[int]]:
     """Return at most `num_samples` sequences of at most `length` token ids, in the file's order.
 
-    tokenizer: a transformers tokenizer. ValueError names the file, and a line without text.
+    tokenizer: of transformers. ValueError names the file, and a line without text.
     """
     path = Path(path)
     for name, value in (("calibration samples", num_samples), ("calibration length", length)):
@@ -54,7 +53,6 @@ def calibration_sequences(
 
 
 def _sequences_from_jsonl(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
-    """Yield the token ids of each document of a `.jsonl` file."""
     for location, row in read_jsonl(str(path)):
         text = row.get("text")
         if (conversations := _conversations_in(row)) is not None:
@@ -80,8 +78,8 @@ def _sequences_from_jsonl(path: Path, tokenizer: Any, length: int) -> Iterator[l
 
 
 def _conversations_in(row: dict[str, Any]) -> list[list[Any]] | None:
-    """Return the conversations of a line of `lowroll eval`'s responses or a run's samples (possibly
-    none); None for other lines."""
+    """Return the conversations of a line of `lowroll eval`'s responses or a run's samples; None for
+    other lines."""
     prompt, responses = row.get("prompt"), row.get("responses")
     if row.get("kind") in ("asked", "scored", "batch"):
         return []
@@ -107,7 +105,6 @@ def _conversations_in(row: dict[str, Any]) -> list[list[Any]] | None:
 def _sequences_from_text(
     path: Path, tokenizer: Any, length: int, characters: int
 ) -> Iterator[list[int]]:
-    """Yield pieces of `length` tokens of a plain text file."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(characters)
@@ -125,8 +122,8 @@ def first_requests(
     num_prompts: int,
     n: int,
 ) -> list[Request]:
-    """Return untruncated requests with the run's sampling for `texts` or the first prompts of its
-    environments."""
+    """Return untruncated requests with the run's sampling for `texts`, or the run's first
+    prompts."""
     run_sampling = orchestrator.sampling(cfg)
     sampling = replace(
         run_sampling, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_tokens=0

@@ -54,10 +54,7 @@ class Checkpointing:
         return identity.run_inputs(self.home.cfg, self.home.command)
 
     def _find(self) -> Checkpoint | None:
-        """Return the checkpoint to continue; None when the run begins again.
-
-        ValueError when the run or its inputs differ from the configuration.
-        """
+        """Return the checkpoint to continue; None when the run begins again."""
         home = self.home
         if home.command == "sft":
             steps_key, num_steps, required_keys = "sft.steps", home.cfg.sft.steps, {*META}
@@ -95,7 +92,7 @@ class Checkpointing:
         return checkpoint
 
     def _written(self) -> dict[str, Any]:
-        """Return the settings in the run folder's config.yaml. ValueError when it is damaged."""
+        """Return the settings in config.yaml. ValueError when it is damaged."""
         path = self.home.path / CONFIG
         try:
             settings = yaml.safe_load(path.read_bytes())
@@ -112,8 +109,7 @@ class Checkpointing:
         return settings
 
     def _may_change(self, saved: Checkpoint, before: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the settings that may also change because the run ended early without a learning
-        signal."""
+        """Return the settings that may change too, after a run that ended for lack of a signal."""
         final_step = (read_meta(self.home.final) or {}).get("step")
         ended_early = final_step == saved.step < before["train"]["max_steps"]
         return identity.FOR_SIGNAL if ended_early else ()
@@ -129,7 +125,7 @@ class Checkpointing:
         return None if self.found is None else self.found.meta["cache_tokens"]
 
     def take(self) -> Checkpoint | None:
-        """Return the checkpoint to continue, once, or None."""
+        """Return the checkpoint to continue, once."""
         checkpoint, self.found = self.found, None
         if checkpoint is None:
             log.warning("the run ended before its first checkpoint; it begins again with step 1")

@@ -1,12 +1,10 @@
 """`lowroll demo`: a small language model learns a task by GRPO with INT8 rollouts, in minutes on
 two cores.
 
-1. Build a Qwen3-shaped model of random weights and a byte-level tokenizer with a chat template, as
-   a Hugging Face folder.
-2. Warm-start it briefly by SFT on reverse-text demonstrations: it learns the form, and a part of
-   the task.
-3. Evaluate on 256 held-out strings, train by GRPO with INT8 rollouts and ACR, evaluate again:
-   sampled as in training, and sharpened, at T = 0.5 and greedily. A policy that only became sharper
+1. Build a Qwen3-shaped model of random weights and a byte-level tokenizer.
+2. Warm-start it by SFT on reverse-text demonstrations: it learns the form and a part of the task.
+3. Evaluate on 256 held-out strings, train by GRPO with INT8 rollouts and ACR, evaluate again: as
+   sampled in training, and sharpened, at T = 0.5 and greedily. A policy that only became sharper
    would improve in the first row alone.
 4. Measure the INT8 and the dense engines on the same requests, in turns: on this model, and on
    layers of a size at which low precision pays.
@@ -80,8 +78,7 @@ CONFIG: dict[str, Any] = {
     "use_cache": True,
 }
 
-# Six layers of Qwen2.5-0.5B with a small vocabulary: large enough for low precision to pay on a
-# laptop.
+# Six layers of Qwen2.5-0.5B: large enough for low precision to pay on a laptop.
 LARGER: dict[str, Any] = {
     **CONFIG,
     "hidden_size": 896,
@@ -150,7 +147,7 @@ def build_tokenizer() -> Any:
 
 
 def build_model(folder: Path, seed: int, config: Mapping[str, Any]) -> Path:
-    """Write an untrained model of these shapes and its tokenizer as a Hugging Face folder."""
+    """Write an untrained model and its tokenizer as a Hugging Face folder."""
     tokenizer = build_tokenizer()
     spec = spec_from_config(
         {
@@ -181,7 +178,6 @@ def settings(folder: Path, seed: int, device: str) -> RunConfig:
 def reward_of(
     cfg: RunConfig, model: Path, weights: str, temperature: float = 1.0, count: int = HELD_OUT
 ) -> float:
-    """Return `held_out` of a model folder in a weight format."""
     return metrics_of(cfg, model, weights, temperature, count)["reward"]
 
 
@@ -215,8 +211,8 @@ def held_out_metrics(
     count: int | None = None,
     samples: int = 1,
 ) -> dict[str, float]:
-    """Return what `evaluate` finds on held-out prompts with `samples` responses to each, by the last
-    word of a metric's name."""
+    """Return the metrics of held-out prompts with `samples` responses each, without
+    `eval/<env>/`."""
     (env,) = environments.make(cfg.env, cfg.seed).values()
     sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
     with environments.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
@@ -237,7 +233,7 @@ def held_out_metrics(
 def engine_speed(
     cfg: RunConfig, model: Path, formats: tuple[str, ...], rounds: int = 5
 ) -> dict[str, float]:
-    """Return each format's median tokens a second on the run's kind of batch, measured in turns."""
+    """Return each format's median tokens a second on the run's kind of batch."""
     compute = Compute.of(cfg)
     chat = models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
@@ -259,8 +255,8 @@ def engine_speed(
 
 
 def larger_speed(cfg: RunConfig, formats: tuple[str, ...]) -> tuple[float, dict[str, float]]:
-    """Measure layers of a real size with random weights: return their parameters in millions, and
-    each format's median tokens a second on 64 sequences, 8 a prompt."""
+    """Return the parameters, in millions, of layers of a real size, and each format's median tokens
+    a second on 64 sequences, 8 a prompt."""
     compute, prompts, length, new_tokens = Compute.of(cfg), 8, 16, 8
     master = initialize(Transformer(spec_from_config(LARGER)), cfg.seed).to(compute.device)
     engines = {
@@ -291,7 +287,6 @@ def larger_speed(cfg: RunConfig, formats: tuple[str, ...]) -> tuple[float, dict[
 def _measure_in_turns(
     engines: Mapping[str, Engine], requests: Callable[[int], list[Request]], rounds: int
 ) -> dict[str, float]:
-    """Return each engine's median tokens a second; engines alternate within a round."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(rounds + 1):
         batch = requests(turn)
@@ -311,11 +306,8 @@ def _tokens_per_second(engine: Engine, requests: list[Request]) -> float:
 
 def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") -> int:
     """Run the demo and return the exit code; only an earlier demo in the folder is replaced.
-
-    ValueError when the folder holds something else.
-    """
-    # A second thread gains a third at this size, and loses much when another process wants the core
-    # (docs/LOG.md).
+    ValueError when the folder holds something else."""
+    # A second thread gains a third, and loses much when another process wants the core (docs/LOG.md).
     torch.set_num_threads(1)
     console = Console()
     began = time.monotonic()
@@ -358,7 +350,6 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
 
 
 def interrupted(console: Console, result: RunResult, command: str) -> int:
-    """Print how to continue; return the exit code."""
     console.print(
         f"interrupted: nothing is measured; `{command}` begins anew, `lowroll grpo "
         f"{result.folder / 'config.yaml'} --resume` goes on with the run alone"
@@ -374,8 +365,8 @@ def verdict(
     greedy: float,
     began: float,
 ) -> int:
-    """Print the gains of the held-out reward; return the exit code: 1 unless it rose by `gain` as
-    sampled and by `greedy` greedily. began: on the monotonic clock."""
+    """Print the gains of the held-out reward; return the exit code. began: on the monotonic
+    clock."""
     sampled_gain, greedy_gain = (after[name] - before[name] for name in ("sampled", "greedy"))
     console.print(
         f"the held-out reward rose by {sampled_gain:.3f} as sampled and by {greedy_gain:.3f} greedily (at least "
@@ -405,8 +396,7 @@ def clear(folder: Path, cfg: RunConfig) -> None:
 
 
 def rewards(cfg: RunConfig, model: Path) -> dict[str, float]:
-    """Return held-out rewards by the rollouts' engine, by the fp32 engine, and sharpened: T = 0.5
-    and greedy."""
+    """Return held-out rewards: by the rollouts' engine, by the fp32 engine, and sharpened."""
     compute, chat = Compute.of(cfg), models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
     dense_engine = engines.make(cfg, compute, master, chat, "fp32")

@@ -3,11 +3,11 @@ tokens.
 
 Tokens are drawn once, and their log-probs taken at points from the engine to the learner:
 
-    decode    recorded by the engine while it drew them, a token at a time, under its KV cache
+    decode    recorded by the engine while it drew them, under its KV cache
     prefill   the engine's weights again, a whole sequence at a time, without any cache
     aligned   the learner's forward in the engine's low-bit arithmetic (`weights.aligned`)
-    quantized the learner's forward on the matrices that the codes stand for, activations unrounded; taken
-              where the format rounds activations (`Format.rounds_activations`)
+    quantized the learner's forward on the matrices that the codes stand for, activations unrounded;
+              taken where the format rounds activations (`Format.rounds_activations`)
     dense     the learner's forward on its own weights; with `train.forward: fp8` or `nvfp4` and other
               rollouts the forward in that format, under its name
 
@@ -18,18 +18,15 @@ Each step has one cause:
     aligned -> quantized   rounding
     quantized -> dense     weights (where the format leaves activations alone, from aligned)
 
-Rounding amplifies: another order of sums differs by 1e-7, which flips activation codes, which flip
-more in later layers, until the rounding errors of both sides are independent. Only smaller rounding
-errors or the same bits on both sides prevent it.
+Rounding amplifies: another order of sums differs by 1e-7, which flips codes of activations, and
+these flip more in later layers, until the rounding errors of both sides are independent.
 
 In `prefill` a prompt attends to exact keys; decoding's other order of sums counts as kv and is
-small. A policy that evicted nothing is not blamed.
-
-`staleness` is 0: engine and learner hold the newest checkpoint.
+small. `staleness` is 0: engine and learner hold the newest checkpoint.
 
 In kl_k1, mean(from - to), the causes add up exactly, with signs; a cause's share is its mean |from
 - to| over the sum of all. The tokens are those of `decode`, so k3 estimates a KL divergence only
-for the whole. Rollouts are drawn without truncation and from clean norms.
+for the whole. Rollouts are drawn without truncation and noise.
 """
 
 from __future__ import annotations
@@ -75,26 +72,24 @@ ADVICE = {
     "kv": "the cache forgets or rounds what the learner sees; correction auto pays for it (sparse "
     "where keys are dropped)",
 }
-# The advice for rounding that an aligned learner removes.
+# For rounding that an aligned learner removes.
 ALIGNABLE = (
     "the engine rounds activations and the learner does not; correction auto pays for it, and "
     "train.forward aligned makes it vanish"
 )
-# Added where the whole gap is too large for a correction: SmolLM2 has an ESS of 0.92 at a KL of 0.05, and of
-# 0.41 at 0.33 (docs/algorithms.md)
-FAR = 0.1  # nats a token; guard.kl_above of `config.guard` is the same bound in a run
+# Where the gap is too large for a correction (docs/algorithms.md): the bound of guard.kl_above.
+FAR = 0.1  # nats a token
 TOO_FAR = (
     " A KL of {kl:.2g} nats a token is more than a correction can pay for: give the rollouts more bits, "
     "by a budget (rollout.weights: {{max_kl: 0.02}}) or a wider format; until then correction acr"
 )
-NEGLIGIBLE = 1e-4  # nats: below it, for the worst token, there is nothing to look for
+NEGLIGIBLE = 1e-4  # nats, for the worst token
 _MISMATCH_METRICS = ("kl_k1", "kl_k3", "logp_diff_mean", "logp_diff_max", "ess")
 
 
 @dataclass(frozen=True)
 class MismatchPart:
-    """One step: its cause, its ends, and their distance (names as in
-    `objectives.mismatch.mismatch`)."""
+    """One step: its cause, its ends, and their distance (names of `objectives.mismatch`)."""
 
     cause: str
     start: str
@@ -110,8 +105,6 @@ class MismatchPart:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The parts, the whole, and their interpretation."""
-
     model: str
     format: str
     num_tokens: int
@@ -153,8 +146,7 @@ def attribute(
 ) -> tuple[tuple[MismatchPart, ...], MismatchPart]:
     """Return the parts and the whole from the log-probs [N] at every point, in order.
 
-    segments: each token's sequence. blames_kv: the cache dropped or rounds keys; otherwise its part
-    is 0. A point `quantized` implies a format that rounds activations.
+    segments: each token's sequence. blames_kv: the cache dropped or rounds keys.
     """
     arithmetic_cause = "rounding" if "quantized" in log_probs else "kernels"
     decode_cause = "kv" if blames_kv else arithmetic_cause
@@ -189,7 +181,6 @@ def attribute(
 
 
 def _compare(start: Tensor, stop: Tensor, segments: Tensor) -> dict[str, Any]:
-    """Return the mismatch metrics between two points."""
     metrics = mismatch(
         learner=stop, behavior=start, mask=torch.ones_like(segments), segments=segments
     )
@@ -246,8 +237,7 @@ def diagnose(
 
 @dataclass(frozen=True)
 class DrawnSequences:
-    """Rollouts with their prompts as sequences of ids, and the engine's log-probs [N] of their
-    tokens."""
+    """Rollouts with their prompts as token ids, and the engine's log-probs [N] of the responses."""
 
     sequences: list[list[int]]
     prompt_lens: list[int]
@@ -269,7 +259,7 @@ class DrawnSequences:
 
 
 def draw(engine: Engine, requests: list[Request], temperature: float) -> DrawnSequences:
-    """Draw the rollouts and have the engine score them. ValueError for no tokens."""
+    """Draw the rollouts and have the engine score them."""
     if not engine.capabilities.scores:
         raise ValueError("diagnose: this engine cannot score given tokens")
     pairs = [
@@ -297,7 +287,7 @@ def learner_points(
     forward: str = "dense",
 ) -> dict[str, Tensor]:
     """Return the learner's points for an engine in `format`, in order: log-probs [N]. The model
-    stays aligned with the engine. forward: the learner's (`train.forward`)."""
+    stays aligned with the engine. forward: `train.forward`."""
 
     def scored() -> Tensor:
         return torch.cat(score(model, drawn.sequences, drawn.prompt_lens, temperature)).cpu()
@@ -320,7 +310,6 @@ def learner_points(
 
 
 def _align(model: Transformer, format: str) -> None:
-    """Align the learner's forward with an engine in `format`."""
     base = model.weight_format
     if base not in (None, format) and get_format(format).dense:
         # After a guard's fallback under LoRA the engine has the base's values.
@@ -332,14 +321,13 @@ def _align(model: Transformer, format: str) -> None:
 def _with_formats(
     cfg: RunConfig, run: Path | None, compute: Compute, chat: ChatTokenizer
 ) -> RunConfig:
-    """Return the settings with formats in place of a budget: the run's, or from a search."""
     if run is not None:
         return budget.settled(cfg, run, compute)
     return budget.with_weights(cfg, budget.named(cfg.rollout.weights, cfg, compute, chat))
 
 
 def _newest_checkpoint(run: Path | None) -> Checkpoint | None:
-    """Load a run's newest checkpoint; None without a run or a checkpoint."""
+    """Load a run's newest checkpoint. ValueError for a supervised run."""
     store = Store((run or Path()) / "checkpoints")
     steps = store.steps() if run is not None else []
     return store.load(steps[-1], only=("model",)) if steps else None
@@ -353,7 +341,6 @@ def _rollout_format(held: Checkpoint, cfg: RunConfig, weights: str) -> str:
 
 
 def _cache_notes(able: Capabilities, evictions: float) -> list[str]:
-    """Describe the cache's properties that cause `kv`."""
     notes: list[str] = []
     if able.kv.budget is not None:
         notes.append(
@@ -368,7 +355,7 @@ def _cache_notes(able: Capabilities, evictions: float) -> list[str]:
 
 
 def _notes(cfg: RunConfig) -> list[str]:
-    """Describe the settings that the diagnosis leaves out or that change how it reads."""
+    """Describe the settings that the diagnosis leaves out, or that change how it reads."""
     rollout = cfg.rollout
     notes: list[str] = []
     sampler = (rollout.top_k, rollout.top_p, rollout.min_p)

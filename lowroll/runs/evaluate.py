@@ -1,6 +1,4 @@
-"""Evaluation on held-out prompts by `lowroll eval`, of a model in several formats and caches, or of
-a server.
-"""
+"""`lowroll eval`: a model in several formats and caches, or a server, on held-out prompts."""
 
 from __future__ import annotations
 
@@ -113,8 +111,8 @@ def evaluate_server(
     each: Mapping[str, int] | None = None,
     out: Path | None = None,
 ) -> Rows:
-    """Return the rows of a served model, drawn as in `evaluate`. ValueError when its context has no
-    space for a response."""
+    """Return the rows of a served model, drawn as in `evaluate`. ValueError when its context is too
+    short."""
     cfg = cfg.resolved().at(cfg.train.max_steps)
     context = server.engine.capabilities.context_length
     max_prompt_tokens = context - cfg.rollout.max_tokens
@@ -136,8 +134,7 @@ def evaluate_server(
 def place(
     cfg: RunConfig, each: Mapping[str, int], given: Path | None, server: Server | None = None
 ) -> Iterator[Path]:
-    """Lock and yield the folder of an evaluation: the given one, or that of the model and its
-    settings. RunLockedError when it is in use."""
+    """Lock and yield the folder of an evaluation, by default one of the model and its settings."""
     if given is None and server is None:
         given = folder_of(cfg, each, resolve(cfg.model))
     elif given is None and server is not None:
@@ -167,8 +164,8 @@ class _Asker:
         limits: tuple[int, int],
         about: Mapping[str, str],
     ) -> list[EngineAnswers]:
-        """Return the answers of an engine, named by `about`, to every environment. limits: tokens
-        of a prompt, and of a conversation."""
+        """Return an engine's answers to every environment. limits: tokens of a prompt, and of a
+        conversation."""
         prompts.check_turns(chat, self.envs)
         return [self._ask(env, engine, chat, limits, about) for env in self.envs.values()]
 
@@ -180,8 +177,7 @@ class _Asker:
         limits: tuple[int, int],
         about: Mapping[str, str],
     ) -> EngineAnswers:
-        """Draw and score an engine's responses to one environment, except those already in the
-        folder."""
+        """Draw and score the responses to one environment that are not in the folder."""
         began = time.monotonic()
         n = self.each.get(env.name, self.cfg.eval.rollouts_per_example)
         sampling = orchestrator.eval_sampling(self.cfg)
@@ -247,7 +243,6 @@ class _Asker:
         return {"id": env_config.id, "args": dict(env_config.args)}
 
     def _file(self, env: str, about: Mapping[str, str]) -> Path | None:
-        """Return the file of an engine's responses to an environment; None without a folder."""
         if self.out is None:
             return None
         engine_name = quote(",".join(about.values()), safe=",+")
@@ -255,7 +250,6 @@ class _Asker:
 
 
 def _make_rows(cfg: RunConfig, measured: Sequence[EngineAnswers], out: Path | None) -> Rows:
-    """Return the rows of the answers, and write them and the page of failures into `out`."""
     rows = rows_of(measured, cfg.seed)
     if out is not None:
         leave(out, cfg, measured, rows)
@@ -267,7 +261,7 @@ def _with_kv(cfg: RunConfig, kv: KvConfig) -> RunConfig:
 
 
 def _rollouts(cfg: RunConfig) -> str:
-    """Return the format of the run's rollouts; where none is set, the model's own low-bit format."""
+    """Return the format of the rollouts; where none is set, the model's own low-bit format."""
     if cfg.rollout.weights == STORED:  # a dense model may replace the run's folder
         return exact_format(resolve(cfg.model), Compute.of(cfg).dtype) or OWN
     if "weights" in cfg.rollout.model_fields_set:

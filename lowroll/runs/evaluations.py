@@ -26,11 +26,9 @@ COMPARED = ("reward", "pass_at_1")
 
 
 class EvaluationEngine(EngineClient, Protocol):
-    """The engine interface for evaluations."""
-
     def without_noise(self, version: int) -> AbstractContextManager[None]:
-        """Draw from the weights of a version without noise in the block; afterwards the engine has
-        the bits of a fresh one, as in a resumed run."""
+        """Draw from a version's weights without noise in the block; afterwards the engine has the
+        bits of a fresh one."""
         ...
 
 
@@ -61,7 +59,6 @@ class Evaluations:
         self.on_phase: PhaseProgress | None = None
 
     def before(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
-        """Evaluate the initial or resumed policy; return {} before other steps."""
         if not self.due_before(step):
             return {}
         self.on_note(
@@ -70,12 +67,12 @@ class Evaluations:
         return self.measure(now, version, sampled=True, done=step - 1)
 
     def after(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
-        """Evaluate the policy after a step; return {} when none is due."""
         if not self.due(step):
             return {}
         return self.measure(now, version, sampled=step == self.last, done=step)
 
     def due_before(self, step: int) -> bool:
+        """Return whether the initial or resumed policy is evaluated before this step."""
         before_first_step = step == 1 and self.cfg.eval_base_model
         return bool(self.interval) and (before_first_step or step == self._again)
 
@@ -162,8 +159,8 @@ def held_out(
 
 
 def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
-    """Return a step's evaluations: `then`, after it, and `first`, before it, under separate names.
-    Either may be empty."""
+    """Return a step's evaluations `then`, after it, and `first`, before it, under names of its
+    own."""
     compared_endings = tuple(f"{separator}{name}" for separator in "/_" for name in COMPARED)
     metrics_before = {
         f"{name}_before": value for name, value in first.items() if name.endswith(compared_endings)

@@ -5,10 +5,9 @@
                                      adapter  the LoRA adapter, in PEFT's format
                                      rollout  what the engine samples from, bit for bit (rung P10)
 
-`rollout` holds the engine's codes after that step, without noise; of a LoRA run it is the adapter,
-with its quantized base in the folder `base`. `merged` adds the adapter to the dequantized base it
-was trained on; the original dense model gives another policy. `PolicyGap` (`runs.policy_gap`) is a
-policy's distance from the learner on the run's logged rollouts.
+`rollout` is without noise; of a LoRA run it is the adapter, with its quantized base in the folder
+`base`. `merged` adds the adapter to the dequantized base it was trained on. `PolicyGap`
+(`runs.policy_gap`) is a policy's distance from the learner on the run's rollouts.
 
 An adapter folder, which states its base (`model.adapter_base`), may replace the run.
 """
@@ -50,7 +49,7 @@ _STORED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 @dataclass(frozen=True)
 class Exported:
-    """A written folder; bytes are those of its weight files."""
+    """A written folder and the bytes of its weight files."""
 
     folder: Path
     format: str  # of the linear weights
@@ -154,7 +153,6 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
 
 
 def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exported:
-    """Export an adapter folder in place of a run."""
     if kind == "adapter" or step is not None:
         raise ValueError(
             f"{folder} is an adapter folder: it has no checkpoints, and is exported as merged or "
@@ -191,7 +189,7 @@ def _load_learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transfo
 def _save_merged(
     model: Transformer, out: Path, source: Path, batch: Batch | None = None
 ) -> PolicyGap | None:
-    """Save the learner as one dense model; return its gap from rounded sums."""
+    """Save the learner as one dense model; return its gap, from rounded sums."""
     if batch is None:
         hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
         return None
@@ -201,7 +199,7 @@ def _save_merged(
 
 
 def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
-    """Save the engine's model; an adapter's base goes to its folder `base`. Return what other tools
+    """Save the engine's model, an adapter's base in the folder `base`. Return what other tools
     cannot do with it."""
     adapters = {name: linear.adapter for name, linear in rollout.linears()}
     if all(adapter is None for adapter in adapters.values()):
@@ -225,7 +223,6 @@ def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
 
 
 def _compatibility_note(model: Transformer) -> str | None:
-    """Return what other tools cannot do with the model's folder, or None."""
     if model.weight_format is None or get_format(model.weight_format).dense:
         return None
     if model.spec.stacks_experts:
@@ -247,7 +244,6 @@ def _format_of(model: Transformer) -> str:
 
 
 def absent(out: str | Path) -> Path:
-    """Return the path of a new folder; FileExistsError if it exists."""
     out = Path(out)
     if out.is_symlink() or out.exists():
         raise FileExistsError(f"{out}: exists already; name a new folder")

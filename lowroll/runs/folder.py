@@ -4,9 +4,8 @@
     about.json, metrics.jsonl, rollouts/, offending/, checkpoints/, final/, logs/, environments/, .lock, report.html
     rollout_weights.json    of a run whose rollout.weights is a budget
 
-Only a run's own files are removed or overwritten: they are recognised by name in a folder with a
-run's config.yaml, checkpoints and final/ by their manifests. Anything in the way is refused at the
-start.
+Only a run's own files are removed or overwritten: by name in a folder with a run's config.yaml,
+checkpoints and final/ by their manifests. Anything in the way is refused at the start.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _STEP_FOLDER = re.compile(r"step_[0-9]{6,}")
 
 
 def resumes_by_config(cfg: RunConfig) -> bool:
-    """Return whether `ckpt.resume_step` requests a resumption and a run has begun."""
+    """Return whether `ckpt.resume_step` resumes a begun run."""
     resume_step = cfg.ckpt.resume_step
     return resume_step is not None and (
         resume_step >= 0 or RunFolder(cfg, "grpo").made_by() is not None
@@ -71,8 +70,8 @@ def resumes_by_config(cfg: RunConfig) -> bool:
 
 
 class RunFolder:
-    """`output_dir` of a configuration, for runs of a command, grpo or sft. alone: one process makes
-    the run; otherwise the orchestrator writes the rollouts (`runs.roles`)."""
+    """`output_dir` of a configuration, for runs of grpo or sft. alone: one process makes the run;
+    with roles the orchestrator writes the rollouts (`runs.roles`)."""
 
     verified = False  # whether the requested checkpoint was just verified
 
@@ -100,7 +99,7 @@ class RunFolder:
     # -- whose it is -------------------------------------------------------------------------------
 
     def made_by(self) -> str | None:
-        """Return the command of the run here, or None."""
+        """Return the command of the run here, if any."""
         config_path = self.path / CONFIG
         if config_path.is_file():
             with config_path.open(encoding="utf-8", errors="replace") as file:
@@ -195,15 +194,15 @@ class RunFolder:
         self.store.clean()
 
     def keep(self, texts: Mapping[Path, str]) -> None:
-        """Write files of environments from a notebook or script, unless they exist."""
+        """Write files of environments, unless they exist."""
         for path, text in texts.items():
             if not path.exists():
                 path.parent.mkdir(exist_ok=True)
                 self.space.write(path, partial(write_file, path, text.encode()))
 
     def begin(self, about: Mapping[str, str], again: bool = False) -> None:
-        """Begin a run: remove an earlier one's files, then describe this one. again: of a run with
-        roles without a checkpoint, whose batches stay."""
+        """Remove an earlier run's files, then describe this one. again: roles began before, and
+        without a checkpoint their batches stay."""
         if again and not self.alone:
             Recorder(self.path).truncate(0)
         else:
@@ -220,8 +219,7 @@ class RunFolder:
         self._track(0)
 
     def resume(self, step: int, about: Mapping[str, str]) -> None:
-        """Continue after the checkpoint of a step: remove later files, and apply the current
-        settings."""
+        """Cut the folder back to the checkpoint of a step, and apply the current settings."""
         for difference in computed_otherwise(self.path, about):
             log.warning(
                 "resumed elsewhere, so not bit for bit as the run would have gone on: %s",
@@ -252,10 +250,8 @@ class RunFolder:
         self.trackers = Trackers(self.cfg.track, tracked_run)
 
     def keep_batch(self, name: str, batch: Batch) -> Path:
-        """Write a batch into the folder `name`, one of BATCHES; return its file.
-
-        `rollouts`, written at every step for people, leaves out the tokens that caches dropped.
-        """
+        """Write a batch into the folder `name`, one of BATCHES; return its file. `rollouts` leave
+        out the tokens that caches dropped."""
         folder = self.path / name
         if name == "rollouts":
             batch = without_evictions(batch)
@@ -270,8 +266,7 @@ class RunFolder:
         parts: int = 1,
         share: Callable[[Path], object] | None = None,
     ) -> None:
-        """Save a checkpoint, with settings and command in addition to `meta`. parts, share: as
-        `Store.save`."""
+        """Save a checkpoint with settings and command. parts, share: as `Store.save`."""
         meta = {"config": self._settings, "command": self.command, **meta}
         self.space.write(
             self.store.path(step),
@@ -291,7 +286,7 @@ class RunFolder:
         self.space.write(path, lambda: write_file(path, (first_line + self._settings).encode()))
 
     def _clear_roles(self) -> None:
-        """Remove the roles' shared files: batches, evaluations, the ledger and broadcast weights."""
+        """Remove the roles' shared files."""
         orchestrator = self.path / "orchestrator"
         spool = orchestrator / "spool"
         for path in spool.iterdir() if spool.is_dir() else ():
@@ -307,7 +302,7 @@ class RunFolder:
                 remove_published(path, broadcasts)
 
     def _clear(self) -> None:
-        """Remove a run's files except logs, environments and settings, which go last."""
+        """Remove a run's files except logs and environments; the settings go last."""
         if self.made_by() is None:
             return
         # Checkpoints go first, so that a run with a checkpoint has all its files.

@@ -146,7 +146,6 @@ class Run:
     def _planner(
         self, cfg: RunConfig, outline: Transformer, chat: ChatTokenizer, tasks: RunEnvironments
     ) -> Planner:
-        """Return the memory planner of the run's workloads and models."""
         uncached_cfg = engines.with_cache(cfg, None)
         workloads = engines.workloads(uncached_cfg, outline.spec, chat, tasks.envs, tasks.held_out)
         other_models = {
@@ -178,7 +177,7 @@ class Run:
 
     def resume(self) -> int:
         """Continue from the newest undamaged checkpoint, or begin again without one; return the
-        next step. ValueError when it is another run's."""
+        next step."""
         checkpoint = self.learner.restore()
         if checkpoint is None:
             return self.begin()
@@ -198,11 +197,9 @@ class Run:
         return self.learner.record(step, metrics, began)
 
     def checkpoint(self, step: int) -> None:
-        """Save both halves of the run after `step`, in one atomic folder."""
         self.learner.checkpoint(step)
 
     def drop(self, step: int) -> None:
-        """Save a checkpoint before an unfinished step."""
         self.learner.enter(step - 1)
         self.checkpoint(step - 1)
 
@@ -219,7 +216,7 @@ class Run:
         )
 
     def finish(self, step: int) -> None:
-        """Save the last checkpoint and the trained model or adapter as a Hugging Face folder."""
+        """Save the last checkpoint, and the trained model or adapter."""
         self.batches.orchestrator.rollout_buffer.recall()
         if unjudged := self.batches.orchestrator.errors.unjudged():
             log.warning(unjudged)

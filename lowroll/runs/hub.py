@@ -1,9 +1,5 @@
 """The upload of a run's folder to the Hugging Face hub, with a model card.
 
-    check   before a run or an export: is somebody logged in?
-    push    the files and the card in one commit of a private repository
-    offer   the same at the end of a run, where a failure is logged and loses nothing
-
 The token is the hub's login or HF_TOKEN. It is in no setting, file or log of lowroll's.
 """
 
@@ -44,11 +40,11 @@ def check(name: str | None) -> None:
 
 
 def push(folder: Path, name: str, run: Path, kind: str) -> str:
-    """Upload a run's model or adapter folder to the repository `name`, created private if missing;
-    return its address.
+    """Upload a run's folder to the private repository `name`, created if missing; return its
+    address.
 
-    ValueError for a folder whose base lies inside it, which others could not load; RunFailed with
-    the hub's message when it refuses or is not reached.
+    ValueError for a folder whose base lies inside it, which others could not load; RunFailed when
+    the hub refuses or is not reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -77,8 +73,7 @@ def push(folder: Path, name: str, run: Path, kind: str) -> str:
 
 
 def offer(final: Path, cfg: RunConfig) -> None:
-    """Upload a finished run's folder, if configured. A failure is a warning with the command to
-    retry."""
+    """Upload a finished run's folder. A failure is a warning with the command to retry."""
     if cfg.push_to_hub is None:
         return
     run = Path(cfg.output_dir)
@@ -103,8 +98,7 @@ def offer(final: Path, cfg: RunConfig) -> None:
 
 
 def card(folder: Path, name: str, run: Path, kind: str) -> str:
-    """Return README.md of an upload: front matter for the hub, provenance, the last metrics, how to
-    load it; for an adapter also its own card's text on its base."""
+    """Return the README.md of an upload: front matter, provenance, last metrics, how to load it."""
     cfg = load(run / "config.yaml") if (run / "config.yaml").is_file() else None
     sections = [f"# {name.partition('/')[2]}", *_own_card_text(folder)]
     if cfg is not None:
@@ -117,7 +111,6 @@ def card(folder: Path, name: str, run: Path, kind: str) -> str:
 
 
 def _front_matter(cfg: RunConfig | None, kind: str) -> str:
-    """Return the card's front matter for the hub."""
     from huggingface_hub import ModelCardData
 
     base = cfg.model if cfg is not None and is_hub_id(cfg.model) else None
@@ -135,7 +128,6 @@ def _front_matter(cfg: RunConfig | None, kind: str) -> str:
 
 
 def _public_name(name: str) -> str:
-    """Return a hub id, or the last part of a local path."""
     return name if is_hub_id(name) else Path(name).name
 
 
@@ -145,7 +137,6 @@ def _data_sets(cfg: RunConfig | None) -> list[str]:
 
 
 def _own_card_text(folder: Path) -> list[str]:
-    """Return the text of the folder's own card below its title."""
     path = folder / CARD
     if not path.is_file():
         return []
@@ -169,7 +160,6 @@ def _training_rows(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _last_metrics(run: Path) -> dict[str, Any]:
-    """Return the last value of each shown metric, with its step."""
     metrics: dict[str, Any] = {}
     for record in read(run):
         shown_metrics = {key: value for key, value in record.items() if key.startswith(SHOWN)}
@@ -188,7 +178,6 @@ def _markdown_table(rows: Mapping[str, Any], title: str) -> str:
 
 
 def _usage(name: str, kind: str, cfg: RunConfig | None) -> list[str]:
-    """Return how to load the uploaded folder, as Markdown."""
     if kind == "rollout" and cfg is not None:
         return [
             f"Low-bit weights ({cfg.rollout.weights}), bit for bit what the rollouts were drawn "

@@ -1,16 +1,17 @@
-"""The identity of a checkpoint's run: its settings, and its other inputs. A resumed run must have
-the same.
+"""The identity of a checkpoint's run: its settings and its other inputs, which a resumed run must
+share.
 
-    model                        what config.json says, key by key, and the files of its tokenizer and chat template
+    model                        what config.json says, key by key, and the files of its tokenizer and
+                                 chat template
     train.teacher, critic.model  what their config.json says
     sft.data                     of a supervised run
-    env                          the Python file that an environment is, and every file that one of its arguments names,
-                                 those of its reward functions too
+    env                          the Python file that an environment is, and every file that one of its
+                                 arguments names, those of its reward functions too
     advantage_function           its file, and those that its arguments name
 
-are recorded by their values and SHA-256 digests; weights have digests of their own
-(`weights.publish`). Not covered are modules that an environment's file imports, folders, data sets
-of the hub, and the versions of packages.
+are recorded by values and SHA-256 digests; weights have digests of their own (`weights.publish`).
+Not covered: modules that an environment's file imports, folders, data sets of the hub, versions of
+packages.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ from lowroll.model.families.base import Rope
 from lowroll.model.folder import TOKENIZER_FILES, resolve
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 
-# Settings that may differ between a run and its resumption, because they do not change what a step
-# computes. The guard and `no_signal` act between steps and follow the new settings. The number of
-# GPUs changes only the order of sums.
+# Settings that may differ between a run and its resumption: they do not change what a step computes.
+# The guard and `no_signal` act between steps; the number of GPUs changes only the order of sums.
 MAY_CHANGE = (
     "output_dir",
     "ckpt",
@@ -59,9 +59,9 @@ MAY_CHANGE = (
     "train.gpus",
     "train.sharding",
 )
-# These may change too, after a run that ended for lack of a learning signal.
+# These too, after a run that ended for lack of a learning signal.
 FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")
-# Settings that older checkpoints lack, with the values that describe the earlier behaviour.
+# Settings that older checkpoints lack, with the values that they had.
 ADDED: dict[str, object] = {
     "rollout.engine": "native",
     "rollout.max_model_len": None,
@@ -79,10 +79,10 @@ ADDED: dict[str, object] = {
         for key, value in AsynchronyConfig().model_dump(mode="json").items()
     },
 }
-TEACHER = "train.teacher: weights"  # read long after the other inputs
+TEACHER = "train.teacher: weights"
 CONFIG = "config.json: "  # prefix of its keys
 ADVANTAGES = "advantage_function: "  # prefix of its files
-# fields of a spec that runs record always; others where they are not as in all models at first
+# Fields of a spec that runs record always.
 FIRST_FIELDS = frozenset(
     {
         *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers"),
@@ -91,14 +91,11 @@ FIRST_FIELDS = frozenset(
         *("experts_per_token", "moe_intermediate_size", "norm_topk_prob"),
     }
 )
-IDLE_FILES = (
-    "generation_config.json",
-)  # copied along; its ends of sequence are recorded with the config
+IDLE_FILES = ("generation_config.json",)  # its ends of sequence are recorded with the config
 
 
 def run_inputs(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
-    """Return the inputs of a command's run other than its settings and weights: name -> value or
-    digest."""
+    """Return the inputs of a run beside settings and weights: name -> value or digest."""
     inputs = {f"model: {CONFIG}{key}": value for key, value in _config_values(cfg.model).items()}
     folder = resolve(cfg.model)
     inputs |= {
@@ -124,7 +121,6 @@ def run_inputs(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
 
 
 def _read_by_environments(cfg: RunConfig) -> dict[str, str]:
-    """Return the digests of the environments' files."""
     return {
         f"env {env.name or env.id}: {name}": _digest(path)
         for env in cfg.env
@@ -133,7 +129,6 @@ def _read_by_environments(cfg: RunConfig) -> dict[str, str]:
 
 
 def _read_by_advantages(cfg: RunConfig) -> dict[str, str]:
-    """Return the digests of the advantage function's files."""
     function_cfg = cfg.advantage_function
     files = (
         ()
@@ -144,15 +139,14 @@ def _read_by_advantages(cfg: RunConfig) -> dict[str, str]:
 
 
 def _config_values(source: str | Path, key: str = "model") -> dict[str, str]:
-    """Return the keys of config.json that affect the model or the tokenizer's loader."""
     folder = resolve(source, key=key)
     values = _spec_values(read_spec(folder))
     return values | {"model_type": repr(read_config(folder).get("model_type"))}
 
 
 def _spec_values(spec: ModelSpec) -> dict[str, str]:
-    """Return what a spec says, as runs record it that began when there were five families: fields
-    that came later stand there where they are not as in those."""
+    """Return a spec as the first runs recorded it: a field that came later stands there where it is
+    not at its default."""
     values = {
         field.name: repr(getattr(spec, field.name))
         for field in fields(spec)
@@ -175,7 +169,6 @@ def _spec_values(spec: ModelSpec) -> dict[str, str]:
 
 
 def _files_of_env(env: EnvConfig) -> Iterator[tuple[str, Path]]:
-    """Yield (name, path) of an environment's code and of the files that its arguments name."""
     code, _ = split_file(env.id)
     if code is not None:
         yield "its code", code
@@ -193,7 +186,6 @@ def _files_named_in(args: Mapping[str, object]) -> Iterator[tuple[str, Path]]:
 
 
 def texts(value: object) -> Iterator[str]:
-    """Yield every text in JSON data."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
@@ -208,8 +200,8 @@ def _digest(path: Path) -> str:
 
 
 def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """Raise ValueError naming inputs that differ from the saved ones. saved: None from before
-    checkpoints held them."""
+    """Raise ValueError naming inputs that differ from the saved ones. saved: None of old
+    checkpoints."""
     if saved is None:
         raise ValueError(
             "resume: the checkpoint is of an older lowroll and does not say what the run reads "
@@ -274,7 +266,7 @@ def refuse_other_settings(
 
 
 def refuse_to_remove(gone: Iterable[Path], cfg: RunConfig) -> None:
-    """Raise ValueError when the settings name something that a new run would remove."""
+    """Raise ValueError when the settings name what a new run would remove."""
     removed = [path.resolve() for path in gone]
     settings = {key: value for key, value in cfg.tree().items() if key != "output_dir"}
     for text in texts(settings):
@@ -288,7 +280,7 @@ def refuse_to_remove(gone: Iterable[Path], cfg: RunConfig) -> None:
 
 
 def _differences(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the differences of two settings, as deep as they can be named: (place, before, after)."""
+    """Yield the differences of two settings as deep as they can be named: (key, before, after)."""
     if _is_unchanged(before, after):
         return
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
@@ -302,8 +294,8 @@ def _differences(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, 
 
 
 def _is_unchanged(before: object, after: object) -> bool:
-    """Return whether two settings are equal, or name files and folders that only moved: digests
-    cover their content."""
+    """Return whether two settings are equal, or name files that only moved: digests cover their
+    content."""
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(
             _is_unchanged(before[key], after[key]) for key in before
@@ -326,7 +318,7 @@ def _is_unchanged(before: object, after: object) -> bool:
 def _raise_if_changed(
     what: str, before: Mapping[str, Any], after: Mapping[str, Any], show: Callable[[Any], str]
 ) -> None:
-    """Raise ValueError naming the first keys whose values differ. show: formats a value."""
+    """Raise ValueError naming the first keys that differ. show: formats a value."""
     changed_keys = sorted(
         key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
     )
@@ -339,14 +331,12 @@ def _raise_if_changed(
 
 
 def _describe_input(value: str | None) -> str:
-    """Format an input's value or digest for an error."""
     if value is None:
         return "not there"
     return f"{value[:19]}..." if value.startswith("sha256:") else value
 
 
 def _flatten(tree: object, prefix: str = "") -> dict[str, object]:
-    """Return a tree of settings as dotted keys and values."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     return {

@@ -51,41 +51,33 @@ STATE = ("trainer", "orchestrator", "guard", "widened")  # of a checkpoint
 
 
 class Publisher(Protocol):
-    """The destination of new weights."""
-
     weights: str  # the format of the rollouts
 
     @property
     def cache_tokens(self) -> int | None:
-        """The size of the engine's KV cache, if known here."""
+        """The size of the engine's KV cache, if known."""
         ...
 
     @property
     def hidden_bytes(self) -> int:
-        """Device memory of an engine in this process that torch does not count."""
+        """Device memory of the engine that torch does not count."""
         ...
 
     def publish(self, version: int) -> Mapping[str, float]:
         """Publish the learner's weights as a version; return `weights/*` of the changes."""
         ...
 
-    def update(self, version: int) -> None:
-        """Publish a version without measuring."""
-        ...
+    def update(self, version: int) -> None: ...
 
-    def change_format(self, weights: str) -> None:
-        """Use another format from the next version on."""
-        ...
+    def change_format(self, weights: str) -> None: ...
 
-    def release(self) -> None:
-        """Release memory until the next step."""
-        ...
+    def release(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The model that learns and its tokenizer. Each of `ranks` may hold a part of the model. base:
-    the digest of the initial weights, equal on all ranks."""
+    """The model that learns, of which each of `ranks` may hold a part, and its tokenizer. base: the
+    digest of the initial weights."""
 
     model: Transformer
     base: str
@@ -97,7 +89,7 @@ class Policy:
     def load(
         cls, cfg: RunConfig, chat: ChatTokenizer, compute: Compute, ranks: Ranks = ALONE
     ) -> Policy:
-        """Load the model of the settings. Raises the same errors as `refuse_others`."""
+        """Load the model. ValueError as by `refuse_others`."""
         model = models.learner(cfg, compute)
         base_digest = digest(model)
         refuse_others(ranks, base_digest, cfg)
@@ -105,7 +97,7 @@ class Policy:
 
 
 def refuse_others(ranks: Ranks, base: str, cfg: RunConfig) -> None:
-    """Raise ValueError on a rank whose initial weights differ in digest from rank 0's."""
+    """Raise ValueError on a rank whose initial weights are not rank 0's."""
     if ranks.size > 1 and ranks.tell(base.encode()).decode() != base:
         raise ValueError(f"model: the weights of {cfg.model} here are not those of rank 0")
 
@@ -166,11 +158,9 @@ class Learner:
 
     @property
     def version(self) -> int:
-        """The policy version of the weights."""
         return self.trainer.version
 
     def watch(self, phase: PhaseProgress, note: Callable[[str], object]) -> None:
-        """Set callbacks for progress within a step and for notes."""
         self.trainer.on_phase = phase
         self.monitor.on_note = note
 
@@ -195,8 +185,8 @@ class Learner:
         return checkpoint
 
     def go_on(self, saved: Checkpoint) -> int:
-        """Publish a restored checkpoint's weights, and cut the run folder back to it. Return the
-        next step."""
+        """Publish a restored checkpoint's weights, cut the run folder back, and return the next
+        step."""
         self.heed_monitor()
         self.publisher.publish(self.version)
         self.home.resume(saved.step, self.about())
@@ -206,7 +196,7 @@ class Learner:
         return saved.step + 1
 
     def step(self, step: int) -> dict[str, float]:
-        """Learn from the next batch of the channel; return the step's metrics."""
+        """Learn from the next batch; return the step's metrics."""
         batch = self.trainer.receive()
         stage = self.enter(step)
         metrics = batch.stats | stage | self.trainer.step(batch)
@@ -220,7 +210,7 @@ class Learner:
         return metrics
 
     def record(self, step: int, metrics: dict[str, float], began: float) -> Record:
-        """Write the record of a step that began at `began` of `time.monotonic`."""
+        """Write the record of a step. began: on the monotonic clock."""
         save_seconds = self.checkpoints.seconds()
         metrics |= {"perf/peak_memory_gb": self._peak_memory() / 1e9} | save_seconds
         metrics["time/step"] = time.monotonic() - began + sum(save_seconds.values())
@@ -229,18 +219,16 @@ class Learner:
         return record
 
     def checkpoint(self, step: int) -> None:
-        """Save both halves of the run after `step`, in one atomic folder."""
         ranks = self.ranks if self.trainer.in_parts else ALONE
         tokens = self.publisher.cache_tokens
         self.checkpoints.save(step, self._state, ranks, cache_tokens=tokens)
 
     def _state(self) -> tuple[Tensors, State]:
-        """Return the tensors and the state of a checkpoint."""
         tensors, state = self.trainer.state()
         return tensors, {"trainer": state, "orchestrator": self.drawn} | self.monitor.state()
 
     def finish(self, step: int) -> None:
-        """Save the last checkpoint and the trained model (or adapter) as a Hugging Face folder."""
+        """Save the last checkpoint, and the trained model or adapter."""
         self.checkpoint(step)
         self.home.publish(partial(self._save_final, step))
 
@@ -253,13 +241,12 @@ class Learner:
             hf.save(self.whole, target, resolve(self.cfg.model), step)
 
     def enter(self, step: int) -> dict[str, float]:
-        """Apply the settings of the step's stage; return its metrics, {} without stages."""
+        """Apply the settings of the step's stage; return its metrics."""
         if self.stages.enter(step):
             self._set_options()
         return self.stages.metrics(step)
 
     def _first_look(self, batch: Batch) -> dict[str, float]:
-        """Measure the mismatch before the first update, which may widen the objective's thresholds."""
         initial_mismatch = probe(self.model, batch, self.trainer.settings, self.ranks)
         metrics = self.monitor.first_look(initial_mismatch, self.stages.now)
         self._agree()
@@ -282,7 +269,6 @@ class Learner:
             self.publisher.update(self.version)
 
     def _choose_formats(self, guard: Guard) -> None:
-        """Choose the budget's formats again on the latest rollouts."""
         choice = budget.again(self.home, self.budget, self.model, self._samples, self.version)
         if choice is None:
             guard.without_choice()
@@ -291,12 +277,10 @@ class Learner:
         self._samples = []
 
     def _set_options(self) -> None:
-        """Give the trainer the objective's options of the stage and the monitor."""
         options = self.monitor.options(self.stages.now)
         self.trainer.settings = replace(self.trainer.settings, options=options)
 
     def _save_offending(self, batch: Batch) -> None:
-        """Keep the batch of an update that was not finite."""
         path = self.home.keep_batch("offending", batch)
         log.error(
             "step %d: the update was not finite and was skipped; its batch is in %s",
@@ -305,7 +289,7 @@ class Learner:
         )
 
     def _peak_memory(self) -> int:
-        """Return the peak bytes on the device; on a CPU those of the process."""
+        """Return the peak bytes on the device, on a CPU of the process."""
         if self.compute.device.type == "cuda":
             return torch.cuda.max_memory_allocated() + self.publisher.hidden_bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

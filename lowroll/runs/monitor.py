@@ -31,8 +31,7 @@ MAX_WIDENED = 4
 
 
 class Monitor:
-    """The guard and the first look of a run. `on_note` receives notes. budget: of the rollouts'
-    format, if any."""
+    """The guard and the first look of a run. budget: of the rollouts' format, if any."""
 
     def __init__(self, cfg: RunConfig, budget: str = "") -> None:
         self.cfg = cfg
@@ -46,14 +45,12 @@ class Monitor:
 
     @property
     def weights(self) -> str:
-        """The format of the next rollouts."""
         if self.guard is None or not self.guard.has_moved:
             return self.cfg.rollout.weights
         return self.guard.weights
 
     def options(self, now: RunConfig) -> dict[str, Any]:
-        """Return the objective's options in a stage, after the configuration, the first look and
-        the guard."""
+        """Return the objective's options in a stage, after the first look and the guard."""
         options = now.objective_options
         if self.widened:
             options = rescale(options, 2.0**self.widened, self.cfg.chosen_options)
@@ -62,8 +59,8 @@ class Monitor:
         return options
 
     def first_look(self, first: Probe | None, now: RunConfig) -> dict[str, float]:
-        """Return `spread/*` of the mismatch before the first update, against the objective's
-        thresholds; those of `auto` are widened. {} without a probe."""
+        """Return `spread/*` of the mismatch before the first update, and widen the thresholds of
+        `auto`."""
         if first is None:
             return {}
         silent = first.silent(self.options(now))
@@ -80,7 +77,6 @@ class Monitor:
         return first.spread | silent
 
     def _tell_widened(self, options: Mapping[str, Any], silent: Mapping[str, float]) -> None:
-        """Warn about widened thresholds, and about those that still silence too much."""
         if self.widened:
             widened_options = [f"{name} {options[name]:.3g}" for name in self.cfg.chosen_options]
             log.warning(
@@ -96,7 +92,7 @@ class Monitor:
             )
 
     def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return `guard/*` of a step; its decisions hold from the next step on."""
+        """Return `guard/*` of a step; its decisions hold from the next one on."""
         if step == 1 and metrics.get("kv/evictions") == 0:
             policy = self.cfg.rollout.cache.policy
             self.on_note(
@@ -112,7 +108,6 @@ class Monitor:
         return values
 
     def _check_bits(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Warn once when exact rollouts differ from the learner's bits."""
         difference = metrics.get("mismatch/logp_diff_max", 0.0)
         if not (self.expects_bits and difference > 0):
             return
@@ -125,7 +120,6 @@ class Monitor:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return JSON data for `restore`: a checkpoint's `guard` and `widened`."""
         return {"guard": self.guard and self.guard.state(), "widened": self.widened}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -155,7 +149,7 @@ class Monitor:
 
 
 def fallen_to(state: Mapping[str, Any]) -> str | None:
-    """Return the rollouts' fallback format in a checkpoint's state, or None."""
+    """Return the rollouts' fallback format in a checkpoint's state."""
     return _format_of(state.get("guard") or {})
 
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PolicyGap:
-    """The distance of a policy from the learner, in nats a token, over `tokens` drawn tokens."""
+    """The distance of a policy from the learner, in nats a token."""
 
     tokens: int
     logp_diff: float  # mean |difference of log-probs|
@@ -45,11 +45,10 @@ class PolicyGap:
 def publish_adapter(
     cfg: RunConfig, model: Transformer, out: Path, batch: Batch | None, step: int
 ) -> PolicyGap | None:
-    """Publish a learner's adapter after `step` as the new folder `out`, with its gap on the named
-    model in the card.
+    """Publish a learner's adapter after `step` as the new folder `out`, with its gap in the card.
 
     batch: what the gap is measured on. Return None without a batch, for an unchanged base, or
-    without device memory for a second model.
+    without memory for a second model.
     """
     scale = cfg.train.uaq_scale or 1.0
     source = resolve(cfg.model)
@@ -75,8 +74,8 @@ def publish_adapter(
 
 
 def _measure_gap(source: Path, adapter: Path, model: Transformer, batch: Batch) -> PolicyGap | None:
-    """Measure the gap of an adapter folder on a model folder; None, with a log line, without memory
-    for a second model."""
+    """Measure the gap of an adapter folder on a model folder; None without memory for a second
+    model."""
     needed_bytes = 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
     free_bytes = free_memory(model.device)
     try:
@@ -94,8 +93,7 @@ def _measure_gap(source: Path, adapter: Path, model: Transformer, batch: Batch) 
 
 
 def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
-    """Return the newest logged rollouts up to a step, alternating between groups, at most `most`
-    tokens; None without any. An unreadable file is logged, and an earlier one is used."""
+    """Return an `excerpt` of the newest readable rollouts up to a step."""
     batch = None
     paths = [path for file_step, path in rollout_files(run / "rollouts") if file_step <= step]
     for path in reversed(paths):
@@ -122,7 +120,6 @@ def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
 
 
 def scores(model: Transformer, batch: Batch) -> Tensor:
-    """Return a model's log-probs of a batch's responses, concatenated."""
     sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
     prompt_lens = [len(sample.prompt_ids) for sample in batch.samples]
     with aligned.suspended(model), noise.muted(model):
@@ -130,7 +127,7 @@ def scores(model: Transformer, batch: Batch) -> Tensor:
 
 
 def gap_between(learner: Tensor, policy: Tensor) -> PolicyGap:
-    """Return the gap between two models by their log-probs of the same responses."""
+    """Return the gap between two models by their log-probs."""
     metrics = mismatch(
         learner=policy[None], behavior=learner[None], mask=torch.ones_like(learner[None])
     )

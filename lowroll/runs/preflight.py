@@ -3,8 +3,7 @@ writing.
 
 Environments are made and their data read; a few of their own answers go through a real scoring
 worker. Of models only the configuration, the tokenizer and the headers of the weights are read; of
-a hub id that is not cached, the small files are fetched and the headers are skipped. All problems
-are collected. Values that only a load can see (a weight that is not finite) are not checked.
+a hub id that is not cached, the small files. All problems are collected.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ ANSWERS = 8  # an environment's own answers that are scored
 
 @dataclass
 class Findings:
-    """The results of the checks. `lines` are the plan's, `notes` deserve a second look, `problems`
+    """The results of the checks: lines of the plan, notes that deserve a second look, problems that
     would end the run."""
 
     lines: list[str] = field(default_factory=list)
@@ -62,7 +61,7 @@ class Findings:
     problems: list[str] = field(default_factory=list)
 
     def attempt(self, look: Callable[[], T]) -> T | None:
-        """Return the result of a check; None when it found a problem, which is recorded."""
+        """Return the result of a check; None when it found a problem."""
         try:
             return look()
         except (ValueError, OSError) as error:
@@ -72,7 +71,7 @@ class Findings:
 
 
 def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
-    """Check a run of `lowroll grpo`. cfg as loaded."""
+    """Check a run of `lowroll grpo`."""
     findings = Findings()
     cfg = _with_formats(cfg.resolved(), findings)
     findings.attempt(lambda: trackers.check(cfg.track))
@@ -121,7 +120,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
 
 def _with_formats(cfg: RunConfig, found: Findings) -> RunConfig:
     """Return the settings with the folder's format for `stored`, and 8 bits in place of a budget,
-    whose search needs a run; unchanged with roles, which refuse both."""
+    whose search needs a run. Roles refuse both."""
     weights = cfg.rollout.weights
     if cfg.launcher != "none" or not (weights == STORED or is_budget(weights)):
         return cfg
@@ -137,7 +136,6 @@ def _with_formats(cfg: RunConfig, found: Findings) -> RunConfig:
 
 
 def _plan_memory(found: Findings, planner: Planner, cfg: RunConfig) -> None:
-    """Add the run's memory plan to the findings."""
     one_process = cfg.launcher == "none"  # roles take the plain sizes
     chosen_cfg = (found.attempt(lambda: sizes.chosen(planner, cfg)) if one_process else None) or cfg
     found.notes += [note for note in chosen_cfg.notes if note not in cfg.notes]
@@ -149,7 +147,7 @@ def _plan_memory(found: Findings, planner: Planner, cfg: RunConfig) -> None:
 
 
 def share_of(cfg: RunConfig, placed: devices.Placement) -> Share:
-    """Return the part of the run that is on the GPU of a learner rank."""
+    """Return the part of the run on a learner rank's GPU."""
     return Share(cfg.train.gpus if cfg.is_sharded else 1, placed.shares if placed.ranks else 1)
 
 
@@ -202,8 +200,7 @@ def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
 
 
 def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transformer:
-    """Return a model's shapes on the meta device, with its headers checked if its weights are
-    local."""
+    """Return a model's shapes, with the headers of local weights checked."""
     folder = resolve(source, weights=False, key=key)
     if Path(source).expanduser().is_dir():
         spec, _, _ = read_headers(folder)
@@ -219,7 +216,6 @@ def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transf
 def _environments(
     cfg: RunConfig, wanted: tuple[EnvConfig, ...], found: Findings
 ) -> dict[str, Environment]:
-    """Make the environments by name, without those that fail."""
     envs: dict[str, Environment] = {}
     for env in wanted:
         envs |= found.attempt(lambda env=env: environments.make((env,), cfg.seed)) or {}  # type: ignore[misc]
@@ -233,8 +229,7 @@ def _ask(
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> None:
-    """Check a few tasks of an environment: prompts, its own answers, and their scores by a real
-    worker."""
+    """Check a few tasks of an environment: prompts, own answers, and their scores."""
     try:
         size = env.size("train")
         prompts = [
@@ -281,7 +276,7 @@ def _score_prompts(
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> None:
-    """Score arbitrary responses: a score of a wrong type is a problem, an exception is a note."""
+    """Score arbitrary responses: a wrong type is a problem, an exception is a note."""
     responses = [(prompt, "some text") for prompt in prompts]
     results = _score_by_worker(env, cfg, envs, responses, found, chat)
     errors = [result for result in results if isinstance(result, ScoreError) and result.failed]
@@ -303,7 +298,7 @@ def _score_by_worker(
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> list[Score | ScoreError]:
-    """Return the scores of one real worker; [] when there is none, which is a problem."""
+    """Return the scores of one real worker; [] when there is none."""
     env_configs = tuple(env_config for env_config in envs if env_config.name == env.name)
     one_worker_cfg = cfg.model_copy(update={"score": cfg.score.model_copy(update={"workers": 1})})
     try:
@@ -324,7 +319,6 @@ def _score_by_worker(
 def _prompt_for_scorer(
     prompt: Prompt, text: str, cfg: RunConfig, chat: ChatTokenizer | None
 ) -> Prompt:
-    """Return the prompt as a scorer receives it with a rollout of this text."""
     if chat is None:  # reported separately
         return prompt
     ids = chat.tokenizer.encode(text, add_special_tokens=False)
@@ -340,7 +334,7 @@ def _vllm_memory(cfg: RunConfig, compute: Compute) -> str:
 
 
 def _check_settings(cfg: RunConfig) -> None:
-    """Build the settings of the learner's parts, which raise ValueError for invalid ones."""
+    """Build the settings of the learner's parts. ValueError for invalid ones."""
     for build in (trainer.learn, trainer.optim, trainer.guard, trainer.noise):
         build(cfg)
     if cfg.train.optimizer == "adamw8bit":
@@ -350,7 +344,6 @@ def _check_settings(cfg: RunConfig) -> None:
 def _outline_other_models(
     cfg: RunConfig, compute: Compute, model: Transformer, chat: ChatTokenizer
 ) -> dict[str, Transformer]:
-    """Return the shapes of the reference, the teacher and the critic, by name."""
     outlines, ignored_findings = {}, Findings()
     for name, (key, source) in models.beside(cfg).items():
         if key == "model":
@@ -370,7 +363,6 @@ def _describe_skipped_prompts(
     envs: Mapping[str, Environment],
     held_out: Mapping[str, Environment],
 ) -> list[str]:
-    """Return lines on environments with some prompts that are too long."""
     lines = prompts.passed_over(cfg, model.spec, chat, envs)
     if cfg.eval.interval:
         lines += prompts.passed_over(cfg, model.spec, chat, held_out, "test")
@@ -384,8 +376,6 @@ def _workloads(
     envs: Mapping[str, Environment],
     held_out: Mapping[str, Environment],
 ) -> list[Workload]:
-    """Return the engine's workloads. ValueError for an environment whose prompts leave no space for
-    a response."""
     prompts.check(cfg, model.spec, chat, envs)
     prompts.check_held_out(cfg, model.spec, chat, held_out)
     return engines.workloads(engines.with_cache(cfg, None), model.spec, chat, envs, held_out)
@@ -394,7 +384,6 @@ def _workloads(
 def _add_memory(
     found: Findings, plan: MemoryPlan | None, advice: Callable[[MemoryPlan], str] = lambda plan: ""
 ) -> None:
-    """Add the plan's table to the findings, and a problem with `advice` if it does not fit."""
     if plan is not None:
         found.lines += plan.lines()
         if plan.missing:

@@ -13,7 +13,7 @@ from lowroll.types import nearest
 
 @dataclass(frozen=True)
 class Preset:
-    """The sampling settings and sets of a paper. `n` responses to an example, `each` for single
+    """The sampling settings and sets of a paper. n: responses to an example, each: of single
     sets."""
 
     name: str

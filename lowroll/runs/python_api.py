@@ -34,9 +34,8 @@ def train(
 
     data: a file, folder or hub id, the `data:` section as a mapping, a list of rows, or a data set
     of `datasets`. reward_funcs: functions, or `file.py:function`; none: `answer`. settings: keys of
-    the YAML file (`output_dir="outputs/first"`, `eval={"interval": 10}`), and those of `rollout`
-    and `train` by their own names (`weights="int8"`, `max_steps=40`). ConfigError names an unknown
-    one with the nearest known.
+    the YAML file (`output_dir="outputs/first"`), and those of `rollout` and `train` by their own
+    names (`weights="int8"`). ConfigError names an unknown one with the nearest known.
     """
     data_settings = {
         "data": data,
@@ -51,7 +50,6 @@ def train(
 
 
 def _as_functions(given: Any) -> list[str | Callable[..., Any]]:
-    """Return the reward functions as a list. ConfigError for other values."""
     is_single = given is None or callable(given) or isinstance(given, str)
     if not is_single and not isinstance(given, Iterable):
         raise ConfigError(f"reward_funcs: must be a function or a list of some, got {given!r}")
@@ -71,7 +69,6 @@ def _as_weights(given: Any) -> list[Any] | None:
 
 
 def _placed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings as a tree. ConfigError for one that is unknown or given twice."""
     tree: dict[str, Any] = {k: v for k, v in settings.items() if k in RunConfig.model_fields}
     for name, value in settings.items():
         if name in RunConfig.model_fields:
@@ -85,8 +82,6 @@ def _placed(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _section_of(name: str) -> str:
-    """Return the section of a setting given without one. ConfigError names the nearest known
-    setting."""
     for section, model in SECTIONS.items():
         if name in model.model_fields:
             return section

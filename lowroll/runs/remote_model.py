@@ -1,7 +1,7 @@
-"""A model behind an address, for `lowroll generate` and `lowroll eval`: its engine and tokenizer.
+"""A model behind an address, for `lowroll generate` and `lowroll eval`.
 
-Token ids travel instead of texts, so a local tokenizer is needed: `--tokenizer`, or that of the
-served model, where its name is a local folder or a hub id.
+Token ids travel, so a local tokenizer is needed: `--tokenizer`, or that of the served model, where
+its name is a local folder or a hub id.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def reach(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Server:
     """Connect to the engine at an address. model: a name that it serves; the first by default.
-    token_env: the environment variable that holds its token. template_kwargs: as `ChatTokenizer`'s.
+    token_env: the environment variable with its token.
 
     ValueError for a missing tokenizer or an unsupported server; RunFailed when it does not answer.
     """
@@ -70,8 +70,8 @@ def _read_token(name: str | None) -> str | None:
 
 
 def _connect(url: str, model: str | None, token: str | None, folder: Path | None) -> EnginePool:
-    """Connect to the engine. ValueError names the wrong option. folder: of the tokenizer; a whole
-    model's supplies what a vLLM does not report."""
+    """Connect to the engine. folder: of the tokenizer; a whole model's supplies what a vLLM does
+    not report."""
     from lowroll.engine.remote import connect
 
     if folder is not None and not (folder / "config.json").is_file():
@@ -86,7 +86,6 @@ def _connect(url: str, model: str | None, token: str | None, folder: Path | None
 
 
 def _served_tokenizer(url: str, names: dict[str, None]) -> ChatTokenizer:
-    """Return the tokenizer of the first name that is a local model or a hub id."""
     for name in names:
         try:
             return ChatTokenizer(load_tokenizer(resolve(name, weights=False)))

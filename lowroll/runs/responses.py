@@ -28,10 +28,8 @@ _LINE_KEYS = ("kind", "crc")
 
 
 class Responses:
-    """The examples of one set and engine; without a path in memory only.
-
-    ValueError when the file holds answers to other settings: it names the first difference.
-    """
+    """The examples of one set and engine; without a path in memory only. ValueError names the first
+    setting that differs from the file's."""
 
     def __init__(self, path: Path | None, asked: Mapping[str, Any]) -> None:
         self.path, self.examples = path, dict[str, Example]()
@@ -64,7 +62,6 @@ class Responses:
         return [draw for draw in draws if draw.request.id not in self.examples]
 
     def of(self, draws: Sequence[PromptDraw]) -> list[Example]:
-        """Return their examples in order."""
         return [self.examples[draw.request.id] for draw in draws]
 
     def keep_drawn(self, examples: Sequence[Example]) -> None:
@@ -98,7 +95,6 @@ class Responses:
         )
 
     def _append(self, objects: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines with checksums to the file."""
         if self.path is None:
             return
         lines = [json.dumps(fields).encode() for fields in objects]
@@ -108,7 +104,6 @@ class Responses:
             self._lines += len(sealed_lines)
 
     def _read(self, path: Path, asked: dict[str, Any]) -> None:
-        """Read the file, and remove a torn last line. ValueError for damage or other settings."""
         data = path.read_bytes()
         objects, problems = read_objects(path) if data else ([], [])
         if problems and not (len(problems) == 1 and not data.endswith(b"\n")):
@@ -124,7 +119,6 @@ class Responses:
             self._take(path, entry, asked)
 
     def _take(self, path: Path, found: dict[str, Any], asked: dict[str, Any]) -> None:
-        """Take one line of the file. ValueError when it holds other settings."""
         if found["kind"] == "asked":
             for key in {**asked, **found}:
                 if key not in _LINE_KEYS and found.get(key) != asked.get(key):

@@ -45,8 +45,8 @@ _IGNORED_SETTINGS = (
 
 @dataclass(frozen=True)
 class EngineAnswers:
-    """One engine's answers to one environment. `won`: whether each example's majority answer is
-    right, None if not counted."""
+    """One engine's answers to one environment. won: whether each example's majority answer is
+    right."""
 
     env: str
     about: dict[str, str]
@@ -123,7 +123,6 @@ def _format_bounds(row: dict[str, Any], low: str, high: str) -> str:
 
 
 def _format_difference(row: dict[str, Any]) -> str:
-    """Format a difference: "-1.2 (-3.0 to 0.5)", in percentage points."""
     if "difference" not in row:
         return "-"
     bounds = _format_bounds(row, "difference_low", "difference_high")
@@ -135,10 +134,10 @@ def rows_of(measured: Sequence[EngineAnswers], seed: int = 0) -> list[dict[str, 
 
     Keys: env, what answered, examples, n (responses to each), reward, pass_at_1 with its interval
     (low, high), avg_at_k, pass_at_k and maj_at_k with k = n, pass_at (by k), length_mean in tokens,
-    truncated, no_answer and unscored (shares of responses), env_failed (conversations that failed
-    in their environment), left_out, seconds; for every engine after the first also difference,
-    difference_low and difference_high: its pass@1 less that of the first, paired by example.
-    Intervals are 95 % percentiles of a bootstrap over examples.
+    truncated, no_answer and unscored (shares of responses), env_failed (conversations), left_out,
+    seconds; for every engine after the first also difference, difference_low and difference_high:
+    its pass@1 less that of the first, paired by example. Intervals are 95 % percentiles of a
+    bootstrap over examples.
     """
     answers_by_engine: dict[tuple[str, ...], list[EngineAnswers]] = {}
     for answers in measured:
@@ -161,7 +160,6 @@ def rows_of(measured: Sequence[EngineAnswers], seed: int = 0) -> list[dict[str, 
 
 
 def _make_row(one: EngineAnswers, seed: int) -> dict[str, Any]:
-    """Return the row of one engine and environment."""
     responses = [response for example in one.examples for response in example.responses]
     scored = [response.score for response in responses if isinstance(response.score, Score)]
     shares = list(one.shares.values())
@@ -193,7 +191,7 @@ def _make_row(one: EngineAnswers, seed: int) -> dict[str, Any]:
 
 
 def _pass_at(examples: Sequence[Example], k: int) -> float | None:
-    """Return pass@k over the examples with at least k scored responses; None without any."""
+    """Return pass@k over the examples with at least k scored responses."""
     solved = [example.solved for example in examples if len(example.solved) >= k]
     if not solved:
         return None
@@ -207,7 +205,6 @@ def _powers_of_two(n: int) -> list[int]:
 def _average_row(
     side: Sequence[EngineAnswers], rows: Sequence[dict[str, Any]], seed: int
 ) -> dict[str, Any]:
-    """Return an engine's row averaged over environments."""
     low, high = interval([list(answers.shares.values()) for answers in side], seed)
     row: dict[str, Any] = {"env": AVERAGE, **side[0].about}
     for name in ("examples", "env_failed", "left_out", "seconds"):
@@ -221,7 +218,7 @@ def _average_row(
 def _paired_difference(
     side: Sequence[EngineAnswers], base: Sequence[EngineAnswers] | None, seed: int
 ) -> dict[str, float]:
-    """Return the difference to the first engine over examples that both scored; {} for the first."""
+    """Return the difference to the first engine over examples that both scored."""
     if base is None:
         return {}
     differences_by_env = []
@@ -238,8 +235,8 @@ def _paired_difference(
 def folder_of(
     cfg: RunConfig, each: Mapping[str, int], model: Path | None, server: str | None = None
 ) -> Path:
-    """Return the default folder of an evaluation: the same model and settings share it and
-    continue. Another or newer file in the model's folder makes it another model."""
+    """Return the default folder of an evaluation, which the same model and settings share. Another
+    or newer file in the model's folder makes it another model."""
     files: list[list[Any]] = []
     if model is not None:
         entries = sorted(os.scandir(model), key=lambda entry: entry.name)
@@ -269,7 +266,7 @@ def leave(
 
 
 def failures(measured: Sequence[EngineAnswers]) -> dict[str, list[Failure]]:
-    """Return the unsolved examples of each environment, with the attempts of all engines."""
+    """Return the unsolved examples of each environment, with all engines' attempts."""
     failures_by_env: dict[str, list[Failure]] = {}
     for name in dict.fromkeys(answers.env for answers in measured):
         per_engine = [answers for answers in measured if answers.env == name]
@@ -290,7 +287,6 @@ def failures(measured: Sequence[EngineAnswers]) -> dict[str, list[Failure]]:
 
 
 def _summarize_attempt(side: EngineAnswers, example: Example) -> Attempt:
-    """Return an engine's attempt at an example, with its first unsolved response."""
     unsolved = next((response for response in example.responses if not response.solved), None)
     return Attempt(
         ", ".join(side.about.values()),
@@ -308,7 +304,6 @@ def _response_text(response: ExampleResponse) -> str:
 
 
 def _explain_failure(response: ExampleResponse) -> str:
-    """Say why a response is not solved."""
     score = response.score
     if isinstance(score, ScoreError):
         return f"no score: {score.kind}: {score.message}"

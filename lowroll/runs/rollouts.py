@@ -29,11 +29,9 @@ log = logging.getLogger(__name__)
 
 
 class RolloutEngine:
-    """The engine over a learner's weights, as the orchestrator's client.
-
-    planner: sizes its cache. cache_tokens: of a resumed run, which keeps its cache size; ValueError
-    when that does not fit. `cfg` are the settings with the cache size filled in.
-    """
+    """The engine over a learner's weights, as the orchestrator's client. planner: sizes its cache.
+    cache_tokens: of a resumed run; ValueError when they do not fit. `cfg` has the cache size filled
+    in."""
 
     def __init__(
         self,
@@ -63,12 +61,11 @@ class RolloutEngine:
         self.watch = self._watch()
 
     def close(self) -> None:
-        """Close the engine, local or remote."""
         self.engine.close()
 
     @property
     def cache_tokens(self) -> int | None:
-        """The size of the KV cache in tokens; None for other engines than lowroll's."""
+        """The size of the KV cache of lowroll's own engine."""
         is_native = self.cfg.rollout.engine == "native"
         return self.engine.stats().cache_tokens if is_native else None
 
@@ -98,13 +95,13 @@ class RolloutEngine:
         return self.engine.so_far(handle)
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Load a version's weights into the engine; return `weights/*` of the changes."""
+        """Load a version's weights into the engine; return `weights/*`."""
         self.update(version)
         return {} if self.watch is None else self.watch.measure()
 
     def update(self, version: int) -> None:
         """Load a version's weights and noise into the engine, and shared noise into the learner.
-        Requests in flight continue or restart, as `asynchrony.partial` says."""
+        Requests in flight continue or restart by `asynchrony.partial`."""
         noise = None if self.noise is None else self.noise.at(version)
         self.engine.update_weights(self._update(version, noise), in_flight=self.in_flight)
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
@@ -127,7 +124,6 @@ class RolloutEngine:
         return engines.update(self.cfg, self.model, version, noise)
 
     def release(self) -> None:
-        """Release the cache's memory until the next step."""
         self.engine.release(in_flight=self.in_flight)
 
     def stats(self) -> EngineStats:
@@ -139,11 +135,10 @@ class RolloutEngine:
 
     @property
     def hidden_bytes(self) -> int:
-        """Device memory of the engine that torch does not count."""
         return self.engine.stats().virtual_memory_bytes
 
     def change_format(self, weights: str) -> None:
-        """Replace the engine by one of another format, after the old one has released its memory."""
+        """Replace the engine by one of another format, once the old one has released its memory."""
         cfg = self.cfg
         if cfg.train.forward == "aligned":
             realign(self.model, self.compute.format(weights))
@@ -168,8 +163,7 @@ class RolloutEngine:
         self.watch = self._watch()
 
     def _watch(self) -> WeightWatch | AdapterWatch | None:
-        """Return the measurement of `weights/*`; None where it is off or the engine shows no
-        weights."""
+        """Return the measurement of `weights/*`; None where the engine shows no weights."""
         if not self.cfg.train.weight_metrics:
             return None
         if self.cfg.train.lora:

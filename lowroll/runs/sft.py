@@ -1,9 +1,5 @@
-"""`lowroll sft`: a supervised warm start from the configuration, published as a Hugging Face
-folder.
-
-It has what any run has (`attempt`): a folder and lock, checkpoints and exact resume, a polite stop,
-a log. `warm_start` is the training alone, as a part of something larger.
-"""
+"""`lowroll sft`: a supervised warm start. `warm_start` is the training alone, as a part of
+something larger."""
 
 from __future__ import annotations
 
@@ -66,7 +62,6 @@ def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) ->
 
 
 def refuse_ranks(cfg: RunConfig) -> None:
-    """Raise ValueError for settings with several learner ranks."""
     if cfg.train.gpus > 1:
         raise ValueError(
             f"train.gpus: {cfg.train.gpus}: lowroll sft learns on one GPU; write train.gpus=1"
@@ -74,8 +69,8 @@ def refuse_ranks(cfg: RunConfig) -> None:
 
 
 def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
-    """Train the model of folder `source` on demonstrations and publish it as folder `target`;
-    return the last step's metrics."""
+    """Train the model of folder `source` and publish it as folder `target`; return the last
+    metrics."""
     cfg = cfg.model_copy(update={"model": str(source)})
     learner = _build_learner(cfg, Compute.of(cfg))
     metrics: dict[str, float] = {}
@@ -88,8 +83,8 @@ def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:
 
 
 class SftRun:
-    """The parts of one supervised run. With `resume`, ValueError when the newest checkpoint is
-    another run's."""
+    """The parts of one supervised run. ValueError when the checkpoint to resume is another
+    run's."""
 
     def __init__(self, home: RunFolder, resume: bool = False) -> None:
         self.cfg = home.cfg
@@ -105,8 +100,7 @@ class SftRun:
         return 1
 
     def resume(self) -> int:
-        """Continue from the newest undamaged checkpoint, or begin again without one. Return the
-        next step."""
+        """Continue from the newest undamaged checkpoint, or begin again; return the next step."""
         checkpoint = self.checkpoints.take()
         if checkpoint is None:
             return self.begin()
@@ -126,17 +120,15 @@ class SftRun:
         raise AssertionError(f"step {step} was dropped")
 
     def checkpoint(self, step: int) -> None:
-        """Save model, optimizer and position after `step`, in one atomic folder."""
         self.checkpoints.save(step, self.learner.state)
 
     def finish(self, step: int) -> None:
-        """Save the last checkpoint and the trained model (or adapter) as a Hugging Face folder."""
+        """Save the last checkpoint, and the trained model or adapter."""
         self.checkpoint(step)
         self.home.publish(partial(publish, self.cfg, self.learner, step))
 
 
 def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> None:
-    """Publish the model (or adapter) after `step` as the new folder `target`."""
     source = resolve(cfg.model)
     if cfg.train.lora:
         lora.save(learner.model, target, base=str(source), tokenizer_from=source)
@@ -146,7 +138,7 @@ def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> Non
 
 @contextmanager
 def progress(steps: int) -> Iterator[Callable[[Record], str]]:
-    """Yield `show(record)`, which formats a step: an occasional line, and a bar at a terminal."""
+    """Yield `show(record)`, which formats a step and prints some: a bar at a terminal."""
     began = time.monotonic()
     first_step = 0
     with phases() as on_phase:
@@ -174,7 +166,6 @@ def _format_metric(value: float | None, spec: str) -> str:
 
 
 def _build_learner(cfg: RunConfig, compute: Compute) -> SftLearner:
-    """Load the model and the demonstrations of a supervised run."""
     cfg = budget.settled(plain(cfg), Path(cfg.output_dir), compute)
     chat, training_examples = models.chat_of(cfg), examples(cfg)
     sized_cfg = _choose_sizes(cfg, compute, chat, training_examples)
@@ -187,7 +178,6 @@ def _build_learner(cfg: RunConfig, compute: Compute) -> SftLearner:
 def _choose_sizes(
     cfg: RunConfig, compute: Compute, chat: ChatTokenizer, given: Sequence[Demonstration]
 ) -> RunConfig:
-    """Return the settings with the sizes that fit the longest demonstration."""
     outline = models.outline("model", cfg.model, compute)
     spec = outline.spec
     lengths = map(num_fed, encode_all(chat, given, spec.vocab_size, spec.max_position))
@@ -209,8 +199,8 @@ def _describe_run(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapp
 
 
 def plain(cfg: RunConfig) -> RunConfig:
-    """Return the settings without update-aware scaling, the aligned forward, low-bit gradients, a
-    rollout budget and `rollout.exact`, which belong to the run that follows. ValueError for an
+    """Return the settings without what belongs to the run that follows: update-aware scaling, the
+    aligned forward, low-bit gradients, a rollout budget and `rollout.exact`. ValueError for an
     adapter on the base of a budget."""
     dense_settings = {"uaq_scale": None, "forward": "dense", "backward": "dense"}
     if is_budget(cfg.rollout.weights):

@@ -1,10 +1,8 @@
 """The request to stop: SIGINT, SIGTERM and SIGHUP let a run finish its step and write a checkpoint.
 
-first signal     the step ends as usual; one that still generates or scores after DROP_S is
-                 dropped
-second signal    has its usual, immediate effect (within a second it counts as the first one:
-                 terminals, shells and wrappers often send two)
-END_S later      the process ends without a checkpoint, if it still has not stopped
+first signal the step ends as usual; one that still generates or scores after DROP_S is dropped
+second signal has its usual effect (within a second it counts as the first one: terminals, shells
+and wrappers often send two) END_S later the process ends without a checkpoint
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class Stop:
         return bool(self.signal)
 
     def check(self) -> None:
-        """Raise StepDropped when a stopping run's step takes too long and can be dropped."""
+        """Raise StepDropped when a stopping run's step takes too long."""
         if self.signal and self._droppable and time.monotonic() - self._asked_at > DROP_S:
             raise StepDropped
 
@@ -73,13 +71,13 @@ class Stop:
         return True
 
     def close(self) -> None:
-        """Wait until the log names the signal, once the run has stopped."""
+        """Wait until the log names the signal."""
         self._over.set()
         if self._speaker is not None:
             self._speaker.join(SPEAK_S)
 
     def _wait(self) -> None:
-        """Log the signal, and end the process when the run has not stopped after END_S."""
+        """Log the signal, and end a run that has not stopped after END_S."""
         name = signal.Signals(self.signal).name
         log.warning(
             "%s: finishing this step, then stopping. A step that still generates in %.0f s is "
@@ -104,8 +102,8 @@ class Stop:
 
 
 def leave_lost_outputs() -> None:
-    """Redirect lost outputs, a closed terminal or a broken pipe, to nowhere: what closes the reader
-    often stops the run too, which must still reach its checkpoint."""
+    """Redirect a closed terminal or a broken pipe to nowhere: what closes the reader often stops
+    the run too, which must still reach its checkpoint."""
     for descriptor in (1, 2):
         poll = select.poll()
         poll.register(descriptor, 0)
@@ -117,7 +115,7 @@ def leave_lost_outputs() -> None:
 
 @contextmanager
 def polite_stop() -> Iterator[Stop]:
-    """Let the signals of SIGNALS request a stop in the block. An ignored one (nohup) stays ignored."""
+    """Let SIGNALS request a stop in the block. An ignored one (nohup) stays ignored."""
     stop = Stop()
     previous_handlers: dict[int, Any] = {}
 

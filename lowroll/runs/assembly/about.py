@@ -31,7 +31,6 @@ def learned(cfg: RunConfig) -> str:
 
 
 def _describe_learning(cfg: RunConfig) -> str:
-    """Describe the learner: what is trained, the algorithm, the optimiser and any critic."""
     train = cfg.train
     text = learned(cfg)
     if train.uaq_scale is not None:
@@ -50,7 +49,6 @@ def _describe_learning(cfg: RunConfig) -> str:
 
 
 def _describe_rollouts(cfg: RunConfig, compute: Compute) -> str:
-    """Describe the rollouts: weights, samples, lengths, noise and the KV cache."""
     rollout, noise = cfg.rollout, cfg.noise
     text = (
         f"{compute.format(rollout.weights)} weights, {cfg.rollouts_per_example} samples a prompt, "
@@ -74,7 +72,7 @@ def _describe_rollouts(cfg: RunConfig, compute: Compute) -> str:
 
 
 def _describe_correction(cfg: RunConfig) -> str:
-    """Name the correction, with its reason when `auto` chose it."""
+    """Name the correction, with the reason of `auto`."""
     prefix = "correction: "
     reasons = [note.removeprefix(prefix) for note in cfg.notes if note.startswith(prefix)]
     return reasons[0] if reasons else cfg.correction

@@ -17,18 +17,17 @@ def policy(cfg: RunConfig) -> CachePolicy:
 
 
 def refuse(cfg: RunConfig, spec: ModelSpec) -> None:
-    """Raise ValueError when the run's cache is not for such a model."""
     if cfg.rollout.engine == "native":
         kv = cfg.rollout.cache
         support.refuse(spec, policy(cfg), kv.kv_dtype, "rollout.kv.policy", "rollout.kv.dtype")
 
 
 def longest_prompt(cfg: RunConfig, cache_tokens: int) -> int:
-    """Return the longest prompt length up to which a cache of this size holds every prompt with a
-    whole response; 0 or less when there is none.
+    """Return the longest prompt up to which a cache of this size holds every prompt with a whole
+    response; 0 or less when there is none.
 
     Pages grow with a prompt's length, except at the limit where prompts are compacted: samples that
-    would be compacted while they decode need more pages of their own than those of a longer prompt.
+    are compacted while they decode need more pages than those of a longer prompt.
     """
     rollout = cfg.rollout
     if not rollout.cache.evicts:

@@ -21,8 +21,8 @@ class Compute:
 
     @classmethod
     def of(cls, cfg: RunConfig) -> Compute:
-        """Return the device and dtype of the settings. `auto` is CUDA with bfloat16 if present,
-        else the CPU with float32. ValueError when a requested CUDA is missing."""
+        """Return the device and dtype of the settings. ValueError when a requested CUDA is
+        missing."""
         device = pick_device(cfg.device)
         if cfg.dtype != "auto":
             return cls(device, _DTYPES[cfg.dtype])

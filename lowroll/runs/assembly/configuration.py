@@ -1,6 +1,5 @@
 """The configuration of a run started from Python, where environments may be classes, reward
-functions functions, and data rows.
-"""
+functions functions, and data rows."""
 
 from __future__ import annotations
 
@@ -16,10 +15,9 @@ from lowroll.runs.folder import ENVIRONMENTS
 def read(
     config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object]
 ) -> tuple[RunConfig, dict[Path, str]]:
-    """Return the settings of a YAML file, a mapping or a RunConfig, and the texts of the files that
-    they need. An `env` may be, or have as its `id`, an Environment class; `reward_funcs` may be
-    functions; `data` may be rows. Those of a notebook or script need a file in
-    `output_dir/environments`, which is not written here."""
+    """Return the settings, and the texts of files that they need: environments, reward functions
+    and data of a notebook or script need one in `output_dir/environments`, which is not written
+    here."""
     python_objects: list[Any] = []
     texts: dict[Path, str] = {}
 

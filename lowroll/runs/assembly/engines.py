@@ -57,8 +57,8 @@ def make(
 def update(
     cfg: RunConfig, model: Transformer, version: int, noise: Noise | None = None
 ) -> WeightUpdate:
-    """Return a version of the learner's weights for the run's engine: the learner itself in this
-    process, else a stream."""
+    """Return a version of the learner's weights for the run's engine: a stream, unless it is in
+    this process."""
     local = WeightUpdate.local(model, version, noise)
     return local if cfg.rollout.engine == "native" else local.as_stream()
 
@@ -69,7 +69,6 @@ def check(cfg: RunConfig) -> None:
 
 
 def _engine_module(cfg: RunConfig) -> Any:
-    """Import the module of the run's engine, a row of ENGINES."""
     return import_module(ENGINES[cfg.rollout.engine])
 
 
@@ -124,8 +123,8 @@ def eval_workload(
 def _workload(
     cfg: RunConfig, spec: ModelSpec, groups: int, n: int, lengths: Iterable[int], turns: int
 ) -> Workload:
-    """Return the workload of conversations of at most `turns` turns. An environment's messages
-    count as long as a response."""
+    """Return the workload of conversations of at most `turns` turns, whose environment's messages
+    count as responses."""
     max_prompt_tokens = prompts.longest(cfg, spec)
     response = cfg.rollout.max_tokens
     prompt = max(
@@ -142,5 +141,4 @@ def _max_turns(envs: Mapping[str, Environment]) -> int:
 def _first_lengths(
     envs: Mapping[str, Environment], split: str, count: int, chat: ChatTokenizer
 ) -> list[int]:
-    """Return the token counts of the first `count` prompts of every environment."""
     return [length for env in envs.values() for length in prompts.lengths(env, split, count, chat)]

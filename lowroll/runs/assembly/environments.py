@@ -12,8 +12,8 @@ from lowroll.envs.scorer_pool import ScorerPool
 
 
 def make(wanted: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
-    """Make the environments, by name. ValueError for a shared name, or an unset variable that one
-    passes on."""
+    """Make the environments, by name. ValueError for a shared name, or an unset variable of
+    `pass_env`."""
     env_secrets = [
         child.named(env.pass_env, f"env {env.name or env.id!r}: pass_env") for env in wanted
     ]
@@ -30,7 +30,7 @@ def make(wanted: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
 
 
 def _make_environment(env: EnvConfig, seed: int, secrets: Mapping[str, str]) -> Environment:
-    """Make one environment. Secrets are removed from the text of its ValueError."""
+    """Make one environment, and keep secrets out of its ValueError."""
     try:
         return envs.make(env.id, name=env.name, args=env.args, seed=seed)
     except ValueError as error:
@@ -38,7 +38,6 @@ def _make_environment(env: EnvConfig, seed: int, secrets: Mapping[str, str]) -> 
 
 
 def scorer(cfg: RunConfig, wanted: tuple[EnvConfig, ...]) -> ScorerPool:
-    """Start scoring workers. Training and evaluation may use one name with different arguments."""
     specs = {env.name or env.id: (env.id, dict(env.args), cfg.seed) for env in wanted}
     variables = sorted({name for env in wanted for name in env.pass_env})
     return ScorerPool(

@@ -1,14 +1,12 @@
-"""The choice whether a run's engine and learner compute exactly (`model.exact`).
+"""Whether a run's engine and learner compute exactly (`model.exact`).
 
 `rollout.exact` decides. By default exactness is on where it costs next to nothing (`python -m
 bench.exact`):
 
-- Engines on a CPU that support it: decoding is no slower, and a request has the same bits in any
-  batch and at any number of engines. Also a learner that multiplies in the rollouts' low-bit
-  format, but not one of dense weights: its update would take a seventh longer.
-- On a GPU an engine and a LoRA learner that multiply the same INT8 codes: a whole step is faster,
-  as the learner's exact products are integers. The engine alone is not: 256 rows would be an eighth
-  slower.
+- Engines on a CPU: decoding is no slower, and a request has the same bits in any batch. Also a learner
+  that multiplies in the rollouts' low-bit format; one of dense weights would take a seventh longer.
+- On a GPU an engine and a LoRA learner that multiply the same INT8 codes: a whole step is faster. The
+  engine alone is not: 256 rows would be an eighth slower.
 """
 
 from __future__ import annotations

@@ -28,11 +28,10 @@ log = logging.getLogger(__name__)
 
 
 def learner(cfg: RunConfig, compute: Compute) -> Transformer:
-    """Load the learner: all weights, or a fresh adapter on a frozen base that the engine shares
-    (LoRA).
+    """Load the learner: all weights, or a fresh adapter on a frozen base that the engine shares.
 
-    A low-bit folder is dequantized to learn whole; under LoRA its own tensors are the base. If
-    configured, weights are scaled first and the forward is aligned last.
+    A low-bit folder is dequantized to learn whole; under LoRA its tensors are the base. Weights are
+    scaled first and the forward is aligned last.
     """
     train = cfg.train
     format = compute.format(cfg.rollout.weights)
@@ -64,14 +63,14 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
 
 
 def outline(key: str, source: str, compute: Compute) -> Transformer:
-    """Build a model's shapes on the meta device, without reading weights."""
+    """Build a model's shapes on the meta device."""
     refuse_adapter(key, source)
     spec = read_spec(resolve(source, weights=False, key=key))
     return Transformer(spec, "meta", compute.dtype)
 
 
 def beside(cfg: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return the other models of the run, by name: their setting and their source."""
+    """Return the setting and the source of the run's other models, by name."""
     sources = {}
     if asks_reference(cfg):
         sources["reference"] = "model", cfg.model
@@ -91,22 +90,20 @@ def tokenizer(
     tool_format: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatTokenizer:
-    """Load the chat tokenizer of a model folder or hub id. The other arguments are those of
-    `ChatTokenizer`."""
+    """Load the chat tokenizer of a model folder or hub id; other arguments as `ChatTokenizer`'s."""
     return ChatTokenizer(
         load_tokenizer(resolve(source, weights=False)), tool_format, template_kwargs
     )
 
 
 def chat_of(cfg: RunConfig) -> ChatTokenizer:
-    """Load the chat tokenizer of a run's model with the run's settings."""
     return tokenizer(cfg.model, cfg.rollout.tool_call_parser, cfg.chat_template_kwargs)
 
 
 def critic(
     cfg: RunConfig, compute: Compute, chat: ChatTokenizer, ranks: Ranks = ALONE
 ) -> Critic | None:
-    """Load PPO's critic with a zero-initialized head; None for other algorithms."""
+    """Load PPO's critic with a zero head; None for other algorithms."""
     if not cfg.has_critic:
         return None
     source = cfg.critic.model
@@ -121,21 +118,20 @@ def critic(
 
 
 def reference(cfg: RunConfig, compute: Compute) -> Transformer | None:
-    """Load the frozen model of the KL term under full fine-tuning; None without one. Under LoRA it
-    is the learner without its adapter."""
+    """Load the frozen model of the KL term; None without one. Under LoRA it is the learner without
+    its adapter."""
     if not asks_reference(cfg):
         return None
     return hf.load(cfg.model, compute.device, compute.dtype).requires_grad_(False)
 
 
 def asks_reference(cfg: RunConfig) -> bool:
-    """Return whether the loss needs a second copy of the model."""
     return cfg.loss.kl_coef > 0 and not cfg.train.lora
 
 
 def teacher(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Transformer | None:
-    """Load the frozen teacher of AIPO's teacher_tau; None without one. ValueError when its
-    vocabulary differs from the run's model."""
+    """Load the frozen teacher of AIPO's teacher_tau; None without one. ValueError for another
+    vocabulary."""
     if not asks_teacher(cfg):
         return None
     assert cfg.train.teacher is not None
@@ -144,14 +140,12 @@ def teacher(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Transforme
 
 
 def asks_teacher(cfg: RunConfig) -> bool:
-    """Return whether the loss needs `train.teacher`."""
     return (
         cfg.train.teacher is not None and cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau > 0
     )
 
 
 def refuse_adapter(key: str, source: str | Path) -> None:
-    """Raise ValueError when a setting's folder is an adapter without a model."""
     if (resolve(source, weights=False, key=key) / "adapter_config.json").is_file():
         raise ValueError(
             f"{key}: {source} is an adapter folder, and a whole model is needed here; merge it "
@@ -170,7 +164,6 @@ def refuse_scale(cfg: RunConfig) -> None:
 
 
 def refuse_backward(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
-    """Raise ValueError when the learner does not support the gradient format."""
     if cfg.train.backward == "dense":
         return
     if spec.num_experts:
@@ -183,7 +176,6 @@ def refuse_backward(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
 
 
 def refuse_other_vocabulary(key: str, source: str, cfg: RunConfig, chat: ChatTokenizer) -> None:
-    """Raise ValueError when a setting's model has another vocabulary than the run's."""
     other_tokenizer = load_tokenizer(resolve(source, weights=False, key=key))
     if other_tokenizer.get_vocab() != chat.tokenizer.get_vocab():
         raise ValueError(

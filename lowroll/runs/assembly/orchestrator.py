@@ -68,8 +68,7 @@ def eval_sampling(cfg: RunConfig) -> SamplingSettings:
 
 
 def estimator(cfg: RunConfig) -> Estimator | None:
-    """Load the run's own advantage function, which executes its file; None without one. ValueError
-    for an invalid one."""
+    """Load the run's own advantage function, which executes its file; None without one."""
     function_cfg = cfg.advantage_function
     return (
         None if function_cfg is None else custom.load(function_cfg.import_path, function_cfg.kwargs)
@@ -79,8 +78,8 @@ def estimator(cfg: RunConfig) -> Estimator | None:
 def settings(
     cfg: RunConfig, spec: ModelSpec, alone: bool = True, own: Estimator | None = None
 ) -> Settings:
-    """Return the orchestrator's settings in the run's first stage; see `RunConfig.at`. `alone`: in
-    one process with the learner, where the async level is always 0. own: its `estimator`."""
+    """Return the orchestrator's settings in the run's first stage. alone: in one process with the
+    learner, where the async level is 0. own: the run's `estimator`."""
     return _SETTINGS(
         cfg,
         cfg.dapo,

@@ -25,8 +25,7 @@ _length_cache: WeakKeyDictionary[ChatTokenizer, dict[tuple[Environment, str], li
 
 
 def lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> list[int]:
-    """Return the token counts of a split's first prompts, cached for the cache's size, the memory
-    plan and the prompt check."""
+    """Return the token counts of a split's first prompts, cached."""
     cached_lengths = _length_cache.setdefault(chat, {}).setdefault((env, split), [])
     count = min(count, env.size(split) or count)
     cached_lengths += [
@@ -49,7 +48,7 @@ def longest(cfg: RunConfig, spec: ModelSpec) -> int:
 
 def sequence(cfg: RunConfig, spec: ModelSpec) -> int:
     """Return the token limit of a conversation with its prompt. A bounded cache holds a later
-    turn's prompt, and what is drawn after it, up to the longest prompt."""
+    turn's prompt and response up to the longest prompt."""
     max_prompt_tokens = longest(cfg, spec)
     return (
         max_prompt_tokens
@@ -70,7 +69,7 @@ def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
 
 def _tightest_limit(cfg: RunConfig, spec: ModelSpec) -> tuple[int, int, str, str]:
     """Return the tightest limit on a prompt with its response: (tokens of the longest prompt,
-    tokens of the limit itself, the key that sets it, what it is)."""
+    tokens of the limit, its key, its owner in words)."""
     response_tokens, cache_tokens = cfg.rollout.max_tokens, cfg.rollout.cache_tokens
     max_tokens = cfg.rollout.max_model_len or spec.max_position
     limits = [
@@ -95,8 +94,7 @@ def check(
     split: str = "train",
 ) -> list[str]:
     """Raise ValueError naming the setting that makes all first prompts of an environment too long,
-    or train.replay_kv with conversations of several turns. Return lines on environments where
-    only some are too long."""
+    or train.replay_kv with several turns. Return lines on environments where some are too long."""
     check_turns(chat, envs)
     multi_turn = [env.name for env in envs.values() if env.max_turns > 1]
     if cfg.train.replay_kv and multi_turn:
@@ -111,7 +109,7 @@ def check(
 def check_held_out(
     cfg: RunConfig, spec: ModelSpec, chat: ChatTokenizer, envs: Mapping[str, Environment]
 ) -> list[str]:
-    """Check the evaluation environments at the start, so that a run does not fail midway."""
+    """Check the evaluation environments, before a run fails midway."""
     if not cfg.eval.interval:
         return []
     check_turns(chat, envs)
@@ -121,7 +119,6 @@ def check_held_out(
 
 
 def check_tests(env: Environment) -> None:
-    """Raise ValueError for an environment without evaluation examples."""
     if env.size("test") == 0:
         raise ValueError(
             f"eval: environment {env.name!r} has no test split; set its test_path, or "
@@ -136,8 +133,6 @@ def _check_prompt_lengths(
     envs: Mapping[str, Environment],
     split: str,
 ) -> list[str]:
-    """Raise ValueError for a stage in which every first prompt of an environment is too long;
-    return lines on environments with some."""
     lines = []
     for stage_cfg in cfg.each_stage():
         max_prompt_tokens = longest(stage_cfg, spec)

@@ -1,6 +1,5 @@
-"""The settings of a package from sections of the configuration. Packages do not know the
-configuration; their settings share the names of its keys, so nothing is copied by hand.
-"""
+"""Settings of a package from sections of the configuration. They share the names of its keys, so
+nothing is copied by hand."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ class Mirror(Generic[T]):
     """A package's settings that share the names of configuration keys.
 
     Each field of the dataclass `settings` is in `given` (from the caller), in `default` (no key
-    sets it), or a key of the first of `sections` that has its name. TypeError for any other field,
-    and for a name of `given` or `default` that is no field.
+    sets it), or a key of the first of `sections` that has its name. TypeError for any other field.
     """
 
     def __init__(

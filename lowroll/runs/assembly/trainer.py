@@ -48,8 +48,7 @@ def learn(cfg: RunConfig) -> LearnSettings:
 
 
 def optim(cfg: RunConfig) -> OptimSettings:
-    """Return the policy's optimiser settings; its schedule spans the steps after a critic's
-    warm-up."""
+    """Return the policy's optimiser settings; its schedule begins after a critic's warm-up."""
     warmup_steps = cfg.critic.warmup_steps if cfg.has_critic else 0
     return _OPTIM(cfg.train, total_steps=cfg.train.max_steps - warmup_steps)
 
@@ -59,7 +58,6 @@ def critic(cfg: RunConfig) -> CriticSettings:
 
 
 def critic_optim(cfg: RunConfig) -> OptimSettings:
-    """Return the critic's optimiser settings, with a constant rate."""
     return _CRITIC_OPTIM(cfg.critic, cfg.train)
 
 
@@ -69,10 +67,10 @@ def sft(cfg: RunConfig) -> SftSettings:
 
 
 def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
-    """Return the mismatch guard. budget: of the rollouts' format; a KL of twice what it allows is
-    an alarm, and where all weights learn, the format is chosen again.
-    Under LoRA a wider format would only round the base again, so a fallback leads to dense rollouts
-    at once. With a truncated sampler or noise the KL's level is no alarm."""
+    """Return the mismatch guard. budget: of the rollouts' format; twice its KL is an alarm, and
+    where all weights learn, the format is chosen again. Under LoRA a wider format would only round
+    the base again, so a fallback leads to dense rollouts at once. With a truncated sampler or noise
+    the KL's level is no alarm."""
     if cfg.guard is None:
         return None
     settings, rollouts = _GUARD(cfg.guard), rollouts_of(cfg)
@@ -87,7 +85,6 @@ def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
 
 
 def noise(cfg: RunConfig) -> NoiseSchedule | None:
-    """Return the schedule of noise on the engine's norms."""
     if cfg.noise is None:
         return None
     return _NOISE(cfg.noise, total_steps=cfg.train.max_steps, seed=cfg.seed)

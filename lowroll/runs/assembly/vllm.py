@@ -1,8 +1,8 @@
-"""vLLM as a run's rollout engine: from settings to a server with the learner's weights.
+"""vLLM as a run's rollout engine.
 
-A started server loads the run's own folder where that holds the rollouts' weights. Otherwise (a
-quantized base of a dense folder, a dense copy of a quantized one) such a folder is written first.
-Later versions travel as streams (`weights.sync.update`).
+A started server loads the run's own folder where that holds the rollouts' weights, else a folder
+written for it (of a quantized base, or a dense copy). Later versions travel as streams
+(`weights.sync.update`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _VLLM_PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vl
 
 
 def interpreter(vllm: VllmConfig) -> str:
-    """Return the interpreter that has vLLM. ValueError for none, or one without vLLM."""
+    """Return the interpreter that has vLLM. ValueError for none."""
     requested = vllm.python or os.environ.get(PYTHON)
     executable = shutil.which(Path(requested or sys.executable).expanduser())
     if executable is None:
@@ -70,20 +70,18 @@ def interpreter(vllm: VllmConfig) -> str:
 
 
 def _probe_environment() -> dict[str, str]:
-    """Return the environment for finding vLLM: LOWROLL_VLLM_PATH is the folder of a vLLM that is
-    not installed."""
+    """Return the environment for finding vLLM; LOWROLL_VLLM_PATH is the folder of one that is not
+    installed."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     vllm_path = os.environ.get("LOWROLL_VLLM_PATH")
     return variables if vllm_path is None else variables | {"PYTHONPATH": vllm_path}
 
 
 def _interpreter_key(vllm: VllmConfig) -> str:
-    """Return the setting or variable that names the interpreter, for errors."""
     return PYTHON if vllm.python is None and PYTHON in os.environ else "rollout.vllm.python"
 
 
 def token(vllm: VllmConfig) -> str | None:
-    """Return the token of the server at `url`. ValueError when its variable is not set."""
     if vllm.token_env is None:
         return None
     value = os.environ.get(vllm.token_env)
@@ -93,7 +91,7 @@ def token(vllm: VllmConfig) -> str | None:
 
 
 def check(cfg: RunConfig) -> None:
-    """Raise ValueError for what would keep vLLM from being started or reached."""
+    """Raise ValueError when vLLM cannot be started or reached."""
     vllm = cfg.rollout.vllm
     if vllm.folder is not None and not Path(vllm.folder).is_dir():
         raise ValueError(f"rollout.vllm.folder: {vllm.folder} is no folder")
@@ -108,7 +106,6 @@ def check(cfg: RunConfig) -> None:
 
 
 def context(cfg: RunConfig, spec: ModelSpec) -> int:
-    """Return the tokens of the longest possible prompt with its response."""
     max_model_len = cfg.rollout.max_model_len or spec.max_position
     return min(spec.max_position, max_model_len, cfg.train.longest)
 
@@ -121,8 +118,8 @@ def make(
     weights: str,
     workloads: Sequence[Workload],
 ) -> VllmEngine:
-    """Attach to the vLLM at rollout.vllm.url, which outlives `close`, or start one. The learner
-    stays `model`: its log-probs are compared after every update. vLLM sizes its own cache."""
+    """Attach to the vLLM at rollout.vllm.url, which outlives `close`, or start one. Its log-probs
+    are compared with `model`'s after every update."""
     if cfg.rollout.vllm.url is not None:
         return _attach(cfg, model, weights)
     logs = Path(cfg.output_dir) / LOGS
@@ -131,8 +128,8 @@ def make(
 
 
 def serve(cfg: RunConfig, log: Path, socket: Path) -> VllmEngine:
-    """Start a vLLM for a learner in another process, and wait until it serves the learner's initial
-    model. socket: the folder of its socket. ValueError names what it cannot do for the run."""
+    """Start a vLLM for a learner in another process, and wait until it serves the initial model.
+    socket: the folder of its socket."""
     check(cfg)
     compute = Compute.of(cfg)
     weights = compute.format(cfg.rollout.weights)
@@ -147,8 +144,8 @@ def _start(
     log: Path | None,
     **more: Any,
 ) -> VllmEngine:
-    """Start a vLLM on the folder that holds the rollouts' weights; a folder written for it lasts as
-    long as the engine."""
+    """Start a vLLM on the folder with the rollouts' weights; one written for it lasts as long as
+    the engine."""
     vllm = cfg.rollout.vllm
     temporary_folder = tempfile.TemporaryDirectory(prefix="lowroll-vllm-", dir=vllm.folder)
     base = base_folder(cfg, compute, learner, weights, Path(temporary_folder.name))
@@ -190,8 +187,6 @@ def begin(cfg: RunConfig, model: Transformer, engine: Engine) -> None:
 
 
 def _attach(cfg: RunConfig, model: Transformer, weights: str) -> VllmEngine:
-    """Return the engine at an address, which serves the run's model or names a folder in the
-    rollouts' format."""
     vllm = cfg.rollout.vllm
     source = resolve(cfg.model)
     folder = source if _is_stored_in(source, weights) else None
@@ -206,7 +201,7 @@ def _attach(cfg: RunConfig, model: Transformer, weights: str) -> VllmEngine:
 
 
 def _with_setting_names(make: Callable[..., VllmEngine], *args: Any, **options: Any) -> VllmEngine:
-    """Call `make`; rephrase its ValueError by the names of settings."""
+    """Call `make`; name settings in its ValueError."""
     try:
         return make(*args, **options)
     except ValueError as error:
@@ -214,12 +209,10 @@ def _with_setting_names(make: Callable[..., VllmEngine], *args: Any, **options: 
 
 
 def _verification(model: Transformer) -> dict[str, Any]:
-    """Return the option by which the engine compares its log-probs with the learner's."""
     return {"verify": lambda ids: score(model, [ids], [1])[0].tolist()}
 
 
 def _common_options(cfg: RunConfig) -> dict[str, Any]:
-    """Return the options shared by a started and an attached engine."""
     vllm, train = cfg.rollout.vllm, cfg.train
     return {
         "lora_rank": (vllm.max_lora_rank or train.lora_rank) if train.lora else None,
@@ -236,8 +229,8 @@ def base_folder(
     weights: str,
     room: Path,
 ) -> Path:
-    """Return the folder that a server loads: the run's model where it holds the rollouts' weights,
-    else one written into `room`."""
+    """Return the run's model where it holds the rollouts' weights, else a folder written into
+    `room`."""
     source = resolve(cfg.model)
     if _is_stored_in(source, weights):
         return source
@@ -248,6 +241,5 @@ def base_folder(
 
 
 def _is_stored_in(folder: Path, weights: str) -> bool:
-    """Return whether a model folder's weights are in the format `weights`."""
     stored_name = None if get_format(weights).dense else stored_format(weights)
     return low_bit_format(folder) == stored_name

@@ -1,22 +1,20 @@
-"""The memory of a learner's pass, by arithmetic on the shapes of a block: bytes held for the
-backward pass, and temporary bytes.
+"""The memory of a learner's pass, by arithmetic on a block's shapes: what autograd keeps, tensor by
+tensor, and temporary bytes. A test counts the real tensors.
 
-It counts what autograd keeps, tensor by tensor, as `model.transformer`'s block computes it. On
-CUDA its kernels keep less than plain torch (`fused`); norms and SwiGLU's output are recomputed
-(`model.recompute`). A test counts the real tensors of both.
+On CUDA the kernels keep less than plain torch (`fused`); norms and SwiGLU's output are recomputed
+(`model.recompute`).
 
     stream      x after each addition of the block, twice D; two statistics of the norms; what a
                 norm after attention or MLP reads
     attention   q, k, v as rotated, the output and its log-sum-exp; qkv too where heads are normed,
                 or where a view of it is kept
-    dense MLP   gate and up, 2F; plain torch keeps silu(gate) too; of GELU, which is not recomputed,
-                all of gate, up, gelu(gate) and their product
+    dense MLP   gate and up, 2F; in plain torch silu(gate) too; of GELU, which is not recomputed,
+                gate, up, gelu(gate) and their product
     experts     gate and up of every slot, what down gives, weights and places of the slots; the
-                expert of every token is a dense MLP beside them, and what it gives if it has a gate
+                shared expert is a dense MLP, and keeps what it gives if it has a gate
     low rank    l of every adapter
 
-Not counted: the masks of windows without flash attention, on a CPU and in float32: a number for
-each query and key of a sequence, once for all layers and sequences of a length.
+Not counted: masks of windows without flash attention, on a CPU and in float32.
 
 Legend: T tokens, D hidden size, q = H d, kv = G d, F intermediate size, S choices a token, V
 vocabulary, C rows of logits at a time.
@@ -50,8 +48,7 @@ MOST_SHORT = 1024  # of a pass that is a graph (`engine.prefill_graphs`)
 
 @dataclass(frozen=True)
 class Learning:
-    """The properties of a run that decide how much of a token a block keeps. `low`: columns of
-    l, by layer; without `lora` all weights learn."""
+    """What decides how much of a token a block keeps. low: columns of l, by layer."""
 
     spec: ModelSpec
     item: int
@@ -64,7 +61,7 @@ class Learning:
 
     @classmethod
     def of(cls, cfg: RunConfig, compute: Compute, model: Transformer) -> Learning:
-        """Return a run's learner. model: its shapes, on the meta device."""
+        """Return a run's learner. model: its shapes."""
         train, low = cfg.train, dict.fromkeys(("qkv", "o", "gate_up", "down"), 0)
         for name, linear in model.linears():
             kind = name.rpartition(".")[2]
@@ -83,7 +80,7 @@ class Learning:
         )
 
     def kept(self, tokens: int) -> int:
-        """Return the bytes at the begin of a micro-batch's backward pass."""
+        """Return the bytes when a micro-batch's backward pass begins."""
         spec = self.spec
         outer_bytes = (
             (2 * spec.hidden_size) * self.item
@@ -104,14 +101,13 @@ class Learning:
 
     @property
     def _kinds(self) -> list[tuple[bool, int]]:
-        """The kinds of blocks: whether they have experts, and their number."""
+        """Whether a kind of block has experts, and the number of such blocks."""
         mixtures = self.spec.layers_with_experts
         kinds = [(True, mixtures), (False, self.spec.num_layers - mixtures)]
         return [(mixes, count) for mixes, count in kinds if count]
 
     def block(self, tokens: int, mixes: bool) -> int:
-        """Return the bytes of a token in a block whose norms and SwiGLU are recomputed. mixes:
-        whether it has experts."""
+        """Return the bytes of a token in a block, with experts if it `mixes`."""
         mlp = self._experts(tokens) if mixes else self._mlp(self.spec.intermediate_size)
         return (
             2 * self.spec.hidden_size * self.item
@@ -123,12 +119,10 @@ class Learning:
         )
 
     def backward(self, tokens: int) -> int:
-        """Return the bytes in addition to `kept` while a block runs backward: gradients of its
-        widest part, and recomputed tensors."""
+        """Return the bytes beside `kept` while a block runs backward."""
         return max(self._block_backward(tokens, mixes) for mixes, _ in self._kinds)
 
     def _block_backward(self, tokens: int, mixes: bool) -> int:
-        """Return `backward` of a block with experts or without."""
         spec, item = self.spec, self.item
         if mixes:
             peak = tokens * item * self._experts_backward() + self.dense
@@ -136,7 +130,7 @@ class Learning:
             intermediate = spec.intermediate_size
             gates = 4 * intermediate + spec.hidden_size
             product = 2 * intermediate + 2 * spec.hidden_size
-            already_read = 2 * spec.hidden_size  # the last norm's part of `kept`, already read
+            already_read = 2 * spec.hidden_size  # the last norm's part of `kept`
             peak = max(tokens * item * (gates - already_read), tokens * item * product + self.dense)
             if self.fused and self.checkpointing == 1 and self.checkpointing is not True:
                 peak += tokens * item * 2 * intermediate
@@ -145,7 +139,7 @@ class Learning:
         return peak
 
     def _not_made_again(self, mixes: bool) -> int:
-        """Return the additional numbers of a token that a block keeps without recomputation."""
+        """Return how many more numbers of a token are kept without recomputation."""
         spec = self.spec
         is_kept_anyway = self._keeps_all_of_mlp or (self.fused and not self.lora)
         mlp_size = spec.shared_expert_size if mixes else spec.intermediate_size
@@ -153,24 +147,21 @@ class Learning:
 
     @property
     def _num_pre_norms(self) -> int:
-        """The norms of a block in front of attention and MLP."""
         return sum(norm in IN_FRONT for norm, _ in self.spec.norms)
 
     @property
     def _keeps_all_of_mlp(self) -> bool:
-        """Whether no part of the MLP is recomputed."""
         return self.spec.activation != "silu"
 
     def _norms_after(self) -> int:
-        """Return the bytes of what norms after attention and MLP read, where they keep it as it
-        is."""
+        """Return the bytes of what norms after attention and MLP read."""
         keeps_input = self.fused or self.item == FLOAT
         count = len(self.spec.norms) - self._num_pre_norms
         return count * self.spec.hidden_size * self.item if keeps_input else 0
 
     def _norm_extra(self, norms: int) -> int:
-        """Return the bytes of norms in addition to x: 1 / rms; in plain torch the float32 x of half
-        precision, and x / rms where the norm's weight learns."""
+        """Return the bytes of norms beside x: 1 / rms; in plain torch the float32 x of half
+        precision, and x / rms where the weight learns."""
         norm_bytes = FLOAT
         if not self.fused:
             copies = (self.item < FLOAT) + (not self.lora)
@@ -178,7 +169,6 @@ class Learning:
         return norms * norm_bytes
 
     def _attention(self) -> int:
-        """Return the bytes of a token that attention keeps."""
         spec, item = self.spec, self.item
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         kept_bytes = (2 * q + 2 * kv) * item + FLOAT * spec.num_heads
@@ -200,7 +190,6 @@ class Learning:
         return numbers * mlp_size * self.item
 
     def _experts(self, tokens: int) -> int:
-        """Return the bytes of a token that a block of experts keeps."""
         spec, item = self.spec, self.item
         slots, intermediate, hidden = (
             spec.experts_per_token,
@@ -230,8 +219,8 @@ class Learning:
         return 2 * slots * (4 if uses_int32 else 8)
 
     def _experts_backward(self) -> int:
-        """Return the numbers of a token in experts' backward: gradients of the slots' inputs, gates
-        and outputs."""
+        """Return the numbers of a token in the gradients of the slots' inputs, gates and
+        outputs."""
         spec = self.spec
         slots, intermediate, hidden = (
             spec.experts_per_token,
@@ -250,7 +239,6 @@ class Learning:
 
 
 def _uses_rotation_kernel(compute: Compute, spec: ModelSpec) -> bool:
-    """Return whether a CPU kernel rotates the heads."""
     fits_vectors = spec.qk_norm != "head" and spec.head_dim % heads.MULTIPLE == 0
     is_wide = spec.num_heads * spec.head_dim >= heads.LEAST
     float32 = compute.dtype == torch.float32
@@ -258,16 +246,14 @@ def _uses_rotation_kernel(compute: Compute, spec: ModelSpec) -> bool:
 
 
 def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learns: bool) -> int:
-    """Return the bytes of log-probs and their gradients, chunk by chunk (`model.logprobs`). learns:
+    """Return the bytes of log-probs and gradients, chunk by chunk (`model.logprobs`). learns:
     whether the lm_head does."""
     chunk = min(cfg.train.sized().logprob_chunk or 0, tokens)
     item = compute.dtype.itemsize
     logit_bytes = FLOAT if compute.device.type == "cuda" else item
     rows = chunk * spec.vocab_size
     chunk_bytes = rows * (logit_bytes + item)
-    if (
-        compute.device.type != "cuda"
-    ):  # of some rows: a product of float32 logits, and those themselves
+    if compute.device.type != "cuda":  # float32 logits of some rows, and their product
         copies = 1 if item == FLOAT else 3
         chunk_bytes += copies * FLOAT * min(rows, max(AT_ONCE, spec.vocab_size))
     hidden = tokens * spec.hidden_size * item
@@ -283,7 +269,7 @@ def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learn
 
 def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> int:
     """Return the bytes of replayed caches (`model.replay`): which compaction dropped each key,
-    copies of what comes before the first one, and one portion's gathered keys and values."""
+    copies of what precedes the first, and a portion's gathered keys and values."""
     cache = cfg.rollout.cache
     if not (cfg.train.replay_kv and cache.evicts):
         return 0
@@ -304,7 +290,7 @@ def generating(
     cfg: RunConfig, compute: Compute, model: Transformer, prompts: int, samples: int
 ) -> int:
     """Return the bytes of an engine step: its prompts in one pass, and the logits of new samples.
-    prompts: tokens; samples: in flight at most."""
+    prompts: tokens; samples: the most in flight."""
     item = (get_format(compute.format(cfg.rollout.weights)).dtype or compute.dtype).itemsize
     block = _pass_bytes(model.spec, item, max(samples, min(MOST_PREFILL, prompts)))
     return (
@@ -315,7 +301,7 @@ def generating(
 
 
 def _pass_bytes(spec: ModelSpec, item: int, tokens: int) -> int:
-    """Return the temporary bytes of a block in a forward pass of `tokens` tokens."""
+    """Return the temporary bytes of a block in a forward pass."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     slots, intermediate = spec.experts_per_token, spec.moe_intermediate_size
     mlp = slots * (spec.hidden_size * 2 + intermediate)
@@ -325,9 +311,8 @@ def _pass_bytes(spec: ModelSpec, item: int, tokens: int) -> int:
 
 
 def graphs(cfg: RunConfig, compute: Compute, model: Transformer, samples: int) -> int:
-    """Return the bytes that graphs keep between two steps. Decoding: the largest batch's logits and
-    rows, once in the graphs' pool and once in that of the warm-up stream. Short prompt passes: a
-    block's, with a matrix that is dequantized for it."""
+    """Return the bytes that graphs keep between steps. Decoding: the largest batch's logits and
+    rows, in two pools. Short prompt passes: a block's, with a dequantized matrix."""
     if compute.device.type != "cuda":
         return 0
     spec = model.spec
@@ -339,8 +324,7 @@ def graphs(cfg: RunConfig, compute: Compute, model: Transformer, samples: int) -
 
 
 def _dequantized_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the matrix that the engine dequantizes for a product of many rows, on
-    CUDA."""
+    """Return the bytes of the matrix that the engine dequantizes for many rows."""
     format = get_format(compute.format(cfg.rollout.weights))
     if compute.device.type != "cuda" or cfg.rollout.keep_dense:
         return 0

@@ -1,7 +1,7 @@
 """The search for settings with which a run fits: each change is planned before it is suggested.
 
-A single setting comes first, in its mildest value that fits. Otherwise several together: they are
-added in order, the cheapest first, and unneeded ones are left out.
+A single setting comes first, in its mildest value that fits. Otherwise several are added, the
+cheapest first, and unneeded ones are left out.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Change = Mapping[tuple[str, ...], Any]  # values by sections and key
 
 def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> MemoryPlan:
     """Return the plan of a run. ValueError when it does not fit: by how much, and which settings
-    would. cached: cache tokens of a resumed run, which keeps them; of the settings that save memory
-    it may only change rollout.release_cache."""
+    would. cached: cache tokens of a resumed run, which keeps them, so that only
+    rollout.release_cache can help."""
     if cached is None:
         plan = planner.plan(cfg)
         if plan.missing:

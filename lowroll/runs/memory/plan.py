@@ -6,14 +6,9 @@
                 larger of logits, a block's gradients, and what the update takes
     publish     all that stays, the cache unless it is released, and what measuring `weights/*` takes
 
-A checkpoint is written in place and takes no more. The peak is the largest phase. The KV cache gets
-what the run can use, or what its phases leave of the free memory (MARGIN apart), whichever is less.
-
-Of several learner ranks and engines the plan is that of one rank's GPU (`Share`): parts of the
-learner, and the engines there, if any.
-
-Bytes are those that torch allocates; its allocator returns reserved memory when short. On CUDA
-`free` is what the process' context leaves.
+The KV cache gets what the run can use, or what its phases leave of the free memory (MARGIN apart).
+With several learner ranks and engines the plan is that of one rank's GPU (`Share`). Bytes are those
+that torch allocates.
 """
 
 from __future__ import annotations
@@ -36,9 +31,8 @@ from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory import weights
 from lowroll.runs.memory.activations import FLOAT, Learning, generating, graphs, logits, replay
 
-MARGIN = 0.1  # of the free memory, left by a cache without a given size: the error of a plan
-# bytes on CUDA of the kernels' code and the graphs' nodes (0.23 GB on an H200), and of workspaces
-# and small state (0.17 GB): docs/log/runs.md
+MARGIN = 0.1  # of the free memory: the error of a plan
+# Bytes on CUDA of kernels and graphs' nodes, 0.23 GB on an H200, and of small state (docs/log/runs.md).
 KERNELS = 400_000_000
 CACHE = "KV cache"
 PHASES = {"load": "loads", "generate": "generates", "learn": "learns", "publish": "publishes"}
@@ -47,8 +41,7 @@ PHASES = {"load": "loads", "generate": "generates", "learn": "learns", "publish"
 @dataclass(frozen=True)
 class MemoryPlan:
     """The bytes by phase and part, and the free bytes, if known. cache_tokens: of the KV cache;
-    usable_tokens: with which no sample waits for a page; usable_by: the samples that these are for,
-    in words."""
+    usable_tokens: with which no sample waits for a page; usable_by: those samples in words."""
 
     phases: Mapping[str, Mapping[str, int]]
     free: int | None
@@ -70,7 +63,7 @@ class MemoryPlan:
 
     @property
     def missing(self) -> int:
-        """The bytes that the run needs and the device lacks; 0 when it fits or that is unknown."""
+        """The bytes that the device lacks; 0 when the run fits or that is unknown."""
         return 0 if self.free is None else max(0, self.peak - self.free)
 
     @property
@@ -113,23 +106,19 @@ class MemoryPlan:
 @dataclass(frozen=True)
 class Share:
     """The part of a run on the device. parts: ranks that share the learner, its optimiser and the
-    other models, which are gathered block by block. engines: the number of the run's engines
-    there."""
+    other models. engines: the run's engines there."""
 
     parts: int = 1
     engines: int = 1
 
     def of(self, size: int) -> int:
-        """Return the bytes of one part."""
         return -(-size // self.parts)
 
 
 @dataclass(frozen=True)
 class Planner:
-    """A planner of `lowroll grpo` with one model on one device. model: its shapes, on the meta
-    device. workloads: in the engine together. beside: the shapes of the frozen models and the
-    critic, by name. free: bytes, before anything is loaded; total: bytes of the device. share: of a
-    run on several."""
+    """A planner of `lowroll grpo` on one device. model, beside: the shapes of the learner and of
+    the other models. free: bytes before anything is loaded."""
 
     compute: Compute
     model: Transformer
@@ -191,7 +180,6 @@ class Planner:
         )
 
     def _together(self, cfg: RunConfig) -> str:
-        """Describe the samples that the usable cache tokens are for."""
         page_size, max_batch, kv = cfg.rollout.page_size, cfg.rollout.max_batch, caches.policy(cfg)
         if not self.workloads:
             return ""
@@ -222,13 +210,12 @@ class Planner:
         return {"kernels": KERNELS if self.compute.device.type == "cuda" else 0}
 
     def _engines(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the permanent bytes by part of all engines of this device, without their caches."""
+        """Return the permanent bytes by part of this device's engines, without caches."""
         if cfg.rollout.engine != "native":
             return self._vllm(cfg)
         return {name: self.share.engines * size for name, size in self._engine(cfg).items()}
 
     def _engine(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the permanent bytes by part of one engine, without its cache."""
         compute, model, rollout = self.compute, self.model, cfg.rollout
         kernels = KERNELS if compute.device.type == "cuda" else 0
         state = policy_bytes(
@@ -247,7 +234,7 @@ class Planner:
         }
 
     def _vllm(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the bytes by part of a vLLM that the run starts on its own GPU."""
+        """Return the bytes by part of a vLLM that the run starts."""
         vllm, on_cuda = cfg.rollout.vllm, self.compute.device.type == "cuda"
         parts = self._kernels()
         if on_cuda and vllm.url is None and vllm.devices is None:
@@ -258,17 +245,15 @@ class Planner:
 
     @property
     def _prompts(self) -> int:
-        """The prompt tokens of the largest workload, all groups together."""
+        """The prompt tokens of the largest workload."""
         return max((work.groups * work.prompt for work in self.workloads), default=0)
 
     def _samples(self, cfg: RunConfig) -> int:
-        """Return the most samples in flight."""
         max_samples = max((work.groups * work.n for work in self.workloads), default=1 << 62)
         return min(cfg.rollout.max_batch, max_samples)
 
     def _learning(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the bytes by part of the learning policy, or of the critic if that is more: they
-        learn one after the other."""
+        """Return the bytes by part of the learning policy, or of the critic if that is more."""
         tokens = max(
             (_batch_tokens(stage_cfg, self.workloads) for stage_cfg in cfg.each_stage()),
             default=1 << 62,
@@ -349,10 +334,9 @@ def learning(
     has_head: bool = True,
 ) -> dict[str, int]:
     """Return the bytes by part of a model while it learns, at the fullest of three moments of a
-    minibatch's last backward pass: its beginning, at the logits; the last block's gradients; its
-    end, at the update.
+    minibatch's last backward pass: the logits, the last block's gradients, the update.
 
-    tokens: of a whole batch. has_head: whether log-probs are made; a critic has none.
+    tokens: of a whole batch. has_head: a critic makes no log-probs.
     """
     minibatch_tokens = -(-tokens // minibatches)
     pass_tokens = min(cfg.train.together, minibatch_tokens)
@@ -384,8 +368,8 @@ def learning(
 
 
 def _loading_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, int]:
-    """Return the bytes of loading: dense weights that are quantized when they arrive, or after all
-    have. Trainable weights stay dense."""
+    """Return the bytes of loading: dense weights are quantized as they arrive, or after all have.
+    Trainable weights stay dense."""
     item, lora = compute.dtype.itemsize, cfg.train.lora
     learner = weights.learner(cfg, compute, model)
     format = compute.format(cfg.rollout.weights)
@@ -398,8 +382,8 @@ def _loading_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> dict
 
 
 def _batch_tokens(cfg: RunConfig, workloads: Sequence[Workload]) -> int:
-    """Return the most tokens that a batch feeds to the learner. The training workload is recognised
-    by its size; evaluations do not count."""
+    """Return the most tokens that a batch feeds to the learner. Its workload is recognised by its
+    size."""
     sequence_tokens = [
         work.prompt + work.response
         for work in workloads

@@ -5,13 +5,12 @@ CPU.
     logprob_chunk               1024, 256
     activation_checkpointing    false, true
 
-The first that fits is taken, starting from the sizes that change nothing: shorter chunks of logits
-first, then smaller micro-batches, and recomputing last, because only it costs time. Set values
-stay. A run whose whole batch fits, or on another device, keeps the defaults bit for bit.
+The first that fits is taken: shorter chunks first, then smaller micro-batches, and recomputing
+last, because only it costs time. A run whose whole batch fits, or on another device, keeps the
+defaults.
 
-The bound is CPU_BYTES of resident memory. Where even the smallest passes need more, because of
-weights or the cache, the bound is slightly above that. It depends on free memory only if the run
-would not fit at all, so that a resumed run chooses the same sizes.
+The bound is CPU_BYTES of resident memory, or slightly more than the smallest passes need. It
+depends on free memory only if nothing else fits, so that a resumed run chooses the same sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SMALL_CHUNK = 256
 
 
 def chosen(planner: Planner, cfg: RunConfig) -> RunConfig:
-    """Return the settings with all sizes chosen, and a note on what was chosen and why."""
+    """Return the settings with all sizes chosen, and a note on the choice."""
     longest = max((work.prompt + work.response for work in planner.workloads), default=1)
     return _choose_sizes(cfg, planner.compute, longest, planner.plan)
 
@@ -49,8 +48,6 @@ def chosen_for_sft(
 def _choose_sizes(
     cfg: RunConfig, compute: Compute, longest: int, plan: Callable[[RunConfig], MemoryPlan]
 ) -> RunConfig:
-    """Return the settings with the first sizes that fit, and a note where they differ from the
-    defaults."""
     default_cfg = cfg.sized()
     chosen_train = choose(
         list(ladder(cfg.train, longest)) if compute.device.type == "cpu" else [default_cfg.train],
@@ -74,8 +71,7 @@ def _choose_sizes(
 
 
 def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], MemoryPlan]) -> TrainConfig:
-    """Return the first of the steps that fits, or the last. They go from the largest to the
-    smallest."""
+    """Return the first of the steps, from the largest to the smallest, that fits, or the last."""
     if len(steps) == 1:
         return steps[0]
     bound = max(CPU_BYTES, round(SLACK * resident(plan(steps[-1]))))
@@ -87,8 +83,8 @@ def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], MemoryPla
 
 
 def ladder(train: TrainConfig, longest: int) -> Iterator[TrainConfig]:
-    """Yield the settings with all sizes chosen, from no change to the least memory. longest: tokens
-    of the longest sample."""
+    """Yield the settings from no change to the least memory. longest: tokens of the longest
+    sample."""
     defaults = train.sized()
     tokens, chunks, checkpointing = (
         [defaults.together],

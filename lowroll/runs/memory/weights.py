@@ -1,7 +1,5 @@
-"""Bytes of what stays in a run: weights, adapters, masters and moments, the engine's own weights
-and copies, what `weights/*` compares with. All sizes are exact.
-
-A model is its shapes, on the meta device.
+"""Bytes of what stays in a run: weights, adapters, masters and moments, the engine's weights and
+copies, what `weights/*` compares with. All sizes are exact. A model is its shapes.
 
 Legend: N out features, K in features, R adapter rank, L = R times the parts that have an adapter.
 """
@@ -35,13 +33,13 @@ def linear_size(model: Transformer) -> int:
 
 
 def other_size(model: Transformer) -> int:
-    """Return the number of all other weights: embeddings, norms, biases, routers, lm_head."""
+    """Return the number of all other weights."""
     return sum(p.numel() for p in model.parameters()) - linear_size(model)
 
 
 def linear_bytes(model: Transformer, format: str) -> int:
-    """Return the bytes of the linear layers in a format, with scales. ValueError for a shape that
-    the format does not support."""
+    """Return the bytes of the linear layers in a format. ValueError for a shape that it does not
+    support."""
     total = 0
     for name, linear in model.linears():
         rows, columns = linear.weight.shape
@@ -53,13 +51,13 @@ def linear_bytes(model: Transformer, format: str) -> int:
 
 
 def largest(model: Transformer) -> int:
-    """Return the number of weights of the largest linear layer; all experts' matrices count as one."""
+    """Return the weights of the largest linear layer; all experts count as one."""
     return max(_num_weights(linear) for _, linear in model.linears())
 
 
 def largest_unit(model: Transformer) -> int:
-    """Return the largest number of weights that ranks with parts gather at a time: a block's, or
-    those outside of blocks."""
+    """Return the most weights that ranks with parts gather at a time: a block's, or those outside
+    of blocks."""
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     return max(*blocks, sum(p.numel() for p in model.parameters()) - sum(blocks))
 
@@ -83,7 +81,7 @@ def adapter_sizes(cfg: RunConfig, model: Transformer) -> list[int]:
 
 def adapter_copies(cfg: RunConfig, model: Transformer, item: int) -> int:
     """Return the bytes of the copies that products read in place of A and B: [L, K] and the
-    block-diagonal [N, L] in the dtype of the activations (`model.adapter`)."""
+    block-diagonal [N, L] (`model.adapter`)."""
     rank, total = cfg.train.lora_rank, 0
     for _, linear in model.linears():
         columns = rank * len(adapted(cfg, linear))
@@ -92,8 +90,7 @@ def adapter_copies(cfg: RunConfig, model: Transformer, item: int) -> int:
 
 
 def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the trainable weights, or under LoRA of the frozen base and the adapter
-    with its copies; `codes` included."""
+    """Return the bytes of the learner's weights, with `codes` and an adapter's copies."""
     item, format = compute.dtype.itemsize, compute.format(cfg.rollout.weights)
     if cfg.train.lora:
         adapter = MASTER * sum(adapter_sizes(cfg, model)) + adapter_copies(cfg, model, item)
@@ -119,8 +116,8 @@ def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of an aligned learner's codes (under LoRA in that format they are the base),
-    and of the transposed codes for gradients."""
+    """Return the bytes of an aligned learner's codes, which may be the base, and of the transposed
+    codes for gradients."""
     forward_format, size = cfg.forward_weights, 0
     if forward_format is not None and not (
         cfg.train.lora and forward_format == cfg.rollout.weights
@@ -134,7 +131,7 @@ def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of float32 masters of other dtypes, and of moments."""
+    """Return the bytes of moments and of float32 masters."""
     kind = cfg.train.optimizer
     if cfg.train.lora:
         return sum(_moment_bytes(kind, size, kind == "muon") for size in adapter_sizes(cfg, model))
@@ -158,9 +155,8 @@ def largest_learning(cfg: RunConfig, model: Transformer) -> int:
 
 
 def gradient(cfg: RunConfig, compute: Compute, micro_batches: int) -> tuple[int, int]:
-    """Return the bytes of a parameter's gradient before and after the last micro-batch's backward
-    pass (`trainer.optim`): on CUDA a first gradient stays as it came, a second one makes both
-    float32."""
+    """Return the bytes of a parameter's gradient before and after the last backward pass
+    (`trainer.optim`): on CUDA a first gradient keeps its dtype, a second one makes both float32."""
     keeps_dtype = (
         not cfg.train.lora and compute.dtype.itemsize < MASTER and compute.device.type == "cuda"
     )
@@ -171,8 +167,7 @@ def gradient(cfg: RunConfig, compute: Compute, micro_batches: int) -> tuple[int,
 
 
 def engine(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the engine's own weights: under LoRA only the adapters, as it shares the
-    base."""
+    """Return the bytes of the engine's own weights, under LoRA of its adapters."""
     format = get_format(compute.format(cfg.rollout.weights))
     item = (format.dtype or compute.dtype).itemsize
     num_noisy = sum(norm.weight.numel() for _, norm in noisy_norms(model)) if cfg.noise else 0
@@ -184,14 +179,13 @@ def engine(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def large_batch(cfg: RunConfig, model: Transformer) -> int:
-    """Return the bytes of the linear layers in the engine's second format."""
     second_format = cfg.rollout.large_batch_weights
     return 0 if second_format is None else linear_bytes(model, second_format)
 
 
 def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the copies with which the engine multiplies, in addition to the codes: on
-    CUDA for `keep_dense`, on a CPU for its products (`quant`)."""
+    """Return the bytes of the engine's copies beside the codes: on CUDA for `keep_dense`, on a CPU
+    for its products."""
     format = get_format(compute.format(cfg.rollout.weights))
     item = (format.dtype or compute.dtype).itemsize
     layers = ((format.of(name), linear) for name, linear in model.linears())
@@ -204,7 +198,6 @@ def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 def _dense_copy_bytes(
     cfg: RunConfig, compute: Compute, model: Transformer, form: Format, linear: Linear, item: int
 ) -> int:
-    """Return the bytes of one layer's copy. item: bytes of an activation."""
     if compute.device.type == "cuda":
         is_kept = cfg.rollout.keep_dense and form.bits < 8 and not isinstance(linear, StackedLinear)
         return item * _num_weights(linear) if is_kept else 0
@@ -220,7 +213,6 @@ def _dense_copy_bytes(
 
 
 def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of the weights that `weights/*` compares with (`weights.watch`)."""
     if not _is_watched(cfg):
         return 0
     if cfg.train.lora:
@@ -236,8 +228,8 @@ def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def watching(cfg: RunConfig, model: Transformer) -> int:
-    """Return the temporary bytes of measuring `weights/*`: float32 matrices of one layer and, until
-    they are replaced, of the layer before."""
+    """Return the temporary bytes of measuring `weights/*`: float32 matrices of one layer and of the
+    one before."""
     if not _is_watched(cfg):
         return 0
     if not cfg.train.lora:
@@ -256,26 +248,22 @@ def watching(cfg: RunConfig, model: Transformer) -> int:
 
 
 def frozen(compute: Compute, model: Transformer) -> int:
-    """Return the bytes of a reference or a teacher."""
     return compute.dtype.itemsize * sum(p.numel() for p in model.parameters())
 
 
 def critic(compute: Compute, model: Transformer) -> int:
-    """Return the bytes of PPO's critic with its optimiser, without gradients: all of a model but
-    its lm_head learns."""
+    """Return the bytes of PPO's critic and its optimiser, without gradients."""
     head_size = 0 if model.lm_head is None else model.lm_head.numel()
     num_learning = sum(p.numel() for p in model.parameters()) - head_size
     return num_learning * (compute.dtype.itemsize + _master_bytes(compute) + 2 * MASTER)
 
 
 def _is_watched(cfg: RunConfig) -> bool:
-    """Return whether `weights/*` is measured: a remote engine shows no codes to compare, but an
-    adapter needs none."""
+    """Return whether `weights/*` is measured: a remote engine shows only adapters."""
     return cfg.train.weight_metrics and (cfg.train.lora or cfg.rollout.engine == "native")
 
 
 def _product_shape(linear: Linear, model: Transformer) -> tuple[int, int]:
-    """Return the shape of one product, for experts that of one expert."""
     rows, columns = linear.weight.shape
     return rows // model.spec.num_experts if isinstance(linear, StackedLinear) else rows, columns
 
@@ -289,7 +277,6 @@ def _master_bytes(compute: Compute) -> int:
 
 
 def _moment_bytes(kind: str, size: int, hidden: bool) -> int:
-    """Return an optimiser's bytes of a parameter. hidden: muon's, which has one momentum."""
     if kind == "adamw8bit":
         moments = adamw8bit.moments(torch.empty(size, device="meta")).values()
         return sum(prod(shape) * dtype.itemsize for shape, dtype in moments)
