@@ -31,44 +31,47 @@ class Space:
         """Run `action`, which writes `path`, until the disk has space. A failing action must leave
         nothing behind. RunFailed names the path at the timeout, and at once for any other system
         error."""
-        started, last_logged_s, pause_s = time.monotonic(), -REMIND, FIRST_PAUSE
+        started = time.monotonic()
+        last_logged_s, pause_s = -REMIND, FIRST_PAUSE
         while True:
             try:
                 result = action()
+                break
             except FileExistsError:
                 raise
             except OSError as error:
                 waited_s = time.monotonic() - started
-                if not is_disk_full(error):
-                    raise RunFailed(
-                        f"{_describe_error(error, path)}. What was committed before is intact: mend the "
-                        "disk, then go on with --resume"
-                    ) from error
-                if waited_s >= self.seconds:
-                    raise RunFailed(
-                        f"disk full: no room to write {path} within {self.seconds:g} s "
-                        f"(ckpt.wait_for_space), {_free_space(path)} free. What was committed before is "
-                        "intact: make room, then go on with --resume"
-                    ) from error
-                if waited_s - last_logged_s >= REMIND:
-                    last_logged_s = waited_s
-                    log.warning(
-                        "disk full: waiting for room to write %s, %s free; the run goes on when "
-                        "there is some, and ends in %.0f s (ckpt.wait_for_space)",
-                        path,
-                        _free_space(path),
-                        self.seconds - waited_s,
-                    )
-            else:
-                if last_logged_s >= 0:
-                    log.warning(
-                        "there is room again after %.0f s: %s is written",
-                        time.monotonic() - started,
-                        path,
-                    )
-                return result
+                self._refuse_to_wait(error, path, waited_s)
+            if waited_s - last_logged_s >= REMIND:
+                last_logged_s = waited_s
+                log.warning(
+                    "disk full: waiting for room to write %s, %s free; the run goes on when "
+                    "there is some, and ends in %.0f s (ckpt.wait_for_space)",
+                    path,
+                    _free_space(path),
+                    self.seconds - waited_s,
+                )
             time.sleep(min(pause_s, self.seconds - waited_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE)
+        if last_logged_s >= 0:
+            log.warning(
+                "there is room again after %.0f s: %s is written", time.monotonic() - started, path
+            )
+        return result
+
+    def _refuse_to_wait(self, error: OSError, path: Path, waited_s: float) -> None:
+        """Raise RunFailed after the timeout, and for an error other than a full disk."""
+        if not is_disk_full(error):
+            raise RunFailed(
+                f"{_describe_error(error, path)}. What was committed before is intact: mend the "
+                "disk, then go on with --resume"
+            ) from error
+        if waited_s >= self.seconds:
+            raise RunFailed(
+                f"disk full: no room to write {path} within {self.seconds:g} s "
+                f"(ckpt.wait_for_space), {_free_space(path)} free. What was committed before is "
+                "intact: make room, then go on with --resume"
+            ) from error
 
 
 def _describe_error(error: OSError, path: Path) -> str:
