@@ -1,4 +1,4 @@
-"""The batch-making half of a run: prompts, rollouts, scores, evaluations.
+"""The half of a run that makes batches: prompts, rollouts, scores, evaluations.
 
     batches.before(1, 0)      evaluation of the initial policy, if configured
     batches.step(n, n - 1)    a batch on the channel, drawn from version n - 1
@@ -54,8 +54,8 @@ class RunEnvironments:
 
 class BatchSource:
     """The producer of a run's batches. cfg: with the cache size filled in. `stack` closes the
-    scoring workers. rollout_log, weights, journal: as `Orchestrator`'s. alone: in one process with
-    the learner."""
+    scoring workers. rollout_log, weights, journal: as `Orchestrator`'s. alone: the learner is in
+    this process."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class BatchSource:
         alone: bool = True,
     ) -> None:
         self.alone = alone
-        self._seen: EngineStats | None = None  # when the previous batch was full
+        self._previous_stats: EngineStats | None = None  # when the previous batch was full
         # The owner may set this to add metrics.
         self.more: Callable[[Batch], Mapping[str, float]] = lambda _: {}
         self.cfg = cfg
@@ -119,28 +119,29 @@ class BatchSource:
 
     def before(self, step: int, version: int) -> dict[str, float]:
         self.enter(step)
-        if self.evaluations.due_before(step):
-            self._clear_engine()
+        if not self.evaluations.due_before(step):
+            return {}
+        self._clear_engine()
         return self.evaluations.before(step, self.stages.now, version)
 
     def after(self, step: int, version: int) -> dict[str, float]:
-        if self.evaluations.due(step):
-            self._clear_engine()
+        if not self.evaluations.due(step):
+            return {}
+        self._clear_engine()
         return self.evaluations.after(step, self.stages.now, version)
 
     def state(self) -> dict[str, Any]:
         return self.orchestrator.state()
 
     def _clear_engine(self) -> None:
-        """Drop what is in flight where evaluations need the engine alone, as with noise, which they
-        disable."""
+        """Drop what is in flight where evaluations need the engine alone. With noise they do,
+        because they switch it off."""
         if self.cfg.eval.cancel_inflight_rollouts_on_eval or self.cfg.noise is not None:
             self.orchestrator.rollout_buffer.recall()
 
     def restore(self, step: int, state: Mapping[str, Any], resumed: bool = False) -> None:
-        """Continue after a step. resumed: the user requested it, so the resumption settings of
-        `ckpt`, `buffer` and `eval` apply. ValueError names what contradicts this run's plan, and a
-        state of another step."""
+        """Continue after a step. resumed: the user asked for it, so the settings for resuming
+        apply. ValueError for a state of another step or plan."""
         state_step = state.get("step", step)  # missing in the oldest states
         if state_step != step:
             raise ValueError(
@@ -161,9 +162,9 @@ class BatchSource:
         """Return metrics of how a batch was drawn and of what a bounded cache saves."""
         stats, kv = self.rollouts.stats(), self.rollouts.kv
         metrics = {"rollout/weight_bits": stats.weight_bits}
-        if self._seen is not None:
-            metrics |= replayed(self._seen, stats)
-        self._seen = stats
+        if self._previous_stats is not None:
+            metrics |= replayed(self._previous_stats, stats)
+        self._previous_stats = stats
         if self.cfg.noise is not None:
             metrics["rollout/noise_sigma"] = max(
                 sample.rollout.behavior.noise_sigma for sample in batch.samples

@@ -33,9 +33,9 @@ class EvaluationEngine(EngineClient, Protocol):
 
 
 class Evaluations:
-    """`eval/*` of a run's policy on the test splits, in the rollout precision, without noise:
-    before the first step, after every `eval.interval` steps and after the last. `now` are the
-    settings of the step, `version` the policy's."""
+    """`eval/*` of a run's policy on the test splits, without noise: before the first step, after
+    every `eval.interval` steps and after the last. `now` are the settings of the step, `version`
+    the policy's."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Evaluations:
     ) -> None:
         self.cfg = cfg.eval
         self.interval = cfg.eval.interval
-        self._again: int | None = None  # a step before which a resumed run evaluates
+        self._resumed_step: int | None = None
         self.last = cfg.train.max_steps
         self.spec = spec
         self.rollouts = rollouts
@@ -58,36 +58,30 @@ class Evaluations:
         self.on_note: Callable[[str], object] = log.info
         self.on_phase: PhaseProgress | None = None
 
-    def before(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
-        if not self.due_before(step):
-            return {}
-        self.on_note(
-            f"evaluating the policy before step {step} (eval.interval: null leaves evaluations out)"
-        )
-        return self.measure(now, version, sampled=True, done=step - 1)
-
-    def after(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
-        if not self.due(step):
-            return {}
-        return self.measure(now, version, sampled=step == self.last, done=step)
-
     def due_before(self, step: int) -> bool:
         """Return whether the initial or resumed policy is evaluated before this step."""
-        before_first_step = step == 1 and self.cfg.eval_base_model
-        return bool(self.interval) and (before_first_step or step == self._again)
-
-    def resumed(self, step: int) -> None:
-        """Record the next step of a resumed run."""
-        self._again = None if self.cfg.skip_eval_on_resume else step
+        is_initial = step == 1 and self.cfg.eval_base_model
+        return bool(self.interval) and (is_initial or step == self._resumed_step)
 
     def due(self, step: int) -> bool:
         return self.interval is not None and (step == self.last or step % self.interval == 0)
 
-    def measure(
-        self, now: RunConfig, version: int, sampled: bool, done: int = 0
+    def resumed(self, step: int) -> None:
+        """Have a resumed run evaluate before its next step, unless the settings skip that."""
+        self._resumed_step = None if self.cfg.skip_eval_on_resume else step
+
+    def before(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
+        self.on_note(
+            f"evaluating the policy before step {step} (eval.interval: null leaves evaluations out)"
+        )
+        return self._measure(now, version, sampled=True, next_step=step)
+
+    def after(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
+        return self._measure(now, version, sampled=step == self.last, next_step=step + 1)
+
+    def _measure(
+        self, now: RunConfig, version: int, sampled: bool, next_step: int
     ) -> dict[str, float]:
-        """Evaluate the current policy after `done` steps; with `sampled`, also drawn like the
-        rollouts."""
         began = time.monotonic()
         with self.rollouts.without_noise(version):
             metrics = held_out(
@@ -99,7 +93,7 @@ class Evaluations:
                 sampled=sampled,
                 max_prompt_tokens=prompts.longest(now, self.spec),
                 max_sequence_tokens=prompts.sequence(now, self.spec),
-                step=done + 1,
+                step=next_step,
                 on_phase=self.on_phase,
             )
         return metrics | {"time/eval": time.monotonic() - began}
@@ -122,15 +116,13 @@ def held_out(
 
     With `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn like the rollouts of `cfg`.
     """
-    eval_sampling = orchestrator.eval_sampling(cfg)
-    behavior_sampling = orchestrator.sampling(cfg)
-    metrics = {"eval/temperature": eval_sampling.temperature}
+    samplings = [orchestrator.eval_sampling(cfg)]
+    if sampled:
+        samplings.append(orchestrator.sampling(cfg))
+    metrics = {"eval/temperature": samplings[0].temperature}
     for env in envs.values():
-        metrics_by_sampling = {}
-        for sampling in dict.fromkeys(
-            [eval_sampling, behavior_sampling] if sampled else [eval_sampling]
-        ):
-            metrics_by_sampling[sampling] = evaluate_env(
+        metrics_by_sampling = {
+            sampling: evaluate_env(
                 env,
                 engine,
                 scorer,
@@ -146,16 +138,21 @@ def held_out(
                 max_steps=cfg.train.max_steps,
                 on_phase=on_phase and partial(_report_phase, on_phase),
             )
-        metrics |= metrics_by_sampling[eval_sampling]
+            for sampling in dict.fromkeys(samplings)  # equal ones are drawn once
+        }
+        metrics |= metrics_by_sampling[samplings[0]]
         if sampled:
-            metrics |= {
-                f"eval/{env.name}/sampled_{name}": metrics_by_sampling[behavior_sampling][
-                    f"eval/{env.name}/{name}"
-                ]
-                for name in COMPARED
-                if f"eval/{env.name}/{name}" in metrics_by_sampling[behavior_sampling]
-            }
+            metrics |= _as_sampled(env.name, metrics_by_sampling[samplings[1]])
     return metrics
+
+
+def _as_sampled(env: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the compared metrics under the names of the rollouts' sampler."""
+    return {
+        f"eval/{env}/sampled_{name}": metrics[f"eval/{env}/{name}"]
+        for name in COMPARED
+        if f"eval/{env}/{name}" in metrics
+    }
 
 
 def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
