@@ -1,9 +1,9 @@
 """The checkpoints that a run resumes from and writes.
 
-How a run resumes: `Checkpointing` finds the newest undamaged checkpoint and checks that it is this
-run's; `learner.Learner.restore` loads it into `trainer.loop.Trainer` (weights, optimizer moments:
-`trainer.state`), and `batches.BatchSource.restore` sets the orchestrator's ledger, so that the next
-step draws what it would have drawn.
+`Checkpointing` finds the newest undamaged checkpoint and checks that it is this run's.
+`learner.Learner.restore` loads weights and moments from it (`trainer.state`), and
+`batches.BatchSource.restore` the orchestrator's ledger, so that the next step draws what it would
+have drawn.
 """
 
 from __future__ import annotations
@@ -21,20 +21,14 @@ from lowroll.checkpoint.store import Checkpoint, check_pieces
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.runs import identity
 from lowroll.runs.folder import CONFIG, RunFolder
-from lowroll.trainer import sharded_checkpoint
 
 log = logging.getLogger(__name__)
 
 Tensors = dict[str, dict[str, Any]]
 State = dict[str, Any]
-META = (
-    "command",
-    "config",
-    "base",
-    "read",
-    "step",
-    "tensors",
-)  # keys of a checkpoint other than its state
+# The keys of a checkpoint's manifest. Supervised runs have no cache_tokens.
+META = {"command", "config", "base", "read", "step", "tensors", "cache_tokens"}
+SFT_META = META - {"cache_tokens"}
 
 
 class Checkpointing:
@@ -56,11 +50,6 @@ class Checkpointing:
     def _find(self) -> Checkpoint | None:
         """Return the checkpoint to continue; None when the run begins again."""
         home = self.home
-        if home.command == "sft":
-            steps_key, num_steps, required_keys = "sft.steps", home.cfg.sft.steps, {*META}
-        else:
-            steps_key, num_steps = "train.max_steps", home.cfg.train.max_steps
-            required_keys = {*META, "cache_tokens"}
         try:
             checkpoint = home.store.load(home.asked_step, verified=home.verified)
         except FileNotFoundError as error:
@@ -69,43 +58,45 @@ class Checkpointing:
             if home.has_steps():
                 identity.refuse_other_settings(self._written(), home.cfg, of="the run")
             return None
-        check_pieces(
-            "checkpoint",
-            {"read": None, "cache_tokens": None, **checkpoint.meta},
-            {*META, "cache_tokens"},
-        )
-        saved_settings = yaml.safe_load(checkpoint.meta["config"])
-        identity.refuse_other_settings(
-            saved_settings, home.cfg, self._may_change(checkpoint, saved_settings)
-        )
-        saved_inputs = checkpoint.meta.get("read")
-        identity.refuse_other_files(
-            saved_inputs
-            and {name: saved_inputs[name] for name in saved_inputs if name != identity.TEACHER},
-            self._own_inputs,
-        )
-        check_pieces("checkpoint", checkpoint.meta, required_keys)
-        if num_steps < checkpoint.step:
-            raise ValueError(
-                f"{steps_key}: {num_steps}, and the run has made {checkpoint.step} steps"
-            )
+        self._refuse_other_run(checkpoint)
+        self._refuse_fewer_steps(checkpoint)
         return checkpoint
+
+    def _refuse_other_run(self, checkpoint: Checkpoint) -> None:
+        """Raise ValueError when a checkpoint's settings or inputs are not this run's."""
+        meta, cfg = checkpoint.meta, self.home.cfg
+        # Older checkpoints lack these two keys; what else differs is told first.
+        check_pieces("checkpoint", {"read": None, "cache_tokens": None, **meta}, META)
+        saved_settings = yaml.safe_load(meta["config"])
+        may_change = self._may_change(checkpoint, saved_settings)
+        identity.refuse_other_settings(saved_settings, cfg, may_change)
+        saved_inputs = meta.get("read")
+        if saved_inputs is not None:  # the teacher is compared once it is loaded
+            saved_inputs = {k: v for k, v in saved_inputs.items() if k != identity.TEACHER}
+        identity.refuse_other_files(saved_inputs, self._own_inputs)
+        check_pieces("checkpoint", meta, SFT_META if self.home.command == "sft" else META)
+
+    def _refuse_fewer_steps(self, checkpoint: Checkpoint) -> None:
+        cfg = self.home.cfg
+        if self.home.command == "sft":
+            key, num_steps = "sft.steps", cfg.sft.steps
+        else:
+            key, num_steps = "train.max_steps", cfg.train.max_steps
+        if num_steps < checkpoint.step:
+            raise ValueError(f"{key}: {num_steps}, and the run has made {checkpoint.step} steps")
 
     def _written(self) -> dict[str, Any]:
         """Return the settings in config.yaml. ValueError when it is damaged."""
         path = self.home.path / CONFIG
+        damage = (
+            f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins again"
+        )
         try:
             settings = yaml.safe_load(path.read_bytes())
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ValueError(
-                f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins "
-                f"again ({' '.join(str(error).split())})"
-            ) from error
+            raise ValueError(f"{damage} ({' '.join(str(error).split())})") from error
         if not isinstance(settings, dict):
-            raise ValueError(
-                f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins "
-                f"again"
-            )
+            raise ValueError(damage)
         return settings
 
     def _may_change(self, saved: Checkpoint, before: Mapping[str, Any]) -> tuple[str, ...]:
@@ -115,7 +106,7 @@ class Checkpointing:
         return identity.FOR_SIGNAL if ended_early else ()
 
     def identify(self, base: str, beside: Mapping[str, str] | None = None) -> None:
-        """Set the digests of the initial weights and other inputs, which a resumed run must share."""
+        """Set the digests of the initial weights and of other inputs."""
         self.base = base
         self.inputs = self._own_inputs | dict(beside or {})
 
@@ -145,8 +136,7 @@ class Checkpointing:
         ranks: Ranks = ALONE,
         **meta: object,
     ) -> None:
-        """Save `capture()` after `step` in one atomic folder, unless it is saved already. ranks:
-        hold shares of it."""
+        """Save `capture()` after `step`, unless it is saved already. ranks: hold shares of it."""
         if self._newest == step:
             return
         began = time.monotonic()
@@ -154,11 +144,14 @@ class Checkpointing:
         meta |= {"base": self.base, "read": self.inputs}
         if ranks.size == 1:
             self.home.save(step, tensors, state, meta)
-        elif ranks.leads:
-            save_checkpoint = partial(self.home.save, step, tensors, state, meta, ranks.size)
-            sharded_checkpoint.lead(ranks, save_checkpoint)
         else:
-            sharded_checkpoint.follow(ranks, tensors)
+            from lowroll.trainer import sharded_checkpoint  # imported only for such a run
+
+            if ranks.leads:
+                save_checkpoint = partial(self.home.save, step, tensors, state, meta, ranks.size)
+                sharded_checkpoint.lead(ranks, save_checkpoint)
+            else:
+                sharded_checkpoint.follow(ranks, tensors)
         self._newest = step
         self._seconds = {"time/checkpoint": time.monotonic() - began}
         log.info("checkpoint of step %d", step)

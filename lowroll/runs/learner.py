@@ -1,4 +1,4 @@
-"""The learning half of a run: the model, its trainer, the mismatch monitor, checkpoints and
+"""The half of a run that learns: the model, its trainer, the mismatch monitor, checkpoints and
 records.
 
 One process joins it to `runs.batches`; as a role it is `lowroll train`.
@@ -42,7 +42,7 @@ from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.probe import probe
 from lowroll.transport.base import RolloutReceiver
-from lowroll.types import Batch, Sample
+from lowroll.types import Batch
 from lowroll.weights.publish import digest
 
 log = logging.getLogger(__name__)
@@ -103,8 +103,8 @@ def refuse_others(ranks: Ranks, base: str, cfg: RunConfig) -> None:
 
 
 class Learner:
-    """The learner of a run. deadline_s: for a batch. All ranks make the same calls and follow rank
-    0's monitor. whole: the model as it is saved, on the leading rank where ranks hold parts; the
+    """The learner of a run. deadline_s: the longest wait for a batch. All ranks make the same calls
+    and follow rank 0's monitor. whole: the model as it is saved, where ranks hold parts; the
     publisher keeps it up to date."""
 
     def __init__(
@@ -133,14 +133,11 @@ class Learner:
         teacher_digest = {} if teacher is None else {identity.TEACHER: digest(teacher)}
         checkpoints.identify(policy.base, teacher_digest)
         reference = models.reference(cfg, compute)
+        parameters = model.trainable_parameters()
+        optimizer = Optimizer(parameters, trainer.optim(cfg), hidden_matrices(model), ranks=ranks)
         self.trainer = Trainer(
             model,
-            Optimizer(
-                model.trainable_parameters(),
-                trainer.optim(cfg),
-                hidden_matrices(model),
-                ranks=ranks,
-            ),
+            optimizer,
             trainer.learn(cfg),
             channel,
             publisher.publish,
@@ -152,8 +149,7 @@ class Learner:
             deadline_s=deadline_s,
         )
         self.made = 0  # the last step
-        self._seen: Batch | None = None  # its batch, for an adapter's gap
-        self._samples: list[Sample] = []  # its samples, for the choice of formats
+        self._batch: Batch | None = None  # its batch
         self.drawn: State = {}  # the orchestrator's state after the last batch
 
     @property
@@ -168,8 +164,8 @@ class Learner:
         return about(self.cfg, self.compute, self.model.spec)
 
     def restore(self) -> Checkpoint | None:
-        """Restore the newest undamaged checkpoint, whose orchestrator state becomes `drawn`; None
-        when there is none. ValueError when it is another run's. Call `go_on` afterwards."""
+        """Restore the newest undamaged checkpoint, before `go_on`; None when there is none.
+        ValueError when it is another run's."""
         checkpoint = self.checkpoints.take()
         if checkpoint is None:
             return None
@@ -200,8 +196,7 @@ class Learner:
         batch = self.trainer.receive()
         stage = self.enter(step)
         metrics = batch.stats | stage | self.trainer.step(batch)
-        self._seen = excerpt(batch)
-        self._samples = batch.samples
+        self._batch = batch
         metrics |= self.monitor.look(step, metrics)
         self._agree()
         if batch.orchestrator is not None:
@@ -235,7 +230,8 @@ class Learner:
     def _save_final(self, step: int, target: Path) -> None:
         if self.cfg.train.lora:
             self.publisher.release()
-            batch = self._seen or newest_batch(self.home.path, step)
+            batch = None if self._batch is None else excerpt(self._batch)
+            batch = batch or newest_batch(self.home.path, step)
             publish_adapter(self.cfg, self.whole, target, batch, step)
         else:
             hf.save(self.whole, target, resolve(self.cfg.model), step)
@@ -262,19 +258,20 @@ class Learner:
     def heed_monitor(self) -> None:
         """Apply the monitor's bounds and format to the next step."""
         self._set_options()
-        if (guard := self.monitor.guard) is not None and guard.wants_choice:
+        guard = self.monitor.guard
+        if guard is not None and guard.wants_choice:
             self._choose_formats(guard)
         if self.monitor.weights != self.publisher.weights:
             self.publisher.change_format(self.monitor.weights)
             self.publisher.update(self.version)
 
     def _choose_formats(self, guard: Guard) -> None:
-        choice = budget.again(self.home, self.budget, self.model, self._samples, self.version)
+        samples = [] if self._batch is None else self._batch.samples
+        choice = budget.again(self.home, self.budget, self.model, samples, self.version)
         if choice is None:
             guard.without_choice()
         else:
             guard.chosen(*choice)
-        self._samples = []
 
     def _set_options(self) -> None:
         options = self.monitor.options(self.stages.now)

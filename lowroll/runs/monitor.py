@@ -3,11 +3,10 @@ it.
 
     first look   before the first update: what `correction: auto` chose is widened while it silences
                  over half of the batch
-    guard        after every step: its bounds are tightened, or the rollouts get another format
+    guard        after every step: bounds are tightened, or the rollouts get another format
                  (`trainer.guard`)
 
-Both decide about later steps; `options` and `weights` are those of the next one. Decisions are a
-function of reproducible metrics and of the state here.
+Both decide about later steps, by reproducible metrics and the state here alone.
 """
 
 from __future__ import annotations
@@ -63,14 +62,11 @@ class Monitor:
         `auto`."""
         if first is None:
             return {}
-        silent = first.silent(self.options(now))
         for line in first.findings(self.options(now)):
             self.on_note(line)
-        while (
-            max(silent.values()) > MOST_SILENT
-            and self.cfg.chosen_options
-            and self.widened < MAX_WIDENED
-        ):
+        may_widen = bool(self.cfg.chosen_options)
+        silent = first.silent(self.options(now))
+        while may_widen and max(silent.values()) > MOST_SILENT and self.widened < MAX_WIDENED:
             self.widened += 1
             silent = first.silent(self.options(now))
         self._tell_widened(self.options(now), silent)
@@ -124,28 +120,25 @@ class Monitor:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a checkpoint's bounds and format. ValueError without a guard to hold them."""
-        guard_state = state["guard"]
-        if (
-            self.guard is None
-            and guard_state
-            and (_format_of(guard_state) or guard_state["tightened"])
-        ):
-            raise ValueError(
-                f"guard: the run went on with {guard_state['weights']} rollouts and bounds tightened "
-                f"{guard_state['tightened']} times; keep a guard section (action: warn leaves it so)"
-            )
-        if self.guard is not None and guard_state:
-            self.guard.restore(guard_state)
-            if (
-                _format_of(guard_state) is None
-                and guard_state["weights"] != self.cfg.rollout.weights
-            ):
-                raise ValueError(
-                    f"rollout.weights: the run drew from {guard_state['weights']}, and would go on with "
-                    f"{self.cfg.rollout.weights}: another model, or rollout_weights.json was changed"
-                )
-            _format_of(guard_state)
+        if state["guard"]:
+            self._restore_guard(state["guard"])
         self.widened = state["widened"]
+
+    def _restore_guard(self, saved: Mapping[str, Any]) -> None:
+        if self.guard is None:
+            if _format_of(saved) or saved["tightened"]:
+                raise ValueError(
+                    f"guard: the run went on with {saved['weights']} rollouts and bounds tightened "
+                    f"{saved['tightened']} times; keep a guard section (action: warn leaves it so)"
+                )
+            return
+        self.guard.restore(saved)
+        own_weights = self.cfg.rollout.weights
+        if _format_of(saved) is None and saved["weights"] != own_weights:
+            raise ValueError(
+                f"rollout.weights: the run drew from {saved['weights']}, and would go on with "
+                f"{own_weights}: another model, or rollout_weights.json was changed"
+            )
 
 
 def fallen_to(state: Mapping[str, Any]) -> str | None:
@@ -153,8 +146,10 @@ def fallen_to(state: Mapping[str, Any]) -> str | None:
     return _format_of(state.get("guard") or {})
 
 
-def _format_of(held: Mapping[str, Any]) -> str | None:
+def _format_of(guard_state: Mapping[str, Any]) -> str | None:
     """Return the format of a guard's state, registered; None for the initial one."""
-    if held.get("formats"):
-        mixed.read(held["formats"])
-    return held["weights"] if held.get("formats") or held.get("fallbacks") else None
+    if guard_state.get("formats"):
+        mixed.read(guard_state["formats"])
+    elif not guard_state.get("fallbacks"):
+        return None
+    return guard_state["weights"]
