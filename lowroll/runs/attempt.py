@@ -2,7 +2,7 @@
 
 with attempt(cfg, "grpo", resume) as folder:       lock and check output_dir, begin a log
     with polite_stop() as stop:
-        drive(steps, first, last, every, show, stop)     step after step, to the last or a signal
+        run_steps(steps, first, last, every, show, stop)     to the last step or a signal
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from lowroll.runs.folder import FINAL, LOGS, RunFolder
 from lowroll.runs.stop import StepDropped, Stop, leave_lost_outputs
 
 log = logging.getLogger(__name__)
-
 
 # The metrics of the last step that the short form of a result shows, if they are recorded.
 _RESULT_METRICS = (
@@ -68,7 +67,9 @@ class RunResult:
         return bool(self.signal)
 
     def __repr__(self) -> str:
-        outcome = self.ended or (f"stopped by signal {self.signal}" if self.signal else "finished")
+        outcome = self.ended or "finished"
+        if self.signal:
+            outcome = f"stopped by signal {self.signal}"
         last_metrics = self.metrics
         shown_metrics = [
             f"{name} {last_metrics[name]:.4g}"
@@ -131,7 +132,7 @@ def attempt(
         folder.check(resume, overwrite)
         folder.settle()
         folder.attempt = lock.attempt
-        with log_file(folder.path, lock.attempt), _told(cfg, command, lock.attempt):
+        with log_file(folder.path, lock.attempt), _logged(cfg, command, lock.attempt):
             try:
                 yield folder
             finally:
@@ -143,9 +144,9 @@ def attempt(
 def run_steps(
     steps: StepRunner, first: int, last: int, every: int, show: Callable[[Record], str], stop: Stop
 ) -> int:
-    """Make the steps `first` to `last`, with a checkpoint every `every` steps, and finish, or stop
-    with a checkpoint when requested. `show` formats a record. Return the signal that ended it
-    early, else 0.
+    """Make the steps `first` to `last`, with a checkpoint every `every` steps, and finish; when a
+    stop is requested, end with a checkpoint. `show` formats a record. Return the stop's signal,
+    else 0.
 
     A step's record precedes its checkpoint, so a process that dies between them repeats the step.
     """
@@ -186,15 +187,14 @@ def own(folder: Path) -> RunLock:
 
 
 class LogFile(logging.FileHandler):
-    """A log whose write failures cost one warning and not the run; withheld lines are written
-    later."""
+    """A log whose write failures cost one warning and not the run."""
 
-    _told = False
+    _has_warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
-            self._tell(error)
+            self._warn(error)
         else:
             super().handleError(record)
 
@@ -202,11 +202,11 @@ class LogFile(logging.FileHandler):
         try:
             super().close()
         except OSError as error:
-            self._tell(error)
+            self._warn(error)
 
-    def _tell(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             print(
                 f"warning: {self.baseFilename}: {error.strerror}: lines of the log may be lost",
                 file=sys.stderr,
@@ -221,9 +221,8 @@ def log_file(folder: Path, attempt: int, name: str = "attempt") -> Iterator[None
     terminal_handler = logging.StreamHandler()
     file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal_handler.setLevel(logging.WARNING)
-    terminal_handler.addFilter(
-        lambda record: not record.exc_info
-    )  # errors are shown where they are caught
+    # The command shows an error; its traceback is for the file.
+    terminal_handler.addFilter(lambda record: not record.exc_info)
     root = logging.getLogger("lowroll")
     previous_level = root.level
     root.setLevel(logging.INFO)
@@ -239,8 +238,7 @@ def log_file(folder: Path, attempt: int, name: str = "attempt") -> Iterator[None
 
 
 @contextmanager
-def _told(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
-    """Log the attempt's environment, notes, duration and failure."""
+def _logged(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
     began = time.monotonic()
     log.info(
         "lowroll %s (version %s), attempt %d in %s: process %d on %s, Python %s, torch %s",

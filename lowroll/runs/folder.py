@@ -105,12 +105,11 @@ class RunFolder:
             with config_path.open(encoding="utf-8", errors="replace") as file:
                 if first_line := _FIRST_LINE.fullmatch(file.readline(200)):
                     return first_line[1]
-        manifests = (
-            read_meta(self.store.folder / f"step_{step:06d}") or {} for step in self.store.steps()
-        )
-        return next(
-            (str(meta.get("command", "grpo")) for meta in manifests if "config" in meta), None
-        )
+        for step in self.store.steps():
+            meta = read_meta(self.store.path(step)) or {}
+            if "config" in meta:
+                return str(meta.get("command", "grpo"))
+        return None
 
     def has_steps(self) -> bool:
         """Return whether the run here has made a step or ended."""
@@ -125,6 +124,25 @@ class RunFolder:
 
     def check(self, resume: bool = False, overwrite: bool = False) -> None:
         """Raise ValueError naming what makes the folder unusable; nothing is changed."""
+        self._check_writable()
+        command = self.made_by()
+        if resume:
+            self._check_resumable(command)
+        elif command is not None and not overwrite and self.has_steps():
+            raise ValueError(
+                f"output_dir: {self.path} already holds a run; continue it with --resume, replace "
+                "it with --overwrite, or name another folder"
+            )
+        obstacle = next(self._obstacles(command, overwrite), None)
+        if obstacle is not None:
+            raise ValueError(
+                f"output_dir: {obstacle}. A run would write there: move it, or name another folder"
+            )
+        if not resume:
+            removed_paths = (self.store.folder, self.final, *(self.path / name for name in BATCHES))
+            identity.refuse_to_remove(removed_paths, self.cfg)
+
+    def _check_writable(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"output_dir: {self.path} is not a folder")
         existing_parent = next(
@@ -135,53 +153,38 @@ class RunFolder:
                 f"output_dir: {self.path} cannot be written: {existing_parent} is "
                 f"{'write-protected' if existing_parent.is_dir() else 'not a folder'}"
             )
-        command = self.made_by()
-        if resume and command is None and not (self.path / LOCK).exists():
+
+    def _check_resumable(self, command: str | None) -> None:
+        if command is None and not (self.path / LOCK).exists():
             raise ValueError(f"output_dir: {self.path} holds no run to resume")
-        if resume and command not in (None, self.command):
+        if command not in (None, self.command):
             raise ValueError(
                 f"output_dir: {self.path} holds a run of lowroll {command}: resume it with that "
                 f"command"
             )
-        if command is not None and not (resume or overwrite) and self.has_steps():
-            raise ValueError(
-                f"output_dir: {self.path} already holds a run; continue it with --resume, replace "
-                "it with --overwrite, or name another folder"
-            )
-        for obstacle in self._in_the_way(command, overwrite):
-            raise ValueError(
-                f"output_dir: {obstacle}. A run would write there: move it, or name another folder"
-            )
-        if not resume:
-            removed_paths = (self.store.folder, self.final, *(self.path / name for name in BATCHES))
-            identity.refuse_to_remove(removed_paths, self.cfg)
 
-    def _in_the_way(self, made: str | None, overwrite: bool) -> Iterator[str]:
-        """Yield what a run of this folder would overwrite although no run of it made it."""
-        folders = [
-            self.path / name for name in (self.store.folder.name, LOGS, ENVIRONMENTS, *BATCHES)
-        ]
-        yield from (
-            f"{path} is not a folder"
-            for path in folders
-            if os.path.lexists(path) and not path.is_dir()
-        )
-        if made is None:
-            names = (CONFIG, ABOUT_FILE, METRICS_FILE, FINAL)
-            paths = [self.path / name for name in names if os.path.lexists(self.path / name)]
-            paths += [path for name in BATCHES for _, path in rollout_files(self.path / name)]
-            yield from (f"{path} is not of a run of this folder" for path in paths)
-        elif os.path.lexists(self.final) and (foreign_file := foreign_in(self.final)):
-            yield foreign_file
-        if made is not None and overwrite:
-            paths = [path for name in BATCHES for _, path in rollout_files(self.path / name)]
-            yield from (
-                f"{path} does not begin as rollouts do" for path in paths if not is_rollouts(path)
-            )
+    def _obstacles(self, command: str | None, overwrite: bool) -> Iterator[str]:
+        """Yield what a run would overwrite although no run made it. command: of the run here."""
+        for name in (self.store.folder.name, LOGS, ENVIRONMENTS, *BATCHES):
+            path = self.path / name
+            if os.path.lexists(path) and not path.is_dir():
+                yield f"{path} is not a folder"
+        batch_files = [path for name in BATCHES for _, path in rollout_files(self.path / name)]
+        if command is None:
+            paths = [self.path / name for name in (CONFIG, ABOUT_FILE, METRICS_FILE, FINAL)]
+            existing = [path for path in paths if os.path.lexists(path)]
+            for path in existing + batch_files:
+                yield f"{path} is not of a run of this folder"
+        else:
+            if os.path.lexists(self.final) and (foreign_file := foreign_in(self.final)):
+                yield foreign_file
+            for path in batch_files:
+                if overwrite and not is_rollouts(path):
+                    yield f"{path} does not begin as rollouts do"
         for path in sorted(self.store.folder.glob("step_*")):
             if not _STEP_FOLDER.fullmatch(path.name):
                 continue
-            if made is None or not path.is_dir() or path.is_symlink():
+            if command is None or not path.is_dir() or path.is_symlink():
                 yield f"{path} is not a checkpoint of a run of this folder"
             elif overwrite and (foreign_file := foreign_in(path, contents=False)):
                 yield foreign_file
@@ -226,14 +229,17 @@ class RunFolder:
                 difference,
             )
         self.recorder = Recorder(self.path)
-        truncations = [self.recorder.truncate, self.store.truncate]
         if self.alone:
-            truncations.insert(1, partial(truncate_rollouts, self.path / "rollouts"))
             self._clear_roles()  # the checkpoint holds the orchestrator's state
-        for truncate in truncations:
-            self.space.write(self.path, partial(truncate, step))
+        self.space.write(self.path, lambda: self._truncate(step))
         self._write_config()
         self._track(step)
+
+    def _truncate(self, step: int) -> None:
+        self.recorder.truncate(step)
+        if self.alone:
+            truncate_rollouts(self.path / "rollouts", step)
+        self.store.truncate(step)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> Record:
         record = self.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
@@ -308,18 +314,15 @@ class RunFolder:
         # Checkpoints go first, so that a run with a checkpoint has all its files.
         self.store.truncate(-1)
         damaged = self.store.folder / DAMAGED
-        for path in [*(damaged.iterdir() if damaged.is_dir() else ()), self.final]:
-            if path.exists() and not foreign_in(path, contents=False):
-                remove_published(path, self.path if path == self.final else self.store.folder)
+        for path in damaged.iterdir() if damaged.is_dir() else ():
+            _remove_if_published(path, self.store.folder)
+        _remove_if_published(self.final, self.path)
         for name in BATCHES:
             truncate_rollouts(self.path / name, -1)
-        for name in (
-            METRICS_FILE,
-            ABOUT_FILE,
-            TRACKED_FILE,
-            *([REPORT_FILE] if is_report(self.path / REPORT_FILE) else []),
-        ):
+        for name in (METRICS_FILE, ABOUT_FILE, TRACKED_FILE):
             (self.path / name).unlink(missing_ok=True)
+        if is_report(self.path / REPORT_FILE):
+            (self.path / REPORT_FILE).unlink()
         for folder in (damaged, self.store.folder, *(self.path / name for name in BATCHES)):
             if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
                 folder.rmdir()
@@ -334,3 +337,8 @@ class RunFolder:
                 self.path,
                 ", ".join(foreign_files),
             )
+
+
+def _remove_if_published(folder: Path, trash: Path) -> None:
+    if folder.exists() and not foreign_in(folder, contents=False):
+        remove_published(folder, trash)
