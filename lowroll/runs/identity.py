@@ -130,11 +130,9 @@ def _read_by_environments(cfg: RunConfig) -> dict[str, str]:
 
 def _read_by_advantages(cfg: RunConfig) -> dict[str, str]:
     function_cfg = cfg.advantage_function
-    files = (
-        ()
-        if function_cfg is None
-        else _files_named_in({"import_path": function_cfg.import_path, **function_cfg.kwargs})
-    )
+    if function_cfg is None:
+        return {}
+    files = _files_named_in({"import_path": function_cfg.import_path, **function_cfg.kwargs})
     return {f"{ADVANTAGES}{name}": _digest(path) for name, path in files}
 
 
@@ -147,13 +145,13 @@ def _config_values(source: str | Path, key: str = "model") -> dict[str, str]:
 def _spec_values(spec: ModelSpec) -> dict[str, str]:
     """Return a spec as the first runs recorded it: a field that came later stands there where it is
     not at its default."""
-    values = {
-        field.name: repr(getattr(spec, field.name))
-        for field in fields(spec)
-        if field.compare
-        and field.name != "ropes"
-        and (field.name in FIRST_FIELDS or getattr(spec, field.name) != field.default)
-    }
+    values = {}
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if not field.compare or field.name == "ropes":
+            continue
+        if field.name in FIRST_FIELDS or value != field.default:
+            values[field.name] = repr(value)
     rope, scaling = spec.ropes[0], spec.ropes[0].scaling
     values["rope_theta"] = repr(rope.theta)
     values["rope_scaling"] = repr(scaling)
@@ -163,9 +161,10 @@ def _spec_values(spec: ModelSpec) -> dict[str, str]:
             f"high_freq_factor={scaling.high!r}, "
             f"original_max_position={scaling.original_max_position!r})"
         )
-    plain = Rope(rope.theta, spec.head_dim, scaling)
-    values |= {} if spec.ropes == (plain,) else {"ropes": repr(spec.ropes)}
-    return values | {"qk_norm": {"": "False", "head": "True"}.get(spec.qk_norm, spec.qk_norm)}
+    if spec.ropes != (Rope(rope.theta, spec.head_dim, scaling),):
+        values["ropes"] = repr(spec.ropes)
+    values["qk_norm"] = {"": "False", "head": "True"}.get(spec.qk_norm, spec.qk_norm)
+    return values
 
 
 def _files_of_env(env: EnvConfig) -> Iterator[tuple[str, Path]]:
@@ -222,39 +221,15 @@ def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) 
 def refuse_other_settings(
     saved: dict[str, Any], cfg: RunConfig, more: tuple[str, ...] = (), of: str = "the checkpoint"
 ) -> None:
-    """Raise ValueError naming settings that differ from the checkpoint's (or the run's) and may
-    not.
-
-    What a step computes may not change, except for settings of `more`. A run may be lengthened when
-    nothing is scheduled over its length.
-    """
+    """Raise ValueError naming settings that differ from those of the checkpoint (or the run) and
+    may not. more: settings that may change too."""
     saved_settings = ADDED | _flatten({"chat_template_kwargs": {}} | renamed_tree(saved))
     current_settings = _flatten(cfg.tree())
-    unscheduled = (
-        cfg.train.lr_scheduler_type == "constant"
-        and cfg.rollout.temp_scheduler is None
-        and cfg.noise is None
-    )
-    unchecked = [*MAY_CHANGE, *more]
-    if unscheduled:
-        unchecked.append("train.max_steps")
-    if cfg.sft.lr_scheduler_type == "constant":
-        unchecked.append("sft.steps")
-    if cfg.rollout.exact:  # any number of engines draws the same
-        unchecked.append("rollout.engines")
-    checked_keys = {
-        key
-        for key in saved_settings.keys() | current_settings.keys()
-        if not any(key == name or key.startswith(f"{name}.") for name in unchecked)
-    }
-    checked_keys -= {
-        key
-        for key in saved_settings.keys() & current_settings.keys()
-        if _is_unchanged(saved_settings[key], current_settings[key])
-    }
+    may_change = (*_may_change(cfg), *more)
     differences = [
         difference
-        for key in checked_keys
+        for key in saved_settings.keys() | current_settings.keys()
+        if not any(key == name or key.startswith(f"{name}.") for name in may_change)
         for difference in _differences(key, saved_settings.get(key), current_settings.get(key))
     ]
     _raise_if_changed(
@@ -263,6 +238,19 @@ def refuse_other_settings(
         {key: new for key, _, new in differences},
         repr,
     )
+
+
+def _may_change(cfg: RunConfig) -> list[str]:
+    """Return MAY_CHANGE, and the length of a run over which nothing is scheduled."""
+    settings = [*MAY_CHANGE]
+    is_constant = cfg.train.lr_scheduler_type == "constant"
+    if is_constant and cfg.rollout.temp_scheduler is None and cfg.noise is None:
+        settings.append("train.max_steps")
+    if cfg.sft.lr_scheduler_type == "constant":
+        settings.append("sft.steps")
+    if cfg.rollout.exact:  # any number of engines draws the same
+        settings.append("rollout.engines")
+    return settings
 
 
 def refuse_to_remove(gone: Iterable[Path], cfg: RunConfig) -> None:
@@ -302,17 +290,12 @@ def _is_unchanged(before: object, after: object) -> bool:
         )
     if isinstance(before, list) and isinstance(after, list):
         return len(before) == len(after) and all(map(_is_unchanged, before, after))
-    may_have_moved = (
-        isinstance(before, str)
-        and isinstance(after, str)
-        and os.path.isabs(after)
-        and os.path.exists(after)
-    )
-    return (
-        before == after
-        or may_have_moved
-        and os.path.basename(str(before)) == os.path.basename(str(after))
-    )
+    if before == after:
+        return True
+    if not isinstance(before, str) or not isinstance(after, str):
+        return False
+    is_same_name = os.path.basename(before) == os.path.basename(after)
+    return is_same_name and os.path.isabs(after) and os.path.exists(after)
 
 
 def _raise_if_changed(
