@@ -54,15 +54,14 @@ def calibration_sequences(
 
 def _sequences_from_jsonl(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
     for location, row in read_jsonl(str(path)):
-        text = row.get("text")
-        if (conversations := _conversations_in(row)) is not None:
-            chats = conversations
-        elif isinstance(text, str):
+        text, messages = row.get("text"), row.get("messages")
+        chats = _conversations_in(row)
+        if chats is None and isinstance(text, str):
             yield tokenizer.encode(text)[:length]
             continue
-        elif isinstance(messages := row.get("messages"), list) and messages:
+        if chats is None and isinstance(messages, list) and messages:
             chats = [messages]
-        else:
+        if chats is None:
             raise ValueError(
                 f"calibration: {location}: expected a 'text' or a list of 'messages', found "
                 f"{', '.join(sorted(row)) or 'nothing'}"
@@ -89,17 +88,12 @@ def _conversations_in(row: dict[str, Any]) -> list[list[Any]] | None:
         prompt_messages, responses = prompt["messages"], [row]
     else:
         return None
-    return [
-        [
-            *prompt_messages,
-            *(
-                response.get("messages")
-                or [{"role": "assistant", "content": response.get("text", "")}]
-            ),
-        ]
-        for response in responses
-        if isinstance(response, dict)
-    ]
+    conversations = []
+    for response in responses:
+        if isinstance(response, dict):
+            answer = {"role": "assistant", "content": response.get("text", "")}
+            conversations.append([*prompt_messages, *(response.get("messages") or [answer])])
+    return conversations
 
 
 def _sequences_from_text(

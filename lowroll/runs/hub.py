@@ -74,8 +74,7 @@ def push(folder: Path, name: str, run: Path, kind: str) -> str:
 
 def offer(final: Path, cfg: RunConfig) -> None:
     """Upload a finished run's folder. A failure is a warning with the command to retry."""
-    if cfg.push_to_hub is None:
-        return
+    assert cfg.push_to_hub is not None
     run = Path(cfg.output_dir)
     kind = "adapter" if cfg.train.lora else "merged"
     try:
@@ -114,9 +113,13 @@ def _front_matter(cfg: RunConfig | None, kind: str) -> str:
     from huggingface_hub import ModelCardData
 
     base = cfg.model if cfg is not None and is_hub_id(cfg.model) else None
-    tags = ["lowroll", *([] if cfg is None else [cfg.algorithm])]
+    tags = ["lowroll"]
+    if cfg is not None:
+        tags.append(cfg.algorithm)
     if kind == "adapter":
-        tags += ["lora", *([f"base_model:adapter:{base}"] if base else [])]
+        tags.append("lora")
+        if base is not None:
+            tags.append(f"base_model:adapter:{base}")
     data = ModelCardData(
         base_model=base,
         library_name="peft" if kind == "adapter" else "transformers",
@@ -160,16 +163,15 @@ def _training_rows(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _last_metrics(run: Path) -> dict[str, Any]:
+    records = read(run)
+    if not records:
+        return {}
     metrics: dict[str, Any] = {}
-    for record in read(run):
-        shown_metrics = {key: value for key, value in record.items() if key.startswith(SHOWN)}
-        metrics |= {
-            key: f"{value:.4g}" for key, value in shown_metrics.items() if value is not None
-        }
-        metrics["step"] = record["step"]
-    step = metrics.pop("step", None)
-    rows = dict(sorted(metrics.items())[:MOST_SHOWN])
-    return {"step": step, **rows} if step is not None else {}
+    for record in records:
+        for key, value in record.items():
+            if key.startswith(SHOWN) and value is not None:
+                metrics[key] = f"{value:.4g}"
+    return {"step": records[-1]["step"], **dict(sorted(metrics.items())[:MOST_SHOWN])}
 
 
 def _markdown_table(rows: Mapping[str, Any], title: str) -> str:

@@ -50,10 +50,14 @@ def train(
 
 
 def _as_functions(given: Any) -> list[str | Callable[..., Any]]:
-    is_single = given is None or callable(given) or isinstance(given, str)
-    if not is_single and not isinstance(given, Iterable):
+    if given is None:
+        return []
+    if callable(given) or isinstance(given, str):
+        functions = [given]
+    elif isinstance(given, Iterable):
+        functions = list(given)
+    else:
         raise ConfigError(f"reward_funcs: must be a function or a list of some, got {given!r}")
-    functions = [] if given is None else [given] if is_single else list(given)
     for i, function in enumerate(functions):
         if isinstance(function, type) or not (callable(function) or isinstance(function, str)):
             raise ConfigError(
@@ -63,9 +67,11 @@ def _as_functions(given: Any) -> list[str | Callable[..., Any]]:
 
 
 def _as_weights(given: Any) -> list[Any] | None:
-    if given is not None and (isinstance(given, str) or not isinstance(given, Iterable)):
+    if given is None:
+        return None
+    if isinstance(given, str) or not isinstance(given, Iterable):
         raise ConfigError(f"reward_weights: must be a list of numbers, got {given!r}")
-    return None if given is None else list(given)
+    return list(given)
 
 
 def _placed(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +93,6 @@ def _section_of(name: str) -> str:
             return section
     known_names = [*RunConfig.model_fields, *(k for m in SECTIONS.values() for k in m.model_fields)]
     nearest = get_close_matches(name, known_names, n=1)
-    hint = explain((name,)) or (
-        f"did you mean {nearest[0]}?" if nearest else "docs/configuration.md"
-    )
+    hint = f"did you mean {nearest[0]}?" if nearest else "docs/configuration.md"
+    hint = explain((name,)) or hint
     raise ConfigError(f"{name}: unknown setting ({hint})")

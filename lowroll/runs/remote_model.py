@@ -43,12 +43,10 @@ def reach(
 
     ValueError for a missing tokenizer or an unsupported server; RunFailed when it does not answer.
     """
-    tokenizer_folder = (
-        None if tokenizer is None else resolve(tokenizer, weights=False, key="--tokenizer")
-    )
-    given_chat = (
-        None if tokenizer_folder is None else ChatTokenizer(load_tokenizer(tokenizer_folder))
-    )
+    tokenizer_folder = given_chat = None
+    if tokenizer is not None:
+        tokenizer_folder = resolve(tokenizer, weights=False, key="--tokenizer")
+        given_chat = ChatTokenizer(load_tokenizer(tokenizer_folder))
     engine = _connect(url, model, _read_token(token_env), tokenizer_folder)
     try:
         server_info = engine.server
@@ -63,8 +61,10 @@ def reach(
 
 
 def _read_token(name: str | None) -> str | None:
-    token = None if name is None else os.environ.get(name)
-    if name is not None and not token:
+    if name is None:
+        return None
+    token = os.environ.get(name)
+    if not token:
         raise ValueError(f"--token-env: {name} is not set")
     return token
 

@@ -46,20 +46,19 @@ class Responses:
 
     def missing(self, draws: Sequence[PromptDraw]) -> list[PromptDraw]:
         """Return the draws without responses. ValueError when one had another prompt."""
+        missing = []
         for draw in draws:
-            if (
-                self._prompts.get(draw.request.id, prompt_digest := _prompt_digest(draw))
-                != prompt_digest
-            ):
+            id, prompt_digest = draw.request.id, _prompt_digest(draw)
+            if self._prompts.setdefault(id, prompt_digest) != prompt_digest:
                 raise ValueError(
-                    f"{self.path}: {draw.request.id} was asked with another prompt: the data, the "
-                    f"template or the tokenizer has changed; name another folder by --out"
+                    f"{self.path}: {id} was asked with another prompt: the data, the template or "
+                    "the tokenizer has changed; name another folder by --out"
                 )
-            self._prompts[draw.request.id] = prompt_digest
-        for draw in draws:
-            if (example := self.examples.get(draw.request.id)) is not None:
-                example.prompt = draw.prompt
-        return [draw for draw in draws if draw.request.id not in self.examples]
+            if id in self.examples:
+                self.examples[id].prompt = draw.prompt
+            else:
+                missing.append(draw)
+        return missing
 
     def of(self, draws: Sequence[PromptDraw]) -> list[Example]:
         return [self.examples[draw.request.id] for draw in draws]
@@ -105,10 +104,11 @@ class Responses:
 
     def _read(self, path: Path, asked: dict[str, Any]) -> None:
         data = path.read_bytes()
+        is_torn = not data.endswith(b"\n")
         objects, problems = read_objects(path) if data else ([], [])
-        if problems and not (len(problems) == 1 and not data.endswith(b"\n")):
+        if len(problems) > is_torn:  # a torn last line may be one problem
             raise ValueError(f"{problems[0]}; remove the file to draw its responses again")
-        if problems or not data.endswith(b"\n"):
+        if is_torn:
             complete_lines = data[: data.rfind(b"\n") + 1]
             objects = objects[: complete_lines.count(b"\n")]
             write_file(path, complete_lines)

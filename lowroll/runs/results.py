@@ -69,22 +69,22 @@ def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     has_several = any((row.get("n") or 1) > 1 for row in rows)
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "set": lambda row: str(row["env"]),
-        **{key: partial(_format_text, key) for key in engine_keys},
-        "examples": partial(_format_count, "examples"),
-        "k": partial(_format_count, "n"),
+        **{key: partial(_format, key, "") for key in engine_keys},
+        "examples": partial(_format, "examples", ",.0f"),
+        "k": partial(_format, "n", ",.0f"),
         "avg@k %": partial(_format_percent, "pass_at_1"),
         "95 %": lambda row: _format_bounds(row, "low", "high"),
         "pass@k %": partial(_format_percent, "pass_at_k"),
         "maj@k %": partial(_format_percent, "maj_at_k"),
         "difference": _format_difference,
-        "reward": partial(_format_number, "reward"),
-        "tokens": partial(_format_count, "length_mean"),
+        "reward": partial(_format, "reward", ".4g"),
+        "tokens": partial(_format, "length_mean", ",.0f"),
         "cut %": partial(_format_percent, "truncated"),
         "no answer %": partial(_format_percent, "no_answer"),
         "unscored %": partial(_format_percent, "unscored"),
-        "env failed": partial(_format_count, "env_failed"),
-        "too long": partial(_format_count, "left_out"),
-        "seconds": partial(_format_count, "seconds"),
+        "env failed": partial(_format, "env_failed", ",.0f"),
+        "too long": partial(_format, "left_out", ",.0f"),
+        "seconds": partial(_format, "seconds", ",.0f"),
     }
     unused_columns = {} if has_several else {"k", "pass@k %", "maj@k %"}
     neutral_texts = {
@@ -102,16 +102,8 @@ def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     return head, [list(line) for line in zip(*cells, strict=True)]
 
 
-def _format_text(key: str, row: dict[str, Any]) -> str:
-    return str(row.get(key, "-"))
-
-
-def _format_count(key: str, row: dict[str, Any]) -> str:
-    return "-" if row.get(key) is None else f"{row[key]:,.0f}"
-
-
-def _format_number(key: str, row: dict[str, Any]) -> str:
-    return "-" if row.get(key) is None else f"{row[key]:.4g}"
+def _format(key: str, spec: str, row: dict[str, Any]) -> str:
+    return "-" if row.get(key) is None else format(row[key], spec)
 
 
 def _format_percent(key: str, row: dict[str, Any]) -> str:
@@ -146,16 +138,18 @@ def rows_of(measured: Sequence[EngineAnswers], seed: int = 0) -> list[dict[str, 
     rows = []
     for engine_answers in answers_by_engine.values():
         baseline = None if engine_answers is first_engine else first_engine
+        engine_rows = []
         for position, answers in enumerate(engine_answers):
-            rows.append(
-                _make_row(answers, seed)
-                | _paired_difference([answers], baseline and [baseline[position]], seed)
-            )
+            row = _make_row(answers, seed)
+            if baseline is not None:
+                row |= _paired_difference([answers], [baseline[position]], seed)
+            engine_rows.append(row)
+        rows += engine_rows
         if len(engine_answers) > 1:
-            rows.append(
-                _average_row(engine_answers, rows[-len(engine_answers) :], seed)
-                | _paired_difference(engine_answers, baseline, seed)
-            )
+            average = _average_row(engine_answers, engine_rows, seed)
+            if baseline is not None:
+                average |= _paired_difference(engine_answers, baseline, seed)
+            rows.append(average)
     return rows
 
 
@@ -216,11 +210,9 @@ def _average_row(
 
 
 def _paired_difference(
-    side: Sequence[EngineAnswers], base: Sequence[EngineAnswers] | None, seed: int
+    side: Sequence[EngineAnswers], base: Sequence[EngineAnswers], seed: int
 ) -> dict[str, float]:
     """Return the difference to the first engine over examples that both scored."""
-    if base is None:
-        return {}
     differences_by_env = []
     for answers, base_answers in zip(side, base, strict=True):
         engine_shares, first_shares = answers.shares, base_answers.shares
