@@ -82,24 +82,22 @@ class MemoryPlan:
         text_lines = [
             f"memory on {self.device}: {shown(self.peak)}{free_text}, while it {PHASES[self.largest]}"
         ]
-        names = dict.fromkeys(
-            name for parts in self.phases.values() for name, size in parts.items() if size
-        )
+        all_parts = self.phases.values()
+        names = dict.fromkeys(name for parts in all_parts for name, size in parts.items() if size)
         rows = [["", *self.phases]]
-        rows += [
-            [name, *(_format_cell(parts, name) for parts in self.phases.values())] for name in names
-        ]
+        rows += [[name, *(_format_cell(parts, name) for parts in all_parts)] for name in names]
         rows.append(["all", *(shown(self.total(phase)) for phase in self.phases)])
-        name_width = max(len(row[0]) for row in rows)
-        text_lines += [
-            (f"  {row[0]:<{name_width}}" + "".join(f"{cell:>10}" for cell in row[1:])).rstrip()
-            for row in rows
-        ]
+        name_width = max(len(name) for name, *_ in rows)
+        for name, *cells in rows:
+            row_text = f"  {name:<{name_width}}" + "".join(f"{cell:>10}" for cell in cells)
+            text_lines.append(row_text.rstrip())
+        if self.usable_by:
+            text_lines.append(self.usable_by)
         if self.cache_tokens:
-            is_short = self.usable_tokens > self.cache_tokens
-            wanted_text = f" of {self.usable_tokens:,} that the run could use" if is_short else ""
-            text_lines += [self.usable_by] if self.usable_by else []
-            text_lines.append(f"the KV cache holds {self.cache_tokens:,} tokens{wanted_text}")
+            cache_text = f"the KV cache holds {self.cache_tokens:,} tokens"
+            if self.usable_tokens > self.cache_tokens:
+                cache_text += f" of {self.usable_tokens:,} that the run could use"
+            text_lines.append(cache_text)
         return text_lines
 
 
@@ -143,41 +141,28 @@ class Planner:
         return cls(compute, model, workloads, beside, free, total, share)
 
     def plan(self, cfg: RunConfig) -> MemoryPlan:
+        """Return the bytes of every phase, with a cache of the set size or of one that fits."""
+        device = str(self.compute.device)
         has_engines = self.share.engines > 0
-        is_native = has_engines and cfg.rollout.engine == "native"
         permanent = self._learner(cfg) | (self._engines(cfg) if has_engines else self._kernels())
-        step_parts, cache_parts = {}, {}
-        if is_native:
-            size = generating(cfg, self.compute, self.model, self._prompts, self._samples(cfg))
-            step_parts = {CACHE: 0, "prompts and logits": size}
-            cache_parts = {} if cfg.rollout.release_cache else {CACHE: 0}
-        phases = {
-            "load": _loading_bytes(cfg, self.compute, self.model),
-            **({"generate": permanent | step_parts} if has_engines else {}),
-            "learn": permanent | cache_parts | self._learning(cfg),
-            "publish": permanent
-            | cache_parts
-            | {"measuring weights/*": weights.watching(cfg, self.model)},
-        }
-        usable_tokens, cache_tokens, bytes_per_token = (
-            self._cache(cfg, phases) if is_native else (0, 0, 0)
-        )
-        phases_with_cache = {
-            name: {
-                part: cache_tokens * bytes_per_token if part == CACHE else size
-                for part, size in parts.items()
-            }
-            for name, parts in phases.items()
-        }
-        usable_by = self._together(cfg) if is_native and cfg.rollout.cache_tokens is None else ""
-        return MemoryPlan(
-            phases_with_cache,
-            self.free,
-            str(self.compute.device),
-            cache_tokens,
-            usable_tokens,
-            usable_by,
-        )
+        phases = {"load": _loading_bytes(cfg, self.compute, self.model)}
+        if has_engines:
+            phases["generate"] = permanent | self._generating(cfg)
+        phases["learn"] = permanent | self._learning(cfg)
+        phases["publish"] = permanent | {"measuring weights/*": weights.watching(cfg, self.model)}
+        if not has_engines or cfg.rollout.engine != "native":
+            return MemoryPlan(phases, self.free, device)
+
+        with_cache = ["generate"] if cfg.rollout.release_cache else ["generate", "learn", "publish"]
+        usable_tokens = self._usable_tokens(cfg)
+        cache_tokens, usable_by = cfg.rollout.cache_tokens, ""
+        if cache_tokens is None:
+            taken_bytes = max(sum(phases[name].values()) for name in with_cache)
+            cache_tokens = self._fitting_tokens(cfg, taken_bytes, usable_tokens)
+            usable_by = self._together(cfg)
+        for name in with_cache:
+            phases[name][CACHE] = cache_tokens * self._bytes_per_token(cfg)
+        return MemoryPlan(phases, self.free, device, cache_tokens, usable_tokens, usable_by)
 
     def _together(self, cfg: RunConfig) -> str:
         page_size, max_batch, kv = cfg.rollout.page_size, cfg.rollout.max_batch, caches.policy(cfg)
@@ -190,10 +175,8 @@ class Planner:
     def _learner(self, cfg: RunConfig) -> dict[str, int]:
         """Return the permanent bytes by part of the learner and the other models."""
         compute, model = self.compute, self.model
-        all_bytes, code_bytes = (
-            weights.learner(cfg, compute, model),
-            weights.codes(cfg, compute, model),
-        )
+        all_bytes = weights.learner(cfg, compute, model)
+        code_bytes = weights.codes(cfg, compute, model)
         parts = {
             "learner's weights": self.share.of(all_bytes - code_bytes) + code_bytes,
             "optimiser": self.share.of(weights.optimizer(cfg, compute, model)),
@@ -254,61 +237,54 @@ class Planner:
 
     def _learning(self, cfg: RunConfig) -> dict[str, int]:
         """Return the bytes by part of the learning policy, or of the critic if that is more."""
-        tokens = max(
-            (_batch_tokens(stage_cfg, self.workloads) for stage_cfg in cfg.each_stage()),
-            default=1 << 62,
-        )
-        candidates = [learning(cfg, self.compute, self.model, tokens, cfg.train.minibatches)]
-        if "critic" in self.beside:
+        compute, minibatches = self.compute, cfg.train.minibatches
+        tokens = max(_batch_tokens(stage_cfg, self.workloads) for stage_cfg in cfg.each_stage())
+        candidates = [learning(cfg, compute, self.model, tokens, minibatches)]
+        critic = self.beside.get("critic")
+        if critic is not None:
             dense_settings = {"lora": False, "forward": "dense", "backward": "dense"}
             critic_train = cfg.train.model_copy(update=dense_settings)
             critic_cfg = cfg.model_copy(update={"train": critic_train})
-            candidates.append(
-                learning(
-                    critic_cfg,
-                    self.compute,
-                    self.beside["critic"],
-                    tokens,
-                    cfg.train.minibatches,
-                    False,
-                )
-            )
+            candidates.append(learning(critic_cfg, compute, critic, tokens, minibatches, False))
         largest = max(candidates, key=lambda parts: sum(parts.values()))
         return largest | {"gradients": self.share.of(largest["gradients"])}
 
-    def _cache(
-        self, cfg: RunConfig, phases: Mapping[str, Mapping[str, int]]
-    ) -> tuple[int, int, int]:
-        """Return (tokens that the run can use, tokens of the cache, bytes of each)."""
+    def _generating(self, cfg: RunConfig) -> dict[str, int]:
+        """Return the temporary bytes of the engine's step, with a place for its cache."""
+        if cfg.rollout.engine != "native":
+            return {}
+        size = generating(cfg, self.compute, self.model, self._prompts, self._samples(cfg))
+        return {CACHE: 0, "prompts and logits": size}
+
+    def _bytes_per_token(self, cfg: RunConfig) -> int:
+        layout = storage(cfg.rollout.cache.kv_dtype)
+        dtype = _rollout_dtype(cfg, self.compute)
+        return self.share.engines * layout.bytes_per_token(self.model.spec, dtype)
+
+    def _usable_tokens(self, cfg: RunConfig) -> int:
+        """Return the tokens of a cache with which no sample waits for a page."""
+        rollout, kv = cfg.rollout, caches.policy(cfg)
+        return max(
+            (work.tokens(rollout.page_size, rollout.max_batch, kv) for work in self.workloads),
+            default=0,
+        )
+
+    def _fitting_tokens(self, cfg: RunConfig, taken_bytes: int, usable_tokens: int) -> int:
+        """Return the tokens of a cache beside `taken_bytes`: at least those of the longest sample
+        alone."""
         page_size, kv = cfg.rollout.page_size, caches.policy(cfg)
-        bytes_per_token = self.share.engines * storage(cfg.rollout.cache.kv_dtype).bytes_per_token(
-            self.model.spec, _rollout_dtype(cfg, self.compute)
-        )
-        usable_tokens = max(
-            (work.tokens(page_size, cfg.rollout.max_batch, kv) for work in self.workloads),
-            default=0,
-        )
-        if cfg.rollout.cache_tokens is not None:
-            return usable_tokens, cfg.rollout.cache_tokens, bytes_per_token
-        least_tokens = max(
-            (
-                replace(work, groups=1, n=1, longest=0).tokens(page_size, 1, kv)
-                for work in self.workloads
-            ),
-            default=0,
-        )
+        lone_samples = [replace(work, groups=1, n=1, longest=0) for work in self.workloads]
+        least_tokens = max((work.tokens(page_size, 1, kv) for work in lone_samples), default=0)
         if self.free is None:
             free_bytes = UNKNOWN_FREE // SHARE
         else:
-            taken_bytes = max(sum(parts.values()) for parts in phases.values() if CACHE in parts)
             free_bytes = round((1 - MARGIN) * self.free) - taken_bytes
         share = cfg.rollout.gpu_memory_utilization
         if share is not None and self.total is not None:
-            free_bytes = min(
-                free_bytes, round(share * self.total) - sum(self._engines(cfg).values())
-            )
-        tokens = min(usable_tokens, max(least_tokens, free_bytes // bytes_per_token))
-        return usable_tokens, tokens // page_size * page_size, bytes_per_token
+            engine_bytes = round(share * self.total) - sum(self._engines(cfg).values())
+            free_bytes = min(free_bytes, engine_bytes)
+        fitting_tokens = max(least_tokens, free_bytes // self._bytes_per_token(cfg))
+        return min(usable_tokens, fitting_tokens) // page_size * page_size
 
 
 def plan_sft(cfg: RunConfig, compute: Compute, model: Transformer, longest: int) -> MemoryPlan:
@@ -402,7 +378,5 @@ def _format_cell(parts: Mapping[str, int], name: str) -> str:
 
 def shown(size: int) -> str:
     """Format bytes to three digits."""
-    unit, scale = next(
-        ((unit, scale) for unit, scale in (("GB", 1e9), ("MB", 1e6)) if size >= scale), ("kB", 1e3)
-    )
+    unit, scale = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6) if size >= 1e6 else ("kB", 1e3)
     return f"{size / scale:,.0f} {unit}" if size >= 100 * scale else f"{size / scale:.3g} {unit}"
