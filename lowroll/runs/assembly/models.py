@@ -78,10 +78,10 @@ def beside(cfg: RunConfig) -> dict[str, tuple[str, str]]:
         assert cfg.train.teacher is not None
         sources["teacher"] = "train.teacher", cfg.train.teacher
     if cfg.has_critic:
-        critic_model = cfg.critic.model
-        sources["critic"] = (
-            ("model", cfg.model) if critic_model is None else ("critic.model", critic_model)
-        )
+        if cfg.critic.model is None:
+            sources["critic"] = "model", cfg.model
+        else:
+            sources["critic"] = "critic.model", cfg.critic.model
     return sources
 
 

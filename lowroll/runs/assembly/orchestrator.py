@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from lowroll.advantages import custom
 from lowroll.advantages.group import Estimator
 from lowroll.config import EnvConfig, RunConfig
 from lowroll.config.data import BufferConfig, EvalConfig, FilterConfig, ScoreConfig
@@ -70,9 +69,11 @@ def eval_sampling(cfg: RunConfig) -> SamplingSettings:
 def estimator(cfg: RunConfig) -> Estimator | None:
     """Load the run's own advantage function, which executes its file; None without one."""
     function_cfg = cfg.advantage_function
-    return (
-        None if function_cfg is None else custom.load(function_cfg.import_path, function_cfg.kwargs)
-    )
+    if function_cfg is None:
+        return None
+    from lowroll.advantages import custom  # imported only for such a run
+
+    return custom.load(function_cfg.import_path, function_cfg.kwargs)
 
 
 def settings(

@@ -49,12 +49,8 @@ def longest(cfg: RunConfig, spec: ModelSpec) -> int:
 def sequence(cfg: RunConfig, spec: ModelSpec) -> int:
     """Return the token limit of a conversation with its prompt. A bounded cache holds a later
     turn's prompt and response up to the longest prompt."""
-    max_prompt_tokens = longest(cfg, spec)
-    return (
-        max_prompt_tokens
-        if cfg.rollout.cache.evicts
-        else max_prompt_tokens + cfg.rollout.max_tokens
-    )
+    response_tokens = 0 if cfg.rollout.cache.evicts else cfg.rollout.max_tokens
+    return longest(cfg, spec) + response_tokens
 
 
 def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
@@ -70,19 +66,23 @@ def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
 def _tightest_limit(cfg: RunConfig, spec: ModelSpec) -> tuple[int, int, str, str]:
     """Return the tightest limit on a prompt with its response: (tokens of the longest prompt,
     tokens of the limit, its key, its owner in words)."""
-    response_tokens, cache_tokens = cfg.rollout.max_tokens, cfg.rollout.cache_tokens
-    max_tokens = cfg.rollout.max_model_len or spec.max_position
-    limits = [
-        (tokens - response_tokens, tokens, key, owner)
-        for tokens, key, owner in (
-            (spec.max_position, "model", "the model's context"),
-            (cfg.train.longest, "train.tokens_per_microbatch", "a micro-batch"),
-            (max_tokens, "rollout.max_model_len", "the longest sequence"),
-        )
+    rollout = cfg.rollout
+    sequence_limits = [
+        (spec.max_position, "model", "the model's context"),
+        (cfg.train.longest, "train.tokens_per_microbatch", "a micro-batch"),
     ]
-    if cache_tokens is not None:
-        max_tokens = caches.longest_prompt(cfg, cache_tokens)
-        limits.append((max_tokens, cache_tokens, "rollout.cache_tokens", "the KV cache"))
+    if rollout.max_model_len:
+        sequence_limits.append(
+            (rollout.max_model_len, "rollout.max_model_len", "the longest sequence")
+        )
+    limits = [
+        (tokens - rollout.max_tokens, tokens, key, owner) for tokens, key, owner in sequence_limits
+    ]
+    if rollout.cache_tokens is not None:
+        longest_prompt = caches.longest_prompt(cfg, rollout.cache_tokens)
+        limits.append(
+            (longest_prompt, rollout.cache_tokens, "rollout.cache_tokens", "the KV cache")
+        )
     return min(limits, key=lambda limit: limit[0])
 
 
@@ -138,20 +138,19 @@ def _check_prompt_lengths(
         max_prompt_tokens = longest(stage_cfg, spec)
         lines += passed_over(stage_cfg, spec, chat, envs, split)
         for env in envs.values():
-            prompt_lengths = _first_lengths(cfg, env, split, chat)
-            # An evaluation skips prompts that are too long, and fails when none is left.
-            all_seen = split == "train" or len(prompt_lengths) == stage_cfg.eval.count(
-                env.size(split)
+            lengths = _first_lengths(cfg, env, split, chat)
+            if not lengths or min(lengths) <= max_prompt_tokens:
+                continue
+            if split != "train" and len(lengths) != stage_cfg.eval.count(env.size(split)):
+                continue  # an evaluation skips what is too long, and has more prompts
+            _, tokens, key, _ = _tightest_limit(stage_cfg, spec)
+            response = stage_cfg.rollout.max_tokens
+            kind = "prompts" if split == "train" else "held-out prompts"
+            raise ValueError(
+                f"{key}: {tokens} tokens are too few: the shortest of the first {len(lengths)} "
+                f"{kind} of env {env.name!r} has {min(lengths)} and rollout.max_tokens is "
+                f"{response}, which makes {min(lengths) + response}"
             )
-            if prompt_lengths and all_seen and min(prompt_lengths) > max_prompt_tokens:
-                _, tokens, key, _ = _tightest_limit(stage_cfg, spec)
-                response = stage_cfg.rollout.max_tokens
-                kind = "prompts" if split == "train" else "held-out prompts"
-                raise ValueError(
-                    f"{key}: {tokens} tokens are too few: the shortest of the first {len(prompt_lengths)} "
-                    f"{kind} of env {env.name!r} has {min(prompt_lengths)} and rollout.max_tokens is "
-                    f"{response}, which makes {min(prompt_lengths) + response}"
-                )
     return lines
 
 
