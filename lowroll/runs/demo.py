@@ -191,18 +191,6 @@ def metrics_of(
         return held_out_metrics(cfg, engine, chat, temperature, count, samples)
 
 
-def held_out(
-    cfg: RunConfig,
-    engine: Engine,
-    chat: ChatTokenizer,
-    temperature: float,
-    count: int | None = None,
-) -> float:
-    """Return the mean reward on `count` held-out prompts (None: as the settings), sampled (1.0) or
-    greedy (0.0)."""
-    return held_out_metrics(cfg, engine, chat, temperature, count)["reward"]
-
-
 def held_out_metrics(
     cfg: RunConfig,
     engine: Engine,
@@ -401,11 +389,15 @@ def rewards(cfg: RunConfig, model: Path) -> dict[str, float]:
     master = hf.load(model, compute.device, compute.dtype)
     dense_engine = engines.make(cfg, compute, master, chat, "fp32")
     rollout_engine = engines.make(cfg, compute, master, chat, cfg.rollout.weights)
+
+    def reward(engine: Engine, temperature: float) -> float:
+        return held_out_metrics(cfg, engine, chat, temperature)["reward"]
+
     return {
-        "sampled": held_out(cfg, rollout_engine, chat, 1.0),
-        "fp32": held_out(cfg, dense_engine, chat, 1.0),
-        "sharper": held_out(cfg, rollout_engine, chat, SHARPER),
-        "greedy": held_out(cfg, rollout_engine, chat, 0.0),
+        "sampled": reward(rollout_engine, 1.0),
+        "fp32": reward(dense_engine, 1.0),
+        "sharper": reward(rollout_engine, SHARPER),
+        "greedy": reward(rollout_engine, 0.0),
     }
 
 

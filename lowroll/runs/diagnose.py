@@ -148,15 +148,14 @@ def attribute(
 
     segments: each token's sequence. blames_kv: the cache dropped or rounds keys.
     """
-    arithmetic_cause = "rounding" if "quantized" in log_probs else "kernels"
-    decode_cause = "kv" if blames_kv else arithmetic_cause
+    rounds_activations = "quantized" in log_probs
+    arithmetic_cause = "rounding" if rounds_activations else "kernels"
     *_, point_before, last_point = log_probs
-    steps = [
-        ("weights", point_before, last_point),
-        *([("rounding", "aligned", "quantized")] if point_before == "quantized" else []),
-        (arithmetic_cause, "prefill", "aligned"),
-        (decode_cause, "decode", "prefill"),
-    ]
+    steps = [("weights", point_before, last_point)]
+    if rounds_activations:
+        steps.append(("rounding", "aligned", "quantized"))
+    steps.append((arithmetic_cause, "prefill", "aligned"))
+    steps.append(("kv" if blames_kv else arithmetic_cause, "decode", "prefill"))
     values = [_compare(log_probs[start], log_probs[stop], segments) for _, start, stop in steps]
     total = sum(value["logp_diff_mean"] for value in values)
     parts = [
@@ -203,18 +202,12 @@ def diagnose(
     run_cfg = cfg.resolved()
     compute = Compute.of(run_cfg)
     chat = models.chat_of(run_cfg)
-    checkpoint = _newest_checkpoint(run)
-    if checkpoint is not None and checkpoint.meta.get("command") == "sft":
-        raise ValueError(f"diagnose: {run} is a run of lowroll sft, which has drawn nothing")
+    checkpoint = None if run is None else _newest_checkpoint(run)
     cfg = _with_formats(run_cfg, run, compute, chat)
     model = models.learner(cfg, compute)
-    notes = _notes(cfg)
-    weights = (
-        cfg.rollout.weights
-        if checkpoint is None
-        else _rollout_format(checkpoint, run_cfg, cfg.rollout.weights)
-    )
+    weights, notes = cfg.rollout.weights, _notes(cfg)
     if checkpoint is not None:
+        weights = _rollout_format(checkpoint, run_cfg, weights)
         restore_weights(model, checkpoint.tensors["model"], checkpoint.state["trainer"])
         notes.append(f"weights of step {checkpoint.step}")
     elif run is not None:
@@ -326,18 +319,25 @@ def _with_formats(
     return budget.with_weights(cfg, budget.named(cfg.rollout.weights, cfg, compute, chat))
 
 
-def _newest_checkpoint(run: Path | None) -> Checkpoint | None:
+def _newest_checkpoint(run: Path) -> Checkpoint | None:
     """Load a run's newest checkpoint. ValueError for a supervised run."""
-    store = Store((run or Path()) / "checkpoints")
-    steps = store.steps() if run is not None else []
-    return store.load(steps[-1], only=("model",)) if steps else None
+    store = Store(run / "checkpoints")
+    steps = store.steps()
+    if not steps:
+        return None
+    checkpoint = store.load(steps[-1], only=("model",))
+    if checkpoint.meta.get("command") == "sft":
+        raise ValueError(f"diagnose: {run} is a run of lowroll sft, which has drawn nothing")
+    return checkpoint
 
 
 def _rollout_format(held: Checkpoint, cfg: RunConfig, weights: str) -> str:
     """Return the rollouts' format: the guard's fallback, unless another than the run's own is
     requested. weights: the settings' format."""
     run_weights = yaml.safe_load(held.meta["config"])["rollout"]["weights"]
-    return (fallen_to(held.state) or weights) if cfg.rollout.weights == run_weights else weights
+    if cfg.rollout.weights != run_weights:
+        return weights
+    return fallen_to(held.state) or weights
 
 
 def _cache_notes(able: Capabilities, evictions: float) -> list[str]:
