@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     weights = arguments.weights
     if is_budget(weights):
         from lowroll.model.device import pick_device
-        from lowroll.runs.budget import of_model
+        from lowroll.runs.format_search import of_model
 
         weights = of_model(arguments.model, weights, pick_device(arguments.device or "auto"))
     engine = lowroll.Engine(

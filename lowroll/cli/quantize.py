@@ -79,27 +79,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    options = [arguments.calibration, arguments.calibration_samples, arguments.calibration_length]
-    calibrated_options = ["--awq"] * arguments.awq + [f"--rounding {GPTQ}"] * (
-        arguments.rounding == GPTQ
-    )
-    if arguments.calibration is None and any(option is not None for option in options):
-        raise ValueError(
-            "--calibration-samples, --calibration-length: they are of --calibration FILE"
-        )
     has_budget = is_budget(arguments.format)
-    if has_budget and arguments.awq:
-        raise ValueError("--awq: it rescales for one format, and a budget chooses several")
-    unused_options = options[1:] if has_budget else options
-    if not calibrated_options and any(option is not None for option in unused_options):
-        raise ValueError(f"--calibration: without --awq or --rounding {GPTQ} nothing is calibrated")
+    is_calibrated = arguments.awq or arguments.rounding == GPTQ
+    _check_arguments(arguments, has_budget, is_calibrated)
     from lowroll.model.device import pick_device
     from lowroll.quant.formats import get_format
     from lowroll.runs.export import quantize_folder
 
     device = pick_device(arguments.device)
     format = _chosen(arguments, device) if has_budget else arguments.format
-    transform = _make_calibration(arguments, format, device) if calibrated_options else None
+    transform = _make_calibration(arguments, format, device) if is_calibrated else None
     quantized = quantize_folder(arguments.model, arguments.out, format, transform, device)
     format_spec = get_format(quantized.format)
     print(
@@ -111,13 +100,29 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_arguments(arguments: argparse.Namespace, has_budget: bool, is_calibrated: bool) -> None:
+    """Raise ValueError for options that would do nothing, or contradict each other."""
+    has_text = arguments.calibration is not None
+    sizes = (arguments.calibration_samples, arguments.calibration_length)
+    has_sizes = any(size is not None for size in sizes)
+    if has_sizes and not has_text:
+        raise ValueError(
+            "--calibration-samples, --calibration-length: they are of --calibration FILE"
+        )
+    if has_budget and arguments.awq:
+        raise ValueError("--awq: it rescales for one format, and a budget chooses several")
+    reads_text = is_calibrated or (has_budget and not has_sizes)
+    if has_text and not reads_text:
+        raise ValueError(f"--calibration: without --awq or --rounding {GPTQ} nothing is calibrated")
+
+
 def _chosen(arguments: argparse.Namespace, device: torch.device) -> str:
     """Return the format chosen by a budget. ValueError when the folder cannot be written."""
     from pathlib import Path
 
     from lowroll.model.folder import resolve
-    from lowroll.runs.budget import of_model
     from lowroll.runs.export import absent, stored_dtype
+    from lowroll.runs.format_search import of_model
 
     absent(arguments.out)
     text_file = None if arguments.calibration is None else Path(arguments.calibration)
@@ -132,8 +137,8 @@ def _make_calibration(
     from lowroll.model.folder import resolve
     from lowroll.model.spec import read_spec
     from lowroll.model.tokenizer import load_tokenizer
-    from lowroll.runs.budget import answers
     from lowroll.runs.calibration import calibration_sequences
+    from lowroll.runs.format_search import answers
 
     given_sequences: list[list[int]] | None = None
     if arguments.calibration is not None:

@@ -324,16 +324,15 @@ def weight_client(arguments: argparse.Namespace, admin: str) -> WeightClient | N
     from lowroll.weights.sync.base import transfer_token
     from lowroll.weights.sync.client import WeightClient
 
-    token = transfer_token(admin)
     if arguments.weights_from is None:
         return None
+    token, device = transfer_token(admin), pick_device(arguments.device)
     if arguments.weights_from.endswith(".json"):
-        file = Path(arguments.weights_from)
-        return WeightClient("", 0, pick_device(arguments.device), file=file, token=token)
+        return WeightClient("", 0, device, file=Path(arguments.weights_from), token=token)
     host, _, port = arguments.weights_from.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"--weights-from: expected HOST:PORT, got {arguments.weights_from}")
-    return WeightClient(host, int(port), pick_device(arguments.device), token=token)
+    return WeightClient(host, int(port), device, token=token)
 
 
 def serving(
@@ -349,12 +348,9 @@ def serving(
 
     name = arguments.name or folder.resolve().name
     print(f"loading {name} from {folder}", file=sys.stderr, flush=True)
-    tokenizer_folder = tokenizer_home(folder)
-    tokenizer = (
-        load_tokenizer(tokenizer_folder)
-        if (tokenizer_folder / "tokenizer.json").is_file()
-        else None
-    )
+    tokenizer, tokenizer_folder = None, tokenizer_home(folder)
+    if (tokenizer_folder / "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(tokenizer_folder)
     engine = role.engine() if role else make_engine(arguments, folder, tokenizer)
     engine.warm_up()
     print(words(engine, pick_device(arguments.device)), file=sys.stderr, flush=True)
@@ -387,7 +383,7 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
     kv = KvConfig().another(arguments.kv)
     device = pick_device(arguments.device)
     if is_budget(arguments.weights):
-        from lowroll.runs.budget import of_model
+        from lowroll.runs.format_search import of_model
 
         if arguments.uaq_scale is not None:
             raise ValueError(
@@ -417,11 +413,9 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
 
 def words(engine: NativeEngine, device: torch.device) -> str:
     capabilities, stats = engine.capabilities, engine.stats()
-    cache_kind = (
-        f"{capabilities.kv_policy}+{capabilities.kv_dtype}"
-        if capabilities.kv_dtype
-        else capabilities.kv_policy
-    )
+    cache_kind = capabilities.kv_policy
+    if capabilities.kv_dtype:
+        cache_kind += f"+{capabilities.kv_dtype}"
     return (
         f"{stats.weights} weights, {cache_kind} cache of {stats.cache_tokens:,} tokens, context of "
         f"{capabilities.context_length:,}, on {device.type}"
@@ -482,12 +476,8 @@ def _token(option: str, variable: str | None) -> str | None:
     token = os.environ.get(variable, "")
     if not token:
         raise ValueError(f"{option}: the environment has no {variable}, or it is empty")
-    if (
-        len(token) < SHORTEST_TOKEN
-        or not token.isascii()
-        or not token.isprintable()
-        or " " in token
-    ):
+    is_plain = token.isascii() and token.isprintable() and " " not in token
+    if len(token) < SHORTEST_TOKEN or not is_plain:
         raise ValueError(
             f"{option}: {variable}: a token has at least {SHORTEST_TOKEN} printable ASCII "
             "characters, and no space"

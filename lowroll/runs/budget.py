@@ -3,67 +3,40 @@
     rollout_weights.json    in the run folder: the budget, the format of each layer, the measurements,
                             and what was chosen again during the run (`again`)
 
-The search (`weights.budget`) measures on the dense model's responses to the run's first prompts,
-else to PROMPTS. A resumed run reads its file; checkpoints hold later choices (`trainer.guard`).
+The search (`format_search`) measures on the dense model's responses to the run's first prompts. A
+resumed run reads its file; checkpoints hold later choices (`trainer.guard`).
 Settings then name a mixed format (`quant.mixed`); config.yaml keeps what the user wrote.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 
 import torch
 
-import lowroll
 from lowroll.checkpoint.files import write_file
-from lowroll.config import RunConfig, from_mapping
-from lowroll.metrics.progress import phases
-from lowroll.model import hf, scaling
-from lowroll.model.device import dtype_on
+from lowroll.config import RunConfig
 from lowroll.model.files import read_json
 from lowroll.model.folder import resolve
-from lowroll.model.headers import exact_format, low_bit_format
-from lowroll.model.spec import read_spec
+from lowroll.model.headers import exact_format
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant import mixed
-from lowroll.quant.budget import is_budget, parse
+from lowroll.quant.budget import is_budget
 from lowroll.quant.table import OWN, STORED
-from lowroll.runs.assembly import models
+from lowroll.runs.assembly import engines, models
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.attempt import tell
-from lowroll.runs.calibration import calibration_sequences, first_requests
 from lowroll.runs.folder import WEIGHTS as FILE
 from lowroll.runs.folder import RunFolder
-from lowroll.types import Request, Sample, printable
+from lowroll.types import Sample, printable
 from lowroll.weights import noise
-from lowroll.weights.budget import Allocation, Calibration, allocate
 
 log = logging.getLogger(__name__)
-
-NUM_PROMPTS = 8
-RESPONSE_TOKENS = 48  # most tokens of each
-SAMPLES, LONG_TOKENS = 8, 128  # responses to each prompt and their tokens, for calibrated rounding
-TEXT_TOKENS = 128  # of each piece of a text
-PROMPT_TOKENS = 1024  # most tokens of each prompt before a response
-NAMED = 8  # layers named in a report
-PROMPTS = (
-    "Write a short story about a lighthouse.",
-    "Natalia sold clips to 48 friends in April, and half as many in May. How many in all?",
-    "Explain to a child why the sky is blue.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "Name three causes of the French Revolution.",
-    "Translate into French: Where is the nearest railway station?",
-    "What are the steps to bake bread?",
-    "Summarize how vaccines work in two sentences.",
-)
 
 
 def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool) -> RunConfig:
@@ -83,10 +56,12 @@ def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool)
     if not (resume and (path.is_file() or home.has_steps())):
         if path.exists():
             _read_file(path)  # refuses to overwrite other files
-        allocation = search(cfg, compute, dense_model(cfg, compute), chat)
-        text = _file_text(cfg.rollout.weights, allocation)
-        home.space.write(path, lambda: write_file(path, text.encode()))
-        tell(*report(cfg.rollout.weights, allocation), f"rollout.weights: kept in {path}")
+        from lowroll.runs import format_search  # imported only for such a run
+
+        found = format_search.search(cfg, compute, chat)
+        _write_file(home, {"budget": cfg.rollout.weights, **format_search.as_json(found)})
+        lines = format_search.report(cfg.rollout.weights, found)
+        tell(*lines, f"rollout.weights: kept in {path}")
     return settled(cfg, home.path, compute)
 
 
@@ -128,36 +103,10 @@ def named(weights: str, cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -
     """Return the format of `weights`; a budget is searched on responses to the settings' prompts."""
     if not is_budget(weights):
         return stored(cfg, compute.dtype) if weights == STORED else weights
-    cfg = with_weights(cfg, weights)
-    allocation = search(cfg, compute, dense_model(cfg, compute), chat)
-    tell(*report(weights, allocation))
-    return mixed.register(allocation.assignment, allocation.sizes, compute.dtype)
+    from lowroll.runs import format_search  # imported only for such a run
 
-
-def of_model(
-    source: str | Path,
-    weights: str,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-    text: Path | None = None,
-) -> str:
-    """Return the format of `weights` for a model without a run. text: what is measured on
-    (`calibration_sequences`); by default responses to PROMPTS."""
-    if not is_budget(weights):
-        return weights
-    cfg = from_mapping({"model": str(source), "rollout": {"weights": weights}})
-    compute = Compute(device, dtype or dtype_on(device))
-    chat = models.chat_of(cfg)
-    calibration = None
-    if text is not None:
-        sequences = calibration_sequences(text, chat.tokenizer, NUM_PROMPTS, TEXT_TOKENS)
-        calibration = Calibration(sequences, [0] * len(sequences))
-    model = dense_model(cfg, compute)
-    calibration = calibration or draw(cfg, compute, model, chat, PROMPTS)
-    allocation = search(cfg, compute, model, chat, calibration)
-    tell(*report(weights, allocation))
-    name = mixed.register(allocation.assignment, allocation.sizes, compute.dtype)
-    return compute.format(name)
+    found = format_search.search(with_weights(cfg, weights), compute, chat)
+    return format_search.register(weights, found, compute.dtype)
 
 
 def again(
@@ -166,29 +115,27 @@ def again(
     """Search again with the learner's weights, on its responses to a step, and record the result.
     Return the format's name and the layers of each format; None without samples, or when nothing
     meets the budget."""
-    calibration = _calibration_of_samples(samples)
+    from lowroll.runs import format_search  # imported only for such a run
+
+    calibration = format_search.calibration_of(samples)
     if not calibration.sequences:
         log.warning("guard: step %d: no response to measure on; the formats stay", step)
         return None
     try:
         saved = _read_file(home.path / FILE)
-        with phases() as on_phase, noise.muted(model):
-            allocation = allocate(
-                model,
-                parse(budget),
-                calibration,
-                lambda done, total: on_phase("budget: layers", done, total),
-            )
+        with noise.muted(model):
+            found = format_search.allocate_under(model, budget, calibration)
     except ValueError as error:
         log.warning("guard: step %d: the formats stay: %s", step, error)
         return None
-    saved["again"] = [*_choices_up_to(saved, step - 1), {"step": step, **_as_json(allocation)}]
+    choice = {"step": step, **format_search.as_json(found)}
+    saved["again"] = [*_choices_up_to(saved, step - 1), choice]
     _write_file(home, saved)
-    for line in report(budget, allocation):
+    for line in format_search.report(budget, found):
         log.info("%s", line)
-    assignment = mixed.in_dtype(allocation.assignment, model.dtype)
-    name = mixed.register(allocation.assignment, allocation.sizes, model.dtype)
-    return name, mixed.stated(assignment, allocation.sizes)
+    assignment = mixed.in_dtype(found.assignment, model.dtype)
+    name = mixed.register(found.assignment, found.sizes, model.dtype)
+    return name, mixed.stated(assignment, found.sizes)
 
 
 def cut(home: RunFolder, step: int) -> None:
@@ -206,201 +153,42 @@ def _choices_up_to(kept: Mapping[str, object], step: int) -> list[dict[str, obje
     choices = kept.get("again", [])
     if not isinstance(choices, list):
         return []
-    entries = (
+    return [
         choice
         for choice in choices
-        if isinstance(choice, dict) and isinstance(choice.get("step"), int)
-    )
-    return [choice for choice in entries if choice["step"] <= step]
-
-
-def _write_file(home: RunFolder, kept: Mapping[str, object]) -> None:
-    path, text = home.path / FILE, json.dumps(kept, indent=1) + "\n"
-    home.space.write(path, lambda: write_file(path, text.encode()))
-
-
-def _calibration_of_samples(samples: Sequence[Sample]) -> Calibration:
-    """Return the beginnings of responses after the ends of their prompts, alternating between
-    groups."""
-    answered = [sample for sample in samples if sample.group >= 0 and sample.rollout.token_ids]
-    answered.sort(key=lambda sample: sample.rollout.behavior.sample)
-    pairs = [
-        (sample.prompt_ids[-PROMPT_TOKENS:], sample.rollout.token_ids[:RESPONSE_TOKENS])
-        for sample in answered[:NUM_PROMPTS]
+        if isinstance(choice, dict)
+        and isinstance(choice.get("step"), int)
+        and choice["step"] <= step
     ]
-    return Calibration(
-        [prompt + response for prompt, response in pairs], [len(prompt) for prompt, _ in pairs]
-    )
 
 
 def stored(cfg: RunConfig, dtype: torch.dtype) -> str:
     """Return the low-bit format of the run's model folder, whose dense layers have `dtype`.
     ValueError for a dense one."""
-    stored_format = exact_format(resolve(cfg.model, weights=False), dtype)
-    if stored_format is None and exact_format(resolve(cfg.model, weights=False), torch.float32):
+    folder = resolve(cfg.model, weights=False)
+    stored_format = exact_format(folder, dtype)
+    if stored_format is not None:
+        return stored_format
+    if exact_format(folder, torch.float32):
         raise ValueError(
             f"rollout.weights: {STORED}: the codes of {cfg.model} are exact in float32 alone; write "
             "dtype: float32"
         )
-    if stored_format is None:
-        raise ValueError(
-            f"rollout.weights: {STORED}, and {cfg.model} holds dense weights; write {OWN}, a format or "
-            "a budget"
-        )
-    return stored_format
+    raise ValueError(
+        f"rollout.weights: {STORED}, and {cfg.model} holds dense weights; write {OWN}, a format or "
+        "a budget"
+    )
 
 
 def with_weights(cfg: RunConfig, weights: str) -> RunConfig:
     if weights == cfg.rollout.weights:
         return cfg
-    rollout = cfg.rollout.model_copy(update={"weights": weights})
-    return cfg.model_copy(update={"rollout": rollout})
+    return engines.with_rollout(cfg, weights=weights)
 
 
-def refuse_model(cfg: RunConfig) -> None:
-    """Raise ValueError for a model that takes no chosen formats."""
-    models.refuse_adapter("model", cfg.model)
-    folder = resolve(cfg.model, weights=False)
-    if (spec := read_spec(folder)).num_experts:
-        raise ValueError(
-            f"rollout.weights: {spec.architecture} has experts, whose matrices are not chosen for one "
-            "by one; write a format"
-        )
-    stored_format = low_bit_format(folder)
-    if stored_format is not None:
-        raise ValueError(
-            f"rollout.weights: {cfg.model} holds {mixed.title(stored_format)} weights, and a budget "
-            f"needs the dense model; write {STORED}, which keeps them"
-        )
-
-
-def dense_model(cfg: RunConfig, compute: Compute) -> Transformer:
-    """Return the run's model before rounding. ValueError as by `refuse_model`."""
-    refuse_model(cfg)
-    model = hf.load(cfg.model, compute.device, compute.dtype).requires_grad_(False)
-    if cfg.train.uaq_scale is not None:
-        scaling.scale(model, cfg.train.uaq_scale)
-    return model
-
-
-def search(
-    cfg: RunConfig,
-    compute: Compute,
-    model: Transformer,
-    chat: ChatTokenizer,
-    calibration: Calibration | None = None,
-) -> Allocation:
-    """Search formats of a dense model's layers for the settings' budget, on its own responses."""
-    with phases() as on_phase:
-        if calibration is None:
-            on_phase("budget: draw", 0, 1)
-            calibration = draw(cfg, compute, model, chat)
-        return allocate(
-            model,
-            parse(cfg.rollout.weights),
-            calibration,
-            on_progress=lambda done, total: on_phase("budget: layers", done, total),
-        )
-
-
-def answers(source: str | Path, model: Transformer, device: torch.device) -> list[list[int]]:
-    """Return several responses of a dense model to each of PROMPTS."""
-    cfg = from_mapping(
-        {"model": str(source), "rollout": {"weights": OWN, "max_tokens": LONG_TOKENS}}
-    )
-    compute = Compute(device, model.dtype)
-    try:
-        with phases() as on_phase:
-            on_phase("calibration: draw", 0, 1)
-            calibration = draw(
-                cfg, compute, model, models.chat_of(cfg), PROMPTS, SAMPLES, LONG_TOKENS
-            )
-    except ValueError as error:
-        raise ValueError(f"{error}; name a text to look at: --calibration FILE") from None
-    return [list(ids) for ids in calibration.sequences]
-
-
-def draw(
-    cfg: RunConfig,
-    compute: Compute,
-    model: Transformer,
-    chat: ChatTokenizer,
-    texts: Sequence[str] = (),
-    n: int = 1,
-    most: int = RESPONSE_TOKENS,
-) -> Calibration:
-    """Return `n` responses of the dense model to each prompt of `texts`, or of the run's
-    environments. most: tokens of a response."""
-    prompt_requests = first_requests(cfg, model.spec, chat, texts, NUM_PROMPTS, n)
-    longest = max(len(request.prompt_ids) for request in prompt_requests)
-    most = max(1, min(most, cfg.rollout.max_tokens, model.spec.max_position - longest))
-    requests = [replace(request, max_tokens=most) for request in prompt_requests]
-    engine = lowroll.Engine(
-        model,
-        weights=compute.format(OWN),
-        tokenizer=chat.tokenizer,
-        cache_tokens=n
-        * sum(_pages_in_tokens(request, cfg.rollout.page_size) for request in requests),
-        page_size=cfg.rollout.page_size,
-        max_batch=n * len(requests),
-    )
-    with closing(engine):
-        groups = engine.generate(requests)
-    del engine
-    gc.collect()  # engine and scheduler reference each other
-    pairs = [
-        (group.request.prompt_ids, rollout.token_ids)
-        for group in groups
-        for rollout in group.rollouts
-    ]
-    if not any(response for _, response in pairs):
-        raise ValueError("rollout.weights: the model says nothing that a KL could be measured on")
-    answered = [(prompt, response) for prompt, response in pairs if response]
-    return Calibration(
-        [prompt + response for prompt, response in answered],
-        [len(prompt) for prompt, _ in answered],
-    )
-
-
-def _pages_in_tokens(request: Request, page_size: int) -> int:
-    """Return the cache tokens that a response reserves: whole pages, and one more."""
-    tokens = len(request.prompt_ids) + request.max_tokens
-    return (-(-tokens // page_size) + 1) * page_size
-
-
-def report(budget: str, found: Allocation) -> list[str]:
-    total = sum(found.sizes.values())
-    shares: dict[str, int] = {}
-    for layer, name in found.assignment.items():
-        shares[name] = shares.get(name, 0) + found.sizes[layer]
-    shares_text = ", ".join(
-        f"{name} {size / total:.0%}" for name, size in sorted(shares.items(), key=lambda s: -s[1])
-    )
-    dense_layers = [layer for layer, name in found.assignment.items() if name == OWN]
-    lines = [
-        f"rollout.weights: {budget}: {found.bits:.3g} bits a weight, {found.nbytes / 1e6:.1f} MB of "
-        f"linear weights, a KL of {found.kl:.2g} to the dense model on {found.tokens} tokens "
-        f"({found.seconds:.0f} s); of the weights {shares_text}"
-    ]
-    if dense_layers:
-        rest = f" and {len(dense_layers) - NAMED} more" if len(dense_layers) > NAMED else ""
-        lines.append(f"rollout.weights: dense stay {', '.join(dense_layers[:NAMED])}{rest}")
-    return lines
-
-
-def _file_text(budget: str, found: Allocation) -> str:
-    return json.dumps({"budget": budget, **_as_json(found)}, indent=1) + "\n"
-
-
-def _as_json(found: Allocation) -> dict[str, object]:
-    return {
-        "kl": found.kl,
-        "bits": found.bits,
-        "bytes": found.nbytes,
-        "tokens": found.tokens,
-        "weights": mixed.stated(found.assignment, found.sizes),
-        "measured": [asdict(point) for point in found.measured],
-    }
+def _write_file(home: RunFolder, kept: Mapping[str, object]) -> None:
+    path, text = home.path / FILE, json.dumps(kept, indent=1) + "\n"
+    home.space.write(path, lambda: write_file(path, text.encode()))
 
 
 def _read_file(path: Path) -> dict[str, object]:

@@ -29,6 +29,7 @@ from lowroll.orchestrator import examples as responses_of
 from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.errors import ScoringFailed
 from lowroll.orchestrator.evaluate import check_errors, plan
+from lowroll.orchestrator.examples import Example
 from lowroll.orchestrator.interfaces import PhaseProgress
 from lowroll.quant.table import OWN, STORED
 from lowroll.runs import budget
@@ -54,54 +55,54 @@ def evaluate(
     """Return one row an environment, format and cache (`results.rows_of`), and their average over
     environments.
 
-    `weights` are formats or budgets; "dense" is the run's own dtype. The default is dense and
-    rollout.weights or, where that is not set, the model's own low-bit format. `kv` are caches; the
+    weights: formats or budgets; "dense" is the run's own dtype. The default is dense and
+    rollout.weights or, where that is not set, the model's own low-bit format. kv: caches; the
     default is dense and rollout.kv. All use the same prompts and seeds; the first unbounded cache
-    sets everyone's size. A staged run uses the lengths of its last stage. `each` has responses to
-    an example by environment, in place of eval.rollouts_per_example. Results go to `out`, from which a
-    killed evaluation continues. lowroll's own engine is used, even for a run with vLLM;
-    `evaluate_server` uses another.
+    sets everyone's size. A staged run has the lengths of its last stage. each: responses to an
+    example by environment, in place of eval.rollouts_per_example. Results go to `out`, from which
+    a killed evaluation continues. The engine is always lowroll's own.
     """
-    weights = weights or list(dict.fromkeys(["dense", _rollouts(cfg)]))
-    cfg = engines.with_engine(cfg.resolved().at(cfg.train.max_steps), "native")
-    run_cache = cfg.rollout.cache
-    caches_by_name = {cache.name: cache for cache in kv or (run_cache.another("dense"), run_cache)}
-    caches = sorted(caches_by_name.values(), key=lambda cache: cache.evicts)
+    requested_weights = weights or ["dense", _rollouts(cfg)]
+    cfg = engines.with_rollout(cfg.resolved().at(cfg.train.max_steps), engine="native")
+    caches = _distinct_caches(kv or (cfg.rollout.cache.another("dense"), cfg.rollout.cache))
     compute = Compute.of(cfg)
     chat = models.chat_of(cfg)
-    weights_by_format: dict[str, str] = {}  # two names may mean one format
-    for requested in weights:
+    formats: dict[str, str] = {}  # name by format: two names may mean one
+    for requested in requested_weights:
         name = budget.named(requested, cfg, compute, chat)
-        weights_by_format.setdefault(compute.format(name), name)
-    weights = list(weights_by_format.values())
+        formats.setdefault(compute.format(name), name)
     model = hf.load(cfg.model, compute.device, compute.dtype)
+    spec = model.spec
     env_configs = cfg.eval.env or cfg.env
     envs = environments.make(env_configs, cfg.seed)
-    workloads = [engines.eval_workload(cfg, model.spec, chat, envs)]
+    workloads = [engines.eval_workload(cfg, spec, chat, envs)]
     answers: list[EngineAnswers] = []
     known_warnings: set[str] = set()
     with environments.scorer(cfg, env_configs) as scorer, phases() as on_phase:
-        for cache, name in product(caches, weights):
+        for cache, (format, name) in product(caches, formats.items()):
             cfg = _with_kv(cfg, cache)
             engine = engines.make(cfg, compute, model, chat, name, workloads)
-            cfg = engines.with_cache(cfg, engine.stats().cache_tokens)  # the same for all
-            max_prompt_tokens = min(
-                prompts.longest(_with_kv(cfg, kv_config), model.spec) for kv_config in caches
-            )
-            for line in prompts.check(cfg, model.spec, chat, envs, "test"):
+            cfg = engines.with_rollout(
+                cfg, cache_tokens=engine.stats().cache_tokens
+            )  # the same for all
+            for line in prompts.check(cfg, spec, chat, envs, "test"):
                 if line not in known_warnings:  # once for engines of equal capacity
                     log.warning("%s", line)
                     known_warnings.add(line)
-            about = {"weights": compute.format(name), "kv": cache.name}
-            cache_settings = {"cache": cache.resolved().model_dump(mode="json")}
-            asker = _Asker(
-                cfg, env_configs, envs, scorer, each or {}, out, on_phase, cache_settings
-            )
-            max_sequence_tokens = min(
-                prompts.sequence(_with_kv(cfg, kv_config), model.spec) for kv_config in caches
-            )
-            answers += asker.ask(engine, chat, (max_prompt_tokens, max_sequence_tokens), about)
+            cache_cfgs = [_with_kv(cfg, kv_config) for kv_config in caches]
+            max_prompt_tokens = min(prompts.longest(cache_cfg, spec) for cache_cfg in cache_cfgs)
+            max_tokens = min(prompts.sequence(cache_cfg, spec) for cache_cfg in cache_cfgs)
+            settings = {"cache": cache.resolved().model_dump(mode="json")}
+            asker = _Asker(cfg, env_configs, envs, scorer, each or {}, out, on_phase, settings)
+            about = {"weights": format, "kv": cache.name}
+            answers += asker.ask(engine, chat, (max_prompt_tokens, max_tokens), about)
     return _make_rows(cfg, answers, out)
+
+
+def _distinct_caches(caches: Sequence[KvConfig]) -> list[KvConfig]:
+    """Return the caches without repetitions, unbounded ones first."""
+    by_name = {cache.name: cache for cache in caches}
+    return sorted(by_name.values(), key=lambda cache: cache.evicts)
 
 
 def evaluate_server(
@@ -135,13 +136,14 @@ def place(
     cfg: RunConfig, each: Mapping[str, int], given: Path | None, server: Server | None = None
 ) -> Iterator[Path]:
     """Lock and yield the folder of an evaluation, by default one of the model and its settings."""
-    if given is None and server is None:
-        given = folder_of(cfg, each, resolve(cfg.model))
-    elif given is None and server is not None:
-        given = folder_of(cfg, each, None, f"{server.url} {server.model}")
-    assert given is not None
-    with RunLock(given):
-        yield given
+    if given is not None:
+        folder = given
+    elif server is not None:
+        folder = folder_of(cfg, each, None, f"{server.url} {server.model}")
+    else:
+        folder = folder_of(cfg, each, resolve(cfg.model))
+    with RunLock(folder):
+        yield folder
 
 
 @dataclass(frozen=True)
@@ -205,38 +207,37 @@ class _Asker:
         label = f"{env.name}, {', '.join(about.values())}"
         on_draw = partial(self.on_phase, f"{label}: generate")
         conversations = Conversations(engine, self.scorer, chat)
-        responses_of.draw(
-            stored_responses.missing(draws),
-            conversations,
-            chat,
-            stored_responses.keep_drawn,
-            on_draw,
-        )
+        missing = stored_responses.missing(draws)
+        responses_of.draw(missing, conversations, chat, stored_responses.keep_drawn, on_draw)
         examples = stored_responses.of(draws)
+        self._score(env, examples, stored_responses, label)
+        majority_right = None
+        if n > 1:
+            on_vote = partial(self.on_phase, f"{label}: vote")
+            majority_right = responses_of.votes(examples, env, self.scorer, on_vote)
+        num_left_out = self.cfg.eval.count(env.size("test")) - len(draws)
+        return EngineAnswers(
+            env.name, dict(about), examples, majority_right, time.monotonic() - began, num_left_out
+        )
+
+    def _score(
+        self, env: Environment, examples: Sequence[Example], kept: Responses, label: str
+    ) -> None:
+        """Score the responses without a score. ScoringFailed when too few get one."""
         unscored = [
             example
             for example in examples
             if any(response.score is None for response in example.responses)
         ]
         on_score = partial(self.on_phase, f"{label}: score")
-        responses_of.score(unscored, self.scorer, stored_responses.keep_scored, on_score)
-        scores = [
-            response.score
-            for example in examples
-            for response in example.responses
-            if response.score is not None
-        ]
+        responses_of.score(unscored, self.scorer, kept.keep_scored, on_score)
+        responses = [response for example in examples for response in example.responses]
+        scores = [response.score for response in responses if response.score is not None]
         check_errors(scores, self.cfg.score.max_error_rate)
         if not any(isinstance(score, Score) for score in scores):
             raise ScoringFailed(
                 f"env {env.name!r}: no reward function says anything of any response"
             )
-        on_vote = partial(self.on_phase, f"{label}: vote")
-        majority_right = responses_of.votes(examples, env, self.scorer, on_vote) if n > 1 else None
-        num_left_out = self.cfg.eval.count(env.size("test")) - len(draws)
-        return EngineAnswers(
-            env.name, dict(about), examples, majority_right, time.monotonic() - began, num_left_out
-        )
 
     def _environment(self, name: str) -> dict[str, Any]:
         (env_config,) = (env for env in self.chosen if default_name(env) == name)
@@ -262,10 +263,10 @@ def _with_kv(cfg: RunConfig, kv: KvConfig) -> RunConfig:
 
 def _rollouts(cfg: RunConfig) -> str:
     """Return the format of the rollouts; where none is set, the model's own low-bit format."""
-    if cfg.rollout.weights == STORED:  # a dense model may replace the run's folder
-        return exact_format(resolve(cfg.model), Compute.of(cfg).dtype) or OWN
-    if "weights" in cfg.rollout.model_fields_set:
-        stored_format = None
-    else:
-        stored_format = exact_format(resolve(cfg.model), Compute.of(cfg).dtype)
-    return stored_format or cfg.rollout.weights
+    weights = cfg.rollout.weights
+    if "weights" in cfg.rollout.model_fields_set and weights != STORED:
+        return weights
+    stored_format = exact_format(resolve(cfg.model), Compute.of(cfg).dtype)
+    if stored_format is not None:
+        return stored_format
+    return OWN if weights == STORED else weights  # a dense model may replace the run's folder

@@ -35,7 +35,7 @@ from lowroll.quant.budget import is_budget
 from lowroll.quant.formats import get_format
 from lowroll.quant.layouts import unread_by_transformers
 from lowroll.runs import budget, sft
-from lowroll.runs.assembly import models
+from lowroll.runs.assembly import engines, models
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.monitor import fallen_to
 from lowroll.runs.policy_gap import PolicyGap, gap_between, newest_batch, publish_adapter, scores
@@ -113,13 +113,7 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
     run = Path(run)
     if (run / "adapter_config.json").is_file():
         return _export_adapter(run, out, kind, step)
-    if not (run / "config.yaml").is_file():
-        raise ValueError(
-            f"{run}: not a run folder (no config.yaml), nor an adapter's (no adapter_config.json)"
-        )
-    cfg = load(run / "config.yaml").resolved()
-    inexact_rollout = cfg.rollout.model_copy(update={"exact": False})  # any machine may export
-    cfg = cfg.model_copy(update={"rollout": inexact_rollout})
+    cfg = _settings_of(run)
     if kind == "adapter" and not cfg.train.lora:
         raise ValueError(
             f"--as: {run} trains all weights and has no adapter; export it as merged or rollout"
@@ -135,21 +129,30 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
     model, compute = _load_learner(cfg, checkpoint, run)
     source = resolve(cfg.model)
     gap = note = None
-    if kind == "adapter":
-        gap = publish_adapter(cfg, model, out, newest_batch(run, checkpoint.step), checkpoint.step)
-        weight_format = _format_of(model)
-    elif kind == "merged":
-        batch = newest_batch(run, checkpoint.step) if cfg.train.lora else None
-        gap = _save_merged(model, out, source, batch)
-        weight_format = _format_of(model)
-    else:
+    if kind == "rollout":
         settled_cfg = budget.settled(cfg, run, compute)
         weight_format = compute.format(fallen_to(checkpoint.state) or settled_cfg.rollout.weights)
         dtype = get_format(weight_format).dtype or compute.dtype
         note = _save_rollout(rollout_copy(model, weight_format, dtype), out, source)
+    else:
+        batch = newest_batch(run, checkpoint.step) if cfg.train.lora else None
+        if kind == "adapter":
+            gap = publish_adapter(cfg, model, out, batch, checkpoint.step)
+        else:
+            gap = _save_merged(model, out, source, batch)
+        weight_format = _format_of(model)
     return Exported(
         out, weight_format, _weight_bytes(out), _weight_bytes(source), checkpoint.step, gap, note
     )
+
+
+def _settings_of(run: Path) -> RunConfig:
+    """Return a run's settings, without `rollout.exact`: any machine may export."""
+    if not (run / "config.yaml").is_file():
+        raise ValueError(
+            f"{run}: not a run folder (no config.yaml), nor an adapter's (no adapter_config.json)"
+        )
+    return engines.with_rollout(load(run / "config.yaml").resolved(), exact=False)
 
 
 def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exported:
@@ -190,11 +193,10 @@ def _save_merged(
     model: Transformer, out: Path, source: Path, batch: Batch | None = None
 ) -> PolicyGap | None:
     """Save the learner as one dense model; return its gap, from rounded sums."""
-    if batch is None:
-        hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
-        return None
-    scores_before = scores(model, batch)
+    scores_before = None if batch is None else scores(model, batch)
     hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
+    if batch is None or scores_before is None:
+        return None
     return gap_between(scores_before, scores(model, batch))
 
 

@@ -1,12 +1,11 @@
-"""A whole run in one process: orchestrator, engine and trainer, joined by the in-memory channel at
-async level 0.
+"""A whole run in one process: orchestrator, engine and trainer in turns.
 
     for step in 1..max_steps:
-        orchestrator.step(step)      rollouts of policy version step - 1, scored, on the channel
+        orchestrator.step(step)      draws and scores rollouts of policy version step - 1
         trainer.step()               learns from them, and publishes version `step` into the engine
 
-A checkpoint holds both halves in one commit, so a resumed run repeats the uninterrupted one bit for
-bit; with vLLM it continues from the same state but draws other tokens (docs/usage.md).
+A checkpoint holds both halves, so a resumed run repeats the uninterrupted one bit for bit. With
+vLLM it draws other tokens (docs/usage.md).
 """
 
 from __future__ import annotations
@@ -59,94 +58,95 @@ def run(
     ValueError, before training, names what is wrong with configuration, model, data or folder. A
     folder with a begun run is refused; `resume` continues its newest undamaged checkpoint;
     `overwrite` replaces only the run's files. SIGINT, SIGTERM and SIGHUP finish the step, write a
-    checkpoint and return. A run without a learning signal left under dynamic sampling finishes
-    early.
+    checkpoint and return. A run whose dynamic sampling finds no learning signal ends early.
     """
-    cfg, texts = configuration.read(config, overrides or {})
+    cfg, environment_files = configuration.read(config, overrides or {})
     resume = resume or resumes_by_config(cfg)
     if cfg.launcher != "none":
         from lowroll.runs.roles.supervisor import launch  # imported only for such a run
 
-        return launch(cfg, texts, resume=resume, overwrite=overwrite)
+        return launch(cfg, environment_files, resume=resume, overwrite=overwrite)
     if problems := one_process_problems(cfg):
         raise ValueError("\n".join(problems))
-    cfg = cfg.resolved()
-    last_step = cfg.train.max_steps
     with ExitStack() as stack:
-        run_folder = stack.enter_context(attempt(cfg, "grpo", resume, overwrite))
-        tell(*one_process_notes(cfg))
-        run_folder.keep(texts)
-        training_run = Run(run_folder, stack, resume)
+        home = stack.enter_context(attempt(cfg.resolved(), "grpo", resume, overwrite))
+        tell(*one_process_notes(home.cfg))
+        home.keep(environment_files)
+        training_run = Run(home, stack, resume)
         first_step = training_run.resume() if resume else training_run.begin()
-        title = f"{run_folder.path}: {cfg.algorithm}, {cfg.correction}"
-        view = stack.enter_context(LiveView(last_step, title, every=cfg.logging_steps))
-        stop = stack.enter_context(polite_stop())
-        training_run.watch(view, stop)
+        return _train(training_run, first_step, stack)
 
-        def show(record: Record) -> str:
-            view.step(record)
-            return view.line()
 
-        try:
-            signal = run_steps(training_run, first_step, last_step, cfg.ckpt.interval, show, stop)
-        except NoSignal as reason:
-            training_run.end(reason)
-            return RunResult(run_folder.path, read(run_folder.path), ended=str(reason))
-    return RunResult(run_folder.path, read(run_folder.path), signal=signal)
+def _train(training_run: Run, first_step: int, stack: ExitStack) -> RunResult:
+    home = training_run.home
+    cfg, last_step = home.cfg, home.cfg.train.max_steps
+    title = f"{home.path}: {cfg.algorithm}, {cfg.correction}"
+    view = stack.enter_context(LiveView(last_step, title, every=cfg.logging_steps))
+    stop = stack.enter_context(polite_stop())
+    training_run.watch(view, stop)
+
+    def show(record: Record) -> str:
+        view.step(record)
+        return view.line()
+
+    try:
+        signal = run_steps(training_run, first_step, last_step, cfg.ckpt.interval, show, stop)
+    except NoSignal as reason:
+        training_run.end(reason)
+        return RunResult(home.path, read(home.path), ended=str(reason))
+    return RunResult(home.path, read(home.path), signal=signal)
 
 
 class Run:
-    """A run with both halves in one process. With `resume`, ValueError when the newest checkpoint
-    is another run's."""
+    """A run with both halves in one process. `stack` closes its engine and its workers. With
+    `resume`, ValueError when the newest checkpoint is another run's."""
 
     def __init__(self, home: RunFolder, stack: ExitStack, resume: bool = False) -> None:
-        run_cfg = home.cfg
         self.home = home
         self.checkpoints = Checkpointing(home, resume)
-        self.compute = Compute.of(run_cfg)
-        engines.check(run_cfg)
-        outline = models.outline("model", run_cfg.model, self.compute)
-        spec = outline.spec
-        caches.refuse(run_cfg, spec)
-        prompts.check_stages(run_cfg, spec)
-        chat = models.chat_of(run_cfg)
-        run_cfg = budget.settle(home, self.compute, chat, resume)
-        tasks = RunEnvironments(run_cfg)
-        planner = self._planner(run_cfg, outline, chat, tasks)
-        saved_cache_tokens = self.checkpoints.cache_tokens
-        run_cfg = sizes.chosen(planner, run_cfg)
-        tell(*(note for note in run_cfg.notes if note not in home.cfg.notes))
-        self.memory = fit.check(planner, run_cfg, saved_cache_tokens)
+        self.compute = Compute.of(home.cfg)
+        outline = self._checked_outline()
+        chat = models.chat_of(home.cfg)
+        cfg = budget.settle(home, self.compute, chat, resume)
+        tasks = RunEnvironments(cfg)
+        planner = self._planner(cfg, outline, chat, tasks)
+        cfg = sizes.chosen(planner, cfg)
+        tell(*(note for note in cfg.notes if note not in home.cfg.notes))
+        cache_tokens = self.checkpoints.cache_tokens
+        self.memory = fit.check(planner, cfg, cache_tokens)
         tell(*self.memory.lines())
-        policy = Policy.load(run_cfg, chat, self.compute)
-        self.rollouts = RolloutEngine(
-            run_cfg, self.compute, policy.model, chat, planner, saved_cache_tokens
-        )
+
+        policy = Policy.load(cfg, chat, self.compute)
+        self.rollouts = RolloutEngine(cfg, self.compute, policy.model, chat, planner, cache_tokens)
         stack.callback(self.rollouts.close)
         self.cfg = cfg = self.rollouts.cfg
+
         channel = MemoryRolloutChannel()
+        rollout_log = partial(home.keep_batch, "rollouts")
         self.batches = BatchSource(
-            cfg,
-            spec,
-            chat,
-            tasks,
-            self.rollouts,
-            channel,
-            partial(home.keep_batch, "rollouts"),
-            stack,
+            cfg, outline.spec, chat, tasks, self.rollouts, channel, rollout_log, stack
         )
-        self.rollouts.before_end = partial(
-            self.batches.orchestrator.rollout_buffer.recall, for_good=True
-        )
+        rollout_buffer = self.batches.orchestrator.rollout_buffer
+        self.rollouts.before_end = partial(rollout_buffer.recall, for_good=True)
         self.learner = Learner(
             cfg, policy, self.checkpoints, channel, self.rollouts, deadline_s=60.0
         )
         self.stop = Stop()
 
+    def _checked_outline(self) -> Transformer:
+        """Return the model's shapes. ValueError when the settings do not fit them, or the engine is
+        not there."""
+        cfg = self.home.cfg
+        engines.check(cfg)
+        outline = models.outline("model", cfg.model, self.compute)
+        caches.refuse(cfg, outline.spec)
+        prompts.check_stages(cfg, outline.spec)
+        return outline
+
     def _planner(
         self, cfg: RunConfig, outline: Transformer, chat: ChatTokenizer, tasks: RunEnvironments
     ) -> Planner:
-        uncached_cfg = engines.with_cache(cfg, None)
+        uncached_cfg = engines.with_rollout(cfg, cache_tokens=None)
         workloads = engines.workloads(uncached_cfg, outline.spec, chat, tasks.envs, tasks.held_out)
         other_models = {
             name: models.outline(key, source, self.compute)

@@ -27,7 +27,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.groups import for_scorer
 from lowroll.quant.budget import is_budget
 from lowroll.quant.table import EIGHT_BITS, STORED
-from lowroll.runs import budget, hub, sft
+from lowroll.runs import budget, format_search, hub, sft
 from lowroll.runs.assembly import (
     caches,
     engines,
@@ -77,14 +77,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     findings.attempt(lambda: trackers.check(cfg.track))
     findings.attempt(lambda: hub.check(cfg.push_to_hub))
     findings.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
-    if cfg.launcher != "none":
-        findings.attempt(lambda: refuse(cfg))
-        placement = findings.attempt(lambda: devices.of_run(cfg))
-        findings.lines += [] if placement is None else [placement.line()]
-    else:
-        findings.problems.extend(one_process_problems(cfg))
-        findings.notes.extend(one_process_notes(cfg))
-        placement = devices.Placement()
+    placement = _place(cfg, findings)
     compute = findings.attempt(lambda: Compute.of(cfg))
     model = findings.attempt(lambda: _learner(cfg, compute, findings)) if compute else None
     chat = findings.attempt(lambda: models.chat_of(cfg)) if model else None
@@ -99,15 +92,14 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         )
         findings.attempt(lambda: prompts.check_stages(cfg, model.spec))
     for env in envs.values():
-        _ask(env, cfg, cfg.env, findings, chat)
+        _ask(env, cfg, findings, chat)
     if cfg.eval.interval:
         for env in held_out.values():
             findings.attempt(lambda env=env: prompts.check_tests(env))  # type: ignore[misc]
     if compute is None or model is None or chat is None or findings.problems:
         return findings
-    findings.notes += (
-        findings.attempt(lambda: _describe_skipped_prompts(cfg, model, chat, envs, held_out)) or []
-    )
+    skipped = findings.attempt(lambda: _describe_skipped_prompts(cfg, model, chat, envs, held_out))
+    findings.notes += skipped or []
     other_models = findings.attempt(lambda: _outline_other_models(cfg, compute, model, chat))
     workloads = findings.attempt(lambda: _workloads(cfg, model, chat, envs, held_out))
     if cfg.rollout.engine != "native":
@@ -116,6 +108,19 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         planner = Planner.now(compute, model, workloads, other_models, share_of(cfg, placement))
         _plan_memory(findings, planner, cfg)
     return findings
+
+
+def _place(cfg: RunConfig, found: Findings) -> devices.Placement | None:
+    """Check the run's processes; return where they are."""
+    if cfg.launcher == "none":
+        found.problems += one_process_problems(cfg)
+        found.notes += one_process_notes(cfg)
+        return devices.Placement()
+    found.attempt(lambda: refuse(cfg))
+    placement = found.attempt(lambda: devices.of_run(cfg))
+    if placement is not None:
+        found.lines.append(placement.line())
+    return placement
 
 
 def _with_formats(cfg: RunConfig, found: Findings) -> RunConfig:
@@ -127,7 +132,7 @@ def _with_formats(cfg: RunConfig, found: Findings) -> RunConfig:
     if weights == STORED:
         stored_format = found.attempt(lambda: budget.stored(cfg, Compute.of(cfg).dtype))
         return budget.with_weights(cfg, stored_format or EIGHT_BITS)
-    found.attempt(lambda: budget.refuse_model(cfg))
+    found.attempt(lambda: format_search.refuse_model(cfg))
     found.notes.append(
         f"rollout.weights: {cfg.rollout.weights}: the formats are searched for when the run starts; "
         f"the memory is that of {EIGHT_BITS}"
@@ -136,14 +141,13 @@ def _with_formats(cfg: RunConfig, found: Findings) -> RunConfig:
 
 
 def _plan_memory(found: Findings, planner: Planner, cfg: RunConfig) -> None:
-    one_process = cfg.launcher == "none"  # roles take the plain sizes
-    chosen_cfg = (found.attempt(lambda: sizes.chosen(planner, cfg)) if one_process else None) or cfg
-    found.notes += [note for note in chosen_cfg.notes if note not in cfg.notes]
-    _add_memory(
-        found,
-        found.attempt(lambda: planner.plan(chosen_cfg)),
-        lambda _: fit.advice(planner, chosen_cfg),
-    )
+    sized_cfg = cfg
+    if cfg.launcher == "none":  # roles take the plain sizes
+        sized_cfg = found.attempt(lambda: sizes.chosen(planner, cfg)) or cfg
+    found.notes += [note for note in sized_cfg.notes if note not in cfg.notes]
+    plan = found.attempt(lambda: planner.plan(sized_cfg))
+    if plan is not None:
+        _add_memory(found, plan, lambda: fit.advice(planner, sized_cfg))
 
 
 def share_of(cfg: RunConfig, placed: devices.Placement) -> Share:
@@ -225,16 +229,14 @@ def _environments(
 def _ask(
     env: Environment,
     cfg: RunConfig,
-    envs: tuple[EnvConfig, ...],
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> None:
     """Check a few tasks of an environment: prompts, own answers, and their scores."""
     try:
         size = env.size("train")
-        prompts = [
-            env.prompt(index) for index in range(ANSWERS if size is None else min(ANSWERS, size))
-        ]
+        count = ANSWERS if size is None else min(ANSWERS, size)
+        prompts = [env.prompt(index) for index in range(count)]
     except Exception as error:  # an environment's code may raise anything; continue with the next
         found.problems.append(
             f"env {env.name!r}: no prompt could be drawn ({type(error).__name__}: {error})"
@@ -251,10 +253,10 @@ def _ask(
             f"env {env.name!r}: it gives no answer of its own, so its scorer was tried on the "
             f"prompts alone ({reason})"
         )
-        _score_prompts(env, cfg, envs, prompts, found, chat)
+        _score_prompts(env, cfg, prompts, found, chat)
         return
-    results = _score_by_worker(env, cfg, envs, own_answers, found, chat)
-    errors = [result for result in results if isinstance(result, ScoreError) and result.failed]
+    results = _score_by_worker(env, cfg, own_answers, found, chat)
+    errors = _failures(results)
     if len(errors) > cfg.score.max_error_rate * len(results):
         found.problems.append(
             f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} of its own "
@@ -271,46 +273,41 @@ def _ask(
 def _score_prompts(
     env: Environment,
     cfg: RunConfig,
-    envs: tuple[EnvConfig, ...],
     prompts: list[Prompt],
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> None:
     """Score arbitrary responses: a wrong type is a problem, an exception is a note."""
     responses = [(prompt, "some text") for prompt in prompts]
-    results = _score_by_worker(env, cfg, envs, responses, found, chat)
-    errors = [result for result in results if isinstance(result, ScoreError) and result.failed]
+    results = _score_by_worker(env, cfg, responses, found, chat)
+    errors = _failures(results)
     if errors:
-        messages = (
-            found.problems if any(error.kind == "invalid" for error in errors) else found.notes
-        )
+        has_wrong_type = any(error.kind == "invalid" for error in errors)
+        messages = found.problems if has_wrong_type else found.notes
         messages.append(
             f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} responses "
             f"({errors[0].kind}: {errors[0].message})"
         )
 
 
+def _failures(results: list[Score | ScoreError]) -> list[ScoreError]:
+    return [result for result in results if isinstance(result, ScoreError) and result.failed]
+
+
 def _score_by_worker(
     env: Environment,
     cfg: RunConfig,
-    envs: tuple[EnvConfig, ...],
     responses: list[tuple[Prompt, str]],
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> list[Score | ScoreError]:
     """Return the scores of one real worker; [] when there is none."""
-    env_configs = tuple(env_config for env_config in envs if env_config.name == env.name)
+    env_configs = tuple(env_config for env_config in cfg.env if env_config.name == env.name)
     one_worker_cfg = cfg.model_copy(update={"score": cfg.score.model_copy(update={"workers": 1})})
+    tasks = [(_prompt_for_scorer(prompt, text, cfg, chat), text) for prompt, text in responses]
     try:
         with environments.scorer(one_worker_cfg, env_configs) as pool:
-            return list(
-                pool.score(
-                    [
-                        (_prompt_for_scorer(prompt, text, cfg, chat), text)
-                        for prompt, text in responses
-                    ]
-                )
-            )
+            return list(pool.score(tasks))
     except RuntimeError as error:  # no worker could build the environment
         found.problems.append(f"env {env.name!r}: {error}")
         return []
@@ -378,13 +375,12 @@ def _workloads(
 ) -> list[Workload]:
     prompts.check(cfg, model.spec, chat, envs)
     prompts.check_held_out(cfg, model.spec, chat, held_out)
-    return engines.workloads(engines.with_cache(cfg, None), model.spec, chat, envs, held_out)
+    return engines.workloads(
+        engines.with_rollout(cfg, cache_tokens=None), model.spec, chat, envs, held_out
+    )
 
 
-def _add_memory(
-    found: Findings, plan: MemoryPlan | None, advice: Callable[[MemoryPlan], str] = lambda plan: ""
-) -> None:
-    if plan is not None:
-        found.lines += plan.lines()
-        if plan.missing:
-            found.problems.append("; ".join(filter(None, (plan.problem, advice(plan)))))
+def _add_memory(found: Findings, plan: MemoryPlan, advice: Callable[[], str] | None = None) -> None:
+    found.lines += plan.lines()
+    if plan.missing:
+        found.problems.append(f"{plan.problem}; {advice()}" if advice else plan.problem)

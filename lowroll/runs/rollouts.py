@@ -1,5 +1,5 @@
-"""The engine of a run: built for its workloads, updated to the learner's version after every step,
-replaced when the guard falls back to another format.
+"""The engine of a run: built for its workloads, updated after every step, replaced when the guard
+falls back to another format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from lowroll.runs.memory.plan import Planner
 from lowroll.types import Group, Request
 from lowroll.weights.aligned import realign
 from lowroll.weights.noise import Noise, share
-from lowroll.weights.sync.update import WeightUpdate
 from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
@@ -47,18 +46,26 @@ class RolloutEngine:
         self.chat = chat
         self.planner = planner
         self.weights: str = cfg.rollout.weights
-        if cache_tokens is not None:
-            self.engine = self._with_cache(cfg, cache_tokens)
-        else:
-            sized_cfg = engines.with_cache(cfg, planner.plan(cfg).cache_tokens or None)
-            self.engine = engines.make(sized_cfg, compute, model, chat)
         self.cfg = cfg
-        self.cfg = engines.with_cache(cfg, self.cache_tokens)
+        self.engine = self._first_engine(cache_tokens)
+        self.cfg = engines.with_rollout(cfg, cache_tokens=self.cache_tokens)
         self.noise = trainer.noise(cfg)
         self.in_flight: InFlight = "replay" if cfg.asynchrony.partial == "replay" else "keep"
         # This is called before the engine is replaced.
         self.before_end: Callable[[], object] = lambda: None
         self.watch = self._watch()
+
+    def _first_engine(self, cache_tokens: int | None) -> Engine:
+        wanted_tokens = cache_tokens or self.planner.plan(self.cfg).cache_tokens or None
+        cfg = engines.with_rollout(self.cfg, cache_tokens=wanted_tokens)
+        try:
+            return engines.make(cfg, self.compute, self.model, self.chat)
+        except NoRoom as error:
+            if cache_tokens is None:
+                raise
+            raise ValueError(
+                f"resume: a run keeps the KV cache that it began with: rollout.{error}"
+            ) from None
 
     def close(self) -> None:
         self.engine.close()
@@ -68,16 +75,6 @@ class RolloutEngine:
         """The size of the KV cache of lowroll's own engine."""
         is_native = self.cfg.rollout.engine == "native"
         return self.engine.stats().cache_tokens if is_native else None
-
-    def _with_cache(self, cfg: RunConfig, cache_tokens: int) -> Engine:
-        """Build the engine with a resumed run's cache size. ValueError when it does not fit."""
-        cfg = engines.with_cache(cfg, cache_tokens)
-        try:
-            return engines.make(cfg, self.compute, self.model, self.chat)
-        except NoRoom as error:
-            raise ValueError(
-                f"resume: a run keeps the KV cache that it began with: rollout.{error}"
-            ) from None
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
         return self.engine.generate(requests, on_progress=on_progress)
@@ -103,25 +100,26 @@ class RolloutEngine:
         """Load a version's weights and noise into the engine, and shared noise into the learner.
         Requests in flight continue or restart by `asynchrony.partial`."""
         noise = None if self.noise is None else self.noise.at(version)
-        self.engine.update_weights(self._update(version, noise), in_flight=self.in_flight)
+        self._load(version, noise)
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
             share(self.model, noise)
 
     @contextmanager
     def without_noise(self, version: int) -> Iterator[None]:
-        """Load a version's weights without noise for an evaluation in the block; afterwards the
-        engine has the bits of a fresh one, if it supports that."""
+        """Draw from a version's weights without noise in the block; afterwards lowroll's engine
+        has the bits of a fresh one."""
         has_noise = self.engine.behavior.noise_sigma > 0
         if has_noise:
-            self.engine.update_weights(self._update(version), in_flight=self.in_flight)
+            self._load(version, noise=None)
         yield
         if self.cfg.rollout.engine == "native":
             self.engine.reset_prefix_cache()
         if has_noise:
             self.update(version)
 
-    def _update(self, version: int, noise: Noise | None = None) -> WeightUpdate:
-        return engines.update(self.cfg, self.model, version, noise)
+    def _load(self, version: int, noise: Noise | None) -> None:
+        update = engines.update(self.cfg, self.model, version, noise)
+        self.engine.update_weights(update, in_flight=self.in_flight)
 
     def release(self) -> None:
         self.engine.release(in_flight=self.in_flight)
@@ -149,7 +147,7 @@ class RolloutEngine:
         try:
             self.engine = engines.make(cfg, self.compute, self.model, self.chat, weights)
         except NoRoom as error:
-            uncached_cfg = engines.with_cache(cfg, None)
+            uncached_cfg = engines.with_rollout(cfg, cache_tokens=None)
             self.engine = engines.make(
                 uncached_cfg, self.compute, self.model, self.chat, weights, self.planner.workloads
             )

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from lowroll.config import RunConfig
+from lowroll.config.train import SftConfig, TrainConfig
 from lowroll.metrics.live import duration
 from lowroll.metrics.progress import phases
 from lowroll.metrics.record import Record, read
@@ -21,18 +22,21 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.quant.budget import is_budget
 from lowroll.quant.table import DEFAULT
 from lowroll.runs import budget
-from lowroll.runs.assembly import environments, models, trainer
+from lowroll.runs.assembly import engines, environments, models
 from lowroll.runs.assembly.about import about, learned
 from lowroll.runs.assembly.compute import Compute
+from lowroll.runs.assembly.settings_from_config import Mirror
 from lowroll.runs.attempt import RunResult, attempt, run_steps, tell
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.memory import sizes
 from lowroll.runs.stop import polite_stop
+from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.packing import num_fed
 from lowroll.trainer.sft import (
     Demonstration,
     SftLearner,
+    SftSettings,
     demonstrations,
     encode_all,
     read_demonstrations,
@@ -42,6 +46,8 @@ from lowroll.weights.publish import digest
 log = logging.getLogger(__name__)
 
 LINES = 20  # of progress in all
+_SFT_OPTIM = Mirror(OptimSettings, SftConfig, TrainConfig, given=("total_steps",))
+_SFT = Mirror(SftSettings, SftConfig, TrainConfig, RunConfig, given=("optim",))
 
 
 def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
@@ -59,6 +65,12 @@ def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) ->
         with progress(cfg.sft.steps) as show, polite_stop() as stop:
             signal = run_steps(sft_run, first_step, cfg.sft.steps, cfg.ckpt.interval, show, stop)
     return RunResult(folder.path, read(folder.path), signal=signal)
+
+
+def settings(cfg: RunConfig) -> SftSettings:
+    """Return the learner's settings, with those of its optimiser."""
+    optim = _SFT_OPTIM(cfg.sft, cfg.train, total_steps=cfg.sft.steps)
+    return _SFT(cfg.sft, cfg.train.sized(), cfg, optim=optim)
 
 
 def refuse_ranks(cfg: RunConfig) -> None:
@@ -171,7 +183,7 @@ def _build_learner(cfg: RunConfig, compute: Compute) -> SftLearner:
     sized_cfg = _choose_sizes(cfg, compute, chat, training_examples)
     tell(*(note for note in sized_cfg.notes if note not in cfg.notes))
     return SftLearner(
-        models.learner(sized_cfg, compute), chat, training_examples, trainer.sft(sized_cfg)
+        models.learner(sized_cfg, compute), chat, training_examples, settings(sized_cfg)
     )
 
 
@@ -209,12 +221,9 @@ def plain(cfg: RunConfig) -> RunConfig:
                 f"rollout.weights: {cfg.rollout.weights}: lowroll sft searches for no formats, and "
                 "its adapter needs their base; write a format"
             )
-        cfg = cfg.model_copy(
-            update={"rollout": cfg.rollout.model_copy(update={"weights": DEFAULT})}
-        )
-    rollout = cfg.rollout.model_copy(update={"exact": False})
+        cfg = engines.with_rollout(cfg, weights=DEFAULT)
     train = cfg.train.model_copy(update=dense_settings)
-    return cfg.model_copy(update={"train": train, "rollout": rollout})
+    return engines.with_rollout(cfg, exact=False).model_copy(update={"train": train})
 
 
 def examples(cfg: RunConfig) -> list[Demonstration]:

@@ -84,7 +84,9 @@ def test_a_resumed_run_has_the_same_formats_and_bits(
     assert 4.5 < kept(whole)["bits"] <= 6
     cut = tmp_path / "cut"
     copy_stopped_after(whole, 1, cut)
-    monkeypatch.setattr("lowroll.runs.budget.search", lambda *_: pytest.fail("searched again"))
+    monkeypatch.setattr(
+        "lowroll.runs.format_search.search", lambda *_: pytest.fail("searched again")
+    )
     again = train(asked | {"output_dir": str(cut)}, resume=True).folder
     assert fingerprint(again) == fingerprint(whole)
     tags = {s.rollout.behavior.weights for s in read_rollouts(_first(whole)).samples}
@@ -303,7 +305,9 @@ def test_a_budget_that_is_lost_leaves_the_formats(model: Path, tmp_path: Path) -
     """What nothing keeps any more is said, and the run goes on."""
     asked = tree(model, tmp_path / "run", {"max_kl": 1.0, "max_bits": 4.6}, max_steps=2)
     asked |= {"guard": {"kl_above": 1e-12, "patience": 1}}
-    with patch("lowroll.runs.budget.parse", side_effect=[Budget(1.0, 4.6)] + [Budget(0, 4.6)] * 2):
+    with patch(
+        "lowroll.runs.format_search.parse", side_effect=[Budget(1.0, 4.6)] + [Budget(0, 4.6)] * 2
+    ):
         folder = train(asked).folder
     assert "again" not in kept(folder)
     assert (

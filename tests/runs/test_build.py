@@ -16,6 +16,7 @@ from lowroll.config.train import SIZES
 from lowroll.model.spec import spec_from_config
 from lowroll.orchestrator.filters import Gibberish, Repetition
 from lowroll.orchestrator.temperature import TemperatureSchedule
+from lowroll.runs import sft
 from lowroll.runs.assembly import orchestrator, trainer
 from lowroll.runs.assembly.settings_from_config import Mirror
 from tests.fixtures.runs import TINY
@@ -82,7 +83,7 @@ OTHER_DEFAULTS = {
 
 
 def test_what_nobody_sets_means_the_same_in_a_room_and_in_its_section() -> None:
-    found = {name for module in (orchestrator, trainer) for name in other_defaults(module)}
+    found = {name for module in (orchestrator, trainer, sft) for name in other_defaults(module)}
     assert found == OTHER_DEFAULTS
 
 
@@ -222,8 +223,8 @@ def test_the_trainer_has_its_sections() -> None:
     learn = values(trainer.learn(cfg))
     assert learn.pop("objective") is not None and learn.pop("options") == cfg.objective_options
     assert learn == {**sizes, "kl_coef": 0.3, "kl_estimator": "k2", "replay_kv": True}
-    sft = values(trainer.sft(cfg))
-    assert values(sft.pop("optim")) == {**supervised, **shared, "total_steps": 60}
+    supervised_learn = values(sft.settings(cfg))
+    assert values(supervised_learn.pop("optim")) == {**supervised, **shared, "total_steps": 60}
     del sizes["minibatches"]
-    assert sft == {**sizes, "batch_size": 6, "seed": 5}
+    assert supervised_learn == {**sizes, "batch_size": 6, "seed": 5}
     assert values(trainer.noise(cfg)) == {**noise, "total_steps": 30, "seed": 5}

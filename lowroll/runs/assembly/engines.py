@@ -1,10 +1,13 @@
 """The rollout engine of a run and its workloads.
 
-A row of ENGINES is a module with three functions:
+A row of ENGINES is a module that builds an engine:
 
-    check(cfg)              raises ValueError for what would keep the engine from being built
-    make(cfg, compute, model, chat, weights, workloads)     builds it
-    begin(cfg, model, engine)       brings it to the learner's weights, as version 0
+    make(cfg, compute, model, chat, weights, workloads)
+
+For one beside the learner's process it has two functions more:
+
+    check(cfg)                   raises ValueError when the engine cannot be started or reached
+    begin(cfg, model, engine)    sends the learner's weights, as version 0
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from lowroll.weights.noise import Noise
 from lowroll.weights.sync.update import WeightUpdate
 
 ENGINES = {  # by `rollout.engine`; only the used row is imported
-    "native": "lowroll.runs.assembly.native",
+    "native": "lowroll.runs.assembly.native",  # in this process
     "vllm": "lowroll.runs.assembly.vllm",
 }
 
@@ -39,15 +42,15 @@ def make(
     weights: str | None = None,
     workloads: Sequence[Workload] = (),
 ) -> Engine:
-    """Build a rollout engine with the weights of `model` as version 0, in `weights` or the run's
-    rollout format, with a cache for `workloads`. The caller closes it. The second format
-    (`rollout.large_batch_weights`) is used only with the run's own format."""
+    """Build a rollout engine with the weights of `model` as version 0, in the format `weights` or
+    the run's, with a cache for `workloads`. The caller closes it."""
     weight_format = compute.format(weights or cfg.rollout.weights)
     module = _engine_module(cfg)
     engine: Engine = module.make(cfg, compute, model, chat, weight_format, workloads)
     try:
         capabilities.check(cfg, engine.capabilities)
-        module.begin(cfg, model, engine)
+        if cfg.rollout.engine != "native":
+            module.begin(cfg, model, engine)
     except BaseException:
         engine.close()
         raise
@@ -64,22 +67,18 @@ def update(
 
 
 def check(cfg: RunConfig) -> None:
-    """Raise ValueError for what would keep the engine from being built."""
-    _engine_module(cfg).check(cfg)
+    """Raise ValueError when the engine cannot be started or reached."""
+    if cfg.rollout.engine != "native":
+        _engine_module(cfg).check(cfg)
 
 
 def _engine_module(cfg: RunConfig) -> Any:
     return import_module(ENGINES[cfg.rollout.engine])
 
 
-def with_engine(cfg: RunConfig, engine: str) -> RunConfig:
-    return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"engine": engine})})
-
-
-def with_cache(cfg: RunConfig, cache_tokens: int | None) -> RunConfig:
-    return cfg.model_copy(
-        update={"rollout": cfg.rollout.model_copy(update={"cache_tokens": cache_tokens})}
-    )
+def with_rollout(cfg: RunConfig, **settings: object) -> RunConfig:
+    """Return the run's settings with other ones of `rollout`."""
+    return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=settings)})
 
 
 def workloads(
@@ -92,18 +91,17 @@ def workloads(
     """Return a run's workloads in its engine: the batch of each stage and, if it evaluates, the
     examples. Empty when the cache size is set.
 
-    The longest of an environment's first prompts stands for all; a rare longer one still fits, but
+    The longest of an environment's first prompts stands for all. A longer one still fits, but
     others may wait.
     """
     if cfg.rollout.cache_tokens is not None:
         return []
     run_workloads = []
-    train_lengths = _first_lengths(envs, "train", prompts.LOOKED_AT, chat)
+    lengths = _first_lengths(envs, "train", prompts.LOOKED_AT, chat)
+    turns = _max_turns(envs)
     for stage_cfg in cfg.each_stage():
-        n = stage_cfg.rollouts_per_example
-        run_workloads.append(
-            _workload(stage_cfg, spec, stage_cfg.num_groups, n, train_lengths, _max_turns(envs))
-        )
+        groups, n = stage_cfg.num_groups, stage_cfg.rollouts_per_example
+        run_workloads.append(_workload(stage_cfg, spec, groups, n, lengths, turns))
         if cfg.eval.interval:
             run_workloads.append(eval_workload(stage_cfg, spec, chat, held_out))
     return run_workloads
@@ -112,12 +110,12 @@ def workloads(
 def eval_workload(
     cfg: RunConfig, spec: ModelSpec, chat: ChatTokenizer, envs: Mapping[str, Environment]
 ) -> Workload:
-    num_examples = cfg.eval.num_examples
-    examples = num_examples or max(cfg.eval.count(env.size("test")) for env in envs.values())
-    test_lengths = _first_lengths(envs, "test", min(examples, prompts.LOOKED_AT), chat)
-    return _workload(
-        cfg, spec, examples, cfg.eval.rollouts_per_example, test_lengths, _max_turns(envs)
-    )
+    examples = cfg.eval.num_examples
+    if not examples:
+        examples = max(cfg.eval.count(env.size("test")) for env in envs.values())
+    lengths = _first_lengths(envs, "test", min(examples, prompts.LOOKED_AT), chat)
+    n = cfg.eval.rollouts_per_example
+    return _workload(cfg, spec, examples, n, lengths, _max_turns(envs))
 
 
 def _workload(
@@ -125,13 +123,10 @@ def _workload(
 ) -> Workload:
     """Return the workload of conversations of at most `turns` turns, whose environment's messages
     count as responses."""
-    max_prompt_tokens = prompts.longest(cfg, spec)
-    response = cfg.rollout.max_tokens
-    prompt = max(
-        (length for length in lengths if length <= max_prompt_tokens), default=max_prompt_tokens
-    )
-    conversation_tokens = min((2 * turns - 1) * response, max_prompt_tokens + response - prompt)
-    return Workload(groups, n, prompt, conversation_tokens, max_prompt_tokens + response)
+    longest, response = prompts.longest(cfg, spec), cfg.rollout.max_tokens
+    prompt = max((length for length in lengths if length <= longest), default=longest)
+    conversation_tokens = min((2 * turns - 1) * response, longest + response - prompt)
+    return Workload(groups, n, prompt, conversation_tokens, longest + response)
 
 
 def _max_turns(envs: Mapping[str, Environment]) -> int:

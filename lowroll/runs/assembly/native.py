@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowroll.config import RunConfig
-from lowroll.engine.base import Engine
 from lowroll.engine.native import NativeEngine
 from lowroll.kv.capacity import Workload
 from lowroll.model.tokenizer import ChatTokenizer
@@ -13,10 +12,6 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 from lowroll.runs.assembly import caches, exactness
 from lowroll.runs.assembly.compute import Compute
-
-
-def check(cfg: RunConfig) -> None:
-    """Do nothing: the configuration was checked when it was read."""
 
 
 def make(
@@ -28,7 +23,7 @@ def make(
     workloads: Sequence[Workload],
 ) -> NativeEngine:
     """Build the engine over the learner's weights in the format `weights`, with a cache for
-    `workloads`."""
+    `workloads`. The second format is used only with the run's own."""
     rollout = cfg.rollout
     caches.refuse(cfg, model.spec)
     run_format = compute.format(rollout.weights)
@@ -55,7 +50,3 @@ def make(
         cuda_graphs=rollout.cuda_graphs,
         exact=exactness.of_engine(cfg, compute, model.spec, weights),
     )
-
-
-def begin(cfg: RunConfig, model: Transformer, engine: Engine) -> None:
-    """Do nothing: the engine was built over the learner's weights."""

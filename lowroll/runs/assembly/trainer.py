@@ -8,21 +8,18 @@ from lowroll.config import RunConfig
 from lowroll.config.auto import rollouts_of
 from lowroll.config.loss import LossConfig
 from lowroll.config.rollout import NoiseConfig
-from lowroll.config.train import CriticConfig, GuardConfig, SftConfig, TrainConfig
+from lowroll.config.train import CriticConfig, GuardConfig, TrainConfig
 from lowroll.objectives.objective import select
 from lowroll.quant.budget import parse
 from lowroll.runs.assembly.settings_from_config import Mirror
 from lowroll.trainer.critic import CriticSettings
 from lowroll.trainer.guard import Guard, GuardSettings
 from lowroll.trainer.optim import OptimSettings
-from lowroll.trainer.sft import SftSettings
 from lowroll.trainer.step import LearnSettings
 from lowroll.weights.noise import NoiseSchedule
 
 _LEARN = Mirror(LearnSettings, TrainConfig, LossConfig, given=("objective", "options"))
 _OPTIM = Mirror(OptimSettings, TrainConfig, given=("total_steps",))
-_SFT_OPTIM = Mirror(OptimSettings, SftConfig, TrainConfig, given=("total_steps",))
-_SFT = Mirror(SftSettings, SftConfig, TrainConfig, RunConfig, given=("optim",))
 _CRITIC = Mirror(CriticSettings, CriticConfig, TrainConfig)
 _CRITIC_OPTIM = Mirror(
     OptimSettings,
@@ -59,11 +56,6 @@ def critic(cfg: RunConfig) -> CriticSettings:
 
 def critic_optim(cfg: RunConfig) -> OptimSettings:
     return _CRITIC_OPTIM(cfg.critic, cfg.train)
-
-
-def sft(cfg: RunConfig) -> SftSettings:
-    optim_settings = _SFT_OPTIM(cfg.sft, cfg.train, total_steps=cfg.sft.steps)
-    return _SFT(cfg.sft, cfg.train.sized(), cfg, optim=optim_settings)
 
 
 def guard(cfg: RunConfig, budget: str = "") -> Guard | None:

@@ -27,7 +27,7 @@ def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> Memory
         if plan.missing:
             raise ValueError(f"{plan.problem}; {advice(planner, cfg)}")
         return plan
-    fixed_cfg = engines.with_cache(cfg, cached)
+    fixed_cfg = engines.with_rollout(cfg, cache_tokens=cached)
     plan = planner.plan(fixed_cfg)
     if plan.missing:
         fitting = [
