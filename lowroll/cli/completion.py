@@ -99,14 +99,13 @@ def _value_keys() -> list[str]:
     list_sections = {
         name for name, field in RunConfig.model_fields.items() if isinstance(field.default, tuple)
     }
-    leaf_keys = [
-        key for key in all_keys if not any(other.startswith(f"{key}.") for other in all_keys)
-    ]
-    return [
-        key.replace(".", ".0.", 1) if key.partition(".")[0] in list_sections else key
-        for key in leaf_keys
-        if not key.startswith("eval.env.")
-    ]
+    value_keys = []
+    for key in all_keys:
+        if key.startswith("eval.env.") or any(other.startswith(f"{key}.") for other in all_keys):
+            continue
+        is_of_list = key.partition(".")[0] in list_sections
+        value_keys.append(key.replace(".", ".0.", 1) if is_of_list else key)
+    return value_keys
 
 
 def _quoted(text: str) -> str:

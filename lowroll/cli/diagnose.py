@@ -111,24 +111,18 @@ def show(diagnosis: Diagnosis) -> None:
         "ESS",
         title=f"{diagnosis.model}: {diagnosis.format} rollouts, {diagnosis.num_tokens} tokens",
     )
-    for component in (*diagnosis.parts, diagnosis.whole):
-        if component is diagnosis.whole:
+    for part in (*diagnosis.parts, diagnosis.whole):
+        if part is diagnosis.whole:
             table.add_section()
-        steps = component.remark or f"{component.start} -> {component.stop}"
         table.add_row(
-            component.cause,
-            steps,
-            f"{component.share:.0%}",
-            *(
-                f"{value:.3g}"
-                for value in (
-                    component.kl_k1,
-                    component.kl_k3,
-                    component.logp_diff_mean,
-                    component.logp_diff_max,
-                )
-            ),
-            f"{component.ess:.4f}",
+            part.cause,
+            part.remark or f"{part.start} -> {part.stop}",
+            f"{part.share:.0%}",
+            f"{part.kl_k1:.3g}",
+            f"{part.kl_k3:.3g}",
+            f"{part.logp_diff_mean:.3g}",
+            f"{part.logp_diff_max:.3g}",
+            f"{part.ess:.4f}",
         )
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)

@@ -390,5 +390,5 @@ def _refused_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
 def _wrap_text(text: str, indent: str, first: str | None = None) -> list[str]:
     from textwrap import wrap
 
-    first = indent if first is None else first
-    return wrap(text, 96, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+    initial = indent if first is None else first
+    return wrap(text, 96, initial_indent=initial, subsequent_indent=indent, break_on_hyphens=False)

@@ -95,9 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
 
         run_preset = preset(arguments.preset)
     cfg = settings(arguments, run_preset)
-    responses_by_set = (
-        dict(run_preset.each) if run_preset is not None and arguments.k is None else {}
-    )
+    responses_by_set = {}
+    if run_preset is not None and arguments.k is None:
+        responses_by_set = dict(run_preset.each)
     out_folder = None if arguments.out is None else Path(arguments.out)
     if arguments.server is not None:
         _ask_server(arguments, cfg, responses_by_set, out_folder)
@@ -200,11 +200,11 @@ def _before(
 def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[dict[str, Any]]:
     """Return the requested environments, as in `eval.env`; [] keeps the run's own. ValueError for a
     file that belongs to none."""
-    set_names = arguments.suite or (
-        preset.sets if preset is not None and not arguments.env else None
-    )
+    set_names = arguments.suite
+    if not set_names and preset is not None and not arguments.env:
+        set_names = preset.sets
     envs: list[dict[str, Any]] = []
-    if set_names is not None:
+    if set_names:
         from lowroll.envs.sets.table import PREFIX, chosen
 
         envs += [{"id": PREFIX + item.name, "name": item.name} for item in chosen(set_names)]

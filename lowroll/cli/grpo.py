@@ -55,10 +55,8 @@ def plan(cfg: RunConfig) -> list[str]:
     """Describe what the run will do, in a few lines."""
     rollout, train = cfg.rollout, cfg.train
     updates = train.max_steps * train.minibatches
-    tokens = sum(
-        stage_cfg.batch_size * stage_cfg.rollout.max_tokens
-        for stage_cfg in map(cfg.at, range(1, train.max_steps + 1))
-    )
+    step_cfgs = [cfg.at(step) for step in range(1, train.max_steps + 1)]
+    tokens = sum(step_cfg.batch_size * step_cfg.rollout.max_tokens for step_cfg in step_cfgs)
     learned = f"LoRA adapters of rank {train.lora_rank}" if train.lora else "all weights"
     low, high = cfg.loss.eps_low, cfg.loss.eps_high
     clip = "no clip" if low is None or high is None else f"clip {low:g}/{high:g}"
@@ -68,12 +66,7 @@ def plan(cfg: RunConfig) -> list[str]:
         f"model {cfg.model}, learning {learned}; rollouts with {rollout.weights} weights{cache_note}{engine_note}",
         f"{train.max_steps} steps of {cfg.num_groups} prompts x {cfg.rollouts_per_example} "
         f"rollouts of up to {rollout.max_tokens} tokens: at most {tokens:,} tokens generated",
-        *(
-            f"from step {stage.step}: {stage_cfg.num_groups} prompts x {stage_cfg.rollouts_per_example} "
-            f"rollouts of up to {stage_cfg.rollout.max_tokens} tokens"
-            for stage in cfg.stages
-            for stage_cfg in [cfg.at(stage.step)]
-        ),
+        *(_describe_stage(stage.step, cfg.at(stage.step)) for stage in cfg.stages),
         f"{updates} updates at learning rate {train.learning_rate:g} ({train.lr_scheduler_type}, "
         f"{train.warmup_steps} steps of warm-up)",
         f"algorithm {cfg.algorithm}, advantages {cfg.advantage}, correction {cfg.correction}, "
@@ -82,6 +75,13 @@ def plan(cfg: RunConfig) -> list[str]:
         f"environments {', '.join(f'{env.name} ({env.weight:g})' for env in cfg.env)}; run folder "
         f"{cfg.output_dir}",
     ]
+
+
+def _describe_stage(step: int, stage_cfg: RunConfig) -> str:
+    return (
+        f"from step {step}: {stage_cfg.num_groups} prompts x {stage_cfg.rollouts_per_example} "
+        f"rollouts of up to {stage_cfg.rollout.max_tokens} tokens"
+    )
 
 
 def _evaluations(cfg: RunConfig) -> list[str]:

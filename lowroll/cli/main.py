@@ -141,33 +141,43 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
     """Explain what to write instead of an unknown option."""
     from difflib import get_close_matches
 
-    name, equals, value = option.lstrip("-").partition("=")
+    name = option.lstrip("-").partition("=")[0]
     options = [word for action in parser._actions for word in action.option_strings]
     similar_options = get_close_matches(f"--{name}", options, n=1, cutoff=0.75)
-    if not similar_options and any(action.dest == "settings" for action in parser._actions):
-        from lowroll.config.build import known_keys, last_names
-        from lowroll.config.foreign import explain as explain_key
-        from lowroll.config.resolve import RunConfig
+    refusal = f"{option}: {parser.prog} has no such option"
+    if similar_options:
+        return f"{refusal} (did you mean {similar_options[0]}?)"
+    if any(action.dest == "settings" for action in parser._actions):
+        advice = _explain_as_setting(option, words)
+        if advice is not None:
+            return f"{option}: {advice}"
+    return f"{refusal}; {parser.prog} --help lists what there is"
 
-        key = name.replace("-", "_")
-        following_words = words[words.index(option) + 1 :] if option in words else []
-        if not equals:
-            value = (
-                following_words[0] if following_words and "=" not in following_words[0] else "true"
-            )
-        if advice := explain_key((key,)):
-            return f"{option}: {advice}; a setting is written key=value"
-        if "." in key or key in last_names(RunConfig):
-            key = last_names(RunConfig).get(key, key)
-            inner_key = next((k for k in known_keys(RunConfig) if k.startswith(f"{key}.")), None)
-            kind = f"{key} is a section; a setting of it" if inner_key else "a setting"
-            return f"{option}: {kind} is written {inner_key or key}={'...' if inner_key else value}"
-    hint = (
-        f" (did you mean {similar_options[0]}?)"
-        if similar_options
-        else f"; {parser.prog} --help lists what there is"
+
+def _explain_as_setting(option: str, words: Sequence[str]) -> str | None:
+    """Return how an option that names a setting is written; None for another one."""
+    from lowroll.config.build import known_keys, last_names
+    from lowroll.config.foreign import explain as explain_key
+    from lowroll.config.resolve import RunConfig
+
+    name, equals, value = option.lstrip("-").partition("=")
+    key = name.replace("-", "_")
+    if advice := explain_key((key,)):
+        return f"{advice}; a setting is written key=value"
+    paths_by_name = last_names(RunConfig)
+    if "." not in key and key not in paths_by_name:
+        return None
+    key = paths_by_name.get(key, key)
+    inner_key = next(
+        (known for known in known_keys(RunConfig) if known.startswith(f"{key}.")), None
     )
-    return f"{option}: {parser.prog} has no such option{hint}"
+    if inner_key is not None:
+        return f"{key} is a section; a setting of it is written {inner_key}=..."
+    if not equals:
+        following_words = words[words.index(option) + 1 :] if option in words else []
+        has_value = bool(following_words) and "=" not in following_words[0]
+        value = following_words[0] if has_value else "true"
+    return f"a setting is written {key}={value}"
 
 
 def usage() -> str:

@@ -50,16 +50,14 @@ def read_role(
 ) -> RunConfig:
     """Return the settings of a role. A trainer that has train.yaml alone waits for the
     orchestrator's part. ConfigError for wrong settings, or after WAIT_S."""
-    from lowroll.config import ConfigError
     from lowroll.config.surogate.roles import NotThereYet, load_role
 
     files, overrides = split(arguments.settings)
-    if len(files) != 1:
-        raise ConfigError(f"give one YAML file, got {', '.join(files) if files else 'none'}")
+    file = _one_file(files)
     deadline, announced = time.monotonic() + WAIT_S, False
     while True:
         try:
-            return load_role(role, files[0], overrides)
+            return load_role(role, file, overrides)
         except NotThereYet as error:
             if time.monotonic() > deadline:
                 raise
@@ -138,19 +136,23 @@ def read_settings(arguments: argparse.Namespace, tell: bool = True) -> RunConfig
         from lowroll.config.surogate.read import load_surogate
 
         cfg = load_surogate(role_files["train"], role_files["infer"], role_files["orch"], overrides)
-    elif len(files) != 1:
-        has_other_words = any(not word.endswith((".yaml", ".yml")) for word in files[1:])
-        hint = (
-            "; a setting is one word with its value, such as train.max_steps=20"
-            if has_other_words
-            else ""
-        )
-        raise ConfigError(f"give one YAML file, got {', '.join(files) if files else 'none'}{hint}")
     else:
-        cfg = load(files[0], overrides)
+        cfg = load(_one_file(files), overrides)
     for note in cfg.notes if tell else ():
         print(note, file=sys.stderr)
     return cfg
+
+
+def _one_file(files: Sequence[str]) -> str:
+    from lowroll.config import ConfigError
+
+    if len(files) == 1:
+        return files[0]
+    has_other_words = any(not word.endswith((".yaml", ".yml")) for word in files[1:])
+    hint = "; a setting is one word with its value, such as train.max_steps=20"
+    raise ConfigError(
+        f"give one YAML file, got {', '.join(files) or 'none'}{hint if has_other_words else ''}"
+    )
 
 
 _COLUMNS = 98  # of a dry run's page
@@ -178,20 +180,25 @@ def _changed_settings(cfg: RunConfig) -> str:
     return dump_short(identity | changed, 60)  # it breaks after a long word
 
 
+def _as_comment(line: str) -> str:
+    """Return a line as a comment, wrapped where it is long."""
+    width = _COLUMNS - 4
+    if len(line) <= width:
+        return f"# {line}"
+    wrapped_lines = textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+    return "# " + "\n#   ".join(wrapped_lines)
+
+
 def show(cfg: RunConfig, plan: Sequence[str], found: Findings, verbose: bool = False) -> int:
     """Print a dry run: verdict and plan as comments over the non-default settings (all with
     `verbose`), as a loadable file. ValueError, a line each, when the run would fail."""
-    num_problems = len(found.problems)
-    failure = f"the run would not start: {num_problems} problem{'s' * (num_problems > 1)}, named at the end"
-    verdict = (
-        failure if num_problems else "the run would start: nothing that would end it was found"
-    )
+    verdict = "the run would start: nothing that would end it was found"
+    if num_problems := len(found.problems):
+        problems = f"{num_problems} problem{'s' * (num_problems > 1)}"
+        verdict = f"the run would not start: {problems}, named at the end"
     settings = "every setting" if verbose else "what is not a default (--verbose: every setting)"
     for line in (verdict, *plan, *found.lines, f"{settings}:"):
-        wrapped_lines = textwrap.wrap(
-            line, _COLUMNS - 4, break_long_words=False, break_on_hyphens=False
-        )
-        print("# " + "\n#   ".join(wrapped_lines if len(line) > _COLUMNS - 4 else [line]))
+        print(_as_comment(line))
     print(cfg.dump() if verbose else _changed_settings(cfg), end="", flush=True)
     for note in found.notes:
         print(note, file=sys.stderr)
