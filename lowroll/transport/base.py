@@ -96,33 +96,12 @@ class Cursor:
         return replace(self, committed=step)
 
 
-class RolloutSender(Protocol):
-    """The orchestrator's end, which sends batches in the order of their steps."""
-
-    def send(self, batch: Batch) -> None:
-        """Send `batch`. DeadlineExceeded when the receiver is too far behind, ChannelClosed after
-        `close`."""
-
-    def cursor(self) -> Cursor | None:
-        """Return the trainer's last report; None before the first."""
-
-    def close(self) -> None:
-        """Stop sending from this process; batches in the channel can still be received."""
-
-
 class RolloutReceiver(Protocol):
-    """The trainer's end, which receives each batch once, in order."""
+    """The trainer's end of a channel, as the learner uses it."""
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch within `deadline_s` seconds. DeadlineExceeded, or ChannelClosed
-        when none can come."""
-
-    def commit(self, step: int) -> None:
-        """Record that all steps up to `step` are in a checkpoint and will not be requested again.
-        ValueError for a step that was not received or goes back."""
-
-    def close(self) -> None:
-        """Stop receiving."""
+        """Return the next batch, each once and in order, within `deadline_s` seconds.
+        DeadlineExceeded, or ChannelClosed when none can come."""
 
 
 def check_deadline(deadline_s: float) -> float:

@@ -5,12 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from lowroll.transport.base import (
-    ChannelClosed,
-    Cursor,
-    DeadlineExceeded,
-    check_deadline,
-)
+from lowroll.transport.base import ChannelClosed, DeadlineExceeded, check_deadline
 from lowroll.types import Batch
 
 
@@ -24,7 +19,6 @@ class MemoryRolloutChannel:
         self._send_deadline_s = check_deadline(send_deadline_s)
         self._batches: deque[Batch] = deque()
         self._closed = False
-        self._cursor: Cursor | None = None
         self._changed = threading.Condition()
 
     def send(self, batch: Batch) -> None:
@@ -54,18 +48,8 @@ class MemoryRolloutChannel:
                     raise ChannelClosed("the rollout channel is closed and empty")
                 raise DeadlineExceeded("a batch of rollouts from the orchestrator", deadline_s)
             batch = self._batches.popleft()
-            committed = 0 if self._cursor is None else self._cursor.committed
-            self._cursor = Cursor(batch.step, min(committed, batch.step), attempt=0)
             self._changed.notify_all()
             return batch
-
-    def cursor(self) -> Cursor | None:
-        with self._changed:
-            return self._cursor
-
-    def commit(self, step: int) -> None:
-        with self._changed:
-            self._cursor = (self._cursor or Cursor(0, 0, attempt=0)).commit(step)
 
     def close(self) -> None:
         with self._changed:

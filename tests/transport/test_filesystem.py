@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lowroll.checkpoint.line_checksum import seal, unseal
-from lowroll.runs.roles.channels import ReconnectingReceiver
+from lowroll.runs.roles.channels import TrainerChannel
 from lowroll.transport.base import (
     ChannelClosed,
     Cursor,
@@ -222,17 +222,19 @@ def test_a_trainer_that_fell_back_waits_until_its_batch_is_made_again(tmp_path: 
             sender.go_back(cursor)
             sender.send(batch_of(1, temperature=0.5))
 
-    receiver = ReconnectingReceiver(Receiver(tmp_path, 2), look)
+    channel = TrainerChannel(look)
+    channel.open(Receiver(tmp_path, 2))
     with pytest.raises(FrameGone, match="needs the batch of step 1"):
         sender.check()
     assert not sender.spool.reaches(0) and sender.spool.reaches(2)
-    assert receiver.receive(30).temperature == 0.5
+    assert channel.receive(30).temperature == 0.5
     sender.check()
     with pytest.raises(FrameGone):
         sender.spool.drop_through(9)
         sender.send(batch_of(2))
         sender.spool.drop_through(1)
-        ReconnectingReceiver(Receiver(tmp_path, 3), lambda: None).receive(0.3)
+        channel.open(Receiver(tmp_path, 3))
+        channel.receive(0.3)
 
 
 @pytest.mark.parametrize("is_told_by", ["waiting", "committing"])

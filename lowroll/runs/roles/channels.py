@@ -5,71 +5,88 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from lowroll.checkpoint.fault_injection import faultpoint
 from lowroll.config import RunConfig
 from lowroll.machine import raise_file_limit
 from lowroll.runs.roles.run_paths import RunPaths
 from lowroll.transport import filesystem
-from lowroll.transport.base import FrameGone, PeerSilent, RolloutReceiver
+from lowroll.transport.base import FrameGone, PeerSilent
 from lowroll.types import Batch
+
+if TYPE_CHECKING:
+    from lowroll.transport import zmq
 
 log = logging.getLogger(__name__)
 
 Alive = Callable[[], None]
 SEND_S = 86400.0  # `alive` detects a silent trainer long before
-TURN_S = 0.2  # between two looks for a repeated batch
+POLL_S = 0.2  # between two looks for a batch that is made again
 
 
-def sender(cfg: RunConfig, place: RunPaths, attempt: int, alive: Alive) -> filesystem.Sender:
+def sender(cfg: RunConfig, paths: RunPaths, attempt: int, alive: Alive) -> filesystem.Sender:
     transport_cfg = cfg.rollout_transport
     if transport_cfg.type == "filesystem":
-        return filesystem.Sender(place.spool, transport_cfg.hwm, SEND_S, alive=alive)
+        return filesystem.Sender(paths.spool, transport_cfg.hwm, SEND_S, alive=alive)
     from lowroll.transport import zmq
 
     raise_file_limit()  # each unauthenticated connection has a file until its handshake fails
     return zmq.Sender(
-        place.spool,
+        paths.spool,
         transport_cfg.host,
         transport_cfg.port,
         transport_cfg.hwm,
         SEND_S,
         attempt=attempt,
-        publish=place.address,
+        publish=paths.address,
         alive=alive,
-        token=place.tokens()[0],
+        token=paths.tokens()[0],
     )
 
 
 def receiver(
-    cfg: RunConfig, place: RunPaths, attempt: int, committed: int, alive: Alive
-) -> RolloutReceiver:
-    transport_cfg = cfg.rollout_transport
-    if transport_cfg.type == "filesystem":
-        return ReconnectingReceiver(
-            filesystem.Receiver(place.spool, attempt, committed, alive=alive), alive
-        )
+    cfg: RunConfig, paths: RunPaths, attempt: int, committed: int, alive: Alive
+) -> filesystem.Receiver | zmq.Receiver:
+    if cfg.rollout_transport.type == "filesystem":
+        return filesystem.Receiver(paths.spool, attempt, committed, alive=alive)
     from lowroll.transport import zmq
 
-    return ReconnectingReceiver(
-        zmq.Receiver(place.address, attempt, committed, alive=alive, token=place.tokens()[0]), alive
-    )
+    return zmq.Receiver(paths.address, attempt, committed, alive=alive, token=paths.tokens()[0])
 
 
-class ReconnectingReceiver:
-    """A receiver that waits for a restarted orchestrator, or one that goes back with this trainer
-    to make batches again; `alive` sets the limit."""
+class TrainerChannel:
+    """The trainer's end of the channel, which is opened when the run folder is ready.
 
-    def __init__(self, channel: RolloutReceiver, alive: Alive) -> None:
-        self.channel = channel
+    It waits for a restarted orchestrator, and for one that goes back with this trainer to make
+    batches again. alive: limits these waits by an exception. on_batch: called with each batch.
+    """
+
+    def __init__(
+        self, alive: Alive, on_batch: Callable[[Batch], None] = lambda batch: None
+    ) -> None:
         self.alive = alive
-        self.commit = channel.commit
-        self.close = channel.close
+        self.on_batch = on_batch
+        self.waited_s = 0.0  # for the last batch
+        self._receiver: filesystem.Receiver | zmq.Receiver | None = None
+
+    def open(self, receiver: filesystem.Receiver | zmq.Receiver) -> None:
+        self._receiver = receiver
 
     def receive(self, deadline_s: float) -> Batch:
-        deadline, has_warned = time.monotonic() + deadline_s, False
+        began = time.monotonic()
+        batch = self._receive(began + deadline_s)
+        self.waited_s = time.monotonic() - began
+        faultpoint(f"train.received/{batch.step}")
+        self.on_batch(batch)
+        return batch
+
+    def _receive(self, deadline: float) -> Batch:
+        assert self._receiver is not None
+        has_warned = False
         while True:
             try:
-                return self.channel.receive(max(0.0, deadline - time.monotonic()))
+                return self._receiver.receive(max(0.0, deadline - time.monotonic()))
             except PeerSilent:
                 self.alive()
             except FrameGone as error:
@@ -79,4 +96,12 @@ class ReconnectingReceiver:
                     log.warning("%s. Waiting until it is made again", error)
                 has_warned = True
                 self.alive()
-                time.sleep(TURN_S)
+                time.sleep(POLL_S)
+
+    def commit(self, step: int) -> None:
+        assert self._receiver is not None
+        self._receiver.commit(step)
+
+    def close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()

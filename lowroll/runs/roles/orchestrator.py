@@ -27,7 +27,6 @@ from lowroll.checkpoint.store import Store
 from lowroll.config import RunConfig
 from lowroll.config.surogate.roles import GIVEN
 from lowroll.engine.remote.discovery import Elastic
-from lowroll.engine.remote.pool import EnginePool
 from lowroll.engine.remote.replica import PoolOptions
 from lowroll.metrics.record import add_evaluation, forget_evaluations, read_evaluations
 from lowroll.model.folder import resolve
@@ -46,7 +45,7 @@ from lowroll.runs.roles.channels import sender
 from lowroll.runs.roles.heartbeat import GONE_S, Heartbeat, HeartbeatMonitor, silent_s
 from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.run_paths import ORCHESTRATOR, TRAINER, RunPaths
-from lowroll.runs.roles.versions import Engines, Versions
+from lowroll.runs.roles.versions import RolloutPool, Versions
 from lowroll.runs.stop import polite_stop
 from lowroll.transport.base import Cursor, FrameGone, wait_until
 from lowroll.transport.rollout_log import rollouts_path, truncate_rollouts
@@ -156,7 +155,7 @@ class Orchestration:
             spec,
             self.chat,
             self.tasks,
-            Engines(self.pool, cfg.asynchrony.partial == "replay"),
+            self.pool,
             self.channel,
             partial(self.home.keep_batch, "rollouts"),
             stack,
@@ -204,7 +203,7 @@ class Orchestration:
             self.alive,
         )
 
-    def _pool(self, cfg: RunConfig) -> EnginePool:
+    def _pool(self, cfg: RunConfig) -> RolloutPool:
         """Return the engines of client.base_url, else those registered in the run folder."""
         client = cfg.client
         elastic = None
@@ -232,7 +231,7 @@ class Orchestration:
             silent_s=silent_s(),
             in_flight="replay" if cfg.asynchrony.partial == "replay" else "keep",
         )
-        return EnginePool(urls, options, elastic=elastic, alive=self.stopped)
+        return RolloutPool(urls, options, elastic=elastic, alive=self.stopped)
 
     def _shown(self, count: int) -> list[str]:
         """Wait for `count` registered and ready engines; return their addresses. ValueError for one

@@ -33,7 +33,6 @@ from lowroll.runs.roles.heartbeat import GONE_S, Heartbeat
 from lowroll.runs.roles.ranks import RankEnvironment
 from lowroll.runs.roles.run_paths import RunPaths, rank_role
 from lowroll.runs.stop import polite_stop
-from lowroll.transport.base import RolloutReceiver
 from lowroll.transport.frame import pack_batch, unpack_batch
 from lowroll.types import Batch
 from lowroll.weights.noise import share
@@ -99,6 +98,10 @@ class OrderSender:
             payload = b"" if batch is None else pack_batch(batch)
             self.ranks.tell(json.dumps(asdict(Order(do, step))).encode() + b"\n" + payload)
 
+    def send_batch(self, batch: Batch) -> None:
+        """Have the others learn from a batch."""
+        self.send("learn", batch.step, batch)
+
 
 def follow(cfg: RunConfig, environment: RankEnvironment) -> None:
     """Learn with rank 0 until the run is over. ValueError for another run's settings or weights."""
@@ -123,7 +126,6 @@ class Follower:
         self.heartbeat = heartbeat
         checkpoints = Checkpointing(ReadOnlyFolder(cfg, begin.step), resume=begin.step is not None)
         policy = Policy.load(cfg, models.chat_of(cfg), Compute.of(cfg), ranks)
-        ranks.mirror(policy.model)
         self.orders = OrderReceiver(ranks)
         publisher = MirrorPublisher(cfg, policy)
         self.learner = Learner(cfg, policy, checkpoints, self.orders, publisher, deadline_s=ORDER_S)
@@ -174,27 +176,6 @@ class OrderReceiver:
         assert self._batch is not None
         return self._batch
 
-    def commit(self, step: int) -> None:
-        """Do nothing: rank 0 commits."""
-
-    def close(self) -> None:
-        """Do nothing: rank 0 closes the channel."""
-
-
-class ForwardingReceiver:
-    """Rank 0's channel, which forwards each batch to the other ranks."""
-
-    def __init__(self, channel: RolloutReceiver, orders: OrderSender) -> None:
-        self.channel = channel
-        self.orders = orders
-        self.commit = channel.commit
-        self.close = channel.close
-
-    def receive(self, deadline_s: float) -> Batch:
-        batch = self.channel.receive(deadline_s)
-        self.orders.send("learn", batch.step, batch)
-        return batch
-
 
 class ReadOnlyFolder(RunFolder):
     """The run folder of a rank that writes nothing. step: of the checkpoint that rank 0 has
@@ -222,21 +203,23 @@ class ReadOnlyFolder(RunFolder):
 
 
 class MirrorPublisher:
-    """The publisher of ranks other than rank 0 (`runs.learner.Publisher`)."""
+    """The publisher of a learner without an engine in its process (`runs.learner.Publisher`).
+    `whole` has the gathered weights, on the leading rank. device: of `whole`."""
 
     cache_tokens = None
     hidden_bytes = 0
 
-    def __init__(self, cfg: RunConfig, policy: Policy) -> None:
+    def __init__(self, cfg: RunConfig, policy: Policy, device: torch.device | str = "cpu") -> None:
         self.cfg = cfg
         self.model = policy.model
         self.ranks = policy.ranks
         self.weights = cfg.rollout.weights
         self.noise = trainer.noise(cfg)
+        self.whole = self.ranks.mirror(self.model, device)
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Take part in rank 0's mirror of a version, and give the learner its shared noise."""
-        self.ranks.refill(None, self.model)
+        """Refill `whole`, and give the learner its shared noise."""
+        self.ranks.refill(self.whole, self.model)
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
             share(self.model, None if self.noise is None else self.noise.at(version))
         return {}
@@ -248,7 +231,7 @@ class MirrorPublisher:
         raise AssertionError(f"a fallback to {weights} was refused at the start")
 
     def release(self) -> None:
-        """Do nothing: there is no engine here."""
+        """Do nothing: engines elsewhere keep their memory."""
 
 
 def check_settings(cfg: RunConfig, begin: Begin) -> None:

@@ -20,23 +20,21 @@ from lowroll.metrics.record import Record, read
 from lowroll.model.transformer import Transformer
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.quant.formats import QTensor, get_format
-from lowroll.runs.assembly import models, trainer
+from lowroll.runs.assembly import models
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.attempt import RunResult, attempt, run_steps
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder, resumes_by_config
 from lowroll.runs.learner import Learner, Policy
-from lowroll.runs.roles.channels import receiver
+from lowroll.runs.roles.channels import TrainerChannel, receiver
 from lowroll.runs.roles.heartbeat import GONE_S, Heartbeat, HeartbeatMonitor
 from lowroll.runs.roles.limits import refuse
-from lowroll.runs.roles.rank_follower import ForwardingReceiver, OrderSender, join_ranks
+from lowroll.runs.roles.rank_follower import MirrorPublisher, OrderSender, join_ranks
 from lowroll.runs.roles.ranks import RankEnvironment
 from lowroll.runs.roles.run_paths import ORCHESTRATOR, TRAINER, RunPaths
 from lowroll.runs.stop import StepDropped, Stop, polite_stop
-from lowroll.transport.base import ChannelClosed, RolloutReceiver
+from lowroll.transport.base import ChannelClosed
 from lowroll.transport.spool import Spool
-from lowroll.types import Batch
-from lowroll.weights.noise import share
 from lowroll.weights.publish import publish, rollout_copy
 from lowroll.weights.sync.base import transfer_token
 from lowroll.weights.sync.changes import Shadow
@@ -116,13 +114,13 @@ class Training:
         checkpoints = Checkpointing(home, resume)
         self.orders.begin(home.attempt, checkpoints, cfg)
         policy = Policy.load(cfg, models.chat_of(cfg), Compute.of(cfg), ranks)
-        self.channel = DeferredReceiver()
+        self.channel = TrainerChannel(self._check, self.orders.send_batch)
         self.publisher = Broadcasting(cfg, policy, paths, home.attempt)
         self.learner = Learner(
             cfg,
             policy,
             checkpoints,
-            ForwardingReceiver(self.channel, self.orders),
+            self.channel,
             self.publisher,
             deadline_s=GONE_S * 48,
             whole=self.publisher.whole,
@@ -151,30 +149,29 @@ class Training:
         """Continue from the newest undamaged checkpoint, or from the first batch without one;
         return the next step."""
         checkpoint = self.learner.restore()
+        committed = 0 if checkpoint is None else checkpoint.step
         spool = Spool(self.paths.spool)
-        if not spool.reaches(0 if checkpoint is None else checkpoint.step):
-            self.publisher.forget_after(0 if checkpoint is None else checkpoint.step)
+        if not spool.reaches(committed):
+            self.publisher.folder.forget_after(committed)
         spool.reopen()  # it is ended again where it was ended
         if checkpoint is None:
             return self.begin(again=True)
         step = self.learner.go_on(checkpoint)
-        self._open(checkpoint.step)
+        self._open(committed)
         return step
 
     def _open(self, committed: int) -> None:
         """Open the channel: the orchestrator may now rely on the folder."""
-        self.channel.channel = receiver(
-            self.cfg, self.paths, self.home.attempt, committed, self._waiting
-        )
+        self.channel.open(receiver(self.cfg, self.paths, self.home.attempt, committed, self._check))
         self.heartbeat.update(phase="waiting", step=committed)
 
-    def _waiting(self) -> None:
-        """Check for a stop and for trouble elsewhere while waiting for a batch: nothing is lost
-        when an unbegun step is dropped."""
+    def _check(self) -> None:
+        """Check for a stop and for trouble elsewhere while waiting for a batch. Dropping a step
+        that has not begun loses nothing."""
         if self.stop:
             raise StepDropped
         self.orchestrator.check()
-        self.publisher.check()
+        self.publisher.folder.check()
 
     def step(self, step: int) -> Record:
         began = time.monotonic()
@@ -184,8 +181,8 @@ class Training:
         wall_s = max(ended - self._ended, 1e-9)
         self._ended = ended
         metrics |= {
-            "time/wait_batch": self.channel.waited,
-            "perf/trainer_idle_fraction": min(1.0, self.channel.waited / wall_s),
+            "time/wait_batch": self.channel.waited_s,
+            "perf/trainer_idle_fraction": min(1.0, self.channel.waited_s / wall_s),
         }
         self.heartbeat.update(phase="recording", doing="")
         record = self.learner.record(step, metrics, began)
@@ -214,108 +211,44 @@ class Training:
             self.channel.commit(step)
 
     def close(self) -> None:
-        if self.channel.channel is not None:
-            self.channel.close()
-        self.publisher.close()
-
-
-class DeferredReceiver:
-    """A channel that is opened when the run folder is ready."""
-
-    channel: RolloutReceiver | None = None
-    waited = 0.0  # seconds for the last batch
-
-    def receive(self, deadline_s: float) -> Batch:
-        assert self.channel is not None
-        began = time.monotonic()
-        batch = self.channel.receive(deadline_s)
-        self.waited = time.monotonic() - began
-        faultpoint(f"train.received/{batch.step}")
-        return batch
-
-    def commit(self, step: int) -> None:
-        assert self.channel is not None
-        self.channel.commit(step)
-
-    def close(self) -> None:
-        assert self.channel is not None
         self.channel.close()
+        self.publisher.folder.close()
 
 
-class Broadcasting:
-    """A publisher of weights as folders that engines read (`runs.learner.Publisher`), and their
-    metrics: both read `whole`, the gathered weights of the model of `ranks`."""
-
-    cache_tokens = None
-    hidden_bytes = 0
+class Broadcasting(MirrorPublisher):
+    """A publisher of weights as folders that engines read, and of their metrics."""
 
     def __init__(self, cfg: RunConfig, policy: Policy, paths: RunPaths, attempt: int) -> None:
         compute = policy.compute
-        self.cfg = cfg
-        self.model = policy.model
-        self.ranks = policy.ranks
         # Where versions are only written to files, they are read from the host's memory.
         only_files = cfg.weight_broadcast.type == "filesystem" and not cfg.train.weight_metrics
         on_host = only_files and cfg.forward_weights is None
-        gathered_model = self.ranks.mirror(self.model, "cpu" if on_host else compute.device)
-        assert gathered_model is not None, "rank 0 leads"
-        self.whole = gathered_model
-        self.weights = cfg.rollout.weights
-        self.noise = trainer.noise(cfg)
-        self.publisher = FolderPublisher(
+        super().__init__(cfg, policy, "cpu" if on_host else compute.device)
+        assert self.whole is not None, "rank 0 leads"
+        self.folder = FolderPublisher(
             paths.broadcasts,
-            gathered_model,
+            self.whole,
             attempt=attempt,
             keep=cfg.asynchrony.max_async_level + STEPS_IN_USE,
             base=cfg.model,
             noise=self.noise,
-            shadow=_make_shadow(cfg, compute, gathered_model),
+            shadow=_make_shadow(cfg, compute, self.whole),
             server=_open_weight_server(cfg, compute, paths),
         )
-        self.watch = self._watch(compute)
+        self.watch: AdapterWatch | CopyWatch | None = None
+        if cfg.train.weight_metrics and cfg.train.lora:
+            self.watch = AdapterWatch(self.whole)
+        elif cfg.train.weight_metrics:
+            self.watch = CopyWatch(self.whole, compute, compute.format(self.weights))
 
     def publish(self, version: int) -> Mapping[str, float]:
         """Broadcast a version, except the initial one."""
-        self.ranks.refill(self.whole, self.model)
+        super().publish(version)
         metrics: dict[str, float] = {}
         if version:
-            metrics = self.publisher.publish(version)
+            metrics = self.folder.publish(version)
             faultpoint(f"train.published/{version}")
-        noise = None if self.noise is None else self.noise.at(version)
-        if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
-            share(self.model, noise)
         return metrics | (self.watch.measure() if self.watch else {})
-
-    def update(self, version: int) -> None:
-        self.publish(version)
-
-    def check(self) -> None:
-        """Raise TransportError with the reason when engines can get no weights any more."""
-        self.publisher.check()
-
-    def forget_after(self, version: int) -> None:
-        """Retire later versions: the batches behind them are gone, and their replacements may
-        differ."""
-        self.publisher.forget_after(version)
-
-    def close(self) -> None:
-        """Stop serving versions; the last one stays in the folder."""
-        self.publisher.close()
-
-    def change_format(self, weights: str) -> None:
-        raise AssertionError(f"a fallback to {weights} was refused at the start")
-
-    def release(self) -> None:
-        """Do nothing: engines keep their memory."""
-
-    def _watch(self, compute: Compute) -> AdapterWatch | CopyWatch | None:
-        """Return the measurement of `weights/*`; None where it is off or no weights have codes."""
-        if not self.cfg.train.weight_metrics:
-            return None
-        if self.cfg.train.lora:
-            return AdapterWatch(self.whole)
-        watch = CopyWatch(self.whole, compute, compute.format(self.weights))
-        return watch if watch.held else None
 
 
 def _make_shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | None:
@@ -360,20 +293,17 @@ def _open_weight_server(cfg: RunConfig, compute: Compute, paths: RunPaths) -> We
     return server
 
 
-class CopyWatch:
-    """A `WeightWatch` for remote engines, whose codes are made again here."""
+class CopyWatch(WeightWatch):
+    """A watch for remote engines, whose codes are made again here."""
 
     def __init__(self, model: Transformer, compute: Compute, weights: str) -> None:
-        dtype = get_format(weights).dtype or compute.dtype
-        self.model = model
-        self.copy = rollout_copy(model, weights, dtype)
-        self.held = {
-            name: linear.weight
-            for name, linear in self.copy.linears()
-            if isinstance(linear.weight, QTensor)
-        }
-        self.watch = WeightWatch(model, self.held)
+        self.copy = rollout_copy(model, weights, get_format(weights).dtype or compute.dtype)
+        codes: dict[str, QTensor] = {}
+        for name, linear in self.copy.linears():
+            assert isinstance(linear.weight, QTensor)
+            codes[name] = linear.weight
+        super().__init__(model, codes)
 
     def measure(self) -> dict[str, float]:
-        publish(self.model, self.copy)
-        return self.watch.measure()
+        publish(self.master, self.copy)
+        return super().measure()

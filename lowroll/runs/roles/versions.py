@@ -7,15 +7,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from lowroll.checkpoint.fault_injection import faultpoint
-from lowroll.engine.base import EngineStats, PartialSample
+from lowroll.engine.base import EngineStats
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.engine.remote.versions import Superseded
 from lowroll.kv.policy.base import CachePolicy
-from lowroll.orchestrator.interfaces import Progress
-from lowroll.types import Group, Request
 from lowroll.weights.sync.base import Broadcast, Broadcasts
 
 log = logging.getLogger(__name__)
@@ -131,27 +130,8 @@ def _is_replaced(taken: Broadcast | None, found: Broadcast) -> bool:
     return found.digest != taken.digest and found.attempt != taken.attempt
 
 
-class Engines:
-    """The engines of a run with roles. replay: they replay what is in flight at an update."""
-
-    def __init__(self, pool: EnginePool, replay: bool = False) -> None:
-        self.pool = pool
-        self.replay = replay
-
-    def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
-        return self.pool.generate(requests, on_progress)
-
-    def add(self, request: Request) -> int:
-        return self.pool.add(request)
-
-    def step(self) -> list[tuple[int, Group]]:
-        return self.pool.step()
-
-    def abort(self, handle: int) -> bool:
-        return self.pool.abort(handle)
-
-    def so_far(self, handle: int) -> list[PartialSample]:
-        return self.pool.so_far(handle)
+class RolloutPool(EnginePool):
+    """The engines of a run with roles, as `runs.batches` uses them."""
 
     @contextmanager
     def without_noise(self, version: int) -> Iterator[None]:
@@ -160,24 +140,23 @@ class Engines:
 
     @property
     def kv(self) -> CachePolicy:
-        return self.pool.capabilities.kv
+        return self.capabilities.kv
 
     def stats(self) -> EngineStats:
-        server = self.pool.server
-        pool_stats = self.pool.stats() if self.replay else None
-        return EngineStats(
-            weights=server.behavior.weights,
-            weight_bits=server.weight_bits,
-            cache_tokens=server.cache_tokens,
-            cache_bytes=0,
-            policy_bytes=0,
-            virtual_memory_bytes=0,
-            pages_peak=0,
-            prefix_hits=0,
-            running=0,
-            waiting=0,
-            tokens=sum(engine.tokens for engine in self.pool.report().engines),
-            replays=pool_stats.replays if pool_stats else 0,
-            replayed_tokens=pool_stats.replayed_tokens if pool_stats else 0,
-            kept_tokens=pool_stats.kept_tokens if pool_stats else 0,
+        """Return what batches record. Engines are asked only where they replay what is in
+        flight at an update."""
+        stats = EngineStats(
+            self.server.behavior.weights,
+            self.server.weight_bits,
+            self.server.cache_tokens,
+            tokens=sum(engine.tokens for engine in self.report().engines),
+        )
+        if self.options.in_flight != "replay":
+            return stats
+        counted = super().stats()
+        return replace(
+            stats,
+            replays=counted.replays,
+            replayed_tokens=counted.replayed_tokens,
+            kept_tokens=counted.kept_tokens,
         )
