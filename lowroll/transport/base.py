@@ -18,7 +18,8 @@ from lowroll.types import Batch, RunFailed
 
 log = logging.getLogger(__name__)
 
-REMIND_S = 300.0  # seconds between two log lines of a wait
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.02  # between two polls of a wait
+REMIND_S = 300.0  # between two log lines of a wait
 
 
 class TransportError(RunFailed):
@@ -117,51 +118,41 @@ def check_deadline(deadline_s: float) -> float:
     return float(deadline_s)
 
 
-LONGEST_PAUSE_S = 0.02
-
-
-class Reminder:
-    """A log line every REMIND_S seconds of a wait, naming what is waited for."""
-
-    def __init__(self, waited_for: Callable[[], str], deadline_s: float) -> None:
-        self.waited_for = waited_for
-        self.deadline_s = deadline_s
-        self._told = 0.0
-
-    def look(self, left: float) -> None:
-        """Log a reminder when one is due. left: seconds until the deadline."""
-        waited = self.deadline_s - left
-        if waited - self._told >= REMIND_S:
-            self._told = waited
-            log.warning(
-                "waiting for %s, for %.0f s so far and %.0f s more at most",
-                self.waited_for(),
-                waited,
-                left,
-            )
-
-
 def wait_until(
     ready: Callable[[], bool],
-    waited_for: str,
+    waited_for: str | Callable[[], str],
     deadline_s: float,
     alive: Callable[[], None] | None = None,
-    pause: Callable[[float], None] = time.sleep,
+    pause: Callable[[float], None] | None = None,
 ) -> None:
-    """Poll `ready` until it is true, first after milliseconds, then fifty times a second.
+    """Poll `ready` until it is true, first after milliseconds, then fifty times a second. Log every
+    REMIND_S seconds what is waited for.
 
-    alive: called between polls; raises when the other side cannot answer any more. DeadlineExceeded
-    after `deadline_s` seconds.
+    alive: called between polls; raises when the other side cannot answer any more. pause: in place
+    of `time.sleep`. DeadlineExceeded after `deadline_s` seconds.
     """
-    deadline = time.monotonic() + check_deadline(deadline_s)
-    reminder = Reminder(lambda: waited_for, deadline_s)
-    pause_s = 0.002
+    deadline_s = check_deadline(deadline_s)
+    began = time.monotonic()
+    reminded_s = 0.0
+    pause_s = FIRST_PAUSE_S
     while not ready():
         if alive is not None:
             alive()
-        remaining_s = deadline - time.monotonic()
+        waited_s = time.monotonic() - began
+        remaining_s = deadline_s - waited_s
         if remaining_s <= 0:
-            raise DeadlineExceeded(waited_for, deadline_s)
-        reminder.look(remaining_s)
-        pause(min(pause_s, remaining_s))
+            raise DeadlineExceeded(_describe(waited_for), deadline_s)
+        if waited_s - reminded_s >= REMIND_S:
+            reminded_s = waited_s
+            log.warning(
+                "waiting for %s, for %.0f s so far and %.0f s more at most",
+                _describe(waited_for),
+                waited_s,
+                remaining_s,
+            )
+        (pause or time.sleep)(min(pause_s, remaining_s))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _describe(waited_for: str | Callable[[], str]) -> str:
+    return waited_for if isinstance(waited_for, str) else waited_for()

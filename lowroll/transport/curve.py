@@ -7,6 +7,7 @@ before any of its messages is read. Source: RFC 26 (CurveZMQ) and RFC 27 (ZAP) o
 from __future__ import annotations
 
 import hmac
+from types import SimpleNamespace
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -40,18 +41,9 @@ def set_server_keys(socket: zmq.Socket[bytes], token: str) -> None:
 
 def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], token: str) -> ThreadAuthenticator:
     """Start the thread that admits only clients with the trainer's key."""
+    trainer_key, _ = keypair(token, "trainer")
+    check = SimpleNamespace(callback=lambda domain, key: key == trainer_key)
     authenticator = ThreadAuthenticator(context)
-    authenticator.configure_curve_callback(_DOMAIN, TrainerKey(token))
+    authenticator.configure_curve_callback(_DOMAIN, check)
     authenticator.start()
     return authenticator
-
-
-class TrainerKey:
-    """The authenticator's check of the trainer's public key."""
-
-    def __init__(self, token: str) -> None:
-        self.public, _ = keypair(token, "trainer")
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether the client's public key `key`, in Z85, is the trainer's."""
-        return key == self.public

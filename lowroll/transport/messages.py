@@ -16,40 +16,41 @@ import msgspec
 from lowroll.checkpoint.line_checksum import seal, unseal
 from lowroll.transport.base import Cursor
 
-FORMAT = 1
-MAX_LINE_BYTES = 4096  # of a line
+MAX_LINE_BYTES = 4096
 Line = TypeVar("Line", bound=msgspec.Struct)
-Message = TypeVar("Message", bound="CursorReport | PieceRequest | PieceReply | SenderAddress")
 
 
-class CursorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trainer's cursor (`transport.base.Cursor`) and its run."""
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message of the run `run`. ValueError for an unknown or impossible field."""
 
     run: str
+
+
+class _Report(Message, frozen=True):
     attempt: int
     received: int
     committed: int
-    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        _ = self.cursor  # raises for an impossible one
 
     @property
     def cursor(self) -> Cursor:
         return Cursor(self.received, self.committed, self.attempt)
 
 
-class PieceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CursorReport(_Report, frozen=True):
+    """A trainer's cursor."""
+
+    format: Literal[1] = 1
+
+
+class PieceRequest(_Report, frozen=True):
     """A request for the frame of step `want` from byte `offset`; None only reports the cursor."""
 
-    run: str
-    attempt: int
-    received: int
-    committed: int
     want: int | None = None
     offset: int = 0
-    format: int = FORMAT
-
-    @property
-    def cursor(self) -> Cursor:
-        return Cursor(self.received, self.committed, self.attempt)
+    format: Literal[1] = 1
 
 
 ReplyKind = Literal["piece", "wait", "heard", "ended", "gone", "fenced", "refused"]
@@ -76,22 +77,20 @@ class PieceReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offset: int = 0
     size: int = 0
     text: str = ""
-    format: int = FORMAT
+    format: Literal[1] = 1
 
 
-class SenderAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SenderAddress(Message, frozen=True):
     """The address of an orchestrator, such as tcp://127.0.0.1:41233."""
 
-    run: str
     attempt: int
     address: str
-    format: int = FORMAT
+    format: Literal[1] = 1
 
 
-class EndOfBatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EndOfBatches(Message, frozen=True):
     """The end of a run's batches, and its reason."""
 
-    run: str
     reason: str
 
 
@@ -115,24 +114,13 @@ def decode_line(kind: type[Line], data: bytes) -> Line:
     return message
 
 
-def decode_message(kind: type[Message], data: bytes) -> Message:
-    """Return the message that `encode_line` wrote. ValueError for anything else, another format, or
-    an impossible cursor."""
-    message = decode_line(kind, data)
-    if message.format != FORMAT:
-        raise ValueError(f"format {message.format}, this program speaks {FORMAT}")
-    if isinstance(message, CursorReport | PieceRequest):
-        _ = message.cursor  # raises for an impossible cursor
-    return message
-
-
 def encode_cursor(cursor: Cursor, run: str) -> bytes:
     return encode_line(CursorReport(run, cursor.attempt, cursor.received, cursor.committed))
 
 
 def decode_cursor(data: bytes, run: str) -> Cursor:
     """Return the cursor of a `CursorReport`. ValueError when it is of another run or damaged."""
-    report = decode_message(CursorReport, data)
+    report = decode_line(CursorReport, data)
     if report.run != run:
         raise ValueError(f"of run {report.run!r}, this is run {run!r}")
     return report.cursor

@@ -6,11 +6,10 @@
     trainer                 PieceRequest   frame 12 from byte 4 MiB on
     ...
 
-A request is repeated until it is answered, so no message needs to arrive: the step is the sequence
-number, and the next request is the acknowledgement. Transfers in pieces bound the size of a message
-and resume after a restart of either side. The joined frame is checked like a file. A message has
-two parts: a sealed line (`transport.messages`) and the bytes of the piece. The connection is
-authenticated and encrypted (`transport.curve`).
+A request is repeated until it is answered, so no message needs to arrive, and the next request
+acknowledges. Pieces bound the size of a message and let a transfer resume after a restart of either
+side. The joined frame is checked like a file. A message has two parts: a sealed line
+(`transport.messages`) and the bytes of the piece.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -46,12 +46,12 @@ from lowroll.transport.filesystem import Sender as FolderSender
 from lowroll.transport.frame import decode_frame
 from lowroll.transport.messages import (
     MAX_LINE_BYTES,
-    Message,
+    Line,
     PieceReply,
     PieceRequest,
     ReplyKind,
     SenderAddress,
-    decode_message,
+    decode_line,
     encode_line,
 )
 from lowroll.transport.spool import Spool, dismissal
@@ -60,6 +60,7 @@ from lowroll.types import Batch, printable
 log = logging.getLogger(__name__)
 
 PIECE = 4 << 20  # bytes of a frame in one message
+MAX_FRAME_BYTES = MAX_BYTES + MAX_LINE_BYTES
 TRIES = 3  # for a damaged frame
 RETRY_S = 1.0
 SILENCE_S = 30.0
@@ -69,20 +70,16 @@ _CLOSE_S = 2.0
 _MAX_WAITING = 16
 
 
-def pack(word: PieceRequest | PieceReply, piece: bytes) -> list[bytes]:
-    """Return the two parts of a message: its line and the bytes of a piece."""
-    return [encode_line(word), piece]
+def pack(message: PieceRequest | PieceReply, piece: bytes) -> list[bytes]:
+    return [encode_line(message), piece]
 
 
-def unpack(kind: type[Message], parts: Sequence[bytes]) -> tuple[Message, bytes]:
-    """Return the header and the piece of a message. ValueError for anything that `pack` did not
-    make."""
-    if len(parts) != 2:
-        raise ValueError(f"{len(parts)} parts, a message has 2")
-    line, piece = parts
-    if len(line) > MAX_LINE_BYTES or len(piece) > PIECE:
-        raise ValueError(f"a message of {len(line)} and {len(piece)} bytes is too long")
-    return decode_message(kind, line), piece
+def unpack(kind: type[Line], parts: Sequence[bytes]) -> tuple[Line, bytes]:
+    """Return the message and its piece. ValueError for anything that `pack` did not make."""
+    line, piece = parts  # ValueError for another number of parts
+    if len(piece) > PIECE:
+        raise ValueError(f"a piece of {len(piece)} bytes is too long")
+    return decode_line(kind, line), piece
 
 
 def _open_socket(
@@ -106,12 +103,10 @@ def _open_socket(
 
 class Sender(FolderSender):
     """The orchestrator's end. Listens on `host` and `port` (0: a free one), and writes the address
-    to the file `publish`; `folder` is its spool.
+    to the file `publish`.
 
-    hwm: batches that the trainer may not have received yet; `send` waits at most `deadline_s`
-    seconds for it to catch up. attempt: grows with every start of the orchestrator. token: the
-    shared secret; other clients are rejected. ValueError without one, TransportError for an address
-    in use.
+    attempt: grows with every start of the orchestrator. token: the shared secret; other clients are
+    rejected. ValueError without one, TransportError for an address in use.
     """
 
     def __init__(
@@ -162,16 +157,15 @@ class SpoolServer:
         self.spool = spool
         self.attempt = attempt
         self.cursor = spool.progress.cursor()
-        self.dismissed = spool.progress.dismissed()  # attempt of the trainer
-        self.turns = 0  # iterations of the thread; for tests
+        self.iterations = 0  # of the thread; for tests
         self._waiting: dict[bytes, PieceRequest] = {}  # by peer: requests for later frames
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.authenticator = start_authenticator(self._context, token)
         self._socket = _open_socket(self._context, zmq.ROUTER, 2 * MAX_LINE_BYTES)
         set_server_keys(self._socket, token)
-        self._ear, self._bell = os.pipe()
-        os.set_blocking(self._ear, False)
-        os.set_blocking(self._bell, False)
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
         self._closing = threading.Event()
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
@@ -195,11 +189,10 @@ class SpoolServer:
     def wake(self) -> None:
         """Wake the thread, because waiting peers may have an answer."""
         with suppress(BlockingIOError):  # already woken
-            os.write(self._bell, b"!")
+            os.write(self._wake_writer, b"!")
 
     def forget(self) -> None:
         """Reread the trainer's progress from the spool after a dismissal."""
-        self.dismissed = self.spool.progress.dismissed()
         self.cursor = self.spool.progress.cursor()
         self.wake()
 
@@ -225,31 +218,32 @@ class SpoolServer:
         self._socket.close()
         self.authenticator.stop()
         self._context.term()
-        os.close(self._ear)
-        os.close(self._bell)
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._ear, zmq.POLLIN)
+        poller.register(self._wake_reader, zmq.POLLIN)
         try:
             while not self._closing.is_set():
-                self.turns += 1
-                self._turn(dict(poller.poll(1000)))
+                self.iterations += 1
+                self._handle(dict(poller.poll(1000)))
         except BaseException as error:
             self._failed = error
             log.error("rollouts are not served any more: %r", error)
             raise
 
-    def _turn(self, ready: dict[object, int]) -> None:
-        if self._ear in ready:
-            os.read(self._ear, 4096)
+    def _handle(self, ready: dict[object, int]) -> None:
+        """Answer the requests that wait for a frame, and new ones."""
+        if self._wake_reader in ready:
+            os.read(self._wake_reader, 4096)
             for peer, request in list(self._waiting.items()):
                 self._answer(peer, request, again=True)
-        for peer, request in self._heard().items():
+        for peer, request in self._read_requests().items():
             self._answer(peer, request, again=False)
 
-    def _heard(self) -> dict[bytes, PieceRequest]:
+    def _read_requests(self) -> dict[bytes, PieceRequest]:
         """Return the last request of each peer: repeats that piled up while this process was
         suspended get one answer."""
         requests: dict[bytes, PieceRequest] = {}
@@ -266,22 +260,28 @@ class SpoolServer:
                 if self._refused == 1:
                     log.warning("a message that no trainer sends is refused: %s", printable(error))
 
-    def _answer(self, peer: bytes, ask: PieceRequest, again: bool) -> None:
+    def _answer(self, peer: bytes, request: PieceRequest, again: bool) -> None:
+        """Answer a request. again: it has waited."""
         self._waiting.pop(peer, None)
-        cursor = self.cursor
-        if ask.run != self.spool.run:
+        if request.run != self.spool.run:
             text = f"the orchestrator is of run {self.spool.run!r}"
-            self._tell(peer, ask, "refused", text=text)
-        elif cursor is not None and ask.attempt < cursor.attempt:
+            self._send(peer, request, "refused", text=text)
+            return
+        if self.cursor is not None and request.attempt < self.cursor.attempt:
             text = (
-                f"attempt {cursor.attempt} of the trainer has taken over from attempt {ask.attempt}"
+                f"attempt {self.cursor.attempt} of the trainer has taken over from attempt "
+                f"{request.attempt}"
             )
-            self._tell(peer, ask, "fenced", text=text)
-        elif ask.attempt <= self.dismissed:
-            self._tell(peer, ask, "fenced", text=dismissal(ask.attempt))
+            self._send(peer, request, "fenced", text=text)
+            return
+        if request.attempt <= self.spool.progress.dismissed():
+            self._send(peer, request, "fenced", text=dismissal(request.attempt))
+            return
+        self._note(request.cursor)
+        if request.want is None:
+            self._send(peer, request, "heard")
         else:
-            self._note(ask.cursor)
-            self._serve(peer, ask, again)
+            self._serve(peer, request, request.want, again)
 
     def _note(self, cursor: Cursor) -> None:
         if cursor == self.cursor or not cursor.follows(self.cursor):
@@ -293,40 +293,42 @@ class SpoolServer:
             log.warning("what the trainer has said could not be kept: %s", error)
         self.cursor = cursor
 
-    def _serve(self, peer: bytes, ask: PieceRequest, again: bool) -> None:
-        if ask.want is None:
-            self._tell(peer, ask, "heard")
-            return
-        steps, step = self.spool.steps(), ask.want
+    def _serve(self, peer: bytes, request: PieceRequest, step: int, again: bool) -> None:
+        """Send a piece of the frame of a step, or why there is none."""
+        steps = self.spool.steps()
         if step in steps:
-            try:
-                piece, size = self.spool.piece(step, ask.offset, PIECE)
-            except FrameGone:  # dropped since; the peer will ask for another
-                self._tell(peer, ask, "gone", step=steps[-1])
-                return
-            except OSError as error:
-                self._tell(peer, ask, "refused", text=printable(error, 200))
-                return
-            self._tell(peer, ask, "piece", piece, step=step, offset=ask.offset, size=size)
-            faultpoint(f"serve.sent/{step}")
-        elif steps and step < steps[-1]:
-            self._tell(peer, ask, "gone", step=steps[0])
-        elif (reason := self.spool.ended()) is not None:
-            self._tell(peer, ask, "ended", text=reason)
-        else:
-            self._waiting[peer] = ask
-            if len(self._waiting) > _MAX_WAITING:  # peers that are gone do not say so
-                del self._waiting[next(iter(self._waiting))]
-            if not again:
-                self._tell(peer, ask, "wait")
+            self._send_piece(peer, request, step, newest=steps[-1])
+            return
+        if steps and step < steps[-1]:
+            self._send(peer, request, "gone", step=steps[0])
+            return
+        if (reason := self.spool.ended()) is not None:
+            self._send(peer, request, "ended", text=reason)
+            return
+        self._waiting[peer] = request
+        if len(self._waiting) > _MAX_WAITING:  # peers that are gone do not say so
+            del self._waiting[next(iter(self._waiting))]
+        if not again:
+            self._send(peer, request, "wait")
 
-    def _tell(
-        self, peer: bytes, ask: PieceRequest, kind: ReplyKind, piece: bytes = b"", **rest: object
+    def _send_piece(self, peer: bytes, request: PieceRequest, step: int, newest: int) -> None:
+        try:
+            piece, size = self.spool.piece(step, request.offset, PIECE)
+        except FrameGone:  # dropped since; the peer will ask for another
+            self._send(peer, request, "gone", step=newest)
+        except OSError as error:
+            self._send(peer, request, "refused", text=printable(error, 200))
+        else:
+            self._send(peer, request, "piece", piece, step=step, offset=request.offset, size=size)
+            faultpoint(f"serve.sent/{step}")
+
+    def _send(
+        self, peer: bytes, request: PieceRequest, kind: ReplyKind, piece: bytes = b"", **rest: Any
     ) -> None:
         committed = 0 if self.cursor is None else self.cursor.committed
-        answer = PieceReply(kind, self.spool.run, self.attempt, ask.attempt, committed, **rest)  # type: ignore[arg-type]
+        reply = PieceReply(kind, self.spool.run, self.attempt, request.attempt, committed, **rest)
         with suppress(zmq.Again):  # it does not read, and will ask again
-            self._socket.send_multipart([peer, *pack(answer, piece)], zmq.NOBLOCK)
+            self._socket.send_multipart([peer, *pack(reply, piece)], zmq.NOBLOCK)
 
 
 def _resolve_interface(host: str) -> str:
@@ -353,13 +355,11 @@ class Receiver:
         token: str,
         alive: Callable[[], None] | None = None,
         silence_s: float = SILENCE_S,
-        max_bytes: int = MAX_BYTES + MAX_LINE_BYTES,
     ) -> None:
         self.line = Connection(address, run, token)
         self.run = run
         self.alive = alive
         self.silence_s = silence_s
-        self.max_bytes = max_bytes
         self._cursor = Cursor(committed, committed, attempt)
         self._orchestrator = -1  # its attempt
         self._heard = committed  # the commit that it has acknowledged
@@ -372,7 +372,7 @@ class Receiver:
         when the orchestrator has ended."""
         step = self._cursor.received + 1
         deadline = time.monotonic() + check_deadline(deadline_s)
-        assembler = FrameAssembler(step, self.run, self.max_bytes)
+        assembler = FrameAssembler(step, self.run)
         silent_s = 0.0  # time spent listening, not wall clock: this process may have been suspended
         while assembler.batch is None:
             was_sent = self.line.tell(self._word(step, assembler.offset))
@@ -383,17 +383,18 @@ class Receiver:
             if silent_s >= self.silence_s:
                 self._complain()
             if assembler.batch is None and time.monotonic() >= deadline:
-                never_answered = ", which has never answered" if self._orchestrator < 0 else ""
-                waited_for = (
-                    f"the batch of step {step} from the orchestrator at {self.line.where}"
-                    f"{never_answered}"
-                )
-                raise DeadlineExceeded(waited_for, deadline_s)
+                raise DeadlineExceeded(self._waited_for(step), deadline_s)
         faultpoint(f"receive.read/{step}")
         self._cursor = self._cursor.receive()
         self.line.tell(self._word())
         faultpoint(f"receive.said/{step}")
         return assembler.batch
+
+    def _waited_for(self, step: int) -> str:
+        never_answered = ", which has never answered" if self._orchestrator < 0 else ""
+        return (
+            f"the batch of step {step} from the orchestrator at {self.line.where}{never_answered}"
+        )
 
     def commit(self, step: int) -> None:
         self._cursor = self._cursor.commit(step)
@@ -486,10 +487,9 @@ class Receiver:
 class FrameAssembler:
     """A frame that arrives in pieces; `batch` once it is whole."""
 
-    def __init__(self, step: int, run: str, max_bytes: int) -> None:
+    def __init__(self, step: int, run: str) -> None:
         self.step = step
         self.run = run
-        self.max_bytes = max_bytes
         self.batch: Batch | None = None
         self._data = bytearray()
         self._size = 0  # of the whole; 0 before the first piece
@@ -519,8 +519,8 @@ class FrameAssembler:
         return True
 
     def _problem(self, answer: PieceReply, piece: bytes) -> str:
-        if answer.size > self.max_bytes:
-            return f"a frame of {answer.size} bytes is over the limit of {self.max_bytes}"
+        if answer.size > MAX_FRAME_BYTES:
+            return f"a frame of {answer.size} bytes is over the limit of {MAX_FRAME_BYTES}"
         if self._size and answer.size != self._size:
             return f"a frame of {answer.size} bytes, {self._size} were announced"
         if not piece or self.offset + len(piece) > answer.size:
@@ -587,7 +587,7 @@ class Connection:
         if self.place is None:
             return
         try:
-            sender_address = decode_message(SenderAddress, read_file(self.place))
+            sender_address = decode_line(SenderAddress, read_file(self.place))
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from lowroll.checkpoint.line_checksum import seal, unseal
 from lowroll.transport import zmq
 from lowroll.transport.base import (
     ChannelClosed,
@@ -30,7 +31,7 @@ from lowroll.transport.messages import (
     PieceReply,
     PieceRequest,
     SenderAddress,
-    decode_message,
+    decode_line,
     encode_line,
 )
 from lowroll.transport.spool import Spool
@@ -93,9 +94,7 @@ def test_it_listens_where_it_says_on_this_machine_alone(tmp_path: Path, stack: E
     place = tmp_path / "roles" / "rollouts.json"
     sender = sender_of(stack, tmp_path / "spool", run="r", attempt=3, publish=place)
     assert sender.address.startswith("tcp://127.0.0.1:")
-    assert decode_message(SenderAddress, place.read_bytes()) == SenderAddress(
-        "r", 3, sender.address
-    )
+    assert decode_line(SenderAddress, place.read_bytes()) == SenderAddress("r", 3, sender.address)
     with pytest.raises(ValueError, match="only to those who know a token: none is given"):
         Sender(tmp_path / "b", token="")
     every = sender_of(stack, tmp_path / "c", host="0.0.0.0")
@@ -158,7 +157,7 @@ def test_a_trainer_that_waits_asks_once_a_second(tmp_path: Path, stack: ExitStac
     with pytest.raises(DeadlineExceeded):
         receiver.receive(3.0)
     assert 1 <= receiver.line.polls <= 10  # an answer and a silence for each ask
-    assert sender.service.turns <= 12
+    assert sender.service.iterations <= 12
 
 
 def test_an_orchestrator_that_was_there_and_is_silent_is_named(
@@ -314,7 +313,7 @@ def test_stale_words_are_passed_over(tmp_path: Path, stack: ExitStack) -> None:
 def test_words_are_read_strictly() -> None:
     ask = PieceRequest("r", 1, 3, 2, want=4)
     line = encode_line(ask)
-    assert decode_message(PieceRequest, line) == ask and len(line) < 200
+    assert decode_line(PieceRequest, line) == ask and len(line) < 200
     rng = random.Random(0)
     for _ in range(1000):
         damaged = bytearray(line)
@@ -326,18 +325,16 @@ def test_words_are_read_strictly() -> None:
         else:
             damaged[rng.randrange(len(line)) :] = rng.randbytes(rng.randrange(1, 99))
         with pytest.raises(ValueError):
-            decode_message(PieceRequest, bytes(damaged))
-    for wrong in (
-        PieceRequest("r", 1, 2, 3),
-        PieceRequest("r", -1, 2, 2),
-        PieceRequest("r", 1, 2, 2, format=2),
-    ):
-        with pytest.raises(ValueError):
-            decode_message(PieceRequest, encode_line(wrong))
+            decode_line(PieceRequest, bytes(damaged))
+    content, _ = unseal(line.removesuffix(b"\n"))
+    for field, value in (("received", 1), ("attempt", -1), ("format", 2), ("more", 3)):
+        wrong = msgspec.json.encode(msgspec.json.decode(content) | {field: value})
+        with pytest.raises(ValueError, match=f"committed|{field}"):
+            decode_line(PieceRequest, seal(wrong) + b"\n")
     with pytest.raises(ValueError, match="no checksum"):
-        decode_message(PieceRequest, msgspec.json.encode(ask) + b"\n")
+        decode_line(PieceRequest, msgspec.json.encode(ask) + b"\n")
     with pytest.raises(ValueError, match="at most"):
-        decode_message(PieceRequest, encode_line(PieceRequest("r" * 5000, 1, 1, 1)))
+        decode_line(PieceRequest, encode_line(PieceRequest("r" * 5000, 1, 1, 1)))
 
 
 def test_a_batch_that_is_dropped_while_it_is_asked_for_ends_nothing(

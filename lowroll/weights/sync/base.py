@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,14 +25,13 @@ from typing import Any, Literal, get_args
 
 from lowroll.checkpoint.files import read_file
 from lowroll.checkpoint.publish import MANIFEST, read_meta
-from lowroll.transport.base import DeadlineExceeded, Reminder, TransportError, check_deadline
+from lowroll.transport.base import TransportError, wait_until
 from lowroll.types import printable
 
 STABLE = "STABLE"
 Kind = Literal["full", "adapter", "codes"]
 WAYS = ("filesystem", "nccl", "cuda_ipc")
 FORMAT = 1
-TURN_S = 0.02  # between two looks at the folder
 _NAME = re.compile(r"step_([0-9]{1,18})", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_MARKER = 1 << 16
@@ -98,22 +96,20 @@ class Broadcasts:
         return None
 
     def wait(
-        self, version: int, deadline_s: float, alive: Callable[[], None] = lambda: None
+        self, version: int, deadline_s: float, alive: Callable[[], None] | None = None
     ) -> Broadcast:
-        """Wait for the broadcast of a version. alive: called at every look; raises when no process
-        is left that could write it. DeadlineExceeded says what is there instead."""
-        deadline_s = check_deadline(deadline_s)
-        end = time.monotonic() + deadline_s
-        reminder = Reminder(lambda: self._waited_for(version), deadline_s)
-        while True:
-            if (found := self.at(version)) is not None:
-                return found
-            alive()
-            left = end - time.monotonic()
-            if left <= 0:
-                raise DeadlineExceeded(self._waited_for(version), deadline_s)
-            reminder.look(left)
-            time.sleep(min(TURN_S, left))
+        """Wait for the broadcast of a version. alive: as in `wait_until`. DeadlineExceeded says what
+        is there instead."""
+        found: Broadcast | None = None
+
+        def is_there() -> bool:
+            nonlocal found
+            found = self.at(version)
+            return found is not None
+
+        wait_until(is_there, lambda: self._waited_for(version), deadline_s, alive)
+        assert found is not None
+        return found
 
     def _waited_for(self, version: int) -> str:
         return f"the weights of version {version} in {self.folder} ({self._told(version)})"
