@@ -78,33 +78,45 @@ def rollout_copy(
     same bits. owned: the master is consumed, and its shared tensors belong to the new model.
     """
     _warn_of_conversion(master, format)
-    shares_base = master.dtype == dtype and (owned or master.weight_format == format)
     rollout = Transformer(master.spec, "meta", dtype, ENGINE)
-    master_parameters = dict(master.named_parameters())
-    shared_names: set[str] = set()
-    noisy_names = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
-    for name, _ in list(rollout.named_parameters()):
-        if not name.endswith(_LINEAR_WEIGHTS):
-            frozen = owned or not master_parameters[name].requires_grad
-            is_shared = shares_base and frozen and name not in noisy_names
-            value = master_parameters[name].detach()
-            value = value if is_shared else value.to(dtype_of(name, dtype), copy=True)
-            set_parameter(rollout, name, value.float() if name in noisy_names else value)
-            shared_names |= {name} if is_shared else set()
+    rollout.shared = _fill_other_parameters(master, rollout, format, noisy, owned)
     for (name, engine_linear), (_, master_linear) in zip(
         rollout.linears(), master.linears(), strict=True
     ):
         engine_linear.set_weight(_engine_weight(name, master_linear, format))
-        if engine_linear.weight is master_linear.weight:
-            shared_names.add(f"{name}.weight")
+        if engine_linear.weight is master_linear.weight and not owned:
+            rollout.shared |= {f"{name}.weight"}
         if owned:
             master_linear.set_weight(engine_linear.weight)  # frees the old one layer by layer
         if master_linear.adapter is not None:
             engine_linear.adapter = _copy_adapter(master_linear.adapter)
     rollout.freqs = master.freqs
-    rollout.shared = frozenset() if owned else frozenset(shared_names)
     rollout.head = over(rollout.lm_head_weight)
     return rollout.requires_grad_(False).eval()
+
+
+def _fill_other_parameters(
+    master: Transformer, rollout: Transformer, format: str, noisy: bool, owned: bool
+) -> frozenset[str]:
+    """Fill all but the linear weights as `rollout_copy` says; return the names of those that stay
+    the master's."""
+    may_share = master.dtype == rollout.dtype and (owned or master.weight_format == format)
+    noisy_names = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
+    master_parameters = dict(master.named_parameters())
+    shared_names: set[str] = set()
+    for name, _ in list(rollout.named_parameters()):
+        if name.endswith(_LINEAR_WEIGHTS):
+            continue
+        parameter = master_parameters[name]
+        value = parameter.detach()
+        if name in noisy_names:
+            value = value.to(dtype_of(name, rollout.dtype), copy=True).float()
+        elif may_share and (owned or not parameter.requires_grad):
+            shared_names.add(name)
+        else:
+            value = value.to(dtype_of(name, rollout.dtype), copy=True)
+        set_parameter(rollout, name, value)
+    return frozenset() if owned else frozenset(shared_names)
 
 
 def beside(master: Transformer, rollout: Transformer, format: str) -> Transformer:
@@ -146,10 +158,8 @@ def publish(
         for name, linear in linears.items()
         if isinstance(linear.weight, nn.Parameter)
     }
-    # reduced on the device now, compared on the host below
-    amax_by_name = dict(
-        zip(dense_weights, checksum.amax(list(dense_weights.values())), strict=True)
-    )
+    amax = checksum.amax(list(dense_weights.values()))  # on the device now, read on the host below
+    amax_by_name = dict(zip(dense_weights, amax, strict=True))
     master_parameters = {
         name: parameter
         for name, parameter in master.named_parameters()
@@ -157,45 +167,40 @@ def publish(
     }
     targets = dict(rollout.named_parameters())
     _check_fits(master, rollout, master_parameters, targets)
-    for name, is_finite in zip(
-        amax_by_name, checksum.finite(list(amax_by_name.values())), strict=True
-    ):
+    for name, is_finite in zip(dense_weights, checksum.finite(amax), strict=True):
         if not is_finite:
             raise ValueError(f"publish: {name}.weight holds a non-finite value")
     noise_by_name = drawn_noise(noise, rollout)
-    models = [rollout]
-    if large_batch_model is not None:
-        models.append(large_batch_model)
+    models = [rollout] if large_batch_model is None else [rollout, large_batch_model]
     for model in models:
         for name, engine_linear in model.linears():
-            assert isinstance(engine_linear.weight, QTensor)
-            if (
-                f"{name}.weight" not in rollout.shared
-                and engine_linear.weight is not linears[name].weight
-            ):
-                _refill_codes(name, engine_linear.weight, linears[name], amax_by_name.get(name))
+            codes, master_linear = engine_linear.weight, linears[name]
+            assert isinstance(codes, QTensor)
+            if f"{name}.weight" not in rollout.shared and codes is not master_linear.weight:
+                _refill_codes(name, codes, master_linear, amax_by_name.get(name))
     for name, target in targets.items():
-        if name not in rollout.shared:
-            value: Tensor = master_parameters[name]
-            if ".adapter." not in name:
-                value = value.to(dtype_of(name, rollout.dtype))
-            if name in noise_by_name:
-                value = value.float() + noise_by_name[name]
-            target.copy_(value)
+        if name in rollout.shared:
+            continue
+        value: Tensor = master_parameters[name]
+        if ".adapter." not in name:
+            value = value.to(dtype_of(name, rollout.dtype))
+        if name in noise_by_name:
+            value = value.float() + noise_by_name[name]
+        target.copy_(value)
+    _renew_derived(rollout)
+
+
+def _renew_derived(rollout: Transformer) -> None:
+    """Renew what was made of the head and of the adapters."""
     if rollout.head is not None:
         rollout.head.renew()
-    for _, engine_linear in rollout.linears():
-        if engine_linear.adapter is not None:
-            engine_linear.adapter.renew()
+    for _, linear in rollout.linears():
+        if linear.adapter is not None:
+            linear.adapter.renew()
 
 
-def can_take_noise(rollout: Transformer) -> bool:
-    """Return whether the model's noisy norms are its own and in float32."""
-    return not _norms_without_noise(rollout)
-
-
-def _norms_without_noise(rollout: Transformer) -> list[str]:
-    """Return the noisy norms that are shared or not in float32."""
+def norms_without_noise(rollout: Transformer) -> list[str]:
+    """Return the noisy norms that cannot take noise: they are shared or not in float32."""
     norms = {f"{name}.weight": norm for name, norm in noisy_norms(rollout)}
     return [
         name
@@ -207,24 +212,16 @@ def _norms_without_noise(rollout: Transformer) -> list[str]:
 def drawn_noise(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
     """Return the noise by parameter name, on the device. ValueError for an engine that was not made
     for noise."""
-    noise_by_name = {
-        f"{name}.weight": noise_tensor for name, noise_tensor in draw(rollout, noise).items()
-    }
+    noise_by_name = {f"{name}.weight": noise_D for name, noise_D in draw(rollout, noise).items()}
     if not noise_by_name:
         return {}
-    unfit_norms = _norms_without_noise(rollout)
-    if unfit_norms:
+    if unfit_norms := norms_without_noise(rollout):
         raise ValueError(
             f"publish: {unfit_norms[0]} cannot take noise; make the engine with noisy=True"
         )
+    sizes = [noise_D.numel() for noise_D in noise_by_name.values()]
     on_device = torch.cat(list(noise_by_name.values())).to(rollout.device)  # in one transfer
-    return dict(
-        zip(
-            noise_by_name,
-            on_device.split([noise_tensor.numel() for noise_tensor in noise_by_name.values()]),
-            strict=True,
-        )
-    )
+    return dict(zip(noise_by_name, on_device.split(sizes), strict=True))
 
 
 def _check_fits(

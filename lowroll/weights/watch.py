@@ -43,28 +43,21 @@ class WeightWatch:
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """Return `weights/*` since the last call. Call it after `publish`."""
-        (
-            squared_change,
-            squared_size,
-            squared_error,
-            squared_size_after,
-            flipped_codes,
-            num_weights,
-        ) = (0.0,) * 6
-        for (master_linear, engine_weight), (before, codes) in zip(
+        squared_change = squared_size = squared_error = squared_size_after = 0.0
+        flipped_codes = num_weights = 0
+        for (master_linear, engine_weight), (before, codes_before) in zip(
             self._pairs(), self._before, strict=True
         ):
-            weight = _dense_weight(master_linear.weight)
+            weight, codes = _dense_weight(master_linear.weight), _codes(engine_weight)
             squared_change += _squared_norm(weight.float() - before.float())
             squared_size += _squared_norm(before.float())
             squared_error += _squared_norm(engine_weight.dequantize() - weight.float())
             squared_size_after += _squared_norm(weight.float())
-            flipped_codes += num_flipped(
-                codes, _codes(engine_weight), get_format(engine_weight.format).bits
-            )
+            bits = get_format(engine_weight.format).bits
+            flipped_codes += num_flipped(codes_before, codes, bits)
             num_weights += weight.numel()
             before.copy_(weight)
-            codes.copy_(_codes(engine_weight))
+            codes_before.copy_(codes)
         return {
             "weights/normalized_update": squared_change / max(squared_size, 1e-30),
             "weights/normalized_quant_error": squared_error / max(squared_size_after, 1e-30),
@@ -87,19 +80,19 @@ class AdapterWatch:
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """Return `weights/normalized_update` since the last call."""
-        squared_change, squared_size = 0.0, 0.0
+        squared_change = squared_size = 0.0
         for i, (_, linear) in enumerate(self.master.linears()):
             factors_before, factors = self._before[i], _adapter_factors(linear)
-            if isinstance(linear.weight, QTensor):
-                weight = linear.weight.dequantize()
-            else:
-                weight = linear.weight
-            base = weight.float().clone()  # a dense format returns the weights themselves
-            for part, (a, b) in factors_before.items():
-                update_before = b @ a
-                squared_change += _squared_norm(factors[part][1] @ factors[part][0] - update_before)
-                base[linear.rows(part)] += update_before
-            squared_size += _squared_norm(base)
+            weight = linear.weight
+            if isinstance(weight, QTensor):
+                weight = weight.dequantize()
+            adapted_before = weight.float().clone()  # a dense format returns the weights themselves
+            for part, (a_before, b_before) in factors_before.items():
+                a, b = factors[part]
+                product_before = b_before @ a_before
+                squared_change += _squared_norm(b @ a - product_before)
+                adapted_before[linear.rows(part)] += product_before
+            squared_size += _squared_norm(adapted_before)
             self._before[i] = factors
         return {"weights/normalized_update": squared_change / max(squared_size, 1e-30)}
 

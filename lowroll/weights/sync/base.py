@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from lowroll.checkpoint.files import read_file
 from lowroll.checkpoint.publish import MANIFEST, read_meta
@@ -33,7 +35,6 @@ Kind = Literal["full", "adapter", "codes"]
 WAYS = ("filesystem", "nccl", "cuda_ipc")
 FORMAT = 1
 _NAME = re.compile(r"step_([0-9]{1,18})", re.ASCII)
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_MARKER = 1 << 16
 
 
@@ -150,6 +151,20 @@ def number_of(name: str) -> int | None:
     return number if name in (folder_name(number), f"step_{number}") else None
 
 
+class _MarkerNoise(msgspec.Struct, forbid_unknown_fields=True):
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    sigma: Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _Marker(msgspec.Struct, forbid_unknown_fields=True):
+    format: int
+    version: int
+    attempt: Annotated[int, msgspec.Meta(ge=0)]
+    kind: Kind
+    manifest_digest: str
+    noise: _MarkerNoise | None = None
+
+
 def encode_marker(
     version: int, attempt: int, kind: str, manifest_digest: str, noise: dict[str, Any] | None
 ) -> bytes:
@@ -176,28 +191,22 @@ def read_broadcast(path: Path) -> Broadcast:
     if number is None or path.is_symlink():
         raise ValueError(f"{path}: no folder of a version")
     marker = _read_marker(path / STABLE)
-    found = manifest_digest(path)
-    if found != marker["manifest_digest"]:
+    digest = manifest_digest(path)
+    if digest != marker.manifest_digest:
         raise ValueError(
             f"{path / STABLE}: manifest_digest: {MANIFEST} is not the one that it was written for"
         )
     meta = read_meta(path)
-    said = {
-        "broadcast": marker["format"],
-        "version": number,
-        "kind": marker["kind"],
-        "noise": marker.get("noise"),
-    }
-    if meta is None or marker["version"] != number:
+    if meta is None or marker.version != number:
         raise ValueError(f"{path / STABLE}: version: it is not of this folder")
-    if {name: meta.get(name) for name in said} != said:
+    noise = None if marker.noise is None else msgspec.structs.asdict(marker.noise)
+    stated = {"broadcast": marker.format, "version": number, "kind": marker.kind, "noise": noise}
+    if {name: meta.get(name) for name in stated} != stated:
         raise ValueError(f"{path / STABLE}: it and {MANIFEST} say different things")
     since, way = meta.get("since"), meta.get("way", "filesystem")
-    if (type(since) is int) != (marker["kind"] == "codes") or way not in WAYS:
+    if (type(since) is int) != (marker.kind == "codes") or way not in WAYS:
         raise ValueError(f"{path / MANIFEST}: meta: since, way: of no broadcast")
-    return Broadcast(
-        number, path, marker["kind"], found, marker["attempt"], said["noise"], since, way
-    )
+    return Broadcast(number, path, marker.kind, digest, marker.attempt, noise, since, way)
 
 
 @contextmanager
@@ -237,36 +246,13 @@ def _replaced(broadcast: Broadcast) -> Replaced:
     return Replaced(f"{broadcast.path}: version {broadcast.version} was removed or written again")
 
 
-def _read_marker(path: Path) -> dict[str, Any]:
+def _read_marker(path: Path) -> _Marker:
     if path.lstat().st_size > _MOST_MARKER or path.is_symlink():
         raise ValueError(f"{path}: no marker of ours")
     try:
-        marker = json.loads(read_file(path))
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path}: not JSON") from None
-    wanted = {"format", "version", "attempt", "kind", "manifest_digest"}
-    if not isinstance(marker, dict) or marker.keys() - {"noise"} != wanted:
-        raise ValueError(f"{path}: expected the fields {', '.join(sorted(wanted))}")
-    for name in ("format", "version", "attempt"):
-        if type(marker[name]) is not int or marker[name] < 0:
-            raise ValueError(f"{path}: {name}: expected a whole number")
-    if marker["format"] != FORMAT:
-        raise ValueError(f"{path}: format: {marker['format']} is of another lowroll")
-    kind, digest = marker["kind"], marker["manifest_digest"]
-    if kind not in get_args(Kind):
-        raise ValueError(f"{path}: kind: {printable(repr(kind))} is none of {get_args(Kind)}")
-    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise ValueError(f"{path}: manifest_digest: expected 64 hexadecimal digits")
-    if "noise" in marker:
-        _check_noise(path, marker["noise"])
+        marker = msgspec.json.decode(read_file(path), type=_Marker)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"{path}: {printable(error)}") from None
+    if marker.format != FORMAT:
+        raise ValueError(f"{path}: format: {marker.format} is of another lowroll")
     return marker
-
-
-def _check_noise(path: Path, noise: object) -> None:
-    if not isinstance(noise, dict) or noise.keys() != {"seed", "sigma"}:
-        raise ValueError(f"{path}: noise: expected seed and sigma")
-    seed, sigma = noise["seed"], noise["sigma"]
-    if type(seed) is not int or not 0 <= seed < 1 << 63:
-        raise ValueError(f"{path}: noise: seed: expected a number below 2^63")
-    if type(sigma) not in (int, float) or not 0 <= sigma < float("inf"):
-        raise ValueError(f"{path}: noise: sigma: expected a finite number, 0 or more")

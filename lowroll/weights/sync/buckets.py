@@ -17,8 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -67,25 +68,29 @@ class BucketLayout:
     def from_json(cls, stated: Any) -> BucketLayout:
         """Parse the layout that `to_json` wrote. ValueError for anything else."""
         try:
-            slots = tuple(
-                TensorSlot(
-                    str(name), _DTYPES[dtype], tuple(map(int, shape)), int(bucket), int(offset)
-                )
-                for name, dtype, shape, bucket, offset in stated["places"]
-            )
-            found = cls(slots, tuple(map(int, stated["sizes"])), str(stated["digest"]))
-        except (KeyError, TypeError, ValueError):
-            raise ValueError("layout: not that of buckets") from None
-        inside = all(
-            min(s.shape, default=0) >= 0
-            and 0 <= s.bucket < len(found.sizes)
-            and 0 <= s.offset <= s.offset + s.nbytes <= found.sizes[s.bucket] < _MOST_BYTES
-            and s.offset % _ALIGNMENT == 0
-            for s in slots
+            checked = msgspec.convert(stated, _StatedLayout)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"layout: {error}") from None
+        slots = tuple(
+            TensorSlot(name, _DTYPES[dtype], shape, bucket, offset)
+            for name, dtype, shape, bucket, offset in checked.places
         )
-        if not inside or min(found.sizes, default=0) < 0:
-            raise ValueError("layout: a tensor that does not lie in its bucket")
-        return found
+        for slot in slots:
+            if slot.bucket >= len(checked.sizes) or slot.offset % _ALIGNMENT:
+                raise ValueError("layout: a tensor that does not lie in a bucket")
+            if not slot.offset + slot.nbytes <= checked.sizes[slot.bucket] < _MOST_BYTES:
+                raise ValueError("layout: a tensor that does not lie in its bucket")
+        return cls(slots, checked.sizes, checked.digest)
+
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_DtypeName = Literal["float32", "bfloat16", "float16"]
+
+
+class _StatedLayout(msgspec.Struct):
+    digest: str
+    sizes: tuple[_Natural, ...]
+    places: list[tuple[str, _DtypeName, tuple[_Natural, ...], _Natural, _Natural]]
 
 
 def pack(

@@ -13,8 +13,9 @@ result with the learner's; on a mismatch its tensors are restored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,14 +130,14 @@ def apply(
             f"the engine holds {found}"
         )
     norms = _norms(stream, targets, whole, rollout)
-    writes = dict(_writes({n: t for n, t in stream.items() if n not in whole}, mine))
-    undo = [(to, at, to[at].clone()) for to, at, _ in writes.values()]
-    for to, at, values in writes.values():
-        to[at] = values
+    writes = _writes({n: t for n, t in stream.items() if n not in whole}, mine)
+    undo = [_Write(write.bits, write.at, write.bits[write.at].clone()) for write in writes.values()]
+    for write in writes.values():
+        write.bits[write.at] = write.values
     after = fingerprint(mine | norms, {})
     if after != changes.after:
-        for to, at, values in undo:
-            to[at] = values
+        for write in undo:
+            write.bits[write.at] = write.values
         raise ValueError(
             f"update: digest: {changes.after} was stated, and what has come of it has {after}"
         )
@@ -173,37 +174,46 @@ def _norms(
     return norms
 
 
-def _writes(
-    stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]
-) -> Iterator[tuple[str, tuple[Tensor, Tensor, Tensor]]]:
-    """Yield for each changed tensor its entries as integers, the changed positions, and their new
-    values. ValueError for what does not fit."""
-    left = set(stream)
-    finite: dict[str, Tensor] = {}
-    found = []
+class _Write(NamedTuple):
+    """The changed entries of a tensor. bits: all of its entries, as integers in one row."""
+
+    bits: Tensor
+    at: Tensor
+    values: Tensor
+
+
+def _writes(stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, _Write]:
+    """Return the write of each changed tensor. ValueError for what does not fit."""
+    writes: dict[str, _Write] = {}
+    floats: dict[str, Tensor] = {}
+    unused = set(stream)
     for name, target in targets.items():
-        gaps, values, new = (stream.get(f"{name}{part}") for part in (".gaps", ".values", ""))
-        left -= {f"{name}.gaps", f"{name}.values", name}
-        if gaps is not None and values is not None and new is None:
-            at = _positions(name, gaps, target)
-        elif new is not None and gaps is None and values is None and new.shape == target.shape:
-            at, values = torch.arange(target.numel(), device=target.device), new.flatten()
-        elif gaps is None and values is None and new is None:
+        keys = {f"{name}.gaps", f"{name}.values", name} & stream.keys()
+        unused -= keys
+        if not keys:
             continue
+        if keys == {name} and stream[name].shape == target.shape:
+            at = torch.arange(target.numel(), device=target.device)
+            values = stream[name].flatten()
+        elif keys == {f"{name}.gaps", f"{name}.values"}:
+            at = _positions(name, stream[f"{name}.gaps"], target)
+            values = stream[f"{name}.values"]
         else:
             raise ValueError(f"update: codes: {name}: another shape, or half of it is missing")
         if values.dtype != target.dtype or values.shape != at.shape:
             raise ValueError(f"update: codes: {name}: values of {values.dtype}, {values.shape}")
         values = values.to(target.device)
         if values.dtype in _FLOATS:
-            finite[name] = values.contiguous()
-        found.append((name, (_bits(target), at, _bits(values))))
-    if left:
-        raise ValueError(f"update: codes: the engine has no {min(left)}")
-    for name, fine in zip(finite, checksum.finite(checksum.amax([*finite.values()])), strict=True):
-        if not fine:
+            floats[name] = values.contiguous()
+        writes[name] = _Write(_bits(target), at, _bits(values))
+    if unused:
+        raise ValueError(f"update: codes: the engine has no {min(unused)}")
+    for name, is_finite in zip(
+        floats, checksum.finite(checksum.amax([*floats.values()])), strict=True
+    ):
+        if not is_finite:
             raise ValueError(f"update: codes: {name} holds a non-finite value")
-    yield from found
+    return writes
 
 
 def _positions(name: str, gaps: Tensor, target: Tensor) -> Tensor:

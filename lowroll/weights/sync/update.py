@@ -32,7 +32,13 @@ from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.weights.noise import Noise, noisy_norms
-from lowroll.weights.publish import can_take_noise, drawn_noise, fingerprint, publish, set_parameter
+from lowroll.weights.publish import (
+    drawn_noise,
+    fingerprint,
+    norms_without_noise,
+    publish,
+    set_parameter,
+)
 from lowroll.weights.sync.base import Kind
 from lowroll.weights.sync.changes import Changes, apply
 
@@ -65,15 +71,22 @@ class WeightUpdate:
         """Return the update of a learner in this process: its adapter if it has one, else its
         weights. Nothing is read yet."""
         alphas = {linear.adapter.alpha for _, linear in master.linears() if linear.adapter}
-        scale = scaling.applied(master) or 1.0
+        stored = master.weight_format
+        kind: Kind = "full"
+        stream: Callable[[], Iterable[tuple[str, Tensor]]] = partial(dense, master)
         if alphas:
-            alpha = alphas.pop() if len(alphas) == 1 else None  # engines report the odd layer
-            stream = partial(_adapter, master)
-            return cls(version, "adapter", stream, None, noise, alpha, scale, master)
-        kept = master.weight_format
-        if kept is not None and not get_format(kept).dense:
-            return cls(version, "codes", partial(_codes, master), None, noise, None, scale, master)
-        return cls(version, "full", partial(dense, master), None, noise, None, scale, master)
+            kind, stream = "adapter", lambda: lora.state(master).items()
+        elif stored is not None and not get_format(stored).dense:
+            kind, stream = "codes", lambda: hf.state(master).items()
+        return cls(
+            version,
+            kind,
+            stream,
+            noise=noise,
+            lora_alpha=alphas.pop() if len(alphas) == 1 else None,  # engines report the odd layer
+            input_scale=scaling.applied(master) or 1.0,
+            master=master,
+        )
 
     def as_stream(self) -> WeightUpdate:
         """Return the same update with its digest and without the learner's model."""
@@ -98,14 +111,6 @@ def dense(model: Transformer) -> Iterator[tuple[str, Tensor]]:
         yield from zip(parts, weights[name].detach().split(rows), strict=True)
 
 
-def _adapter(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    yield from lora.state(model).items()
-
-
-def _codes(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    yield from hf.state(model).items()
-
-
 class UpdateReceiver:
     """The engine's end, for its model and the one `beside` it."""
 
@@ -116,11 +121,10 @@ class UpdateReceiver:
         self.max_rank = max(ranks, default=0)  # of an adapter
         adapted = self.max_rank > 0
         self.kind: Kind = "adapter" if adapted else "full"  # of accepted streams
-        self.takes_noise = can_take_noise(rollout)
-        kinds: set[Kind] = {self.kind}
+        self.kinds: frozenset[Kind] = frozenset({self.kind})
         if not adapted and large_batch_model is None:
-            kinds.add("codes")
-        self.kinds = frozenset(kinds)
+            self.kinds |= {"codes"}
+        self.takes_noise = not norms_without_noise(rollout)
         # an adapter comes without its base, whose norms noise covers
         self._norms = {
             f"{name}.weight": norm.weight.clone()
@@ -146,8 +150,8 @@ class UpdateReceiver:
             self._write_adapter(update)
 
     def _check_kind(self, update: WeightUpdate) -> None:
-        changed = update.changes is not None and "codes" in self.kinds
-        if update.kind != ("codes" if changed else self.kind):
+        is_accepted_change = update.changes is not None and "codes" in self.kinds
+        if update.kind != ("codes" if is_accepted_change else self.kind):
             raise ValueError(
                 f"update: kind {update.kind!r}: this engine takes streams of kind {self.kind!r}"
             )
