@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -36,14 +36,10 @@ def take_role(paths: RunPaths, stack: ExitStack, named: str | None) -> tuple[str
     """Take a role in the run folder; return (its name, the attempt). RunLockedError names its
     holder."""
     names = [named] if named else [f"{ENGINE}-{i}" for i in range(MOST)]
-    for name in names:
-        try:
-            lock = stack.enter_context(own(paths.roles / name))
-            return name, lock.attempt
-        except RunLockedError:
-            if name == names[-1]:
-                raise
-    raise AssertionError("not reached")
+    for name in names[:-1]:
+        with suppress(RunLockedError):
+            return name, stack.enter_context(own(paths.roles / name)).attempt
+    return names[-1], stack.enter_context(own(paths.roles / names[-1])).attempt
 
 
 def build(cfg: RunConfig) -> NativeEngine:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -23,13 +22,12 @@ from lowroll.config import RunConfig
 from lowroll.runs.roles import devices
 from lowroll.runs.roles.role import Exit, RoleProcess, is_writer
 from lowroll.runs.roles.run_paths import (
-    ADMIN,
     ENGINE_ROLE,
     ORCHESTRATOR,
-    TOKEN,
     TRAINER,
     RunPaths,
     engine_roles,
+    new_tokens,
 )
 
 log = logging.getLogger(__name__)
@@ -44,7 +42,7 @@ def processes(cfg: RunConfig, paths: RunPaths) -> dict[str, LocalProcess]:
     env = dict(os.environ)
     engines = engine_roles(cfg)
     if engines:  # else they have their own tokens
-        env |= {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
+        env |= new_tokens()
     placement = devices.of_run(cfg)
     log.info("%s", placement.line())
     env_by_role = {TRAINER: placement.learner, ORCHESTRATOR: {}}

@@ -119,7 +119,7 @@ class Orchestration:
         self.paths = paths
         self.heartbeat = heartbeat
         self.trainer = HeartbeatMonitor(paths.heartbeat(TRAINER))
-        self.stopped = alive
+        self.check_stop = alive
         self.committed = 0  # steps known to the ledger
         self.last = cfg.train.max_steps
         folder = resolve(cfg.model, weights=False)
@@ -144,7 +144,7 @@ class Orchestration:
         self.level = cfg.asynchrony.max_async_level
         weights_deadline_s = cfg.ckpt.wait_for_weights_timeout or cfg.weight_broadcast.timeout
         self.versions = Versions(
-            Broadcasts(paths.broadcasts), self.pool, self.abreast, weights_deadline_s
+            Broadcasts(paths.broadcasts), self.pool, self.check_needed, weights_deadline_s
         )
         self.channel = sender(cfg, paths, attempt, self.alive)
         stack.callback(self.channel.close)
@@ -173,10 +173,10 @@ class Orchestration:
 
     def alive(self) -> None:
         """Check for a stop and for the trainer's heartbeat, in every wait for the trainer."""
-        self.stopped()
+        self.check_stop()
         self.trainer.check()
 
-    def abreast(self) -> None:
+    def check_needed(self) -> None:
         """Check as `alive` in every wait for weights; raise FrameGone when the trainer needs
         batches that are gone."""
         self.alive()
@@ -185,16 +185,17 @@ class Orchestration:
     def _phase(self, name: str, done: int, total: int) -> None:
         self.heartbeat.progress(name, done, total)
         faultpoint(f"orchestrate.{name}")
-        self.stopped()
+        self.check_stop()
 
     def _meet_trainer(self) -> None:
         """Wait until the trainer has begun or resumed, because files here may be of an earlier run."""
 
         def has_begun() -> bool:
-            alive, report = self.trainer.alive, self.trainer.report or {}
-            is_over = report.get("step") == self.last or (self.paths.spool / END).exists()
-            has_ended = report.get("phase") == "ended" and is_over
-            return has_ended or (alive and report.get("phase") not in ("starting", "ended"))
+            is_alive, report = self.trainer.alive, self.trainer.report or {}
+            phase = report.get("phase")
+            if phase == "ended":
+                return report.get("step") == self.last or (self.paths.spool / END).exists()
+            return is_alive and phase != "starting"
 
         wait_until(
             has_begun,
@@ -206,55 +207,55 @@ class Orchestration:
     def _pool(self, cfg: RunConfig) -> RolloutPool:
         """Return the engines of client.base_url, else those registered in the run folder."""
         client = cfg.client
+        token, admin_token = self.tokens
         elastic = None
         if client.elastic.hostname is not None:
             elastic = Elastic(
                 client.elastic.hostname, client.elastic.port, client.elastic.sync_interval
             )
-        urls = list(client.base_url)
-        if not urls and elastic is None:
-            urls = self._shown(cfg.rollout.engines)
-        token, admin = self.tokens
         if client.base_url or elastic is not None:  # engines that others started
+            urls = list(client.base_url)
             token = os.environ.get(client.api_key_var) or token
             for url in overheard(urls or [f"http://{client.elastic.hostname}"]):
                 tell(
                     f"warning: the admin's token goes to {url} unencrypted: whoever reads it there can "
                     "give the engine other weights; use a private network, or https before the engine"
                 )
+        else:
+            urls = self._registered_engines(cfg.rollout.engines)
         options = PoolOptions(
             token=token,
-            admin_token=admin,
+            admin_token=admin_token,
             timeout_s=client.timeout,
             check_model=not client.skip_model_check,
             start_s=GONE_S,
             silent_s=silent_s(),
             in_flight="replay" if cfg.asynchrony.partial == "replay" else "keep",
         )
-        return RolloutPool(urls, options, elastic=elastic, alive=self.stopped)
+        return RolloutPool(urls, options, elastic=elastic, alive=self.check_stop)
 
-    def _shown(self, count: int) -> list[str]:
+    def _registered_engines(self, count: int) -> list[str]:
         """Wait for `count` registered and ready engines; return their addresses. ValueError for one
         that only its own machine reaches."""
-        watches: dict[str, HeartbeatMonitor] = {}
+        monitors: dict[str, HeartbeatMonitor] = {}
         urls: list[str] = []
 
-        def ready() -> bool:
+        def are_ready() -> bool:
             for role in self.paths.engines():
-                watches.setdefault(role, HeartbeatMonitor(self.paths.heartbeat(role)))
-            alive = [watch.report or {} for watch in watches.values() if watch.alive]
-            registered = [report for report in alive if report.get("url")]
+                monitors.setdefault(role, HeartbeatMonitor(self.paths.heartbeat(role)))
+            reports = [monitor.report or {} for monitor in monitors.values() if monitor.alive]
+            registered = [report for report in reports if report.get("url")]
             for report in registered:
                 _check_reached(report)
             urls[:] = [str(report["url"]) for report in registered]
-            return len(urls) >= count and len(urls) == len(alive)
+            return len(urls) >= count and len(registered) == len(reports)
 
         description = "an engine" if count == 1 else f"{count} engines (rollout.engines)"
         wait_until(
-            ready,
+            are_ready,
             f"{description} in {self.paths.roles} (lowroll serve), or client.base_url",
             GONE_S,
-            self.stopped,
+            self.check_stop,
         )
         return urls
 

@@ -23,13 +23,12 @@ from lowroll.config import RunConfig
 from lowroll.runs.attempt import tell
 from lowroll.runs.roles.ray_actor import THREADS, WORD, ActorProcess, Bundle
 from lowroll.runs.roles.run_paths import (
-    ADMIN,
     ENGINE_ROLE,
     ORCHESTRATOR,
-    TOKEN,
     TRAINER,
     RunPaths,
     engine_roles,
+    new_tokens,
 )
 from lowroll.transport.base import wait_until
 from lowroll.types import RunFailed, printable
@@ -275,7 +274,7 @@ def role_variables(cfg: RunConfig, paths: RunPaths) -> Iterator[tuple[str, str]]
     inherited = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED)}
     roles = engine_roles(cfg)
     if roles:
-        inherited |= {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
+        inherited |= new_tokens()
     word = secrets.token_hex(16)
     content: dict[str, Any] = {WORD: word, "all": inherited} | {
         role: {ENGINE_ROLE: role} for role in roles

@@ -230,16 +230,18 @@ class ActorProcess(RoleProcess):
 
     def _ask_for_exit(self) -> None:
         """Request the exit status without waiting for the answer."""
-        try:
-            if self._ends is None and time.monotonic() >= self._ask_at:
-                self._ends = self.actor.ends.remote()
-            if self._ends is None or (exits := answer(self._ends)) is None:
+        if self._ends is None:
+            if time.monotonic() < self._ask_at:
                 return
+            self._ends = self.actor.ends.remote()
+        try:
+            exits = answer(self._ends)
         except ActorAway:
-            self._ends, self._ask_at = None, time.monotonic() + POLL_S
-            return  # a role that stays so is silent, too
+            exits = []  # a role whose actor stays away is silent, too
         except ActorLost as error:
             return self._lose(error)
+        if exits is None:
+            return
         self._ends, self._ask_at = None, time.monotonic() + POLL_S
         if exits:
             (self.exit,) = exits

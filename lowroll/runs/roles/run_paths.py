@@ -36,6 +36,11 @@ def rank_role(rank: int) -> str:
     return f"{TRAINER}-rank{rank}" if rank else TRAINER
 
 
+def new_tokens() -> dict[str, str]:
+    """Return new tokens of clients and admin, as environment variables."""
+    return {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
+
+
 class RunPaths:
     """The paths below a run folder."""
 

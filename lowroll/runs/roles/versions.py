@@ -58,9 +58,9 @@ class Versions:
     def exactly(self, version: int) -> int:
         """Wait for exactly this version, load it, and return it."""
         broadcast = self.broadcasts.at(version)
-        if broadcast is None and version == 0:
-            return self.version
         if broadcast is None:
+            if version == 0:
+                return self.version
             broadcast = self.broadcasts.wait(version, self.deadline_s, self.alive)
         return self._take(broadcast, lambda: self.broadcasts.at(version))
 
@@ -96,25 +96,17 @@ class Versions:
         return newest is not None and newest != broadcast and newest.version >= broadcast.version
 
     def _go_back(self, version: int) -> None:
-        """Drop versions that this one invalidates, and report it."""
-        replaced_versions = [
-            old_version
-            for old_version, taken in self._taken.items()
-            if self._is_gone(taken, version)
-        ]
-        if not replaced_versions:
+        """Drop the taken versions that are undone when this one is loaded, and report it."""
+        undone = [old for old, taken in self._taken.items() if self._is_gone(taken, version)]
+        if not undone:
             return
+        oldest = min(undone)
         log.warning(
             "the trainer has gone back: what was drawn from its version %d on is drawn again",
-            min(replaced_versions),
+            oldest,
         )
-        for old_version in [
-            taken_version
-            for taken_version in self._taken
-            if taken_version >= min(replaced_versions)
-        ]:
-            del self._taken[old_version]
-        self.retract(min(replaced_versions) - 1)
+        self._taken = {old: taken for old, taken in self._taken.items() if old < oldest}
+        self.retract(oldest - 1)
 
     def _is_gone(self, taken: Broadcast, version: int) -> bool:
         """Return whether a taken version was replaced, or is missing and later than `version`."""
