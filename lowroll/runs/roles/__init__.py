@@ -2,8 +2,8 @@
 
 The roles:
     engine         `lowroll serve FILE`: lowroll's own engine, or a vLLM
-    orchestrator   `lowroll orchestrate`: makes batches; versions: the weights that engines draw from
-    trainer        `lowroll train`: learns from them; rank_follower: its ranks other than rank 0
+    orchestrator   `lowroll orchestrate`; versions: the weights that engines draw from
+    trainer        `lowroll train`; rank_follower: its ranks other than rank 0
     channels       the transport of rollouts
     run_paths      their files, names and tokens
     heartbeat      their heartbeats

@@ -1,5 +1,4 @@
-"""The check that the roles of a run agree on shared settings, which each reads from its own file.
-No torch.
+"""The check that the roles of a run agree on shared settings. No torch.
 
 The trainer's are in RUN/config.yaml from its start on; engines report theirs on connection.
 """
@@ -19,7 +18,7 @@ from lowroll.runs.assembly import capabilities
 from lowroll.runs.folder import CONFIG
 from lowroll.types import printable
 
-# Keys in every orchestrator's file; a run.yaml also holds those of OF_RUN.
+# ALWAYS: the keys of every orchestrator's file. A run.yaml also has those of OF_RUN.
 ALWAYS = (
     "model",
     "batch_size",
@@ -102,8 +101,7 @@ def check_engines(cfg: RunConfig, pool: EnginePool) -> None:
 
 
 def _same_formats(wanted: str, held: str) -> bool:
-    """Return whether two formats are equal: those for few rows and, where there is a second one,
-    those for many."""
+    """Return whether formats for few rows, and for many after a "+", are equal."""
     pairs = list(zip_longest(wanted.split("+"), held.split("+"), fillvalue=""))
     return all(a == b or (is_dense(a) and is_dense(b)) for a, b in pairs)
 

@@ -56,11 +56,8 @@ def receiver(
 
 
 class TrainerChannel:
-    """The trainer's end of the channel, which is opened when the run folder is ready.
-
-    It waits for a restarted orchestrator, and for one that goes back with this trainer to make
-    batches again. alive: limits these waits by an exception. on_batch: called with each batch.
-    """
+    """The trainer's end of the channel. It waits for an orchestrator that is restarted, or makes
+    batches again. alive: limits these waits by an exception. on_batch: called with each batch."""
 
     def __init__(
         self, alive: Alive, on_batch: Callable[[Batch], None] = lambda batch: None

@@ -1,8 +1,8 @@
 """The assignment of GPUs to a launcher's children. No torch.
 
-The learner's ranks have the first GPUs, one each, and the engines the others, each as many as it
-needs; they share them if there are too few. Without any left, an engine shares the learner's GPUs.
-Without GPUs nothing is assigned, and a single one is shared by all.
+The learner's ranks have the first GPUs, one each. The engines have the others, each as many as it
+needs, and share them if there are too few; without others they share the learner's. A single GPU
+is shared by all.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Placement:
-    """GPUs by name: one of each rank, and those of each engine; none where no device is chosen."""
+    """The GPU of each rank and those of each engine; none where nothing is assigned."""
 
     ranks: tuple[str, ...] = ()
     engines: tuple[tuple[str, ...], ...] = ()
 
     @property
     def learner(self) -> dict[str, str]:
-        """Return the environment of the trainer with all its ranks."""
+        """The environment of the trainer and its ranks."""
         return {VISIBLE: ",".join(self.ranks)} if self.ranks else {}
 
     def engine(self, number: int) -> dict[str, str]:
@@ -34,7 +34,7 @@ class Placement:
 
     @property
     def shares(self) -> int:
-        """Return the most engines on one rank's GPU."""
+        """The most engines on one rank's GPU."""
         return max(
             (sum(gpu in engine_gpus for engine_gpus in self.engines) for gpu in self.ranks),
             default=0,
@@ -56,7 +56,7 @@ class Placement:
 
 
 def visible(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return this process's GPUs by name: CUDA_VISIBLE_DEVICES, else all of the machine."""
+    """Return this process's GPUs: CUDA_VISIBLE_DEVICES, else all of the machine."""
     if VISIBLE in environ:
         return [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
     names = (path.name[6:] for path in Path("/dev").glob("nvidia[0-9]*"))
@@ -64,8 +64,8 @@ def visible(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def place(gpus: Sequence[str], ranks: int = 1, engines: int = 1, each: int = 1) -> Placement:
-    """Assign `gpus` to the ranks and to the engines, each of which needs `each`. ValueError for
-    fewer GPUs, unless 0, than ranks or than one engine needs."""
+    """Assign GPUs to ranks and to engines, which need `each`. ValueError for fewer, unless 0, than
+    ranks or than one engine needs."""
     if not gpus or len(gpus) == ranks == each == 1:
         return Placement()
     if len(gpus) < ranks:
@@ -89,7 +89,7 @@ def place(gpus: Sequence[str], ranks: int = 1, engines: int = 1, each: int = 1) 
 
 
 def of_run(cfg: RunConfig) -> Placement:
-    """Place the roles of a run on this machine. Raises ValueError under the same conditions as `place`."""
+    """Place the roles of a run on this machine. ValueError as by `place`."""
     gpus_per_engine = 1 if cfg.rollout.engine == "native" else cfg.rollout.vllm.tensor_parallel_size
     gpus = [] if cfg.device == "cpu" else visible()
     return place(gpus, cfg.train.gpus, cfg.rollout.engines, gpus_per_engine)
@@ -102,8 +102,8 @@ def check_ranks(cfg: RunConfig) -> None:
 
 
 def own_first(local: int, gpus: Sequence[str]) -> dict[str, str]:
-    """Return the environment of the `local`th rank of its machine: its own GPU comes first, then
-    those of the others, which NCCL reaches directly. ValueError without a GPU for it."""
+    """Return the environment of a machine's `local`th rank: its own GPU first, then the others',
+    which NCCL reaches directly. ValueError without a GPU for it."""
     if len(gpus) < 2 and not local:
         return {}
     if local >= len(gpus):

@@ -1,8 +1,7 @@
 """The engine of a run, for `lowroll serve FILE`, equal to that of a run in one process.
 
-With `rollout.engine: vllm` it is a vLLM on a Unix socket that only this user can reach, since
-vLLM's control routes need no token. The role's heartbeat holds the address; a restarted one keeps
-its socket.
+A vLLM listens on a Unix socket that only this user can reach, since its control routes need no
+token. The role's heartbeat holds the address; a restarted one keeps it.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ POLL_S = 0.2
 
 
 def take_role(paths: RunPaths, stack: ExitStack, named: str | None) -> tuple[str, int]:
-    """Take a role in the run folder; return (its name, the attempt). RunLockedError names its
-    holder."""
+    """Take a role; return its name and attempt. RunLockedError names the holder."""
     names = [named] if named else [f"{ENGINE}-{i}" for i in range(MOST)]
     for name in names[:-1]:
         with suppress(RunLockedError):
@@ -43,8 +41,7 @@ def take_role(paths: RunPaths, stack: ExitStack, named: str | None) -> tuple[str
 
 
 def build(cfg: RunConfig) -> NativeEngine:
-    """Build an engine over the learner's initial model, as version 0. ValueError names the invalid
-    setting."""
+    """Build an engine over the learner's initial model. ValueError names the invalid setting."""
     from lowroll.engine.native import NativeEngine
     from lowroll.runs.assembly import engines, models
     from lowroll.runs.assembly.compute import Compute
@@ -58,7 +55,7 @@ def build(cfg: RunConfig) -> NativeEngine:
 
 
 def arguments_of(cfg: RunConfig, given: argparse.Namespace) -> argparse.Namespace:
-    """Return a run's options of `lowroll serve`."""
+    """Return the options of `lowroll serve` for a run."""
     paths = RunPaths(cfg.output_dir)
     paths.broadcasts.mkdir(parents=True, exist_ok=True)
     arguments = argparse.Namespace(**vars(given))
@@ -81,8 +78,8 @@ def arguments_of(cfg: RunConfig, given: argparse.Namespace) -> argparse.Namespac
 
 
 def serve_vllm(cfg: RunConfig, paths: RunPaths, role: str, heartbeat: Heartbeat) -> NoReturn:
-    """Run a vLLM until a signal, which raises SystemExit. ValueError names what it cannot do for
-    the run, RunFailed how it ended."""
+    """Run a vLLM until a signal, which raises SystemExit. ValueError names what it cannot do,
+    RunFailed how it ended."""
     from lowroll.engine.remote.vllm_process import lasting_folder
     from lowroll.runs.assembly import vllm
 
@@ -103,7 +100,7 @@ def serve_vllm(cfg: RunConfig, paths: RunPaths, role: str, heartbeat: Heartbeat)
 
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """Exit at a signal in the block and unwind, also while vLLM starts."""
+    """Exit at a signal in the block, also while vLLM starts."""
 
     def end(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -1,7 +1,4 @@
-"""The heartbeat of a role: `roles/<role>.json`, written every second with a growing count.
-
-A monitor measures the time between changes by its own monotonic clock.
-"""
+"""The heartbeat of a role: `roles/<role>.json`, written every second with a growing count."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def silent_s() -> float:
 
 
 class Heartbeat:
-    """This process's heartbeat as a role, written by a thread inside the block."""
+    """This process's heartbeat, written by a thread inside the block."""
 
     def __init__(self, path: Path, role: str, attempt: int, **told: object) -> None:
         self.path = path
@@ -65,12 +62,12 @@ class Heartbeat:
         self.update(phase="ended", doing="")
 
     def update(self, **told: object) -> None:
-        """Update the heartbeat's report, and write it at once."""
+        """Update the report, and write it at once."""
         self.report |= told
         self._write()
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Set the progress of the next beat."""
+        """Set the progress that the next beat reports."""
         self.report["doing"] = f"{phase} {done}/{total}" if total else phase
 
     def _run(self) -> None:
@@ -102,7 +99,7 @@ def read_heartbeat(path: Path) -> dict[str, Any] | None:
 
 
 class HeartbeatMonitor:
-    """The heartbeat of another role."""
+    """The heartbeat of another role. Silence is measured by this process's own clock."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
@@ -114,7 +111,7 @@ class HeartbeatMonitor:
         self._is_named = False
 
     def look(self) -> bool:
-        """Read the heartbeat; return whether it has changed."""
+        """Read the heartbeat. Return whether it has changed."""
         report = read_heartbeat(self.path)
         if report is None or report == self.report:
             return False
@@ -130,7 +127,6 @@ class HeartbeatMonitor:
 
     @property
     def name(self) -> str:
-        """The role's name, with its process."""
         report = self.report
         if report is None:
             return f"{self.path.stem} (which has not shown itself)"
@@ -144,18 +140,17 @@ class HeartbeatMonitor:
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the last seen change, or since the first look."""
+        """Seconds since the last change, or since the first look."""
         return self.clock() - self._changed_at
 
     def describe_report(self) -> str:
-        """Describe the role's last report."""
         report = self.report or {}
         step = "" if report.get("step") is None else f"step {report['step']}"
         parts = (step, report.get("phase"), report.get("doing"))
         return printable(", ".join(str(part) for part in parts if part)) or "nothing"
 
     def check(self) -> None:
-        """Warn once when the role is silent, and raise PeerSilent when it stays so."""
+        """Warn once of a silent role; raise PeerSilent when it stays silent."""
         self.look()
         silent = self.silent_for
         if silent > self.silent_s and not self._is_named:

@@ -41,7 +41,7 @@ def refuse(cfg: RunConfig) -> None:
 
 
 def refuse_budget(cfg: RunConfig) -> None:
-    """Raise ValueError for formats that may differ by layer, which only one process knows."""
+    """Raise ValueError for formats that may differ by layer."""
     if is_budget(cfg.rollout.weights) or cfg.rollout.weights == STORED:
         raise ValueError(
             f"rollout.weights: {cfg.rollout.weights}: formats that differ by layer are for one "
@@ -50,7 +50,7 @@ def refuse_budget(cfg: RunConfig) -> None:
 
 
 def refuse_engine(cfg: RunConfig) -> None:
-    """Raise ValueError for what a vLLM does only in one process."""
+    """Raise ValueError for what a vLLM cannot do with roles."""
     rollout, broadcast_type = cfg.rollout, cfg.weight_broadcast.type
     if rollout.engine == "native":
         return

@@ -1,8 +1,4 @@
-"""`launcher: local`: the roles of a run as children of one command on this machine.
-
-The kernel kills a child with its launcher, which the environment names (`PARENT`,
-`die_with_parent`).
-"""
+"""`launcher: local`: the roles of a run as children of one command, killed with it by the kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def processes(cfg: RunConfig, paths: RunPaths) -> dict[str, LocalProcess]:
-    """Return the roles' processes, each with its devices; none is started."""
+    """Return the roles' processes, with their devices and not started."""
     env = dict(os.environ)
     engines = engine_roles(cfg)
     if engines:  # else they have their own tokens
@@ -55,7 +51,7 @@ def processes(cfg: RunConfig, paths: RunPaths) -> dict[str, LocalProcess]:
 
 
 class LocalProcess(RoleProcess):
-    """A child of this process. env: its whole environment. folder: its working directory."""
+    """A child of this process. env: all of it. folder: its working directory."""
 
     def __init__(self, env: Mapping[str, str], log: Path, folder: Path | None = None) -> None:
         self.env = dict(env)
@@ -81,12 +77,11 @@ class LocalProcess(RoleProcess):
 
     @property
     def pid(self) -> int:
-        """The process ID; 0 before the first start."""
+        """The process ID; 0 before the start."""
         return 0 if self.child is None else self.child.pid
 
     def is_alive(self) -> bool:
-        """Return whether the process runs. An ended one keeps its ID until `kill`, so that it is
-        not reused."""
+        """Return whether the process runs. An ended one keeps its ID until `kill`."""
         if self.child is None or self.child.returncode is not None:
             return False
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -103,8 +98,7 @@ class LocalProcess(RoleProcess):
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process and its group, and wait for the end. Idempotent, because a released ID
-        may be another's."""
+        """Kill the group and wait. Idempotent, because a released ID may be another's."""
         if self.child is None or self.exit is not None:
             return
         if self.child.returncode is None:
@@ -118,14 +112,13 @@ class LocalProcess(RoleProcess):
 
 
 def exit_of(code: int, log: Path, log_start: int, cause: str = "") -> Exit:
-    """Describe a process's end by its exit code and the last error in its log."""
     if not cause:
         cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return Exit(code, cause, f"{last_error(log, log_start)} (log: {log})")
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process with the launcher that the environment names."""
+    """Have the kernel kill this process with the launcher in PARENT."""
     parent = os.environ.get(PARENT)
     if parent is None:
         return
@@ -135,8 +128,8 @@ def die_with_parent() -> None:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Return a socket that reserves a port: the system does not choose it for others, but a process
-    that names it may listen there."""
+    """Return a socket that reserves a port: the system gives it to nobody else, but a process that
+    names it may listen there."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((host, 0))
@@ -144,7 +137,6 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def is_port_free(host: str, port: int) -> bool:
-    """Return whether a server could listen there."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -4,8 +4,7 @@
     2. resumes from the newest batch in the spool, else from the trainer's checkpoint
     3. makes batch n when the weights of version n - 1 - max_async_level are there
 
-A batch is in the spool before it counts as sent. A restarted process repeats the same requests with
-the same noise.
+A restarted process repeats the same requests with the same noise.
 """
 
 from __future__ import annotations
@@ -57,14 +56,13 @@ log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-    """A signal requested the end; sent batches are in the spool."""
+    """A signal has requested the end."""
 
 
 def orchestrate(cfg: RunConfig) -> int:
-    """Make the batches of a run; return the signal that ended it early, else 0.
+    """Make the batches of a run. Return the signal that ended it early, else 0.
 
-    ValueError names what is wrong with the settings or the run folder, RunFailed a missing engine
-    or trainer.
+    ValueError names what is wrong with settings or run folder, RunFailed a missing role.
     """
     cfg = cfg.resolved()
     refuse(cfg)
@@ -95,7 +93,7 @@ def orchestrate(cfg: RunConfig) -> int:
 
 
 def overheard(urls: Sequence[str]) -> list[str]:
-    """Return those that reach another machine unencrypted."""
+    """Return the URLs that reach another machine unencrypted."""
     unencrypted = []
     for url in urls:
         parts = urlsplit(url)
@@ -105,7 +103,7 @@ def overheard(urls: Sequence[str]) -> list[str]:
 
 
 class Orchestration:
-    """The state of the orchestrator's role. alive: raises when the process must stop."""
+    """The orchestrator's role. alive: raises when the process must stop."""
 
     def __init__(
         self,
@@ -129,7 +127,7 @@ class Orchestration:
         )
         self.tasks = RunEnvironments(cfg)
         self.tokens = paths.tokens()  # a missing one is reported before any wait
-        # not "waiting" yet: settings that are refused below end a launch at once
+        # not "waiting", which is ready: settings that are refused below end a launch at once
         heartbeat.update(phase="meeting", doing="the trainer")
         tell(f"waiting for the trainer in {paths.run} (lowroll train)")
         self._meet_trainer()
@@ -172,13 +170,13 @@ class Orchestration:
         self._made = time.monotonic()  # time of the previous batch
 
     def alive(self) -> None:
-        """Check for a stop and for the trainer's heartbeat, in every wait for the trainer."""
+        """Check in waits for the trainer for a stop and its heartbeat."""
         self.check_stop()
         self.trainer.check()
 
     def check_needed(self) -> None:
-        """Check as `alive` in every wait for weights; raise FrameGone when the trainer needs
-        batches that are gone."""
+        """Check as `alive` in waits for weights. FrameGone when the trainer needs batches that are
+        gone."""
         self.alive()
         self.channel.check()
 
@@ -188,7 +186,7 @@ class Orchestration:
         self.check_stop()
 
     def _meet_trainer(self) -> None:
-        """Wait until the trainer has begun or resumed, because files here may be of an earlier run."""
+        """Wait until the trainer has begun or resumed: files may be of an earlier run."""
 
         def has_begun() -> bool:
             is_alive, report = self.trainer.alive, self.trainer.report or {}
@@ -205,7 +203,7 @@ class Orchestration:
         )
 
     def _pool(self, cfg: RunConfig) -> RolloutPool:
-        """Return the engines of client.base_url, else those registered in the run folder."""
+        """Connect to the engines of `client`, else to those registered in the run folder."""
         client = cfg.client
         token, admin_token = self.tokens
         elastic = None
@@ -235,8 +233,8 @@ class Orchestration:
         return RolloutPool(urls, options, elastic=elastic, alive=self.check_stop)
 
     def _registered_engines(self, count: int) -> list[str]:
-        """Wait for `count` registered and ready engines; return their addresses. ValueError for one
-        that only its own machine reaches."""
+        """Wait for `count` ready engines; return their addresses. ValueError for one that only its
+        own machine reaches."""
         monitors: dict[str, HeartbeatMonitor] = {}
         urls: list[str] = []
 
@@ -273,7 +271,7 @@ class Orchestration:
         tell("the trainer has learned from every batch; nothing is left to make")
 
     def _make_after(self, made: int) -> None:
-        """Make the batches after the step `made`, and wait for the trainer's last checkpoint."""
+        """Make the batches after the step `made`, and wait until all are committed."""
         try:
             if (ended := self.channel.spool.ended()) is not None:
                 raise NoSignal(ended)  # recorded before this process was started
@@ -291,7 +289,7 @@ class Orchestration:
         self.channel.drain(GONE_S * 48)
 
     def step(self, step: int) -> None:
-        """Make the batch of a step, when its weights are there."""
+        """Make the batch of a step once its weights are there."""
         self.heartbeat.update(
             step=step, phase="waiting", doing=f"for the weights of {self.needs(step)}"
         )
@@ -307,7 +305,7 @@ class Orchestration:
         self._commit()
 
     def _pace(self, batch: Batch) -> dict[str, float]:
-        """Return metrics of the engines and of the time spent waiting for weights."""
+        """Return metrics of the engines and of waits for weights."""
         previous_time, self._made = self._made, time.monotonic()
         metrics = self.pool.report().metrics()
         if self.level == 0:
@@ -319,7 +317,7 @@ class Orchestration:
         return metrics
 
     def _commit(self) -> None:
-        """Record in the ledger what the trainer has committed."""
+        """Note in the ledger what the trainer has committed."""
         cursor = self.channel.cursor()
         if cursor is not None and cursor.committed > self.committed:
             self.committed = cursor.committed
@@ -330,7 +328,7 @@ class Orchestration:
         return max(0, step - 1 - self.level)
 
     def _go_on(self) -> int:
-        """Restore the orchestrator's state; return the step of the last sent batch."""
+        """Restore the state; return the step of the last sent batch."""
         cursor, spool = self._cursor(), self.channel.spool
         newest = spool.newest()
         if newest is not None and spool.reaches(cursor.received) and newest.orchestrator:
@@ -356,7 +354,7 @@ class Orchestration:
         return checkpoint.step
 
     def _cursor(self) -> Cursor:
-        """Wait for the cursor of the current trainer, or of one that has ended."""
+        """Return the cursor of the current trainer, or of one that has ended; wait for it."""
 
         def has_spoken() -> bool:
             self.trainer.look()
@@ -383,7 +381,7 @@ class Orchestration:
         self._record(0, around(self.batches.before(1, self.versions.version), {}))
 
     def _evaluate_after(self, step: int) -> None:
-        """Evaluate the policy after a step if due: at a level above 0 the newest policy by then."""
+        """Evaluate after a step if due: at a level above 0 the newest policy by then."""
         if step < 1 or not self.batches.evaluations.due(step) or self._recorded(step):
             return
         self.heartbeat.update(phase="waiting", doing=f"for the weights of {step}, to evaluate them")
@@ -401,7 +399,7 @@ class Orchestration:
 
 
 def _check_reached(said: Mapping[str, Any]) -> None:
-    """Raise ValueError for an engine of another machine whose address leads to this one."""
+    """Raise ValueError for another machine's engine whose address leads to this one."""
     if said.get("host") == socket.gethostname():
         return
     if str(said["url"]).startswith("unix:"):

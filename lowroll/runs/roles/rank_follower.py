@@ -3,8 +3,8 @@
     rank 0        learn + batch    checkpoint    ...    finish    end
     the others    the same calls on a learner of the same kind, whose run folder writes nothing
 
-Rank 0 sends an order before it acts, so all ranks make the same calls in the same order. Only rank
-0 reads the channel, writes and broadcasts.
+Rank 0 sends an order before it acts, so all ranks make the same calls. Only rank 0 reads the
+channel, writes and broadcasts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Do = Literal["learn", "checkpoint", "finish", "end"]
 
 @dataclass(frozen=True)
 class Order:
-    """An order to all ranks. step: of the batch, or of the checkpoint."""
+    """An order to all ranks. step: of the batch or checkpoint."""
 
     do: Do
     step: int = 0
@@ -54,7 +54,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Begin:
-    """The message with which the other ranks begin. step: of the checkpoint to resume from."""
+    """The first message to the other ranks. step: of the checkpoint to resume from."""
 
     attempt: int
     step: int | None
@@ -81,19 +81,17 @@ def join_ranks(cfg: RunConfig, environment: RankEnvironment | None) -> Iterator[
 
 
 class OrderSender:
-    """Rank 0's side; sends nothing when alone."""
+    """Rank 0's side. It sends nothing when alone."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
     def begin(self, attempt: int, checkpoints: Checkpointing, cfg: RunConfig) -> None:
-        """Have the others make their learners."""
         step = None if checkpoints.found is None else checkpoints.found.step
         if self.ranks.size > 1:
             self.ranks.tell(json.dumps(asdict(Begin(attempt, step, cfg.dump()))).encode())
 
     def send(self, do: Do, step: int = 0, batch: Batch | None = None) -> None:
-        """Send the next order with its batch."""
         if self.ranks.size > 1:
             payload = b"" if batch is None else pack_batch(batch)
             self.ranks.tell(json.dumps(asdict(Order(do, step))).encode() + b"\n" + payload)
@@ -104,7 +102,7 @@ class OrderSender:
 
 
 def follow(cfg: RunConfig, environment: RankEnvironment) -> None:
-    """Learn with rank 0 until the run is over. ValueError for another run's settings or weights."""
+    """Learn with rank 0 to the end. ValueError for another run's settings or weights."""
     cfg = cfg.resolved()
     paths, role = RunPaths(cfg.output_dir), rank_role(environment.rank)
     with ExitStack() as stack:
@@ -119,7 +117,7 @@ def follow(cfg: RunConfig, environment: RankEnvironment) -> None:
 
 
 class Follower:
-    """A rank that follows rank 0's orders."""
+    """A rank that follows orders."""
 
     def __init__(self, cfg: RunConfig, ranks: Ranks, heartbeat: Heartbeat, begin: Begin) -> None:
         self.ranks = ranks
@@ -160,7 +158,7 @@ class Follower:
 
 
 class OrderReceiver:
-    """Rank 0's orders, and their batches for the learner."""
+    """Rank 0's orders, and the learner's channel (`transport.base.RolloutReceiver`)."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -172,14 +170,13 @@ class OrderReceiver:
         return Order(**json.loads(line))
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the batch of the order to learn."""
+        """Return the batch of the last order."""
         assert self._batch is not None
         return self._batch
 
 
 class ReadOnlyFolder(RunFolder):
-    """The run folder of a rank that writes nothing. step: of the checkpoint that rank 0 has
-    verified."""
+    """The run folder of a rank that writes nothing. step: of rank 0's verified checkpoint."""
 
     verified = True
 
@@ -203,8 +200,8 @@ class ReadOnlyFolder(RunFolder):
 
 
 class MirrorPublisher:
-    """The publisher of a learner without an engine in its process (`runs.learner.Publisher`).
-    `whole` has the gathered weights, on the leading rank. device: of `whole`."""
+    """The publisher of a learner whose engines are elsewhere (`runs.learner.Publisher`). whole: the
+    gathered weights, on `device` of the leading rank."""
 
     cache_tokens = None
     hidden_bytes = 0
@@ -231,11 +228,11 @@ class MirrorPublisher:
         raise AssertionError(f"a fallback to {weights} was refused at the start")
 
     def release(self) -> None:
-        """Do nothing: engines elsewhere keep their memory."""
+        """Do nothing: engines keep their memory."""
 
 
 def check_settings(cfg: RunConfig, begin: Begin) -> None:
-    """Raise ValueError that names the first setting that is not rank 0's."""
+    """Raise ValueError for the first setting that is not rank 0's."""
     for own_line, leader_line in zip(
         cfg.dump().splitlines(), begin.settings.splitlines(), strict=False
     ):

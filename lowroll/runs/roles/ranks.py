@@ -5,8 +5,8 @@ torchrun, srun or `lowroll train` with `train.gpus` above 1 set the environment.
     rank 0         the trainer                                       log logs/trainer-rank0.log
     rank 1, ...    which follow it (`runs.roles.rank_follower`)      log logs/trainer-rank1.log, ...
 
-When one ends or is silent all end, and the command restarts from the checkpoint. The first signal
-goes to rank 0, which finishes the step, writes a checkpoint, and releases the others.
+When one ends or is silent all end, and a launcher restarts the command from the checkpoint. The
+first signal goes to rank 0, which finishes the step and releases the others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STOPPED = 128 + signal.SIGTERM  # exit code of rank 0 after a requested stop
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Rank `rank` of `size`, the `local`th of its machine; they meet at host:port."""
+    """Rank `rank` of `size`, the `local`th of its machine. They meet at host:port."""
 
     rank: int
     size: int
@@ -57,8 +57,8 @@ class RankEnvironment:
     def read(
         cls, cfg: RunConfig, environ: Mapping[str, str] = os.environ
     ) -> RankEnvironment | None:
-        """Return this process's rank; None if the environment names none. ValueError names a
-        missing or wrong variable."""
+        """Return this process's rank, if the environment names one. ValueError names a missing or
+        wrong variable."""
         present = [name for name in NAMES[:2] if environ.get(name)]
         if not present:
             return None
@@ -98,10 +98,10 @@ def _read_number(name: str, environ: Mapping[str, str]) -> int:
 
 
 def launch_ranks(cfg: RunConfig, words: Sequence[str], resume: bool, overwrite: bool) -> RunResult:
-    """Learn with `train.gpus` ranks; words: of the command, after `lowroll`.
+    """Learn with `train.gpus` ranks. words: the command after `lowroll`.
 
     ValueError has what a rank refuses, RunFailed the last error of one that ended or hangs, OSError
-    that of one with a full disk.
+    one of a full disk.
     """
     resolved = cfg.resolved()
     refuse(resolved)
@@ -119,7 +119,7 @@ def launch_ranks(cfg: RunConfig, words: Sequence[str], resume: bool, overwrite: 
 
 
 class RankSupervisor:
-    """The ranks of a learner, which live and end together: none is restarted alone."""
+    """The ranks of a learner, which live and end together."""
 
     def __init__(self, cfg: RunConfig, paths: RunPaths, words: Sequence[str], stop: Stop) -> None:
         self.stop = stop
@@ -135,7 +135,7 @@ class RankSupervisor:
         self._printed = self._log_size()
 
     def run(self) -> int:
-        """Run to the end; return the signal that ended the ranks early, else 0."""
+        """Run to the end. Return the signal that ended the ranks early, else 0."""
         for rank in self.ranks:
             rank.start()
         leader, is_signaled = self.ranks[0], False
@@ -154,7 +154,7 @@ class RankSupervisor:
         return self.stop.signal or (signal.SIGTERM if leader.exit_code == STOPPED else 0)
 
     def check(self) -> None:
-        """Raise RunFailed when a rank has ended before its time, or hangs."""
+        """Raise the error of a rank that has failed or hangs."""
         for rank in self.ranks:
             rank.update()
             if (hang := rank.find_hang()) is not None:
@@ -186,7 +186,7 @@ class RankSupervisor:
         return any(rank.process.is_alive() for rank in self.ranks)
 
     def _print_log(self) -> None:
-        """Print what rank 0 has added to its log."""
+        """Print what is new in rank 0's log."""
         if self._log_size() == self._printed:
             return
         with self.ranks[0].process.log.open("rb") as file:
@@ -201,7 +201,7 @@ class RankSupervisor:
         return log.stat().st_size if log.exists() else 0
 
     def close(self) -> None:
-        """End all ranks, and print rank 0's last lines."""
+        """End all ranks."""
         for rank in reversed(self.ranks):
             rank.process.kill()
         self._meeting_point.close()

@@ -1,7 +1,7 @@
 """`launcher: ray`: the roles of a run on a Ray cluster, each a process that an actor owns.
 
-One placement group has a bundle for each role: the trainer's GPUs are of one node, the engines are
-spread. Ray finds another node for a bundle whose node is lost, and the role is restarted there.
+One placement group has a bundle for each role. Ray finds another node for a bundle whose node is
+lost, and the role is restarted there.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from lowroll.transport.base import wait_until
 from lowroll.types import RunFailed, printable
 
 MODE, RAYS_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-# Prefixes of the variables that a remote role inherits from the command's environment.
+# Prefixes of the variables that a role inherits from the command.
 PASSED = ("LOWROLL_", "HF_", "WANDB_", "MLFLOW_", "TRACKIO_", "NCCL_", "GLOO_")
 POLL_S = 0.1
-# The probe is a separate program, since Ray reads its token settings at import. It exits with 0
-# when the cluster at the address answers a client without a token.
+# A program of its own, since Ray reads its token settings at import. It exits with 0 when the
+# cluster answers a client without a token.
 AUTH_PROBE = """
 import sys
 from ray._raylet import GcsClient
 GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=10.0)
 """
-AUTH_PROBE_S = 120.0  # for a Python with Ray on a busy machine, and its request
+AUTH_PROBE_S = 120.0  # importing Ray takes long on a busy machine
 OWN = {  # settings of our own cluster
     "prestart_worker_first_driver": False,  # unused
     "worker_niceness": 0,  # Ray's 15 would also slow the roles, which this machine is for
@@ -53,8 +53,8 @@ STORE = 80 << 20  # bytes of our own cluster's object store, which carries nothi
 
 
 def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, ActorProcess]:
-    """Return the roles' processes, each with a node on the cluster; none is started. ValueError
-    names a node that does not see the run folder, RunFailed a role without a node."""
+    """Return the roles' processes, placed and not started. ValueError names a node that does not see
+    the run folder, RunFailed a role without a node."""
     stack.enter_context(_connect_cluster(cfg))
     meeting_arguments = (os.getcwd(), *stack.enter_context(role_variables(cfg, paths)))
     demand_by_role, deadline_s = demands(cfg, _cluster_gpus()), cfg.ray.node_deadline
@@ -79,7 +79,7 @@ def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, Ac
 
 
 def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
-    """Return the (CPUs, GPUs) of each role on one node. gpus: of the cluster."""
+    """Return the (CPUs, GPUs) of each role. gpus: of the cluster."""
     ray = cfg.ray
     rollout, uses_gpus = cfg.rollout, float(bool(gpus) and cfg.device != "cpu")
     gpus_per_engine = 1 if rollout.engine == "native" else rollout.vllm.tensor_parallel_size
@@ -93,8 +93,8 @@ def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
 
 
 def package(address: str | None) -> Any:
-    """Import Ray, with token authentication and without telemetry. ValueError when it is not
-    installed, or already in use."""
+    """Import Ray with token authentication, without telemetry. ValueError when it is missing or
+    in use."""
     if sys.modules.get("ray") and os.environ.get(MODE) != "token":
         raise ValueError(
             f"launcher: ray: ray was imported before, without {MODE}=token in the environment: it reads "
@@ -118,7 +118,7 @@ def package(address: str | None) -> Any:
 
 @contextmanager
 def _connect_cluster(cfg: RunConfig) -> Iterator[None]:
-    """Connect to the cluster of ray.address, or to our own, which ends with the block."""
+    """Connect to the cluster of ray.address, or to our own, for the block."""
     ray = package(cfg.ray.address)
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "lowroll"}
     try:
@@ -146,9 +146,9 @@ def _connect_cluster(cfg: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def _own_cluster(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
-    """Start a cluster at this machine's loopback address, with its own token."""
+    """Start a cluster at the loopback address, with its own token."""
     min_cpus = sum(int(cpus) for cpus, _ in demands(cfg, 0).values())
-    # The folder is for this user alone, which Ray does not ensure; socket names must be short.
+    # for this user alone, which Ray does not ensure, and short, as names of sockets must be
     folder = tempfile.mkdtemp(prefix="lowroll-ray-", dir="/tmp")
     _keep_loopback()
     try:
@@ -178,14 +178,13 @@ def _own_cluster(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[No
 
 
 def _keep_loopback() -> None:
-    """Keep Ray from replacing 127.0.0.1 by a reachable address."""
+    """Keep Ray from replacing 127.0.0.1 by another address."""
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address or name."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -193,7 +192,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_open(named: str, address: str) -> None:
-    """Raise ValueError when the cluster at an address accepts clients without a token."""
+    """Raise ValueError for a cluster that accepts clients without a token."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | {MODE: "disabled"}
     probe = subprocess.Popen(
         [sys.executable, "-P", "-c", AUTH_PROBE, address],
@@ -221,7 +220,6 @@ def refuse_open(named: str, address: str) -> None:
 
 
 def _describe_failure(address: str, error: Exception) -> str:
-    """Say why a cluster was not reached."""
     causes = [
         str(exception)
         for exception in (error, error.__cause__, error.__context__)
@@ -243,7 +241,7 @@ def _cluster_gpus() -> float:
 
 @contextmanager
 def _reserve_group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterator[Any]:
-    """Reserve a placement group with a bundle for each role, for the block."""
+    """Reserve a placement group, with a bundle for each role, for the block."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -267,8 +265,8 @@ def _reserve_group(wanted: dict[str, tuple[float, float]], deadline_s: float) ->
 
 @contextmanager
 def role_variables(cfg: RunConfig, paths: RunPaths) -> Iterator[tuple[str, str]]:
-    """Write the file of the roles' environment variables, with the run's tokens and a word in it, for
-    this user alone; yield its path and the word. Secrets do not go through Ray."""
+    """Write the roles' environment variables, with tokens, and a word into a file for this user
+    alone; yield its path and the word. Secrets do not go through Ray."""
     names = {THREADS, cfg.client.api_key_var, *cfg.ray.pass_env}
     names.update(name for env in (*cfg.env, *(cfg.eval.env or ())) for name in env.pass_env)
     inherited = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED)}

@@ -1,8 +1,7 @@
-"""A role's process on a Ray cluster: an actor owns it, and it ends with the actor.
+"""A role's process on a Ray cluster, which ends with the actor that owns it.
 
-`ActorProcess` is the launcher's side, `RoleActor` the actor on its node. They exchange commands,
-addresses, exit codes and last lines of logs. Weights, rollouts and requests use lowroll's own
-transports, and secrets a file of the run folder.
+`ActorProcess` is the launcher's side, `RoleActor` the actor on its node. Ray carries commands,
+addresses and exits; weights, rollouts and requests use lowroll's own transports, secrets a file.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from lowroll.runs.roles.role import Exit, RoleProcess, is_writer
 from lowroll.types import RunFailed, printable
 
 WORD = "word"  # identifies the launcher's own file
-# A role does not get these variables of a worker: it uses no cluster, and Ray sets the number of
-# threads by default.
+# Variables of a worker that a role does not get: it uses no cluster, and Ray limits its threads.
 OURS, THREADS = "RAY_", "OMP_NUM_THREADS"
 ANSWER_S = 20.0  # for a known actor
 POLL_S = 0.25  # between two checks of a process
@@ -39,8 +37,8 @@ class RoleActor:
         self.variables: dict[str, Any] = {}
 
     def meet(self, folder: str, variables: str, word: str) -> dict[str, str]:
-        """Return where the actor is (address, host, node), and as `wrong` why the role cannot run
-        there. variables: the file of the role's environment variables, in the run folder."""
+        """Return the actor's address, host and node, and as `wrong` why the role cannot run there.
+        variables: the file of environment variables in the run folder."""
         import ray
 
         node_info = {
@@ -66,7 +64,7 @@ class RoleActor:
         return node_info
 
     def start(self, role: str, words: list[str], folder: str, log: str) -> tuple[int, int]:
-        """Start the role's process; return its ID, and the size of its log before."""
+        """Start the process; return its ID, and the size of its log before."""
         env = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         env.pop(THREADS, None)
         env |= self.variables["all"] | self.variables.get(role, {})
@@ -75,13 +73,12 @@ class RoleActor:
         return self.process.pid, self.process.log_start
 
     def ends(self) -> list[Exit]:
-        """Return how the process ended, once its whole group has; [] before."""
+        """Return how the process ended, in a list that is empty before."""
         if self.process is None or self.process.is_alive():
             return []
         return [self.kill()]
 
     def kill(self) -> Exit:
-        """End the process; return how it ended."""
         assert self.process is not None, "the launcher asks for one that was started"
         self.process.kill()
         assert self.process.exit is not None
@@ -96,16 +93,16 @@ class RoleActor:
 
 
 class ActorLost(Exception):
-    """An actor that is gone or does not answer any more; the message says why."""
+    """An actor is gone or does not answer any more; the message says why."""
 
 
 class ActorAway(ActorLost):
-    """An actor that does not answer now; Ray will report whether it is gone."""
+    """An actor does not answer now; Ray will report whether it is gone."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle of the run's placement group. group, index: of Ray. cpus, gpus: in it."""
+    """A bundle of the run's placement group. group, index: of Ray."""
 
     group: Any
     index: int
@@ -113,7 +110,6 @@ class Bundle:
     gpus: float
 
     def create_actor(self) -> Any:
-        """Create an actor in the bundle, whose process ends with it."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -130,8 +126,7 @@ class Bundle:
 
 class ActorProcess(RoleProcess):
     """A process that an actor owns. met: the arguments of `RoleActor.meet`. deadline_s: until a
-    node has the actor. lock: the folder that a running role locks. node: of the actor, once it was
-    met."""
+    node has the actor. lock: the folder that the role locks."""
 
     def __init__(
         self,
@@ -149,7 +144,7 @@ class ActorProcess(RoleProcess):
         self.log = log
         self.lock = lock
         self.pid = 0
-        self.node: dict[str, str] = {}
+        self.node: dict[str, str] = {}  # the actor's reply to `meet`
         self.actor: Any = None
         self._meeting: Any = None  # the pending answer
         self._unplaced_since = 0.0
@@ -161,12 +156,12 @@ class ActorProcess(RoleProcess):
     # -- placing -----------------------------------------------------------------------------------
 
     def is_placed(self) -> bool:
-        """Return whether an actor has reported its place, and no process of a lost one has the
-        role; create an actor if there is none. RunFailed when no node has it in time."""
+        """Return whether an actor has a node, and no process of a lost one has the role. RunFailed
+        when no node has it in time."""
         return self._meet() and not self._is_left()
 
     def _meet(self) -> bool:
-        """Return whether the actor has reported a usable node; create it if there is none."""
+        """Return whether the actor has reported a usable node. Create it if there is none."""
         if self.node:
             return True
         if self.actor is None:
@@ -273,7 +268,7 @@ class ActorProcess(RoleProcess):
     # -- the actor ---------------------------------------------------------------------------------
 
     def ask(self, method: str, *words: object) -> Any:
-        """Call a method of the actor and return its answer. ActorLost when there is none."""
+        """Return the actor's answer to a call. ActorLost when there is none."""
         import ray
 
         if self.actor is None:
@@ -302,7 +297,7 @@ class ActorProcess(RoleProcess):
         return bool(self.node) and self.node["node"] not in alive
 
     def _lose(self, error: ActorLost) -> None:
-        """Record that the process has ended with its actor or node."""
+        """Note that the process has ended with its actor or node."""
         lost_part = f"node {self.address}" if self.is_node_lost() else "actor"
         cause = f"its {lost_part} was lost: {error}"
         self.exit = exit_of(-signal.SIGKILL, self.log, self._log_start, cause)
@@ -311,8 +306,8 @@ class ActorProcess(RoleProcess):
 
 
 def answer(asked: Any) -> Any:
-    """Return an actor's answer; None while it is pending. ActorLost when there will be none,
-    ActorAway when the request must be repeated."""
+    """Return an actor's answer, None while it is pending. ActorLost when there will be none,
+    ActorAway to ask again."""
     import ray
 
     ready, _ = ray.wait([asked], timeout=0)
@@ -327,7 +322,7 @@ def answer(asked: Any) -> Any:
 
 
 def first_cause(error: Exception) -> str:
-    """Return the cause of an actor's end, from Ray's first sentence about it."""
+    """Return the cause of an actor's end, of Ray's sentences about it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "because" in line]
     sentence = (causes or lines or [type(error).__name__])[0]

@@ -29,7 +29,7 @@ USERS_MISTAKE = 2  # the commands' exit code for invalid settings
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of a role's process. code: negative after a signal. error: the last one in its log."""
+    """The end of a process. code: negative after a signal. error: the last one in its log."""
 
     code: int
     cause: str
@@ -38,7 +38,7 @@ class Exit:
 
 class RoleProcess(ABC):
     """A role's process, which can be restarted once it has ended. address: of its machine. exit:
-    None until it was killed or found dead."""
+    set when it was killed or found dead."""
 
     log: Path
     address = "127.0.0.1"
@@ -58,11 +58,11 @@ class RoleProcess(ABC):
 
     @abstractmethod
     def wrote(self, heartbeat: Mapping[str, object]) -> bool:
-        """Return whether the current process, or a rank that it has started, wrote a heartbeat."""
+        """Return whether this process, or a rank that it has started, wrote a heartbeat."""
 
     @abstractmethod
     def is_port_free(self, port: int) -> bool:
-        """Return whether the process could listen on a port of its machine."""
+        """Return whether a port of its machine is free."""
 
     @abstractmethod
     def signal(self, number: int) -> None:
@@ -70,11 +70,11 @@ class RoleProcess(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill the process and its group, and wait for the end. Idempotent."""
+        """Kill the process group and wait for the end. Idempotent."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Return the process's name for a log."""
+        """Name the process in a log."""
 
 
 def is_writer(pid: int, heartbeat: Mapping[str, object]) -> bool:
@@ -91,14 +91,13 @@ class RestartBudget:
 
     @property
     def restarts(self) -> int:
-        """The number of restarts within the window."""
         return len(self.starts) - 1
 
     def count_start(self) -> None:
         self.starts.append(time.monotonic())
 
     def pause_s(self) -> float | None:
-        """Return the seconds before the next restart; None when the budget is spent."""
+        """Return the seconds until the next restart; None when the budget is spent."""
         now = time.monotonic()
         while self.starts and now - self.starts[0] > WINDOW_S:
             self.starts.popleft()
@@ -107,8 +106,8 @@ class RestartBudget:
         return float(min(FIRST_PAUSE_S * 2.0 ** max(0, self.restarts), LONGEST_PAUSE_S))
 
     def count_full_disk(self) -> float:
-        """Take back a start that ended with a full disk; return the seconds since the first such
-        end within WINDOW_S of another."""
+        """Take back a start that ended with a full disk. Return the seconds since the first of
+        such ends, each within WINDOW_S of the one before."""
         now = time.monotonic()
         if self.full_disks and now - self.full_disks[-1] > WINDOW_S:
             self.full_disks.clear()
@@ -119,7 +118,7 @@ class RestartBudget:
 
 
 class Role:
-    """A role that is kept alive. words: the command after `lowroll`."""
+    """A role and its process. words: the command after `lowroll`."""
 
     def __init__(
         self, name: str, words: Sequence[str], process: RoleProcess, heartbeat: Path
@@ -129,19 +128,19 @@ class Role:
         self.process = process
         self.monitor = HeartbeatMonitor(heartbeat)
         self.budget = RestartBudget()
-        self.is_ready = False  # was past its start once in this launch
+        self.is_ready = False  # was past its start in this launch
         self.is_done = False  # has ended as it should
-        self.start_at = 0.0  # `time.monotonic` of a planned start; 0 after it
+        self.start_at = 0.0  # `time.monotonic` of a planned start, else 0
 
     def start(self, *more: str) -> None:
-        """Start the process; more: words that are known only now."""
+        """Start the process. more: words that are known only now."""
         self.budget.count_start()
         self.process.start([*self.words, *more])
         self.monitor = HeartbeatMonitor(self.monitor.path)
 
     @property
     def exit_code(self) -> int:
-        """The process's exit code; 0 before its end."""
+        """The exit code; 0 before the end."""
         return 0 if self.process.exit is None else self.process.exit.code
 
     def update(self) -> None:
@@ -156,12 +155,12 @@ class Role:
 
     @property
     def phase(self) -> str:
-        """The current process's reported phase; "" before."""
+        """The reported phase; "" before the first."""
         heartbeat = self._own_heartbeat() if self.process.is_alive() else None
         return str((heartbeat or {}).get("phase", ""))
 
     def find_hang(self) -> str | None:
-        """Return why the process counts as hanging, or None."""
+        """Return why the process hangs, or None."""
         if not self.process.is_alive():
             return None
         deadline_s = START_S
@@ -184,7 +183,7 @@ class Role:
             raise ValueError(f"{self.name}: {end.error.removeprefix('error: ')}")
 
     def stop(self, deadline_s: float) -> None:
-        """Ask the process to end, and kill it after the deadline."""
+        """Terminate the process; kill it after the deadline."""
         self.process.signal(signal.SIGTERM)
         deadline = time.monotonic() + deadline_s
         while self.process.is_alive() and time.monotonic() < deadline:

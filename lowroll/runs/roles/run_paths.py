@@ -25,7 +25,7 @@ SHORTEST = 16  # characters of a token
 
 
 def engine_roles(cfg: RunConfig) -> list[str]:
-    """Return the engines that a launcher starts; none where the settings name others."""
+    """Return the engines that a launcher starts; none where the settings name running ones."""
     if cfg.client.base_url or cfg.client.elastic.hostname is not None:
         return []
     return [f"{ENGINE}-{i}" for i in range(cfg.rollout.engines)]
@@ -60,19 +60,18 @@ class RunPaths:
         return self.run / "logs" / f"{role}.log"
 
     def lock(self, role: str) -> Path:
-        """Return the folder that a running role locks."""
+        """Return the folder that a role locks."""
         return self.run if role == TRAINER else self.roles / role
 
     def engines(self) -> list[str]:
-        """Return the engines ever registered here, in order."""
+        """Return all engines registered here, in order."""
         names = (path.stem for path in self.roles.glob(f"{ENGINE}-*.json"))
         numbers = (name.removeprefix(f"{ENGINE}-") for name in names)
         return [f"{ENGINE}-{n}" for n in sorted(int(n) for n in numbers if n.isdigit())]
 
     def tokens(self) -> tuple[str, str]:
-        """Return the tokens (of clients, of the admin): the environment's, else those of this run
-        folder, created on the first call for this user alone. ValueError for an environment with
-        one of the two, or with a short one."""
+        """Return the tokens of clients and admin: the environment's, else those of a file that the
+        first call makes for this user alone. ValueError for one token alone, or a short one."""
         env_tokens = [os.environ.get(name, "") for name in (TOKEN, ADMIN)]
         if any(env_tokens):
             for name, token in zip((TOKEN, ADMIN), env_tokens, strict=True):

@@ -1,14 +1,8 @@
 """The supervisor of a run's roles, for `launcher: local` and `launcher: ray`.
 
-    engine-0, ...   lowroll serve          each on a port that the system chose
-    orchestrator    lowroll orchestrate
-    trainer         lowroll train
-
-A role that has ended or is silent for 30 s is restarted alone: an engine loads the newest weights,
-the orchestrator resumes from its last batch, the trainer from its checkpoint. After 5 restarts
-within 10 minutes the run stops with that role's last error. The first signal lets the trainer
-finish its step and write a checkpoint, the second ends everything at once. The roles end with this
-process.
+A role that has ended or is silent is restarted alone. After 5 restarts within 10 minutes the run
+stops with that role's last error. The first signal lets the trainer finish its step and write a
+checkpoint, the second ends everything at once.
 """
 
 from __future__ import annotations
@@ -61,11 +55,11 @@ def launch(
     resume: bool = False,
     overwrite: bool = False,
 ) -> RunResult:
-    """Make a run by its roles; return the run folder and its records. The folder is treated as by
-    `lowroll.run`. texts: files of a notebook or script that the roles need.
+    """Make a run by its roles, in a folder as of `lowroll.run`. texts: files of a notebook or
+    script that the roles need.
 
     RunLockedError names another run in the folder, ValueError has what a role refuses, RunFailed
-    the last error of a role that could not be kept alive.
+    the last error of one that could not be kept alive.
     """
     resolved = cfg.resolved()
     refuse(resolved)
@@ -98,7 +92,6 @@ def launch(
 
 
 def _make_processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> Mapping[str, RoleProcess]:
-    """Return the roles' processes by the configured launcher."""
     if cfg.launcher == "local":
         return local.processes(cfg, paths)
     from lowroll.runs.roles import ray
@@ -107,7 +100,7 @@ def _make_processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> Mappin
 
 
 def await_unlocked(folder: Path) -> None:
-    """Raise RunLockedError when a process runs in the folder. Roles of a launcher that has just
+    """Raise RunLockedError when a process runs in the folder. Those of a launcher that has just
     died get DYING_S to end."""
     deadline = time.monotonic() + DYING_S
     while True:
@@ -120,8 +113,8 @@ def await_unlocked(folder: Path) -> None:
 
 
 class Supervisor:
-    """The roles of a run, each kept alive until it is done. settings: the roles' file. processes:
-    by role. flags: of the trainer's first start."""
+    """The roles of a run, kept alive until they are done. settings: the roles' file. flags: of the
+    trainer's first start."""
 
     def __init__(
         self,
@@ -152,7 +145,7 @@ class Supervisor:
         return [*self.engines, self.orchestrator, self.trainer]
 
     def run(self) -> int:
-        """Run to the end; return the signal that ended the run early, else 0."""
+        """Run to the end. Return the signal that ended it early, else 0."""
         for role in self.roles:
             role.start_at = time.monotonic()
         while not self.trainer.is_done:
@@ -173,7 +166,7 @@ class Supervisor:
         return self.stop.signal
 
     def _stop(self) -> int:
-        """Stop after a signal: the trainer finishes its step, then all end."""
+        """Let the trainer finish its step, then end all."""
         self.trainer.process.signal(signal.SIGTERM)
         deadline = time.monotonic() + STOPPING_S
         while self.trainer.process.is_alive() and time.monotonic() < deadline:
@@ -193,7 +186,6 @@ class Supervisor:
         return self.stop.signal
 
     def show(self) -> None:
-        """Show what is new of the roles and of the run's records."""
         self.display.show(self.roles, records=self.trainer.is_ready)
 
     def close(self) -> None:
@@ -224,8 +216,8 @@ class Supervisor:
             self._restart(role, role.describe_exit())
 
     def recall_orchestrator(self) -> None:
-        """Restart an orchestrator that has ended when the trainer waits for a batch: it has gone back
-        to an older checkpoint."""
+        """Restart an orchestrator that has ended when the trainer, gone back to an older checkpoint,
+        waits for a batch."""
         if self.orchestrator.is_done and self.trainer.phase == "waiting":
             log.warning("the trainer has gone back, and the orchestrator is started again")
             self.orchestrator.is_done, self.orchestrator.start_at = False, time.monotonic()
@@ -242,7 +234,7 @@ class Supervisor:
         role.start_at = time.monotonic() + pause_s
 
     def _restart_after_full_disk(self, role: Role, why: str) -> None:
-        """Schedule a restart after a full disk. RunFailed after `ckpt.wait_for_space` seconds."""
+        """Schedule a restart. RunFailed after `ckpt.wait_for_space` seconds of full disks."""
         waited = role.budget.count_full_disk()
         if waited >= self.disk_deadline_s:
             raise RunFailed(
@@ -265,7 +257,7 @@ class Supervisor:
         log.info("%s: %s: lowroll %s", role.name, role.process.describe(), " ".join(role.words))
 
     def late_words(self, role: Role) -> list[str]:
-        """Return the settings and flags of a role that are known when it is started."""
+        """Return the settings and flags that are known only when a role is started."""
         address = role.process.address
         if role in self.engines:
             # for direct weights: the trainer writes its address into the run folder
@@ -278,7 +270,7 @@ class Supervisor:
         return [f"rollout_transport.host={address}"]
 
     def _weight_words(self, address: str) -> list[str]:
-        """Return the address settings of the direct route of weights."""
+        """Return the settings of the direct route of weights."""
         if not self.engines:
             return []
         return [f"weight_broadcast.host={address}", "weight_broadcast.port=0"]
@@ -291,9 +283,8 @@ class Supervisor:
             self.addresses[role.name] = (parts.hostname or "", parts.port or 0)
 
     def _engine_port(self, engine: Role) -> int:
-        """Return the port of an engine: any free one at first (0), then the one that the
-        orchestrator knows. If that one is taken or on another machine, return 0 and restart the
-        orchestrator, which discovers the engine again."""
+        """Return the port that the orchestrator knows, at first 0 for any. If it is taken or of
+        another machine, return 0 and restart the orchestrator, which finds the engine again."""
         address = engine.process.address
         host, port = self.addresses.get(engine.name, ("", 0))
         if not port or (host == address and engine.process.is_port_free(port)):
@@ -312,7 +303,7 @@ class Supervisor:
 
 
 class Display:
-    """The terminal of a launch: records, evaluations, warnings and each role's activity."""
+    """The terminal of a launch."""
 
     def __init__(self, cfg: RunConfig, paths: RunPaths, view: LiveView, resume: bool) -> None:
         self.run = paths.run
@@ -329,7 +320,8 @@ class Display:
         }
 
     def show(self, roles: Sequence[Role], records: bool) -> None:
-        """Show what is new. records: whether the run folder's are of this launch."""
+        """Show what is new of the roles, and with `records` of the run folder, when its records
+        are of this launch."""
         files = [self.run / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
         sizes = [path.stat().st_size if path.is_file() else 0 for path in files]
         if records and sizes != self._sizes:
@@ -341,7 +333,6 @@ class Display:
         self.view.phase(" | ".join(map(_describe_activity, roles)), 0, 0)
 
     def _show_records(self) -> None:
-        """Show new records and evaluations."""
         recorded_steps = set()
         for record in read(self.run):
             if record["step"] > self.step:
@@ -357,7 +348,6 @@ class Display:
 
 
 def _describe_activity(role: Role) -> str:
-    """Describe what a role is doing, in one line."""
     role.update()
     if not role.process.is_alive():
         return f"{role.name}: {'done' if role.is_done else 'ended'}"

@@ -1,7 +1,7 @@
 """`lowroll train`: learns from a remote orchestrator's batches, and broadcasts weights.
 
-A restarted trainer learns again from the same batches since its last checkpoint; versions broadcast
-meanwhile come out as the same bytes and stay.
+A restarted trainer learns again from the batches since its last checkpoint. Versions that it
+broadcasts again have the same bytes and stay.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ def train(
     overwrite: bool = False,
     environment: RankEnvironment | None = None,
 ) -> RunResult:
-    """Learn as `cfg` says from an orchestrator's batches; return the run folder and its records.
-    Folder, `resume`, `overwrite` and signals as by `lowroll.run`. environment: of rank 0, where
-    several ranks learn."""
+    """Learn from an orchestrator's batches. Folder, `resume`, `overwrite`, signals and result as by
+    `lowroll.run`. environment: of rank 0, where several ranks learn."""
     resume = resume or resumes_by_config(cfg)
     cfg = cfg.resolved()
     refuse(cfg)
@@ -92,8 +91,7 @@ def train(
 
 
 class Training:
-    """The state of the trainer's role. With `resume`, ValueError when the newest checkpoint is
-    another run's."""
+    """The trainer's role. ValueError with `resume` when the newest checkpoint is another run's."""
 
     def __init__(
         self,
@@ -140,14 +138,14 @@ class Training:
         self.learner.watch(phase, note)
 
     def begin(self, again: bool = False) -> int:
-        """Start a new run; return the first step. again: in a folder without a checkpoint."""
+        """Start a run; return the first step. again: in its folder without a checkpoint."""
         self.home.begin(self.learner.about(), again)
         self._open(0)
         return 1
 
     def go_on(self) -> int:
-        """Continue from the newest undamaged checkpoint, or from the first batch without one;
-        return the next step."""
+        """Continue from the newest undamaged checkpoint, else from the first batch; return the next
+        step."""
         checkpoint = self.learner.restore()
         committed = 0 if checkpoint is None else checkpoint.step
         spool = Spool(self.paths.spool)
@@ -166,8 +164,8 @@ class Training:
         self.heartbeat.update(phase="waiting", step=committed)
 
     def _check(self) -> None:
-        """Check for a stop and for trouble elsewhere while waiting for a batch. Dropping a step
-        that has not begun loses nothing."""
+        """Check in waits for a batch for a stop, which drops a step that has not begun, and for
+        trouble elsewhere."""
         if self.stop:
             raise StepDropped
         self.orchestrator.check()
@@ -196,7 +194,7 @@ class Training:
             self.checkpoint(step - 1)
 
     def checkpoint(self, step: int) -> None:
-        """Save a checkpoint, and release the orchestrator's batches up to it."""
+        """Save a checkpoint, and release the batches up to it."""
         self.heartbeat.update(phase="checkpoint", doing="")
         self.orders.send("checkpoint", step)
         self.learner.checkpoint(step)
@@ -220,7 +218,7 @@ class Broadcasting(MirrorPublisher):
 
     def __init__(self, cfg: RunConfig, policy: Policy, paths: RunPaths, attempt: int) -> None:
         compute = policy.compute
-        # Where versions are only written to files, they are read from the host's memory.
+        # what is only written to files is read from the host's memory
         only_files = cfg.weight_broadcast.type == "filesystem" and not cfg.train.weight_metrics
         on_host = only_files and cfg.forward_weights is None
         super().__init__(cfg, policy, "cpu" if on_host else compute.device)
@@ -252,8 +250,7 @@ class Broadcasting(MirrorPublisher):
 
 
 def _make_shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | None:
-    """Return the engines' codes where the learner has the same ones, so that only changes travel;
-    else None."""
+    """Return the engines' codes where an aligned learner has them, so that only changes travel."""
     rollout = cfg.rollout
     if cfg.train.forward == "dense" or cfg.forward_weights != rollout.weights or cfg.train.lora:
         return None
@@ -264,8 +261,7 @@ def _make_shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow
 
 
 def _open_weight_server(cfg: RunConfig, compute: Compute, paths: RunPaths) -> WeightServer | None:
-    """Open the direct route of whole models, and write its address for engines; None for
-    `filesystem`."""
+    """Open the direct route, and write its address for engines; None for `filesystem`."""
     broadcast_cfg = cfg.weight_broadcast
     if broadcast_cfg.type == "filesystem":
         return None
@@ -294,7 +290,7 @@ def _open_weight_server(cfg: RunConfig, compute: Compute, paths: RunPaths) -> We
 
 
 class CopyWatch(WeightWatch):
-    """A watch for remote engines, whose codes are made again here."""
+    """A watch of remote engines, whose codes are made again here."""
 
     def __init__(self, model: Transformer, compute: Compute, weights: str) -> None:
         self.copy = rollout_copy(model, weights, get_format(weights).dtype or compute.dtype)

@@ -1,6 +1,4 @@
-"""The engines' weight versions, as the orchestrator requests them
-(`orchestrator.interfaces.WeightsWatch`), and the engines as `runs.batches` uses them.
-"""
+"""The engines of a run with roles, and their weight versions."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ MOST = 16  # remembered versions: open groups have tokens of fewer
 
 
 class Versions:
-    """The weight versions of the engines. alive: called while waiting for the trainer. deadline_s:
-    for a version. retract: called with the last valid version when the trainer has gone back,
-    before the engines load another."""
+    """The weight versions of the engines (`orchestrator.interfaces.WeightsWatch`). alive: called
+    in waits for the trainer. deadline_s: for a version. retract: called with the last valid version
+    when the trainer has gone back, before the engines load another."""
 
     def __init__(
         self,
@@ -47,7 +45,7 @@ class Versions:
         return 0 if self.held is None else self.held.version
 
     def at_least(self, version: int, most: int) -> int:
-        """Wait for this version or a later one, load the newest up to `most`, and return it."""
+        """Load and return the newest version up to `most`; wait until `version` is there."""
         newest = self.broadcasts.newest(most)
         if newest is None or newest.version < version:
             if version == 0:
@@ -56,7 +54,7 @@ class Versions:
         return self._take(newest, lambda: self.broadcasts.newest(most))
 
     def exactly(self, version: int) -> int:
-        """Wait for exactly this version, load it, and return it."""
+        """Load and return this version; wait until it is there."""
         broadcast = self.broadcasts.at(version)
         if broadcast is None:
             if version == 0:
@@ -65,8 +63,8 @@ class Versions:
         return self._take(broadcast, lambda: self.broadcasts.at(version))
 
     def newer(self, most: int) -> int | None:
-        """Load a newer version up to `most`, or rewritten weights of the same version, and return
-        it; None without one."""
+        """Load and return a newer version up to `most`, or rewritten weights of the same one; None
+        without."""
         newest = self.broadcasts.newest(most)
         if newest is None or newest.version < self.version:
             return None
@@ -75,8 +73,7 @@ class Versions:
         return self._take(newest, lambda: self.broadcasts.newest(most))
 
     def _take(self, broadcast: Broadcast, allowed: Callable[[], Broadcast | None]) -> int:
-        """Load a broadcast, or an allowed replacement once it is gone: a trainer serves only its
-        newest versions."""
+        """Load a broadcast, or an allowed one once it is gone: a trainer serves its newest alone."""
         while self.held != broadcast:
             self._go_back(broadcast.version)
             try:
@@ -109,14 +106,14 @@ class Versions:
         self.retract(oldest - 1)
 
     def _is_gone(self, taken: Broadcast, version: int) -> bool:
-        """Return whether a taken version was replaced, or is missing and later than `version`."""
+        """Return whether a version was replaced, or is missing and later than `version`."""
         current = self.broadcasts.at(taken.version)
         return taken.version > version if current is None else _is_replaced(taken, current)
 
 
 def _is_replaced(taken: Broadcast | None, found: Broadcast) -> bool:
-    """Return whether a later attempt of the trainer has replaced the weights of a version. Files
-    rewritten by the same attempt hold the same weights."""
+    """Return whether another attempt has replaced a version's weights. What the same attempt
+    rewrites is the same."""
     if taken is None:
         return False
     return found.digest != taken.digest and found.attempt != taken.attempt
@@ -135,8 +132,7 @@ class RolloutPool(EnginePool):
         return self.capabilities.kv
 
     def stats(self) -> EngineStats:
-        """Return what batches record. Engines are asked only where they replay what is in
-        flight at an update."""
+        """Return what batches record. Engines are asked only where they count replays."""
         stats = EngineStats(
             self.server.behavior.weights,
             self.server.weight_bits,
