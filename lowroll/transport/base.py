@@ -1,9 +1,8 @@
-"""The two ends of a channel of rollouts, and the errors they raise.
+"""The errors, the waits and the trainer's cursor of all rollout channels.
 
-The orchestrator sends one Batch a step, in order, and the trainer receives each once. A full
-channel blocks the orchestrator, so nothing is lost. The trainer reports what it has received and
-committed to a checkpoint (`Cursor`); after a crash it reports less and receives the same batches
-again. In one process both ends are one object.
+The orchestrator sends one Batch a step, in order, and the trainer receives each once. The trainer
+reports what it has received and committed; after a crash it reports less, and receives the same
+batches again.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ REMIND_S = 300.0  # between two log lines of a wait
 
 
 class TransportError(RunFailed):
-    """An error between two processes."""
+    """An error between processes."""
 
 
 class OtherFormat(TransportError, ValueError):
-    """A file or message of another version of lowroll. Waiting or a restart cannot help, so commands
-    report it as a mistake in the settings."""
+    """A file of another version of lowroll. A restart cannot help, so commands report it as a
+    mistake of the user."""
 
 
 class DeadlineExceeded(TransportError):
-    """A wait that ran out of time; the message names what it waited for and how long."""
+    """A wait that ran out of time, and what it waited for."""
 
     def __init__(self, waited_for: str, deadline_s: float) -> None:
         super().__init__(f"waited {deadline_s:g} s for {waited_for}")
@@ -41,11 +40,11 @@ class DeadlineExceeded(TransportError):
 
 
 class PeerSilent(DeadlineExceeded):
-    """The other side was there and is silent now; the message names it."""
+    """The other side was there and is silent now."""
 
 
 class ChannelClosed(TransportError):
-    """The other side closed the channel and the channel is empty."""
+    """The channel is closed, and empty."""
 
 
 class DamagedFrame(TransportError):
@@ -57,13 +56,13 @@ class FrameGone(TransportError):
 
 
 class Fenced(TransportError):
-    """A later attempt of the same role has taken over."""
+    """A later attempt of the role has taken over."""
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """The progress that a trainer reports: the last step received, the last step in a checkpoint,
-    and its attempt. Within an attempt both only grow; reports of earlier attempts are ignored."""
+    """The progress of a trainer's attempt: the last step received, and the last in a checkpoint.
+    Both only grow. ValueError for impossible numbers."""
 
     received: int
     committed: int
@@ -74,7 +73,7 @@ class Cursor:
             raise ValueError(f"expected 0 <= committed <= received and attempt >= 0, got {self}")
 
     def follows(self, other: Cursor | None) -> bool:
-        """Return whether this cursor may replace the earlier report `other`."""
+        """Return whether this cursor may replace `other`."""
         if other is None or self.attempt > other.attempt:
             return True
         return (
@@ -87,8 +86,8 @@ class Cursor:
         return replace(self, received=self.received + 1)
 
     def commit(self, step: int) -> Cursor:
-        """Return the cursor with all steps up to `step` in a checkpoint. ValueError for an
-        impossible step."""
+        """Return the cursor with all steps up to `step` in a checkpoint. ValueError for a step that
+        was not received, or goes back."""
         if not self.committed <= step <= self.received:
             raise ValueError(
                 f"commit: step {step} is not between the committed step {self.committed} and the "
@@ -101,12 +100,12 @@ class RolloutReceiver(Protocol):
     """The trainer's end of a channel, as the learner uses it."""
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch, each once and in order, within `deadline_s` seconds.
-        DeadlineExceeded, or ChannelClosed when none can come."""
+        """Return the next batch, each once and in order. DeadlineExceeded after `deadline_s`
+        seconds, ChannelClosed when none can come."""
 
 
 def check_deadline(deadline_s: float) -> float:
-    """Return the deadline as a float. ValueError unless it is finite and not negative."""
+    """Return the deadline. ValueError unless it is finite and not negative."""
     if (
         isinstance(deadline_s, bool)
         or not isinstance(deadline_s, (int, float))
@@ -125,8 +124,7 @@ def wait_until(
     alive: Callable[[], None] | None = None,
     pause: Callable[[float], None] | None = None,
 ) -> None:
-    """Poll `ready` until it is true, first after milliseconds, then fifty times a second. Log every
-    REMIND_S seconds what is waited for.
+    """Poll `ready` until it is true, and log every REMIND_S seconds what is waited for.
 
     alive: called between polls; raises when the other side cannot answer any more. pause: in place
     of `time.sleep`. DeadlineExceeded after `deadline_s` seconds.

@@ -1,21 +1,20 @@
 """The types of `lowroll.types` as JSON lines, strictly and without loss.
 
 A batch is a header line (`kind`, `format`, `num_samples` and the batch's own fields) and one line a
-sample, in UTF-8. msgspec writes, parses and checks the lines against a schema derived from the
-dataclasses' type hints, so a new field needs no code here.
+sample. msgspec checks the lines against a schema derived from the dataclasses' type hints, so a new
+field needs no code here.
 
 1. Floats are written as their shortest decimal, which parses back to the same double (Steele &
-   White 1990). Infinities and NaN are the strings "inf", "-inf" and "nan"; a float field holds no
-   other string.
+   White 1990), infinities and NaN as the strings "inf", "-inf" and "nan".
 2. A union of dataclasses carries the class name under `type`.
 3. Bytes are base64; a tuple of fixed length is a list of that length.
 4. A field marked `types.OMITTED` is left out where it is None, and never null.
-5. Both directions are strict: an unknown, missing or ill-typed field, a wrong count, a torn line or
-   an oversized message is a CodecError that names the line and the field.
+5. Both directions are strict: an unknown, missing or ill-typed field, a wrong count or a torn line
+   is a CodecError that names the line and the field.
 
-The decoder does not detect what the encoder never writes: of a repeated field the last value
-counts, an integer above 2^53 in a float field is rounded, and base64 may have bits behind its last
-byte. Checksums around the lines detect damage (`rollout_log`, `frame`).
+The decoder accepts some things that the encoder never writes: a repeated field, an integer above
+2^53 in a float field, bits behind the last byte of base64. Checksums around the lines detect damage
+(`rollout_log`, `frame`).
 """
 
 from __future__ import annotations
@@ -44,12 +43,11 @@ _FLOAT: Any = float | Literal["inf", "-inf", "nan"]  # in JSON
 
 
 class CodecError(ValueError):
-    """A message that the codec did not write, or an object that it cannot write without loss."""
+    """A message that the codec did not write, or an object that it cannot write exactly."""
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """Return a header line and one line a sample. CodecError names a field that JSON cannot carry
-    exactly."""
+    """Return a batch as lines. CodecError names a field that JSON cannot carry exactly."""
     return encode_header(batch) + b"".join(map(encode_sample, batch.samples))
 
 
@@ -67,7 +65,7 @@ def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
 
 
 def encode_header(batch: Batch) -> bytes:
-    """Return the line of a batch without its samples, newline included."""
+    """Return the first line of a batch, with its newline."""
     header = {"kind": "batch", "format": FORMAT, "num_samples": len(batch.samples)}
     header |= _to_plain(dataclasses.replace(batch, samples=[]), Batch, "batch")
     del header["samples"]
@@ -75,7 +73,7 @@ def encode_header(batch: Batch) -> bytes:
 
 
 def decode_header(line: bytes, num_samples: int) -> Batch:
-    """Return the batch whose header is `line`, without its `num_samples` samples."""
+    """Return the batch of a header, without its `num_samples` samples."""
     header = strictly("line 1", lambda: msgspec.json.decode(line))
     if type(header) is not dict or header.pop("kind", None) != "batch":
         raise CodecError("line 1: not the header of a batch")
@@ -102,7 +100,7 @@ def decode_sample(line: bytes, where: str = "sample") -> Sample:
 
 
 def strictly(where: str, call: Callable[[], Found]) -> Found:
-    """Call msgspec; its errors become a CodecError that begins with the field."""
+    """Call msgspec, with its errors as a CodecError that begins with the field."""
     try:
         return call()
     except UnicodeEncodeError as error:
@@ -118,7 +116,7 @@ def _encode_line(value: Any, where: str) -> bytes:
 
 @cache
 def _field_hints(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Return the type hint of every field of a dataclass, and whether it may be left out."""
+    """Return the type hint of each field of a dataclass, and whether it may be left out."""
     hints = typing.get_type_hints(kind)
     return {
         field.name: (hints[field.name], bool(field.metadata.get("omitted")))
@@ -135,7 +133,6 @@ def _union_members(hint: Any) -> tuple[Any, ...]:
 
 @cache
 def _origin_and_args(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the origin and the arguments of a generic hint."""
     return typing.get_origin(hint), typing.get_args(hint)
 
 
@@ -160,7 +157,7 @@ def _is_numeric(hint: Any) -> bool:
 
 @cache
 def _schema(hint: Any, tagged: bool = False) -> Any:
-    """Return the type that msgspec checks for a type hint. tagged: a dataclass carries its name."""
+    """Return msgspec's type for a type hint. tagged: a dataclass carries its name."""
     if hint is float:
         return _FLOAT
     if dataclasses.is_dataclass(hint):
@@ -174,7 +171,6 @@ def _schema(hint: Any, tagged: bool = False) -> Any:
 
 
 def _msgspec_struct(kind: type, tagged: bool) -> type[msgspec.Struct]:
-    """Return the struct that msgspec checks for a dataclass."""
     members: list[Any] = []
     for name, (hint, is_omitted) in _field_hints(kind).items():
         if is_omitted:
@@ -198,7 +194,7 @@ def _msgspec_struct(kind: type, tagged: bool) -> type[msgspec.Struct]:
 
 
 def _to_plain(value: Any, hint: Any, where: str) -> Any:
-    """Return a value as data that msgspec writes. CodecError for a value of another type."""
+    """Return a value as data for msgspec. CodecError for a value of another type."""
     if hint is Any:
         return _check_json(value, where)
     if members := _union_members(hint):
@@ -249,7 +245,6 @@ def _union_to_plain(value: Any, options: tuple[Any, ...], where: str) -> Any:
 
 
 def _float_to_plain(value: Any, where: str) -> float | str:
-    """Return a float, or the word for a number that is not finite."""
     if type(value) is int and abs(value) <= _MAX_EXACT_INT:
         return float(value)
     _check_type(value, float, where)
@@ -263,8 +258,8 @@ def _check_type(value: Any, kind: type, where: str) -> None:
 
 
 def _encode_numbers(values: Any, hint: Any) -> msgspec.Raw | None:
-    """Return lists of numbers as JSON, checked and written at once, because a batch has millions of
-    them. None where one needs a closer look."""
+    """Return lists of numbers as JSON, checked at once, because a batch has millions of them. None
+    where one needs a closer look."""
     try:
         converted = msgspec.convert(values, hint)
         json_text = msgspec.json.encode(converted)
@@ -274,7 +269,7 @@ def _encode_numbers(values: Any, hint: Any) -> msgspec.Raw | None:
 
 
 def _check_json(value: Any, where: str) -> Any:
-    """Return `value` unless JSON would change it: tuples, non-string keys, NaN, objects."""
+    """Return a value that JSON does not change, else raise CodecError."""
     if type(value) is dict:
         for key, item in value.items():
             _check_type(key, str, f"{where}: key")
@@ -290,12 +285,11 @@ def _check_json(value: Any, where: str) -> Any:
 
 
 def _has_non_finite(line: bytes) -> bool:
-    """Return whether a line may hold a number that is not finite."""
     return any(f'"{non_finite}"'.encode() in line for non_finite in _NON_FINITE)
 
 
 def _to_record(value: Any, hint: Any, has_words: bool) -> Any:
-    """Convert a checked value of msgspec to the dataclasses of its type hint."""
+    """Convert msgspec's value to the dataclasses of its type hint. has_words: for floats."""
     if _needs_no_conversion(hint) or _is_numeric(hint) and not has_words:
         return value
     if members := _union_members(hint):

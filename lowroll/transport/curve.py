@@ -1,7 +1,7 @@
 """Authentication and encryption of the rollout socket with ZeroMQ's CURVE.
 
-Both ends derive both key pairs from the run's token. The handshake rejects a peer without the token
-before any of its messages is read. Source: RFC 26 (CurveZMQ) and RFC 27 (ZAP) of rfc.zeromq.org.
+Both ends derive both key pairs from the run's token, so a peer without it is rejected before any of
+its messages is read. Source: RFC 26 (CurveZMQ) and RFC 27 (ZAP) of rfc.zeromq.org.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ _DOMAIN = "rollouts"
 
 
 def keypair(token: str, owner: str) -> tuple[bytes, bytes]:
-    """Return the public and the secret key, in Z85, of "orchestrator" or "trainer" (`owner`)."""
+    """Return the public and the secret key of "orchestrator" or "trainer", in Z85."""
     secret = z85.encode(hmac.digest(token.encode(), f"lowroll rollouts {owner}".encode(), "sha256"))
     return zmq.curve_public(secret), secret
 
 
 def set_client_keys(socket: zmq.Socket[bytes], token: str) -> None:
-    """Restrict a trainer's socket to an orchestrator of the same token."""
+    """Let a trainer's socket accept only an orchestrator of the same token."""
     socket.curve_publickey, socket.curve_secretkey = keypair(token, "trainer")
     socket.curve_serverkey, _ = keypair(token, "orchestrator")
 
 
 def set_server_keys(socket: zmq.Socket[bytes], token: str) -> None:
-    """Let an orchestrator's socket accept only clients that its context's authenticator admits, and
-    none without an authenticator."""
+    """Let an orchestrator's socket accept only clients that its context's authenticator admits."""
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = keypair(token, "orchestrator")
     socket.zap_domain = _DOMAIN.encode()
@@ -40,7 +39,7 @@ def set_server_keys(socket: zmq.Socket[bytes], token: str) -> None:
 
 
 def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], token: str) -> ThreadAuthenticator:
-    """Start the thread that admits only clients with the trainer's key."""
+    """Start the thread that admits clients with the trainer's key alone."""
     trainer_key, _ = keypair(token, "trainer")
     check = SimpleNamespace(callback=lambda domain, key: key == trainer_key)
     authenticator = ThreadAuthenticator(context)

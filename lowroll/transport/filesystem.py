@@ -3,7 +3,7 @@
     orchestrator   step_000012.frame      whole or absent, never changed
     trainer        cursor.json            what it has received and committed, replaced whole
 
-Each side polls the folder at most fifty times a second; the caller's `alive` detects a dead peer.
+Each side polls the folder; the caller's `alive` detects a dead peer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ _PAUSE_S = 0.2  # between reads
 
 
 class Sender:
-    """The orchestrator's end of a channel between processes. hwm: how many batches the trainer may
-    not have received yet; `send` waits at most `deadline_s` seconds for it to catch up. alive:
-    raises when the trainer cannot answer any more."""
+    """The orchestrator's end. hwm: how many batches the trainer may be behind; `send` waits at most
+    `deadline_s` seconds for it. alive: raises when the trainer cannot answer any more."""
 
     def __init__(
         self,
@@ -63,8 +62,8 @@ class Sender:
         """Do nothing: the trainer polls the folder."""
 
     def send(self, batch: Batch) -> None:
-        """Put a batch into the spool. DeadlineExceeded when the trainer is too far behind,
-        FrameGone when it needs a batch that is gone; then nothing is sent."""
+        """Put a batch into the spool. DeadlineExceeded when the trainer is too far behind, FrameGone
+        when it needs a batch that is gone; nothing is sent then."""
         if self.closed:
             raise ChannelClosed(f"batch of step {batch.step} was sent on a closed rollout channel")
         steps = self.spool.steps()
@@ -96,7 +95,7 @@ class Sender:
         return step - 1 - cursor.received < self.hwm
 
     def check(self) -> None:
-        """Raise FrameGone when the trainer needs a batch older than the oldest one here."""
+        """Raise FrameGone when the trainer needs a batch that is gone."""
         if (cursor := self.cursor()) is not None:
             self._refuse_gap(cursor, self.spool.steps())
 
@@ -109,8 +108,8 @@ class Sender:
             )
 
     def go_back(self, cursor: Cursor) -> None:
-        """Drop all batches after the trainer's checkpoint, which will be made again. A trainer that
-        has received more is fenced; the next attempt starts from the checkpoint."""
+        """Drop the batches after the trainer's checkpoint, to be made again. A trainer that has
+        received more is dismissed."""
         if cursor.received > cursor.committed:
             self.spool.progress.dismiss(cursor)
         self.spool.drop_after(-1)
@@ -118,15 +117,13 @@ class Sender:
         self.closed, self._ended, self._cursor = False, None, None
 
     def end(self, reason: str) -> None:
-        """Declare that no batch follows: the trainer gets ChannelClosed with the reason after the
-        last."""
+        """Declare that no batch follows: after the last the trainer gets ChannelClosed."""
         self.closed, self._ended = True, reason
         self.spool.end(reason)
         self.notify()
 
     def drain(self, deadline_s: float) -> None:
-        """Wait until the trainer has committed everything that was sent, because no other process
-        can answer it."""
+        """Wait until the trainer has committed all batches: nobody else can answer it."""
         last_step = max(self.spool.steps(), default=0)
 
         def done() -> bool:
@@ -144,8 +141,8 @@ class Sender:
 
 
 class Receiver:
-    """The trainer's end. committed: the step of the checkpoint that it resumes from, 0 at the
-    beginning. `attempt` grows with every start; earlier attempts are fenced."""
+    """The trainer's end. attempt: grows with every start; earlier ones are fenced. committed: the
+    step of the checkpoint that it resumes from."""
 
     def __init__(
         self,
@@ -164,8 +161,8 @@ class Receiver:
         self._say(self._cursor)
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch. FrameGone when only later ones are there, DamagedFrame when the
-        file is not what was sent, Fenced when a later attempt has taken over."""
+        """Return the next batch. FrameGone when only later ones are there, DamagedFrame when it is
+        not what was sent, Fenced when a later attempt has taken over."""
         step = self._cursor.received + 1
         wait_until(
             lambda: self._is_decided(step),

@@ -4,9 +4,9 @@
     {"kind":"batch","format":1,"num_samples":256,"step":12,...}
     the samples, a MessagePack array
 
-The first line is sealed (`checkpoint.line_checksum`); `sha256` is of the bytes after it. A batch of another
-`run` is refused. The second line is the log's header. A sample is its line of the log without the
-long lists of numbers, which follow as bytes: written as text they are most of the cost of a batch.
+The first line is sealed (`checkpoint.line_checksum`); `sha256` is of the bytes after it. The second
+line is the log's header. A sample is its line of the log without the long lists of numbers, which
+follow as bytes: as text they are most of the cost of a batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PackedSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A sample without its long lists, and those lists as little-endian numbers."""
+    """A sample, and its long lists as little-endian numbers."""
 
     sample: bytes  # its line of the log
     prompt_ids: bytes  # int32
@@ -57,8 +57,8 @@ class PackedSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 def encode_frame(batch: Batch, run: str) -> bytes:
-    """Return the frame of a batch. CodecError for a batch that the codec cannot carry, or that a
-    reader would reject."""
+    """Return the frame of a batch. CodecError for one that cannot be carried exactly, or is too
+    long."""
     payload = pack_batch(batch)
     if len(payload) > MAX_BYTES:
         raise CodecError(
@@ -73,8 +73,8 @@ def encode_frame(batch: Batch, run: str) -> bytes:
 
 
 def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
-    """Return the batch of `step` of `run`. DamagedFrame, beginning with `where`, for anything else;
-    OtherFormat for a frame of another format."""
+    """Return the batch of `step` of `run`. DamagedFrame, beginning with `where`, for anything else,
+    and OtherFormat."""
     payload = check_frame(data, run, step, where)
     try:
         batch = unpack_batch(payload)
@@ -86,8 +86,7 @@ def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
 
 
 def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
-    """Return the bytes after the header, checked for size and digest. DamagedFrame otherwise;
-    OtherFormat for a frame of another format."""
+    """Return the bytes after the header, checked for size and digest. Raises as `decode_frame`."""
     payload_start = data.find(b"\n", 0, MAX_LINE_BYTES) + 1
     try:
         if not payload_start:
@@ -113,8 +112,7 @@ def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
 
 
 def pack_batch(batch: Batch) -> bytes:
-    """Return the part of a frame after its first line. CodecError names a field that cannot be
-    carried exactly."""
+    """Return a frame without its first line. CodecError names a field that cannot be carried."""
     return encode_header(batch) + msgspec.msgpack.encode([pack_sample(s) for s in batch.samples])
 
 
@@ -131,8 +129,7 @@ def unpack_batch(data: bytes) -> Batch:
 
 
 def pack_sample(sample: Sample) -> PackedSample:
-    """Return a sample with its long lists as bytes. CodecError names a list with a number that does
-    not fit."""
+    """Return a sample with its long lists as bytes. CodecError names a list with another number."""
     rollout = sample.rollout
     rollout_without_lists = replace(rollout, token_ids=[], logprobs=[])
     return PackedSample(
@@ -145,7 +142,6 @@ def pack_sample(sample: Sample) -> PackedSample:
 
 
 def unpack_sample(packed: PackedSample, where: str = "sample") -> Sample:
-    """Return the sample that `pack_sample` packed."""
     sample = decode_sample(packed.sample, where)
     rollout = sample.rollout
     if sample.prompt_ids or sample.loss_mask or rollout.token_ids or rollout.logprobs:
@@ -158,7 +154,6 @@ def unpack_sample(packed: PackedSample, where: str = "sample") -> Sample:
 
 
 def _pack_numbers(code: str, values: Sequence[Any], kinds: set[type], where: str) -> bytes:
-    """Return numbers as little-endian bytes. CodecError for one that does not fit."""
     if other_types := set(map(type, values)) - kinds:
         names = " or ".join(sorted(kind.__name__ for kind in kinds))
         raise CodecError(f"{where}: expected {names}, got {other_types.pop().__name__}")
@@ -169,7 +164,6 @@ def _pack_numbers(code: str, values: Sequence[Any], kinds: set[type], where: str
 
 
 def _unpack_numbers(code: str, data: bytes, where: str) -> list[Any]:
-    """Return the numbers that `_pack_numbers` wrote."""
     count, remainder = divmod(len(data), struct.calcsize(code))
     if remainder:
         raise CodecError(f"{where}: {len(data)} bytes are no whole numbers")

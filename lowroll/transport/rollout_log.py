@@ -1,9 +1,9 @@
 """Every rollout of a run on disk: `rollouts/step_000012.jsonl`, one file a step, in the codec's
 format.
 
-A file is written atomically (temporary file, fsync, rename), and each line ends with its checksum
-(`checkpoint.line_checksum`, seeded with the line's number). A resumed run overwrites the steps that it
-repeats; in synchronous mode with the same bytes. Training never reads these files.
+A file is written atomically, and each line ends with its checksum (`checkpoint.line_checksum`, seeded
+with the line's number). A resumed run overwrites the steps that it repeats. Training never reads
+these files.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ _FIRST_BYTES = b'{"kind":"batch",'
 
 
 def write_rollouts(folder: Path, batch: Batch) -> Path:
-    """Write `batch` to `folder/step_<step>.jsonl` atomically; return the path. CodecError before
-    anything is written."""
+    """Write the file of a batch; return its path. CodecError before anything is written."""
     lines = encode_batch(batch).removesuffix(b"\n").split(b"\n")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +46,7 @@ def without_evictions(batch: Batch) -> Batch:
 
 
 def read_rollouts(path: Path) -> Batch:
-    """Return the batch in `path`. CodecError names file, line and field when the file is damaged."""
+    """Return the batch in a file. CodecError names file, line and field of a damage."""
     try:
         batch = decode_batch(unseal_lines(read_file(path)))
     except ValueError as error:  # CodecError is a ValueError
@@ -74,8 +73,7 @@ def is_rollouts(path: Path) -> bool:
 
 
 def truncate_rollouts(folder: Path, step: int) -> None:
-    """Remove the files of steps after `step`, which a resumed run makes again. Other files with
-    such a name stay."""
+    """Remove the files of steps after `step`. Other files with such a name stay."""
     for file_step, path in rollout_files(folder):
         if file_step > step and is_rollouts(path):
             path.unlink()

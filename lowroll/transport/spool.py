@@ -1,9 +1,7 @@
 """The sent batches that may be requested again: `step_000012.frame`, one file each.
 
-A file is written atomically (`checkpoint.files`) and never changed. A restarted orchestrator
-resumes from the newest frame; a restarted trainer requests what it had not committed. The steps
-have no gaps. The newest frame always stays, because it holds the state that the orchestrator
-resumes from.
+A file is written atomically (`checkpoint.files`) and never changed. The steps have no gaps. The
+newest frame stays, because a restarted orchestrator resumes from the state in it.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ DAMAGED = ".damaged"  # suffix of a frame that was set aside
 
 
 class Spool:
-    """The frames of one run in one folder, and the trainer's progress. One process writes frames,
-    one writes progress, and any may read."""
+    """The frames of a run in a folder. One process writes, and any may read."""
 
     def __init__(self, folder: Path, run: str = "") -> None:
         self.folder = Path(folder)
@@ -59,8 +56,8 @@ class Spool:
     def put(self, batch: Batch) -> None:
         """Store a batch durably. The same batch again changes nothing.
 
-        TransportError for a different batch of a present step, or one that leaves a gap. CodecError
-        for a batch that cannot be encoded. Nothing is written then.
+        TransportError for another batch of a present step, or one that leaves a gap, and CodecError
+        for one that cannot be encoded, before anything is written.
         """
         data = encode_frame(batch, self.run)
         steps = self.steps()
@@ -77,14 +74,13 @@ class Spool:
         write_file(self.path(batch.step), data)
 
     def get(self, step: int) -> bytes:
-        """Return the frame of a step. FrameGone when it is not there, DamagedFrame when it has
-        changed."""
+        """Return the frame of a step. FrameGone or DamagedFrame when it is not as it was sent."""
         data = self._bytes(step)
         check_frame(data, self.run, step, str(self.path(step)))
         return data
 
     def read(self, step: int) -> Batch:
-        """Return the batch of a step. Raises the same errors as `get`."""
+        """Return the batch of a step. Raises as `get`."""
         return decode_frame(self._bytes(step), self.run, step, str(self.path(step)))
 
     def _bytes(self, step: int) -> bytes:
@@ -95,8 +91,8 @@ class Spool:
             raise FrameGone(f"{path}: the batch of step {step} is not there") from None
 
     def piece(self, step: int, offset: int, most: int) -> tuple[bytes, int]:
-        """Return at most `most` bytes of a frame from `offset`, unchecked, and the frame's size.
-        FrameGone when it is not there."""
+        """Return at most `most` bytes of a frame, unchecked, and its size. FrameGone when it is not
+        there."""
         path = self.path(step)
         with naming(path):
             try:
@@ -114,27 +110,26 @@ class Spool:
         return self.read(steps[-1]) if steps else None
 
     def reaches(self, step: int) -> bool:
-        """Return whether all batches sent after `step` are still there."""
+        """Return whether all batches sent after `step` are there."""
         steps = self.steps()
         return bool(steps) and steps[0] <= step + 1 and step <= steps[-1]
 
     def drop_through(self, step: int) -> None:
-        """Delete the frames up to `step`, but not the newest of all."""
+        """Delete the frames up to `step` but not the newest of all."""
         self._unlink(
             [self.path(stored_step) for stored_step in self.steps()[:-1] if stored_step <= step]
         )
 
     def drop_after(self, step: int) -> list[int]:
-        """Delete the frames after `step`, the newest first, and return which: the run goes back to
-        `step`."""
+        """Delete the frames after `step`, the newest first; return which."""
         later_steps = [later_step for later_step in reversed(self.steps()) if later_step > step]
         for later_step in later_steps:
             self._unlink([self.path(later_step)])
         return later_steps[::-1]
 
     def repair(self) -> None:
-        """Set aside the first damaged frame and those after it, which a resuming orchestrator makes
-        again. Frames before a gap are useless and are set aside too."""
+        """Set aside the first damaged frame and those after it, which the orchestrator makes again.
+        Delete the frames before a gap."""
         steps = self.steps()
         for index, step in enumerate(steps):
             try:
@@ -160,7 +155,7 @@ class Spool:
         sync_folder(self.folder)
 
     def end(self, reason: str) -> None:
-        """Record why no batch follows the newest. A later `put` revokes it."""
+        """Record why no batch follows. A later `put` revokes it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_file(
             self.folder / END, encode_line(EndOfBatches(self.run, reason[:_MAX_REASON_CHARS]))
@@ -194,8 +189,7 @@ class Spool:
 
 
 class Progress:
-    """The trainer's cursor and that of the last dismissed attempt, in the frames' folder. The
-    trainer's end writes them; any process may read."""
+    """The trainer's cursor, and that of the last dismissed attempt, in the frames' folder."""
 
     def __init__(self, folder: Path, run: str) -> None:
         self.folder = folder
@@ -203,8 +197,8 @@ class Progress:
         self._refused = b""  # a damaged cursor that is already logged
 
     def cursor(self) -> Cursor | None:
-        """Return the trainer's progress. None before its first report, for a dismissed attempt, and
-        for a report that is damaged or of another run, which is logged once."""
+        """Return the trainer's cursor. None before its first report, for a dismissed attempt, and for
+        a report that is damaged or of another run, which is logged once."""
         path = self.folder / CURSOR
         try:
             data = read_file(path)
@@ -232,8 +226,7 @@ class Progress:
         write_file(path, encode_cursor(cursor, self.run))
 
     def dismiss(self, cursor: Cursor) -> None:
-        """Dismiss this attempt of the trainer: it is Fenced, and the next attempt starts from the
-        checkpoint."""
+        """Dismiss an attempt of the trainer: it is Fenced, and the next starts from the checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_file(self.folder / DISMISSED, encode_cursor(cursor, self.run))
 

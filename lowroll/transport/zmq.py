@@ -85,7 +85,7 @@ def unpack(kind: type[Line], parts: Sequence[bytes]) -> tuple[Line, bytes]:
 def _open_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int
 ) -> zmq.Socket[bytes]:
-    """Open a socket that takes messages of at most `most` bytes and detects lost peers."""
+    """Open a socket for messages of at most `most` bytes that detects lost peers."""
     opened = context.socket(kind)
     for option, value in (
         (zmq.LINGER, _LINGER_MS),
@@ -151,7 +151,7 @@ class Sender(FolderSender):
 
 
 class SpoolServer:
-    """The thread that answers requests, and the only user of the socket."""
+    """The thread that answers requests. Only it uses the socket."""
 
     def __init__(self, spool: Spool, attempt: int, token: str) -> None:
         self.spool = spool
@@ -187,12 +187,12 @@ class SpoolServer:
         self._thread.start()
 
     def wake(self) -> None:
-        """Wake the thread, because waiting peers may have an answer."""
+        """Have the thread look whether waiting peers have an answer."""
         with suppress(BlockingIOError):  # already woken
             os.write(self._wake_writer, b"!")
 
     def forget(self) -> None:
-        """Reread the trainer's progress from the spool after a dismissal."""
+        """Reread the trainer's cursor after a dismissal."""
         self.cursor = self.spool.progress.cursor()
         self.wake()
 
@@ -204,7 +204,7 @@ class SpoolServer:
             ) from self._failed
 
     def close(self) -> None:
-        """Stop the thread. Queued answers are still sent, within a second."""
+        """Stop the thread. Queued answers are still sent."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -235,7 +235,7 @@ class SpoolServer:
             raise
 
     def _handle(self, ready: dict[object, int]) -> None:
-        """Answer the requests that wait for a frame, and new ones."""
+        """Answer new requests, and when woken those that wait for a frame."""
         if self._wake_reader in ready:
             os.read(self._wake_reader, 4096)
             for peer, request in list(self._waiting.items()):
@@ -244,8 +244,7 @@ class SpoolServer:
             self._answer(peer, request, again=False)
 
     def _read_requests(self) -> dict[bytes, PieceRequest]:
-        """Return the last request of each peer: repeats that piled up while this process was
-        suspended get one answer."""
+        """Return the last request of each peer: repeats that piled up get one answer."""
         requests: dict[bytes, PieceRequest] = {}
         while True:
             try:
@@ -340,10 +339,8 @@ def _resolve_interface(host: str) -> str:
 
 
 class Receiver:
-    """The trainer's end. address: tcp://HOST:PORT, or the file that holds the orchestrator's
-    address, which may change. committed: the step of the checkpoint that the trainer resumes from,
-    0 at the beginning. `attempt` grows with every start; earlier attempts are fenced. token: the
-    orchestrator's."""
+    """The trainer's end. address: tcp://HOST:PORT, or the file of the orchestrator's address, which
+    may change. attempt, committed: as of `filesystem.Receiver`. token: the orchestrator's."""
 
     def __init__(
         self,
@@ -366,10 +363,9 @@ class Receiver:
         self._warned = False  # that no orchestrator has ever answered
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the next batch. PeerSilent when an orchestrator that was there answers nothing for
-        `silence_s` seconds; FrameGone when only later batches are there; DamagedFrame after three
-        damaged transfers; Fenced when a later attempt of the trainer has taken over; ChannelClosed
-        when the orchestrator has ended."""
+        """Return the next batch. PeerSilent when an orchestrator that was there is silent for
+        `silence_s` seconds, DamagedFrame after three damaged transfers, FrameGone when only later
+        batches are there, Fenced when a later attempt has taken over, ChannelClosed at the end."""
         step = self._cursor.received + 1
         deadline = time.monotonic() + check_deadline(deadline_s)
         assembler = FrameAssembler(step, self.run)
@@ -401,7 +397,7 @@ class Receiver:
         self.line.tell(self._word())
 
     def close(self) -> None:
-        """Report the last commit until it is acknowledged, two seconds at most."""
+        """Report the last commit until it is acknowledged, for _CLOSE_S at most."""
         deadline = time.monotonic() + _CLOSE_S
         while self._heard < self._cursor.committed and time.monotonic() < deadline:
             self.line.tell(self._word())
@@ -410,7 +406,7 @@ class Receiver:
         self.line.close()
 
     def _complain(self) -> None:
-        """Raise PeerSilent for an orchestrator that was there; else log a warning once."""
+        """Raise PeerSilent for an orchestrator that was there; else warn once."""
         if self._orchestrator >= 0:
             raise PeerSilent(f"the orchestrator at {self.line.where} to answer", self.silence_s)
         if self.line.is_placed and not self._warned:
@@ -429,8 +425,8 @@ class Receiver:
         )
 
     def _listen(self, coming: FrameAssembler, seconds: float) -> bool:
-        """Process answers for one try; return whether the orchestrator answered. Returns early when
-        there is something else to request."""
+        """Take answers for a while, or until there is something else to request; return whether the
+        orchestrator answered."""
         deadline, answered = time.monotonic() + seconds, False
         while (remaining_s := deadline - time.monotonic()) > 0:
             try:
@@ -448,8 +444,8 @@ class Receiver:
         return answered
 
     def _next(self, seconds: float) -> tuple[PieceReply, bytes] | None:
-        """Return the next answer for this attempt within `seconds`, and record the acknowledged
-        commit. ValueError for an invalid message."""
+        """Return the next answer for this attempt, if one comes, and note the commit that it
+        acknowledges. ValueError for an invalid message."""
         deadline = time.monotonic() + seconds
         while (remaining_s := deadline - time.monotonic()) > 0:
             reply = self.line.listen(remaining_s)
@@ -461,7 +457,7 @@ class Receiver:
         return None
 
     def _is_for_me(self, answer: PieceReply) -> bool:
-        """Return whether an answer is for this attempt, and from the current orchestrator."""
+        """Return whether an answer is for this attempt and of the current orchestrator."""
         if answer.to != self._cursor.attempt or answer.attempt < self._orchestrator:
             return False
         if answer.run != self.run and answer.kind != "refused":
@@ -500,8 +496,7 @@ class FrameAssembler:
         return len(self._data)
 
     def take(self, answer: PieceReply, piece: bytes, where: str) -> bool:
-        """Append a piece; return False unless it is the next. DamagedFrame at the third damaged
-        frame."""
+        """Append a piece; return False unless it is the next. DamagedFrame after TRIES frames."""
         if answer.step != self.step or answer.offset != self.offset:
             return False
         if problem := self._problem(answer, piece):
@@ -528,7 +523,7 @@ class FrameAssembler:
         return ""
 
     def refuse(self, problem: str) -> None:
-        """Start the frame again. DamagedFrame after too many tries."""
+        """Begin the frame again. DamagedFrame after TRIES frames."""
         self._data.clear()
         self._size = 0
         self._tries += 1
@@ -568,7 +563,7 @@ class Connection:
             return False
 
     def listen(self, seconds: float) -> tuple[PieceReply, bytes] | None:
-        """Return the next answer within `seconds`. ValueError for an invalid message."""
+        """Return the next answer, if one comes. ValueError for an invalid message."""
         self.polls += 1
         if self._socket is None:
             time.sleep(seconds)
