@@ -6,14 +6,13 @@ with.
     refresh    after every optimiser update, and after a restore: all codes are made again, in place
 
 Between two updates the codes are fixed: all micro-batches, the old log-probs and the publication
-use the same Q(W). `weights.publish` copies these tensors, so the `digest` of learner and engine are
-equal. Over a quantized base (LoRA) Q(W) is the base itself. Embeddings, norms and lm_head stay
-dense. In the model's own floating-point format the aligned forward is the plain one, up to the
-order of sums where the engine multiplies a large matrix from a packed copy (`quant.dense`).
+use the same Q(W). `weights.publish` copies them, so the `digest` of learner and engine are equal.
+Over a quantized base (LoRA) Q(W) is the base itself. Embeddings, norms and lm_head stay dense. In the
+model's own floating-point format the aligned forward is the plain one, up to the order of sums where
+the engine multiplies from a packed copy (`quant.dense`).
 
 The gradient's product dX = dY W sums over the rows of W, along which a scale must not change, so it
-has codes of its own with one scale a column of W. They are made of W, or of what a frozen base
-stands for, and take one more byte a weight.
+has codes of its own with one scale a column of W, for one more byte a weight.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 def align(model: Transformer, format: str) -> Transformer:
-    """Run the forward of every linear layer in the arithmetic of `format`. A low-bit base must be
-    in that format; a dense one (LoRA) is quantized once."""
+    """Run every linear layer's forward in the arithmetic of `format`. ValueError for a low-bit base in
+    another one."""
     for name, linear in model.linears():
         base = linear.weight if isinstance(linear.weight, QTensor) else None
         expected_format = get_format(format).of(name).name
@@ -52,8 +51,8 @@ def align(model: Transformer, format: str) -> Transformer:
 
 
 def realign(model: Transformer, format: str) -> Transformer:
-    """Align with another format. Over a quantized base (LoRA), and for plain floating point, that
-    is the dense forward."""
+    """Align with another format. Over a quantized base, and for plain floating point, that is the
+    dense forward."""
     dense = get_format(format).dense
     for name, linear in model.linears():
         if dense or isinstance(linear.weight, QTensor):
@@ -65,8 +64,8 @@ def realign(model: Transformer, format: str) -> Transformer:
 
 @torch.no_grad()
 def transpose(model: Transformer) -> Transformer:
-    """Multiply the input gradients of every linear layer in fp8. ValueError for experts, before
-    anything changes."""
+    """Multiply every linear layer's input gradients in fp8. ValueError for experts, before anything
+    changes."""
     for name, linear in model.linears():
         if isinstance(linear, StackedLinear):
             raise ValueError(f"{name}: the products of experts have no gradient in fp8")
@@ -77,10 +76,8 @@ def transpose(model: Transformer) -> Transformer:
 
 @torch.no_grad()
 def refresh(model: Transformer) -> None:
-    """Remake all codes of trainable weights in place. Do nothing for a model without codes.
-
-    ValueError names a weight that is not finite, before any block read together with it is written.
-    """
+    """Remake the codes of trainable weights in place. ValueError names a weight that is not finite,
+    before any block read together with it is written."""
     if all(linear.aligned is linear.transposed is None for _, linear in model.linears()):
         return
     for blocks in model.read_blocks(model):
@@ -88,7 +85,6 @@ def refresh(model: Transformer) -> None:
 
 
 def _requantize_blocks(blocks: list[Block]) -> None:
-    """Remake the codes of the trainable weights of these blocks."""
     layers = [
         (f"blocks.{block.layer}.{name}", linear, linear.weight)
         for block in blocks
@@ -112,7 +108,7 @@ def _requantize_blocks(blocks: list[Block]) -> None:
 
 @contextmanager
 def suspended(model: Transformer) -> Iterator[Transformer]:
-    """Run the dense forward of an aligned model inside the block."""
+    """Run an aligned model's dense forward in the block."""
     saved_codes = [(linear, linear.aligned) for _, linear in model.linears()]
     for linear, _ in saved_codes:
         linear.aligned = None
@@ -125,8 +121,7 @@ def suspended(model: Transformer) -> Iterator[Transformer]:
 
 @contextmanager
 def dequantized(model: Transformer) -> Iterator[Transformer]:
-    """Run an aligned model inside the block on the dequantized matrices, with unquantized
-    activations. This takes a dense copy of the weights."""
+    """Run an aligned model in the block on a dense copy of its codes, with unquantized activations."""
     model_codes = [linear.aligned for _, linear in model.linears()]
     with suspended(model):
         for (_, linear), layer_codes in zip(model.linears(), model_codes, strict=True):
@@ -137,7 +132,7 @@ def dequantized(model: Transformer) -> Iterator[Transformer]:
 
 
 def quantized(name: str, linear: Linear, format: str) -> QTensor:
-    """Quantize a layer's weight to what `format` assigns to it. ValueError names the layer."""
+    """Quantize a layer's weight as `format` says. ValueError names the layer."""
     try:
         return linear.quantized(get_format(format).of(name).name)
     except ValueError as error:
@@ -145,7 +140,6 @@ def quantized(name: str, linear: Linear, format: str) -> QTensor:
 
 
 def _quantize_transposed(name: str, linear: Linear) -> QTensor:
-    """Return the fp8 codes of a layer's transposed weight."""
     weight = linear.weight
     matrix_NK = weight.dequantize() if isinstance(weight, QTensor) else weight.detach()
     try:

@@ -10,19 +10,16 @@ The factors of a ratio r = 0, 1/20, ..., 19/20, from the mean |x| of a channel o
 The candidate with the least mean squared error of the output is taken, measured after attention for
 q, k, v, after the MLP for gate and up, and after themselves for o and down. Producers are the
 norms, the rows of v for o (only where every query head has a v of its own), and the rows of up for
-down (AWQ, arXiv 2306.00978, section 3; the ratio and both means as in llm-compressor; algorithms
-B9). Deviations:
+down (AWQ, arXiv 2306.00978, section 3; the ratio and both means as in llm-compressor). Deviations:
 
 1. s = 1 is a candidate too. Ratio 0 is another: s = 1 / wm.
-2. Dividing a producer's rows changes its own rounding, which no search of one mapping sees. So the
-   whole quantized block is measured at the end, and restored when the scales did not improve it.
-3. Q(W s) meets x / s in the format's own arithmetic: for W8A8 the rounding of the activations
-   counts.
+2. Dividing a producer's rows changes its own rounding. So the whole quantized block is measured at
+   the end, and restored when the scales did not improve it.
+3. Q(W s) meets x / s in the format's own arithmetic: for W8A8 the rounding of activations counts.
 4. The optional search for clipped ranges is left out.
 
-Inputs are those of the dense model. One block is searched at a time, on chunks of the calibration
-sequences. Memory: the residual stream before and after the block (T x D numbers each), the
-quantized candidates of one matrix, and the activations of one chunk.
+Inputs are those of the dense model. Memory: the residual stream before and after a block (T x D
+numbers each), the quantized candidates of one matrix, and the activations of one chunk.
 
 Legend: T calibration tokens, D hidden size, K in features, N out features.
 """
@@ -46,7 +43,7 @@ RATIOS = tuple(i / 20 for i in range(20))
 @dataclass(frozen=True)
 class Calibrated:
     """The effect of AWQ on a block: mean squared errors of its quantized output before and after,
-    and the ratio of each mapping (None: s = 1). `kept` is False when the block was restored."""
+    and the ratio of each mapping (None: s = 1). kept: False when the block was restored."""
 
     plain_error: float
     error: float
@@ -56,11 +53,8 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class Mapping:
-    """A producer whose output channels are divided by s, and the linear that reads them.
-
-    `inputs(chunk)` are the reader's inputs; `output(inputs, chunk)` runs from there to where the
-    error is measured.
-    """
+    """A producer whose output channels are divided by s, and the linear that reads them. output: runs
+    from its inputs to where the error is measured."""
 
     name: str
     reader: Linear
@@ -76,12 +70,11 @@ def calibrate(
     sequences: Sequence[Sequence[int]],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Calibrated]:
-    """Rescale a dense model in place, so that its linears lose less when quantized to `format`.
+    """Rescale a dense model in place, so that its linears lose less when quantized to `format`; the
+    logits stay up to rounding. Return a record a block.
 
-    The logits stay up to rounding. sequences: token ids of the calibration text. on_progress(done,
-    total) counts blocks. Returns one record a block. ValueError, before anything changes, for a
-    dense format, a model with quantized weights, experts or an adapter (which learnt the channels
-    as they were), and sequences that are empty or outside the vocabulary or context.
+    sequences: token ids of the calibration text. on_progress(done, total) counts blocks. ValueError,
+    before anything changes, as `blockwise.check`.
     """
     target_format = get_format(format)
     check("awq", model, target_format, sequences)
@@ -109,7 +102,7 @@ def factors(w_NK: Tensor, loudness_K: Tensor, ratio: float, group: int | None) -
 def _calibrate_block(
     block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]
 ) -> Calibrated:
-    """Calibrate every mapping of a block, and restore the block where its error did not fall."""
+    """Calibrate the mappings of a block, and restore it where its error did not fall."""
     original_weights = {name: p.clone() for name, p in block.named_parameters()}
     plain_error = _block_error(block, format, x_TD, y_TD, chunks)
     ratios = {
@@ -125,7 +118,7 @@ def _calibrate_block(
 
 
 def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) -> float | None:
-    """Fold the best factors of one mapping into its weights. Return their ratio, None for s = 1."""
+    """Fold the best factors of a mapping into its weights; return their ratio, None for s = 1."""
     weight = mapping.reader.weight
     assert isinstance(weight, nn.Parameter)
     abs_sums = torch.stack([mapping.inputs(c).abs().sum(0, dtype=torch.float32) for c in chunks])
@@ -145,7 +138,7 @@ def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) ->
 def _candidate_errors(
     mapping: Mapping, format: Format, chunks: list[Chunk], candidates: list[Tensor]
 ) -> list[float]:
-    """Return the squared error of the mapping's output under each s, summed over the tokens."""
+    """Return the squared error of the output under each s, summed over the tokens."""
     weight = mapping.reader.weight
     errors = [0.0] * len(candidates)
     assert isinstance(weight, nn.Parameter)
@@ -166,7 +159,7 @@ def _candidate_errors(
 def _block_error(
     block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]
 ) -> float:
-    """Return the mean squared error of the block's output y with all linears quantized."""
+    """Return the mean squared error of the block's output with all linears quantized."""
     linears = [module for module in block.modules() if isinstance(module, Linear)]
     pairs = [
         (linear, format.quantize(linear.weight))
@@ -184,7 +177,7 @@ def _block_error(
 
 
 def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
-    """Return the mappings of a block whose scales can be folded into a producer."""
+    """Return the mappings of a block whose scales can be folded."""
     input_norm, mlp_norm = block.pre_norms
     v_rows = slice(-block.kv_heads * block.head_dim, None)
     up_rows = slice(block.gate_up.weight.shape[0] // 2, None)
@@ -232,7 +225,6 @@ def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
 
 
 def _norm_divider(norm: RMSNorm) -> Callable[[Tensor], None]:
-    """Return a function that divides a norm's weight by the scales."""
     return lambda s_K: _divide(norm.weight, s_K)
 
 
@@ -253,7 +245,7 @@ def _divide(weight: Tensor, s: Tensor) -> None:
 
 
 def _scale_columns(w_NK: Tensor, s_K: Tensor) -> Tensor:
-    """Return W s in its stored dtype, the bytes that will be quantized."""
+    """Return W s in its stored dtype."""
     return (w_NK.float() * s_K).to(w_NK.dtype)
 
 
@@ -270,5 +262,4 @@ def _relative_magnitude(w_NK: Tensor, group: int | None) -> Tensor:
 
 
 def _squared_distance(a: Tensor, b: Tensor) -> float:
-    """Return the sum of squared differences."""
     return float((a.float() - b.float()).square().sum(dtype=torch.float64))

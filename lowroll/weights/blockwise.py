@@ -1,7 +1,6 @@
 """Calibration text through a model, one block at a time, for `weights.awq` and `weights.gptq`.
 
-The sequences are packed in chunks, which bounds the memory of the activations; the residual streams
-are held whole.
+Chunks of sequences bound the memory of the activations; the residual streams are held whole.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CHUNK_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some calibration sequences: their position among the T tokens, and their attention."""
+    """Some sequences: their rows among the T tokens, and their attention."""
 
     rows: slice
     cos: Tensor
@@ -53,7 +52,7 @@ def in_chunks(model: Transformer, lengths: list[int]) -> Iterator[Chunk]:
 
 
 def input_of(linear: Linear, run: Callable[[], Stream]) -> Tensor:
-    """Capture the linear's input while `run` runs."""
+    """Return the linear's input while `run` runs."""
     captured_inputs: list[Tensor] = []
     hook = linear.register_forward_pre_hook(lambda _, inputs: captured_inputs.append(inputs[0]))
     try:
@@ -71,7 +70,7 @@ def plain(stream: Stream) -> Tensor:
 
 @contextmanager
 def multiplying(*pairs: tuple[Linear, QTensor]) -> Iterator[None]:
-    """Make the linears multiply with the quantized weights inside the block."""
+    """Have linears multiply with quantized weights in the block."""
     for linear, q in pairs:
         linear.aligned = q
     try:
@@ -93,7 +92,7 @@ def check(
 
 
 def why_not(spec: ModelSpec) -> str | None:
-    """Return why models of this spec are not calibrated, or None."""
+    """Return why models of a spec are not calibrated, or None."""
     if spec.num_experts:
         return (
             f"{spec.architecture} has experts, of which each would need to be calibrated on its own "

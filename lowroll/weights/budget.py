@@ -9,10 +9,9 @@ fidelity allows.
     3  whole     the model after so many steps is measured, and the number of steps is bisected
 
 Errors of single layers add up nearly (on SmolLM2 0.67 for a whole of 0.63), so they give the order;
-only measurements of the whole model are reported. A single layer is measured from its own block on,
-over the dense model's residual stream. Formats multiply in their own arithmetic, so the rounding of
-activations counts. The result is a function of the weights, the tokens and the budget, and of the
-machine's sums.
+only measurements of the whole model are reported. A layer is measured from its own block on, over the
+dense model's residual stream. Formats multiply in their own arithmetic, so the rounding of
+activations counts.
 
 Legend: T calibration tokens, D hidden size, K in features, N out features, V vocabulary.
 """
@@ -37,24 +36,23 @@ from lowroll.quant.table import OWN
 from lowroll.weights.aligned import quantized
 from lowroll.weights.blockwise import check_dense, input_of, multiplying
 
-# tokens in all and of each sequence on which single layers are measured; the whole model is
-# measured on all tokens
+# tokens in all, and of each sequence, on which single layers are measured
 SINGLE_TOKENS, PIECE_TOKENS = 192, 48
 FINE_BITS = 0.02  # bits a weight: resolution of the search
 HEAD_TOKENS = 256  # tokens whose logits are made at once
-LEAST_KL = 1e-15  # a floor for quantized layers, because float32 sums may come out below it
+LEAST_KL = 1e-15  # of quantized layers: float32 sums may come out below it
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Token ids of sequences, and the position in each from which tokens count towards the KL."""
+    """Token ids of sequences, and the position in each from which tokens count."""
 
     sequences: Sequence[Sequence[int]]
     starts: Sequence[int]
 
     def cut(self, tokens: int, piece: int) -> Calibration:
         """Return the first `piece` tokens of the first sequences that together hold `tokens`. All
-        of their positions count."""
+        count."""
         cut_sequences: list[Sequence[int]] = []
         while len(cut_sequences) < len(self.sequences) and sum(map(len, cut_sequences)) < tokens:
             cut_sequences.append(self.sequences[len(cut_sequences)][:piece])
@@ -63,7 +61,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Point:
-    """A number of steps, and the measurement of the whole model after them."""
+    """A measurement of the whole model after a number of steps."""
 
     steps: int
     bits: float
@@ -75,8 +73,8 @@ class Point:
 class Allocation:
     """The formats of a model's linear layers under a budget; `dense` is the run's own dtype.
 
-    kl: of the dense model to it, in nats a token, on `tokens` tokens. bits: a weight of the linear
-    layers, with scales; nbytes: theirs. measured: all measurements, by bits.
+    kl: of the dense model to it, in nats a token, on `tokens` tokens. bits: of a weight, with scales.
+    measured: all measurements, by bits.
     """
 
     assignment: dict[str, str]
@@ -107,9 +105,8 @@ def allocate(
 ) -> Allocation:
     """Choose the format of every linear layer of a dense model without changing the model.
 
-    Layers are rounded to nearest. on_progress(done, total) counts them.
-    Raises ValueError under the same conditions as `blockwise.check_dense`, and for an unreachable
-    budget, with the measured points.
+    on_progress(done, total) counts layers. ValueError as by `blockwise.check_dense`, and for an
+    unreachable budget, with the measured points.
     """
     start_time = time.monotonic()
     search = _Search(model, budget)
@@ -143,7 +140,7 @@ class _Search:
         self.hulls: dict[str, list[_Choice]] = {}
         self.order: list[str] = []  # the layer that each step widens
         self.points: dict[int, Point] = {}
-        # Codes are cached: on a CPU rounding takes as long as a forward pass.
+        # cached, because on a CPU rounding takes as long as a forward pass
         self.kept: dict[tuple[str, str], QTensor] = {}
 
     def _codes(self, name: str, linear: Linear, format: str) -> QTensor:
@@ -175,8 +172,8 @@ class _Search:
     def _choices(
         self, reference: Reference, block: int, name: str, linear: Linear
     ) -> list[_Choice]:
-        """Return the formats that fit the layer's shape: the smallest measured, the others scaled
-        by the errors of its output."""
+        """Return the formats that fit the layer's shape: the smallest measured, the others scaled by
+        its output's error."""
         formats_by_size = sorted(
             (self._bytes(candidate, linear), candidate)
             for candidate in self.budget.candidates
@@ -251,7 +248,7 @@ class _Search:
         return self.points[steps]
 
     def find(self) -> int:
-        """Return the number of steps that meets the budget. ValueError when none does."""
+        """Return the number of steps that meets the budget, or raise ValueError."""
         budget, num_steps = self.budget, len(self.order)
         max_steps = num_steps
         while max_steps >= 0 and not self._small_enough(max_steps):
@@ -266,7 +263,7 @@ class _Search:
         return self._fewest(max_steps, budget.max_kl)
 
     def _fewest(self, few: int, max_kl: float) -> int:
-        """Return the fewest steps that meet `max_kl`. few: a number known to meet it."""
+        """Return the fewest steps that meet `max_kl`. few: a number that does."""
         summed_kl = [
             sum(choice.kl for choice in self._chosen(steps).values()) for steps in range(few + 1)
         ]
@@ -298,9 +295,8 @@ class _Search:
 
 
 class Reference:
-    """The dense model on calibration tokens: its residual stream before each block, and the
-    log-probs at the counted positions. Raises ValueError under the same conditions as
-    `blockwise.check_dense`."""
+    """The dense model on calibration tokens: its residual stream before each block, and log-probs at
+    the counted positions. ValueError as by `blockwise.check_dense`."""
 
     def __init__(self, model: Transformer, calibration: Calibration) -> None:
         check_dense("rollout.weights", model, calibration.sequences)
@@ -326,12 +322,11 @@ class Reference:
 
     @property
     def tokens(self) -> int:
-        """The number of counted positions."""
         return self.counted_T.numel()
 
     @torch.no_grad()
     def kl(self) -> float:
-        """Return the KL of the dense model to the current model, in its formats' own arithmetic."""
+        """Return the KL of the dense model to the current one, in its formats' arithmetic."""
         weights = [(linear, linear.weight) for _, linear in self.model.linears()]
         with multiplying(
             *((linear, weight) for linear, weight in weights if isinstance(weight, QTensor))
@@ -343,19 +338,17 @@ class Reference:
         return whole(block, x_TD, self.cos, self.sin, self.attend)
 
     def _ends(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        """Return the normed hidden states of the counted positions, in chunks."""
+        """Return normed hidden states of the counted positions, in chunks."""
         return self.model.final(x_TD[self.counted_T]).split(HEAD_TOKENS)
 
     def _logprobs(self, x_TD: Tensor) -> Tensor:
         return self.model.logits(x_TD).float().log_softmax(-1)
 
     def input_of(self, block: int, linear: Linear) -> Tensor:
-        """Return the input of a block's linear layer in the dense model."""
         return input_of(linear, lambda: self._run(self.model.blocks[block], self.streams[block]))
 
     def kl_from(self, block: int) -> float:
-        """Return the KL of the dense model to the current model, whose blocks before `block` are
-        dense: the mean over the counted positions."""
+        """Return the mean KL of the dense model to the current one, which is dense before `block`."""
         x_TD = self.streams[block]
         for following_block in self.model.blocks[block:]:
             x_TD = self._run(following_block, x_TD)
@@ -381,7 +374,7 @@ def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
 
 
 def _slope(a: _Choice, b: _Choice) -> float:
-    """Return the change in KL for each byte that the second choice adds."""
+    """Return the change in KL for each added byte."""
     return (b.kl - a.kl) / (b.nbytes - a.nbytes)
 
 

@@ -13,8 +13,8 @@ from lowroll.weights import aligned
 
 
 def renew(model: Transformer) -> None:
-    """Renew what was derived from weights that have changed: codes at once, an adapter's copies
-    when they are next read. Raises ValueError under the same conditions as `aligned.refresh`."""
+    """Renew codes at once, and an adapter's copies when they are next read. ValueError as by
+    `aligned.refresh`."""
     for _, linear in model.linears():
         if linear.adapter is not None:
             linear.adapter.changed()

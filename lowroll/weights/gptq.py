@@ -9,11 +9,10 @@ Columns are taken from the loudest to the quietest by H's diagonal, with the sca
 before (static groups), so the codes have the usual layout (GPTQ, arXiv 2210.17323, algorithm 1; the
 order is `desc_act` of AutoGPTQ). A group's range is stretched or cut to minimise the loss of its
 nearest codes, weighted by H's diagonal: on SmolLM2 that removes a quarter of the remaining KL.
-Matrices are taken in the order of the forward pass, and each reads the outputs of the rounded ones
-before it. Moving the weights towards what the dense model reads there (GPTAQ) was left out: it lost
-on text other than the calibration's. A format defines its levels and ties (`quant.grid`). Where the
-result would be further from the dense product on the text than rounding to nearest, the nearest
-codes are kept.
+Matrices are taken in the order of the forward pass, over the outputs of the rounded ones before.
+GPTAQ, which moves weights towards what the dense model reads there, lost on other text. Where the
+result is further from the dense product on the text than rounding to nearest, the nearest codes are
+kept.
 
 Memory: the residual stream before a block and behind its attention, the heads (T x D numbers each),
 the activations of one chunk, and H of one matrix, K x K in float32; factors are in float64.
@@ -49,8 +48,8 @@ PANEL = 128  # columns whose errors reach the later ones in one product
 
 @dataclass(frozen=True)
 class Rounded:
-    """A rounded linear weight: its format, and the relative squared error of its product on the
-    calibration text, rounded to nearest and after compensation."""
+    """A rounded linear weight, and the relative squared error of its product on the calibration
+    text, rounded to nearest and as kept."""
 
     name: str
     format: str
@@ -66,13 +65,12 @@ def round_base(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Rounded]:
     """Replace every linear weight of a dense model for good by its QTensor in `format`, rounded
-    with compensation.
+    with compensation; layers whose format has no grid to nearest. Return a record a matrix.
 
-    The same text gives the same codes. sequences: token ids of the calibration text, best sampled
-    from the model itself. on_progress(done, total) counts blocks. Returns one record a matrix. In a
-    format that differs by layer, layers without a grid are rounded to nearest. ValueError, before
-    anything changes, as `blockwise.check`, and for a format that has no grid or does not fit a
-    matrix. A weight that is not finite raises when its turn comes.
+    sequences: token ids of the calibration text, best sampled from the model itself.
+    on_progress(done, total) counts blocks. ValueError, before anything changes, as
+    `blockwise.check`, and for a format that has no grid or does not fit a matrix; later for a weight
+    that is not finite.
     """
     chosen_format = get_format(format)
     check("gptq", model, chosen_format, sequences)
@@ -106,8 +104,8 @@ def round_base(
 def fitted(
     w_NK: Tensor, loudness_K: Tensor, form: Gridded, stretches: Sequence[float]
 ) -> Tensor | float:
-    """Return the stretch of each group [N, G] that loses least with nearest codes, columns weighted
-    by loudness. Ties take the first."""
+    """Return the stretch of each group [N, G] that loses least with nearest codes, weighted by
+    loudness. Ties take the first."""
     if len(stretches) == 1:
         return stretches[0]
     shape = (w_NK.shape[0], w_NK.shape[1])
@@ -124,8 +122,8 @@ def fitted(
 
 
 def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
-    """Return the compensated weights in float32, whose nearest values on the grid are the codes.
-    gram_KK: sum over the tokens of x x'."""
+    """Return the compensated weights in float32, whose nearest values are the codes. gram_KK: sum over
+    the tokens of x x'."""
     gram_KK = gram_KK.double()
     loudness_K = gram_KK.diagonal()
     order_K = torch.argsort(loudness_K, descending=True, stable=True)
@@ -147,7 +145,7 @@ def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
 
 
 def _inverse_cholesky(gram_KK: Tensor) -> Tensor:
-    """Return U of a Gram matrix, damped until it has one. Silent channels compensate nothing."""
+    """Return U of a Gram matrix, damped until it has one."""
     diagonal_K = gram_KK.diagonal()
     diagonal_K[diagonal_K == 0] = 1
     damping = DAMPING * diagonal_K.mean()
@@ -165,8 +163,8 @@ def _round_block(
     chunks: list[Chunk],
     settle: Callable[[Linear, Iterable[Tensor]], None],
 ) -> Tensor:
-    """Round the linears of a block in the order of its forward pass. x_TD: the rounded model's
-    residual stream before the block. Return the stream after it."""
+    """Round a block's linears in the order of its forward pass. x_TD: the rounded model's residual
+    stream before it; return that after it."""
     input_norm, mlp_norm = block.pre_norms
 
     def attention(c: Chunk) -> Stream:
@@ -213,8 +211,7 @@ def encode(
     w_NK: Tensor, gram_KK: Tensor, form: Gridded, stretches: Sequence[float] | None = None
 ) -> QTensor:
     """Return the QTensor of a matrix, rounded with compensation. gram_KK: sum over the tokens of x
-    x'. stretches: candidates for each group, else STRETCHES; [1]: the format's own scales, which
-    floating levels always have."""
+    x'. stretches: of each group, else STRETCHES, or with floating levels the format's own scales."""
     if stretches is None:
         stretches = STRETCHES[:1] if form.floating else STRETCHES
     shape = (w_NK.shape[0], w_NK.shape[1])
@@ -237,7 +234,7 @@ def sum_of_products(inputs: Iterable[Tensor], num_in: int, device: torch.device)
 
 
 def _output_square(w_NK: Tensor, gram_KK: Tensor) -> float:
-    """Return the sum of squares of the products of a matrix with the calibration inputs."""
+    """Return the sum of squares of a matrix's products with the calibration inputs."""
     return float(((w_NK @ gram_KK) * w_NK).sum(dtype=torch.float64).clamp_min(1e-30))
 
 

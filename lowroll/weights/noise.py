@@ -3,11 +3,10 @@ engine's norm weights.
 
     w' = w + z,    z ~ N(0, sigma^2) a channel,    fresh at every publication, on the clean weights of that version
 
-in the input and post-attention norms (not in the final norm, nor in those of queries and keys).
-Behind a norm the noise multiplies the columns of q, k, v, gate and up by 1 + z / w, at no cost and
-in every weight format. The engine keeps these norms in float32: in bfloat16 a sigma below 5e-4
-would not change a weight of size 1. Norms that carry an s of update-aware scaling (`model.scaling`)
-get s z, which leaves the noisy policy the same.
+in the input and post-attention norms. Behind a norm the noise multiplies the columns of q, k, v,
+gate and up by 1 + z / w, in every weight format. The engine keeps these norms in float32: in bfloat16
+a sigma below 5e-4 would not change a weight of size 1. Norms that carry an s of update-aware scaling
+(`model.scaling`) get s z, which leaves the noisy policy the same.
 
 sigma falls in stages, sigma_0 = sigma_start to sigma_{n-1} = sigma_end, with p = i / (n - 1):
 
@@ -20,9 +19,8 @@ and the run is cut into equal intervals, the first without noise. Variant `code`
 and Surogate's): num_stages intervals with n = num_stages - 1; `paper` (Eq. 8): n = num_stages
 values after the first interval. The interval of step t of T is floor(t K / T), in whole numbers.
 
-A draw is a function of (seed, version, norm), so the seed in a rollout's BehaviorTag reproduces its
-noise. The learner uses clean norms and the correction accounts for the difference; `share` gives it
-the same noisy norms.
+A draw is a function of (seed, version, norm). The learner uses clean norms, and the correction
+accounts for the difference; `share` gives it the noisy ones.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ VARIANTS = ("code", "paper")
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """Names and meanings of the `noise` section; `total_steps` is the run's max_steps."""
+    """The `noise` section. total_steps: the run's max_steps."""
 
     sigma_start: float = 1e-2
     sigma_end: float = 1e-4
@@ -100,7 +98,7 @@ class NoiseSchedule:
 
     @property
     def sigmas(self) -> list[float]:
-        """The sigma of every interval, including the silent first one."""
+        """The sigma of every interval, 0 of the first."""
         n = self.num_stages if self.variant == "paper" else max(1, self.num_stages - 1)
         return [0.0, *(self._stage(i, n) for i in range(n))]
 
@@ -134,7 +132,7 @@ def noisy_norms(model: Transformer) -> Iterator[tuple[str, RMSNorm]]:
 
 
 def why_not(spec: ModelSpec) -> str | None:
-    """Return why a model of this spec takes no noise, or None."""
+    """Return why models of a spec take no noise, or None."""
     if {"input_norm", "post_attention_norm"}.isdisjoint(name for name, _ in spec.norms):
         return (
             f"{spec.architecture} has no norms in front of attention and MLP, which would take it"
@@ -143,7 +141,7 @@ def why_not(spec: ModelSpec) -> str | None:
 
 
 def draw(model: Transformer, noise: Noise | None) -> dict[str, Tensor]:
-    """Draw the noise of the noisy norms by name, float32 on the CPU; empty for None or sigma 0."""
+    """Draw the noise by norm, float32 on the CPU; {} for None or sigma 0."""
     if noise is None or noise.sigma == 0:
         return {}
     norms = list(noisy_norms(model))
@@ -154,7 +152,7 @@ def draw(model: Transformer, noise: Noise | None) -> dict[str, Tensor]:
 
 
 def share(model: Transformer, noise: Noise | None) -> None:
-    """Add the engine's noise to the norms of the learner's forward; None or sigma 0 ends it."""
+    """Add the engine's noise to the learner's norms; None or sigma 0 ends it."""
     noise_by_name = draw(model, noise)
     for name, norm in noisy_norms(model):
         norm.noise = noise_by_name[name].to(norm.weight.device) if noise_by_name else None
@@ -162,7 +160,7 @@ def share(model: Transformer, noise: Noise | None) -> None:
 
 @contextmanager
 def muted(model: Transformer) -> Iterator[Transformer]:
-    """Run the learner without shared noise inside the block."""
+    """Run the learner without shared noise in the block."""
     saved_noise = [(norm, norm.noise) for _, norm in noisy_norms(model)]
     share(model, None)
     try:

@@ -2,10 +2,8 @@
 in place.
 
 `rollout_copy` makes the engine's model once; `publish` refills it after each step without moving a
-storage. Under LoRA the frozen base is shared when it is already quantized: the two models hold the
-same QTensors, norms and embeddings, and only the adapter is published. The codes of an aligned
-learner (`weights.aligned`) are copied. `digest` verifies what the engine holds. Noise
-(`weights.noise`) applies only to the engine's norms.
+storage. Under LoRA a quantized base is shared, and only the adapter is published. The codes of an
+aligned learner (`weights.aligned`) are copied. `digest` verifies what the engine holds.
 """
 
 from __future__ import annotations
@@ -37,11 +35,8 @@ log = logging.getLogger(__name__)
 
 
 def quantize_base(model: Transformer, format: str) -> Transformer:
-    """Replace every linear weight by its QTensor, for good: the frozen base that learner and engine
-    share (LoRA).
-
-    Weights that are already in the format stay.
-    """
+    """Replace every linear weight by its QTensor, for good: the frozen base of LoRA. Weights that are
+    already in the format stay."""
     _warn_of_conversion(model, format)
     for name, linear in model.linears():
         linear.set_weight(quantized(name, linear, format))
@@ -50,7 +45,7 @@ def quantize_base(model: Transformer, format: str) -> Transformer:
 
 @torch.no_grad()
 def dequantize_base(model: Transformer) -> Transformer:
-    """Replace the QTensors of a low-bit model by dequantized masters that can learn."""
+    """Replace a low-bit model's QTensors by dequantized masters that can learn."""
     for _, linear in model.linears():
         if isinstance(linear.weight, QTensor):
             linear.set_weight(nn.Parameter(linear.weight.dequantize(model.dtype)))
@@ -60,9 +55,8 @@ def dequantize_base(model: Transformer) -> Transformer:
 def rollout_load(
     folder: Path, format: str, device: torch.device | str, dtype: torch.dtype, noisy: bool = False
 ) -> Transformer:
-    """Return the engine's model loaded from a folder, equal to `rollout_copy` of the loaded model,
-    in the memory of one model. It shares no weights. Raises ValueError under the same
-    conditions as `hf.load`."""
+    """Return `rollout_copy` of a folder's model, in the memory of one model and sharing nothing.
+    ValueError as by `hf.load`."""
     return rollout_copy(hf.load(folder, device, dtype, format), format, dtype, noisy, owned=True)
 
 
@@ -73,9 +67,9 @@ def rollout_copy(
     `publish`.
 
     Weights that the master holds in that format are shared, and with them its frozen norms and
-    embeddings when `dtype` is the master's. Adapters and trainable weights are copied. noisy: the
-    norms that take noise are the engine's own and in float32; without noise the model computes the
-    same bits. owned: the master is consumed, and its shared tensors belong to the new model.
+    embeddings when `dtype` is the master's; the rest is copied. noisy: the norms that take noise are
+    the engine's own, in float32; without noise the model computes the same bits. owned: the master is
+    consumed, and its tensors belong to the new model.
     """
     _warn_of_conversion(master, format)
     rollout = Transformer(master.spec, "meta", dtype, ENGINE)
@@ -98,8 +92,7 @@ def rollout_copy(
 def _fill_other_parameters(
     master: Transformer, rollout: Transformer, format: str, noisy: bool, owned: bool
 ) -> frozenset[str]:
-    """Fill all but the linear weights as `rollout_copy` says; return the names of those that stay
-    the master's."""
+    """Fill all but the linear weights for `rollout_copy`; return the names of the shared ones."""
     may_share = master.dtype == rollout.dtype and (owned or master.weight_format == format)
     noisy_names = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
     master_parameters = dict(master.named_parameters())
@@ -120,8 +113,8 @@ def _fill_other_parameters(
 
 
 def beside(master: Transformer, rollout: Transformer, format: str) -> Transformer:
-    """Return a second engine model whose linear weights are in another format and whose other
-    tensors are those of `rollout`."""
+    """Return a second engine model, with linear weights in another format and the other tensors of
+    `rollout`."""
     second_model = Transformer(rollout.spec, "meta", rollout.dtype, ENGINE)
     for name, parameter in rollout.named_parameters():
         if ".adapter." not in name:
@@ -144,13 +137,12 @@ def publish(
     noise: Noise | None = None,
     large_batch_model: Transformer | None = None,
 ) -> None:
-    """Refill the engine's model, and the model `beside` it, from the master in place. Shared
-    tensors and what was derived from them stay.
+    """Refill the engine's model, and the model `beside` it, from the master in place, except for
+    shared tensors.
 
-    The result is a function of the master's weights and `noise`; without noise (or at sigma 0) the
-    norms are clean. ValueError, before anything is written, names a mismatch: a master of other
-    sizes, another adapter, another base than the shared one, a linear weight that is not finite, or
-    noise for an engine that was not made for it.
+    The result is a function of the master's weights and `noise`. ValueError, before anything is
+    written, names a master of other sizes, another adapter, another base than the shared one, a
+    linear weight that is not finite, or noise for an engine that was not made for it.
     """
     linears = dict(master.linears())
     dense_weights = {
@@ -200,7 +192,7 @@ def _renew_derived(rollout: Transformer) -> None:
 
 
 def norms_without_noise(rollout: Transformer) -> list[str]:
-    """Return the noisy norms that cannot take noise: they are shared or not in float32."""
+    """Return the noisy norms that cannot take noise, being shared or not in float32."""
     norms = {f"{name}.weight": norm for name, norm in noisy_norms(rollout)}
     return [
         name
@@ -211,7 +203,7 @@ def norms_without_noise(rollout: Transformer) -> list[str]:
 
 def drawn_noise(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
     """Return the noise by parameter name, on the device. ValueError for an engine that was not made
-    for noise."""
+    for it."""
     noise_by_name = {f"{name}.weight": noise_D for name, noise_D in draw(rollout, noise).items()}
     if not noise_by_name:
         return {}
@@ -230,8 +222,7 @@ def _check_fits(
     mine: dict[str, nn.Parameter],
     targets: dict[str, nn.Parameter],
 ) -> None:
-    """Check whether `publish` can publish the master. Raises ValueError under the same conditions
-    as `publish`, except for values that are not finite."""
+    """Raise ValueError as `publish`, except for values and noise."""
     if master.spec != rollout.spec:
         raise ValueError("publish: the master's sizes are not those of the engine's model")
     mismatched = sorted(
@@ -269,12 +260,10 @@ def _check_fits(
 
 
 def digest(model: Transformer) -> str:
-    """Return 32 hex digits over every weight's bytes, name, shape and dtype, computed on the
-    weights' device.
+    """Return 32 hex digits over every weight's bytes, name, shape and dtype.
 
-    An adapter's scaling counts as a weight, because it changes the policy. An engine's unused
-    adapter capacity does not count. Of an aligned learner the codes count instead of the masters,
-    because its forward runs on the codes.
+    An adapter's scaling counts as a weight, an engine's unused adapter capacity does not. Of an
+    aligned learner the codes count, on which its forward runs.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     scalings: dict[str, float] = {}
@@ -294,8 +283,7 @@ def digest(model: Transformer) -> str:
 
 
 def fingerprint(tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> str:
-    """Return 32 hex digits over tensors (names, shapes, dtypes, bytes), in any order and on any
-    devices, and over numbers by name."""
+    """Return 32 hex digits over tensors and numbers by name, in any order and on any devices."""
     tensor_checksums = checksum.checksums(list(tensors.values()))
     descriptions = {
         name: f"{tuple(tensor.shape)} {tensor.dtype} {value}"
@@ -314,8 +302,7 @@ _LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in ("qkv", "qkvz", "o", "gate_
 
 
 def _engine_weight(name: str, linear: Linear, format: str) -> QTensor:
-    """Return `quantized` for an engine: codes that the learner will refresh are copied, a frozen
-    base is shared."""
+    """Return `quantized` for an engine, with a copy of codes that the learner will refresh."""
     weight = quantized(name, linear, format)
     if weight is linear.aligned and weight is not linear.weight:
         return weight.clone()
@@ -329,8 +316,8 @@ def _engine_weight(name: str, linear: Linear, format: str) -> QTensor:
 
 
 def _refill_codes(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -> None:
-    """Write `quantized` into the storages of `target`. A dense weight is known to be finite; codes
-    made from the same codes of another format stay."""
+    """Write `quantized` into the storages of `target`. Codes of the same base in another format
+    stay."""
     if linear.aligned is not None and linear.aligned.format == target.format:
         target.copy_(linear.aligned)
     elif isinstance(linear.weight, nn.Parameter):
@@ -341,7 +328,7 @@ def _refill_codes(name: str, target: QTensor, linear: Linear, amax_1: Tensor | N
 
 
 def _warn_of_conversion(model: Transformer, format: str) -> None:
-    """Log a warning when codes are made from the dequantized values of another format."""
+    """Warn when codes are made from the dequantized values of another format."""
     base_name = model.weight_format
     if base_name is None or get_format(base_name).dense:
         return
@@ -367,7 +354,6 @@ def set_parameter(model: Transformer, name: str, value: Tensor) -> None:
 
 
 def _copy_adapter(adapter: Adapter) -> Adapter:
-    """Return a copy of an adapter."""
     copy = Adapter(adapter.rank, adapter.alpha)
     for part in adapter.a:
         copy.a[part] = nn.Parameter(adapter.a[part].detach().clone())
@@ -377,5 +363,5 @@ def _copy_adapter(adapter: Adapter) -> Adapter:
 
 @cache
 def _number_checksum(value: float) -> int:
-    """Return the checksum of a number, as of a tensor."""
+    """Return the checksum of a number as a tensor."""
     return checksum.checksums([torch.tensor(value, dtype=torch.float64)])[0]

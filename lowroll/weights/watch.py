@@ -7,12 +7,10 @@ rounding (QuRL, appendix A).
 
 over all linear weights; only flipped codes change the engine. Codes are compared without their
 scales: where a group's scale doubles and its codes halve (MXFP4), all have flipped although the
-values stayed. This costs one copy of the linear weights and of the engine's codes. A format below 8
-bits packs its codes in nibbles, which are compared one by one.
+values stayed. This costs a copy of the linear weights and of the engine's codes.
 
-Under LoRA the engine does not merge: it multiplies with the learner's frozen base and adds the
-adapter unquantized, so every update reaches the rollouts and no code can flip. Only Eq. 13 is
-measured, on base + (alpha / r) B A. This costs a copy of the adapter.
+Under LoRA the engine adds the adapter unquantized, so every update reaches the rollouts. Only Eq. 13
+is measured, on base + (alpha / r) B A. This costs a copy of the adapter.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 class WeightWatch:
-    """Compares a master and its engine's weights with their state at the last `measure` (or the
-    start)."""
+    """Compares a master's and its engine's weights with those at the last `measure`."""
 
     def __init__(self, master: Transformer, weights: Mapping[str, QTensor]) -> None:
         """weights: the engine's, by layer name, in storages that every publication refills."""
@@ -42,7 +39,7 @@ class WeightWatch:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """Return `weights/*` since the last call. Call it after `publish`."""
+        """Return `weights/*` since the last call; called after `publish`."""
         squared_change = squared_size = squared_error = squared_size_after = 0.0
         flipped_codes = num_weights = 0
         for (master_linear, engine_weight), (before, codes_before) in zip(
@@ -70,8 +67,7 @@ class WeightWatch:
 
 
 class AdapterWatch:
-    """Compares the adapted weights of a LoRA model with those at the last `measure` (or the
-    start)."""
+    """Compares a LoRA model's adapted weights with those at the last `measure`."""
 
     def __init__(self, master: Transformer) -> None:
         self.master = master
@@ -109,8 +105,7 @@ def _adapter_factors(linear: Linear) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def num_flipped(before: Tensor, after: Tensor, bits: float) -> int:
-    """Return how many codes differ between two code tensors of a format; below 8 bits a byte holds
-    two."""
+    """Return how many codes of a format differ. Below 8 bits a byte holds two."""
     if bits >= 8:
         return int((before != after).sum())
     changed = before.view(torch.uint8) ^ after.view(torch.uint8)
@@ -124,11 +119,9 @@ def _codes(weight: QTensor) -> Tensor:
 
 
 def _dense_weight(weight: object) -> Tensor:
-    """Return a dense weight without its gradient."""
     assert isinstance(weight, Tensor)
     return weight.detach()
 
 
 def _squared_norm(x: Tensor) -> float:
-    """Return the squared Euclidean norm of a tensor."""
     return float(torch.linalg.vector_norm(x).double().square())

@@ -4,10 +4,8 @@ complete.
     broadcasts/step_000007/    as `checkpoint.publish` leaves it, with its MANIFEST.json
                step_000007/STABLE    JSON: version, attempt, kind, manifest_digest, noise
 
-The marker is written last and synced; a folder without it is ignored. It holds the SHA-256 of the
-manifest, which covers every byte, so a marker of one attempt never matches the files of another. A
-version that is written again either has the same bytes and stays, or replaces the old folder, which
-is renamed first; `reading` detects that.
+The marker is written last; a folder without it is ignored. It holds the SHA-256 of the manifest,
+which covers every byte, so it never matches the files of another attempt.
 """
 
 from __future__ import annotations
@@ -39,22 +37,22 @@ _MOST_MARKER = 1 << 16
 
 
 class LinkFailed(TransportError):
-    """A failure of the direct route; the message says why."""
+    """A failure of the direct route."""
 
 
 class Replaced(TransportError):
-    """The files were replaced while they were read: look again."""
+    """The files were replaced while they were read."""
 
 
 class Gap(ValueError):
-    """A version's changes are not based on the weights that the engine holds."""
+    """A version's changes are not of the weights that the engine holds."""
 
 
 @dataclass(frozen=True)
 class Broadcast:
     """The complete weights of a version. noise: {"seed", "sigma"} for the engine's norms, or None.
-    since: the base version of `codes`; other kinds have none. way: how the tensors travel; the
-    folder holds them only for "filesystem"."""
+    since: the base version of `codes`. way: how the tensors travel; the folder holds them for
+    "filesystem"."""
 
     version: int
     path: Path
@@ -66,22 +64,20 @@ class Broadcast:
     way: str = "filesystem"
 
     def lies(self) -> str:
-        """Return the current digest of its folder: another where it was rewritten, "" where it is
-        gone."""
+        """Return the present digest of its folder, "" where it is gone."""
         with suppress(ValueError, OSError):
             return read_broadcast(self.path).digest
         return ""
 
 
 class Broadcasts:
-    """The versions in a folder, which need not exist yet. Entries without a version's name or a
-    valid marker are ignored."""
+    """The versions in a folder, which need not exist yet. Other entries are ignored."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
     def versions(self) -> list[Broadcast]:
-        """Return all complete broadcasts, the oldest first."""
+        """Return all broadcasts, the oldest first."""
         return list(filter(None, map(self.at, sorted(self._numbers()))))
 
     def newest(self, most: int | None = None) -> Broadcast | None:
@@ -133,8 +129,8 @@ class Broadcasts:
 
 
 def transfer_token(admin: str) -> str:
-    """Return the token of the direct route, derived from the admin token: its lines are not
-    encrypted, and a reader of them must not be able to command an engine."""
+    """Return the token of the direct route. Its lines are not encrypted, and who reads them must not
+    be able to command an engine."""
     return hashlib.sha256(f"weights {admin}".encode()).hexdigest()[:32]
 
 
@@ -185,8 +181,8 @@ def manifest_digest(folder: Path) -> str:
 
 
 def read_broadcast(path: Path) -> Broadcast:
-    """Return the broadcast in a folder. ValueError or OSError, with the file and the field, for no
-    name of a version, a link, no marker, or a marker of another manifest."""
+    """Return the broadcast in a folder. ValueError or OSError, with the file and the field, for
+    anything else."""
     number = number_of(path.name)
     if number is None or path.is_symlink():
         raise ValueError(f"{path}: no folder of a version")
@@ -211,8 +207,8 @@ def read_broadcast(path: Path) -> Broadcast:
 
 @contextmanager
 def reading(broadcast: Broadcast) -> Iterator[None]:
-    """Protect a broadcast's files from removal while they are read. Replaced, at the beginning or
-    at the end of the block, when another attempt has replaced them."""
+    """Protect a broadcast's files from removal in the block. Replaced, at its beginning or end, when
+    another attempt has replaced them."""
     try:
         descriptor = os.open(broadcast.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

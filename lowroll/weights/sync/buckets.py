@@ -1,11 +1,8 @@
-"""Tensors as buckets of bytes, and the transport of buckets between devices.
-
-A broadcast in a group of processes uses NCCL between GPUs and gloo on CPUs. On one machine an
-engine can open the memory of the learner's GPU through CUDA IPC handles.
+"""Tensors as buckets of bytes, and their transport between devices: by NCCL, by gloo on CPUs, or
+through CUDA IPC on one machine.
 
 Buckets are a copy, so the learner continues while engines fetch them. Their layout is JSON in the
-version's folder; the buckets never touch a disk. An engine checks what arrives against the digest
-in the layout. Buckets are not encrypted: use a trusted network.
+version's folder. Buckets are not encrypted: use a trusted network.
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The slot of each tensor, the size of each bucket, and the content's digest
-    (`WeightUpdate.content_digest`)."""
+    """The slots, the size of each bucket, and the content's digest (`WeightUpdate.content_digest`)."""
 
     slots: tuple[TensorSlot, ...]
     sizes: tuple[int, ...]
@@ -96,7 +92,7 @@ class _StatedLayout(msgspec.Struct):
 def pack(
     tensors: Mapping[str, Tensor], digest: str, device: torch.device
 ) -> tuple[BucketLayout, list[Tensor]]:
-    """Copy tensors into uint8 buckets on a device; return their layout and the buckets."""
+    """Copy tensors into uint8 buckets on a device; return them behind their layout."""
     slots: list[TensorSlot] = []
     sizes: list[int] = []
     for name, tensor in tensors.items():
@@ -123,7 +119,7 @@ def unpack(layout: BucketLayout, buckets: Sequence[Tensor]) -> dict[str, Tensor]
 
 
 class BucketGroup:
-    """Processes that receive buckets from a trainer (rank 0): NCCL between GPUs, gloo on CPUs."""
+    """Processes that receive buckets from a trainer, rank 0."""
 
     def __init__(
         self, store: Any, number: int, rank: int, size: int, device: torch.device, host: str,
@@ -162,8 +158,7 @@ class BucketGroup:
 
 
 def ipc_handles(buckets: Sequence[Tensor]) -> list[list[Any]]:
-    """Return the IPC handles of GPU buckets for one other process of this host, as numbers and
-    base64."""
+    """Return the IPC handles of GPU buckets for one other process, as numbers and base64."""
     shared = [bucket.untyped_storage()._share_cuda_()[1:] for bucket in buckets]
     return [
         [base64.b64encode(p).decode() if isinstance(p, bytes) else p for p in one] for one in shared
@@ -173,8 +168,7 @@ def ipc_handles(buckets: Sequence[Tensor]) -> list[list[Any]]:
 def copy_by_ipc(
     handles: Any, uuid: str, sizes: Sequence[int], device: torch.device
 ) -> list[Tensor]:
-    """Copy the buckets behind `ipc_handles` to `device`. LinkFailed when they cannot be opened
-    here."""
+    """Copy the buckets behind `ipc_handles` to a device. LinkFailed when they do not open here."""
     if device.type != "cuda":
         raise LinkFailed("cuda_ipc: this engine is on a CPU")
     index = next((i for i in range(torch.cuda.device_count()) if device_uuid(i) == uuid), None)
@@ -205,5 +199,5 @@ def copy_by_ipc(
 
 
 def device_uuid(index: int | None) -> str:
-    """Return the UUID of a GPU, which does not depend on its index in this process."""
+    """Return the UUID of a GPU, which is the same in every process."""
     return str(torch.cuda.get_device_properties(index or 0).uuid)

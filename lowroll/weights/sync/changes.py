@@ -1,14 +1,13 @@
-"""Changes of the tensors that an engine holds. For an aligned learner, whose codes are the engine's
-(`weights.aligned`), only they have to travel.
+"""Changes of the tensors that an engine holds. Of an aligned learner, whose codes are the engine's
+(`weights.aligned`), only they travel.
 
     {name}            a tensor whole: a norm that takes noise, or one of which most has changed
     {name}.gaps       int16 [n], read as unsigned: steps between the entries that changed, from -1 on
     {name}.values     [n] their new bits, in the tensor's own dtype
 
 Entries are in row-major order; of packed codes an entry is what is stored. Every 65,535th is
-included whether it changed or not, so that no gap is longer. Names are those of `publish.digest`.
-An engine applies changes only to the bits that they are based on, and compares the digest of the
-result with the learner's; on a mismatch its tensors are restored.
+included, so that no gap is longer. Names are those of `publish.digest`. An engine applies changes to
+the bits that they are based on, and restores its tensors when the result has another digest.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Changes:
-    """The base and the result of a stream of changes. Digests are of what an engine holds, without
-    noise: `before` of all but the norms that take noise, `after` of all."""
+    """The base and the result of changes. Digests are of what an engine holds, without noise:
+    `before` of all but the norms that take noise, `after` of all."""
 
     since: int
     before: str
@@ -44,8 +43,8 @@ class Changes:
 
 
 class Shadow:
-    """A copy of what engines hold in `format` and `dtype`, on the learner's device. ValueError for
-    a learner whose codes are not the engines'."""
+    """A copy of what engines hold, on the learner's device. ValueError for a learner whose codes are
+    not the engines'."""
 
     def __init__(self, model: Transformer, format: str, dtype: torch.dtype) -> None:
         for name, linear in model.linears():
@@ -65,7 +64,7 @@ class Shadow:
         return sum(tensor.nbytes for tensor in self._now().values())
 
     def renew(self, version: int) -> None:
-        """Record that engines hold this version of the learner's present weights."""
+        """Record that engines hold the present weights as this version."""
         for name, tensor in self._now().items():
             if name in self._tensors:
                 self._tensors[name].copy_(tensor)
@@ -74,8 +73,7 @@ class Shadow:
         self.version = version
 
     def changes(self) -> tuple[dict[str, Tensor], Changes]:
-        """Return the changes from the version that engines hold to the learner's weights, on the
-        CPU."""
+        """Return the changes of the learner's weights since that version, on the CPU."""
         assert self.version is not None
         now, whole = self._now(), norm_names(self.model)
         stream: dict[str, Tensor] = {}
@@ -101,7 +99,7 @@ def norm_names(model: Transformer) -> set[str]:
 
 
 def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Tensor]:
-    """Return the stream entries that turn `old` into `new`; none where they are equal."""
+    """Return the stream that turns `old` into `new`. whole: always the whole tensor."""
     if not whole:
         at = (_bits(old) != _bits(new)).nonzero().flatten()
         if at.numel() == 0:
@@ -118,9 +116,9 @@ def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Te
 def apply(
     rollout: Transformer, stream: Mapping[str, Tensor], changes: Changes
 ) -> dict[str, Tensor]:
-    """Apply changes to an engine's storages in place, except for the norms that take noise, which
-    are returned by name. Gap when they are based on other weights; ValueError when they do not fit
-    or the digest differs. The engine's tensors are unchanged then."""
+    """Apply changes to an engine's storages in place, and return the norms that take noise. Gap when
+    they are of other weights, ValueError when they do not fit; the engine's tensors are unchanged
+    then."""
     whole = norm_names(rollout)
     targets = _targets(rollout)
     mine = {name: tensor for name, tensor in targets.items() if name not in whole}

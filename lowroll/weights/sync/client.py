@@ -1,6 +1,4 @@
-"""An engine's end of the direct route; `weights.sync.server` lists its messages. The trainer's
-address comes from the server's options, never from a request.
-"""
+"""An engine's end of the direct route; `weights.sync.server` lists its messages."""
 
 from __future__ import annotations
 
@@ -24,9 +22,8 @@ MOST_LINE = 8 << 20  # bytes of a trainer's line, which may hold handles
 
 
 class WeightClient:
-    """A client that fetches versions from the trainer at host:port to `device`, one at a time.
-    file: holds the trainer's address; read again for each new connection. token:
-    `base.transfer_token`."""
+    """A client that fetches versions from a trainer to `device`, one at a time. file: has the
+    trainer's address; read again for each connection. token: `base.transfer_token`."""
 
     def __init__(
         self,
@@ -48,8 +45,8 @@ class WeightClient:
         self._lock = threading.Lock()
 
     def fetch(self, broadcast: Broadcast, layout: BucketLayout) -> dict[str, Tensor]:
-        """Fetch the tensors of a version by name, unverified. Replaced when the trainer has written
-        files instead, after two tries; LinkFailed when it cannot be reached."""
+        """Fetch the tensors of a version by name, unverified. Replaced when after TRIES the trainer
+        has written files instead, LinkFailed when it is not reached."""
         with self._lock:
             for _ in range(TRIES):
                 try:
@@ -100,8 +97,8 @@ class WeightClient:
         return buckets
 
     def _connect_to_store(self, port: int) -> Any:
-        """Connect to the store at which the trainer's group meets. torch ignores its own timeout
-        when a store accepts and says nothing, so a thread connects, and is left behind then."""
+        """Connect to the store at which the trainer's group meets, in a thread that may be left
+        behind: torch ignores its timeout when a store accepts and says nothing."""
         deadline_s = min(JOIN_S, self.timeout_s)
         connected: Future[Any] = Future()
 
@@ -121,7 +118,7 @@ class WeightClient:
             ) from None
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message with the token; return the answer. LinkFailed for none or an error."""
+        """Return the answer to a message. LinkFailed for none or an error."""
         try:
             if self._socket is None:
                 self._socket = self._connect()

@@ -10,14 +10,11 @@
                learner has them (`sync.changes`); every eighth version is a full one
 
 With a server (`sync.server`) the tensors of a full version go from device to device, and the folder
-has the rest and the layout of the buckets.
+has the rest and the layout of the buckets. Noise (`weights.noise`) travels as seed and sigma.
 
-Engines quantize what they read as an engine in the learner's process does, so they hold the same
-bits (`sync.update`). Noise (`weights.noise`) travels as seed and sigma.
-
-A version that is published again (by a restarted trainer) is kept where its bytes are the same.
-Otherwise the old folder is renamed before the new one takes its name, and the new marker names the
-new manifest, so no reader mixes the files of two attempts.
+A version that a restarted trainer publishes again stays where its bytes are the same. Otherwise the
+old folder is renamed before the new one takes its name, so no reader mixes the files of two
+attempts.
 """
 
 from __future__ import annotations
@@ -84,9 +81,8 @@ _RETIRED = ".retired-"
 
 @dataclass(frozen=True)
 class FolderContent:
-    """The planned content of a version's folder: its kind, the function that writes the files, and
-    its other manifest entries. buckets: tensors that are served instead of written. as_files: the
-    same content with these tensors as files."""
+    """The content of a version's folder. write: writes the files. meta: for the manifest. buckets:
+    tensors that are served instead. as_files: the same content with them as files."""
 
     kind: Kind
     write: Callable[[Path], None]
@@ -98,10 +94,10 @@ class FolderContent:
 class FolderPublisher:
     """A publisher of the learner's versions in `folder`, which requires the run's lock.
 
-    attempt: of the trainer. keep: how many of the newest versions stay at least, including the
-    bases of changes. base: the folder or hub id named as an adapter's base. noise: of the run.
-    shadow: of an aligned learner, to publish changes. server: of the direct route for whole models;
-    unused once broken. ValueError for a model that cannot be published.
+    attempt: of the trainer. keep: how many of the newest versions stay, with the bases of changes.
+    base: the folder or hub id of an adapter's base. shadow: of an aligned learner, to publish
+    changes. server: of the direct route for whole models. ValueError for a model of which nothing
+    learns.
     """
 
     def __init__(
@@ -136,7 +132,7 @@ class FolderPublisher:
         self._clean()
 
     def publish(self, version: int) -> dict[str, float]:
-        """Publish a version to all readers durably, and return its metrics."""
+        """Publish a version durably; return its metrics."""
         content = self._changes(version) or self._adapter() or self._full(version)
         with self._lock:
             path = self._write(version, content)
@@ -154,18 +150,17 @@ class FolderPublisher:
         return metrics
 
     def check(self) -> None:
-        """Raise TransportError with the reason when the direct route has failed."""
+        """Raise TransportError when the direct route has failed."""
         if self.server is not None:
             self.server.check()
 
     def forget_after(self, version: int) -> None:
-        """Retire later versions: the learner went back to this one, and they may differ when made
-        again."""
+        """Retire later versions, which may differ when a learner that went back makes them again."""
         with self._lock:
             self._forget_after(version)
 
     def close(self) -> None:
-        """End the direct route; the newest version stays as files."""
+        """End the direct route, and write the newest version as files."""
         if self.server is not None:
             for newest in self.server.versions[-1:]:
                 newest.write()
@@ -175,8 +170,8 @@ class FolderPublisher:
     # -- the content of a version ------------------------------------------------------------------
 
     def _changes(self, version: int) -> FolderContent | None:
-        """Return the changes since the previous version. None when engines do not hold it, when its
-        folder is gone, and for every FULL_INTERVAL-th version."""
+        """Return the changes since the previous version. None when engines do not hold that, and
+        for every FULL_INTERVAL-th version."""
         shadow = self.shadow
         if shadow is None or shadow.version != version - 1 or version % FULL_INTERVAL == 0:
             return None
@@ -226,8 +221,8 @@ class FolderPublisher:
     # -- its folder --------------------------------------------------------------------------------
 
     def _write(self, version: int, content: FolderContent, same: bool = False) -> Path:
-        """Write the folder of a version with its marker, and return it. same: it has the same
-        weights in other files."""
+        """Write the folder of a version with its marker; return it. same: the weights are those of
+        the present folder, as other files."""
         drawn = None if self.noise is None else self.noise.at(version)
         noise = None if drawn is None else {"seed": drawn.seed, "sigma": drawn.sigma}
         own = {"broadcast": FORMAT, "version": version, "kind": content.kind, "noise": noise}
@@ -278,8 +273,7 @@ class FolderPublisher:
         return True
 
     def _retire(self, path: Path) -> None:
-        """Rename a folder out of the readers' sight; a current reader continues and detects it at
-        the end."""
+        """Rename a folder out of the readers' sight. A present reader detects it at the end."""
         taken = len(list(self.folder.glob(f"{_RETIRED}{path.name}-*")))
         while (target := self.folder / f"{_RETIRED}{path.name}-{taken}").exists():
             taken += 1
@@ -294,7 +288,7 @@ class FolderPublisher:
                 self._retire(path)
 
     def _retain(self, newest: int) -> None:
-        """Retire versions that no engine needs. A disk error costs space, not the run."""
+        """Retire versions that no engine needs. An error costs space, not the run."""
         needed = self._needed(newest)
         try:
             for number, path in self._folders():
@@ -322,7 +316,7 @@ class FolderPublisher:
         return [(n, path) for n, path in zip(numbers, paths, strict=True) if n is not None]
 
     def _clean(self) -> None:
-        """Remove retired folders that are not read, and leftovers of a dead attempt."""
+        """Remove retired folders that are not read, and leftovers."""
         remove_leftovers(self.folder)
         for path in sorted(self.folder.iterdir()):
             name = path.name
@@ -372,10 +366,9 @@ def read_update(
 ) -> WeightUpdate:
     """Return the update in a verified folder, as policy `number`.
 
-    kind: of its weights. model, weights: the engine's model folder and format. broadcast: the
-    folder's, where a trainer wrote it. client: of the direct route, if any. Raises ValueError for a
-    folder that is damaged or not for this engine, and TransportError under the same conditions as
-    `WeightClient.fetch`.
+    model, weights: the engine's model folder and format. broadcast: the folder's, where a trainer
+    wrote it. client: of the direct route. ValueError for a folder that is not for this engine,
+    TransportError as by `WeightClient.fetch`.
     """
     meta = read_meta(folder) or {}
     if kind == "adapter":
@@ -429,7 +422,7 @@ def _fetch(
     meta: Mapping[str, Any],
     client: WeightClient | None,
 ) -> WeightUpdate:
-    """Return the update of a whole model from the trainer's server."""
+    """Return the update of a whole model from the server."""
     if client is None:
         raise ValueError(
             f"way: its tensors come by {broadcast.way}; start the engine with --weights-from"
@@ -442,7 +435,7 @@ def _fetch(
 
 
 def read_layout(folder: Path) -> BucketLayout:
-    """Return the layout of a broadcast's buckets. ValueError names the file."""
+    """Return the layout of a version's buckets. ValueError names the file."""
     try:
         return BucketLayout.from_json(json.loads((folder / LAYOUT).read_bytes()))
     except (ValueError, RecursionError) as error:
@@ -450,7 +443,7 @@ def read_layout(folder: Path) -> BucketLayout:
 
 
 def _checked_scale(spec: ModelSpec, model: Path, meta: Mapping[str, Any]) -> float:
-    """Return the input scale of the weights. ValueError when they are of another model."""
+    """Return the weights' input scale. ValueError when they are of another model."""
     served = replace(read_headers(model)[0], eos_ids=spec.eos_ids)  # a server sets its own
     odd = [f.name for f in fields(spec) if f.compare and vars(spec)[f.name] != vars(served)[f.name]]
     if odd:

@@ -9,20 +9,16 @@ gloo or CUDA IPC. Both ends exchange lines of JSON on a socket:
     engine -> trainer    {"token": token, "write": [version, manifest digest]}    write files instead
     trainer -> engine    {"written": version}
 
-The server runs an event loop in its own thread:
-
-produces       the buckets of the newest versions, for every engine that requests them
-waits for      requests; after the first, for the other connected engines, at most GATHER_S; for a
-               group, at most JOIN_S; for a round, at most `timeout_s`; for no single connection
-unblocked by   a new version, a line of an engine, `close`
+The server's event loop has a thread of its own. After the first request it waits at most GATHER_S
+for the other connected engines, then at most JOIN_S for their group and `timeout_s` for the round,
+and never for a single connection.
 
 A group lasts as long as the requesting engines stay the same. A peer that dies during a broadcast
-ends the group, and the next request begins another.
+ends it, and the next request begins another.
 
-Engines authenticate by a token; without one the server listens on this machine only. A connection
-that has not sent it within HELLO_S or MOST_LINE bytes is closed, and so is the oldest of them when
-there are too many. The group's store and the buckets are not protected by the token: between
-machines use a private network.
+A connection that has not sent the token within HELLO_S or MOST_LINE bytes is closed, and so is the
+oldest of them when there are too many. The token does not protect the group's store and the buckets:
+between machines use a private network.
 """
 
 from __future__ import annotations
@@ -62,8 +58,7 @@ MOST_UNKNOWN = 256  # unauthenticated connections; fewer where few files may be 
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """A version that can be fetched. write: writes it into the folder as files, for an engine that
-    cannot fetch it."""
+    """A version that can be fetched. write: writes it as files, for an engine that cannot."""
 
     version: int
     digest: str
@@ -75,9 +70,8 @@ class WeightServer:
     """A server of the newest versions to engines.
 
     way: nccl (gloo on a CPU) or cuda_ipc. host, port: the only interface to listen on; 0 for a free
-    port. keep: how many of the newest versions stay, each a copy of the model, as engines of a
-    strict run take older ones. token: `base.transfer_token`. ValueError for an address that engines
-    cannot reach, and for one that others reach without a token.
+    port. token: `base.transfer_token`. keep: how many of the newest versions stay, each a copy of the
+    model. ValueError for an address that engines cannot reach, or others without a token.
     """
 
     def __init__(
@@ -123,8 +117,7 @@ class WeightServer:
         self._thread.start()
 
     def serve(self, version: ServedVersion) -> None:
-        """Serve this version beside the older ones, which engines may still request. Raises
-        TransportError under the same conditions as `check`."""
+        """Serve a version beside the older ones. Raises as `check`."""
         self.check()
         older = [one for one in self.versions if one.version < version.version]
         self.versions = [*older, version]
@@ -162,7 +155,7 @@ class WeightServer:
         self._end_group()
 
     async def _work(self) -> None:
-        """Serve until `close`, or until a part of the work fails."""
+        """Serve until `close` or a failure."""
         async with asyncio.TaskGroup() as tasks:
 
             def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -178,8 +171,7 @@ class WeightServer:
                 task.cancel()
 
     async def _talk(self, peer: Connection) -> None:
-        """Answer a connection until it ends or fails. Close the oldest when too many are
-        unauthenticated."""
+        """Answer a connection until it ends. Close the oldest of too many without the token."""
         self._unknown[peer] = None
         if len(self._unknown) > self._most_unknown:
             oldest = next(iter(self._unknown))
@@ -238,7 +230,7 @@ class WeightServer:
     # -- rounds: a version goes to all that want it -------------------------------------------------
 
     async def _run_rounds(self) -> None:
-        """Answer requests, those for the same version in one round."""
+        """Answer requests, those for a version in one round."""
         while True:
             await self._until(lambda: bool(self._asking))
             with suppress(TimeoutError):
@@ -264,8 +256,8 @@ class WeightServer:
             await self._changed.wait()
 
     async def _transfer(self, version: ServedVersion, members: list[Connection]) -> None:
-        """Send a version to engines, and wait until they confirm it. On a failure all are
-        disconnected, and request it again."""
+        """Send a version to engines until they confirm it. On a failure disconnect all, which then
+        request it again."""
         try:
             if self.way == "nccl":
                 await self._broadcast(version, members)
@@ -279,7 +271,7 @@ class WeightServer:
                 peer.close()
 
     async def _broadcast(self, version: ServedVersion, members: list[Connection]) -> None:
-        """Broadcast the buckets to a group, the last one where its members are the same."""
+        """Broadcast the buckets to a group, which stays while its members do."""
         if self._group is not None and self._group[0] != members:
             self._end_group()
         if self._group is None:
@@ -317,7 +309,7 @@ class WeightServer:
 
 
 class Connection:
-    """A connection to an engine: lines of JSON in both directions."""
+    """A connection to an engine: lines of JSON both ways."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -326,7 +318,7 @@ class Connection:
         self.name = f"{host}:{port}"
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Send a message as a line. LinkFailed when the engine is gone or does not read."""
+        """Send a message. LinkFailed when the engine is gone or does not read."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 self._writer.write(json.dumps(message).encode() + b"\n")
@@ -335,8 +327,8 @@ class Connection:
             raise LinkFailed(f"the other side of {self.name}: {error}") from None
 
     async def receive(self, deadline_s: float | None) -> dict[str, Any]:
-        """Return the next line. LinkFailed at the end, after the deadline, and for a line that is
-        not an object."""
+        """Return the next message. LinkFailed at the end, after the deadline, and for another
+        line."""
         try:
             async with asyncio.timeout(deadline_s):
                 line = await self._reader.readline()
@@ -363,8 +355,8 @@ class Connection:
 
 
 async def beside(work: Callable[[], T], members: list[Connection]) -> T:
-    """Return the result of `work`, run in its own thread. LinkFailed when a member leaves
-    meanwhile; the thread is abandoned, since it may hang on a dead peer."""
+    """Run `work` in a thread and return its result. LinkFailed when a member leaves; the thread,
+    which may hang on the dead peer, is abandoned."""
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()  # nobody can cancel it from here on
 
@@ -386,8 +378,7 @@ async def beside(work: Callable[[], T], members: list[Connection]) -> T:
 
 
 async def confirm(version: int, members: list[Connection], timeout_s: float) -> None:
-    """Wait until every engine confirms the version, within one deadline. LinkFailed names the
-    others."""
+    """Wait until every engine confirms the version. LinkFailed names the others."""
 
     async def problem(peer: Connection) -> str:
         try:

@@ -4,15 +4,11 @@ all.
     engine.update_weights(WeightUpdate.local(master, version=3, noise=noise))    in one process
     engine.update_weights(WeightUpdate.local(master, version=3).as_stream())     by another route
 
-Every update yields its tensors by name, lazily. A local one also has the learner's model: an engine
-of the same process quantizes from there into its own storages (`weights.publish`). Every other
-engine gathers the stream on its device and checks names, shapes, dtypes, finite values and the
-digest before its weights change. This takes the memory of what travels: a dense model, or an
-adapter.
+Every update yields its tensors by name, lazily. A local one also has the learner's model, from which
+an engine of the same process quantizes (`weights.publish`). Every other engine gathers the stream on
+its device, in the memory of a dense model or an adapter, and checks it before its weights change.
 
-The digest covers names and bytes: the learner states it, and the engine computes it over what has
-arrived, or over a file. It differs from the digest in a BehaviorTag, which is of the quantized
-weights that the engine samples from.
+The digest covers the names and bytes that travel. That in a BehaviorTag is of the quantized weights.
 """
 
 from __future__ import annotations
@@ -52,24 +48,22 @@ class WeightUpdate:
 
     version: int
     # full: every weight, dense, under its Hugging Face name. adapter: A and B of LoRA under PEFT's
-    # names, for the base that the engine holds. codes: the stored tensors of a low-bit model, or
-    # with `changes` what differs in them (`sync.changes`).
+    # names. codes: the stored tensors of a low-bit model, or with `changes` what differs in them.
     kind: Kind
     # starts the stream again; yielded tensors stay valid until the update has been taken
     tensors: Callable[[], Iterable[tuple[str, Tensor]]]
     digest: str | None = None  # of the stream (`content_digest`), if stated
     noise: Noise | None = None  # for the norms; the engine draws it
     lora_alpha: float | None = None  # of an adapter; its rank is in the shapes
-    # the s of update-aware scaling (`model.scaling`) in the weights, or in an adapter's base
+    # s of update-aware scaling (`model.scaling`), in the weights or in an adapter's base
     input_scale: float = 1.0
-    # the learner's model in its own process: read when the update is taken, not before
+    # the learner's model, in its own process; read when the update is taken
     master: Transformer | None = None
     changes: Changes | None = None
 
     @classmethod
     def local(cls, master: Transformer, version: int, noise: Noise | None = None) -> WeightUpdate:
-        """Return the update of a learner in this process: its adapter if it has one, else its
-        weights. Nothing is read yet."""
+        """Return the update of a learner in this process: its adapter, else its weights."""
         alphas = {linear.adapter.alpha for _, linear in master.linears() if linear.adapter}
         stored = master.weight_format
         kind: Kind = "full"
@@ -93,15 +87,13 @@ class WeightUpdate:
         return replace(self, digest=self.content_digest(), master=None)
 
     def content_digest(self) -> str:
-        """Return 32 hex digits over the name, shape, dtype and bytes of every tensor, and over
-        other inputs of the policy. Reads the whole stream."""
+        """Return the fingerprint of all tensors and other inputs of the policy."""
         numbers = {} if self.lora_alpha is None else {"lora_alpha": self.lora_alpha}
         return fingerprint(dict(self.tensors()), numbers | {"input_scale": self.input_scale})
 
 
 def dense(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight of a dense model under its Hugging Face name, as views of the fused
-    matrices."""
+    """Yield every weight of a dense model under its Hugging Face name, as views."""
     weights: dict[str, Tensor] = dict(model.named_parameters())
     for name, linear in model.linears():
         if isinstance(linear.weight, QTensor):
@@ -135,7 +127,7 @@ class UpdateReceiver:
     def take(self, update: WeightUpdate) -> None:
         """Refill the engine's storages in place. ValueError, before anything is written, for a
         stream with a missing, unknown or repeated tensor, a wrong shape or dtype, a value that is
-        not finite, or a digest other than stated; else as `publish`."""
+        not finite, or another digest; else as `publish`."""
         if update.master is not None:
             publish(update.master, self.rollout, update.noise, self.large_batch_model)
             return
@@ -197,8 +189,8 @@ class UpdateReceiver:
 def gather(
     update: WeightUpdate, spec: ModelSpec, dtype: torch.dtype, device: Device
 ) -> Transformer:
-    """Return a dense model of a full stream on a device; a matrix keeps its dtype. Raises
-    ValueError under the same conditions as `UpdateReceiver.take`."""
+    """Return a dense model of a full stream on a device; a matrix keeps its dtype. ValueError as by
+    `UpdateReceiver.take`."""
     staging = Transformer(spec, "meta", dtype)
     whole = {name: (parts, shape) for name, parts, shape in hf_names(spec)}
     owner = {part: name for name, (parts, _) in whole.items() for part in parts}
@@ -224,8 +216,7 @@ def dense_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _rank(update: WeightUpdate, max_rank: int) -> int:
-    """Return the rank of a stream's adapter, by its first A; `max_rank` without one. ValueError
-    when it is higher."""
+    """Return the rank of a stream's adapter, by its first A. ValueError when it is too high."""
     shapes = (t.shape for name, t in update.tensors() if name.endswith(".lora_A.weight"))
     shape = next(shapes, None)
     rank = max_rank if not shape else shape[0]
@@ -243,8 +234,8 @@ def arrivals(
     device: Device,
     may_lack: Callable[[Set[str], Set[str]], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a stream on a device. ValueError unless they are exactly those of
-    `wanted`, name to shape, except those that `may_lack` allows to be missing."""
+    """Yield the tensors of a stream on a device. ValueError unless they are those of `wanted`, name
+    to shape, without some that `may_lack` allows."""
     unseen = set(wanted)
     for name, tensor in update.tensors():
         _check(name, tensor, wanted, unseen)
@@ -269,7 +260,7 @@ def _check(
 
 
 def check_content(update: WeightUpdate, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for a value that is not finite, or a digest other than stated."""
+    """Raise ValueError for a value that is not finite, or another digest."""
     extents = checksum.amax(list(tensors.values()))
     for name, finite in zip(tensors, checksum.finite(extents), strict=True):
         if not finite:
