@@ -558,9 +558,3 @@ def test_the_launcher_shows_evaluations_and_warnings(tmp_path: Path) -> None:
 def test_the_document_says_how_long_roles_wait_for_an_engine() -> None:
     text = (Path(__file__).parents[2] / "docs" / "roles.md").read_text()
     assert f"When no engine is left the run waits {GONE_S:,.0f} s" in text
-
-
-def test_a_role_is_had_once(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    with RunLock(paths.roles / "orchestrator"):
-        assert (paths.roles / "orchestrator" / ".lock").is_file()

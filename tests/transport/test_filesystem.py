@@ -20,7 +20,6 @@ from lowroll.transport.base import (
     FrameGone,
     OtherFormat,
     TransportError,
-    wait_until,
 )
 from lowroll.transport.filesystem import Receiver, Sender
 from lowroll.transport.frame import pack_batch
@@ -319,12 +318,6 @@ def test_a_dead_orchestrator_ends_the_wait(tmp_path: Path) -> None:
     sender.send(batch_of(1))
     with pytest.raises(TransportError, match="pid 7 on host a"):
         sender.send(batch_of(2))
-
-
-def test_waits_end() -> None:
-    with pytest.raises(DeadlineExceeded, match="0.01 s for rain"):
-        wait_until(lambda: False, "rain", 0.01)
-    wait_until(lambda: True, "rain", 0)
 
 
 def test_frames_are_small_files_of_plain_lines(tmp_path: Path) -> None:

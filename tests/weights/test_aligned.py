@@ -26,6 +26,7 @@ from tests.fixtures.formats import FEW
 from tests.fixtures.tensors import normal
 from tests.fixtures.tiny import FAMILIES, hf_folder
 
+FAMILY = "qwen3-tied-bias"
 IDS = torch.randint(0, 67, (31,), generator=torch.Generator().manual_seed(0))
 FORMATS = tuple(lowroll.formats())
 DTYPES = {"bf16": torch.bfloat16}
@@ -34,11 +35,6 @@ DTYPES = {"bf16": torch.bfloat16}
 def dtype_of(format: str) -> torch.dtype:
     """What the engine computes in on a CPU."""
     return DTYPES.get(format, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3", "qwen3-tied-bias")
 
 
 def hidden(model: Transformer) -> Tensor:

@@ -26,15 +26,9 @@ from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.broadcasts import broadcaster
 from tests.fixtures.masters import nudge
 from tests.fixtures.serving import ADMIN, TOKENS, run, served
-from tests.fixtures.tiny import hf_folder
 
 FORMATS = [("int8", torch.float32), ("nvfp4", torch.bfloat16), ("bf16", torch.bfloat16)]
 NOISE = NoiseSchedule(sigma_start=0.05, sigma_end=0.01, num_stages=2, total_steps=4, seed=5)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("changes") / "model")
 
 
 def learner(

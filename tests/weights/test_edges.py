@@ -15,10 +15,7 @@ from lowroll.weights.publish import beside, digest, publish, quantize_base, roll
 from tests.fixtures.sequences import IDS, logits
 from tests.fixtures.tiny import hf_folder
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3", "qwen3-tied-bias")
+FAMILY = "qwen3-tied-bias"
 
 
 @pytest.mark.slow

@@ -24,15 +24,9 @@ from lowroll.model.transformer import Transformer
 from lowroll.transport.base import DeadlineExceeded, wait_until
 from lowroll.weights.noise import NoiseSchedule
 from lowroll.weights.sync.base import STABLE, Broadcasts, Replaced, read_broadcast, reading
-from tests.fixtures.broadcasts import adapted, broadcaster, moved
-from tests.fixtures.tiny import hf_folder
+from tests.fixtures.broadcasts import adapted, broadcaster, moved, moved_to
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("broadcast") / "model")
 
 
 @pytest.fixture
@@ -113,11 +107,6 @@ def test_what_is_read_stays(tmp_path: Path, learner: Transformer) -> None:
     assert names(tmp_path) == ["step_000004"]
 
 
-def moved_to(learner: Transformer, version: int) -> int:
-    moved(learner, version)
-    return version
-
-
 def test_the_same_bytes_again_are_kept(tmp_path: Path, learner: Transformer) -> None:
     broadcaster(tmp_path, learner, attempt=1).publish(3)
     before = Broadcasts(tmp_path).at(3)
@@ -192,7 +181,7 @@ import json, os, sys
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from tests.fixtures.broadcasts import adapted, broadcaster, moved
+from tests.fixtures.broadcasts import adapted, broadcaster, moved, moved_to
 learner = moved(adapted(Path(sys.argv[1])), 2)
 for folder, fault in json.load(sys.stdin):
     pid = os.fork()

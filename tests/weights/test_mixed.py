@@ -20,15 +20,10 @@ from lowroll.weights import aligned
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.masters import nudge, pointers
-from tests.fixtures.tiny import hf_folder
 
 REQUEST = Request([5, 9, 23, 40, 7], n=3, max_tokens=12, seed=5, ignore_eos=True)
 CYCLE = ("nvfp4", "int8", "fp32", "int8_rotated", "fp8")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3", "qwen3-tied-bias")
+FAMILY = "qwen3-tied-bias"
 
 
 def assign(model: Transformer, formats: tuple[str, ...] = CYCLE) -> dict[str, str]:

@@ -22,16 +22,11 @@ from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.formats import FEW
 from tests.fixtures.sequences import IDS, logits
-from tests.fixtures.tiny import hf_folder
 
 REQUEST = Request(IDS[:9].tolist(), n=3, max_tokens=12, seed=5, ignore_eos=True)
 NOISE = Noise(seed=11, sigma=0.1)
 NOISY = ("input_norm.weight", "post_attention_norm.weight")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3", "qwen3-tied-bias")
+FAMILY = "qwen3-tied-bias"
 
 
 def weights_of(model: Transformer) -> dict[str, Tensor]:

@@ -30,11 +30,7 @@ from tests.fixtures.tiny import FAMILIES, hf_folder
 REQUEST = Request(IDS[:9].tolist(), n=3, max_tokens=12, seed=5, ignore_eos=True)
 FORMATS = tuple(lowroll.formats())
 WIDE = ("fp8_block", "nf4_dq")  # whose blocks span two experts
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3", "qwen3-tied-bias")
+FAMILY = "qwen3-tied-bias"
 
 
 def lora_learner(folder: Path, format: str = "int8") -> Transformer:

@@ -30,18 +30,12 @@ from lowroll.weights.sync.base import Broadcast, LinkFailed, read_broadcast, tra
 from lowroll.weights.sync.buckets import BucketLayout, pack, unpack
 from lowroll.weights.sync.client import WeightClient
 from lowroll.weights.sync.server import Connection, ServedVersion, WeightServer, confirm
-from tests.fixtures.broadcasts import broadcaster, moved
+from tests.fixtures.broadcasts import broadcaster, moved, moved_to
 from tests.fixtures.engines import engine_of
-from tests.fixtures.tiny import hf_folder
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = transfer_token("of-the-admin")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("server") / "model")
 
 
 @pytest.fixture
@@ -97,11 +91,6 @@ def test_versions_arrive_at_several_engines(
             thread.join(60)
         assert digests == dict.fromkeys(range(3), wanted(learner))
     assert not server.broken
-
-
-def moved_to(learner: Transformer, version: int) -> int:
-    moved(learner, version)
-    return version
 
 
 def test_a_late_engine_gets_the_version_too(
