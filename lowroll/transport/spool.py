@@ -137,12 +137,12 @@ class Spool:
             except (DamagedFrame, FrameGone) as error:
                 log.error("%s; it is set aside with those after it, to be made again", error)
                 self._set_aside(steps[index:])
+                steps = steps[:index]
                 break
-        steps = self.steps()
-        first_after_gap = next(
-            (i for i in range(len(steps) - 1, 0, -1) if steps[i] != steps[i - 1] + 1), 0
-        )
-        self._unlink([self.path(step) for step in steps[:first_after_gap]])
+        for index in range(len(steps) - 1, 0, -1):
+            if steps[index] != steps[index - 1] + 1:
+                self._unlink([self.path(step) for step in steps[:index]])
+                break
         try:
             self.ended()
         except DamagedFrame as error:

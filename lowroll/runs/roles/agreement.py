@@ -79,24 +79,27 @@ def check_engines(cfg: RunConfig, pool: EnginePool) -> None:
         )
     if offered.lora_rank is None:
         return  # a vLLM rejects what it does not support when it is requested
-    second_format = cfg.rollout.large_batch_weights
-    required_format = (
-        cfg.rollout.weights if second_format is None else f"{cfg.rollout.weights}+{second_format}"
-    )
-    if not _same_formats(required_format, behavior.weights):
-        key = "rollout.weights" if second_format is None else "rollout.large_batch_weights"
+    _check_formats(cfg, behavior.weights)
+    _check_adapters(cfg, offered.lora_rank)
+
+
+def _check_formats(cfg: RunConfig, held: str) -> None:
+    key, required = "rollout.weights", cfg.rollout.weights
+    if (second := cfg.rollout.large_batch_weights) is not None:
+        key, required = "rollout.large_batch_weights", f"{required}+{second}"
+    if not _same_formats(required, held):
+        raise ValueError(f"{key}: {required} is asked for, and the engines have {printable(held)}")
+
+
+def _check_adapters(cfg: RunConfig, max_rank: int) -> None:
+    """Raise ValueError for engines that cannot hold what is learned. max_rank: 0 for no adapters."""
+    if cfg.train.lora and max_rank < cfg.train.lora_rank:
+        support = f"adapters up to rank {max_rank}" if max_rank else "no adapters"
         raise ValueError(
-            f"{key}: {required_format} is asked for, and the engines have {printable(behavior.weights)}"
-        )
-    if cfg.train.lora and offered.lora_rank < cfg.train.lora_rank:
-        support_text = (
-            f"adapters up to rank {offered.lora_rank}" if offered.lora_rank else "no adapters"
-        )
-        raise ValueError(
-            f"train.lora_rank: {cfg.train.lora_rank} is learned, and the engines take {support_text} "
+            f"train.lora_rank: {cfg.train.lora_rank} is learned, and the engines take {support} "
             "(train.lora_rank of run.yaml, max_lora_rank of infer.yaml, --lora-rank)"
         )
-    if not cfg.train.lora and offered.lora_rank:
+    if not cfg.train.lora and max_rank:
         raise ValueError("train.lora: all weights learn, and the engines take adapters alone")
 
 

@@ -49,6 +49,7 @@ OWN = {  # settings of our own cluster
     "prestart_worker_first_driver": False,  # unused
     "worker_niceness": 0,  # Ray's 15 would also slow the roles, which this machine is for
 }
+QUIET = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "lowroll"}
 STORE = 80 << 20  # bytes of our own cluster's object store, which carries nothing
 
 
@@ -119,33 +120,37 @@ def package(address: str | None) -> Any:
 @contextmanager
 def _connect_cluster(cfg: RunConfig) -> Iterator[None]:
     """Connect to the cluster of ray.address, or to our own, for the block."""
-    ray = package(cfg.ray.address)
-    quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "lowroll"}
+    ray, address = package(cfg.ray.address), cfg.ray.address
     try:
-        if cfg.ray.address is None:
-            with _own_cluster(cfg, ray, quiet):
+        if address is None:
+            with _own_cluster(cfg, ray):
                 yield
-            return
-        try:
-            if is_loopback(cfg.ray.address.rpartition(":")[0]):
-                _keep_loopback()
-            ray.init(address=cfg.ray.address, **quiet)
-        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise ValueError(_describe_failure(cfg.ray.address, error)) from None
-        if os.environ[MODE] == "token":
-            refuse_open(cfg.ray.address, ray.get_runtime_context().gcs_address)
         else:
-            tell(
-                f"warning: {MODE} is {printable(os.environ[MODE])}: whoever reaches the Ray cluster "
-                "can run programs on it (docs/ray.md)"
-            )
-        yield
+            _join_cluster(ray, address)
+            yield
     finally:
         ray.shutdown()
 
 
+def _join_cluster(ray: Any, address: str) -> None:
+    """Connect to a cluster. ValueError when it is not reached, or asks nobody for a token."""
+    try:
+        if is_loopback(address.rpartition(":")[0]):
+            _keep_loopback()
+        ray.init(address=address, **QUIET)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise ValueError(_describe_failure(address, error)) from None
+    if os.environ[MODE] == "token":
+        refuse_open(address, ray.get_runtime_context().gcs_address)
+    else:
+        tell(
+            f"warning: {MODE} is {printable(os.environ[MODE])}: whoever reaches the Ray cluster "
+            "can run programs on it (docs/ray.md)"
+        )
+
+
 @contextmanager
-def _own_cluster(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
+def _own_cluster(cfg: RunConfig, ray: Any) -> Iterator[None]:
     """Start a cluster at the loopback address, with its own token."""
     min_cpus = sum(int(cpus) for cpus, _ in demands(cfg, 0).values())
     # for this user alone, which Ray does not ensure, and short, as names of sockets must be
@@ -160,7 +165,7 @@ def _own_cluster(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[No
                 _node_ip_address="127.0.0.1",
                 _temp_dir=f"{folder}/ray",
                 _system_config=OWN,
-                **quiet,
+                **QUIET,
             )
         except Exception as error:
             raise RunFailed(
@@ -172,7 +177,7 @@ def _own_cluster(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[No
             raise RunFailed(f"Ray listens at {host}, and was asked to at 127.0.0.1")
         yield
     finally:
-        ray.shutdown()
+        ray.shutdown()  # before its folder goes
         os.environ.pop(RAYS_TOKEN, None)
         shutil.rmtree(folder, ignore_errors=True)
 

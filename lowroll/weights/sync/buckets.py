@@ -159,9 +159,12 @@ class BucketGroup:
 
 def ipc_handles(buckets: Sequence[Tensor]) -> list[list[Any]]:
     """Return the IPC handles of GPU buckets for one other process, as numbers and base64."""
-    shared = [bucket.untyped_storage()._share_cuda_()[1:] for bucket in buckets]
     return [
-        [base64.b64encode(p).decode() if isinstance(p, bytes) else p for p in one] for one in shared
+        [
+            base64.b64encode(part).decode() if isinstance(part, bytes) else part
+            for part in bucket.untyped_storage()._share_cuda_()[1:]
+        ]
+        for bucket in buckets
     ]
 
 
@@ -176,26 +179,30 @@ def copy_by_ipc(
         raise LinkFailed(f"cuda_ipc: this engine does not see the learner's GPU {uuid}")
     copies = []
     try:
-        for one, size in zip(handles, sizes, strict=True):
-            handle, nbytes, offset, counter, counter_offset, event, sync = one
-            storage = torch.UntypedStorage._new_shared_cuda(
-                index,
-                base64.b64decode(handle, validate=True),
-                int(nbytes),
-                int(offset),
-                base64.b64decode(counter, validate=True),
-                int(counter_offset),
-                base64.b64decode(event, validate=True),
-                bool(sync),
-            )
-            there = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index))
-            there.set_(storage, 0, (size,), (1,))
-            copies.append(there.to(device, copy=True))
+        for bucket_handles, size in zip(handles, sizes, strict=True):
+            copies.append(_open_bucket(bucket_handles, size, index).to(device, copy=True))
         # not the whole device, on which the engine's thread may capture a graph
         torch.cuda.current_stream(device).synchronize()
     except (TypeError, ValueError, RuntimeError, binascii.Error) as error:
         raise LinkFailed(f"cuda_ipc: {error}") from None
     return copies
+
+
+def _open_bucket(handles: Any, size: int, index: int) -> Tensor:
+    """Return a bucket in another process's memory on GPU `index`."""
+    handle, nbytes, offset, counter, counter_offset, event, sync = handles
+    storage = torch.UntypedStorage._new_shared_cuda(
+        index,
+        base64.b64decode(handle, validate=True),
+        int(nbytes),
+        int(offset),
+        base64.b64decode(counter, validate=True),
+        int(counter_offset),
+        base64.b64decode(event, validate=True),
+        bool(sync),
+    )
+    bucket = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index))
+    return bucket.set_(storage, 0, (size,), (1,))
 
 
 def device_uuid(index: int | None) -> str:

@@ -181,31 +181,40 @@ class WeightServer:
         try:
             while True:
                 message = await peer.receive(deadline_s)
-                stated = str(message.get("token") or "")
-                # JSON allows characters that UTF-8 lacks
-                found = stated.encode(errors="surrogatepass")
-                if not hmac.compare_digest(found, self.token.encode()):
+                if not self._has_token(message):
                     log.warning("%s asks for weights with another token; refused", peer.name)
                     reason = "it takes another token: give both roles the same ones"
                     return await peer.send({"error": reason})
                 self._unknown.pop(peer, None)
                 self._engines[peer] = deadline_s = None
-                if "write" in message:
-                    await peer.send(self._write(peer, message["write"]))
-                elif "want" in message:
-                    answered = asyncio.Event()
-                    self._asking[peer] = message["want"], answered
-                    self._changed.set()
-                    await answered.wait()
+                await self._reply(peer, message)
         except LinkFailed:
             pass
         finally:
-            self._unknown.pop(peer, None)
-            self._engines.pop(peer, None)
+            self._drop(peer)
+
+    def _has_token(self, message: dict[str, Any]) -> bool:
+        stated = str(message.get("token") or "")
+        found = stated.encode(errors="surrogatepass")  # JSON allows characters that UTF-8 lacks
+        return hmac.compare_digest(found, self.token.encode())
+
+    async def _reply(self, peer: Connection, message: dict[str, Any]) -> None:
+        """Answer a message; wait for the round of a version that is asked for."""
+        if "write" in message:
+            await peer.send(self._write(peer, message["write"]))
+        elif "want" in message:
+            answered = asyncio.Event()
+            self._asking[peer] = message["want"], answered
             self._changed.set()
-            peer.close()
-            if self._group is not None and peer in self._group[0]:
-                self._end_group()
+            await answered.wait()
+
+    def _drop(self, peer: Connection) -> None:
+        self._unknown.pop(peer, None)
+        self._engines.pop(peer, None)
+        self._changed.set()
+        peer.close()
+        if self._group is not None and peer in self._group[0]:
+            self._end_group()
 
     def _write(self, peer: Connection, wanted: Any) -> dict[str, Any]:
         try:
