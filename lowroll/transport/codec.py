@@ -147,7 +147,6 @@ def _needs_no_conversion(hint: Any) -> bool:
 
 @cache
 def _is_numeric(hint: Any) -> bool:
-    """Return whether a hint stands for (nested) lists of numbers."""
     origin, args = _origin_and_args(hint)
     members = [member for member in args if member is not ...]
     return origin in (list, tuple) and all(
@@ -232,7 +231,6 @@ def _to_plain(value: Any, hint: Any, where: str) -> Any:
 
 
 def _union_to_plain(value: Any, options: tuple[Any, ...], where: str) -> Any:
-    """Return a member of a union as data, a dataclass with its name."""
     kind = type(value)
     for member in options:
         if kind is (_origin_and_args(member)[0] or member):
@@ -252,7 +250,6 @@ def _float_to_plain(value: Any, where: str) -> float | str:
 
 
 def _check_type(value: Any, kind: type, where: str) -> None:
-    """Raise CodecError unless the value is exactly of this type."""
     if type(value) is not kind:
         raise CodecError(f"{where}: expected {kind.__name__}, got {type(value).__name__}")
 

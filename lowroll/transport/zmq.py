@@ -293,7 +293,6 @@ class SpoolServer:
         self.cursor = cursor
 
     def _serve(self, peer: bytes, request: PieceRequest, step: int, again: bool) -> None:
-        """Send a piece of the frame of a step, or why there is none."""
         steps = self.spool.steps()
         if step in steps:
             self._send_piece(peer, request, step, newest=steps[-1])
@@ -331,7 +330,6 @@ class SpoolServer:
 
 
 def _resolve_interface(host: str) -> str:
-    """Return the IPv4 address of a host to listen at."""
     try:
         return socket.gethostbyname(host)
     except OSError as error:
@@ -457,7 +455,6 @@ class Receiver:
         return None
 
     def _is_for_me(self, answer: PieceReply) -> bool:
-        """Return whether an answer is for this attempt and of the current orchestrator."""
         if answer.to != self._cursor.attempt or answer.attempt < self._orchestrator:
             return False
         if answer.run != self.run and answer.kind != "refused":

@@ -138,7 +138,6 @@ def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) ->
 def _candidate_errors(
     mapping: Mapping, format: Format, chunks: list[Chunk], candidates: list[Tensor]
 ) -> list[float]:
-    """Return the squared error of the output under each s, summed over the tokens."""
     weight = mapping.reader.weight
     errors = [0.0] * len(candidates)
     assert isinstance(weight, nn.Parameter)
@@ -159,7 +158,6 @@ def _candidate_errors(
 def _block_error(
     block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]
 ) -> float:
-    """Return the mean squared error of the block's output with all linears quantized."""
     linears = [module for module in block.modules() if isinstance(module, Linear)]
     pairs = [
         (linear, format.quantize(linear.weight))
@@ -229,7 +227,6 @@ def _norm_divider(norm: RMSNorm) -> Callable[[Tensor], None]:
 
 
 def _row_divider(linear: Linear, rows: slice) -> Callable[[Tensor], None]:
-    """Return a function that divides these rows of a layer by the scales."""
 
     def divide(s_K: Tensor) -> None:
         assert isinstance(linear.weight, nn.Parameter)
@@ -245,7 +242,6 @@ def _divide(weight: Tensor, s: Tensor) -> None:
 
 
 def _scale_columns(w_NK: Tensor, s_K: Tensor) -> Tensor:
-    """Return W s in its stored dtype."""
     return (w_NK.float() * s_K).to(w_NK.dtype)
 
 

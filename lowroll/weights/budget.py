@@ -374,11 +374,9 @@ def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
 
 
 def _slope(a: _Choice, b: _Choice) -> float:
-    """Return the change in KL for each added byte."""
     return (b.kl - a.kl) / (b.nbytes - a.nbytes)
 
 
 def _layers_by_block(model: Transformer) -> Iterator[tuple[int, str, Linear]]:
-    """Yield the linear layers with the number of their block."""
     for name, linear in model.linears():
         yield int(name.split(".")[1]), name, linear

@@ -234,7 +234,6 @@ def sum_of_products(inputs: Iterable[Tensor], num_in: int, device: torch.device)
 
 
 def _output_square(w_NK: Tensor, gram_KK: Tensor) -> float:
-    """Return the sum of squares of a matrix's products with the calibration inputs."""
     return float(((w_NK @ gram_KK) * w_NK).sum(dtype=torch.float64).clamp_min(1e-30))
 
 

@@ -171,5 +171,4 @@ def muted(model: Transformer) -> Iterator[Transformer]:
 
 
 def _hash_seed(seed: int, name: str) -> int:
-    """Derive a seed of 63 bits from a seed and a name."""
     return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1

@@ -328,7 +328,6 @@ def _refill_codes(name: str, target: QTensor, linear: Linear, amax_1: Tensor | N
 
 
 def _warn_of_conversion(model: Transformer, format: str) -> None:
-    """Warn when codes are made from the dequantized values of another format."""
     base_name = model.weight_format
     if base_name is None or get_format(base_name).dense:
         return

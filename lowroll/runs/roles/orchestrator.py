@@ -305,7 +305,6 @@ class Orchestration:
         self._commit()
 
     def _pace(self, batch: Batch) -> dict[str, float]:
-        """Return metrics of the engines and of waits for weights."""
         previous_time, self._made = self._made, time.monotonic()
         metrics = self.pool.report().metrics()
         if self.level == 0:
@@ -317,7 +316,6 @@ class Orchestration:
         return metrics
 
     def _commit(self) -> None:
-        """Note in the ledger what the trainer has committed."""
         cursor = self.channel.cursor()
         if cursor is not None and cursor.committed > self.committed:
             self.committed = cursor.committed

@@ -198,7 +198,6 @@ class ActorProcess(RoleProcess):
         )
 
     def _is_left(self) -> bool:
-        """Return whether the process of a lost actor still has the role."""
         if not self._lost_at or time.monotonic() - self._lost_at > LEFT_S:
             return False  # if it has, the next one reports it by name
         try:
@@ -224,7 +223,6 @@ class ActorProcess(RoleProcess):
         return self.exit is None and self.pid > 0
 
     def _ask_for_exit(self) -> None:
-        """Request the exit status without waiting for the answer."""
         if self._ends is None:
             if time.monotonic() < self._ask_at:
                 return
@@ -297,7 +295,6 @@ class ActorProcess(RoleProcess):
         return bool(self.node) and self.node["node"] not in alive
 
     def _lose(self, error: ActorLost) -> None:
-        """Note that the process has ended with its actor or node."""
         lost_part = f"node {self.address}" if self.is_node_lost() else "actor"
         cause = f"its {lost_part} was lost: {error}"
         self.exit = exit_of(-signal.SIGKILL, self.log, self._log_start, cause)

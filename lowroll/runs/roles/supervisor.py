@@ -166,7 +166,6 @@ class Supervisor:
         return self.stop.signal
 
     def _stop(self) -> int:
-        """Let the trainer finish its step, then end all."""
         self.trainer.process.signal(signal.SIGTERM)
         deadline = time.monotonic() + STOPPING_S
         while self.trainer.process.is_alive() and time.monotonic() < deadline:
@@ -270,7 +269,6 @@ class Supervisor:
         return [f"rollout_transport.host={address}"]
 
     def _weight_words(self, address: str) -> list[str]:
-        """Return the settings of the direct route of weights."""
         if not self.engines:
             return []
         return [f"weight_broadcast.host={address}", "weight_broadcast.port=0"]

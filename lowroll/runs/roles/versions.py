@@ -93,7 +93,6 @@ class Versions:
         return newest is not None and newest != broadcast and newest.version >= broadcast.version
 
     def _go_back(self, version: int) -> None:
-        """Drop the taken versions that are undone when this one is loaded, and report it."""
         undone = [old for old, taken in self._taken.items() if self._is_gone(taken, version)]
         if not undone:
             return

@@ -189,7 +189,6 @@ def copy_by_ipc(
 
 
 def _open_bucket(handles: Any, size: int, index: int) -> Tensor:
-    """Return a bucket in another process's memory on GPU `index`."""
     handle, nbytes, offset, counter, counter_offset, event, sync = handles
     storage = torch.UntypedStorage._new_shared_cuda(
         index,

@@ -225,5 +225,4 @@ def _positions(name: str, gaps: Tensor, target: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """View the entries of a contiguous tensor as integers in one row."""
     return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).view(-1)

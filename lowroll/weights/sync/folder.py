@@ -300,7 +300,6 @@ class FolderPublisher:
             log.warning("old weights could not be removed, the next version tries again: %s", error)
 
     def _needed(self, newest: int) -> set[int]:
-        """Return the last `keep` versions and their bases."""
         needed: set[int] = set()
         for version in range(newest, newest - self.keep, -1):
             step: int | None = version
@@ -333,7 +332,6 @@ def _model_files(
 
 
 def _is_same(old: Path, new: Path) -> bool:
-    """Return whether an undamaged folder has the same manifest as a new one."""
     try:
         verify_folder(old)
         return (old / MANIFEST).read_bytes() == (new / MANIFEST).read_bytes()
@@ -422,7 +420,6 @@ def _fetch(
     meta: Mapping[str, Any],
     client: WeightClient | None,
 ) -> WeightUpdate:
-    """Return the update of a whole model from the server."""
     if client is None:
         raise ValueError(
             f"way: its tensors come by {broadcast.way}; start the engine with --weights-from"

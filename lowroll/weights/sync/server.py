@@ -155,7 +155,6 @@ class WeightServer:
         self._end_group()
 
     async def _work(self) -> None:
-        """Serve until `close` or a failure."""
         async with asyncio.TaskGroup() as tasks:
 
             def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
