@@ -357,7 +357,7 @@ class Receiver:
         self.silence_s = silence_s
         self._cursor = Cursor(committed, committed, attempt)
         self._orchestrator = -1  # its attempt
-        self._heard = committed  # the commit that it has acknowledged
+        self._acknowledged = committed  # the commit that it has acknowledged
         self._warned = False  # that no orchestrator has ever answered
 
     def receive(self, deadline_s: float) -> Batch:
@@ -397,10 +397,11 @@ class Receiver:
     def close(self) -> None:
         """Report the last commit until it is acknowledged, for _CLOSE_S at most."""
         deadline = time.monotonic() + _CLOSE_S
-        while self._heard < self._cursor.committed and time.monotonic() < deadline:
+        while self._acknowledged < self._cursor.committed and time.monotonic() < deadline:
             self.line.tell(self._word())
             with suppress(ValueError):
-                self._next(_POLL_S)
+                if (reply := self.line.listen(_POLL_S)) is not None:
+                    self._accept(reply[0])
         self.line.close()
 
     def _complain(self) -> None:
@@ -422,44 +423,36 @@ class Receiver:
             self.run, cursor.attempt, cursor.received, cursor.committed, want=want, offset=offset
         )
 
-    def _listen(self, coming: FrameAssembler, seconds: float) -> bool:
+    def _listen(self, assembler: FrameAssembler, seconds: float) -> bool:
         """Take answers for a while, or until there is something else to request; return whether the
         orchestrator answered."""
         deadline, answered = time.monotonic() + seconds, False
         while (remaining_s := deadline - time.monotonic()) > 0:
             try:
-                reply = self._next(remaining_s)
+                reply = self.line.listen(remaining_s)
             except ValueError as error:
-                coming.refuse(f"{self.line.where}: {printable(error)}")
+                assembler.refuse(f"{self.line.where}: {printable(error)}")
                 return True
             if reply is None:
                 break
-            answered = True
             answer, piece = reply
-            self._raise(answer, coming.step)
-            if answer.kind == "piece" and coming.take(answer, piece, self.line.where):
+            if not self._accept(answer):
+                continue
+            answered = True
+            self._raise(answer, assembler.step)
+            if answer.kind == "piece" and assembler.take(answer, piece, self.line.where):
                 break
         return answered
 
-    def _next(self, seconds: float) -> tuple[PieceReply, bytes] | None:
-        """Return the next answer for this attempt, if one comes, and note the commit that it
-        acknowledges. ValueError for an invalid message."""
-        deadline = time.monotonic() + seconds
-        while (remaining_s := deadline - time.monotonic()) > 0:
-            reply = self.line.listen(remaining_s)
-            if reply is None:
-                return None
-            if self._is_for_me(reply[0]):
-                self._heard = reply[0].committed
-                return reply
-        return None
-
-    def _is_for_me(self, answer: PieceReply) -> bool:
+    def _accept(self, answer: PieceReply) -> bool:
+        """Note whom an answer is of and what it acknowledges. Return False for one to another
+        attempt, or of an earlier orchestrator."""
         if answer.to != self._cursor.attempt or answer.attempt < self._orchestrator:
             return False
         if answer.run != self.run and answer.kind != "refused":
             return False
         self._orchestrator = answer.attempt
+        self._acknowledged = answer.committed
         return True
 
     def _raise(self, answer: PieceReply, step: int) -> None:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Block, RMSNorm, Transformer, whole
 from lowroll.quant.formats import Format, get_format
-from lowroll.weights.blockwise import Chunk, check, in_chunks, input_of, multiplying, plain
+from lowroll.weights.blockwise import Chunk, check, embed_in_chunks, input_of, multiplying, plain
 
 RATIOS = tuple(i / 20 for i in range(20))
 
@@ -78,9 +78,7 @@ def calibrate(
     """
     target_format = get_format(format)
     check("awq", model, target_format, sequences)
-    ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
-    x_TD = model.embed(ids_T)
-    chunks = list(in_chunks(model, [len(ids) for ids in sequences]))
+    x_TD, chunks = embed_in_chunks(model, sequences)
     records = []
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)

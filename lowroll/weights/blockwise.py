@@ -31,24 +31,27 @@ class Chunk:
     attend: Attend
 
 
-def in_chunks(model: Transformer, lengths: list[int]) -> Iterator[Chunk]:
+def embed_in_chunks(
+    model: Transformer, sequences: Sequence[Sequence[int]]
+) -> tuple[Tensor, list[Chunk]]:
+    """Return the embedded tokens of sequences, and chunks of whole sequences."""
+    ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
+    return model.embed(ids_T), list(_in_chunks(model, [len(ids) for ids in sequences]))
+
+
+def _in_chunks(model: Transformer, lengths: list[int]) -> Iterator[Chunk]:
     """Yield whole sequences, about CHUNK_TOKENS a chunk."""
     start = 0
     chunk_lengths: list[int] = []
     for i, length in enumerate(lengths):
         chunk_lengths.append(length)
-        if i + 1 == len(lengths) or sum(chunk_lengths) + lengths[i + 1] > CHUNK_TOKENS:
-            pos_T = torch.tensor(
-                [pos for n in chunk_lengths for pos in range(n)], device=model.device
-            )
-            cos, sin = model.rotations(pos_T)
-            yield Chunk(
-                slice(start, start + sum(chunk_lengths)),
-                cos,
-                sin,
-                model.causal(chunk_lengths),
-            )
-            start, chunk_lengths = start + sum(chunk_lengths), []
+        stop = start + sum(chunk_lengths)
+        if i + 1 < len(lengths) and stop - start + lengths[i + 1] <= CHUNK_TOKENS:
+            continue
+        pos_T = torch.tensor([pos for n in chunk_lengths for pos in range(n)], device=model.device)
+        cos, sin = model.rotations(pos_T)
+        yield Chunk(slice(start, stop), cos, sin, model.causal(chunk_lengths))
+        start, chunk_lengths = stop, []
 
 
 def input_of(linear: Linear, run: Callable[[], Stream]) -> Tensor:

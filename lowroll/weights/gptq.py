@@ -36,7 +36,7 @@ from lowroll.model.transformer import Block, Stream, Transformer
 from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.grid import Grid, Gridded
 from lowroll.quant.groups import split
-from lowroll.weights.blockwise import Chunk, check, in_chunks, input_of, plain
+from lowroll.weights.blockwise import Chunk, check, embed_in_chunks, input_of, plain
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +83,7 @@ def round_base(
             num_tokens,
             max_features,
         )
-    ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
-    x_TD = model.embed(ids_T)
-    chunks = list(in_chunks(model, [len(ids) for ids in sequences]))
+    x_TD, chunks = embed_in_chunks(model, sequences)
     names = {id(linear): name for name, linear in model.linears()}
     records: list[Rounded] = []
 

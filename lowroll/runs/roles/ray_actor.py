@@ -84,9 +84,10 @@ class RoleActor:
         assert self.process.exit is not None
         return self.process.exit
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int) -> bool:
         if self.process is not None:
             self.process.signal(number)
+        return True  # an answer, which None is not
 
     def is_port_free(self, host: str, port: int) -> bool:
         return is_port_free(host, port)
@@ -267,17 +268,12 @@ class ActorProcess(RoleProcess):
 
     def ask(self, method: str, *words: object) -> Any:
         """Return the actor's answer to a call. ActorLost when there is none."""
-        import ray
-
         if self.actor is None:
             raise ActorLost("there is none")
-        request = getattr(self.actor, method).remote(*words)
-        try:
-            return ray.get(request, timeout=ANSWER_S)
-        except ray.exceptions.GetTimeoutError:
-            raise ActorLost(f"it has not answered for {ANSWER_S:.0f} s") from None
-        except ray.exceptions.RayActorError as error:
-            raise ActorLost(first_cause(error)) from None
+        reply = answer(getattr(self.actor, method).remote(*words), ANSWER_S)
+        if reply is None:
+            raise ActorLost(f"it has not answered for {ANSWER_S:.0f} s")
+        return reply
 
     def leave(self) -> None:
         """End the actor and its process."""
@@ -302,16 +298,16 @@ class ActorProcess(RoleProcess):
         self.leave()
 
 
-def answer(asked: Any) -> Any:
+def answer(request: Any, timeout_s: float = 0.0) -> Any:
     """Return an actor's answer, None while it is pending. ActorLost when there will be none,
     ActorAway to ask again."""
     import ray
 
-    ready, _ = ray.wait([asked], timeout=0)
+    ready, _ = ray.wait([request], timeout=timeout_s)
     if not ready:
         return None
     try:
-        return ray.get(asked, timeout=ANSWER_S)
+        return ray.get(request, timeout=ANSWER_S)
     except ray.exceptions.ActorUnavailableError as error:
         raise ActorAway(first_cause(error)) from None
     except ray.exceptions.RayActorError as error:
