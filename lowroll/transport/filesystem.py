@@ -158,7 +158,7 @@ class Receiver:
         self.alive = alive
         self.pause = pause
         self._cursor = Cursor(committed, committed, attempt)
-        self._say(self._cursor)
+        self._report(self._cursor)
 
     def receive(self, deadline_s: float) -> Batch:
         """Return the next batch. FrameGone when only later ones are there, DamagedFrame when it is
@@ -177,12 +177,12 @@ class Receiver:
             )
         batch = self._read(step)
         faultpoint(f"receive.read/{step}")
-        self._say(self._cursor.receive())
+        self._report(self._cursor.receive())
         faultpoint(f"receive.said/{step}")
         return batch
 
     def commit(self, step: int) -> None:
-        self._say(self._cursor.commit(step))
+        self._report(self._cursor.commit(step))
 
     def close(self) -> None:
         """Do nothing: no resource is held."""
@@ -212,6 +212,6 @@ class Receiver:
                 self.pause(_PAUSE_S)
         raise AssertionError("not reached")
 
-    def _say(self, cursor: Cursor) -> None:
-        self.spool.progress.say(cursor)
+    def _report(self, cursor: Cursor) -> None:
+        self.spool.progress.report(cursor)
         self._cursor = cursor

@@ -213,7 +213,7 @@ class Progress:
                 log.warning("%s is ignored: %s", path, printable(error))
             return None
 
-    def say(self, cursor: Cursor) -> None:
+    def report(self, cursor: Cursor) -> None:
         """Store a trainer's cursor. Fenced when a later attempt has reported."""
         path, stored_cursor = self.folder / CURSOR, self.cursor()
         if stored_cursor is not None and stored_cursor.attempt > cursor.attempt:

@@ -287,7 +287,7 @@ class SpoolServer:
             return
         faultpoint(f"serve.heard/{cursor.received}")
         try:
-            self.spool.progress.say(cursor)
+            self.spool.progress.report(cursor)
         except (OSError, Fenced) as error:  # it is stored with the trainer's next step
             log.warning("what the trainer has said could not be kept: %s", error)
         self.cursor = cursor
@@ -369,7 +369,7 @@ class Receiver:
         assembler = FrameAssembler(step, self.run)
         silent_s = 0.0  # time spent listening, not wall clock: this process may have been suspended
         while assembler.batch is None:
-            was_sent = self.line.tell(self._word(step, assembler.offset))
+            was_sent = self.line.tell(self._request(step, assembler.offset))
             seconds = min(RETRY_S if was_sent else _POLL_S, max(0.0, deadline - time.monotonic()))
             silent_s = 0.0 if self._listen(assembler, seconds) else silent_s + seconds
             if self.alive is not None:
@@ -380,7 +380,7 @@ class Receiver:
                 raise DeadlineExceeded(self._waited_for(step), deadline_s)
         faultpoint(f"receive.read/{step}")
         self._cursor = self._cursor.receive()
-        self.line.tell(self._word())
+        self.line.tell(self._request())
         faultpoint(f"receive.said/{step}")
         return assembler.batch
 
@@ -392,13 +392,13 @@ class Receiver:
 
     def commit(self, step: int) -> None:
         self._cursor = self._cursor.commit(step)
-        self.line.tell(self._word())
+        self.line.tell(self._request())
 
     def close(self) -> None:
         """Report the last commit until it is acknowledged, for _CLOSE_S at most."""
         deadline = time.monotonic() + _CLOSE_S
         while self._acknowledged < self._cursor.committed and time.monotonic() < deadline:
-            self.line.tell(self._word())
+            self.line.tell(self._request())
             with suppress(ValueError):
                 if (reply := self.line.listen(_POLL_S)) is not None:
                     self._accept(reply[0])
@@ -417,7 +417,7 @@ class Receiver:
                 self.silence_s,
             )
 
-    def _word(self, want: int | None = None, offset: int = 0) -> PieceRequest:
+    def _request(self, want: int | None = None, offset: int = 0) -> PieceRequest:
         cursor = self._cursor
         return PieceRequest(
             self.run, cursor.attempt, cursor.received, cursor.committed, want=want, offset=offset

@@ -254,7 +254,7 @@ def test_a_trainer_whose_batches_are_lost_is_sent_back_to_its_checkpoint(
         receiver.receive(0) if is_told_by == "waiting" else receiver.commit(1)
     following = Receiver(tmp_path, 5)
     assert again.cursor() == Cursor(0, 0, 5)
-    again.spool.progress.say(Cursor(1, 0, 5))
+    again.spool.progress.report(Cursor(1, 0, 5))
     with pytest.raises(FrameGone, match="step 1 that the trainer has received is not here"):
         again.send(batch_of(1, temperature=0.5))
     again.go_back(Cursor(1, 0, 5))

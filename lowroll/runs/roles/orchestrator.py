@@ -163,11 +163,11 @@ class Orchestration:
         )
         self.versions.retract = self.batches.orchestrator.rollout_buffer.retract
         heartbeat.update(phase="waiting", doing="")
-        self.begun = self.batches.state()
+        self.initial_state = self.batches.state()
         self.batches.watch(self._phase, lambda text: tell(text))
         self.batches.more = self._pace
-        self._waited = 0.0  # seconds for this step's weights, where its batch does not wait
-        self._made = time.monotonic()  # time of the previous batch
+        self._waited_s = 0.0  # seconds for this step's weights, where its batch does not wait
+        self._last_batch_at = time.monotonic()  # time of the previous batch
 
     def alive(self) -> None:
         """Check in waits for the trainer for a stop and its heartbeat."""
@@ -296,7 +296,7 @@ class Orchestration:
         if step == 1 or self.level == 0:  # otherwise the batches wait for them
             began = time.monotonic()
             self.versions.at_least(self.needs(step), step - 1)
-            self._waited = time.monotonic() - began
+            self._waited_s = time.monotonic() - began
         if step == 1:
             self._evaluate_before()
         self.heartbeat.update(phase="generating", doing="")
@@ -305,13 +305,13 @@ class Orchestration:
         self._commit()
 
     def _pace(self, batch: Batch) -> dict[str, float]:
-        previous_time, self._made = self._made, time.monotonic()
+        previous_time, self._last_batch_at = self._last_batch_at, time.monotonic()
         metrics = self.pool.report().metrics()
         if self.level == 0:
-            idle_s = self._waited + batch.stats["time/generate"]
-            metrics["time/wait_weights"] = self._waited
+            idle_s = self._waited_s + batch.stats["time/generate"]
+            metrics["time/wait_weights"] = self._waited_s
             metrics["perf/orchestrator_idle_fraction"] = min(
-                1.0, idle_s / max(self._made - previous_time, 1e-9)
+                1.0, idle_s / max(self._last_batch_at - previous_time, 1e-9)
             )
         return metrics
 
@@ -343,7 +343,7 @@ class Orchestration:
         forget_evaluations(self.paths.run, cursor.committed)
         truncate_rollouts(self.paths.run / "rollouts", cursor.committed)
         if cursor.committed == 0:
-            self.batches.restore(0, self.begun)
+            self.batches.restore(0, self.initial_state)
             return 0
         checkpoint = Store(self.paths.run / "checkpoints").load(cursor.committed, only=())
         state: Mapping[str, Any] = checkpoint.state["orchestrator"]

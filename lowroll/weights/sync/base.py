@@ -109,9 +109,11 @@ class Broadcasts:
         return found
 
     def _waited_for(self, version: int) -> str:
-        return f"the weights of version {version} in {self.folder} ({self._told(version)})"
+        return (
+            f"the weights of version {version} in {self.folder} ({self._describe_state(version)})"
+        )
 
-    def _told(self, version: int) -> str:
+    def _describe_state(self, version: int) -> str:
         path = self.folder / folder_name(version)
         if path.exists():
             try:
