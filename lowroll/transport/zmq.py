@@ -157,6 +157,7 @@ class SpoolServer:
         self.spool = spool
         self.attempt = attempt
         self.cursor = spool.progress.cursor()
+        self.dismissed = spool.progress.dismissed()  # attempt of the trainer
         self.iterations = 0  # of the thread; for tests
         self._waiting: dict[bytes, PieceRequest] = {}  # by peer: requests for later frames
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -192,7 +193,8 @@ class SpoolServer:
             os.write(self._wake_writer, b"!")
 
     def forget(self) -> None:
-        """Reread the trainer's cursor after a dismissal."""
+        """Reread the trainer's progress after a dismissal."""
+        self.dismissed = self.spool.progress.dismissed()
         self.cursor = self.spool.progress.cursor()
         self.wake()
 
@@ -273,7 +275,7 @@ class SpoolServer:
             )
             self._send(peer, request, "fenced", text=text)
             return
-        if request.attempt <= self.spool.progress.dismissed():
+        if request.attempt <= self.dismissed:
             self._send(peer, request, "fenced", text=dismissal(request.attempt))
             return
         self._note(request.cursor)
