@@ -35,8 +35,6 @@ class DeadlineExceeded(TransportError):
 
     def __init__(self, waited_for: str, deadline_s: float) -> None:
         super().__init__(f"waited {deadline_s:g} s for {waited_for}")
-        self.waited_for = waited_for
-        self.deadline_s = deadline_s
 
 
 class PeerSilent(DeadlineExceeded):

@@ -122,10 +122,10 @@ class Orchestration:
         self.last = cfg.train.max_steps
         folder = resolve(cfg.model, weights=False)
         spec = read_spec_apart(folder)
-        self.chat = ChatTokenizer(
+        chat = ChatTokenizer(
             FileTokenizer(folder), cfg.rollout.tool_call_parser, cfg.chat_template_kwargs
         )
-        self.tasks = RunEnvironments(cfg)
+        environments = RunEnvironments(cfg)
         self.tokens = paths.tokens()  # a missing one is reported before any wait
         # not "waiting", which is ready: settings that are refused below end a launch at once
         heartbeat.update(phase="meeting", doing="the trainer")
@@ -138,7 +138,7 @@ class Orchestration:
         check_engines(trainer_cfg, self.pool)
         cache_tokens = self.pool.server.cache_tokens or None
         sized_rollout = cfg.rollout.model_copy(update={"cache_tokens": cache_tokens})
-        self.cfg = cfg = cfg.model_copy(update={"rollout": sized_rollout})
+        cfg = cfg.model_copy(update={"rollout": sized_rollout})
         self.level = cfg.asynchrony.max_async_level
         weights_deadline_s = cfg.ckpt.wait_for_weights_timeout or cfg.weight_broadcast.timeout
         self.versions = Versions(
@@ -151,8 +151,8 @@ class Orchestration:
         self.batches = BatchSource(
             cfg,
             spec,
-            self.chat,
-            self.tasks,
+            chat,
+            environments,
             self.pool,
             self.channel,
             partial(self.home.keep_batch, "rollouts"),
@@ -166,8 +166,8 @@ class Orchestration:
         self.initial_state = self.batches.state()
         self.batches.watch(self._phase, lambda text: tell(text))
         self.batches.more = self._pace
-        self._waited_s = 0.0  # seconds for this step's weights, where its batch does not wait
-        self._last_batch_at = time.monotonic()  # time of the previous batch
+        self._waited_s = 0.0  # for this step's weights, where its batch does not wait
+        self._last_batch_at = time.monotonic()
 
     def alive(self) -> None:
         """Check in waits for the trainer for a stop and its heartbeat."""
