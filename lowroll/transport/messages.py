@@ -20,13 +20,13 @@ MAX_LINE_BYTES = 4096
 Line = TypeVar("Line", bound=msgspec.Struct)
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RunMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A message of the run `run`. ValueError for an unknown or impossible field."""
 
     run: str
 
 
-class _Report(Message, frozen=True):
+class _Report(RunMessage, frozen=True):
     attempt: int
     received: int
     committed: int
@@ -80,7 +80,7 @@ class PieceReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal[1] = 1
 
 
-class SenderAddress(Message, frozen=True):
+class SenderAddress(RunMessage, frozen=True):
     """The address of an orchestrator, such as tcp://127.0.0.1:41233."""
 
     attempt: int
@@ -88,7 +88,7 @@ class SenderAddress(Message, frozen=True):
     format: Literal[1] = 1
 
 
-class EndOfBatches(Message, frozen=True):
+class EndOfBatches(RunMessage, frozen=True):
     """The end of a run's batches, and its reason."""
 
     reason: str

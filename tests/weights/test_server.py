@@ -11,13 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lowroll import Engine
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
 from lowroll.server.protocol import Refused
@@ -50,80 +53,87 @@ def server() -> Iterator[WeightServer]:
     made.close()
 
 
-def shelf_of(tmp_path: Path, folder: Path, server: WeightServer) -> WeightStore:
-    return WeightStore(
-        tmp_path, folder, WeightClient(server.host, server.port, CPU, 60.0, token=TOKEN)
-    )
+@dataclass
+class Route:
+    """A learner, the server of its versions, and engines that fetch them."""
+
+    folder: Path  # of broadcasts
+    model: Path
+    learner: Transformer
+    server: WeightServer
+
+    def __post_init__(self) -> None:
+        self.publisher = broadcaster(self.folder, self.learner, server=self.server)
+
+    def publish(self, version: int) -> None:
+        """Publish a version after a step of the learner."""
+        self.publisher.publish(moved_to(self.learner, version))
+
+    def store(self, token: str = TOKEN, server: WeightServer | None = None) -> WeightStore:
+        to = server or self.server
+        client = WeightClient(to.host, to.port, CPU, 60.0, token=token)
+        return WeightStore(self.folder, self.model, client)
+
+    def engine(self) -> Engine:
+        return engine_of(self.model, weights="int8")
+
+    def fetched(self, version: int = 1, token: str = TOKEN) -> str:
+        """The digest of an engine that has fetched a version."""
+        return take(self.store(token), self.engine(), version)
+
+    def wanted(self) -> str:
+        return digest(rollout_copy(self.learner, "int8", torch.float32))
+
+    def broadcast(self, version: int = 1) -> Broadcast:
+        return read_broadcast(self.folder / f"step_{version:06d}")
 
 
-def take(shelf: WeightStore, engine: Any, version: int) -> str:
-    now = engine.behavior
-    _, updates = shelf.load(f"step_{version}", 0, engine.capabilities, now.weights)
+@pytest.fixture
+def route(tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer) -> Route:
+    """A route whose version 1 is published."""
+    made = Route(tmp_path, folder, learner, server)
+    made.publish(1)
+    return made
+
+
+def take(store: WeightStore, engine: Engine, version: int) -> str:
+    weights = engine.behavior.weights
+    _, updates = store.load(f"step_{version}", 0, engine.capabilities, weights)
     for one, update in updates:
         engine.update_weights(update)
-        shelf.current = one
+        store.current = one
     return str(engine.behavior.policy[0].digest)
 
 
-def wanted(learner: Transformer) -> str:
-    return digest(rollout_copy(learner, "int8", torch.float32))
-
-
-def test_versions_arrive_at_several_engines(
-    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
-) -> None:
-    engines = [engine_of(folder, weights="int8") for _ in range(3)]
-    shelves = [shelf_of(tmp_path, folder, server) for _ in engines]
-    at = broadcaster(tmp_path, learner, server=server)
+def test_versions_arrive_at_several_engines(route: Route) -> None:
+    engines = [(route.store(), route.engine()) for _ in range(3)]
     for version in (1, 2, 3):
-        at.publish(moved_to(learner, version))
-        found = read_broadcast(tmp_path / f"step_{version:06d}")
+        if version > 1:
+            route.publish(version)
+        found = route.broadcast(version)
         assert found.way == "nccl" and not (found.path / "model.safetensors").exists()
-        digests: dict[int, str] = {}
-
-        def one(i: int, version: int = version, digests: dict[int, str] = digests) -> None:
-            digests[i] = take(shelves[i], engines[i], version)
-
-        threads = [threading.Thread(target=one, args=(i,)) for i in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert digests == dict.fromkeys(range(3), wanted(learner))
-    assert not server.broken
+        with ThreadPoolExecutor() as pool:
+            taken = [pool.submit(take, store, engine, version) for store, engine in engines]
+            assert {one.result(60) for one in taken} == {route.wanted()}
+    assert not route.server.broken
 
 
-def test_a_late_engine_gets_the_version_too(
-    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
-) -> None:
-    at = broadcaster(tmp_path, learner, server=server)
-    at.publish(moved_to(learner, 1))
-    for _ in range(2):
-        shelf = shelf_of(tmp_path, folder, server)
-        assert take(shelf, engine_of(folder, weights="int8"), 1) == wanted(learner)
+def test_a_late_engine_gets_the_version_too(route: Route) -> None:
+    assert [route.fetched() for _ in range(2)] == [route.wanted()] * 2
 
 
-def test_what_is_sent_is_what_was_published(
-    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
-) -> None:
-    at = broadcaster(tmp_path, learner, server=server)
-    at.publish(moved_to(learner, 1))
-    before = wanted(learner)
-    moved(learner, 2)  # the learner goes on
-    shelf = shelf_of(tmp_path, folder, server)
-    assert take(shelf, engine_of(folder, weights="int8"), 1) == before
+def test_what_is_sent_is_what_was_published(route: Route) -> None:
+    before = route.wanted()
+    moved(route.learner, 2)  # the learner goes on
+    assert route.fetched() == before != route.wanted()
 
 
-def test_bytes_that_changed_on_the_way_are_refused(
-    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
-) -> None:
-    at = broadcaster(tmp_path, learner, server=server)
-    at.publish(moved_to(learner, 1))
-    server.versions[-1].buckets[0][5] ^= 1
-    engine = engine_of(folder, weights="int8")
+def test_bytes_that_changed_on_the_way_are_refused(route: Route) -> None:
+    route.server.versions[-1].buckets[0][5] ^= 1
+    engine = route.engine()
     before = engine.behavior
     with pytest.raises(ValueError, match="was stated, and what has arrived"):
-        take(shelf_of(tmp_path, folder, server), engine, 1)
+        take(route.store(), engine, 1)
     assert engine.behavior == before
 
 
@@ -159,14 +169,13 @@ def test_a_peer_that_dies_takes_nobody_with_it(
 ) -> None:
     monkeypatch.setattr(server_module, "GATHER_S", 60.0)  # until both ask
     monkeypatch.setattr("lowroll.weights.sync.buckets.JOIN_S", 3.0)
-    server = WeightServer("nccl", CPU, timeout_s=6.0)
-    try:
-        broadcaster(tmp_path, learner, server=server).publish(moved_to(learner, 1))
-        path = tmp_path / "step_000001"
-        client = WeightClient(server.host, server.port, CPU, 60.0)
-        shelf = WeightStore(tmp_path, folder, client)
-        take(shelf, engine_of(folder, weights="int8"), 1)  # from now on the trainer waits for it
-        shelf = WeightStore(tmp_path, folder, client)
+    with closing(WeightServer("nccl", CPU, timeout_s=6.0)) as server:
+        route = Route(tmp_path, folder, learner, server)
+        route.publish(1)
+        store = route.store("")
+        take(store, route.engine(), 1)  # from now on the trainer waits for it
+        store = WeightStore(tmp_path, folder, store.client)
+        path = route.broadcast().path
         arguments = [sys.executable, "-c", DIES, str(path), str(server.port), when]
         child = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
@@ -174,108 +183,78 @@ def test_a_peer_that_dies_takes_nobody_with_it(
         while not server._asking and time.monotonic() < end:
             time.sleep(0.01)
         assert server._asking and len(server._engines) == 2
-        assert take(shelf, engine_of(folder, weights="int8"), 1) == wanted(learner)
+        assert take(store, route.engine(), 1) == route.wanted()
         assert child.wait(30) == -signal.SIGKILL
         child.stdout.close()
-    finally:
-        server.close()
 
 
 def test_after_two_failures_it_comes_as_files(
-    tmp_path: Path,
-    folder: Path,
-    learner: Transformer,
-    server: WeightServer,
-    monkeypatch: pytest.MonkeyPatch,
+    route: Route, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at = broadcaster(tmp_path, learner, server=server)
-    at.publish(moved_to(learner, 1))
-    shelf, engine = shelf_of(tmp_path, folder, server), engine_of(folder, weights="int8")
-    assert shelf.client is not None
-    tries: list[int] = []
+    store, engine, tries = route.store(), route.engine(), []
 
     def fails(*given: Any) -> Any:
         tries.append(1)
         raise RuntimeError("nccl: a link is down")
 
-    monkeypatch.setattr(shelf.client, "_receive", fails)
+    monkeypatch.setattr(store.client, "_receive", fails)
     monkeypatch.setattr("lowroll.weights.sync.buckets.JOIN_S", 1.0)
-    before = read_broadcast(tmp_path / "step_000001")
-    assert take(shelf, engine, 1) == wanted(learner)
-    after = read_broadcast(tmp_path / "step_000001")
-    assert len(tries) == 2 and server.broken
+    before = route.broadcast()
+    assert take(store, engine, 1) == route.wanted()
+    after = route.broadcast()
+    assert len(tries) == 2 and route.server.broken
     assert (before.way, after.way) == ("nccl", "filesystem") and before.digest != after.digest
-    at.publish(moved_to(learner, 2))
-    assert read_broadcast(tmp_path / "step_000002").way == "filesystem"
-    assert take(shelf, engine, 2) == wanted(learner) and len(tries) == 2
+    route.publish(2)
+    assert route.broadcast(2).way == "filesystem"
+    assert take(store, engine, 2) == route.wanted() and len(tries) == 2
 
 
-def test_a_trainer_that_begins_again_serves_what_it_has(
-    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
-) -> None:
-    broadcaster(tmp_path, learner, server=server).publish(moved_to(learner, 1))
-    before = read_broadcast(tmp_path / "step_000001")
-    again = WeightServer("nccl", CPU, timeout_s=20.0, token=TOKEN)
-    try:
-        broadcaster(tmp_path, learner, server=again, attempt=2).publish(1)
-        assert read_broadcast(tmp_path / "step_000001") == before
-        engine = engine_of(folder, weights="int8")
-        assert take(shelf_of(tmp_path, folder, again), engine, 1) == wanted(learner)
-    finally:
-        again.close()
+def test_a_trainer_that_begins_again_serves_what_it_has(route: Route) -> None:
+    before = route.broadcast()
+    with closing(WeightServer("nccl", CPU, timeout_s=20.0, token=TOKEN)) as again:
+        broadcaster(route.folder, route.learner, server=again, attempt=2).publish(1)
+        assert route.broadcast() == before
+        assert take(route.store(server=again), route.engine(), 1) == route.wanted()
 
 
-def test_who_cannot_fetch_says_why(
-    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
-) -> None:
-    broadcaster(tmp_path, learner, server=server).publish(moved_to(learner, 1))
-    engine = engine_of(folder, weights="int8")
+def test_who_cannot_fetch_says_why(route: Route) -> None:
     with pytest.raises(Refused, match="--weights-from"):
-        take(WeightStore(tmp_path, folder), engine, 1)
-    shelf = shelf_of(tmp_path, folder, server)
-    server.serve(ServedVersion(9, "0" * 64, [], lambda: None))
-    server.forget_older()
+        take(WeightStore(route.folder, route.model), route.engine(), 1)
+    route.server.serve(ServedVersion(9, "0" * 64, [], lambda: None))
+    route.server.forget_older()
     with pytest.raises(Refused, match="version 9 is offered"):
-        take(shelf, engine, 1)
-    server.close()
+        route.fetched()
+    route.server.close()
     with pytest.raises(Refused, match=r"the trainer at 127.0.0.1:\d+"):
-        take(shelf, engine, 1)
+        route.fetched()
     with pytest.raises(ValueError, match="cuda_ipc shares memory of a GPU"):
         WeightServer("cuda_ipc", CPU)
     with pytest.raises(ValueError, match="none of nccl"):
         WeightServer("filesystem", CPU)
 
 
-def test_older_versions_are_kept_for_a_strict_run(
-    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
-) -> None:
+def test_older_versions_are_kept_for_a_strict_run(route: Route) -> None:
     """Engines of one want the version before, while the newest is there; also as files."""
-    server.keep = 2
-    at, digests = broadcaster(tmp_path, learner, server=server, keep=4), {}
-    for version in (1, 2, 3):
-        at.publish(moved_to(learner, version))
-        digests[version] = wanted(learner)
-    engine, shelf = engine_of(folder, weights="int8"), shelf_of(tmp_path, folder, server)
+    route.server.keep, route.publisher.keep = 2, 4
+    digests = {}
     for version in (2, 3):
-        assert take(shelf, engine, version) == digests[version]
+        route.publish(version)
+        digests[version] = route.wanted()
+    engine, store = route.engine(), route.store()
+    for version in (2, 3):
+        assert take(store, engine, version) == digests[version]
     with pytest.raises(Refused, match="is wanted, and version 2, 3 is offered"):
-        take(shelf, engine, 1)
-    server.versions[0].write()
-    found = read_broadcast(tmp_path / "step_000002")
-    assert found.way == "filesystem" and (tmp_path / "step_000003").is_dir()
+        take(store, engine, 1)
+    route.server.versions[0].write()
+    assert route.broadcast(2).way == "filesystem" and route.broadcast(3).path.is_dir()
 
 
-def test_without_the_token_nothing_is_given(
-    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
-) -> None:
-    broadcaster(tmp_path, learner, server=server).publish(moved_to(learner, 1))
-    engine = engine_of(folder, weights="int8")
+def test_without_the_token_nothing_is_given(route: Route) -> None:
     for token in ("", TOKEN[:-1], transfer_token("of-another")):
-        client = WeightClient(server.host, server.port, CPU, 60.0, token=token)
         with pytest.raises(Refused, match="another token: give both roles the same"):
-            take(WeightStore(tmp_path, folder, client), engine, 1)
-    assert not server.broken, "who has no token has no files written either"
-    assert take(shelf_of(tmp_path, folder, server), engine, 1) == wanted(learner)
+            route.fetched(token=token)
+    assert not route.server.broken, "who has no token has no files written either"
+    assert route.fetched() == route.wanted()
 
 
 def test_a_store_that_says_nothing_is_waited_for_no_longer_than_a_group(
@@ -320,25 +299,20 @@ def test_where_engines_cannot_ask_nothing_is_served(host: str, words: str) -> No
         WeightServer("nccl", CPU, host)
 
 
-def test_what_ends_the_server_reaches_the_trainer(
-    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
-) -> None:
-    at = broadcaster(tmp_path, learner, server=server)
-    at.publish(moved_to(learner, 1))
-    at.check()
+def test_what_ends_the_server_reaches_the_trainer(route: Route) -> None:
+    route.publisher.check()
 
     class Fails(list[ServedVersion]):
         def __iter__(self) -> Any:
             raise MemoryError("no room for a group")
 
-    server.versions = Fails(server.versions)
-    engine = engine_of(folder, weights="int8")
+    route.server.versions = Fails(route.server.versions)
     with pytest.raises(Refused):  # at once, not after its 60 s
-        take(shelf_of(tmp_path, folder, server), engine, 1)
+        route.fetched()
     with pytest.raises(TransportError, match="not offered by nccl any more.*no room for a group"):
-        at.check()
+        route.publisher.check()
     with pytest.raises(TransportError, match="no room for a group"):
-        at.publish(moved_to(learner, 2))
+        route.publish(2)
 
 
 def test_one_deadline_holds_for_all_engines_and_names_who_is_missing() -> None:
@@ -358,58 +332,44 @@ def test_one_deadline_holds_for_all_engines_and_names_who_is_missing() -> None:
     asyncio.run(body())
 
 
-def test_strangers_are_dropped(
-    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
-) -> None:
-    broadcaster(tmp_path, learner, server=server).publish(moved_to(learner, 1))
+def test_strangers_are_dropped(route: Route) -> None:
     for said in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"[" * 9999 + b"\n", b'{"want": {}}\n', b""):
-        with socket.create_connection((server.host, server.port), 5) as stranger:
+        with connected(route.server) as stranger:
             stranger.sendall(said)
-    engine = engine_of(folder, weights="int8")
-    assert take(shelf_of(tmp_path, folder, server), engine, 1) == wanted(learner)
-    server.check()
+    assert route.fetched() == route.wanted()
+    route.server.check()
+
+
+def connected(server: WeightServer) -> socket.socket:
+    return socket.create_connection((server.host, server.port), 5)
 
 
 def answers(server: WeightServer, said: bytes) -> bytes:
     """What who says a line without a token is told; nothing where the connection is closed."""
     with (
         suppress(ConnectionError),  # closed before all of it was read
-        socket.create_connection((server.host, server.port), 5) as stranger,
+        connected(server) as stranger,
     ):
         stranger.sendall(said)
         return stranger.recv(1 << 12)
     return b""
 
 
-def test_no_line_ends_the_server(
-    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
-) -> None:
-    broadcaster(tmp_path, learner, server=server).publish(moved_to(learner, 1))
-    assert b"another token" in answers(server, b'{"token": "\\ud800", "want": [1, ""]}\n')
-    assert b"another token" in answers(server, b'{"token": 1e999}\n')
-    shelf = shelf_of(tmp_path, folder, server)
-    assert take(shelf, engine_of(folder, weights="int8"), 1) == wanted(learner)
+def test_no_line_ends_the_server(route: Route) -> None:
+    for line in (b'{"token": "\\ud800", "want": [1, ""]}\n', b'{"token": 1e999}\n'):
+        assert b"another token" in answers(route.server, line)
+    assert route.fetched() == route.wanted()
 
 
-def test_half_a_line_holds_nobody_up(
-    tmp_path: Path,
-    folder: Path,
-    learner: Transformer,
-    server: WeightServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_half_a_line_holds_nobody_up(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the rest of it may take."""
-    monkeypatch.setattr(server_module, "ANSWER_S", 1e6)
-    monkeypatch.setattr(server_module, "HELLO_S", 1e6)
-    monkeypatch.setattr(server_module, "GATHER_S", 1e6)
-    broadcaster(tmp_path, learner, server=server).publish(moved_to(learner, 1))
-    strangers = [socket.create_connection((server.host, server.port), 5) for _ in range(6)]
+    for limit in ("ANSWER_S", "HELLO_S", "GATHER_S"):
+        monkeypatch.setattr(server_module, limit, 1e6)
+    strangers = [connected(route.server) for _ in range(6)]
     try:
         for stranger in strangers:
             stranger.sendall(b"{")
-        client = WeightClient(server.host, server.port, CPU, 5.0, token=TOKEN)
-        shelf = WeightStore(tmp_path, folder, client)
-        assert take(shelf, engine_of(folder, weights="int8"), 1) == wanted(learner)
+        assert route.fetched() == route.wanted()
         strangers[0].sendall(b"}\n")
         assert b"another token" in strangers[0].recv(1 << 12), "its line is heard when it is whole"
     finally:
@@ -472,21 +432,17 @@ def test_what_can_be_told_is_served_at_every_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before the marker of a version is there the version before it, and from then on the new one."""
-    at, taken = broadcaster(tmp_path, learner, server=server), []
+    route, taken = Route(tmp_path, folder, learner, server), []
 
     def ask(point: str) -> None:
-        newest = at.broadcasts.newest()
+        newest = route.publisher.broadcasts.newest()
         if point in ("file.begin/STABLE", "file.renamed/STABLE") and newest is not None:
-            take(
-                shelf_of(tmp_path, folder, server),
-                engine_of(folder, weights="int8"),
-                newest.version,
-            )
+            route.fetched(newest.version)
             taken.append(newest.version)
 
     monkeypatch.setattr("lowroll.checkpoint.fault_injection.observers", [ask])
-    at.publish(moved_to(learner, 1))
-    at.publish(moved_to(learner, 2))
+    route.publish(1)
+    route.publish(2)
     assert taken == [1, 1, 2]
 
 
