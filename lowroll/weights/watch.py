@@ -79,10 +79,10 @@ class AdapterWatch:
         squared_change = squared_size = 0.0
         for i, (_, linear) in enumerate(self.master.linears()):
             factors_before, factors = self._before[i], _adapter_factors(linear)
-            weight = linear.weight
-            if isinstance(weight, QTensor):
-                weight = weight.dequantize()
-            adapted_before = weight.float().clone()  # a dense format returns the weights themselves
+            base = (
+                linear.weight.dequantize() if isinstance(linear.weight, QTensor) else linear.weight
+            )
+            adapted_before = base.float().clone()  # a dense format returns the weights themselves
             for part, (a_before, b_before) in factors_before.items():
                 a, b = factors[part]
                 product_before = b_before @ a_before

@@ -113,9 +113,10 @@ class UpdateReceiver:
         self.max_rank = max(ranks, default=0)  # of an adapter
         adapted = self.max_rank > 0
         self.kind: Kind = "adapter" if adapted else "full"  # of accepted streams
-        self.kinds: frozenset[Kind] = frozenset({self.kind})
+        kinds: set[Kind] = {self.kind}
         if not adapted and large_batch_model is None:
-            self.kinds |= {"codes"}
+            kinds.add("codes")
+        self.kinds = frozenset(kinds)
         self.takes_noise = not norms_without_noise(rollout)
         # an adapter comes without its base, whose norms noise covers
         self._norms = {
