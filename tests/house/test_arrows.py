@@ -48,10 +48,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # weights -> transport, checkpoint: a version is published as a folder, whose marker its readers
     # know without torch
     # weights -> parallel: the learner and its engines meet as ranks do
-    # weights -> machine: how many may connect follows from how many files may be open
+    # weights -> machine: how many may connect follows from how many files may be open; msgspec checks
+    # the markers and layouts of published weights
     "weights": (
         {"model", "quant", "kernels", "transport", "checkpoint", "parallel", "machine", "types"},
-        {"torch", "safetensors"},
+        {"torch", "safetensors", "msgspec"},
     ),
     # engine -> weights: the engine takes new weights through the one corridor
     # engine -> checkpoint: weights for an engine elsewhere are laid in folders that appear whole

@@ -145,7 +145,7 @@ ENDLESS = {  # waits without a time, and what looks like one
         "model/shards.py",
         "stream",
     ): "the same threads: the tensors that they write to must outlive them",
-    ("weights/sync/server.py", "_talk"): "for a round, which has deadlines",
+    ("weights/sync/server.py", "_reply"): "for a round, which has deadlines",
     ("weights/sync/server.py", "_until"): "of the loop itself, which `close` ends",
     ("weights/sync/server.py", "_work"): "the same",
     ("weights/sync/server.py", "is_gone"): "the exception of a reader's, which is there or not",
