@@ -128,7 +128,9 @@ class HttpClient:
     async def _tries(self, call: HttpCall, on_line: Callable[[bytes], None] | None) -> bytes:
         """Send a call, several times if it may be retried. Return the body of the answer."""
         pause = PAUSE
-        for tries_left in reversed(range(TRIES if call.again else 1)):
+        tries_left = TRIES if call.again else 1
+        while True:
+            tries_left -= 1
             try:
                 return await self._once(call, on_line)
             except ServerError as error:
@@ -141,7 +143,6 @@ class HttpClient:
                     raise await self._explained(EngineLost(message)) from None
             await asyncio.sleep(pause)
             pause *= 2
-        raise AssertionError("the last try returns or raises")
 
     async def _once(self, call: HttpCall, on_line: Callable[[bytes], None] | None) -> bytes:
         """Send a call and return the body of the answer. ServerError for an error status."""

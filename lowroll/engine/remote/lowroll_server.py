@@ -17,13 +17,13 @@ from lowroll.engine.remote.server_base import (
     CONTROL_S,
     EngineServer,
     HeldPolicy,
-    Published,
     ServerProgress,
 )
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make
 from lowroll.types import BehaviorTag, Evictions, PolicySpan, Request, printable
+from lowroll.weights.sync.base import Broadcast
 
 ANY_ID = 2**31  # where a server does not state it: it refuses what lies outside
 WHAT = "the list of models"
@@ -48,9 +48,7 @@ class LowrollServer(EngineServer):
         self.admin_token = admin_token
         self.update_mode = update_mode
         try:
-            facts_by_model = {
-                model_card["id"]: model_card["lowroll"] for model_card in answer["data"]
-            }
+            facts_by_model = {card["id"]: card["lowroll"] for card in answer["data"]}
             self.model = self.root = next(iter(facts_by_model)) if model is None else model
             if self.model in facts_by_model:
                 self._read(facts_by_model[self.model])
@@ -58,15 +56,14 @@ class LowrollServer(EngineServer):
             excerpt = printable(repr(answer), 200)
             raise ServerError(f"{WHAT}: {http.url} is no server of lowroll's: {excerpt}") from None
         if self.model not in facts_by_model:
-            raise ValueError(
-                f"model: {http.url} serves {', '.join(facts_by_model)}, and not {self.model}"
-            )
+            served_names = ", ".join(facts_by_model)
+            raise ValueError(f"model: {http.url} serves {served_names}, and not {self.model}")
 
     def _read(self, stated: dict[str, Any]) -> None:
         """Read the facts that the server states about the model."""
         self.capabilities = _parse_capabilities(stated["capabilities"])
         self.behavior = _parse_tag(stated["behavior"])
-        self.held = HeldPolicy.of(self.behavior)
+        self.held = HeldPolicy.newest_of(self.behavior.policy)
         vocab_size = self.capabilities.vocab_size
         self.vocab_size = vocab_size or ANY_ID
         self.scores = self.capabilities.scores and vocab_size is not None
@@ -156,14 +153,19 @@ class LowrollServer(EngineServer):
             int(values.get("requests_open", 0)), int(values.get("drawn_tokens", 0))
         )
 
-    async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
+    async def take(self, broadcast: Broadcast, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
         name = broadcast.path.name
         label = f"taking {name}"
-        body = {"version": name} | (
-            {"in_flight": self.update_mode} if self.update_mode != "keep" else {}
-        )
+        body = {"version": name}
+        if self.update_mode != "keep":
+            body["in_flight"] = self.update_mode
         answer = await self.http.answer(self._order("/weights", label, body, deadline_s))
-        held_policy = acknowledged(answer, label)
+        try:
+            spans = [PolicySpan(int(s["version"]), str(s["digest"])) for s in answer["policy"]]
+            held_policy = HeldPolicy.newest_of(spans)
+        except (KeyError, TypeError, ValueError):
+            excerpt = printable(repr(answer), 200)
+            raise ServerError(f"{label}: no policy is acknowledged: {excerpt}") from None
         manifest_digest = answer.get("manifest_digest")
         if manifest_digest != broadcast.digest and manifest_digest != broadcast.lies():
             excerpt = printable(repr(manifest_digest), 80)
@@ -221,17 +223,6 @@ def _parse_tag(stated: dict[str, Any]) -> BehaviorTag:
         raise TypeError("no policy")
     sampler = {str(name): float(value) for name, value in stated["sampler"].items()}
     return BehaviorTag(**(stated | {"policy": spans, "sampler": sampler}))
-
-
-def acknowledged(answer: Any, what: str) -> HeldPolicy:
-    """Parse the answer of POST /weights. ServerError when it acknowledges no policy."""
-    try:
-        spans = [(int(span["version"]), str(span["digest"])) for span in answer["policy"]]
-        newest = max(version for version, _ in spans)
-    except (KeyError, TypeError, ValueError):
-        excerpt = printable(repr(answer), 200)
-        raise ServerError(f"{what}: no policy is acknowledged: {excerpt}") from None
-    return HeldPolicy(newest, frozenset(digest for version, digest in spans if version == newest))
 
 
 def _parse_metrics(text: str) -> dict[str, float]:

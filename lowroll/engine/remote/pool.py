@@ -29,9 +29,9 @@ from lowroll.engine.remote.server_base import (
     CONTROL_S,
     EngineServer,
     HeldPolicy,
-    Published,
 )
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
+from lowroll.weights.sync.base import Broadcast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -291,7 +291,7 @@ class EnginePool:
     # -- weights -----------------------------------------------------------------------------------
 
     def update(
-        self, broadcast: Published, superseded: Callable[[], bool] = lambda: False
+        self, broadcast: Broadcast, superseded: Callable[[], bool] = lambda: False
     ) -> BehaviorTag:
         """Have every engine draw from a broadcast; what is in flight goes on, and its spans say so.
 

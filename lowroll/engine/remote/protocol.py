@@ -129,10 +129,10 @@ class ResponseAssembler:
     def take(self, answer: Any) -> None:
         """Take an answer, or an event of a stream, with its choices."""
         if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
-            raise self._lie(f"no list of choices: {_excerpt(answer)}")
+            raise self._invalid(f"no list of choices: {_excerpt(answer)}")
         model = answer.get("model")
         if model != self.model:
-            raise self._lie(f"model {self.model} was asked for, and {_excerpt(model)} answered")
+            raise self._invalid(f"model {self.model} was asked for, and {_excerpt(model)} answered")
         for choice in answer["choices"]:
             self._take_choice(choice)
 
@@ -146,10 +146,13 @@ class ResponseAssembler:
             raise ServerError(f"{self.what}: {_excerpt(event['error'])}", 500)
         if isinstance(event, dict) and event.get("choices"):
             self.take(event)
-        for origin in (event.get("lowroll") or []) if isinstance(event, dict) else []:
+        origins = event.get("lowroll") if isinstance(event, dict) else None
+        for origin in origins or []:
             index = origin.get("index") if isinstance(origin, dict) else None
             if type(index) is not int or not 0 <= index < self.request.n:
-                raise self._lie(f"the origin of a sample {_excerpt(index)}; n is {self.request.n}")
+                raise self._invalid(
+                    f"the origin of a sample {_excerpt(index)}; n is {self.request.n}"
+                )
             self.samples[index].stated = origin
 
     def group(self, origin: Origin) -> Group:
@@ -198,40 +201,45 @@ class ResponseAssembler:
         """Append a choice to its sample, with its end if it has one."""
         index = choice.get("index") if isinstance(choice, dict) else None
         if type(index) is not int or not 0 <= index < self.request.n:
-            raise self._lie(f"a choice of index {_excerpt(index)}; n is {self.request.n}")
+            raise self._invalid(f"a choice of index {_excerpt(index)}; n is {self.request.n}")
         sample = self.samples[index]
         if sample.finish_reason is not None:
-            raise self._lie(f"choice {index} goes on after its end")
+            raise self._invalid(f"choice {index} goes on after its end")
         self._check_prompt(index, choice.get("prompt_token_ids"))
         self._take_tokens(index, sample, choice)
         reason = choice.get("finish_reason")
         if reason is not None and reason not in REASONS:
-            raise self._lie(f"choice {index} ended with {_excerpt(reason)}")
+            raise self._invalid(f"choice {index} ended with {_excerpt(reason)}")
         sample.finish_reason = reason
         sample.stop_reason = self._stop_reason(index, choice.get("stop_reason"))
         sample.stated = choice.get("lowroll", sample.stated)
 
     def _take_tokens(self, index: int, sample: ArrivingSample, choice: dict[str, Any]) -> None:
         """Check the tokens and log-probs of a choice, and append them to its sample."""
-        fields = choice.get("logprobs") or {}
+        logprob_fields = choice.get("logprobs")
+        if not isinstance(logprob_fields, dict):
+            logprob_fields = {}
         if "packed" in choice:
             ids, logprobs = self._unpacked(index, choice["packed"])
         else:
             ids = choice.get("token_ids") or []
-            logprobs = (fields.get("token_logprobs") if isinstance(fields, dict) else None) or []
+            logprobs = logprob_fields.get("token_logprobs") or []
         if not isinstance(ids, list) or not _are_ids(ids, self.vocab_size):
-            raise self._lie(f"choice {index}: token ids of 0..{self.vocab_size - 1} were expected")
+            raise self._invalid(
+                f"choice {index}: token ids of 0..{self.vocab_size - 1} were expected"
+            )
         if not isinstance(logprobs, list) or len(logprobs) != len(ids):
-            raise self._lie(
+            raise self._invalid(
                 f"choice {index}: {len(ids)} token ids and {_describe_count(logprobs)} log-probs"
             )
         if len(sample.token_ids) + len(ids) > self.request.max_tokens:
-            raise self._lie(f"choice {index}: more than max_tokens {self.request.max_tokens}")
-        for logprob in () if _are_logprobs(logprobs) else logprobs:
-            if type(logprob) not in (int, float) or not -math.inf < logprob <= ABOVE_ZERO:
-                raise self._lie(f"choice {index}: {_excerpt(logprob)} is no log-prob")
+            raise self._invalid(f"choice {index}: more than max_tokens {self.request.max_tokens}")
+        if not _are_logprobs(logprobs):  # quick: only then one by one
+            for logprob in logprobs:
+                if type(logprob) not in (int, float) or not -math.inf < logprob <= ABOVE_ZERO:
+                    raise self._invalid(f"choice {index}: {_excerpt(logprob)} is no log-prob")
         if self.request.top_logprobs:
-            sample.top_logprobs += self._top(index, fields.get("top_logprobs"), len(ids))
+            sample.top_logprobs += self._top(index, logprob_fields.get("top_logprobs"), len(ids))
         sample.token_ids += ids
         sample.logprobs += map(float, logprobs)
 
@@ -239,7 +247,9 @@ class ResponseAssembler:
         try:
             return unpack(packed)
         except (KeyError, TypeError, ValueError):
-            raise self._lie(f"choice {index}: {_excerpt(packed)} are no packed tokens") from None
+            raise self._invalid(
+                f"choice {index}: {_excerpt(packed)} are no packed tokens"
+            ) from None
 
     def _top(self, index: int, rows: Any, count: int) -> list[list[tuple[int, float]]]:
         """Return the likeliest tokens of each position, largest first: fewer where no more can be
@@ -251,39 +261,40 @@ class ResponseAssembler:
                 for entries in rows or []
             ]
         except (AttributeError, TypeError, ValueError):
-            raise self._lie(f"choice {index}: top_logprobs are not by token id") from None
+            raise self._invalid(f"choice {index}: top_logprobs are not by token id") from None
         tops = [[pair for pair in top if pair[1] > NEVER] for top in tops]
-        if len(tops) != count or any(len(top) < num_top and not _has_all_mass(top) for top in tops):
-            raise self._lie(f"choice {index}: {num_top} top_logprobs a token were asked for")
+        is_complete = all(len(top) >= num_top or _has_all_mass(top) for top in tops)
+        if len(tops) != count or not is_complete:
+            raise self._invalid(f"choice {index}: {num_top} top_logprobs a token were asked for")
         by_size = [sorted(top, key=lambda pair: (-pair[1], pair[0])) for top in tops]
         return [top[:num_top] for top in by_size]
 
     def _check_prompt(self, index: int, ids: Any) -> None:
         if ids is not None and ids != list(self.request.prompt_ids):
-            raise self._lie(
+            raise self._invalid(
                 f"choice {index} answers another prompt of {_describe_count(ids)} tokens"
             )
 
     def _stop_reason(self, index: int, reason: Any) -> int | str | None:
         if reason is None or type(reason) in (int, str):
             return reason
-        raise self._lie(f"choice {index}: stop_reason {_excerpt(reason)}")
+        raise self._invalid(f"choice {index}: stop_reason {_excerpt(reason)}")
 
     def _check_end(self, index: int, sample: ArrivingSample) -> None:
         """Raise ServerError when the sample's end does not fit its tokens."""
         count = len(sample.token_ids)
         if sample.finish_reason is None:
-            raise self._lie(f"choice {index} of {self.request.n} has not come, or not ended")
+            raise self._invalid(f"choice {index} of {self.request.n} has not come, or not ended")
         if sample.finish_reason == "length" and count != self.request.max_tokens:
-            raise self._lie(f"choice {index} ended by its length with {count} tokens")
+            raise self._invalid(f"choice {index} ended by its length with {count} tokens")
         if sample.finish_reason != "stop" or isinstance(sample.stop_reason, str):
             return
         if self.stop_ids is None and count:
             return
         if not count or sample.token_ids[-1] not in (self.stop_ids or ()):
-            raise self._lie(f"choice {index} stopped, and at no token that ends a response")
+            raise self._invalid(f"choice {index} stopped, and at no token that ends a response")
 
-    def _lie(self, what: str) -> ServerError:
+    def _invalid(self, what: str) -> ServerError:
         return ServerError(f"{self.what}: {what}")
 
 
@@ -295,7 +306,7 @@ def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tu
         positions = answer["choices"][0]["prompt_logprobs"]
         scores = [
             {
-                int(token): (float(entry["logprob"]), _rank_or_unranked(entry["rank"]))
+                int(token): (float(entry["logprob"]), _parse_rank(entry["rank"]))
                 for token, entry in entries.items()
             }
             for entries in positions[1:]
@@ -396,7 +407,7 @@ def _has_all_mass(top: list[tuple[int, float]]) -> bool:
     return sum(math.exp(min(logprob, 0.0)) for _, logprob in top) > ALL
 
 
-def _rank_or_unranked(stated: Any) -> int:
+def _parse_rank(stated: Any) -> int:
     return UNRANKED if stated is None else int(stated)
 
 

@@ -33,13 +33,13 @@ from lowroll.engine.remote.protocol import Origin, ResponseAssembler
 from lowroll.engine.remote.server_base import (
     EngineServer,
     HeldPolicy,
-    Published,
     ServerProgress,
 )
 from lowroll.engine.remote.verify import canary_logprobs, check_canary
 from lowroll.engine.remote.versions import PolicyVersions
 from lowroll.engine.remote.vllm_server import VllmServer
 from lowroll.types import Request
+from lowroll.weights.sync.base import Broadcast
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class Replica:
                     reason = await self._watch()
                 except (ServerError, ValueError) as error:
                     reason = str(error)
-                    self._judge(error)
+                    self._report_misfit(error)
                 await self._away(self._evict(reason))
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
@@ -245,13 +245,13 @@ class Replica:
             return True
         return self.server.in_flight and not self.owner.versions.settled.is_set()
 
-    async def take(self, broadcast: Published) -> HeldPolicy:
+    async def take(self, broadcast: Broadcast) -> HeldPolicy:
         """Have the engine take weights. ServerError when it does not, or when it acknowledges
         another version."""
         assert self.server is not None
         async with self._taking:
             warning_timer = asyncio.get_running_loop().call_later(
-                self.options.silent_s, self._tell_late
+                self.options.silent_s, self._warn_late
             )
             try:
                 held_policy = await self.server.take(broadcast, self.options.update_s, self.models)
@@ -278,15 +278,13 @@ class Replica:
             await self.server.resume()  # paused by a client that has ended
         self.owner.agree(self)
         self.held = self.server.held
-        versions, checked_policy = self.owner.versions, None
-        while (
-            checked_policy is None
-            or checked_policy != versions.held
-            or not versions.settled.is_set()
-        ):
+        versions = self.owner.versions
+        while True:  # other weights may be agreed on during the checks
             await self._catch_up()
             checked_policy = versions.held
             await self._check_logprobs()
+            if versions.settled.is_set() and versions.held == checked_policy:
+                break
         self.state, self.suspect, self.busy_until = "ready", False, 0.0
         self._met = True
         self.last_error = ""
@@ -296,33 +294,38 @@ class Replica:
     async def _catch_up(self) -> None:
         """Have the engine take the newest weights, or check that it holds those of the others."""
         versions = self.owner.versions
+        if versions.newest is None:
+            self._check_first_weights()
         while (newest := versions.newest) is not None:
-            if versions.settled.is_set():
-                if self.held is not None and versions.agrees(self.held):
-                    break
-                if not versions.agrees(await self.take(newest)) and newest is versions.newest:
+            if not versions.settled.is_set() and versions.broadcasting:
+                await happens_within(versions.settled, self.options.update_s)
+            elif not versions.settled.is_set():
+                held_policy = await self.take(newest)
+                if newest is versions.newest and not versions.settled.is_set():
+                    versions.settle(held_policy)
+            elif self.held is not None and versions.agrees(self.held):
+                break
+            else:
+                held_policy = await self.take(newest)
+                if newest is versions.newest and not versions.agrees(held_policy):
                     raise ServerError(
                         f"{self.url}: its weights of version {newest.version} have another digest "
                         f"than those of the other engines"
                     )
-            elif versions.broadcasting:
-                await happens_within(versions.settled, self.options.update_s)
-            else:
-                held_policy = await self.take(newest)
-                if newest is versions.newest and not versions.settled.is_set():
-                    versions.settle(held_policy)
-        else:
-            held_policy = self.held or HeldPolicy(0, frozenset({""}))
-            if versions.held is None:
-                versions.settle(held_policy)
-            if not versions.agrees(held_policy):
-                assert versions.held is not None
-                raise ValueError(
-                    f"{self.url} draws from version {held_policy.version} with other weights than the "
-                    f"engines before it, which draw from version {versions.held.version}"
-                )
         assert versions.held is not None
         self.version = versions.held.version
+
+    def _check_first_weights(self) -> None:
+        """Before any broadcast: raise ValueError for other weights than those of the others."""
+        versions = self.owner.versions
+        held_policy = self.held or HeldPolicy(0, frozenset({""}))
+        if versions.held is None:
+            versions.settle(held_policy)
+        elif not versions.agrees(held_policy):
+            raise ValueError(
+                f"{self.url} draws from version {held_policy.version} with other weights than the "
+                f"engines before it, which draw from version {versions.held.version}"
+            )
 
     async def _check_logprobs(self) -> None:
         """Raise ServerError when the engine's log-probs differ from those of one that works. Does
@@ -347,19 +350,12 @@ class Replica:
         """Return another ready engine with the same version, whose log-probs are compared."""
         if not self.owner.versions.settled.is_set():
             return None
-        candidates = (
-            replica
-            for replica in self.owner.replicas
-            if replica.state == "ready" and not replica.taking
-        )
-        return next(
-            (
-                replica
-                for replica in candidates
-                if replica is not self and replica.version == self.version
-            ),
-            None,
-        )
+        for replica in self.owner.replicas:
+            if replica is self or replica.state != "ready" or replica.taking:
+                continue
+            if replica.version == self.version:
+                return replica
+        return None
 
     def _others_work(self) -> bool:
         return any(
@@ -370,6 +366,7 @@ class Replica:
         """Send heartbeats until the engine fails, and return the reason."""
         clock = asyncio.get_running_loop().time
         heartbeat_s = self.options.heartbeat_s
+        allowed_s = (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s
         heard_at = moved_at = knew_at = clock()
         tokens = -1
         num_answered = self.counts.requests
@@ -390,7 +387,7 @@ class Replica:
                 self.last_error = str(error)
                 if isinstance(error, EngineLost):
                     return self.last_error
-                if clock() - heard_at > (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s:
+                if clock() - heard_at > allowed_s:
                     return f"silent for {clock() - heard_at:.1f} s: {error}"
                 continue
             heard_at = clock()
@@ -398,14 +395,14 @@ class Replica:
             self.owner.heard(self)
             if not self.flights or progress.tokens != tokens or status != "running":
                 moved_at, tokens = clock(), progress.tokens
-            elif clock() - moved_at > (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s:
+            elif clock() - moved_at > allowed_s:
                 return f"has drawn nothing for {clock() - moved_at:.1f} s"
             if progress.open >= len(self.flights):
                 knew_at = clock()
-            elif clock() - knew_at > (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s:
+            elif clock() - knew_at > allowed_s:
                 return f"knows of {progress.open} requests, and {len(self.flights)} wait for its answer"
 
-    def _tell_late(self) -> None:
+    def _warn_late(self) -> None:
         log.warning(
             "engine %s has not answered for %g s, since it was told to take weights: it is stopped, "
             "hangs or reads a large model. Waiting for it",
@@ -432,12 +429,10 @@ class Replica:
         away_s = 0.0
         if self.state == "ready":
             self.counts.evicted += 1
-            away_s = self._flaps()
-            note = (
-                f"; it was evicted {len(self._evictions)} times lately: for {away_s:g} s"
-                if away_s
-                else ""
-            )
+            away_s = self._count_eviction()
+            note = ""
+            if away_s:
+                note = f"; it was evicted {len(self._evictions)} times lately: for {away_s:g} s"
             log.warning("engine %s is evicted: %s%s", self.url, why, note)
         elif why != self.last_error and (self._met or self._others_work()):
             log.warning("engine %s does not work yet: %s", self.url, why)
@@ -447,14 +442,16 @@ class Replica:
         self.owner.evicted(self)
         return away_s
 
-    def _flaps(self) -> float:
+    def _count_eviction(self) -> float:
         """Count an eviction. Return the seconds to stay away, 0 for the first one lately."""
         now = asyncio.get_running_loop().time()
         self._evictions.append(now)
         while now - self._evictions[0] > FLAPS_S:
             self._evictions.popleft()
         num_repeats = len(self._evictions) - 1
-        return min(FIRST_PAUSE * 2.0**num_repeats, LONGEST_AWAY) if num_repeats else 0.0
+        if num_repeats == 0:
+            return 0.0
+        return min(FIRST_PAUSE * 2.0**num_repeats, LONGEST_AWAY)
 
     async def _away(self, seconds: float) -> None:
         """Wait so many seconds, or until no other engine works."""
@@ -463,8 +460,8 @@ class Replica:
         while clock() < end and self._others_work():
             await asyncio.sleep(min(FIRST_PAUSE, end - clock()))
 
-    def _judge(self, error: Exception) -> None:
-        """End the run for one that the configuration names and that will never fit."""
-        is_misfit = isinstance(error, ValueError) or getattr(error, "status", None) in REFUSED
-        if is_misfit and self.named and not self._met:
+    def _report_misfit(self, error: ServerError | ValueError) -> None:
+        """End the run for an engine that the configuration names and that will never fit."""
+        will_never_fit = isinstance(error, ValueError) or error.status in REFUSED
+        if will_never_fit and self.named and not self._met:
             self.owner.misfit(self, error)

@@ -13,10 +13,11 @@ from lowroll.engine.base import EngineStats
 from lowroll.engine.remote.http_client import HttpCall, ServerError, happens_within
 from lowroll.engine.remote.replica import PoolOptions, Replica, ReplicaCounts
 from lowroll.engine.remote.router import RequestRouter
-from lowroll.engine.remote.server_base import EngineServer, Published
+from lowroll.engine.remote.server_base import EngineServer
 from lowroll.engine.remote.versions import PolicyVersions
 from lowroll.engine.remote.weight_broadcaster import WeightBroadcaster
 from lowroll.types import Group, printable
+from lowroll.weights.sync.base import Broadcast
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +53,12 @@ class PoolReport:
 
     def metrics(self) -> dict[str, float]:
         """Return the totals, by the names of `metrics.names`."""
-        all_counts = (*self.engines, self.left)
-        totals = {
-            f"perf/engine_{METRIC.get(name, name)}": float(
-                sum(getattr(e, name) for e in all_counts)
-            )
-            for name in asdict(self.left)
-        }
-        num_healthy = float(sum(e.state == "ready" for e in self.engines))
-        return {"perf/engines_healthy": num_healthy, **totals}
+        num_healthy = sum(engine.state == "ready" for engine in self.engines)
+        metrics = {"perf/engines_healthy": float(num_healthy)}
+        for name in asdict(self.left):
+            total = sum(getattr(counts, name) for counts in (*self.engines, self.left))
+            metrics[f"perf/engine_{METRIC.get(name, name)}"] = float(total)
+        return metrics
 
 
 class ReplicaSet:
@@ -105,7 +103,7 @@ class ReplicaSet:
         """Wait until one engine works, and a moment for the others. is_over: returns whether an
         engine does not fit, which ends the wait."""
         loop, start_s = asyncio.get_running_loop(), self.options.start_s
-        warning_timer = loop.call_later(self.options.silent_s, self._tell_late)
+        warning_timer = loop.call_later(self.options.silent_s, self._warn_late)
         try:
             async with asyncio.timeout(start_s):
                 while not any(candidate.state == "ready" for candidate in self.replicas):
@@ -144,7 +142,7 @@ class ReplicaSet:
         await asyncio.gather(*watch_tasks, return_exceptions=True)
         await asyncio.gather(*(replica.http.close() for replica in self.replicas))
 
-    async def update(self, broadcast: Published, superseded: Callable[[], bool]) -> None:
+    async def update(self, broadcast: Broadcast, superseded: Callable[[], bool]) -> None:
         if await self._broadcaster.update(broadcast, superseded):
             for replica in self.replicas:
                 self.router.hand_over(replica)
@@ -163,20 +161,21 @@ class ReplicaSet:
     async def stats(self) -> EngineStats:
         """Sum the engines' metrics; one that does not answer counts nothing, unless it fails fast."""
         servers = [replica.server for replica in self.replicas if replica.server is not None]
-        texts = await asyncio.gather(
+        pages = await asyncio.gather(
             *(server.metrics(self.options.heartbeat_s) for server in servers),
             return_exceptions=not self.options.fail_fast,
         )
-        pages = [text if isinstance(text, str) else "" for text in texts]
-        all_stats = [server.stats(text) for server, text in zip(servers, pages, strict=True)]
+        all_stats = [
+            server.stats(page)
+            for server, page in zip(servers, pages, strict=True)
+            if not isinstance(page, BaseException)
+        ]
         sums = {name: sum(getattr(stats, name) for stats in all_stats) for name in COUNTED}
         return replace(self.router.server.stats(""), **sums)
 
     async def report(self) -> PoolReport:
-        return PoolReport(
-            tuple(_engine_report(replica) for replica in self.replicas),
-            replace(self._removed_counts),
-        )
+        engines = tuple(_engine_report(replica) for replica in self.replicas)
+        return PoolReport(engines, replace(self._removed_counts))
 
     def describe(self) -> str:
         states = [
@@ -246,9 +245,8 @@ class ReplicaSet:
 
         Their counts stay in the pool's report.
         """
-        for replica in [
-            leaver for leaver in self.replicas if leaver.leaving and not leaver.flights
-        ]:
+        leavers = [replica for replica in self.replicas if replica.leaving and not replica.flights]
+        for replica in leavers:
             self._watch_tasks.pop(replica).cancel()
             self.replicas.remove(replica)
             for name, count in asdict(replica.counts).items():
@@ -263,7 +261,7 @@ class ReplicaSet:
         elif self.none_since is None:
             self.none_since = time.monotonic()
 
-    def _tell_late(self) -> None:
+    def _warn_late(self) -> None:
         seconds, states = self.options.silent_s, self.describe()
         log.warning("no engine has answered for %g s: %s. Waiting for one", seconds, states)
 

@@ -26,7 +26,13 @@ from lowroll.engine.remote.http_client import (
     parse_json,
 )
 from lowroll.engine.remote.protocol import PATH, Origin, ResponseAssembler, most_bytes
-from lowroll.engine.remote.replica import InFlightRequest, PoolOptions, QueuedRequest, Replica
+from lowroll.engine.remote.replica import (
+    REFUSED,
+    InFlightRequest,
+    PoolOptions,
+    QueuedRequest,
+    Replica,
+)
 from lowroll.engine.remote.server_base import EngineServer
 from lowroll.engine.remote.versions import PolicyVersions
 from lowroll.types import Group, Request
@@ -57,14 +63,15 @@ class LoadBalancer:
         free_replicas = [replica for replica in able if self._is_free(replica, entry)]
         if not free_replicas:
             return None
-        least_loaded = min(free_replicas, key=lambda m: (m.url in entry.avoid, m.outstanding))
-        turn_url = self._homes.get(entry.request.follows or "")  # of the turn before
-        turn_replica = next(
-            (m for m in free_replicas if m.url == turn_url and turn_url not in entry.avoid),
-            least_loaded,
-        )
+        least_loaded = min(free_replicas, key=lambda r: (r.url in entry.avoid, r.outstanding))
+        last_turn_url = self._homes.get(entry.request.follows or "")
         max_outstanding = BEHIND * least_loaded.outstanding + self.load(entry)
-        return turn_replica if turn_replica.outstanding <= max_outstanding else least_loaded
+        for replica in free_replicas:
+            if replica.url != last_turn_url or replica.url in entry.avoid:
+                continue
+            if replica.outstanding <= max_outstanding:
+                return replica
+        return least_loaded
 
     def load(self, entry: QueuedRequest) -> int:
         """Return the tokens that a request will probably hold: samples often end early."""
@@ -142,12 +149,11 @@ class RequestRouter:
         elif entry in self._waiting:
             self._waiting.remove(entry)
         if flight is not None and self.options.stream:
-            group = flight.arrivals.aborted(flight.origin)
+            arrivals, origin = flight.arrivals, flight.origin
         else:
-            server = self.server
-            arrivals = self._arrivals(entry, server)
-            group = arrivals.aborted(_origin_of_samples(entry.request, server))
-        self._end(entry, group)
+            arrivals = self._arrivals(entry, self.server)
+            origin = _origin_of_samples(entry.request, self.server)
+        self._end(entry, arrivals.aborted(origin))
         self.dispatch()
 
     def so_far(self, entry: QueuedRequest) -> list[PartialSample]:
@@ -169,7 +175,7 @@ class RequestRouter:
         lost_flights = sorted(replica.flights, key=lambda flight: flight.entry.handle)
         for flight in lost_flights:
             self._drop(flight)
-            replica.counts.handed_over += not flight.entry.ended
+        replica.counts.handed_over += len(lost_flights)
         self._waiting.extendleft(flight.entry for flight in reversed(lost_flights))
         self.dispatch()
 
@@ -194,19 +200,34 @@ class RequestRouter:
         entry.attempt += 1
         request, server = entry.request, replica.server
         arrivals = self._arrivals(entry, server)
-        stream = self.options.stream
-        body = server.body(request) | ({"stream": True} if stream else {})
-        # the only engine is retried, unless a stream may have been read
-        is_retried = self.options.fail_fast and not stream
-        max_bytes, seconds = most_bytes(request), self.options.timeout_s
-        call = HttpCall("POST", PATH, arrivals.what, body, seconds, max_bytes, is_retried)
-        origin = _origin_of_samples(request, server)
-        load = self._balancer.load(entry)
-        flight = InFlightRequest(entry, replica, replica.version, call, arrivals, origin, load)
+        body = server.body(request)
+        if self.options.stream:
+            body["stream"] = True
+        call = HttpCall(
+            "POST",
+            PATH,
+            arrivals.what,
+            body,
+            deadline_s=self.options.timeout_s,
+            most_bytes=most_bytes(request),
+            # the only engine is retried, unless a stream may have been read
+            again=self.options.fail_fast and not self.options.stream,
+        )
+        flight = InFlightRequest(
+            entry,
+            replica,
+            sent=replica.version,
+            call=call,
+            arrivals=arrivals,
+            origin=_origin_of_samples(request, server),
+            load=self._balancer.load(entry),
+        )
         self._flights[entry.handle] = flight
         replica.flights.add(flight)
-        replica.outstanding += load
-        flight.task = self._start(self._fly(flight))
+        replica.outstanding += flight.load
+        flight.task = asyncio.ensure_future(self._fly(flight))
+        self._tasks.add(flight.task)
+        flight.task.add_done_callback(self._done)
 
     async def _fly(self, flight: InFlightRequest) -> None:
         """Send a request, read its answer, and end it or handle its error."""
@@ -222,8 +243,9 @@ class RequestRouter:
         except ServerError as error:
             self._failed(flight, error)
             return
-        if not self._over(flight):
+        if self._is_late(flight):
             return
+        self._remove(flight)
         replica.counts.requests += 1
         replica.counts.tokens += sum(len(rollout.token_ids) for rollout in group.rollouts)
         replica.busy_s = 0.0
@@ -241,62 +263,59 @@ class RequestRouter:
         if problem is not None:
             raise ServerError(f"{flight.arrivals.what}: {flight.replica.url}: {problem}")
 
-    def _over(self, flight: InFlightRequest) -> bool:
-        """Remove a request in flight; return False when it is not waited for any more."""
-        if self._flights.get(flight.entry.handle) is not flight:
-            flight.replica.counts.late += 1
+    def _is_late(self, flight: InFlightRequest) -> bool:
+        """Return whether an answer is not waited for any more, and count it."""
+        if self._flights.get(flight.entry.handle) is flight:
             return False
-        del self._flights[flight.entry.handle]
-        flight.replica.flights.discard(flight)
-        flight.replica.outstanding -= flight.load
+        flight.replica.counts.late += 1
         return True
 
     def _failed(self, flight: InFlightRequest, error: ServerError) -> None:
         """Send a request again, elsewhere or later, or end it with its error."""
-        entry, replica = flight.entry, flight.replica
-        if not self._over(flight):
+        entry = flight.entry
+        if self._is_late(flight):
             return
+        self._remove(flight)
         if self.options.fail_fast:
             self._end(entry, error)
-            return
-        is_requests_fault = self._weigh(flight, error)
-        if entry.ended:
-            pass
-        elif is_requests_fault or entry.failures >= FAILURES or entry.losses >= LOSSES:
-            last_error = ServerError(f"{error} (sent {entry.attempt} times)", error.status)
-            self._end(entry, error if entry.attempt == 1 else last_error)
-            return
+        elif self._may_retry(flight, error) and entry.failures < FAILURES and entry.losses < LOSSES:
+            flight.replica.counts.retries += 1
+            self._waiting.appendleft(entry)
+            self.dispatch()
+        elif entry.attempt == 1:
+            self._end(entry, error)
         else:
-            replica.counts.retries += 1
-        self._waiting.appendleft(entry)
-        self.dispatch()
+            note = f" (sent {entry.attempt} times)"
+            self._end(entry, ServerError(f"{error}{note}", error.status))
 
-    def _weigh(self, flight: InFlightRequest, error: ServerError) -> bool:
-        """Judge engine and request by an error. Return whether the request is at fault."""
+    def _may_retry(self, flight: InFlightRequest, error: ServerError) -> bool:
+        """Judge engine and request by an error. Return False when the request is at fault, or its
+        engines have been busy for too long."""
         entry, replica = flight.entry, flight.replica
         if isinstance(error, EngineLost):
             entry.losses += 1
             replica.mark_suspect(str(error))
         elif error.status in AGAIN:
-            return self._wait_for(flight, error)
-        elif error.status in (401, 403, 404):  # another server than the one at the start
+            return self._pause(flight, error)
+        elif error.status in REFUSED:  # another server than the one at the start
             entry.failures += 1
             replica.mark_unhealthy(str(error))
-        elif error.status is None and not isinstance(error, DeadlineExceeded):
-            entry.failures += 1
-            entry.avoid.add(replica.url)
-            replica.counts.refused += 1
-            replica.mark_unhealthy(f"its answer is not believed: {error}")
         elif isinstance(error, DeadlineExceeded) or (error.status or 0) >= 500:
             entry.failures += 1
             entry.avoid.add(replica.url)
             replica.last_error = str(error)
+        elif error.status is None:
+            entry.failures += 1
+            entry.avoid.add(replica.url)
+            replica.counts.refused += 1
+            replica.mark_unhealthy(f"its answer is not believed: {error}")
         else:
-            return True
-        return False
+            return False
+        return True
 
-    def _wait_for(self, flight: InFlightRequest, error: ServerError) -> bool:
-        """Pause a busy engine for a time that doubles. Return whether that was long enough."""
+    def _pause(self, flight: InFlightRequest, error: ServerError) -> bool:
+        """Pause a busy engine for a time that doubles. Return False when the request has waited
+        for too long."""
         loop, replica, entry = asyncio.get_running_loop(), flight.replica, flight.entry
         now = loop.time()
         replica.last_error = str(error)
@@ -305,17 +324,18 @@ class RequestRouter:
             replica.busy_until = now + replica.busy_s
             loop.call_later(replica.busy_s + 0.001, self.dispatch)
         entry.busy_since = entry.busy_since or now
-        return now - entry.busy_since > self.options.start_s
+        return now - entry.busy_since <= self.options.start_s
 
     def _drop(self, flight: InFlightRequest) -> None:
-        """Cancel a request in flight, and remove it from its engine's load."""
-        if self._flights.get(flight.entry.handle) is flight:
-            del self._flights[flight.entry.handle]
-        if flight in flight.replica.flights:
-            flight.replica.flights.discard(flight)
-            flight.replica.outstanding -= flight.load
-        if flight.task is not None:
-            flight.task.cancel()
+        """Cancel a request in flight."""
+        self._remove(flight)
+        assert flight.task is not None
+        flight.task.cancel()
+
+    def _remove(self, flight: InFlightRequest) -> None:
+        del self._flights[flight.entry.handle]
+        flight.replica.flights.remove(flight)
+        flight.replica.outstanding -= flight.load
 
     def _end(self, entry: QueuedRequest, outcome: Group | Exception) -> None:
         if not entry.ended:
@@ -328,12 +348,6 @@ class RequestRouter:
         label = f"request {request.id or entry.handle}"
         stop_ids = server.stop_ids(request)
         return ResponseAssembler(request, label, server.vocab_size, server.model, stop_ids)
-
-    def _start(self, work: object) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

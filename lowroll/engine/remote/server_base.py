@@ -5,30 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lowroll.engine.base import Capabilities, EngineStats
 from lowroll.engine.remote.http_client import HttpCall, HttpClient
 from lowroll.engine.remote.protocol import ArrivingSample, tagged
 from lowroll.engine.request import validate
-from lowroll.types import BehaviorTag, Evictions, Request
+from lowroll.types import BehaviorTag, Evictions, PolicySpan, Request
+from lowroll.weights.sync.base import Broadcast
 
 CONTROL_S = 10.0  # timeout of a short control route
-
-
-class Published(Protocol):
-    """A published policy (`weights.sync.base.Broadcast`)."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def path(self) -> Path: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def digest(self) -> str: ...
-    def lies(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -40,11 +26,9 @@ class HeldPolicy:
     digests: frozenset[str]
 
     @classmethod
-    def of(cls, behavior: BehaviorTag) -> HeldPolicy:
-        newest = behavior.policy[-1].version
-        return cls(
-            newest, frozenset(span.digest for span in behavior.policy if span.version == newest)
-        )
+    def newest_of(cls, spans: Sequence[PolicySpan]) -> HeldPolicy:
+        newest = max(span.version for span in spans)
+        return cls(newest, frozenset(span.digest for span in spans if span.version == newest))
 
 
 @dataclass(frozen=True)
@@ -134,7 +118,7 @@ class EngineServer(ABC):
         return str(await self.http.answer(call))
 
     @abstractmethod
-    async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
+    async def take(self, broadcast: Broadcast, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
         """Have the engine draw from a broadcast; return the policy that it acknowledges. in_use:
         models that requests in flight were sent to."""
 

@@ -60,33 +60,37 @@ class Verifier:
         self.bound = bound
         self._reference: _LogprobPair | None = None
 
-    def check(self, learner: Sequence[float], engine: Sequence[float], version: int) -> float:
-        """Return the distance to the learner in nats. NotArrived names the version."""
+    def check(self, learner: Sequence[float], engine: Sequence[float], version: int) -> None:
+        """Raise NotArrived, which names the version, when the engine fails one of the tests."""
         pair = _LogprobPair([float(x) for x in learner], [float(x) for x in engine])
         if not pair.apart <= self.bound:  # also true for NaN
             raise NotArrived(
                 f"update to version {version}: vLLM's log-probs are {pair.apart:.3g} nats from the "
                 f"learner's, and {self.bound:g} are allowed; it does not hold these weights"
             )
-        reference = self._reference
-        if reference is None:
+        if self._reference is None:
             self._reference = pair
-            return pair.apart
-        learner_change = [b - a for a, b in zip(reference.learner, pair.learner, strict=True)]
-        engine_change = [b - a for a, b in zip(reference.engine, pair.engine, strict=True)]
-        noise = max(reference.apart, pair.apart) if _has_moved(engine_change) else reference.apart
-        if _root_mean_square(learner_change) > max(CLEAR * noise, LEAST):
-            share = sum(a * b for a, b in zip(engine_change, learner_change, strict=True)) / sum(
-                a * a for a in learner_change
+        elif self._check_movement(self._reference, pair, version):
+            self._reference = pair
+
+    def _check_movement(self, before: _LogprobPair, now: _LogprobPair, version: int) -> bool:
+        """Return whether the learner has moved enough to be compared. NotArrived when the engine
+        has not moved with it."""
+        learner_change = _differences(now.learner, before.learner)
+        engine_change = _differences(now.engine, before.engine)
+        noise = max(before.apart, now.apart) if any(engine_change) else before.apart
+        moved_nats = _root_mean_square(learner_change)
+        if moved_nats <= max(CLEAR * noise, LEAST):
+            return False
+        common = sum(a * b for a, b in zip(engine_change, learner_change, strict=True))
+        share = common / sum(a * a for a in learner_change)
+        if share < SHARE:
+            raise NotArrived(
+                f"update to version {version}: the learner's log-probs have moved by "
+                f"{moved_nats:.3g} nats, and vLLM's by {share:.0%} of that; "
+                f"it still draws from older weights"
             )
-            if share < SHARE:
-                raise NotArrived(
-                    f"update to version {version}: the learner's log-probs have moved by "
-                    f"{_root_mean_square(learner_change):.3g} nats, and vLLM's by {share:.0%} of that; "
-                    f"it still draws from older weights"
-                )
-            self._reference = pair
-        return pair.apart
+        return True
 
 
 async def canary_logprobs(server: EngineServer, deadline_s: float) -> list[float]:
@@ -116,11 +120,11 @@ def text(vocab_size: int, context_length: int) -> list[int]:
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the root mean square of the differences, in nats a token."""
-    return _root_mean_square([x - y for x, y in zip(a, b, strict=True)])
+    return _root_mean_square(_differences(a, b))
 
 
-def _has_moved(change: list[float]) -> bool:
-    return any(change)
+def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def _root_mean_square(values: list[float]) -> float:

@@ -7,14 +7,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 
-from lowroll.engine.remote.server_base import HeldPolicy, Published
+from lowroll.engine.remote.http_client import ServerError
+from lowroll.engine.remote.server_base import HeldPolicy
 from lowroll.types import Group
+from lowroll.weights.sync.base import Broadcast
 
 MOST = 256  # versions that are remembered; a request in flight spans fewer
-
-
-class Disagreement(Exception):
-    """Engines acknowledge one version with different weights, without a majority."""
 
 
 class Superseded(Exception):
@@ -29,21 +27,22 @@ class PolicyVersions:
     """
 
     def __init__(self) -> None:
-        self.newest: Published | None = None
+        self.newest: Broadcast | None = None
         self.held: HeldPolicy | None = None  # the newest that was agreed on
         self.settled = asyncio.Event()
         self.settled.set()
         self.broadcasting = False
         self._agreed: dict[int, frozenset[str]] = {}
 
-    def begin(self, broadcast: Published) -> bool:
+    def begin(self, broadcast: Broadcast) -> bool:
         """Begin a broadcast. Return whether it replaces a version that is newer or has the same
         name."""
         is_replacement = self.held is not None and broadcast.version <= self.held.version
-        for version in [
-            agreed_version for agreed_version in self._agreed if agreed_version >= broadcast.version
-        ]:
-            del self._agreed[version]
+        self._agreed = {
+            version: digests
+            for version, digests in self._agreed.items()
+            if version < broadcast.version
+        }
         self.newest = broadcast
         self.settled.clear()
         return is_replacement
@@ -75,12 +74,12 @@ class PolicyVersions:
 
 
 def agreed(acknowledged: Mapping[str, HeldPolicy]) -> HeldPolicy:
-    """Return what most engines, by address, acknowledge. Disagreement when two are as frequent."""
-    policy_counts = Counter(acknowledged.values()).most_common()
-    if len(policy_counts) > 1 and policy_counts[0][1] == policy_counts[1][1]:
+    """Return the policy that most engines, by address, acknowledge. ServerError for a tie."""
+    counted_policies = Counter(acknowledged.values()).most_common()
+    if len(counted_policies) > 1 and counted_policies[0][1] == counted_policies[1][1]:
         statements = "; ".join(
             f"{url} version {policy.version} with digest {', '.join(sorted(policy.digests))}"
             for url, policy in acknowledged.items()
         )
-        raise Disagreement(f"engines took one broadcast and hold different weights: {statements}")
-    return policy_counts[0][0]
+        raise ServerError(f"engines took one broadcast and hold different weights: {statements}")
+    return counted_policies[0][0]

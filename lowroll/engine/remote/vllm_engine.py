@@ -36,11 +36,7 @@ from lowroll.engine.remote.replica import PoolOptions
 from lowroll.engine.remote.verify import Learner, NotArrived, Verifier
 from lowroll.engine.remote.vllm_probe import ADAPTERS, RELOAD, TRANSFER, ProbedVllm, probe
 from lowroll.engine.remote.vllm_process import VllmProcess
-from lowroll.engine.remote.vllm_server import (
-    ServedModel,
-    VllmServer,
-    model_folder,
-)
+from lowroll.engine.remote.vllm_server import ServedModel, VllmServer, model_folder
 from lowroll.types import BehaviorTag, PolicySpan
 
 if TYPE_CHECKING:
@@ -54,6 +50,7 @@ Way = Literal["folder", "nccl"]
 BASE = "policy"
 SILENT_S = 180.0  # six times the interval of heartbeats; also bounds the first calls
 BOUND = 0.5  # nats a token that a format may be away from the learner
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM 0.20 and newer take
 ADAPTERS_TOGETHER = 2  # two versions, while the older one's requests end
 
 
@@ -375,9 +372,6 @@ def _serve_arguments(
     elif way == "nccl":
         arguments += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
     return arguments
-
-
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.20 and newer take
 
 
 def _supported_rank(wanted: int) -> int:

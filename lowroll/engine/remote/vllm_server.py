@@ -31,13 +31,13 @@ from lowroll.engine.remote.server_base import (
     CONTROL_S,
     EngineServer,
     HeldPolicy,
-    Published,
     ServerProgress,
 )
 from lowroll.engine.remote.vllm_probe import ADAPTERS, HOTTEST, RELOAD, ProbedVllm, probe
 from lowroll.engine.request import noise_key
 from lowroll.model.folder import resolve
 from lowroll.types import BehaviorTag, PolicySpan, Request, printable
+from lowroll.weights.sync.base import Broadcast
 
 if TYPE_CHECKING:
     from lowroll.weights.sync.base import Kind
@@ -61,7 +61,7 @@ HEEDED = frozenset(
     }
 )
 COLDEST = 0.01  # of temperatures that are not 0
-NAME = "pol-v"  # prefix of our adapters
+ADAPTER_PREFIX = "pol-v"
 MOST_CONFIG = 64 << 20  # bytes of a model's small files
 DENSE = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 BITS = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0}
@@ -178,10 +178,8 @@ class VllmServer(EngineServer):
             values[name] = values.get(name, 0.0) + float(value)
             if name == "cache_config_info":
                 labels = dict(_LABEL.findall(label_text))
-        num_blocks, block_size = (
-            _int_or_zero(labels.get("num_gpu_blocks")),
-            _int_or_zero(labels.get("block_size")),
-        )
+        num_blocks = _int_or_zero(labels.get("num_gpu_blocks"))
+        block_size = _int_or_zero(labels.get("block_size"))
         return EngineStats(
             weights=self.behavior.weights,
             weight_bits=self.weight_bits,
@@ -200,9 +198,8 @@ class VllmServer(EngineServer):
         stats = self.stats(await self.metrics(deadline_s))
         return ServerProgress(stats.running + stats.waiting, stats.tokens)
 
-    async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
-        noise = getattr(broadcast, "noise", None)
-        if noise and noise.get("sigma"):
+    async def take(self, broadcast: Broadcast, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
+        if broadcast.noise is not None and broadcast.noise["sigma"]:
             raise ServerError(f"{broadcast.path.name}: noise: vLLM puts none on its norms")
         self.in_flight = broadcast.kind == "adapter"
         if self.in_flight:
@@ -211,10 +208,9 @@ class VllmServer(EngineServer):
             await self._take_model(broadcast, deadline_s)
         else:
             raise ServerError(f"{broadcast.path.name}: vLLM takes no broadcast of {broadcast.kind}")
-        held_policy = HeldPolicy(broadcast.version, frozenset({broadcast.digest}))
         span = PolicySpan(broadcast.version, broadcast.digest)
         self.behavior = BehaviorTag((span,), weights=self.behavior.weights)
-        return held_policy
+        return HeldPolicy.newest_of([span])
 
     async def pause(self, mode: str, deadline_s: float) -> None:
         """Stop drawing, as `VllmEngine.pause`."""
@@ -251,14 +247,14 @@ class VllmServer(EngineServer):
     # -- inside ------------------------------------------------------------------------------------
 
     async def _take_adapter(
-        self, broadcast: Published, deadline_s: float, in_use: Set[str]
+        self, broadcast: Broadcast, deadline_s: float, in_use: Set[str]
     ) -> None:
         """Load the broadcast's adapter, and unload those that no request uses."""
         self._needs("updates of an adapter", *ADAPTERS)
         if not self.found.lora:
             raise ServerError(f"{self.http.url}: {self.found.shown} runs without --enable-lora")
-        name = f"{NAME}{broadcast.version}-{broadcast.digest[:12]}"
-        loaded_names = await self._loaded()
+        name = f"{ADAPTER_PREFIX}{broadcast.version}-{broadcast.digest[:12]}"
+        loaded_names = await self._loaded_adapters()
         if name not in loaded_names:
             await self.load_adapter(name, broadcast.path.resolve(), deadline_s)
         self.model = name
@@ -266,17 +262,17 @@ class VllmServer(EngineServer):
             with suppress(ServerError):  # it may be gone
                 await self.unload_adapter(old_name, deadline_s)
 
-    async def _loaded(self) -> set[str]:
-        """Return the names of the adapters that the server has loaded for us."""
-        call = HttpCall("GET", "/v1/models", "the list of models", deadline_s=CONTROL_S)
-        answer = await self.http.answer(call)
+    async def _loaded_adapters(self) -> set[str]:
+        """Return the names of our adapters that the server has loaded."""
+        label = "the list of models"
+        answer = await self.http.answer(HttpCall("GET", "/v1/models", label, deadline_s=CONTROL_S))
         try:
             names = {str(model_card["id"]) for model_card in answer["data"]}
         except (KeyError, TypeError):
-            raise ServerError(f"{call.what}: {printable(repr(answer), 200)}") from None
-        return {name for name in names if name.startswith(NAME)}
+            raise ServerError(f"{label}: {printable(repr(answer), 200)}") from None
+        return {name for name in names if name.startswith(ADAPTER_PREFIX)}
 
-    async def _take_model(self, broadcast: Published, deadline_s: float) -> None:
+    async def _take_model(self, broadcast: Broadcast, deadline_s: float) -> None:
         """Load all weights from the broadcast's folder."""
         self._needs("updates of all weights", *RELOAD)
         if self.served.tied and self.found.cpu is not False:
@@ -352,34 +348,25 @@ def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
     """Return the end-of-sequence ids of the config, of generation_config.json (vLLM reads it too),
     and of the tokenizer where its files state one."""
     ids: set[int] = set()
-    for config_part in (config, _read_json_or_empty(place / "generation_config.json")):
-        eos_value = config_part.get("eos_token_id")
-        ids |= {
-            entry
-            for entry in (eos_value if isinstance(eos_value, list) else [eos_value])
-            if type(entry) is int
-        }
+    configs = [config]
+    with suppress(ValueError):  # vLLM itself reports a broken file
+        configs.append(_read_json(place / "generation_config.json", ""))
+    for one_config in configs:
+        stated = one_config.get("eos_token_id")
+        candidates = stated if isinstance(stated, list) else [stated]
+        ids |= {token for token in candidates if type(token) is int}
     try:
-        token = _read_json(place / "tokenizer_config.json", "")["eos_token"]
-        token = token["content"] if isinstance(token, dict) else token
+        eos_token = _read_json(place / "tokenizer_config.json", "")["eos_token"]
+        eos_text = eos_token["content"] if isinstance(eos_token, dict) else eos_token
         added_tokens = _read_json(place / "tokenizer.json", "")["added_tokens"]
         ids |= {
-            entry["id"]
-            for entry in added_tokens
-            if entry["content"] == token and type(entry["id"]) is int
+            token["id"]
+            for token in added_tokens
+            if token["content"] == eos_text and type(token["id"]) is int
         }
     except (ValueError, KeyError, TypeError):
         pass  # no tokenizer, or one without an end token
     return frozenset(ids)
-
-
-def _read_json_or_empty(path: Path) -> dict[str, Any]:
-    """Read a JSON object; return {} when the file is missing or broken, since the server itself
-    reports errors."""
-    try:
-        return _read_json(path, "")
-    except ValueError:
-        return {}
 
 
 def _read_json(path: Path, url: str) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from lowroll.engine.remote.http_client import ServerError, happens_within
 from lowroll.engine.remote.replica import PoolOptions, Replica
-from lowroll.engine.remote.server_base import HeldPolicy, Published
-from lowroll.engine.remote.versions import Disagreement, PolicyVersions, Superseded, agreed
+from lowroll.engine.remote.server_base import HeldPolicy
+from lowroll.engine.remote.versions import PolicyVersions, Superseded, agreed
+from lowroll.weights.sync.base import Broadcast
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class WeightBroadcaster:
         self._told = told
         self._late: set[asyncio.Future[None]] = set()
 
-    async def update(self, broadcast: Published, superseded: Callable[[], bool]) -> bool:
+    async def update(self, broadcast: Broadcast, superseded: Callable[[], bool]) -> bool:
         """Have engines draw from a broadcast, as `EnginePool.update`. Return whether it replaces a
         version that is newer or has the same name."""
         versions = self.versions
@@ -49,17 +50,9 @@ class WeightBroadcaster:
         is_replacement = versions.begin(broadcast)
         versions.broadcasting = bool(ready)
         try:
-            policies_by_url, is_superseded = await self._tell(ready, broadcast, superseded)
-            if policies_by_url:
-                agreed_policy = agreed(policies_by_url)
-                for replica in ready:
-                    if policies_by_url.get(replica.url, agreed_policy) != agreed_policy:
-                        replica.mark_unhealthy(
-                            "its weights have another digest than those of most engines"
-                        )
-                versions.settle(agreed_policy)
-        except Disagreement as error:
-            raise ServerError(str(error)) from None
+            policies, is_superseded = await self._send(ready, broadcast, superseded)
+            if policies:
+                self._settle(policies)
         finally:
             versions.broadcasting = False
         if is_superseded:
@@ -67,7 +60,15 @@ class WeightBroadcaster:
         await self._until_taken(broadcast, superseded)
         return is_replacement
 
-    async def _until_taken(self, broadcast: Published, superseded: Callable[[], bool]) -> None:
+    def _settle(self, policies: dict[Replica, HeldPolicy]) -> None:
+        """Agree on what most replicas acknowledge, and mark the others unhealthy."""
+        agreed_policy = agreed({replica.url: policy for replica, policy in policies.items()})
+        for replica, policy in policies.items():
+            if policy != agreed_policy:
+                replica.mark_unhealthy("its weights have another digest than those of most engines")
+        self.versions.settle(agreed_policy)
+
+    async def _until_taken(self, broadcast: Broadcast, superseded: Callable[[], bool]) -> None:
         """Wait until an engine that connects later has taken the version."""
         versions, options = self.versions, self.options
         name, clock = broadcast.path.name, asyncio.get_running_loop().time
@@ -89,9 +90,9 @@ class WeightBroadcaster:
                     end - now,
                 )
 
-    async def _tell(
-        self, ready: list[Replica], broadcast: Published, superseded: Callable[[], bool]
-    ) -> tuple[dict[str, HeldPolicy], bool]:
+    async def _send(
+        self, ready: list[Replica], broadcast: Broadcast, superseded: Callable[[], bool]
+    ) -> tuple[dict[Replica, HeldPolicy], bool]:
         """Have all engines take the version in parallel. Return the policy that each acknowledges,
         and whether a newer version replaced this one. Engines that cannot take it are evicted;
         those that need longer than twice the time of the first finish in the background
@@ -100,7 +101,7 @@ class WeightBroadcaster:
         replicas_by_task = {
             asyncio.ensure_future(replica.take(broadcast)): replica for replica in ready
         }
-        policies_by_url: dict[str, HeldPolicy] = {}
+        policies: dict[Replica, HeldPolicy] = {}
         is_superseded = False
         pending = set(replicas_by_task)
         began_at = loop.time()
@@ -112,35 +113,38 @@ class WeightBroadcaster:
             for task in done:
                 replica = replicas_by_task[task]
                 try:
-                    policies_by_url[replica.url] = await task
-                    now = loop.time()
-                    end = min(end, now + max(ABREAST_S, now - began_at))
+                    policies[replica] = await task
                 except ServerError as error:
                     if error.status == GONE and superseded():
                         is_superseded = True
                     else:
                         replica.mark_unhealthy(f"it did not take {broadcast.path.name}: {error}")
-        if policies_by_url:
-            grace = self._grace(ready)
-            for task in pending:
-                late_task = asyncio.ensure_future(
-                    self._await_late(replicas_by_task[task], task, broadcast, grace)
-                )
-                self._late.add(late_task)
-                late_task.add_done_callback(self._late.discard)
+                    continue
+                now = loop.time()
+                end = min(end, now + max(ABREAST_S, now - began_at))
+        late = {replicas_by_task[task]: task for task in pending}
+        if policies:
+            self._wait_beside(late, broadcast, self._grace(ready))
         else:
-            for task in pending:
+            for replica, task in late.items():
                 task.cancel()
-                replicas_by_task[task].mark_unhealthy(
-                    f"it has not taken {broadcast.path.name} in time"
-                )
-        return policies_by_url, is_superseded
+                replica.mark_unhealthy(f"it has not taken {broadcast.path.name} in time")
+        return policies, is_superseded
+
+    def _wait_beside(
+        self, late: dict[Replica, asyncio.Future[HeldPolicy]], broadcast: Broadcast, grace: float
+    ) -> None:
+        """Wait in the background for replicas that are slower than the others."""
+        for replica, task in late.items():
+            waiter = asyncio.ensure_future(self._await_late(replica, task, broadcast, grace))
+            self._late.add(waiter)
+            waiter.add_done_callback(self._late.discard)
 
     async def _await_late(
         self,
         replica: Replica,
         task: asyncio.Future[HeldPolicy],
-        broadcast: Published,
+        broadcast: Broadcast,
         seconds: float,
     ) -> None:
         """Wait for an engine that takes longer than the others; mark it unhealthy when it fails."""
