@@ -110,8 +110,7 @@ class InFlightRequest:
         self._forget = forget
         # used by the event loop alone
         self.pending: dict[int, Delta] = {}  # by sample, in the order of the first update
-        self._news = asyncio.Event()
-        self._over = asyncio.Event()
+        self._changed = asyncio.Event()
         self._end: Group | Exception | None = None
         self._abort_asked = False
         # used by the engine's thread alone
@@ -142,8 +141,8 @@ class InFlightRequest:
             if self._end is not None:
                 self._result()
                 return
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
             if not self.pending and self._end is None:
                 self._check_alive("a request")
 
@@ -151,8 +150,8 @@ class InFlightRequest:
         """Return the finished group. Raises EngineFailed, EngineStalled; ValueError for an invalid
         request that was held back."""
         while self._end is None:
-            self._over.clear()
-            await self._over.wait()
+            self._changed.clear()
+            await self._changed.wait()
             if self._end is None:
                 self._check_alive("a request")
         return self._result()
@@ -170,14 +169,12 @@ class InFlightRequest:
             self.pending[delta.sample] = delta if earlier is None else earlier.then(delta)
         if end is not None and self._end is None:
             self._end = end
-            self._over.set()
             self._forget(self)
-        self._news.set()
+        self._changed.set()
 
     def wake(self) -> None:
         """Have waiting readers check whether the thread is alive."""
-        self._news.set()
-        self._over.set()
+        self._changed.set()
 
     def _result(self) -> Group:
         """Return the finished group, or raise the error that ended the request."""
@@ -268,8 +265,8 @@ class Outbox:
         later_updates = [update for update in updates if update[0].times.first_at is not None]
         self._metrics.moved(
             [
-                (update.times, max(len(sample_delta.token_ids) for sample_delta in deltas))
-                for update, deltas, _ in updates
+                (request.times, max(len(delta.token_ids) for delta in deltas))
+                for request, deltas, _ in updates
             ]
         )
         if first_updates:
@@ -297,10 +294,7 @@ class Outbox:
             request = self._without_token[0]
             assert request.handle is not None
             if request.handle in in_flight:
-                if not any(
-                    partial_sample.token_ids
-                    for partial_sample in self._engine.so_far(request.handle)
-                ):
+                if not any(sample.token_ids for sample in self._engine.so_far(request.handle)):
                     return
                 self._metrics.first_token(request.times)
             self._without_token.popleft()
@@ -468,9 +462,9 @@ class EngineLoop:
         while self.held and not self._holds_back():
             self._admit(self.held.popleft())
         try:
-            is_busy = self.stopping or self._can_step() or self.pausing.state == "draining"
             if not self._can_step():
                 self.outbox.send()
+            is_busy = self.stopping or self._can_step() or self.pausing.state == "draining"
             wait_s = 0.0 if is_busy else self.idle_s
             job = self.jobs.get(timeout=wait_s)
             end = time.monotonic() + JOBS_S

@@ -363,23 +363,27 @@ def _error_response(request: web.Request, error: Exception) -> web.StreamRespons
     if request.get(_BEGUN):
         log.error("request %s: failed in its response", request[REQUEST_ID], exc_info=error)
         raise ConnectionResetError("the response cannot be finished") from error
+    request_id, headers = request[REQUEST_ID], {}
     if isinstance(error, Refused):
-        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-        return _json_response(error.body(), error.status, headers)
-    if isinstance(error, web.HTTPNotFound):
-        return _json_response(error_body(_unknown_path_text(request), 404), 404, {})
-    if isinstance(error, web.HTTPException):
-        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return _json_response(error_body(error.reason, error.status), error.status, allow)
-    if isinstance(error, ServerBusy):
-        return _json_response(error_body(str(error), 503, code="busy"), 503, {"Retry-After": "1"})
-    if isinstance(error, EngineStalled):
-        log.error("request %s: %s", request[REQUEST_ID], error)
-        body = error_body(str(error), 503, code="stalled")
-        return _json_response(body, 503, {"Retry-After": "10"})
-    log.error("request %s: failed", request[REQUEST_ID], exc_info=error)
-    message = f"the server failed; its log says why, at request {request[REQUEST_ID]}"
-    return _json_response(error_body(message, 500), 500, {})
+        status, body = error.status, error.body()
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    elif isinstance(error, web.HTTPNotFound):
+        status, body = 404, error_body(_unknown_path_text(request), 404)
+    elif isinstance(error, web.HTTPException):
+        status, body = error.status, error_body(error.reason, error.status)
+        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+    elif isinstance(error, ServerBusy):
+        status, body = 503, error_body(str(error), 503, code="busy")
+        headers = {"Retry-After": "1"}
+    elif isinstance(error, EngineStalled):
+        log.error("request %s: %s", request_id, error)
+        status, body = 503, error_body(str(error), 503, code="stalled")
+        headers = {"Retry-After": "10"}
+    else:
+        log.error("request %s: failed", request_id, exc_info=error)
+        message = f"the server failed; its log says why, at request {request_id}"
+        status, body = 500, error_body(message, 500)
+    return web.json_response(body, status=status, headers=headers)
 
 
 def _unknown_path_text(request: web.Request) -> str:
@@ -391,7 +395,3 @@ def _unknown_path_text(request: web.Request) -> str:
     similar_paths = get_close_matches(path, known_paths, n=1)
     hint = f"; did you mean {similar_paths[0]}?" if similar_paths else ""
     return f"there is no {printable(path)} here{hint}"
-
-
-def _json_response(body: dict[str, Any], status: int, headers: dict[str, str]) -> web.Response:
-    return web.json_response(body, status=status, headers=headers)

@@ -81,20 +81,10 @@ async def _model_card(state: ServerState) -> Tree:
 
 
 def _capability_fields(can: Capabilities) -> Tree:
-    return {
-        "context_length": can.context_length,
+    return vars(can) | {
         "updates": sorted(can.updates),
-        "updates_in_flight": can.updates_in_flight,
-        "noise": can.noise,
-        "scores": can.scores,
-        "exact_logprobs": can.exact_logprobs,
         "sampler": sorted(can.sampler),
         "kv": {"policy": can.kv.name, "options": vars(can.kv)},
-        "kv_dtype": can.kv_dtype,
-        "records_evictions": can.records_evictions,
-        "replays": can.replays,
-        "vocab_size": can.vocab_size,
-        "lora_rank": can.lora_rank,
     }
 
 

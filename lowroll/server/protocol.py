@@ -265,30 +265,31 @@ class CompletionRequest(SamplingFields, GenerationFields, StructuredOutputFields
 
     def check(self) -> None:
         super().check()
-        if self.echo and not isinstance(
-            self.prompt, str
-        ):  # it is decoded before the engine sees it
-            _check_ids(self.prompt, "prompt")
+        if self.echo and not isinstance(self.prompt, str):
+            _check_ids(self.prompt, "prompt")  # it is decoded before the engine sees it
         if self.best_of not in (None, self.n):
             raise wrong_field("best_of", f"{self.best_of} with n {self.n} is not supported")
         if self.packed:
-            if not self.return_token_ids:
-                raise wrong_field("packed", "it goes with return_token_ids: true")
-            for field in ("echo", "logprobs", "prompt_logprobs"):
-                value = getattr(self, field)
-                if value is not None and value is not False:  # 0 also requests log-probs
-                    raise wrong_field("packed", f"it does not go with {field}")
+            self._check_packed()
         if self.max_tokens == 0:
-            if not self.echo and self.prompt_logprobs is None:
-                raise wrong_field(
-                    "max_tokens", "0 draws nothing; it goes with echo or prompt_logprobs"
-                )
-            if self.n != 1:
-                raise wrong_field(
-                    "n", f"a prompt that is scored alone has one answer, not {self.n}"
-                )
-            if self.stream:
-                raise wrong_field("stream", "with max_tokens 0 there is nothing to stream")
+            self._check_without_answer()
+
+    def _check_packed(self) -> None:
+        if not self.return_token_ids:
+            raise wrong_field("packed", "it goes with return_token_ids: true")
+        for field in ("echo", "logprobs", "prompt_logprobs"):
+            value = getattr(self, field)
+            if value is not None and value is not False:  # 0 also requests log-probs
+                raise wrong_field("packed", f"it does not go with {field}")
+
+    def _check_without_answer(self) -> None:
+        """Check a request with `max_tokens` 0, for the log-probs of its prompt alone."""
+        if not self.echo and self.prompt_logprobs is None:
+            raise wrong_field("max_tokens", "0 draws nothing; it goes with echo or prompt_logprobs")
+        if self.n != 1:
+            raise wrong_field("n", f"a prompt that is scored alone has one answer, not {self.n}")
+        if self.stream:
+            raise wrong_field("stream", "with max_tokens 0 there is nothing to stream")
 
 
 class ContentPart(RequestBody):
@@ -369,15 +370,10 @@ class ChatRequest(SamplingFields, GenerationFields, StructuredOutputFields, Conv
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise wrong_field("top_logprobs", "it goes with logprobs: true")
-        max_completion_tokens = self.max_completion_tokens
-        if max_completion_tokens is not None and self.max_tokens not in (
-            None,
-            max_completion_tokens,
-        ):
-            raise wrong_field(
-                "max_tokens",
-                f"{self.max_tokens}, and max_completion_tokens is {max_completion_tokens}",
-            )
+        other_limit = self.max_completion_tokens
+        if other_limit is not None and self.max_tokens not in (None, other_limit):
+            reason = f"{self.max_tokens}, and max_completion_tokens is {other_limit}"
+            raise wrong_field("max_tokens", reason)
 
 
 class SamplingParams(SamplingFields):

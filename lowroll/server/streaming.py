@@ -104,11 +104,13 @@ async def respond(
     if answer.body.stream:
         return await _stream_answer(request, answer, requests, names)
     state, client_names = request.app[STATE], _names_by_prompt(names, len(requests))
-    async with _submitted_requests(state, requests, client_names, stream=False) as in_flight:
-        groups = await _gather(
-            _checked_group(request_in_flight, own_names)
-            for request_in_flight, own_names in zip(in_flight, client_names, strict=True)
-        )
+
+    async def finished(engine_request: Request, own_names: Mapping[str, str]) -> Group:
+        with _engine_errors(own_names):
+            async with await state.engine.submit(engine_request) as in_flight:
+                return await in_flight.group()
+
+    groups = await _gather(finished(*one) for one in zip(requests, client_names, strict=True))
     tokens = sum(map(len, answer.prompts)) + num_drawn(groups)
     return await json_response_in_worker(state, lambda: answer.whole(groups), tokens)
 
@@ -121,7 +123,7 @@ async def _stream_answer(
     The engine does not wait for the client: tokens drawn meanwhile come in one event. Raises
     Refused before the first event; later an event reports the error."""
     state, client_names = request.app[STATE], _names_by_prompt(names, len(requests))
-    async with _submitted_requests(state, requests, client_names, stream=True) as in_flight:
+    async with _submitted_streams(state, requests, client_names) as in_flight:
         events = _EventStream(request, state.limits.write_s)
         await events.begin()
 
@@ -130,7 +132,7 @@ async def _stream_answer(
                 tree = answer.chunk(i, delta)
                 if tree is not None:
                     await events.send(tree)
-            return await _checked_group(one, client_names[i])
+            return await one.group()
 
         try:
             for tree in answer.first():
@@ -150,19 +152,15 @@ async def _stream_answer(
 
 
 @asynccontextmanager
-async def _submitted_requests(
-    state: ServerState,
-    requests: Sequence[Request],
-    names: Sequence[Mapping[str, str]],
-    *,
-    stream: bool,
+async def _submitted_streams(
+    state: ServerState, requests: Sequence[Request], names: Sequence[Mapping[str, str]]
 ) -> AsyncIterator[list[InFlightRequest]]:
     """Submit the requests, and abort those that are open when the block is left."""
     async with AsyncExitStack() as stack:
 
         async def submit(request: Request, own: Mapping[str, str]) -> InFlightRequest:
             with _engine_errors(own):
-                in_flight = await state.engine.submit(request, stream=stream)
+                in_flight = await state.engine.submit(request, stream=True)
             return await stack.enter_async_context(in_flight)
 
         yield await _gather(submit(*one) for one in zip(requests, names, strict=True))
@@ -182,12 +180,6 @@ async def _checked_deltas(
     with _engine_errors(names):
         async for delta in in_flight:
             yield delta
-
-
-async def _checked_group(in_flight: InFlightRequest, names: Mapping[str, str]) -> Group:
-    """Return a request's group; the engine's refusals name the client's fields."""
-    with _engine_errors(names):
-        return await in_flight.group()
 
 
 @contextmanager

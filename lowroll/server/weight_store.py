@@ -48,9 +48,12 @@ _MAX_READS = 3  # attempts to read a broadcast that is written again meanwhile
 class WeightVersion:
     """A published version of the weights. broadcast: None for a folder without a trainer's marker."""
 
-    name: str
     folder: Path
     broadcast: Broadcast | None = None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
 
     @property
     def kind(self) -> str:
@@ -144,9 +147,7 @@ class WeightStore:
                     f"{oldest.path.name}: since: {oldest.since} is no version before it"
                 )
             base_folder = self.folder / folder_name(oldest.since)
-            versions.insert(
-                0, WeightVersion(base_folder.name, base_folder, read_broadcast(base_folder))
-            )
+            versions.insert(0, WeightVersion(base_folder, read_broadcast(base_folder)))
         return versions
 
     def _read(
@@ -181,9 +182,9 @@ class WeightStore:
         if not os.path.lexists(folder / STABLE):
             if "broadcast" in (read_meta(folder) or {}):
                 raise wrong_field("version", f"there is no {version} yet: no {STABLE}", 404)
-            return WeightVersion(folder.name, folder)
+            return WeightVersion(folder)
         try:
-            return WeightVersion(folder.name, folder, read_broadcast(folder))
+            return WeightVersion(folder, read_broadcast(folder))
         except (ValueError, OSError) as error:
             raise wrong_field("version", self._message(error), 409) from error
 
