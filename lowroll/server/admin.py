@@ -63,12 +63,13 @@ async def weights(request: web.Request) -> web.Response:
 
 async def update_weights(request: web.Request) -> web.Response:
     """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on.
-    Requests in flight go on under them, and their spans say so; with `"in_flight": "replay"` they
-    are replayed (`engine.base.InFlight`). A broadcast that the engine holds is answered at once.
+    Requests in flight go on, or are replayed (`engine.base.InFlight`). A broadcast that the engine
+    holds is answered at once.
 
     Refused before anything has changed: with 404 an unknown version; with 409 one that does not fit
     or while another one is taken, a replay by an engine without it, and a replay while a request in
-    flight is a stream, whose tokens cannot be taken back."""
+    flight is a stream, whose tokens cannot be taken back.
+    """
     body = await read_body(request, WeightsRequest)
     version, in_flight = body.version, body.in_flight
     if in_flight == "replay" and not request.app[STATE].capabilities.replays:
@@ -101,8 +102,7 @@ async def _update(app: web.Application, version: str, in_flight: InFlight) -> di
 async def _take_version(
     app: web.Application, version: str, in_flight: InFlight, gap: bool = False
 ) -> tuple[WeightVersion, BehaviorTag]:
-    """Read a version and have the engine take it. Raises ValueError under the same conditions as
-    `Engine.update_weights`."""
+    """Read a version and have the engine take it. ValueError as of `Engine.update_weights`."""
     state, store = app[STATE], app[WEIGHTS]
     behavior = (await state.engine.health()).behavior
     limit_s = state.limits.update_s
@@ -137,8 +137,8 @@ async def _take_version(
 
 
 def _version_fields(version: WeightVersion | None) -> dict[str, Any]:
-    """Return the engine's last version, and its manifest's digest, which differs from those of what
-    the engine then holds."""
+    """Return the last version that was taken, and its manifest's digest, which differs from those
+    of what the engine then holds."""
     if version is None:
         return {"version": None, "manifest_digest": None}
     broadcast = version.broadcast
@@ -149,6 +149,5 @@ def _version_fields(version: WeightVersion | None) -> dict[str, Any]:
 
 
 def _policy_fields(behavior: BehaviorTag) -> dict[str, Any]:
-    """Return the engine's weight format and policy spans."""
     spans = [{"version": span.version, "digest": span.digest} for span in behavior.policy]
     return {"weights": behavior.weights, "policy": spans}

@@ -163,7 +163,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _address_error(address: tuple[Any, ...], error: Exception) -> ValueError:
-    """Return the error of an address that cannot be bound."""
     host, port = address[:2]
     is_in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
     hint = "; --port 0 takes one that is free" if is_in_use else ""
@@ -176,7 +175,8 @@ async def run(
     ready: Callable[[], None],
     grace_s: float = 20.0,
 ) -> int:
-    """Serve until a signal comes, and return its number. ready: called when requests are accepted."""
+    """Serve until a signal comes, and return its number. ready: called when requests are
+    accepted."""
     engine = app[STATE].engine
     # every thread keeps the memory of the largest text that it has encoded
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "texts"))
@@ -317,8 +317,8 @@ class _RefusedConnection(asyncio.Protocol):
 
 
 class _FileShortageHandler:
-    """A handler of event loop exceptions that logs a shortage of files once, not with a traceback
-    for every connection."""
+    """A handler of event loop exceptions that logs a shortage of files once, not a traceback for
+    every connection."""
 
     def __init__(self) -> None:
         self.told = False

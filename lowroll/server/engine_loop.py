@@ -1,10 +1,10 @@
 """The iterations of the engine's thread, the only one that calls the engine, and the requests in
 flight.
 
-Each iteration runs the posted jobs (`EngineThread.call`, `submit`, aborts), then one step of the
-engine. First tokens are sent to their event loop at once. Other updates wait until the device works
-on the next step, because the event loop would take Python's lock from the thread before. The thread
-waits for no reader: updates for a slow one are merged and never exceed the response.
+Each iteration runs the posted jobs, then one step of the engine. First tokens are sent to their
+event loop at once. Other updates wait until the device works on the next step, because the event
+loop would take Python's lock from the thread before. The thread waits for no reader: updates for a
+slow one are merged and never exceed the response.
 
 A step that raises answers its requests with `EngineFailed`; the engine goes on with the next ones.
 """
@@ -59,7 +59,6 @@ class Delta:
 
     @classmethod
     def since(cls, sample: int, drawn: PartialSample | Rollout, start: int = 0) -> Delta:
-        """Return the tokens of a sample from token `start` on."""
         top = drawn.top_logprobs
         return cls(
             sample,
@@ -71,7 +70,6 @@ class Delta:
         )
 
     def then(self, later: Delta) -> Delta:
-        """Return this delta with a later one appended."""
         top = self.top_logprobs
         if top is not None and later.top_logprobs is not None:
             top = top + later.top_logprobs
@@ -86,11 +84,10 @@ class Delta:
 
 
 class InFlightRequest:
-    """A request from its submission to its end.
+    """A request from its submission to its end, read by the event loop that submitted it.
 
-    The event loop that submitted it reads it. check_alive: raises EngineStalled when the thread
-    hangs. forget: called at the end. Leaving its `async with` block aborts it. `EngineThread`
-    watches the thread for all waits.
+    check_alive: raises EngineStalled when the thread hangs. forget: called at the end. Leaving its
+    `async with` block aborts it. `EngineThread` watches the thread for all waits.
     """
 
     def __init__(
@@ -177,7 +174,6 @@ class InFlightRequest:
         self._changed.set()
 
     def _result(self) -> Group:
-        """Return the finished group, or raise the error that ended the request."""
         assert self._end is not None
         if isinstance(self._end, Exception):
             raise self._end
@@ -289,7 +285,6 @@ class Outbox:
                 loop.call_soon_threadsafe(_receive_all, loop_news)
 
     def _observe_first_tokens(self, in_flight: dict[int, InFlightRequest]) -> None:
-        """Record the first tokens of requests that are not streams."""
         while self._without_token:
             request = self._without_token[0]
             assert request.handle is not None
@@ -340,7 +335,6 @@ class PauseControl:
         self._answer(EngineStalled("pause: the server is ending"))
 
     def _answer(self, error: Exception | None) -> None:
-        """Answer the waiting pause, if there is one."""
         drained, self.drained = self.drained, None
         if drained is None or not drained.set_running_or_notify_cancel():
             return
@@ -352,8 +346,8 @@ class PauseControl:
 
 class EngineLoop:
     """The iterations of the engine's thread, and all state that it alone may touch; any thread may
-    call `post`. watchdog: is kept up to date. idle_s: the longest iteration without work, which
-    shows that the thread is alive."""
+    call `post`. idle_s: the longest iteration without work, which shows that the thread is
+    alive."""
 
     def __init__(self, engine: Engine, metrics: Metrics, watchdog: Watchdog, idle_s: float) -> None:
         self.engine = engine
@@ -407,7 +401,6 @@ class EngineLoop:
             self._add(request)
 
     def abort(self, request: InFlightRequest) -> None:
-        """End a request, in the engine or held back."""
         if request in self.held:
             self.held.remove(request)
             self._admit(request)
@@ -423,7 +416,6 @@ class EngineLoop:
         return len(requests)
 
     def pause(self, mode: PauseMode, done: Future[None]) -> None:
-        """Stop drawing (`EngineThread.pause`)."""
         if mode == "wait" and self.in_flight:
             self.pausing.drain(done)
             return
@@ -432,13 +424,11 @@ class EngineLoop:
         self.pausing.pause(done)
 
     def num_streams(self) -> int:
-        """Return the number of streams in the engine."""
         return sum(request.stream for request in self.in_flight.values())
 
     # -- iterations --------------------------------------------------------------------------------
 
     def _iterate(self) -> None:
-        """Run posted jobs, then one step if there is work."""
         try:
             self._run_jobs()
             if self._can_step():
@@ -504,7 +494,6 @@ class EngineLoop:
     # -- ends --------------------------------------------------------------------------------------
 
     def _end(self, ended: list[tuple[int, Group]]) -> None:
-        """Send the groups of requests that have ended."""
         for handle, group in ended:
             request = self.in_flight.pop(handle, None)
             if request is not None:
@@ -534,6 +523,5 @@ class EngineLoop:
 
 
 def _receive_all(news: list[News]) -> None:
-    """Pass updates to their requests, in the event loop."""
     for request, deltas, end in news:
         request.receive(deltas, end)

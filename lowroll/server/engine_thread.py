@@ -41,8 +41,8 @@ class EngineThread:
     """The thread that owns an engine.
 
     deadline_s: the longest iteration, after which callers get EngineStalled. drain_s: how long
-    `pause("wait")` waits for the requests in flight. max_samples: open samples, running and
-    waiting, beyond which a request is refused with ServerBusy.
+    `pause("wait")` waits for the requests in flight. max_samples: open samples beyond which a
+    request is refused with ServerBusy.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class EngineThread:
     async def submit(self, request: Request, *, stream: bool = False) -> InFlightRequest:
         """Queue a request. stream: its tokens are reported while they are drawn.
 
-        ValueError that names the wrong field as the engine does; ServerBusy, EngineStalled."""
+        ValueError that names the wrong field as the engine does; ServerBusy, EngineStalled.
+        """
         if self.closing:
             raise ServerBusy("the server is ending")
         if self._open_samples >= self.max_samples:
@@ -109,7 +110,8 @@ class EngineThread:
         """Run fn(engine) on the thread between two steps; return its result or raise its exception.
 
         Raises EngineStalled when the thread does not get there, or when fn takes longer than
-        allowed (default: an iteration). A call that has not begun by then is cancelled."""
+        allowed (default: an iteration). A call that has not begun by then is cancelled.
+        """
         job: Future[T] = Future()
         call_result = asyncio.wrap_future(job)
         self.check_alive(what)
@@ -130,10 +132,10 @@ class EngineThread:
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop drawing.
 
-        keep: requests in flight stay as they are and go on after `resume`. wait: they finish first,
-        and new ones are held back; EngineStalled when that takes more than `drain_s`, and then
-        nothing is paused. abort: they end now, with what they have drawn. ValueError for a waiting
-        pause when a resume or another pause comes first.
+        keep: requests in flight go on after `resume`. wait: they finish first, and new ones are
+        held back; EngineStalled when that takes more than `drain_s`, and then nothing is paused.
+        abort: they end now, with what they have drawn. ValueError for a waiting pause when a resume
+        or another pause comes first.
         """
         drained: Future[None] = Future()
         drain_result = asyncio.wrap_future(drained)
@@ -160,7 +162,6 @@ class EngineThread:
 
     @property
     def paused(self) -> bool:
-        """True until `resume`."""
         return self.loop.pausing.state == "paused"
 
     async def abort_all(self) -> int:
@@ -223,7 +224,8 @@ class EngineThread:
             self._watch = loop.call_later(self.loop.idle_s, self._watch_thread)
 
     async def ask_health(self) -> EngineHealth | EngineStalled:
-        """Ask the engine's thread for its health; return EngineStalled when it does not answer in time."""
+        """Ask the engine's thread for its health; return EngineStalled when it does not answer in
+        time."""
 
         def health(engine: Engine) -> EngineHealth:
             state, failures = self.loop.pausing.state, self.loop.failures

@@ -17,11 +17,8 @@ from lowroll.types import Group, Rollout
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    """`POST /inference/v1/generate`: draw samples that continue a prompt of token ids.
-
-    Request and response have the format of vLLM's endpoint. Where the client requests
-    `prompt_logprobs`, the engine first scores the prompt itself.
-    """
+    """`POST /inference/v1/generate`: draw samples that continue a prompt of token ids, in the
+    format of vLLM's endpoint. For `prompt_logprobs` the engine first scores the prompt itself."""
     state = request.app[STATE]
     body = await read_body(request, GenerateRequest)
     params, prompt_ids = body.sampling_params, body.token_ids

@@ -114,7 +114,6 @@ class ServerState:
         return await asyncio.get_running_loop().run_in_executor(self.workers, job)
 
     def check_model(self, model: str | None) -> None:
-        """Refuse a model that is not served."""
         if model is not None and model != self.name:
             reason = f"{model!r} is not served here, {self.name!r} is"
             raise wrong_field("model", reason, 404, "model_not_found")
@@ -144,7 +143,8 @@ _BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)
 
 @dataclass(frozen=True)
 class Credentials:
-    """The bearer tokens of clients: `token` for every route (None: no token), `admin` for control."""
+    """The bearer tokens of clients: `token` for every route (None: no token), `admin` for
+    control."""
 
     token: str | None = field(default=None, repr=False)
     admin: str | None = field(default=None, repr=False)
@@ -336,7 +336,6 @@ def _origin_host(origin: str) -> str | None:
 
 
 def _check_token(request: web.Request, access: Access, credentials: Credentials) -> None:
-    """Refuse a request without the token that its route needs."""
     if access == "open":
         return
     headers = request.headers.getall("Authorization", [])

@@ -122,7 +122,6 @@ def _check_length(state: ServerState, vocabulary: Vocabulary, text: str, field: 
 
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
-    """Return a message as chat templates expect it."""
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
@@ -143,7 +142,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _template_tool_call(call: ToolCall, field: str) -> dict[str, Any]:
-    """Return a tool call as chat templates expect it, with parsed arguments."""
+    """Return a tool call with parsed arguments, as chat templates expect it."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
@@ -204,12 +203,12 @@ async def score_prompts(
     prompt_field: str,
     requesting_field: str = "prompt_logprobs",
 ) -> list[PromptScores]:
-    """Return the log-probs of prompts' own tokens, with the `top` likeliest tokens of each position.
+    """Return the log-probs of prompts' own tokens, with the `top` likeliest tokens of each
+    position.
 
     The prompts are scored one by one, so that the engine draws in between. An error names
-    `requesting_field`, the field of the request that wants the log-probs, or `prompt_field`, the
-    field with the prompts. Raises Refused for prompts that cannot be scored, or that are more than
-    one answer may hold.
+    `requesting_field`, which wants the log-probs, or `prompt_field`, which has the prompts. Refused
+    for prompts that cannot be scored, or are more than one answer may hold.
     """
     max_logprobs = state.limits.told_streamed if stream else state.limits.told
     count = sum(len(prompt.token_ids) for prompt in prompts) * (top + 1)
@@ -229,7 +228,6 @@ async def score_prompts(
 async def _score_one(
     state: ServerState, token_ids: list[int], top: int, temperature: float, field: str
 ) -> PromptScores:
-    """Score one prompt in the engine. Refuse one that is empty or too long."""
     context = state.capabilities.context_length
     if not token_ids:
         raise wrong_field(field, "the prompt is empty")

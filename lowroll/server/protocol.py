@@ -1,8 +1,8 @@
 """The bodies of requests as pydantic models, and their errors.
 
-Fields of the models below do what they say. Fields of `NEUTRAL_VALUES` are refused unless they
-request what happens anyway. Fields of `IGNORED_FIELDS` change no answer and are accepted. Any other
-field is refused, with the nearest known name. The engine checks the ranges of sampling fields.
+Fields of `NEUTRAL_VALUES` are refused unless they request what happens anyway. Fields of
+`IGNORED_FIELDS` change no answer and are accepted. Any other unknown field is refused, with the
+nearest known name. The engine checks the ranges of sampling fields.
 """
 
 from __future__ import annotations
@@ -67,10 +67,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(ValueError):
-    """A refused request, with the reason for the client.
-
-    param: the wrong field, as a path into the body ("stop[1]", "messages[0].content").
-    """
+    """A refused request, with the reason for the client. param: the wrong field, as a path into the
+    body ("stop[1]", "messages[0].content")."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None
@@ -144,8 +142,6 @@ class StructuredOutputs(RequestBody):
 
 
 class StructuredOutputFields(RequestBody):
-    """The fields of `structured_outputs.py`."""
-
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | Text | None = None
@@ -238,7 +234,6 @@ class GenerationFields(RequestBody):
 
     @property
     def wants_usage(self) -> bool:
-        """True if the stream ends with the number of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def check(self) -> None:
@@ -347,7 +342,7 @@ class Tool(RequestBody):
 
 
 class ConversationFields(RequestBody):
-    """The fields except its messages with which a conversation is rendered."""
+    """The fields with which messages are rendered."""
 
     add_generation_prompt: bool = True
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
@@ -468,7 +463,8 @@ def parse_request(
 ) -> B:
     """Return the validated body. Raises Refused, which names the field.
 
-    check_model: refuses the name of a model, before fields are compared with each other."""
+    check_model: refuses the name of a model, before fields are compared with each other.
+    """
     try:
         body = kind.model_validate(tree)
     except ValidationError as error:
@@ -484,7 +480,8 @@ def parse_request(
 def refuse_engine_error(error: ValueError, names: Mapping[str, str]) -> NoReturn:
     """Raise the engine's own refusal, "field: reason", under the client's name of the field.
 
-    names: the client's names of fields, where they differ from the engine's."""
+    names: the client's names of fields, where they differ from the engine's.
+    """
     text = str(error)
     match = re.match(r"(\w+)((?:\[\d+\])*): ", text)
     if match is None:
@@ -551,7 +548,6 @@ def _to_refused(error: ValidationError) -> Refused:
 
 
 def _plain_reason(kind: str, message: str) -> str:
-    """Return why a field is wrong, without pydantic's own words."""
     if kind == "model_type":
         return "an object is expected"
     if kind == "extra_forbidden":
@@ -571,7 +567,6 @@ def _body_path(loc: tuple[int | str, ...]) -> str:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return True if a value of a known field requests what happens anyway."""
     if type(value) is float and value.is_integer():
         value = int(value)
     return any(

@@ -37,8 +37,8 @@ compact_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow
 class Answer:
     """The answer to a generation request as JSON, whole or event by event. Each route has its own.
 
-    prompts: the token ids of the prompts, each of which has `n` samples. head: what the answer and each
-    event begin with.
+    prompts: the token ids of the prompts, each of which has `n` samples. head: what the answer and
+    each event begin with.
     """
 
     packed = False  # ids and log-probs of each choice are in one string
@@ -100,7 +100,8 @@ async def respond(
     """Answer a generation request with the engine's groups for `requests`, one for each prompt.
 
     When one request fails, or the client disconnects, all are aborted. names: the client's names of
-    the engine's fields. Raises Refused, which names what the engine refuses."""
+    the engine's fields. Raises Refused, which names what the engine refuses.
+    """
     if answer.body.stream:
         return await _stream_answer(request, answer, requests, names)
     state, client_names = request.app[STATE], _names_by_prompt(names, len(requests))
@@ -121,7 +122,8 @@ async def _stream_answer(
     """Send the events of an answer.
 
     The engine does not wait for the client: tokens drawn meanwhile come in one event. Raises
-    Refused before the first event; later an event reports the error."""
+    Refused before the first event; later an event reports the error.
+    """
     state, client_names = request.app[STATE], _names_by_prompt(names, len(requests))
     async with _submitted_streams(state, requests, client_names) as in_flight:
         events = _EventStream(request, state.limits.write_s)
@@ -176,7 +178,6 @@ def _names_by_prompt(names: Mapping[str, str], count: int) -> list[Mapping[str, 
 async def _checked_deltas(
     in_flight: InFlightRequest, names: Mapping[str, str]
 ) -> AsyncIterator[Delta]:
-    """Yield a request's deltas; the engine's refusals name the client's fields."""
     with _engine_errors(names):
         async for delta in in_flight:
             yield delta
@@ -264,7 +265,6 @@ async def json_response_in_worker(
 
 
 def openai_head(request: web.Request, prefix: str, object: str) -> Tree:
-    """Return the first fields of an answer of OpenAI's API."""
     return {
         "id": f"{prefix}-{request[REQUEST_ID]}",
         "object": object,
@@ -274,9 +274,8 @@ def openai_head(request: web.Request, prefix: str, object: str) -> Tree:
 
 
 def origin(rollout: Rollout, packed: bool = False) -> Tree:
-    """Return what a learner needs of a rollout in addition to its tokens: their log-probs as plain
-    numbers (unless they are packed with the tokens), who drew it, how it ended, and what its cache
-    dropped."""
+    """Return what a learner needs of a rollout in addition to its tokens: their log-probs (unless
+    they are packed with the tokens), who drew it, how it ended, and what its cache dropped."""
     behavior, evictions = rollout.behavior, rollout.evictions
     logprob_fields = (
         {} if packed else {"logprobs": [finite_logprob(logprob) for logprob in rollout.logprobs]}

@@ -65,8 +65,8 @@ class OfferedTools:
 
 
 def offered_tools(state: ServerState, body: ChatRequest) -> OfferedTools | None:
-    """Return the tools that the model may call; None with tool_choice "none", which shows it none.
-    Refuse tools that cannot be shown, calls that cannot be read, and an unknown choice."""
+    """Return the tools that the model may call; None with tool_choice "none". Refuse tools that
+    cannot be shown, calls that cannot be read, and an unknown choice."""
     required = _required_tools(body)
     offered = None
     if body.tools and body.tool_choice != "none" and state.chat is not None:
@@ -168,7 +168,6 @@ def _requested_grammars(body: StructuredOutputFields) -> dict[str, Callable[[], 
 
 
 def _grammar_writers(prefix: str, kinds: dict[str, Any]) -> dict[str, Callable[[], str]]:
-    """Return a writer for each kind of grammar that has a value."""
     return {
         f"{prefix}{kind}": partial(_WRITERS[kind], value)
         for kind, value in kinds.items()
@@ -209,7 +208,6 @@ def _schema_grammar(schema: dict[str, Any] | str) -> str:
 
 
 def _choice_grammar(choice: list[str]) -> str:
-    """Return the grammar of one of several texts."""
     if not choice or "" in choice:
         raise ValueError("grammar: expected one text or more, none of them empty")
     return "start: " + " | ".join(map(json.dumps, choice))

@@ -1,9 +1,7 @@
 """Text from token ids, whole or streamed.
 
-A character may be spread over several tokens, and a stop string over several tokens and several
-parts of a stream. What could still change is held back: an unfinished character, and the longest
-end that may become a stop string. Emitted text is never taken back, so a stream equals the whole
-response.
+What could still change is held back: an unfinished character, and the longest end that may become a
+stop string. Emitted text is never taken back, so a stream equals the whole response.
 """
 
 from __future__ import annotations
@@ -102,7 +100,6 @@ class Vocabulary:
             return chat.render(messages, open_turn, tools, template_kwargs)
 
     def _piece(self, token_id: int) -> bytes:
-        """Compute `piece` for one token."""
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -116,7 +113,7 @@ class Vocabulary:
 
 def _longest_token(backend: Any, in_bytes: bool) -> int:
     """Return the most bytes (of a tokenizer of bytes) or characters that one token can stand for; 0
-    where that is unknown, because something shortens or drops text."""
+    where something shortens or drops text."""
     keeps_all_text = in_bytes or getattr(backend.model, "byte_fallback", False)
     lossy_types = ("Removed", "Whitespace", "Bert", "Punctuation")
     if not keeps_all_text or any(word in repr(backend.pre_tokenizer) for word in lossy_types):
@@ -276,7 +273,6 @@ class _MarkedDecoder:
         return self.inner.end()
 
     def _next(self, token_id: int) -> str:
-        """Return the text that a token makes final, or its mark."""
         mark = self.vocabulary.marks.get(token_id)
         if mark is None:
             return self.inner.feed([token_id])
@@ -285,11 +281,8 @@ class _MarkedDecoder:
 
 
 class ResponseText:
-    """The text of one response as it comes, cut at the stop that ended it.
-
-    stop: the request's stop strings; the engine says which of them it found, and after which token
-    it ended the response.
-    """
+    """The text of one response as it comes, cut at the stop that ended it. stop: the request's stop
+    strings; the engine says which of them it found, and after which token."""
 
     def __init__(self, decoder: TokenDecoder, stop: Sequence[str] = ()) -> None:
         self.decoder = decoder
@@ -315,7 +308,6 @@ class ResponseText:
         return text + (last_text if stop_at < 0 else last_text[:stop_at])
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        """Decode tokens and count their characters."""
         new_text = self.decoder.feed(token_ids)
         self.decoded += len(new_text)
         return new_text

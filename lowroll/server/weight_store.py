@@ -5,8 +5,7 @@
                                 with a STABLE a trainer's broadcast (`weights.sync.folder`)
 
 A client sends an id and never a path. No id leads elsewhere; neither the folder nor its files may
-be links; and every byte has its published digest. A broadcast is read only as its marker says, with
-its noise.
+be links; and every byte has its published digest.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ _MAX_READS = 3  # attempts to read a broadcast that is written again meanwhile
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """A published version of the weights. broadcast: None for a folder without a trainer's marker."""
+    """A published version of the weights. broadcast: None for a folder without a trainer's
+    marker."""
 
     folder: Path
     broadcast: Broadcast | None = None
@@ -74,7 +74,7 @@ class WeightVersion:
 
 class WeightStore:
     """The versions in a folder, for an engine that was made from the folder `model`. client: of the
-    trainer's direct route, where there is one. ValueError when there is no such folder."""
+    trainer's direct route. ValueError when there is no such folder."""
 
     def __init__(self, folder: str | Path, model: Path, client: WeightClient | None = None) -> None:
         self.folder = Path(folder).resolve()
@@ -123,7 +123,8 @@ class WeightStore:
         policy. able, weights: the engine's capabilities and format. This takes as long as reading
         the files twice.
 
-        Refuse with 404 an unknown version, with 409 one that is damaged or not for this engine."""
+        Refuse with 404 an unknown version, with 409 one that is damaged or not for this engine.
+        """
         updates = []
         try:
             for link in self._chain(version, gap):
@@ -153,7 +154,6 @@ class WeightStore:
     def _read(
         self, version: WeightVersion, number: int, able: Capabilities, weights: str
     ) -> WeightUpdate:
-        """Verify a version's folder and read its update."""
         from lowroll.weights.sync.folder import read_update
 
         folder, broadcast = version.folder, version.broadcast

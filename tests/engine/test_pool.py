@@ -943,7 +943,7 @@ def test_one_that_flaps_is_met_later_each_time(
             healthy(pool, 2)
         assert [one for one in left if one[0]] == [(0.5, True), (1.0, True), (2.0, True)]
         assert "it was evicted 4 times lately: for 2 s" in caplog.text
-        monkeypatch.setattr(Replica, "_flaps", lambda self: 1e6)
+        monkeypatch.setattr(Replica, "_count_eviction", lambda self: 1e6)
         a.stop()
         healthy(pool, 1)
         a.restart()

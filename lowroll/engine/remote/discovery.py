@@ -24,7 +24,7 @@ JOIN_S = 1.0
 
 @dataclass(frozen=True)
 class Elastic:
-    """A DNS name of engines. hostname: resolves to all engines. sync_interval: seconds between two queries."""
+    """A DNS name of engines. sync_interval: seconds between two queries."""
 
     hostname: str
     port: int = 8000
@@ -80,7 +80,6 @@ class Discovery:
             self._end.wait(self.elastic.sync_interval)
 
     def _ask(self) -> None:
-        """Query the addresses once, and report them if they have changed."""
         name = self.elastic.hostname
         if self._asking is not None and self._asking.is_alive():
             return  # the last query still hangs

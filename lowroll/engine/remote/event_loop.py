@@ -1,8 +1,7 @@
 """A thread with an event loop whose clock does not count the loop's own lateness.
 
-A process that is starved, stopped or busy with thousands of answers reads its sockets seconds late,
-though the data has long come, and would take healthy engines for silent. So one iteration of this
-loop counts for `turn_s` at most, however long it takes, and a wait for its timeout plus that. All
+A busy or stopped process reads its sockets seconds late, and would take healthy engines for silent.
+So one iteration of this loop counts for `turn_s` at most, and a wait for its timeout plus that. All
 timeouts and times of the loop use this clock.
 """
 
@@ -62,8 +61,6 @@ class CappedClockLoop(asyncio.SelectorEventLoop):
 
 
 class LoopThread:
-    """A thread that runs an event loop for callers on other threads."""
-
     def __init__(self, name: str, turn_s: float) -> None:
         self._loop = CappedClockLoop(CappedClock(turn_s))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -112,7 +109,6 @@ class LoopThread:
         self._loop.close()
 
     async def _cancel_all(self) -> None:
-        """Cancel all other tasks of the loop and wait for them."""
         this_task = asyncio.current_task()
         other_tasks = [task for task in asyncio.all_tasks() if task is not this_task]
         for task in other_tasks:

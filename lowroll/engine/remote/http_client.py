@@ -1,7 +1,5 @@
-"""HTTP to one server, with a deadline for every wait.
-
-An address is `http://`, `https://`, or `unix:/path/of/a/socket`.
-"""
+"""HTTP to one server, with a deadline for every wait. An address is `http://`, `https://`, or
+`unix:/path/of/a/socket`."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ class DeadlineExceeded(ServerError):
 
 @dataclass(frozen=True)
 class HttpCall:
-    """One request and its limits. again: it may be sent a second time, because nothing of the first
-    answer has been used."""
+    """One request and its limits. again: it may be sent twice, because nothing of the first answer
+    has been used."""
 
     method: str
     path: str
@@ -56,11 +54,10 @@ class HttpCall:
 
 
 class HttpClient:
-    """An address and its token. Everything is called on one event loop.
+    """An address and its token, for one event loop.
 
-    token: sent as a bearer token. concurrency: requests open at once; waiting for one of them does
-    not count for a deadline. lost: returns why the server has ended, where that is known; called
-    when it does not answer properly.
+    concurrency: requests open at once; waiting for a turn does not count for a deadline. lost:
+    returns why the server has ended, where that is known; called when it does not answer properly.
     """
 
     def __init__(
@@ -126,7 +123,6 @@ class HttpClient:
                 raise self._late(call) from None
 
     async def _tries(self, call: HttpCall, on_line: Callable[[bytes], None] | None) -> bytes:
-        """Send a call, several times if it may be retried. Return the body of the answer."""
         pause = PAUSE
         tries_left = TRIES if call.again else 1
         while True:
@@ -172,7 +168,6 @@ class HttpClient:
         return error
 
     def _late(self, call: HttpCall) -> ServerError:
-        """Return the error of a call that got no answer within its deadline."""
         reason = None if self._lost is None else self._lost()
         message = f"{call.what}: no answer from {self.url} within {call.deadline_s:g} s"
         return DeadlineExceeded(message) if reason is None else EngineLost(f"{message}; {reason}")
@@ -200,7 +195,8 @@ async def _read_body(
     on_line: Callable[[bytes], None] | None,
     whole: bool = True,
 ) -> bytes:
-    """Read the body, of at most `most` bytes; a longer one is an error, or is cut unless `whole`."""
+    """Read the body, of at most `most` bytes; a longer one is an error, or is cut unless
+    `whole`."""
     buffer = bytearray()
     num_bytes = 0
     async for chunk in response.content.iter_any():

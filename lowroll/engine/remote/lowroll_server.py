@@ -1,4 +1,4 @@
-"""A client of lowroll's own server, which draws the same noise for the same id and seed, and states
+"""A client of lowroll's own server. It draws the same noise for the same id and seed, and states
 for each sample which policy drew it."""
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ _METRIC_LINE = re.compile(r"^lowroll_(\w+?)(?:_total)? (\S+)$", re.MULTILINE)
 
 
 class LowrollServer(EngineServer):
-    """A server of lowroll's. answer: its list of models. model: the one to use, None for the first.
-    admin_token: without one it takes no weights and is never paused. update_mode: the fate of
-    requests in flight at an update. ServerError when it is not a lowroll server; ValueError for a
-    model that it does not serve."""
+    """A server of lowroll's. answer: its list of models. model: default its first. Without
+    `admin_token` it takes no weights and is never paused. ServerError for another kind of server,
+    ValueError for a model that it does not serve."""
 
     def __init__(
         self,
@@ -60,7 +59,6 @@ class LowrollServer(EngineServer):
             raise ValueError(f"model: {http.url} serves {served_names}, and not {self.model}")
 
     def _read(self, stated: dict[str, Any]) -> None:
-        """Read the facts that the server states about the model."""
         self.capabilities = _parse_capabilities(stated["capabilities"])
         self.behavior = _parse_tag(stated["behavior"])
         self.held = HeldPolicy.newest_of(self.behavior.policy)
@@ -178,12 +176,11 @@ class LowrollServer(EngineServer):
     def _order(
         self, path: str, what: str, body: Any = None, deadline_s: float = CONTROL_S
     ) -> HttpCall:
-        """Return a control call with the admin's token."""
         return HttpCall("POST", path, what, body, deadline_s, token=self.admin_token)
 
 
 def _parse_capabilities(stated: dict[str, Any]) -> Capabilities:
-    """Updates go by the server's own version ids, not from here."""
+    """Parse capabilities without updates, which go by the server's own version ids."""
     kv = stated["kv"]
     policy: CachePolicy = DENSE
     if kv["policy"] != DENSE.name:
@@ -206,7 +203,7 @@ def _parse_capabilities(stated: dict[str, Any]) -> Capabilities:
 
 
 def _int_or_none(stated: Any) -> int | None:
-    """Return None for older servers, which do not state a number."""
+    """Return None where an older server states no number."""
     return None if stated is None else int(stated)
 
 
@@ -226,5 +223,5 @@ def _parse_tag(stated: dict[str, Any]) -> BehaviorTag:
 
 
 def _parse_metrics(text: str) -> dict[str, float]:
-    """Return the values of a /metrics page by name, without prefix and `_total`."""
+    """Return the values of /metrics by name, without prefix and `_total`."""
     return {name: float(value) for name, value in _METRIC_LINE.findall(text)}

@@ -5,9 +5,8 @@
     pool.update(broadcast)                             # all draw from it, or are evicted
     groups = pool.generate(requests)
 
-The `router` sends requests to replicas, the `weight_broadcaster` weights, `versions` remembers
-which weights all replicas acknowledged, and `discovery` finds engines by DNS. All of it runs on one
-event loop in a thread of its own. Callers are plain threads, one at a time.
+All of the pool (docs/architecture.md) runs on one event loop in a thread of its own. Callers are
+plain threads, one at a time.
 """
 
 from __future__ import annotations
@@ -80,7 +79,6 @@ class OpenRequests:
             return
 
     def forget(self, handles: Iterable[int]) -> None:
-        """Forget requests, and their groups if they have ended."""
         for handle in handles:
             self._open.pop(handle, None)
             self.ended.pop(handle, None)
@@ -296,7 +294,7 @@ class EnginePool:
         """Have every engine draw from a broadcast; what is in flight goes on, and its spans say so.
 
         Returns when all have acknowledged the same version and digest, or when one has and the
-        others have had as long again: those receive no new requests before they have it, and are
+        others have had as long again: those get no new requests before they have it, and are
         evicted when they are silent. A version that is not newer than the last one replaces it, and
         what is in flight is drawn again. superseded: returns whether a newer version exists; called
         when an engine does not find this one, and while none has taken it. Raises

@@ -1,9 +1,8 @@
 """A request as a body of /v1/completions, and the answer as rollouts, by token ids alone.
 
-Answers are checked before use: number of choices, the prompt's tokens, a finite log-prob for every
-token, a finish reason. `top_logprobs` are read by token id (`return_tokens_as_token_ids`), since
-two ids may have one text. lowroll's own server packs the tokens and log-probs of a sample as two
-strings: lists of numbers cost both sides ten times as much.
+Answers are checked before use. `top_logprobs` are read by token id (`return_tokens_as_token_ids`),
+since two ids may have one text. lowroll's own server packs the tokens and log-probs of a sample as
+two strings: lists of numbers cost both sides ten times as much.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ ALL = 0.999  # mass of a whole distribution, up to rounding
 
 def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> dict[str, Any]:
     """Return the request body. Every sampler setting is stated, since a server fills others from a
-    file of the model.
-
-    stop_ids: all that end a response, the model's own among them, unless the request ignores them.
-    """
+    file of the model. stop_ids: all that end a response, the model's own included."""
     return {
         "model": model,
         "prompt": list(request.prompt_ids),
@@ -60,7 +56,6 @@ def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> 
 
 
 def _biases(request: Request) -> dict[str, Any]:
-    """Return the penalties and the bias of a request, where it has any."""
     fields: dict[str, Any] = {
         "presence_penalty": request.presence_penalty,
         "frequency_penalty": request.frequency_penalty,
@@ -80,7 +75,8 @@ def tagged(behavior: BehaviorTag, request: Request, index: int) -> BehaviorTag:
 
 
 def most_bytes(request: Request) -> int:
-    """Return the length limit of a valid answer, in which the prompt comes back with each choice."""
+    """Return the length limit of a valid answer, in which the prompt comes back with each
+    choice."""
     bytes_per_token = TOKEN_BYTES + TOP_BYTES * (request.top_logprobs + 1)
     tokens = request.n * (len(request.prompt_ids) + request.max_tokens)
     return BYTES + bytes_per_token * tokens
@@ -281,7 +277,6 @@ class ResponseAssembler:
         raise self._invalid(f"choice {index}: stop_reason {_excerpt(reason)}")
 
     def _check_end(self, index: int, sample: ArrivingSample) -> None:
-        """Raise ServerError when the sample's end does not fit its tokens."""
         count = len(sample.token_ids)
         if sample.finish_reason is None:
             raise self._invalid(f"choice {index} of {self.request.n} has not come, or not ended")
@@ -300,8 +295,8 @@ class ResponseAssembler:
 
 def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tuple[float, int]]]:
     """Parse the `prompt_logprobs` of a /v1/completions answer: for each of ids[1:] the (log-prob,
-    rank) of tokens by id, itself among them; its rank is `UNRANKED` where the server does not state
-    it. ServerError for an invalid answer."""
+    rank) of tokens by id, itself among them; `UNRANKED` where the server states no rank.
+    ServerError for an invalid answer."""
     try:
         positions = answer["choices"][0]["prompt_logprobs"]
         scores = [

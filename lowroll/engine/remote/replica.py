@@ -1,9 +1,8 @@
 """One engine of a pool and its health.
 
 A replica connects, loads the newest weights, proves that it computes what the others do (`verify`),
-and works. It is evicted when it is silent, dead or stuck, or when its answers contradict
-themselves, and its requests go to other replicas. It connects again after a pause that doubles with
-each eviction while another replica works.
+and works. It is evicted when it is silent, dead or stuck, or contradicts itself, and its requests
+go to others. While another works, it connects again after a pause that doubles.
 
 The heartbeat queries the engine's own loop (/health) six times in `silent_s`. While the engine has
 requests of ours, its counter of drawn tokens must also move, and it must know all of them. Four
@@ -60,9 +59,9 @@ Connect = Callable[[HttpClient, "PoolOptions"], Awaitable[EngineServer]]
 class PoolOptions:
     """The settings that all engines of a pool share. Times are in seconds.
 
-    token, admin_token: of clients, and of control routes, for weights. connect: to the server of an
-    engine; None detects which kind answers. lost: returns why the process of the engine has ended,
-    where that is known.
+    token, admin_token: of clients, and of control routes. connect: to the server of an engine; None
+    detects which kind answers. lost: returns why the process of the engine has ended, where that is
+    known.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -73,18 +72,14 @@ class PoolOptions:
     concurrency: int = 256  # requests open at one engine
     timeout_s: float = 1200.0  # of one request at one engine
     silent_s: float = 30.0  # longest time that a silent engine keeps its requests
-    # until the first engine has new weights; the others have `silent_s` more before they are
-    # evicted
+    # until the first engine has new weights; the others have `silent_s` more
     update_s: float = 600.0
     start_s: float = 600.0  # until one engine answers, at the start and when none is left
-    # "replay" needs lowroll's own engines
-    in_flight: InFlight = "keep"
-    # read tokens as they are drawn, for `so_far` and aborted requests; costs the server and this
-    # process an event a token
+    in_flight: InFlight = "keep"  # "replay" needs lowroll's own engines
+    # read tokens as they are drawn, for `so_far` and aborted requests: an event a token
     stream: bool = False
     # for an engine that is supervised and gets its weights elsewhere: the first error is raised and
-    # aborts all that is in flight; nothing is retried, watched, or checked against the versions of
-    # the pool
+    # aborts all; nothing is retried, watched, or checked against the pool's versions
     fail_fast: bool = False
     connect: Connect | None = None
     lost: Callable[[], str | None] | None = None
@@ -144,9 +139,7 @@ class ReplicaOwner(Protocol):
     def evicted(self, replica: Replica) -> None: ...
     def heard(self, replica: Replica) -> None: ...
 
-    def misfit(self, replica: Replica, error: Exception) -> None:
-        """Report a replica that will never fit into the pool."""
-        ...
+    def misfit(self, replica: Replica, error: Exception) -> None: ...
 
 
 async def connect_server(http: HttpClient, options: PoolOptions) -> EngineServer:
@@ -246,8 +239,8 @@ class Replica:
         return self.server.in_flight and not self.owner.versions.settled.is_set()
 
     async def take(self, broadcast: Broadcast) -> HeldPolicy:
-        """Have the engine take weights. ServerError when it does not, or when it acknowledges
-        another version."""
+        """Have the engine take weights. ServerError when it does not, or acknowledges another
+        version."""
         assert self.server is not None
         async with self._taking:
             warning_timer = asyncio.get_running_loop().call_later(
@@ -316,7 +309,7 @@ class Replica:
         self.version = versions.held.version
 
     def _check_first_weights(self) -> None:
-        """Before any broadcast: raise ValueError for other weights than those of the others."""
+        """Raise ValueError, before any broadcast, for other weights than those of the others."""
         versions = self.owner.versions
         held_policy = self.held or HeldPolicy(0, frozenset({""}))
         if versions.held is None:
@@ -328,8 +321,8 @@ class Replica:
             )
 
     async def _check_logprobs(self) -> None:
-        """Raise ServerError when the engine's log-probs differ from those of one that works. Does
-        nothing without another that can score."""
+        """Raise ServerError when the engine's log-probs differ from those of one that works, if
+        there is one that can score."""
         witness = self._witness()
         assert self.server is not None
         if witness is None or witness.server is None or not self.server.scores:
@@ -347,7 +340,6 @@ class Replica:
         check_canary(own_logprobs, witness_logprobs, witness.url)
 
     def _witness(self) -> Replica | None:
-        """Return another ready engine with the same version, whose log-probs are compared."""
         if not self.owner.versions.settled.is_set():
             return None
         for replica in self.owner.replicas:
@@ -424,8 +416,7 @@ class Replica:
         return status, await self.server.progress(heartbeat_s)
 
     def _evict(self, why: str) -> float:
-        """Take its requests away. Return the seconds before it may connect again: 0 unless this
-        happens often."""
+        """Take its requests away. Return the seconds before it may connect again."""
         away_s = 0.0
         if self.state == "ready":
             self.counts.evicted += 1

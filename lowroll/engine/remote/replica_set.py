@@ -159,7 +159,8 @@ class ReplicaSet:
         return await asyncio.gather(*(replica.http.answer(call) for replica in ready))
 
     async def stats(self) -> EngineStats:
-        """Sum the engines' metrics; one that does not answer counts nothing, unless it fails fast."""
+        """Sum the engines' metrics; one that does not answer counts nothing, unless it fails
+        fast."""
         servers = [replica.server for replica in self.replicas if replica.server is not None]
         pages = await asyncio.gather(
             *(server.metrics(self.options.heartbeat_s) for server in servers),
@@ -229,7 +230,6 @@ class ReplicaSet:
     # -- inside ------------------------------------------------------------------------------------
 
     def _start_watching(self, replica: Replica) -> None:
-        """Start the task that connects to an engine and watches it."""
         task = self._watch_tasks[replica] = asyncio.ensure_future(replica.live())
 
         def report_failure(task: asyncio.Task[None]) -> None:
@@ -241,10 +241,8 @@ class ReplicaSet:
         task.add_done_callback(report_failure)
 
     def _remove_leavers(self) -> None:
-        """Remove the engines that discovery does not list any more and whose requests have ended.
-
-        Their counts stay in the pool's report.
-        """
+        """Remove the engines that discovery does not list any more and whose requests have
+        ended."""
         leavers = [replica for replica in self.replicas if replica.leaving and not replica.flights]
         for replica in leavers:
             self._watch_tasks.pop(replica).cancel()
@@ -255,7 +253,6 @@ class ReplicaSet:
         self._update_none_since()
 
     def _update_none_since(self) -> None:
-        """Set `none_since`, the time from which on no engine has been ready, or None if one is."""
         if any(replica.state == "ready" for replica in self.replicas):
             self.none_since = None
         elif self.none_since is None:

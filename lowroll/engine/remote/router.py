@@ -1,11 +1,10 @@
 """Routing of a pool's requests to its replicas: least loaded, with affinity, and with retries.
 
 A request, which is all samples of a group, goes to the replica with the fewest outstanding tokens.
-A later turn of a conversation goes to the replica that drew the turn before, whose cache may hold
-its pages, unless that one has clearly more to do. A replica whose cache is full receives no more
-than it can begin soon. A request that a replica loses is sent to another one with the same id and
-seed, so that under the same weights it draws with the same noise; a late answer of the first is
-ignored.
+A later turn of a conversation goes to the one that drew the turn before, whose cache may hold its
+pages, unless that has clearly more to do. A replica whose cache is full receives no more than it
+can begin soon. A lost request is sent to another with the same id and seed, so that the same
+weights draw the same tokens; a late answer of the first is ignored.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ log = logging.getLogger(__name__)
 FAILURES = 4  # of one request, at engines that go on, before it ends the run
 LOSSES = 32  # evictions that one request may see
 BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # pauses of an engine that answered "busy"
-# caches full of tokens that are sent to an engine; a group counts until its last sample has ended,
-# and with less an engine runs out of work meanwhile (docs/log/engine.md)
+# caches full of tokens that are sent to an engine: with less it runs out of work before the last
+# sample of a group has ended (docs/log/engine.md)
 AHEAD = 3.0
 BEHIND = 1.25  # times the least load that the engine with a turn's pages may have
 LEARNED = 1 / 64  # weight of an answer in the running mean of used token budgets
@@ -89,7 +88,6 @@ class LoadBalancer:
                 del self._homes[next(iter(self._homes))]
 
     def _is_free(self, replica: Replica, entry: QueuedRequest) -> bool:
-        """Return whether an engine can take one more request."""
         assert replica.server is not None
         if not replica.flights:
             return True
@@ -130,7 +128,6 @@ class RequestRouter:
 
     @property
     def server(self) -> EngineServer:
-        """Return the server of the first engine; when all have left, of the last one."""
         server = next(
             (replica.server for replica in [*self.replicas] if replica.server is not None),
             self.known,
@@ -180,7 +177,6 @@ class RequestRouter:
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Send waiting requests to engines that can take them."""
         self._dispatch_due = False
         if not self._waiting:
             return
@@ -195,7 +191,6 @@ class RequestRouter:
     # -- one request -------------------------------------------------------------------------------
 
     def _send(self, replica: Replica, entry: QueuedRequest) -> None:
-        """Start a request on an engine."""
         assert replica.server is not None
         entry.attempt += 1
         request, server = entry.request, replica.server
@@ -230,7 +225,6 @@ class RequestRouter:
         flight.task.add_done_callback(self._done)
 
     async def _fly(self, flight: InFlightRequest) -> None:
-        """Send a request, read its answer, and end it or handle its error."""
         replica, arrivals = flight.replica, flight.arrivals
         try:
             if self.options.stream:
@@ -314,8 +308,8 @@ class RequestRouter:
         return True
 
     def _pause(self, flight: InFlightRequest, error: ServerError) -> bool:
-        """Pause a busy engine for a time that doubles. Return False when the request has waited
-        for too long."""
+        """Pause a busy engine for a time that doubles. Return False when the request has waited for
+        too long."""
         loop, replica, entry = asyncio.get_running_loop(), flight.replica, flight.entry
         now = loop.time()
         replica.last_error = str(error)
@@ -327,7 +321,6 @@ class RequestRouter:
         return now - entry.busy_since <= self.options.start_s
 
     def _drop(self, flight: InFlightRequest) -> None:
-        """Cancel a request in flight."""
         self._remove(flight)
         assert flight.task is not None
         flight.task.cancel()
@@ -343,7 +336,6 @@ class RequestRouter:
             self._answer(entry.handle, outcome)
 
     def _arrivals(self, entry: QueuedRequest, server: EngineServer) -> ResponseAssembler:
-        """Return an empty assembler of the request's answer."""
         request = entry.request
         label = f"request {request.id or entry.handle}"
         stop_ids = server.stop_ids(request)

@@ -1,4 +1,4 @@
-"""The client of one engine's server, for a pool. `lowroll_server` and `vllm_server` implement it."""
+"""The client of one engine's server, which `lowroll_server` and `vllm_server` implement."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ CONTROL_S = 10.0  # timeout of a short control route
 
 @dataclass(frozen=True)
 class HeldPolicy:
-    """The policy that an engine states. digests: of its weights, in its format; those for few and
-    for many rows may differ."""
+    """The policy that an engine states. Weights for few and for many rows may have two digests."""
 
     version: int
     digests: frozenset[str]
@@ -76,13 +75,12 @@ class EngineServer(ABC):
         """Raise ValueError that names a field that this kind of server does not support."""
 
     def stop_ids(self, request: Request) -> list[int] | None:
-        """Return the tokens that end a response, the model's own among them; None where only the
+        """Return the tokens that end a response, the model's own included; None where only the
         server knows."""
         return None
 
     @abstractmethod
-    def body(self, request: Request) -> dict[str, Any]:
-        """Return the body of a request for rollouts."""
+    def body(self, request: Request) -> dict[str, Any]: ...
 
     @abstractmethod
     def scoring(self, ids: Sequence[int], top: int, temperature: float) -> dict[str, Any]:
@@ -92,8 +90,8 @@ class EngineServer(ABC):
     def tag(
         self, request: Request, behavior: BehaviorTag, index: int, one: ArrivingSample
     ) -> BehaviorTag:
-        """Return the policy that drew a sample: the one at the time of the request, where the
-        server does not state it."""
+        """Return the policy that drew a sample: the one at the time of the request, unless the
+        server states it."""
         return tagged(behavior, request, index)
 
     def evictions(self, one: ArrivingSample) -> Evictions | None:
@@ -110,8 +108,7 @@ class EngineServer(ABC):
         """Return the state of its loop: "running", "paused", "draining"."""
 
     @abstractmethod
-    async def progress(self, deadline_s: float) -> ServerProgress:
-        """Return its counters."""
+    async def progress(self, deadline_s: float) -> ServerProgress: ...
 
     async def metrics(self, deadline_s: float) -> str:
         call = HttpCall("GET", "/metrics", "its metrics", deadline_s=deadline_s, text=True)
@@ -120,15 +117,13 @@ class EngineServer(ABC):
     @abstractmethod
     async def take(self, broadcast: Broadcast, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
         """Have the engine draw from a broadcast; return the policy that it acknowledges. in_use:
-        models that requests in flight were sent to."""
+        models of requests in flight."""
 
     @abstractmethod
-    async def resume(self) -> None:
-        """End a pause."""
+    async def resume(self) -> None: ...
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the facts on which all engines of a pool must agree, by the name that an error
-        uses."""
+        """Return, by its name in errors, each fact on which all engines of a pool must agree."""
         capabilities, behavior = self.capabilities, self.behavior
         return {
             "kind of server": type(self).__name__.removesuffix("Server").lower(),

@@ -1,15 +1,11 @@
-"""Checks of an engine's weights by a few log-probs.
+"""Checks of an engine's weights by the log-probs of a few tokens, which are run alone, so that they
+differ by rounding only. They find what the engine does not know: bad memory, a model that was read
+wrongly, a vLLM that kept its old weights.
 
-An engine that joins a pool has to agree with one that works (`check_canary`). In addition to the
-stated version and digest, this finds what the engine does not know: bad memory, a model that was
-read wrongly, a vLLM that kept its old weights. Both run the same tokens alone, so only the rounding
-of other kernels or another GPU is allowed.
+An engine that joins a pool has to agree with one that works (`check_canary`). A run's vLLM is
+compared with the learner after an update (`Verifier`), by two tests, since neither is enough:
 
-After an update of a run's vLLM its log-probs are compared with the learner's (`Verifier`) by two
-tests, since neither alone is enough:
-
- 1. distance    is the engine near the learner? A wrong folder, a torn transfer or another model is
-                far away. What formats and dtypes round is allowed for by the bound.
+ 1. distance    is the engine near the learner? The bound allows for the rounding of formats.
  2. movement    has the engine moved as the learner has? Small steps hide below the bound, so a
                 stale policy passes (1). With d the learner's change since a reference and m the
                 engine's, the share <m, d> / <d, d> is 1 when updates arrive and 0 when they do not.
@@ -61,7 +57,7 @@ class Verifier:
         self._reference: _LogprobPair | None = None
 
     def check(self, learner: Sequence[float], engine: Sequence[float], version: int) -> None:
-        """Raise NotArrived, which names the version, when the engine fails one of the tests."""
+        """Raise NotArrived, which names the version, when the engine fails a test."""
         pair = _LogprobPair([float(x) for x in learner], [float(x) for x in engine])
         if not pair.apart <= self.bound:  # also true for NaN
             raise NotArrived(
@@ -94,7 +90,6 @@ class Verifier:
 
 
 async def canary_logprobs(server: EngineServer, deadline_s: float) -> list[float]:
-    """Score the canary's tokens on a server."""
     ids = text(server.vocab_size, server.capabilities.context_length)
     label = "its canary score"
     call = HttpCall("POST", PATH, label, server.scoring(ids, 0, 1.0), deadline_s, CANARY_BYTES)

@@ -1,5 +1,5 @@
-"""The versions sent to the engines of a pool, and the digests that all acknowledged, against which
-the stated policy of an answer is checked."""
+"""The versions that a pool's engines were sent, and the digests that all acknowledged. The stated
+policy of an answer is checked against them."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class PolicyVersions:
         return held == self.held
 
     def problem(self, group: Group, sent: int) -> str | None:
-        """Return what is wrong with the versions that drew a group, or None. sent: the version its
-        engine had acknowledged when it was sent."""
+        """Return what is wrong with the versions that drew a group, or None. sent: the version that
+        its engine had acknowledged when it was sent."""
         for i, rollout in enumerate(group.rollouts):
             last_version = sent
             for span in rollout.behavior.policy:

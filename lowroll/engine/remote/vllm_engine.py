@@ -1,19 +1,12 @@
-"""One vLLM that takes weights as a stream, started here or attached to.
+"""One vLLM that takes weights as a stream, started here or attached to (docs/vllm.md).
 
     with VllmEngine.start("path/to/model", lora_rank=16) as engine:
         groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
         engine.update_weights(WeightUpdate.local(learner, version=1))
 
-Three ways of weights, by the kind of update and how vLLM was started:
-
-    adapter     a new folder and a new name, `pol-v{version}`, for each version. Requests in flight
-                keep the adapter that they began with; the old one is unloaded after their end
-    folder      the whole model, in the format of the folder that vLLM was started with, is
-                written to a new folder and read by `reload_weights`. vLLM is paused, after
-                what is in flight has ended, and the cache of prompts is forgotten
-    nccl        the whole dense model by vLLM's own transfer, between GPUs (`vllm_nccl`)
-
-After each, log-probs of a short text are compared with the learner's (`verify`).
+Weights come as an adapter with a new name for each version, as a folder of the whole model
+(`vllm_folders`), or by vLLM's own transfer (`vllm_nccl`). After each update, log-probs of a short
+text are compared with the learner's (`verify`).
 """
 
 from __future__ import annotations
@@ -57,9 +50,9 @@ ADAPTERS_TOGETHER = 2  # two versions, while the older one's requests end
 class VllmEngine(EnginePool):
     """A pool of one vLLM. Made by `start` or `attach`.
 
-    verify: log-probs of ids[1:] under the learner, for the check after an update; by default those
-    of the update's own model, where it is in this process (`WeightUpdate.master`), else nothing is
-    compared. bound: their largest accepted distance (`verify.Verifier`), in nats.
+    verify: log-probs of ids[1:] under the learner, for the check after an update; default those of
+    the update's own model, where it is in this process, else nothing is compared. bound: their
+    largest accepted distance, in nats.
     """
 
     def __init__(
@@ -146,14 +139,14 @@ class VllmEngine(EnginePool):
     ) -> VllmEngine:
         """Start a vLLM for a model folder; it ends with this engine, or with this process.
 
-        log: what vLLM writes; default a temporary file, whose name errors tell. python, site,
-        devices: as `VllmProcess`'s. dtype: that vLLM computes in; default the folder's. gpu_memory:
-        share of each GPU that it takes. lora_rank: the policy is an adapter of at most this rank.
-        way: of full updates; None for an engine that takes none. arguments: more options of `vllm
-        serve`. socket: the folder of its socket (`vllm_process.lasting_folder`); default a
-        temporary one. tell: receives lines about the progress of the start. options: as of the
-        class; exchange, where weights are laid, is by default the temporary folder of the machine.
-        EngineLost, with the last error of its log, when it is not ready within start_s.
+        log: what vLLM writes; default a temporary file, which errors name. python, site, devices:
+        as of `VllmProcess`. dtype: that vLLM computes in; default the folder's. gpu_memory: share
+        of each GPU. lora_rank: the policy is an adapter of at most this rank. way: of full updates;
+        None for an engine that takes none. arguments: more options of `vllm serve`. socket: the
+        folder of its socket (`vllm_process.lasting_folder`); default a temporary one. tell:
+        receives lines about the start. options: as of the class; exchange, where weights are laid,
+        is by default in the temporary folder of the machine. EngineLost, with the last error of its
+        log, when it is not ready within start_s.
         """
         from lowroll.engine.remote.vllm_folders import linear_names, served
 
@@ -204,10 +197,10 @@ class VllmEngine(EnginePool):
         """Attach to a running vLLM, at a URL or a Unix socket (`unix:/path`), which goes on when
         this engine is closed.
 
-        folder: of the model that it serves, readable here; default what it states. token: its
-        bearer token. options: as of the class; exchange, where weights are written, has the same path
-        on its machine, and vLLM must have been started with the options of docs/vllm.md. ValueError
-        names what it lacks.
+        folder: of its model, readable here; default what it states. token: its bearer token.
+        options: as of the class; exchange, where weights are written, has the same path on its
+        machine, and vLLM must have been started with the options of docs/vllm.md. ValueError names
+        what it lacks.
         """
         return cls(url, folder, token=token, lora_rank=lora_rank, way=way, **options)
 
@@ -268,7 +261,6 @@ class VllmEngine(EnginePool):
         return self.behavior
 
     def _check_update(self, update: WeightUpdate) -> None:
-        """Raise ValueError for an update that this vLLM cannot take."""
         if update.kind not in self.capabilities.updates:
             kinds = " or ".join(sorted(self.capabilities.updates)) or "none"
             raise ValueError(
@@ -306,7 +298,6 @@ class VllmEngine(EnginePool):
         self.run(unload(), self.request_s * max(1, len(self._loaded)))
 
     def _reload(self, update: WeightUpdate) -> None:
-        """Write all weights as a folder, and have vLLM read it."""
         from lowroll.engine.remote.vllm_folders import write_model
 
         self._versions[update.version] += 1
@@ -319,7 +310,6 @@ class VllmEngine(EnginePool):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _transfer_all(self, update: WeightUpdate) -> None:
-        """Send all weights over NCCL while vLLM is paused."""
         assert self._transfer is not None
         tensors = self._transfer.check(update)
         self.pause("wait")
@@ -357,7 +347,6 @@ def _serve_arguments(
     lora_rank: int | None,
     way: Way | None,
 ) -> list[str]:
-    """Return the arguments of `vllm serve`."""
     arguments = ["--model", str(folder), "--served-model-name", BASE, "--dtype", dtype]
     arguments += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     arguments += ["--skip-tokenizer-init", "--max-num-seqs", str(max_batch)]
@@ -375,7 +364,6 @@ def _serve_arguments(
 
 
 def _supported_rank(wanted: int) -> int:
-    """Return the smallest rank that vLLM supports for adapters of the wanted rank."""
     for rank in RANKS:
         if rank >= wanted:
             return rank

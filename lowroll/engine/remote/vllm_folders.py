@@ -1,8 +1,8 @@
-"""The folders of a vLLM: the facts about its model, and weight updates as folders that it loads, an
-adapter in PEFT's layout or the whole model in the format of the first folder.
+"""The folders of a vLLM: the facts about its model, and weight updates that it loads, as an adapter
+in PEFT's layout or the whole model in the format of the first folder.
 
-A folder of an update appears whole, in a new place for each version, before the server hears of it:
-a missing or half-written one kills vLLM's engine.
+The folder of an update appears whole, in a new place for each version, before the server hears of
+it: a missing or half-written one kills vLLM's engine.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from lowroll.weights.sync.update import WeightUpdate, arrivals, check_content, d
 
 def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
     """Read the facts about a vLLM's model from its folder. dtype_name: the server's dtype; default
-    the folder's. Raises ValueError under the same conditions as `model.spec.read_config`
-    and `model.spec.read_spec`."""
+    the folder's. ValueError as of `read_config` and `read_spec`."""
     config = read_config(folder)
     spec = read_spec(folder)
     name = dtype_name or str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -70,7 +69,7 @@ def write_adapter(update: WeightUpdate, folder: Path, base: Path) -> Path:
 
 def write_model(update: WeightUpdate, folder: Path, base: Path, dtype_name: str) -> Path:
     """Write the model of a full update as a new folder in the format of `base`, dense parts in the
-    named dtype. Raises ValueError under the same conditions as `weights.sync.update`."""
+    named dtype. ValueError as of `weights.sync.update`."""
     dtype = getattr(torch, dtype_name)
     spec = spec_from_config(read_config(base))
     format = low_bit_format(base)

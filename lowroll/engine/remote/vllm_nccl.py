@@ -5,14 +5,9 @@
     /update_weights                names, dtypes and shapes; meanwhile each tensor is broadcast
     /finish_weight_update          vLLM makes its own layout of them
 
-Learner and vLLM need a GPU each: NCCL refuses two ranks on one. Where they share one, use `folder`,
-best in /dev/shm. vLLM's CUDA IPC is not supported: over HTTP its handles are a pickle that vLLM
-reads only under VLLM_ALLOW_INSECURE_SERIALIZATION=1, and then from any client.
-
 From version 0.32 on the communicator's id travels in the request. Older ones fetch it from a
-TCPStore as a pickle, which is written here byte by byte; nothing is unpickled on this side. Any
-client of that store could put another pickle there, so it listens on loopback alone, and an older
-vLLM on another machine is refused.
+TCPStore as a pickle, which is written here byte by byte. Any client of that store could put another
+pickle there, so it listens on loopback alone, and an older vLLM on another machine is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +40,7 @@ INIT, START, UPDATE, FINISH = TRANSFER
 
 class NcclTransfer:
     """The learner's end. begin: starts a call to the server. local: vLLM runs on this machine.
-    deadline_s: of each of the steps."""
+    deadline_s: of each step."""
 
     def __init__(
         self,
@@ -102,7 +97,8 @@ class NcclTransfer:
         self._communicator = self._store = None
 
     def meet(self, device: torch.device) -> Communicator:
-        """Return the communicator with vLLM's workers, which are asked to join it the first time."""
+        """Return the communicator with vLLM's workers, which are asked to join it the first
+        time."""
         if self._communicator is not None:
             return self._communicator
         call = HttpCall("GET", "/get_world_size", "the number of vLLM's workers", again=True)
@@ -173,7 +169,7 @@ def stored_id(unique_id: bytes) -> tuple[TCPStore, int]:
 
 
 def as_vllm_reads_it(unique_id: bytes) -> bytes:
-    """Return the pickle (protocol 3) of vLLM's `ncclUniqueId` with these bytes: the call
+    """Return the pickle (protocol 3) of vLLM's `ncclUniqueId`: the call
     `_ctypes._unpickle(ncclUniqueId, ({}, bytes))`."""
     assert len(unique_id) == ID_BYTES
     return (
@@ -232,7 +228,7 @@ class Communicator:
         self._stream.synchronize()
 
     def abort(self) -> None:
-        """Abort, from any thread. The communicator cannot be used afterwards."""
+        """Abort, from any thread."""
         if self._comm:
             self._nccl.ncclCommAbort(self._comm)
             self._comm = ctypes.c_void_p()

@@ -1,8 +1,5 @@
-"""A probe of the vLLM at an address, before the first request.
-
-Versions 0.20 and newer are known; features are read from its own description (/openapi.json) and
-its answers, not from its number.
-"""
+"""A probe of the vLLM at an address, before the first request. Its features are read from its own
+description (/openapi.json) and its answers, not from its version, which is 0.20 or newer."""
 
 from __future__ import annotations
 
@@ -66,8 +63,8 @@ class ProbedVllm:
 
 
 async def probe(http: HttpClient) -> ProbedVllm:
-    """Probe a vLLM. Raises ValueError, which names what it lacks for rollouts, and ServerError
-    when it does not answer."""
+    """Probe a vLLM. ValueError names what it lacks for rollouts; ServerError when it does not
+    answer."""
     version = _parse_version(await http.get("/version", "the version of vLLM"))
     openapi = await http.get("/openapi.json", "vLLM's description of its routes")
     paths = _keys_at(openapi, "paths")
@@ -139,7 +136,6 @@ async def _is_processed(http: HttpClient, model: str) -> bool:
 async def _two_likeliest(
     http: HttpClient, model: str, temperature: float, top_k: int
 ) -> list[float]:
-    """Return the log-probs of the two likeliest tokens, the larger last."""
     body = {
         "model": model,
         "prompt": [1, 2, 3],
@@ -164,7 +160,6 @@ async def _two_likeliest(
 
 
 async def _on_cpu(http: HttpClient) -> bool | None:
-    """Return whether vLLM computes on a CPU; None when it does not say."""
     info = await http.get("/server_info?config_format=text", "vLLM's settings")
     text = str(info.get("vllm_config", "")) if isinstance(info, dict) else ""
     match = re.search(r"device_config=(\w+)", text)
@@ -172,8 +167,8 @@ async def _on_cpu(http: HttpClient) -> bool | None:
 
 
 async def _takes_adapters(http: HttpClient) -> bool:
-    """Return whether a server was started with LoRA. Without, it refuses any adapter for that
-    reason; with LoRA, for its missing folder."""
+    """Return whether a server was started with LoRA: else it refuses any adapter, and not for its
+    folder."""
     body = {"lora_name": "lowroll-probe", "lora_path": "/nonexistent/lowroll-probe"}
     try:
         await http.answer(HttpCall("POST", ADAPTERS[0], "the probe of adapters", body))

@@ -1,8 +1,8 @@
 """A vLLM server as a child: in a process group of its own, with a Unix socket in a private folder,
 and ended with this process.
 
-No port, because vLLM's control routes (`VLLM_SERVER_DEV_MODE`) need no token, and on loopback every
-user of the machine could call them.
+It has no port, because vLLM's control routes (`VLLM_SERVER_DEV_MODE`) need no token, and on
+loopback every user of the machine could call them.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ UNLESS_SET = {  # for the CPU, but for the last: it cannot return processed log-
 
 
 class VllmProcess:
-    """python: of vLLM's environment; default LOWROLL_VLLM_PYTHON, or this one. site: the folder
-    that vLLM is unpacked in, where it is not installed; default LOWROLL_VLLM_PATH. arguments: of
-    `vllm serve`, without an address. devices: its CUDA_VISIBLE_DEVICES. log: appended to; it
-    outlives the process. folder: of its socket, made and removed with it; by default a temporary
+    """A vLLM. arguments: of `vllm serve`, without an address. python: of vLLM's environment;
+    default LOWROLL_VLLM_PYTHON, or this one. site: the folder that vLLM is unpacked in, where it is
+    not installed; default LOWROLL_VLLM_PATH. devices: its CUDA_VISIBLE_DEVICES. log: appended to;
+    it outlives the process. folder: of its socket, made and removed with it; default a temporary
     one."""
 
     def __init__(
@@ -93,8 +93,8 @@ class VllmProcess:
             ) from None
 
     def wait_ready(self, deadline_s: float, tell: Callable[[str], object]) -> None:
-        """Wait until it accepts connections. tell: called now and then with the state of the wait.
-        EngineLost with the last error of its log."""
+        """Wait until it accepts connections. tell: receives the state of the wait. EngineLost with
+        the last error of its log."""
         began_at = told_at = time.monotonic()
         end = began_at + deadline_s
         tell(f"starting vLLM, which takes a minute or more; what it says: {self.log}")
@@ -138,7 +138,6 @@ class VllmProcess:
 
 
 def _environment(site: str | None, devices: str | None) -> Mapping[str, str]:
-    """Return the environment of the process: what is passed on, and vLLM's own settings."""
     prefixed_names = [name for name in os.environ if name.startswith(PREFIXES)]
     environment = machine.kept_env(*PASSED, *prefixed_names)
     environment.pop("VIRTUAL_ENV", None)  # it has an environment of its own
@@ -164,13 +163,11 @@ def _make_private(folder: Path) -> None:
 
 
 def _short_temporary_folder() -> str | None:
-    """Return a folder short enough for a socket's path, of 107 bytes at most, whatever TMPDIR is;
-    None for the usual place."""
+    """Return a folder short enough for a socket's path of 107 bytes; None for the usual place."""
     return None if len(tempfile.gettempdir()) < 60 else "/tmp"
 
 
 def _accepts(path: Path) -> bool:
-    """Return whether a process accepts connections on the socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:

@@ -2,10 +2,9 @@
 
     python vllm_reaper.py ARGUMENTS OF vllm serve
 
-Standard input is a pipe whose other end lowroll holds and never writes to. When it closes, because
-the engine was closed or its process has died, vLLM is terminated, and what is left of the group
-after `GRACE` seconds is killed. When vLLM's first process ends, so do the others. Standard library
-only: vLLM's environment does not have lowroll.
+Standard input is a pipe that lowroll holds and never writes to. When it closes, vLLM is terminated,
+and what is left of the group after `GRACE` seconds is killed. When vLLM's first process ends, so do
+the others. Standard library only: vLLM's environment does not have lowroll.
 """
 
 import os

@@ -1,18 +1,5 @@
-"""A client of a vLLM server.
-
-Where vLLM differs from lowroll's engine, the client adapts, or refuses by name:
-
-    seed           vLLM's noise depends on the seed and the sample, not on the request's id: it gets
-                   the digest of both (`request.noise_key`). The tokens repeat; they are not those
-                   of lowroll's own engine.
-    end            the model's end-of-sequence ids are sent as stop ids with every request, so that
-                   no other file of the model's folder adds or removes any
-    vocabulary     both engines and the learner normalise over all `vocab_size` logits, rows that
-                   pad the tokenizer's included: such an id may be drawn, and its log-prob is right
-    min-p          vLLM cuts by min-p before top-p, lowroll after it: both together are refused
-    greedy         vLLM takes n = 1 alone at temperature 0: more are refused
-    temperature    vLLM raises what lies between 0 and 0.01 to 0.01, and takes none above 2: refused
-"""
+"""A client of a vLLM server. Where vLLM differs from lowroll's engine, the client adapts, or
+refuses by name (docs/vllm.md)."""
 
 from __future__ import annotations
 
@@ -73,7 +60,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 @dataclass(frozen=True)
 class ServedModel:
     """The facts about a model that a vLLM does not state. dtype: of its dense weights. weights,
-    weight_bits: format of the linear ones, and bits of one."""
+    weight_bits: of the linear ones."""
 
     vocab_size: int
     eos_ids: frozenset[int]
@@ -116,8 +103,8 @@ class VllmServer(EngineServer):
 
     @classmethod
     async def meet(cls, http: HttpClient, model: str | None, folder: Path | None) -> VllmServer:
-        """Probe a vLLM of a pool. ValueError names what it lacks, or what of its model cannot be
-        read here."""
+        """Probe a vLLM of a pool. ValueError names what it lacks, or what of its model is not
+        readable here."""
         probed = await probe(http)
         if model not in (None, probed.model):
             raise ValueError(f"model: {http.url} serves {probed.model}, and not {model}")
@@ -153,7 +140,6 @@ class VllmServer(EngineServer):
         return body_of(request, self.model, seed=seed, stop_ids=self.stop_ids(request))
 
     def scoring(self, ids: Sequence[int], top: int, temperature: float) -> dict[str, Any]:
-        """Return the request body for a prompt's log-probs, which vLLM computes at temperature 1."""
         if temperature != 1:
             raise ValueError(f"temperature: vLLM scores at 1 alone, not at {temperature:g}")
         if len(ids) >= self.capabilities.context_length:
@@ -213,7 +199,6 @@ class VllmServer(EngineServer):
         return HeldPolicy.newest_of([span])
 
     async def pause(self, mode: str, deadline_s: float) -> None:
-        """Stop drawing, as `VllmEngine.pause`."""
         await self.ask("POST", f"/pause?mode={mode}", f"pause ({mode})", deadline_s)
 
     async def resume(self, deadline_s: float = CONTROL_S) -> None:
@@ -249,7 +234,6 @@ class VllmServer(EngineServer):
     async def _take_adapter(
         self, broadcast: Broadcast, deadline_s: float, in_use: Set[str]
     ) -> None:
-        """Load the broadcast's adapter, and unload those that no request uses."""
         self._needs("updates of an adapter", *ADAPTERS)
         if not self.found.lora:
             raise ServerError(f"{self.http.url}: {self.found.shown} runs without --enable-lora")
@@ -263,7 +247,6 @@ class VllmServer(EngineServer):
                 await self.unload_adapter(old_name, deadline_s)
 
     async def _loaded_adapters(self) -> set[str]:
-        """Return the names of our adapters that the server has loaded."""
         label = "the list of models"
         answer = await self.http.answer(HttpCall("GET", "/v1/models", label, deadline_s=CONTROL_S))
         try:
@@ -273,7 +256,6 @@ class VllmServer(EngineServer):
         return {name for name in names if name.startswith(ADAPTER_PREFIX)}
 
     async def _take_model(self, broadcast: Broadcast, deadline_s: float) -> None:
-        """Load all weights from the broadcast's folder."""
         self._needs("updates of all weights", *RELOAD)
         if self.served.tied and self.found.cpu is not False:
             raise ServerError(
@@ -284,7 +266,6 @@ class VllmServer(EngineServer):
         self.model = self.found.model
 
     def _needs(self, what: str, *paths: str) -> None:
-        """Raise ServerError when the server lacks a route."""
         try:
             self.found.needs(what, *paths)
         except ValueError as error:
@@ -311,8 +292,8 @@ def model_folder(url: str, named: str | Path) -> Path:
 
 
 def read_served(place: Path, url: str) -> ServedModel:
-    """Read the facts about a served model from its folder, without torch. ValueError names what
-    cannot be read."""
+    """Read the facts about a served model from its folder, without torch. ValueError names what is
+    wrong."""
     config = _read_json(place / "config.json", url)
     vocab_size = config.get("vocab_size")
     if type(vocab_size) is not int:
@@ -334,7 +315,6 @@ def _dtype_name(config: dict[str, Any]) -> str:
 
 
 def _weight_format(config: dict[str, Any]) -> str:
-    """Return the name of the weights' format, dense or quantized."""
     quantization = config.get("quantization_config")
     if isinstance(quantization, dict):
         return printable(
@@ -345,8 +325,7 @@ def _weight_format(config: dict[str, Any]) -> str:
 
 
 def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
-    """Return the end-of-sequence ids of the config, of generation_config.json (vLLM reads it too),
-    and of the tokenizer where its files state one."""
+    """Return the end-of-sequence ids of all files that vLLM reads."""
     ids: set[int] = set()
     configs = [config]
     with suppress(ValueError):  # vLLM itself reports a broken file

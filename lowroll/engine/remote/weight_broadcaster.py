@@ -1,6 +1,5 @@
 """Broadcast of a weight version to all replicas in parallel. A replica that is much slower than the
-others finishes in the background, and receives no new requests until it has.
-"""
+others finishes in the background, and receives no new requests until it has."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ class WeightBroadcaster:
     ) -> tuple[dict[Replica, HeldPolicy], bool]:
         """Have all engines take the version in parallel. Return the policy that each acknowledges,
         and whether a newer version replaced this one. Engines that cannot take it are evicted;
-        those that need longer than twice the time of the first finish in the background
-        (`_await_late`)."""
+        those that need more than twice the time of the first finish in the background."""
         loop = asyncio.get_running_loop()
         replicas_by_task = {
             asyncio.ensure_future(replica.take(broadcast)): replica for replica in ready
@@ -134,7 +132,6 @@ class WeightBroadcaster:
     def _wait_beside(
         self, late: dict[Replica, asyncio.Future[HeldPolicy]], broadcast: Broadcast, grace: float
     ) -> None:
-        """Wait in the background for replicas that are slower than the others."""
         for replica, task in late.items():
             waiter = asyncio.ensure_future(self._await_late(replica, task, broadcast, grace))
             self._late.add(waiter)
