@@ -27,9 +27,9 @@ from lowroll.server.admin import UPDATING
 from lowroll.server.limits import STATE
 from lowroll.server.protocol import Refused
 from lowroll.server.weight_store import WeightStore
-from lowroll.types import BehaviorTag
+from lowroll.types import BehaviorTag, Request
 from lowroll.weights.sync.update import WeightUpdate
-from tests.fixtures.serving import ADMIN, TOKENS, Moody, hung, impatient, run, served, tiny, until
+from tests.fixtures.serving import ADMIN, TOKENS, Moody, hung, impatient, served, tiny, until
 from tests.fixtures.tiny import hf_folder
 
 LONG = {"prompt": [3, 4, 5], "max_tokens": 100, "ignore_eos": True, "return_token_ids": True}
@@ -75,12 +75,8 @@ def folder(model: Path) -> Path:
         file.write(b"x")
     (shelf / "linked").symlink_to(shelf / "step_1")
     (shelf / "file").write_text("no folder")
-    hf.save(lowbit(model), shelf / "int8_4")
+    hf.save(hf.load(model, weights="int8"), shelf / "int8_4")
     return shelf
-
-
-def lowbit(model: Path) -> Any:
-    return hf.load(model, weights="int8")
 
 
 async def post(client: TestClient, path: str, body: Any = None, wanted: int = 200) -> Any:
@@ -133,63 +129,43 @@ async def test_three_versions_while_requests_are_in_flight(model: Path, folder: 
         assert versions_of(after) == [3]
         for name in ("token_ids", "logprobs"):
             assert after["choices"][0][name] == again["choices"][0][name]
-        from lowroll.types import Request
-
         wanted = cold[2].generate([Request([3, 4, 5], max_tokens=100, ignore_eos=True, seed=9)])[0]
         assert after["choices"][0]["token_ids"] == wanted.rollouts[0].token_ids
-        assert held["available"] == [
-            "damaged_9",
-            "int8_4",
-            "small",
-            "step_1",
-            "step_2",
-            "step_3",
-        ]
+        assert held["available"] == "damaged_9 int8_4 small step_1 step_2 step_3".split()
 
 
-def test_requests_in_flight_are_replayed_where_that_is_asked_for(model: Path, folder: Path) -> None:
+async def test_requests_in_flight_are_replayed_where_that_is_asked_for(
+    model: Path, folder: Path
+) -> None:
     """The tokens of the new version from the first on. Streams have told theirs: refused. A bounded
     cache cannot: refused."""
     engine = Moody(tiny(model))
     replay = {"version": "step_2", "in_flight": "replay"}
-
-    async def body() -> None:
-        async with served(engine, TOKENS, WeightStore(folder, model)) as client:
-            engine.slow_s = 0.02
-            streamed = asyncio.ensure_future(post(client, "/v1/completions", LONG | {"n": 2}))
-            await until(lambda: engine.stats().tokens > 4, "tokens")
-            answer = await post(client, "/weights", replay)
-            assert [span["version"] for span in answer["policy"]] == [2]
-            stream = {"prompt": [3], "max_tokens": 90, "ignore_eos": True, "stream": True}
-            before = engine.stats().tokens
-            async with client.post("/v1/completions", json=stream, headers=ADMIN) as _:
-                await until(lambda: engine.stats().tokens > before + 8, "tokens")
-                async with client.post(
-                    "/weights", json=replay | {"version": "step_3"}, headers=ADMIN
-                ) as refused:
-                    assert refused.status == 409
-                    assert "1 requests in flight are streams" in await refused.text()
-                held = await get(client, "/weights")
-                assert held["version"] == "step_2"
-            engine.slow_s = 0
-            found = await streamed
-            assert versions_of(found) == versions_of(found, 1) == [2]
-            assert engine.stats().replays == 2
-            async with client.get("/metrics", headers=ADMIN) as told:
-                assert "lowroll_replayed_samples_total 2.0" in await told.text()
-            models = await get(client, "/v1/models")
-            assert models["data"][0]["lowroll"]["capabilities"]["replays"] is True
-
-    run(body)
+    async with served(engine, TOKENS, WeightStore(folder, model)) as client:
+        engine.slow_s = 0.02
+        whole = asyncio.ensure_future(post(client, "/v1/completions", LONG | {"n": 2}))
+        await until(lambda: engine.stats().tokens > 4, "tokens")
+        answer = await post(client, "/weights", replay)
+        assert [span["version"] for span in answer["policy"]] == [2]
+        stream = {"prompt": [3], "max_tokens": 90, "ignore_eos": True, "stream": True}
+        before = engine.stats().tokens
+        async with client.post("/v1/completions", json=stream, headers=ADMIN) as _:
+            await until(lambda: engine.stats().tokens > before + 8, "tokens")
+            refused = await post(client, "/weights", replay | {"version": "step_3"}, 409)
+            assert "1 requests in flight are streams" in refused["error"]["message"]
+            assert (await get(client, "/weights"))["version"] == "step_2"
+        engine.slow_s = 0
+        found = await whole
+        assert versions_of(found) == versions_of(found, 1) == [2]
+        assert engine.stats().replays == 2
+        async with client.get("/metrics", headers=ADMIN) as told:
+            assert "lowroll_replayed_samples_total 2.0" in await told.text()
+        models = await get(client, "/v1/models")
+        assert models["data"][0]["lowroll"]["capabilities"]["replays"] is True
     bounded = Engine(model, "fp32", kv=make("streaming", budget=8, buffer=4, sinks=2))
-
-    async def refuses() -> None:
-        async with served(Moody(bounded), TOKENS, WeightStore(folder, model)) as client:
-            async with client.post("/weights", json=replay, headers=ADMIN) as refused:
-                assert refused.status == 409
-                assert "this engine cannot replay" in await refused.text()
-
-    run(refuses)
+    async with served(Moody(bounded), TOKENS, WeightStore(folder, model)) as client:
+        refused = await post(client, "/weights", replay, 409)
+        assert "this engine cannot replay" in refused["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -354,8 +330,6 @@ async def test_adapters_come_by_version_too(model: Path, tmp_path: Path) -> None
             found = await post(client, "/v1/completions", LONG | {"temperature": 0})
             alone = Engine(tmp_path / f"pol-v{seed}", "fp32", device="cpu", cache_tokens=2048)
             assert answer["policy"][0]["digest"] == alone.behavior.policy[0].digest
-            from lowroll.types import Request
-
             greedy = Request([3, 4, 5], max_tokens=100, ignore_eos=True, temperature=0)
             wanted = alone.generate([greedy])[0].rollouts[0]
             assert found["choices"][0]["token_ids"] == wanted.token_ids

@@ -16,8 +16,8 @@ from lowroll.types import Group, Rollout
 from tests.fixtures.http import NAME, events, get, post, serving
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
-
-
+SAID = {"messages": [{"role": "user", "content": "a"}]}
+SCORED = {"max_tokens": 0, "prompt_logprobs": 0}
 PACKED = {"prompt": "a", "packed": True, "return_token_ids": True}
 
 
@@ -432,69 +432,26 @@ def test_the_model_is_listed(url: str, engine: Engine) -> None:
         (COMPLETIONS, {"prompt": "a", "stop_token_ids": [999]}, "stop_token_ids[0]", "0..260"),
         (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options", "stream"),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 300}]}, "max_tokens", "256"),
+        (CHAT, SAID | {"max_completion_tokens": 999}, "max_completion_tokens", "256"),
+        (CHAT, SAID | {"max_completion_tokens": 9, "max_tokens": 8}, "max_tokens", "9"),
+        (CHAT, SAID | {"top_logprobs": 1}, "top_logprobs", ""),
         (
             CHAT,
-            {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 999},
-            "max_completion_tokens",
-            "256",
-        ),
-        (
-            CHAT,
-            {
-                "messages": [{"role": "user", "content": "a"}],
-                "max_completion_tokens": 9,
-                "max_tokens": 8,
-            },
-            "max_tokens",
-            "9",
-        ),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1},
-            "top_logprobs",
-            "",
-        ),
-        (GENERATE, {"token_ids": []}, "token_ids", "empty"),
-        (GENERATE, {"token_ids": [9999]}, "token_ids[0]", "0..260"),
-        (
-            GENERATE,
-            {"token_ids": [70], "sampling_params": {"top_p": 2}},
-            "sampling_params.top_p",
-            "(0, 1]",
-        ),
-        (
-            GENERATE,
-            {"token_ids": [], "sampling_params": {"prompt_logprobs": 0}},
-            "token_ids",
-            "empty",
-        ),
-        (
-            GENERATE,
-            {"token_ids": [7] * 5000, "sampling_params": {"prompt_logprobs": 0}},
-            "token_ids",
-            "context",
-        ),
-        (
-            CHAT,
-            {
-                "messages": [{"role": "user", "content": "x" * 5000}],
-                "max_tokens": 1,
-                "prompt_logprobs": 0,
-            },
+            {"messages": [{"role": "user", "content": "x" * 5000}], "prompt_logprobs": 0},
             "messages",
             "context",
         ),
-        (
-            COMPLETIONS,
-            {"prompt": [[7, 8], [7, 10**6]], "max_tokens": 0, "prompt_logprobs": 0},
-            "prompt[1]",
-            "vocabulary",
-        ),
-        (
-            GENERATE,
-            {"token_ids": [70], "sampling_params": {"stop": [""]}},
-            "sampling_params.stop[0]",
-            "",
+        (COMPLETIONS, {"prompt": [[7, 8], [7, 10**6]]} | SCORED, "prompt[1]", "vocabulary"),
+        (GENERATE, {"token_ids": []}, "token_ids", "empty"),
+        (GENERATE, {"token_ids": [9999]}, "token_ids[0]", "0..260"),
+        *(
+            (GENERATE, {"token_ids": ids, "sampling_params": params}, param, says)
+            for ids, params, param, says in (
+                ([70], {"top_p": 2}, "sampling_params.top_p", "(0, 1]"),
+                ([], {"prompt_logprobs": 0}, "token_ids", "empty"),
+                ([7] * 5000, {"prompt_logprobs": 0}, "token_ids", "context"),
+                ([70], {"stop": [""]}, "sampling_params.stop[0]", ""),
+            )
         ),
         ("/tokenize", {}, "prompt", "one of the two"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]", ""),

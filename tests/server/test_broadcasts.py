@@ -25,7 +25,7 @@ from lowroll.weights.publish import quantize_base
 from lowroll.weights.sync.base import STABLE
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.broadcasts import adapted, broadcaster, moved
-from tests.fixtures.serving import ADMIN, TOKENS, run, served
+from tests.fixtures.serving import ADMIN, TOKENS, served
 
 NOISE = NoiseSchedule(sigma_start=0.05, sigma_end=0.01, num_stages=2, total_steps=4, seed=5)
 ASKED = Request([3, 4, 5], n=2, max_tokens=24, ignore_eos=True, seed=9)
@@ -183,7 +183,7 @@ async def test_versions_over_http(folder: Path, tmp_path: Path) -> None:
         assert held["manifest_digest"] == other["manifest_digest"]
 
 
-def test_a_marker_must_agree(folder: Path, tmp_path: Path) -> None:
+async def test_a_marker_must_agree(folder: Path, tmp_path: Path) -> None:
     learner = base(folder, "int8", torch.float32, False, None)
     engine = engine_of(hf.load(folder), "int8", torch.float32, False)
     at = broadcaster(tmp_path, learner, keep=9)
@@ -194,19 +194,16 @@ def test_a_marker_must_agree(folder: Path, tmp_path: Path) -> None:
     weights = tmp_path / "step_000003/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
 
-    async def body() -> None:
-        async with served(engine, TOKENS, WeightStore(tmp_path, folder)) as client:
-            for version, wanted, says in (
-                ("step_1", 404, "no STABLE"),
-                ("step_000002", 409, "step_000002/STABLE"),
-                ("step_3", 409, "SHA-256 differs"),
-                ("step_4", 404, "there is no step_4"),
-            ):
-                error = (await post(client, {"version": version}, wanted))["error"]
-                assert says in error["message"] and str(tmp_path) not in error["message"]
-
     before = engine.behavior
-    run(body)
+    async with served(engine, TOKENS, WeightStore(tmp_path, folder)) as client:
+        for version, wanted, says in (
+            ("step_1", 404, "no STABLE"),
+            ("step_000002", 409, "step_000002/STABLE"),
+            ("step_3", 409, "SHA-256 differs"),
+            ("step_4", 404, "there is no step_4"),
+        ):
+            error = (await post(client, {"version": version}, wanted))["error"]
+            assert says in error["message"] and str(tmp_path) not in error["message"]
     assert engine.behavior == before
 
 

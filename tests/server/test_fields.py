@@ -44,17 +44,19 @@ def test_variables_of_the_chat_template(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"messages": []}, {"add_generation_prompt": True}, {"tools": []}, {"eos_token": ""}]
+    ("given", "named"),
+    [
+        ({"messages": []}, "messages"),
+        ({"add_generation_prompt": True}, "add_generation_prompt"),
+        ({"tools": []}, "tools"),
+        ({"eos_token": ""}, "eos_token"),
+        ([1], "chat_template_kwargs"),
+    ],
 )
-def test_variables_that_are_not_a_client_s(url: str, given: dict[str, Any]) -> None:
+def test_variables_that_are_not_a_client_s(url: str, given: object, named: str) -> None:
     status, tree = post(url + CHAT, {"messages": HI, "chat_template_kwargs": given})
     assert (status, tree["error"]["param"]) == (400, "chat_template_kwargs")
-    assert next(iter(given)) in tree["error"]["message"]
-
-
-def test_variables_that_are_no_mapping(url: str) -> None:
-    status, tree = post(url + CHAT, {"messages": HI, "chat_template_kwargs": [1]})
-    assert (status, tree["error"]["param"]) == (400, "chat_template_kwargs")
+    assert named in tree["error"]["message"]
 
 
 def test_one_model_by_its_name(url: str) -> None:
@@ -70,13 +72,10 @@ def test_what_only_grows_is_a_counter(url: str) -> None:
     with urlopen(f"{url}/metrics", timeout=30) as answer:  # noqa: S310 - http
         text = answer.read().decode()
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
-    for name in (
-        "prefix_hit_pages",
-        "drawn_tokens",
-        "replayed_samples",
-        "replayed_tokens",
-        "replay_kept_tokens",
-    ):
+    engine_counters = (
+        "prefix_hit_pages drawn_tokens replayed_samples replayed_tokens replay_kept_tokens"
+    )
+    for name in engine_counters.split():
         assert kinds.get(f"lowroll_{name}_total") == "counter", kinds
         assert re.search(rf"^lowroll_{name}_total 0", text, re.M)
         assert f"lowroll_{name}" not in kinds

@@ -118,13 +118,9 @@ async def test_no_method_of_any_route_answers_a_stranger(engine: Moody, tmp_path
                     assert await status(client, method, path, headers=headers) == 401
         assert await status(client, "GET", "/health") == 200
         loop = client.server.app[STATE].engine
-        assert (
-            not loop.paused
-            and loop.metrics.registry.get_sample_value(
-                "lowroll_requests_total", {"outcome": "stop"}
-            )
-            is None
-        )
+        registry, outcome = loop.metrics.registry, {"outcome": "stop"}
+        assert registry.get_sample_value("lowroll_requests_total", outcome) is None
+        assert not loop.paused
 
 
 async def test_a_client_is_no_admin_and_an_admin_is_a_client(engine: Moody, tmp_path: Path) -> None:
@@ -175,10 +171,8 @@ def test_tokens_are_compared_in_constant_time_and_never_shown(
     monkeypatch.setattr(
         server_limits.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b
     )
-    assert (
-        server_limits.same_token("x", "token") is False
-        and server_limits.same_token("token", "token") is True
-    )
+    assert server_limits.same_token("x", "token") is False
+    assert server_limits.same_token("token", "token") is True
     assert server_limits.same_token("", None) is False
     assert compared == [(b"x", b"token"), (b"token", b"token"), (b"", b"")]
     assert "client" not in repr(TOKENS) and "admin-of" not in repr(TOKENS)
@@ -458,26 +452,23 @@ async def test_connections_are_counted(engine: Moody) -> None:
             writer.close()
 
 
-def test_connections_are_fewer_than_files(
+async def test_connections_are_fewer_than_files(
     engine: Moody, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Half of the files that the process may open are left to the rest of it, and what cannot be
     accepted is one line of the log, and no traceback each time."""
     monkeypatch.setattr("lowroll.server.app.raise_file_limit", lambda: 6)
 
-    async def body() -> None:
-        async with listening(engine, ServerLimits(head_s=30)) as (host, port, _):
-            held = [await asyncio.open_connection(host, port) for _ in range(3)]
-            assert await raw(host, port, post(b"{}")) == b""
-            assert not any(reader.at_eof() for reader, _ in held)
-            for _, writer in held:
-                writer.close()
-            for _ in range(9):
-                full = OSError(errno.EMFILE, "Too many open files")
-                asyncio.get_running_loop().call_exception_handler({"exception": full})
-            asyncio.get_running_loop().call_exception_handler({"message": "another fault"})
-
-    fixtures.run(body)
+    async with listening(engine, ServerLimits(head_s=30)) as (host, port, _):
+        held = [await asyncio.open_connection(host, port) for _ in range(3)]
+        assert await raw(host, port, post(b"{}")) == b""
+        assert not any(reader.at_eof() for reader, _ in held)
+        for _, writer in held:
+            writer.close()
+        for _ in range(9):
+            full = OSError(errno.EMFILE, "Too many open files")
+            asyncio.get_running_loop().call_exception_handler({"exception": full})
+        asyncio.get_running_loop().call_exception_handler({"message": "another fault"})
     told = [record for record in caplog.records if "files may be open" in record.message]
     assert len(told) == 1 and told[0].exc_info is None
     assert "another fault" in caplog.text

@@ -119,12 +119,8 @@ def test_a_message_without_content_is_an_assistants_with_calls() -> None:
     for said in ({}, {"content": None}, {"content": ""}):
         messages = [*HI, {"role": "assistant", "tool_calls": [CALL], **said}]
         assert not parse_request({"messages": messages}, ChatRequest).messages[1].content
-    assert (
-        parse_request({"messages": [{"role": "user", "content": ""}]}, ChatRequest)
-        .messages[0]
-        .content
-        == ""
-    )
+    empty = {"messages": [{"role": "user", "content": ""}]}
+    assert parse_request(empty, ChatRequest).messages[0].content == ""
     told = str(refused(ChatRequest, {"messages": [*HI, {"role": "user"}]}))
     assert told.startswith("messages[1].content: ") and "tool_calls" in told
 
@@ -208,12 +204,8 @@ def test_null_is_not_said() -> None:
 
 
 def test_stop_is_a_string_or_several() -> None:
-    assert parse_request({"prompt": "", "stop": "a"}, CompletionRequest).stop_strings == ("a",)
-    assert parse_request({"prompt": "", "stop": ["a", "b"]}, CompletionRequest).stop_strings == (
-        "a",
-        "b",
-    )
-    assert parse_request({"prompt": ""}, CompletionRequest).stop_strings == ()
+    for said, strings in (({}, ()), ({"stop": "a"}, ("a",)), ({"stop": ["a", "b"]}, ("a", "b"))):
+        assert parse_request({"prompt": ""} | said, CompletionRequest).stop_strings == strings
     with pytest.raises(Refused, match="stop: 65 strings; 64 at most"):
         parse_request({"prompt": "", "stop": ["a"] * 65}, CompletionRequest)
 
@@ -244,6 +236,5 @@ def test_names_come_before_the_model_and_that_before_values() -> None:
 )
 def test_ids_of_a_prompt_that_is_echoed_are_token_ids(prompt: list[Any], param: str) -> None:
     assert refused(CompletionRequest, {"prompt": prompt, "echo": True}).param == param
-    assert (
-        refused(CompletionRequest, {"prompt": ["a"], "echo": True, "best_of": 2}).param == "best_of"
-    )
+    texts = {"prompt": ["a"], "echo": True, "best_of": 2}
+    assert refused(CompletionRequest, texts).param == "best_of"

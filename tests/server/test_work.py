@@ -94,22 +94,15 @@ def test_a_text_that_cannot_fit_is_not_encoded(monkeypatch: pytest.MonkeyPatch) 
     asked: list[tuple[str, dict[str, Any], str]] = [
         ("/v1/completions", {"prompt": "a" * (most + 1)}, "prompt"),
         ("/v1/completions", {"prompt": ["a", "a" * (most + 1)]}, "prompt[1]"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "a" * most}]},
-            "messages",
-        ),
+        ("/v1/chat/completions", {"messages": [HI[0] | {"content": "a" * most}]}, "messages"),
         ("/tokenize", {"prompt": "a" * (1 << 20) + "a"}, "prompt"),
     ]
     with serving(scripted(made), tokenizer=made) as url:
         for path, body, param in asked:
             status, tree = post(url + path, body)
             error = tree["error"]
-            assert (status, error["param"], error["code"]) == (
-                400,
-                param,
-                "context_length_exceeded",
-            ), error
+            assert (status, error["param"]) == (400, param), error
+            assert error["code"] == "context_length_exceeded"
         assert max(seen, default=0) <= 1
         status, tree = post(url + "/tokenize", {"prompt": "a" * 5000})
         assert status == 200 and tree["count"] == 5000
