@@ -265,24 +265,15 @@ class Outbox:
                 for request, deltas, _ in updates
             ]
         )
-        if first_updates:
-            unsent, self._news = self._news, first_updates
-            self.send()
-            self._news = unsent
+        _deliver(first_updates)
         self._observe_first_tokens(in_flight)
         self._news += later_updates
         if len(self._news) <= NEWS_SENT_AT_ONCE:
             self.send()
 
     def send(self) -> None:
-        """Send the updates, with one wake-up for each event loop."""
-        items, self._news = self._news, []
-        by_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
-        for item in items:
-            by_loop.setdefault(item[0].events, []).append(item)
-        for loop, loop_news in by_loop.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_receive_all, loop_news)
+        news, self._news = self._news, []
+        _deliver(news)
 
     def _observe_first_tokens(self, in_flight: dict[int, InFlightRequest]) -> None:
         while self._without_token:
@@ -520,6 +511,16 @@ class EngineLoop:
             self.metrics.failed()
             self.outbox.add(request, [], error)
         self.outbox.send()
+
+
+def _deliver(news: list[News]) -> None:
+    """Send updates to their requests, with one wake-up for each event loop."""
+    news_by_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
+    for update in news:
+        news_by_loop.setdefault(update[0].events, []).append(update)
+    for loop, loop_news in news_by_loop.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_receive_all, loop_news)
 
 
 def _receive_all(news: list[News]) -> None:

@@ -229,23 +229,20 @@ class CompletionAnswer(Answer):
         """Return new tokens of a sample as a choice. The first one has the prompt's fields too."""
         body, scores = self.body, self.scores[i]
         index = i * body.n + delta.sample
-        choice: Tree = {"index": index, "text": ""}
         end_fields = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self.packed:
-            return choice | {"packed": pack(delta.token_ids, delta.logprobs)} | end_fields
+            packed = pack(delta.token_ids, delta.logprobs)
+            return {"index": index, "text": "", "packed": packed} | end_fields
         is_first = not self.texts[index].begun
-        logprob_lists = None
-        if body.logprobs is not None:
-            logprob_lists = _LogprobLists(self.names)
-            if is_first and body.echo:
-                assert scores is not None
-                logprob_lists.add_prompt(self.prompts[i], scores.cut(body.logprobs))
-            logprob_lists.add(delta.token_ids, delta.logprobs, delta.top_logprobs)
-        text = self.texts[index].take(
-            delta, None if logprob_lists is None else logprob_lists.text_offset
-        )
-        choice["text"] = self.echoes[i] + text if is_first else text
-        choice |= {"logprobs": None if logprob_lists is None else logprob_lists.tree()} | end_fields
+        logprob_lists = self._logprob_lists(i, delta, is_first)
+        offsets = None if logprob_lists is None else logprob_lists.text_offset
+        text = self.texts[index].take(delta, offsets)
+        choice: Tree = {
+            "index": index,
+            "text": self.echoes[i] + text if is_first else text,
+            "logprobs": None if logprob_lists is None else logprob_lists.tree(),
+        }
+        choice |= end_fields
         if body.return_token_ids:
             choice["token_ids"] = delta.token_ids
             if is_first:
@@ -254,6 +251,18 @@ class CompletionAnswer(Answer):
             top_scores = scores.cut(body.prompt_logprobs)
             choice["prompt_logprobs"] = prompt_logprobs(self.names, self.prompts[i], top_scores)
         return choice
+
+    def _logprob_lists(self, i: int, delta: Delta, is_first: bool) -> _LogprobLists | None:
+        """Return the log-probs of new tokens, behind those of a prompt that is repeated."""
+        num_top, scores = self.body.logprobs, self.scores[i]
+        if num_top is None:
+            return None
+        lists = _LogprobLists(self.names)
+        if is_first and self.body.echo:
+            assert scores is not None
+            lists.add_prompt(self.prompts[i], scores.cut(num_top))
+        lists.add(delta.token_ids, delta.logprobs, delta.top_logprobs)
+        return lists
 
 
 class _LogprobLists:
@@ -278,10 +287,8 @@ class _LogprobLists:
             return
         for token, value, top in zip(tokens, values, tops, strict=True):
             logprobs_by_name: dict[str, float] = {}
-            for other_id, logprob in top:
-                logprobs_by_name.setdefault(
-                    name(other_id), finite_logprob(logprob)
-                )  # two may have the same text
+            for other_id, logprob in top:  # two may have the same text
+                logprobs_by_name.setdefault(name(other_id), finite_logprob(logprob))
             logprobs_by_name.setdefault(token, value)
             self.top_logprobs.append(logprobs_by_name)
 
@@ -317,10 +324,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     grammar, grammar_names = await grammar_of(state, body, offered)
     max_tokens, field_names = body.max_tokens, CHAT_ENGINE_FIELDS | grammar_names
     if body.max_completion_tokens is not None:
-        max_tokens, field_names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
+        max_tokens = body.max_completion_tokens
+        field_names["max_tokens"] = "max_completion_tokens"
+    if max_tokens is None:
+        max_tokens = state.tokens_left(prompt.token_ids)
     engine_request = body.to_engine_request(
         prompt.token_ids,
-        max_tokens=state.tokens_left(prompt.token_ids) if max_tokens is None else max_tokens,
+        max_tokens=max_tokens,
         top_logprobs=body.top_logprobs or 0,
         request_id=body.request_id,
         grammar=grammar,
