@@ -89,8 +89,9 @@ def _required_tools(body: ChatRequest) -> Sequence[Tool]:
         if not body.tools:
             raise wrong_field("tool_choice", "required, and there are no tools")
         return body.tools
-    function = choice.get("function") if isinstance(choice, dict) else None
-    if not isinstance(function, dict) or choice.get("type") != "function":  # type: ignore[union-attr]
+    named = choice if isinstance(choice, dict) else {}
+    function = named.get("function")
+    if named.get("type") != "function" or not isinstance(function, dict):
         raise wrong_field(
             "tool_choice",
             'auto, none, required or {"type": "function", "function": {"name": ...}}',

@@ -80,38 +80,44 @@ class Discovery:
             self._end.wait(self.elastic.sync_interval)
 
     def _ask(self) -> None:
-        name = self.elastic.hostname
         if self._asking is not None and self._asking.is_alive():
             return  # the last query still hangs
-        answers: list[Sequence[str] | Exception] = []
-
-        def ask() -> None:
-            try:
-                answers.append(self._resolver(name, self.elastic.port))
-            except (OSError, ValueError) as error:  # UnicodeError: an invalid label
-                answers.append(error)
-
-        self._asking = threading.Thread(target=ask, name="resolver", daemon=True)
-        self._asking.start()
-        self._asking.join(timeout=self._answer_s)
-        if not answers:
-            return self._failed(f"{name}: no answer of the resolver within {self._answer_s:g} s")
-        if isinstance(answers[0], Exception):
-            reason = getattr(answers[0], "strerror", None) or answers[0]
-            return self._failed(f"{name}: {printable(reason)}")
-        urls = sorted({self._url(address) for address in answers[0]})
-        if not urls:
-            return self._failed(f"{name}: it leads to no address")
+        name = self.elastic.hostname
+        try:
+            urls = self._query()
+        except (OSError, ValueError) as error:  # UnicodeError: an invalid label
+            why = f"{name}: {printable(getattr(error, 'strerror', None) or error)}"
+            if why != self.last_error:
+                log.warning("discovery of engines: %s", why)
+            self.last_error = why
+            return
         self.last_error = ""
         if urls != self._told:
             log.info("%s leads to %s", name, ", ".join(urls))
             self._told = urls
             self._found(urls)
 
-    def _failed(self, why: str) -> None:
-        if why != self.last_error:
-            log.warning("discovery of engines: %s", why)
-        self.last_error = why
+    def _query(self) -> list[str]:
+        """Return the base URLs of the engines. OSError or ValueError with the reason."""
+        answers: list[Sequence[str] | Exception] = []
+
+        def ask() -> None:
+            try:
+                answers.append(self._resolver(self.elastic.hostname, self.elastic.port))
+            except (OSError, ValueError) as error:
+                answers.append(error)
+
+        self._asking = threading.Thread(target=ask, name="resolver", daemon=True)
+        self._asking.start()
+        self._asking.join(timeout=self._answer_s)
+        if not answers:
+            raise ValueError(f"no answer of the resolver within {self._answer_s:g} s")
+        addresses = answers[0]
+        if isinstance(addresses, Exception):
+            raise addresses
+        if not addresses:
+            raise ValueError("it leads to no address")
+        return sorted({self._url(address) for address in addresses})
 
     def _url(self, address: str) -> str:
         host = f"[{address}]" if ":" in address else address

@@ -138,18 +138,14 @@ class ResponseAssembler:
         if kind != b"data" or data.strip() == b"[DONE]":
             return
         event = parse_json(data.strip(), self.what)
-        if isinstance(event, dict) and "error" in event:
+        if not isinstance(event, dict):
+            return
+        if "error" in event:
             raise ServerError(f"{self.what}: {_excerpt(event['error'])}", 500)
-        if isinstance(event, dict) and event.get("choices"):
+        if event.get("choices"):
             self.take(event)
-        origins = event.get("lowroll") if isinstance(event, dict) else None
-        for origin in origins or []:
-            index = origin.get("index") if isinstance(origin, dict) else None
-            if type(index) is not int or not 0 <= index < self.request.n:
-                raise self._invalid(
-                    f"the origin of a sample {_excerpt(index)}; n is {self.request.n}"
-                )
-            self.samples[index].stated = origin
+        for origin in event.get("lowroll") or []:
+            self.samples[self._index_of(origin, "the origin of a sample")].stated = origin
 
     def group(self, origin: Origin) -> Group:
         """Return the finished group. ServerError when a choice has not ended properly."""
@@ -195,9 +191,7 @@ class ResponseAssembler:
 
     def _take_choice(self, choice: Any) -> None:
         """Append a choice to its sample, with its end if it has one."""
-        index = choice.get("index") if isinstance(choice, dict) else None
-        if type(index) is not int or not 0 <= index < self.request.n:
-            raise self._invalid(f"a choice of index {_excerpt(index)}; n is {self.request.n}")
+        index = self._index_of(choice, "a choice of index")
         sample = self.samples[index]
         if sample.finish_reason is not None:
             raise self._invalid(f"choice {index} goes on after its end")
@@ -210,6 +204,12 @@ class ResponseAssembler:
         sample.stop_reason = self._stop_reason(index, choice.get("stop_reason"))
         sample.stated = choice.get("lowroll", sample.stated)
 
+    def _index_of(self, item: Any, label: str) -> int:
+        index = item.get("index") if isinstance(item, dict) else None
+        if type(index) is not int or not 0 <= index < self.request.n:
+            raise self._invalid(f"{label} {_excerpt(index)}; n is {self.request.n}")
+        return index
+
     def _take_tokens(self, index: int, sample: ArrivingSample, choice: dict[str, Any]) -> None:
         """Check the tokens and log-probs of a choice, and append them to its sample."""
         logprob_fields = choice.get("logprobs")
@@ -220,6 +220,16 @@ class ResponseAssembler:
         else:
             ids = choice.get("token_ids") or []
             logprobs = logprob_fields.get("token_logprobs") or []
+        self._check_tokens(index, ids, logprobs)
+        if len(sample.token_ids) + len(ids) > self.request.max_tokens:
+            raise self._invalid(f"choice {index}: more than max_tokens {self.request.max_tokens}")
+        if self.request.top_logprobs:
+            sample.top_logprobs += self._top(index, logprob_fields.get("top_logprobs"), len(ids))
+        sample.token_ids += ids
+        sample.logprobs += map(float, logprobs)
+
+    def _check_tokens(self, index: int, ids: Any, logprobs: Any) -> None:
+        """Raise ServerError for other values than token ids and a log-prob for each."""
         if not isinstance(ids, list) or not _are_ids(ids, self.vocab_size):
             raise self._invalid(
                 f"choice {index}: token ids of 0..{self.vocab_size - 1} were expected"
@@ -228,16 +238,11 @@ class ResponseAssembler:
             raise self._invalid(
                 f"choice {index}: {len(ids)} token ids and {_describe_count(logprobs)} log-probs"
             )
-        if len(sample.token_ids) + len(ids) > self.request.max_tokens:
-            raise self._invalid(f"choice {index}: more than max_tokens {self.request.max_tokens}")
-        if not _are_logprobs(logprobs):  # quick: only then one by one
-            for logprob in logprobs:
-                if type(logprob) not in (int, float) or not -math.inf < logprob <= ABOVE_ZERO:
-                    raise self._invalid(f"choice {index}: {_excerpt(logprob)} is no log-prob")
-        if self.request.top_logprobs:
-            sample.top_logprobs += self._top(index, logprob_fields.get("top_logprobs"), len(ids))
-        sample.token_ids += ids
-        sample.logprobs += map(float, logprobs)
+        if _are_logprobs(logprobs):
+            return
+        for logprob in logprobs:
+            if type(logprob) not in (int, float) or not -math.inf < logprob <= ABOVE_ZERO:
+                raise self._invalid(f"choice {index}: {_excerpt(logprob)} is no log-prob")
 
     def _unpacked(self, index: int, packed: Any) -> tuple[list[int], list[float]]:
         try:
@@ -258,11 +263,11 @@ class ResponseAssembler:
             ]
         except (AttributeError, TypeError, ValueError):
             raise self._invalid(f"choice {index}: top_logprobs are not by token id") from None
-        tops = [[pair for pair in top if pair[1] > NEVER] for top in tops]
-        is_complete = all(len(top) >= num_top or _has_all_mass(top) for top in tops)
+        can_be_drawn = [[pair for pair in top if pair[1] > NEVER] for top in tops]
+        is_complete = all(len(top) >= num_top or _has_all_mass(top) for top in can_be_drawn)
         if len(tops) != count or not is_complete:
             raise self._invalid(f"choice {index}: {num_top} top_logprobs a token were asked for")
-        by_size = [sorted(top, key=lambda pair: (-pair[1], pair[0])) for top in tops]
+        by_size = [sorted(top, key=lambda pair: (-pair[1], pair[0])) for top in can_be_drawn]
         return [top[:num_top] for top in by_size]
 
     def _check_prompt(self, index: int, ids: Any) -> None:

@@ -367,12 +367,12 @@ class Replica:
                 self._wake.clear()
             if self._why is not None:
                 return self._why
-            if self.taking or num_answered != self.counts.requests:  # taking has its own deadline
+            if self.taking:  # which has its own deadline
+                heard_at = moved_at = knew_at = clock()
+                continue
+            if num_answered != self.counts.requests:
                 heard_at = moved_at = clock()
                 num_answered = self.counts.requests
-            if self.taking:
-                knew_at = clock()
-                continue
             try:
                 status, progress = await self._heartbeat(heartbeat_s)
             except ServerError as error:
