@@ -7,7 +7,6 @@ changes nothing.
 from __future__ import annotations
 
 import logging
-import math
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -29,16 +28,6 @@ class Elastic:
     hostname: str
     port: int = 8000
     sync_interval: float = 5.0
-
-    def __post_init__(self) -> None:
-        if not self.hostname:
-            raise ValueError("client.elastic.hostname: a name is expected")
-        if not 1 <= self.port < 1 << 16:
-            raise ValueError(f"client.elastic.port: expected 1..65535, got {self.port}")
-        if not 0 < self.sync_interval < math.inf:
-            raise ValueError(
-                f"client.elastic.sync_interval: expected seconds, got {self.sync_interval}"
-            )
 
 
 def resolve(host: str, port: int) -> list[str]:
