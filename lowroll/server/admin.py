@@ -63,12 +63,11 @@ async def weights(request: web.Request) -> web.Response:
 
 async def update_weights(request: web.Request) -> web.Response:
     """`POST /weights {"version": "step_7"}`: draw from these weights from the next step on.
-    Requests in flight go on, or are replayed (`engine.base.InFlight`). A broadcast that the engine
-    holds is answered at once.
+    Requests in flight go on, or are replayed (`engine.base.InFlight`).
 
     Refused before anything has changed: with 404 an unknown version; with 409 one that does not fit
-    or while another one is taken, a replay by an engine without it, and a replay while a request in
-    flight is a stream, whose tokens cannot be taken back.
+    or while another one is taken, a replay by an engine without it, and a replay of a stream, whose
+    tokens cannot be taken back.
     """
     body = await read_body(request, WeightsRequest)
     version, in_flight = body.version, body.in_flight
@@ -137,8 +136,7 @@ async def _take_version(
 
 
 def _version_fields(version: WeightVersion | None) -> dict[str, Any]:
-    """Return the last version that was taken, and its manifest's digest, which differs from those
-    of what the engine then holds."""
+    """Return the last version that was taken, and its manifest's digest."""
     if version is None:
         return {"version": None, "manifest_digest": None}
     broadcast = version.broadcast

@@ -116,8 +116,8 @@ def make_app(
     """Return the server's application. It has control routes if the admin has a token, and
     `/weights` if there is also a weight store.
 
-    loopback: clients must call the server by a name of this machine. ValueError without loopback
-    and token.
+    loopback: clients must call the server by a name of this machine; without it and a token,
+    ValueError.
     """
     if not loopback and not credentials.token:
         raise ValueError("token: an address that others can reach needs one")

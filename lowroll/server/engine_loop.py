@@ -87,7 +87,7 @@ class InFlightRequest:
     """A request from its submission to its end, read by the event loop that submitted it.
 
     check_alive: raises EngineStalled when the thread hangs. forget: called at the end. Leaving its
-    `async with` block aborts it. `EngineThread` watches the thread for all waits.
+    `async with` block aborts it.
     """
 
     def __init__(
@@ -337,8 +337,7 @@ class PauseControl:
 
 class EngineLoop:
     """The iterations of the engine's thread, and all state that it alone may touch; any thread may
-    call `post`. idle_s: the longest iteration without work, which shows that the thread is
-    alive."""
+    call `post`. idle_s: the longest iteration without work."""
 
     def __init__(self, engine: Engine, metrics: Metrics, watchdog: Watchdog, idle_s: float) -> None:
         self.engine = engine
@@ -461,8 +460,8 @@ class EngineLoop:
         return bool(self.in_flight) and (self.pausing.state != "paused" or self._all_aborted())
 
     def _holds_back(self) -> bool:
-        """Return True if new requests are held back: while a pause waits for others, and until a
-        step, which draws nothing then, has returned the aborted ones."""
+        """Return True while a pause waits for others, and until a step, which draws nothing then,
+        has returned the aborted requests."""
         return self.pausing.state == "draining" or self._all_aborted()
 
     def _all_aborted(self) -> bool:

@@ -41,8 +41,8 @@ class EngineThread:
     """The thread that owns an engine.
 
     deadline_s: the longest iteration, after which callers get EngineStalled. drain_s: how long
-    `pause("wait")` waits for the requests in flight. max_samples: open samples beyond which a
-    request is refused with ServerBusy.
+    `pause("wait")` waits. max_samples: open samples beyond which a request is refused with
+    ServerBusy.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class EngineThread:
     async def call(self, fn: Callable[[Engine], T], what: str, allowed_s: float | None = None) -> T:
         """Run fn(engine) on the thread between two steps; return its result or raise its exception.
 
-        Raises EngineStalled when the thread does not get there, or when fn takes longer than
-        allowed (default: an iteration). A call that has not begun by then is cancelled.
+        Raises EngineStalled when the thread does not get there, which cancels the call, or when fn
+        takes longer than allowed (default: an iteration).
         """
         job: Future[T] = Future()
         call_result = asyncio.wrap_future(job)
@@ -123,8 +123,8 @@ class EngineThread:
             call_result.cancel()  # cancelled by the caller
 
     def compile_grammar(self, text: str) -> None:
-        """Compile the grammar of a later request in the caller's thread, so that the engine finds
-        it cached. ValueError. Does nothing for a remote engine."""
+        """Compile a grammar in the caller's thread, so that the engine finds it cached. ValueError.
+        Does nothing for a remote engine."""
         grammars = getattr(self.engine, "grammars", None)
         if grammars is not None:
             grammars.compile(text)
@@ -133,9 +133,9 @@ class EngineThread:
         """Stop drawing.
 
         keep: requests in flight go on after `resume`. wait: they finish first, and new ones are
-        held back; EngineStalled when that takes more than `drain_s`, and then nothing is paused.
-        abort: they end now, with what they have drawn. ValueError for a waiting pause when a resume
-        or another pause comes first.
+        held back; EngineStalled when that takes more than `drain_s`, and then nothing is paused;
+        ValueError when a resume or another pause comes first. abort: they end now, with what they
+        have drawn.
         """
         drained: Future[None] = Future()
         drain_result = asyncio.wrap_future(drained)

@@ -91,8 +91,8 @@ class ServerLimits:
 class ServerState:
     """The engine's thread and the model, for all handlers (`request.app[STATE]`).
 
-    chat: the model's tokenizer with its chat template, vocabulary: without; None where the model
-    has none. Without either only token ids go in and out. name: the served name of the model.
+    chat: the model's tokenizer with its chat template; vocabulary: without. Without either only
+    token ids go in and out. name: the served name of the model.
     """
 
     engine: EngineThread
@@ -108,8 +108,7 @@ class ServerState:
     )
 
     async def run_in_worker(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run fn in one of a few threads, which keeps the event loop free and bounds the memory of
-        concurrent requests."""
+        """Run fn in one of a few threads, which bounds the memory of concurrent requests."""
         job = partial(fn, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self.workers, job)
 
@@ -265,8 +264,8 @@ def parse_json(body: bytes, depth: int) -> dict[str, Any]:
 
 
 def _too_deep(body: bytes, depth: int) -> bool:
-    """Return True if lists and objects are nested deeper. For invalid JSON either answer is right:
-    the parser then has few levels to enter."""
+    """Return True if lists and objects are nested deeper. For invalid JSON either answer is
+    right."""
     if body.count(b"[") + body.count(b"{") <= depth:
         return False
     brackets = _JSON_STRING.sub(b"", body).translate(_BRACES_TO_BRACKETS, _OTHER_BYTES)

@@ -66,8 +66,8 @@ class _EngineTotals(Collector):
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own. Events are counted where they happen;
-    the engine's own state is read from its health."""
+    """The metrics of one server, in a registry of its own. The engine's own state is read from its
+    health."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()

@@ -429,8 +429,8 @@ class ChatAnswer(Answer):
         ]
 
     def _call_id(self, sample: int, number: int) -> str:
-        """Return an id of nine characters, as some templates require. It differs in each turn of a
-        conversation, and is the same for the same request."""
+        """Return an id of nine characters, as some templates require: another in each turn of a
+        conversation, the same for the same request."""
         identity = repr((self.prompts[0], sample, number))
         return hashlib.sha256(identity.encode()).hexdigest()[:9]
 
@@ -464,8 +464,7 @@ class ChatAnswer(Answer):
 
 
 def _json_arguments(call: ToolInvocation, offered: OfferedTools) -> str:
-    """Return the arguments of a call as JSON. If the format has them as text, they are converted to
-    the types of the tool's schema."""
+    """Return the arguments of a call as JSON, those in text as the types of the tool's schema."""
     arguments = call.arguments
     if offered.format in UNTYPED:
         schemas = [t.function.parameters for t in offered.tools if t.function.name == call.name]

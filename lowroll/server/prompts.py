@@ -206,9 +206,9 @@ async def score_prompts(
     """Return the log-probs of prompts' own tokens, with the `top` likeliest tokens of each
     position.
 
-    The prompts are scored one by one, so that the engine draws in between. An error names
-    `requesting_field`, which wants the log-probs, or `prompt_field`, which has the prompts. Refused
-    for prompts that cannot be scored, or are more than one answer may hold.
+    The prompts are scored one by one, so that the engine draws in between. Refused names
+    `requesting_field`, which wants more than one answer may hold, or `prompt_field`, which cannot
+    be scored.
     """
     max_logprobs = state.limits.told_streamed if stream else state.limits.told
     count = sum(len(prompt.token_ids) for prompt in prompts) * (top + 1)
@@ -253,8 +253,7 @@ async def _score_one(
 def prompt_logprobs(
     names: TokenNames, token_ids: list[int], scores: PromptScores
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return scores in vLLM's format: by token id, None for the first token. The rank of a token
-    that is not among the likeliest is unknown."""
+    """Return scores in vLLM's format: by token id, None for the first token."""
 
     def ranked(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
         name = names.name(token_id)

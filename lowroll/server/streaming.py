@@ -35,10 +35,10 @@ compact_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow
 
 
 class Answer:
-    """The answer to a generation request as JSON, whole or event by event. Each route has its own.
+    """The answer to a generation request as JSON, whole or event by event.
 
-    prompts: the token ids of the prompts, each of which has `n` samples. head: what the answer and
-    each event begin with.
+    prompts: the token ids of the prompts, each of which has `n` samples. head: the first fields of
+    the answer and of each event.
     """
 
     packed = False  # ids and log-probs of each choice are in one string
@@ -100,7 +100,7 @@ async def respond(
     """Answer a generation request with the engine's groups for `requests`, one for each prompt.
 
     When one request fails, or the client disconnects, all are aborted. names: the client's names of
-    the engine's fields. Raises Refused, which names what the engine refuses.
+    the engine's fields, for Refused.
     """
     if answer.body.stream:
         return await _stream_answer(request, answer, requests, names)
@@ -274,8 +274,8 @@ def openai_head(request: web.Request, prefix: str, object: str) -> Tree:
 
 
 def origin(rollout: Rollout, packed: bool = False) -> Tree:
-    """Return what a learner needs of a rollout in addition to its tokens: their log-probs (unless
-    they are packed with the tokens), who drew it, how it ended, and what its cache dropped."""
+    """Return what a learner needs of a rollout in addition to its tokens: log-probs (unless they
+    are packed with the tokens), who drew it, how it ended, and what its cache dropped."""
     behavior, evictions = rollout.behavior, rollout.evictions
     logprob_fields = (
         {} if packed else {"logprobs": [finite_logprob(logprob) for logprob in rollout.logprobs]}

@@ -54,8 +54,8 @@ class OfferedTools:
     """The tools that a model may call, and the format in which it writes calls
     (`lowroll.tool_calls`).
 
-    several: it may call more than once in a turn. required: the tools of which the answer must call
-    one, without other text; empty where the model decides.
+    several: it may call more than once in a turn. required: tools of which the answer must call
+    one, without other text.
     """
 
     tools: Sequence[Tool]
@@ -115,8 +115,8 @@ def check_tool_names(tools: Sequence[Tool]) -> None:
 async def grammar_of(
     state: ServerState, body: StructuredOutputFields, offered: OfferedTools | None = None
 ) -> tuple[str | None, dict[str, str]]:
-    """Return the grammar of an answer, None where anything is allowed, and the client's name of it.
-    Refuse the field for an impossible one."""
+    """Return the grammar of an answer, None where anything is allowed, and the client's name of
+    it."""
     writers = _requested_grammars(body)
     if offered is not None and offered.required:
         writers["tool_choice"] = lambda: _of_calls(state, offered)

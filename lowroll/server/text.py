@@ -182,8 +182,8 @@ def is_unicode(text: str) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the characters that stand for bytes in the tokens of GPT-2 and its successors:
-    printable Latin-1 for itself, the others from 256 on (openai/gpt-2, encoder.py)."""
+    """Return the characters that stand for bytes in the tokens of GPT-2 and its successors
+    (openai/gpt-2, encoder.py)."""
     printable_bytes = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     other_bytes = [byte for byte in range(256) if byte not in set(printable_bytes)]
     return {chr(byte): byte for byte in printable_bytes} | {
@@ -281,8 +281,7 @@ class _MarkedDecoder:
 
 
 class ResponseText:
-    """The text of one response as it comes, cut at the stop that ended it. stop: the request's stop
-    strings; the engine says which of them it found, and after which token."""
+    """The text of one response as it comes, cut at the stop that ended it."""
 
     def __init__(self, decoder: TokenDecoder, stop: Sequence[str] = ()) -> None:
         self.decoder = decoder

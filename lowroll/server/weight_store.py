@@ -99,9 +99,8 @@ class WeightStore:
     def load(
         self, id: str, newest: int, able: Capabilities, weights: str, gap: bool = False
     ) -> tuple[WeightVersion, list[tuple[WeightVersion, WeightUpdate]]]:
-        """Return the version of an id and the updates to it; none if the engine holds it. newest:
-        the number of the engine's policy. A version that is written again meanwhile is read again.
-        Refuse what `find` and `read` refuse."""
+        """Return the version of an id and the updates to it, as `read`; none if the engine holds
+        it. A version that is written again meanwhile is read again."""
         for _ in range(_MAX_READS):
             version = self.find(id)
             if version.broadcast is not None and version.broadcast == self.held:
@@ -120,8 +119,7 @@ class WeightStore:
     ) -> list[tuple[WeightVersion, WeightUpdate]]:
         """Return the updates to a version, in memory, in order. A version of changes begins where
         the engine is, or with `gap` at a complete version. newest: the number of the engine's
-        policy. able, weights: the engine's capabilities and format. This takes as long as reading
-        the files twice.
+        policy. able, weights: the engine's capabilities and format.
 
         Refuse with 404 an unknown version, with 409 one that is damaged or not for this engine.
         """

@@ -56,8 +56,8 @@ class HttpCall:
 class HttpClient:
     """An address and its token, for one event loop.
 
-    concurrency: requests open at once; waiting for a turn does not count for a deadline. lost:
-    returns why the server has ended, where that is known; called when it does not answer properly.
+    concurrency: requests open at once; a wait for one of them does not count for a deadline. lost:
+    returns why the server has ended, where that is known.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class HttpClient:
             return await _read_body(response, call.most_bytes, call.what, on_line)
 
     async def _explained(self, error: ServerError) -> ServerError:
-        """Return the error with the reason why the server has ended, if it has: a process that
-        reports its own death takes a moment to exit."""
+        """Return the error with the reason why the server has ended: a process that reports its own
+        death takes a moment to exit."""
         if self._lost is None or (error.status is not None and error.status < 500):
             return error
         for _ in range(DYING):

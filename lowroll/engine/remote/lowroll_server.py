@@ -32,8 +32,8 @@ _METRIC_LINE = re.compile(r"^lowroll_(\w+?)(?:_total)? (\S+)$", re.MULTILINE)
 
 class LowrollServer(EngineServer):
     """A server of lowroll's. answer: its list of models. model: default its first. Without
-    `admin_token` it takes no weights and is never paused. ServerError for another kind of server,
-    ValueError for a model that it does not serve."""
+    `admin_token` it takes no weights. ServerError for another kind of server, ValueError for a
+    model that it does not serve."""
 
     def __init__(
         self,

@@ -98,10 +98,9 @@ class EnginePool:
     """An `Engine` over HTTP.
 
     urls: with or without /v1. elastic: engines by a DNS name, added to `urls`. alive: called while
-    the first engine, or an update, is waited for; an exception in it ends the wait.
-
-    ValueError for engines that do not fit together, ServerError when none answers; both name the
-    address and its last answer.
+    the first engine, or an update, is waited for; an exception in it ends the wait. ValueError for
+    engines that do not fit together, ServerError when none answers; both name the address and its
+    last answer.
     """
 
     def __init__(
@@ -294,12 +293,11 @@ class EnginePool:
         """Have every engine draw from a broadcast; what is in flight goes on, and its spans say so.
 
         Returns when all have acknowledged the same version and digest, or when one has and the
-        others have had as long again: those get no new requests before they have it, and are
-        evicted when they are silent. A version that is not newer than the last one replaces it, and
-        what is in flight is drawn again. superseded: returns whether a newer version exists; called
-        when an engine does not find this one, and while none has taken it. Raises
-        `versions.Superseded` then, and ServerError when no engine takes it, or when they hold
-        different weights afterwards.
+        others have had as long again: those get no new requests before they have it. A version that
+        is not newer than the last one replaces it, and what is in flight is drawn again.
+        superseded: returns whether a newer version exists. Raises `versions.Superseded` when it
+        does and an engine does not find this one, and ServerError when no engine takes it, or when
+        they hold different weights afterwards.
         """
         options = self.options
         deadline_s = options.update_s + options.silent_s + options.start_s

@@ -32,8 +32,8 @@ ALL = 0.999  # mass of a whole distribution, up to rounding
 
 
 def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> dict[str, Any]:
-    """Return the request body. Every sampler setting is stated, since a server fills others from a
-    file of the model. stop_ids: all that end a response, the model's own included."""
+    """Return the request body. It states every sampler setting, since a server fills others from a
+    file of the model. stop_ids: the model's own included."""
     return {
         "model": model,
         "prompt": list(request.prompt_ids),
@@ -254,7 +254,7 @@ class ResponseAssembler:
 
     def _top(self, index: int, rows: Any, count: int) -> list[list[tuple[int, float]]]:
         """Return the likeliest tokens of each position, largest first: fewer where no more can be
-        drawn. A server adds the drawn token where it is none of them."""
+        drawn."""
         num_top = self.request.top_logprobs
         try:
             tops = [
@@ -300,8 +300,7 @@ class ResponseAssembler:
 
 def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tuple[float, int]]]:
     """Parse the `prompt_logprobs` of a /v1/completions answer: for each of ids[1:] the (log-prob,
-    rank) of tokens by id, itself among them; `UNRANKED` where the server states no rank.
-    ServerError for an invalid answer."""
+    rank or `UNRANKED`) of tokens by id, itself among them. ServerError for an invalid answer."""
     try:
         positions = answer["choices"][0]["prompt_logprobs"]
         scores = [

@@ -59,9 +59,8 @@ Connect = Callable[[HttpClient, "PoolOptions"], Awaitable[EngineServer]]
 class PoolOptions:
     """The settings that all engines of a pool share. Times are in seconds.
 
-    token, admin_token: of clients, and of control routes. connect: to the server of an engine; None
-    detects which kind answers. lost: returns why the process of the engine has ended, where that is
-    known.
+    admin_token: of control routes. connect: to the server of an engine; None detects which kind
+    answers. lost: returns why the process of the engine has ended, where that is known.
     """
 
     token: str | None = field(default=None, repr=False)

@@ -85,7 +85,7 @@ class ReplicaSet:
     # -- for the pool ------------------------------------------------------------------------------
 
     async def begin(self, urls: Sequence[str]) -> None:
-        """Connect to the engines of the configuration. ValueError for one that it names twice; any
+        """Connect to the engines of the configuration. ValueError for one that is named twice; any
         error of an engine that fails fast."""
         for url in urls:
             replica = Replica(url.rstrip("/").removesuffix("/v1"), self, self.options)

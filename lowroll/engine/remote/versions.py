@@ -58,8 +58,8 @@ class PolicyVersions:
         return held == self.held
 
     def problem(self, group: Group, sent: int) -> str | None:
-        """Return what is wrong with the versions that drew a group, or None. sent: the version that
-        its engine had acknowledged when it was sent."""
+        """Return what is wrong with the versions that drew a group. sent: the version that its
+        engine had acknowledged when it was sent."""
         for i, rollout in enumerate(group.rollouts):
             last_version = sent
             for span in rollout.behavior.policy:

@@ -51,8 +51,8 @@ class VllmEngine(EnginePool):
     """A pool of one vLLM. Made by `start` or `attach`.
 
     verify: log-probs of ids[1:] under the learner, for the check after an update; default those of
-    the update's own model, where it is in this process, else nothing is compared. bound: their
-    largest accepted distance, in nats.
+    the update's own model, if it is in this process. bound: their largest accepted distance, in
+    nats.
     """
 
     def __init__(
@@ -139,14 +139,13 @@ class VllmEngine(EnginePool):
     ) -> VllmEngine:
         """Start a vLLM for a model folder; it ends with this engine, or with this process.
 
-        log: what vLLM writes; default a temporary file, which errors name. python, site, devices:
-        as of `VllmProcess`. dtype: that vLLM computes in; default the folder's. gpu_memory: share
-        of each GPU. lora_rank: the policy is an adapter of at most this rank. way: of full updates;
-        None for an engine that takes none. arguments: more options of `vllm serve`. socket: the
-        folder of its socket (`vllm_process.lasting_folder`); default a temporary one. tell:
-        receives lines about the start. options: as of the class; exchange, where weights are laid,
-        is by default in the temporary folder of the machine. EngineLost, with the last error of its
-        log, when it is not ready within start_s.
+        log: what vLLM writes; default a temporary file. python, site, devices: as of `VllmProcess`.
+        dtype: default the folder's. gpu_memory: share of each GPU. lora_rank: the policy is an
+        adapter of at most this rank. way: of full updates; None takes none. arguments: more options
+        of `vllm serve`. socket: the folder of its socket; default a temporary one. tell: receives
+        lines about the start. options: as of the class; exchange, where weights are laid, is by
+        default in the temporary folder. EngineLost, with the last error of its log, when it is not
+        ready within start_s.
         """
         from lowroll.engine.remote.vllm_folders import linear_names, served
 
@@ -197,10 +196,9 @@ class VllmEngine(EnginePool):
         """Attach to a running vLLM, at a URL or a Unix socket (`unix:/path`), which goes on when
         this engine is closed.
 
-        folder: of its model, readable here; default what it states. token: its bearer token.
-        options: as of the class; exchange, where weights are written, has the same path on its
-        machine, and vLLM must have been started with the options of docs/vllm.md. ValueError names
-        what it lacks.
+        folder: of its model, readable here; default what it states. options: as of the class;
+        exchange, where weights are written, has the same path on its machine. ValueError names what
+        it lacks, such as the options of docs/vllm.md.
         """
         return cls(url, folder, token=token, lora_rank=lora_rank, way=way, **options)
 
@@ -238,13 +236,13 @@ class VllmEngine(EnginePool):
     # -- weights -----------------------------------------------------------------------------------
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
-        """Take new weights as policy `update.version`, and compare vLLM's log-probs with the
-        learner's.
+        """Take new weights as policy `update.version`, compare vLLM's log-probs with the learner's,
+        and return the tag of the next request.
 
         Requests in flight keep the adapter that they were sent with; a full update waits for their
-        end. Returns the tag of the next request. ValueError, before anything is sent, names what
-        does not fit. NotArrived when vLLM does not draw from these weights. After a failed update
-        no request may follow; a failed full one leaves vLLM paused.
+        end. ValueError, before anything is sent, names what does not fit. NotArrived when vLLM does
+        not draw from these weights. After a failed update no request may follow; a failed full one
+        leaves vLLM paused.
         """
         if in_flight == "replay":
             raise ValueError("in_flight: a vLLM replays nothing")

@@ -122,8 +122,8 @@ def _base_model(answer: Any) -> tuple[str, str, int]:
 
 
 async def _is_processed(http: HttpClient, model: str) -> bool:
-    """Return whether log-probs are those after temperature and top-k: then the two tokens that are
-    left have all the mass, and are half as far apart at temperature 2 as at 1."""
+    """Return whether log-probs are those after temperature and top-k: then two tokens that are left
+    have all the mass, and are half as far apart at temperature 2 as at 1."""
     full_pair = await _two_likeliest(http, model, 1.0, 0)
     top_k_pair = await _two_likeliest(http, model, HOTTEST, 2)
     mass = sum(math.exp(logprob) for logprob in top_k_pair)

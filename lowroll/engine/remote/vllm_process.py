@@ -45,11 +45,10 @@ UNLESS_SET = {  # for the CPU, but for the last: it cannot return processed log-
 
 
 class VllmProcess:
-    """A vLLM. arguments: of `vllm serve`, without an address. python: of vLLM's environment;
-    default LOWROLL_VLLM_PYTHON, or this one. site: the folder that vLLM is unpacked in, where it is
-    not installed; default LOWROLL_VLLM_PATH. devices: its CUDA_VISIBLE_DEVICES. log: appended to;
-    it outlives the process. folder: of its socket, made and removed with it; default a temporary
-    one."""
+    """A vLLM. arguments: of `vllm serve`, without an address. python: default LOWROLL_VLLM_PYTHON,
+    or this one. site: the folder that vLLM is unpacked in, where it is not installed; default
+    LOWROLL_VLLM_PATH. devices: its CUDA_VISIBLE_DEVICES. log: appended to; it outlives the process.
+    folder: of its socket, removed with it; default a temporary one."""
 
     def __init__(
         self,

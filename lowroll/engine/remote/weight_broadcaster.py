@@ -93,8 +93,8 @@ class WeightBroadcaster:
         self, ready: list[Replica], broadcast: Broadcast, superseded: Callable[[], bool]
     ) -> tuple[dict[Replica, HeldPolicy], bool]:
         """Have all engines take the version in parallel. Return the policy that each acknowledges,
-        and whether a newer version replaced this one. Engines that cannot take it are evicted;
-        those that need more than twice the time of the first finish in the background."""
+        and whether a newer version replaced this one. Those that need more than twice the time of
+        the first finish in the background."""
         loop = asyncio.get_running_loop()
         replicas_by_task = {
             asyncio.ensure_future(replica.take(broadcast)): replica for replica in ready
