@@ -3,12 +3,8 @@
     app = make_app(state, Credentials(), None)
 
 Each route needs no token (`open`), the token where there is one (`token`), or the admin's
-(`admin`). Shutdown:
-
-first signal     no new connections and no new requests; those in flight have `grace_s`, then they
-                 end with what they have drawn
-second signal    they end now (one that comes within a second is taken for the first one: terminals
-                 and wrappers often send two)
+(`admin`). At a signal nothing new is accepted, and requests in flight have `grace_s`; at a second
+one they end with what they have drawn.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ flight.
 Each iteration runs the posted jobs, then one step of the engine. First tokens are sent to their
 event loop at once. Other updates wait until the device works on the next step, because the event
 loop would take Python's lock from the thread before. The thread waits for no reader: updates for a
-slow one are merged and never exceed the response.
-
-A step that raises answers its requests with `EngineFailed`; the engine goes on with the next ones.
+slow one are merged. A step that raises answers its requests with `EngineFailed`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """The engine's thread (`engine_loop`), called from event loops with deadlines.
 
-    thread = EngineThread(engine)
-    thread.start()
-    async with await thread.submit(request, stream=True) as in_flight:  # leaving it aborts
-        async for delta in in_flight:
-            ...
-        group = await in_flight.group()
-
-A call that misses its deadline raises EngineStalled, which says what the thread is busy with.
+async with await thread.submit(request, stream=True) as in_flight:  # leaving it aborts
+    async for delta in in_flight:
+        ...
+    group = await in_flight.group()
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The state of the server, its limits, and the middleware before each route.
 
-401  no token, or a wrong one; compared in constant time
+401  no token, or a wrong one
 403  a name of the server, or a page in a browser, that is not of this machine (DNS rebinding)
 404  no such route; said only to those who may ask
 408  the body came too slowly

@@ -1,8 +1,8 @@
 """The bodies of requests as pydantic models, and their errors.
 
-Fields of `NEUTRAL_VALUES` are refused unless they request what happens anyway. Fields of
-`IGNORED_FIELDS` change no answer and are accepted. Any other unknown field is refused, with the
-nearest known name. The engine checks the ranges of sampling fields.
+Fields of `NEUTRAL_VALUES` are refused unless they request what happens anyway, those of
+`IGNORED_FIELDS` are accepted. Any other unknown field is refused, with the nearest known name. The
+engine checks the ranges of sampling fields.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Weights by the id of a version, a folder in `--weights-dir`.
 
-    weights-dir/step_000007/    as `checkpoint.publish` leaves it, with its MANIFEST.json: a dense
-                                model folder of the served model's sizes, or a PEFT adapter folder;
-                                with a STABLE a trainer's broadcast (`weights.sync.folder`)
+    weights-dir/step_000007/    as `checkpoint.publish` leaves it: a dense model folder of the served
+                                model's sizes, or a PEFT adapter folder; with a STABLE a trainer's
+                                broadcast (`weights.sync.folder`)
 
 A client sends an id and never a path. No id leads elsewhere; neither the folder nor its files may
 be links; and every byte has its published digest.

@@ -1,8 +1,8 @@
 """A thread with an event loop whose clock does not count the loop's own lateness.
 
 A busy or stopped process reads its sockets seconds late, and would take healthy engines for silent.
-So one iteration of this loop counts for `turn_s` at most, and a wait for its timeout plus that. All
-timeouts and times of the loop use this clock.
+So one iteration counts for `turn_s` at most, and a wait for its timeout plus that, in all timeouts
+and times of the loop.
 """
 
 from __future__ import annotations

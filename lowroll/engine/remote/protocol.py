@@ -1,8 +1,8 @@
 """A request as a body of /v1/completions, and the answer as rollouts, by token ids alone.
 
-Answers are checked before use. `top_logprobs` are read by token id (`return_tokens_as_token_ids`),
-since two ids may have one text. lowroll's own server packs the tokens and log-probs of a sample as
-two strings: lists of numbers cost both sides ten times as much.
+Answers are checked before use. `top_logprobs` are read by token id, since two ids may have one
+text. lowroll's own server packs the tokens and log-probs of a sample as two strings: lists of
+numbers cost both sides ten times as much.
 """
 
 from __future__ import annotations

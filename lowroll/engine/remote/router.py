@@ -1,10 +1,10 @@
 """Routing of a pool's requests to its replicas: least loaded, with affinity, and with retries.
 
-A request, which is all samples of a group, goes to the replica with the fewest outstanding tokens.
-A later turn of a conversation goes to the one that drew the turn before, whose cache may hold its
-pages, unless that has clearly more to do. A replica whose cache is full receives no more than it
-can begin soon. A lost request is sent to another with the same id and seed, so that the same
-weights draw the same tokens; a late answer of the first is ignored.
+A request, which is all samples of a group, goes to the replica with the fewest outstanding tokens;
+a later turn of a conversation to the one that drew the turn before, whose cache may hold its pages,
+unless that has clearly more to do. A replica whose cache is full receives no more than it can begin
+soon. A lost request is sent to another with the same id and seed, so that the same weights draw the
+same tokens.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""Checks of an engine's weights by the log-probs of a few tokens, which are run alone, so that they
-differ by rounding only. They find what the engine does not know: bad memory, a model that was read
-wrongly, a vLLM that kept its old weights.
+"""Checks of an engine's weights by the log-probs of a few tokens. They find what the engine does not
+know: bad memory, a model that was read wrongly, a vLLM that kept its old weights.
 
 An engine that joins a pool has to agree with one that works (`check_canary`). A run's vLLM is
 compared with the learner after an update (`Verifier`), by two tests, since neither is enough:
 
  1. distance    is the engine near the learner? The bound allows for the rounding of formats.
- 2. movement    has the engine moved as the learner has? Small steps hide below the bound, so a
-                stale policy passes (1). With d the learner's change since a reference and m the
-                engine's, the share <m, d> / <d, d> is 1 when updates arrive and 0 when they do not.
-                It is asked as soon as d stands out of the distance between the two; until then the
-                reference stays, and small steps add up.
+ 2. movement    has the engine moved as the learner has? A stale policy passes (1) when steps are
+                small. With d the learner's change since a reference and m the engine's, the share
+                <m, d> / <d, d> is 1 when updates arrive and 0 when they do not. It is asked as soon
+                as d stands out of the distance; until then the reference stays, and steps add up.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The folders of a vLLM: the facts about its model, and weight updates that it loads, as an adapter
-in PEFT's layout or the whole model in the format of the first folder.
+"""The folders of a vLLM: the facts about its model, and weight updates that it loads.
 
 The folder of an update appears whole, in a new place for each version, before the server hears of
 it: a missing or half-written one kills vLLM's engine.

@@ -1,9 +1,6 @@
-"""A vLLM server as a child: in a process group of its own, with a Unix socket in a private folder,
-and ended with this process.
-
-It has no port, because vLLM's control routes (`VLLM_SERVER_DEV_MODE`) need no token, and on
-loopback every user of the machine could call them.
-"""
+"""A vLLM server as a child: in a process group of its own, and ended with this process. It has a
+Unix socket in a private folder, because vLLM's control routes (`VLLM_SERVER_DEV_MODE`) need no
+token, and on loopback every user of the machine could call them."""
 
 from __future__ import annotations
 
