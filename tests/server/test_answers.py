@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from lowroll import Engine, Request
 from lowroll.engine.remote.protocol import unpack
 from lowroll.types import Group, Rollout
+from tests.fixtures import engines
 from tests.fixtures.http import NAME, events, get, post, serving
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
@@ -21,16 +23,7 @@ SCORED = {"max_tokens": 0, "prompt_logprobs": 0}
 PACKED = {"prompt": "a", "packed": True, "return_token_ids": True}
 
 
-def engine_of(model: Path, weights: str = "fp32", **options: Any) -> Engine:
-    return Engine(
-        model,
-        weights=weights,
-        device="cpu",
-        cache_tokens=8192,
-        page_size=4,
-        max_batch=32,
-        **options,
-    )
+engine_of = partial(engines.engine_of, cache_tokens=8192, max_batch=32)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +96,7 @@ def unpacked(parts: list[dict[str, Any]], index: int) -> tuple[list[int], list[f
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
 def test_tokens_and_logprobs_are_those_of_the_engine(model: Path, weights: str) -> None:
     """Streamed or not, of ids or text, for a conversation or a trainer, of one sample or eight."""
-    served, reference = engine_of(model, weights), engine_of(model, weights)
+    served, reference = (engine_of(model, weights=weights) for _ in range(2))
     known = reference.tokenizer
     with serving(served, tokenizer=served.tokenizer) as url:
         for n in (1, 8):

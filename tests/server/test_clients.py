@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from lowroll import Engine, Request
 from lowroll.runs.demo import build_tokenizer
+from tests.fixtures import engines
 from tests.fixtures.hermes import TEMPLATE
 from tests.fixtures.http import NAME, events, post, serving
 from tests.fixtures.processes import eventually
@@ -29,8 +31,7 @@ CLASSIC = os.environ.get("LOWROLL_CLASSIC_PYTHON")
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
-def engine_of(model: Path) -> Engine:
-    return Engine(model, weights="fp32", device="cpu", cache_tokens=8192, page_size=4, max_batch=32)
+engine_of = partial(engines.engine_of, cache_tokens=8192, max_batch=32)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ from lowroll import Engine, Request, WeightUpdate
 from lowroll.model import hf
 from lowroll.server.engine_thread import EngineThread
 from lowroll.server.limits import Credentials, ServerLimits
+from tests.fixtures import engines
 from tests.fixtures.http import events, post, serving
 from tests.fixtures.processes import eventually
 from tests.fixtures.serving import Moody
@@ -29,10 +31,7 @@ from tests.fixtures.serving import Moody
 ADMIN = "an-admin-of-this-test"
 
 
-def engine_of(model: Path, weights: str = "fp32") -> Engine:
-    return Engine(
-        model, weights=weights, device="cpu", cache_tokens=4096, page_size=4, max_batch=16
-    )
+engine_of = partial(engines.engine_of, cache_tokens=4096, max_batch=16)
 
 
 def mix(seed: int) -> dict[str, Any]:
@@ -113,7 +112,7 @@ def same(choice: dict[str, Any], want: tuple[list[int], str, int | str | None]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 def test_a_mix_is_answered_as_each_alone(model: Path, weights: str) -> None:
-    served, reference = engine_of(model, weights), engine_of(model, weights)
+    served, reference = (engine_of(model, weights=weights) for _ in range(2))
     with serving(served, tokenizer=served.tokenizer) as url, ThreadPoolExecutor(12) as pool:
         seeds = range(60)
         jobs = []
@@ -158,8 +157,10 @@ def begun(engine: Moody, rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_a_pause_changes_no_answer(slow: tuple[str, Moody], model: Path, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_pause_changes_no_answer_but_those_that_it_ends(
+    slow: tuple[str, Moody], model: Path, mode: str
+) -> None:
     asked, (url, engine) = mix(7) | {"max_tokens": 60, "n": 2, "ignore_eos": True}, slow
     asked.pop("stop", None), asked.pop("stop_token_ids", None)
     want = alone(engine_of(model), asked)
@@ -179,25 +180,12 @@ def test_a_pause_changes_no_answer(slow: tuple[str, Moody], model: Path, mode: s
         assert post(f"{url}/resume", {}, ADMIN)[0] == 200
         for answer in (*answers, late):
             for choice, one in zip(answer.result(30), want, strict=True):
-                same(choice, one)
-
-
-@pytest.mark.slow
-def test_what_a_pause_aborts_says_so(slow: tuple[str, Moody]) -> None:
-    url, engine = slow
-    asked = {**mix(7), "max_tokens": 200, "n": 2, "ignore_eos": True}
-    asked.pop("stop", None), asked.pop("stop_token_ids", None)
-    with ThreadPoolExecutor(2) as pool:
-        engine.slow_s = 0.1  # else they may end before the pause
-        answers = [pool.submit(one, url, asked) for one in (whole, streamed)]
-        begun(engine, 4)
-        assert post(f"{url}/pause?mode=abort", {}, ADMIN)[0] == 200
-        engine.slow_s = 0.0
-        first, second = (answer.result(30) for answer in answers)
-        assert post(f"{url}/resume", {}, ADMIN)[0] == 200
-    for choice in (*first, *second):
-        assert choice["finish_reason"] == "abort" and choice["stop_reason"] is None
-        assert 0 < len(choice["token_ids"]) < 200
+                if mode != "abort" or answer is late:
+                    same(choice, one)
+                    continue
+                assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", None)
+                drawn = len(choice["token_ids"])
+                assert 0 < drawn < 60 and choice["token_ids"] == one[0][:drawn]
 
 
 @pytest.mark.slow

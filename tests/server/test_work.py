@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from lowroll import Engine
 from lowroll.runs.demo import build_tokenizer
 from lowroll.server import streaming
 from lowroll.server.limits import ServerLimits
 from lowroll.server.protocol import ChatRequest, Refused, Tool, parse_request
 from lowroll.server.structured_outputs import check_tool_names
 from lowroll.server.text import Vocabulary
+from tests.fixtures.engines import engine_of
 from tests.fixtures.hermes import TEMPLATE
 from tests.fixtures.http import NAME, get, post, serving
 from tests.fixtures.scripted import Scripted
@@ -177,7 +177,7 @@ def test_bodies_that_are_held_together_are_bounded() -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_log_probs_of_prompts_are_bounded_together(model: Path, path: str) -> None:
     """Places times tokens told at each, of all prompts."""
-    engine = Engine(model, weights="fp32", device="cpu", cache_tokens=4096, page_size=4)
+    engine = engine_of(model)
     made = engine.tokenizer
     limits = ServerLimits(told=100)
     talk: dict[str, Any] = {"prompt": [[5] * 10] * 4, "max_tokens": 0}
@@ -193,7 +193,7 @@ def test_log_probs_of_prompts_are_bounded_together(model: Path, path: str) -> No
 def test_a_large_answer_is_written_beside_the_loop(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(model, weights="fp32", device="cpu", cache_tokens=4096, page_size=4)
+    engine = engine_of(model)
     writers: list[str] = []
     compact = streaming.compact_json
 
