@@ -48,12 +48,11 @@ class EngineThread:
         deadline_s: float = 30.0,
         drain_s: float = 600.0,
         max_samples: int = 16384,
-        metrics: Metrics | None = None,
     ) -> None:
         self.engine = engine
         self.drain_s = drain_s
         self.max_samples = max_samples
-        self.metrics = metrics or Metrics()
+        self.metrics = Metrics()
         self.watchdog = Watchdog(deadline_s)
         self.loop = EngineLoop(engine, self.metrics, self.watchdog, deadline_s / 8)
         self.closing = False
@@ -125,7 +124,7 @@ class EngineThread:
         if grammars is not None:
             grammars.compile(text)
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """Stop drawing.
 
         keep: requests in flight go on after `resume`. wait: they finish first, and new ones are

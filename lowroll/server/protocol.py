@@ -188,8 +188,8 @@ class SamplingFields(RequestBody):
         prompt_ids: list[int],
         *,
         max_tokens: int,
-        top_logprobs: int = 0,
-        request_id: str = "",
+        top_logprobs: int,
+        request_id: str,
         grammar: str | None = None,
     ) -> Request:
         """Return the engine's request for one prompt. Without a seed it gets a random one."""

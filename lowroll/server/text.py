@@ -92,8 +92,8 @@ class Vocabulary:
         chat: ChatTokenizer,
         messages: list[dict[str, Any]],
         open_turn: bool,
-        tools: Sequence[dict[str, Any]] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]],
+        template_kwargs: Mapping[str, Any] | None,
     ) -> str:
         """Return a conversation in the model's template. ValueError with the template's error."""
         with self._lock:

@@ -41,17 +41,12 @@ class Discovery:
     hang, so each query has its own thread, and a late one is abandoned."""
 
     def __init__(
-        self,
-        elastic: Elastic,
-        found: Callable[[list[str]], None],
-        resolver: Resolver = resolve,
-        answer_s: float = ANSWER_S,
+        self, elastic: Elastic, found: Callable[[list[str]], None], resolver: Resolver
     ) -> None:
         self.elastic = elastic
         self.last_error = "it was not asked yet"
         self._found = found
         self._resolver = resolver
-        self._answer_s = answer_s
         self._asking: threading.Thread | None = None
         self._told: list[str] | None = None
         self._end = threading.Event()
@@ -98,9 +93,9 @@ class Discovery:
 
         self._asking = threading.Thread(target=ask, name="resolver", daemon=True)
         self._asking.start()
-        self._asking.join(timeout=self._answer_s)
+        self._asking.join(timeout=ANSWER_S)
         if not answers:
-            raise ValueError(f"no answer of the resolver within {self._answer_s:g} s")
+            raise ValueError(f"no answer of the resolver within {ANSWER_S:g} s")
         addresses = answers[0]
         if isinstance(addresses, Exception):
             raise addresses

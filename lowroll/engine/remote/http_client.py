@@ -95,9 +95,9 @@ class HttpClient:
         if self._session is not None:
             await self._session.close()
 
-    async def get(self, path: str, what: str, deadline_s: float = 30.0) -> Any:
+    async def get(self, path: str, what: str) -> Any:
         """Return the JSON of a GET, which may be retried. ServerError names the call."""
-        return await self.answer(HttpCall("GET", path, what, deadline_s=deadline_s, again=True))
+        return await self.answer(HttpCall("GET", path, what, again=True))
 
     async def answer(self, call: HttpCall) -> Any:
         """Return the JSON of an answer, or the text of one without JSON. ServerError."""
