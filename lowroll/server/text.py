@@ -7,8 +7,9 @@ stop string. Emitted text is never taken back, so a stream equals the whole resp
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,14 +48,16 @@ class Vocabulary:
         }
         self._bytes = type(self.backend.decoder).__name__ == "ByteLevel"
         self.longest = _longest_token(self.backend, self._bytes)
-        self.pieces = _PieceCache(self._piece)
-        self._names: dict[int, str] = {}
+        self.piece = cache(self._piece)
+        self.name = cache(self._name)
         self._lock = Lock()  # of encoding: a tokenizer changes its own settings on the way
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. ValueError for a lone surrogate."""
-        if not is_unicode(text):
-            raise ValueError("not a text in Unicode: it has half of a surrogate pair")
+        """Return the token ids of a text. ValueError for a lone surrogate, which JSON allows."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("not a text in Unicode: it has half of a surrogate pair") from None
         with self._lock:
             ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return [int(token) for token in ids]
@@ -67,18 +70,6 @@ class Vocabulary:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-
-    def piece(self, token_id: int) -> bytes:
-        """Return the bytes that one token adds to a text, in UTF-8 or a part of it: the name of a
-        special token, nothing for an unknown id."""
-        return self.pieces[token_id]
-
-    def name(self, token_id: int) -> str:
-        """Return one token's text, with replacement characters for invalid bytes."""
-        name = self._names.get(token_id)
-        if name is None:
-            name = self._names[token_id] = self.piece(token_id).decode("utf-8", "replace")
-        return name
 
     def decoder(self, prompt_ids: Sequence[int] = (), marks: bool = False) -> TokenDecoder:
         """Return a decoder of one response to a prompt. It drops special tokens; marks: except
@@ -99,7 +90,13 @@ class Vocabulary:
         with self._lock:
             return chat.render(messages, open_turn, tools, template_kwargs)
 
+    def _name(self, token_id: int) -> str:
+        """Return one token's text, with replacement characters for invalid bytes."""
+        return self.piece(token_id).decode("utf-8", "replace")
+
     def _piece(self, token_id: int) -> bytes:
+        """Return the bytes that one token adds to a text, in UTF-8 or a part of it: the name of a
+        special token, nothing for an unknown id."""
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -160,27 +157,6 @@ def finite_logprob(logprob: float) -> float:
     return max(logprob, _MIN_LOGPROB)
 
 
-class _PieceCache(dict[int, bytes]):
-    """The pieces of tokens by id, computed at first use: no Python runs for a known one."""
-
-    def __init__(self, find: Callable[[int], bytes]) -> None:
-        super().__init__()
-        self.find = find
-
-    def __missing__(self, token_id: int) -> bytes:
-        piece = self[token_id] = self.find(token_id)
-        return piece
-
-
-def is_unicode(text: str) -> bool:
-    """Return True if the text can be encoded: JSON allows lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _byte_alphabet() -> dict[str, int]:
     """Return the characters that stand for bytes in the tokens of GPT-2 and its successors
     (openai/gpt-2, encoder.py)."""
@@ -204,7 +180,7 @@ class _ByteDecoder:
     def feed(self, token_ids: Iterable[int]) -> str:
         special = self.vocabulary.special
         ids = [i for i in token_ids if i not in special]
-        return self.utf8.decode(b"".join(map(self.vocabulary.pieces.__getitem__, ids)))
+        return self.utf8.decode(b"".join(map(self.vocabulary.piece, ids)))
 
     def end(self) -> str:
         return self.utf8.decode(b"", final=True)

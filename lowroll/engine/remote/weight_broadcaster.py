@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from lowroll.engine.remote.http_client import ServerError, happens_within
 from lowroll.engine.remote.replica import PoolOptions, Replica
@@ -130,7 +130,7 @@ class WeightBroadcaster:
         return policies, is_superseded
 
     def _wait_beside(
-        self, late: dict[Replica, asyncio.Future[HeldPolicy]], broadcast: Broadcast, grace: float
+        self, late: Mapping[Replica, asyncio.Future[HeldPolicy]], broadcast: Broadcast, grace: float
     ) -> None:
         for replica, task in late.items():
             waiter = asyncio.ensure_future(self._await_late(replica, task, broadcast, grace))
