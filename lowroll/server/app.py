@@ -42,7 +42,7 @@ from lowroll.server.weight_store import WeightStore
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ECHO_S = 1.0
+ECHO_S = 1.0  # a second signal within it is none: terminals and wrappers often send two
 LAST_S = 5.0  # grace for the answers of aborted requests
 BACKLOG = 512
 THREADS = 4  # threads that encode texts and read weights
