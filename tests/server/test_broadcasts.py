@@ -22,6 +22,7 @@ from lowroll.types import Request
 from lowroll.weights import aligned
 from lowroll.weights.noise import Noise, NoiseSchedule
 from lowroll.weights.publish import quantize_base
+from lowroll.weights.sync import folder as sync_folder
 from lowroll.weights.sync.base import STABLE
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.broadcasts import adapted, broadcaster, moved
@@ -229,7 +230,7 @@ def test_a_version_that_is_written_again_meanwhile_is_read_again(
     at = broadcaster(tmp_path, learner, base=str(folder))
     at.publish(1)
     shelf, reads = WeightStore(tmp_path, folder), []
-    read = shelf._read
+    read = sync_folder.read_update
 
     def slow(*given: Any) -> Any:
         found = read(*given)
@@ -239,7 +240,7 @@ def test_a_version_that_is_written_again_meanwhile_is_read_again(
         reads.append(1)
         return found
 
-    monkeypatch.setattr(shelf, "_read", slow)
+    monkeypatch.setattr(sync_folder, "read_update", slow)
     again = 2
     take(shelf, engine, "step_1")
     inside = engine_of(learner, "int8", torch.float32, False)
