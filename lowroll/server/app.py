@@ -305,8 +305,6 @@ class _Connection(web.RequestHandler):
 
 
 class _RefusedConnection(asyncio.Protocol):
-    """One connection above the limit."""
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.abort()

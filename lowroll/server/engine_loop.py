@@ -158,7 +158,6 @@ class InFlightRequest:
             self._loop.post(lambda: self._loop.abort(self))
 
     def receive(self, deltas: list[Delta], end: Group | Exception | None) -> None:
-        """Take updates from the engine's thread."""
         for delta in deltas:
             earlier = self.pending.get(delta.sample)
             self.pending[delta.sample] = delta if earlier is None else earlier.then(delta)
@@ -215,7 +214,6 @@ class Watchdog:
         self.start("its start")
 
     def start(self, busy_with: str, allowed_s: float | None = None) -> None:
-        """Note the start of a task with its deadline (default: an iteration's)."""
         self.busy_with = busy_with
         self.allowed_s = self.deadline_s if allowed_s is None else allowed_s
         self._since = time.monotonic()
@@ -299,7 +297,6 @@ class PauseControl:
         self.drained = drained
 
     def end_drain(self) -> None:
-        """Pause, as nothing is in flight any more."""
         self.state = "paused"
         self._answer(None)
 
@@ -370,7 +367,6 @@ class EngineLoop:
     def perform(
         self, job: Future[T], fn: Callable[[Engine], T], what: str, allowed_s: float | None
     ) -> None:
-        """Run fn(engine) unless its job was cancelled."""
         if not job.set_running_or_notify_cancel():
             return
         self.watchdog.start(what, allowed_s)
@@ -380,7 +376,6 @@ class EngineLoop:
             job.set_exception(error)
 
     def submit(self, request: InFlightRequest) -> None:
-        """Add a request to the engine, or hold it back."""
         if self.stopping:
             raise ServerBusy("the server is ending")
         if self.held or self._holds_back():
@@ -501,7 +496,6 @@ class EngineLoop:
             log.exception("the engine could not give up what was in flight")
 
     def _fail(self, error: Exception, held: Iterable[InFlightRequest]) -> None:
-        """End all requests in flight, and those in `held`, with an error."""
         requests = [*self.in_flight.values(), *held]
         self.in_flight.clear()
         for request in requests:

@@ -192,7 +192,6 @@ class EngineThread:
             self._open_samples -= request.request.n
 
     def check_alive(self, what: str) -> None:
-        """Raise EngineStalled when the thread hangs."""
         if not self._thread.is_alive():
             raise EngineStalled(f"{what}: the engine's thread does not run")
         self.watchdog.check(what)

@@ -286,7 +286,6 @@ def _finite_float(text: str) -> float:
 
 
 def _stop_silence_timer(request: web.Request) -> None:
-    """Stop the timer that drops a connection without a request."""
     timer = request.app[SILENT].pop(request.protocol, None)
     if timer is not None:
         timer.cancel()

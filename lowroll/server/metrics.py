@@ -54,8 +54,6 @@ class RequestTimes:
 
 
 class _EngineTotals(Collector):
-    """The counters of the engine, as of its last health."""
-
     def __init__(self) -> None:
         self.stats: EngineStats | None = None
 

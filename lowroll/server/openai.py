@@ -89,8 +89,6 @@ def _capability_fields(can: Capabilities) -> Tree:
 
 
 class ChoiceText:
-    """The text of one choice, and the character offsets of its tokens."""
-
     def __init__(
         self,
         vocabulary: Vocabulary | None,
@@ -159,7 +157,6 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def _prompt_scores(
     state: ServerState, body: CompletionRequest, prompts: Sequence[EncodedPrompt]
 ) -> Sequence[PromptScores | None]:
-    """Return the log-probs of the prompts where they were requested, None for each where not."""
     scores_echo = body.echo and body.logprobs is not None
     if body.prompt_logprobs is None and not scores_echo:
         return [None] * len(prompts)
@@ -204,7 +201,6 @@ class CompletionAnswer(Answer):
         return choice
 
     def scored(self) -> Tree:
-        """Return the prompts alone, with their log-probs."""
         empty_delta = Delta(0, [], [], None, "length", None)
         choices = [self._choice(i, empty_delta) for i in range(len(self.prompts))]
         return self.head | {"choices": choices, "usage": self.usage([])}
@@ -276,7 +272,6 @@ class _LogprobLists:
         self.top_logprobs: list[dict[str, float] | None] = []
 
     def add(self, ids: list[int], logprobs: list[float], tops: list[TopTokens] | None) -> None:
-        """Add tokens, without their text offsets."""
         name = self.names.name
         tokens = [name(token) for token in ids]
         values = [finite_logprob(logprob) for logprob in logprobs]
@@ -435,7 +430,6 @@ class ChatAnswer(Answer):
         return hashlib.sha256(identity.encode()).hexdigest()[:9]
 
     def _choice(self, delta: Delta, calls: bool) -> Tree:
-        """Return the fields of a choice but its text."""
         reason: str | None = delta.finish_reason
         if calls and reason == "stop":
             reason = "tool_calls"
@@ -454,7 +448,6 @@ class ChatAnswer(Answer):
         return choice
 
     def _prompt(self) -> Tree:
-        """Return the fields of the prompt that were requested."""
         fields: Tree = {}
         if self.body.return_token_ids:
             fields["prompt_token_ids"] = self.prompts[0]

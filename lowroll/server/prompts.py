@@ -111,7 +111,6 @@ async def encode_conversation(
 
 
 def _check_length(state: ServerState, vocabulary: Vocabulary, text: str, field: str) -> None:
-    """Refuse a text that has more tokens than the context, before it is encoded."""
     context, min_tokens = state.capabilities.context_length, vocabulary.fewest_tokens(text)
     if min_tokens > context:
         raise too_long(
@@ -142,7 +141,6 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _template_tool_call(call: ToolCall, field: str) -> dict[str, Any]:
-    """Return a tool call with parsed arguments, as chat templates expect it."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):

@@ -223,8 +223,6 @@ class StreamOptions(RequestBody):
 
 
 class GenerationFields(RequestBody):
-    """The fields of any generation request except its prompt and sampling."""
-
     model: Name | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -336,14 +334,11 @@ class Tool(RequestBody):
 
     @property
     def schema_shown(self) -> dict[str, Any]:
-        """The part that chat templates show."""
         function_schema = self.function.model_dump(exclude_unset=True, exclude={"strict"})
         return {"type": "function", "function": function_schema}
 
 
 class ConversationFields(RequestBody):
-    """The fields with which messages are rendered."""
-
     add_generation_prompt: bool = True
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
     chat_template_kwargs: dict[str, Any] | None = None
@@ -372,8 +367,6 @@ class ChatRequest(SamplingFields, GenerationFields, StructuredOutputFields, Conv
 
 
 class SamplingParams(SamplingFields):
-    """vLLM's `sampling_params`."""
-
     skip_special_tokens: bool = True  # no text is made
     logprobs: TopLogprobs | None = None
     prompt_logprobs: TopLogprobs | None = None
@@ -556,7 +549,6 @@ def _plain_reason(kind: str, message: str) -> str:
 
 
 def _body_path(loc: tuple[int | str, ...]) -> str:
-    """Return a path into the body, without the type names that pydantic inserts."""
     path = str(loc[0])
     for part in loc[1:]:
         if isinstance(part, int):

@@ -80,7 +80,6 @@ class Answer:
         return events
 
     def event(self, choice: Tree) -> Tree:
-        """Return a choice as an event of OpenAI's API."""
         usage = {"usage": None} if self.body.wants_usage else {}
         return self.head | {"choices": [choice]} | usage
 
@@ -157,7 +156,6 @@ async def _stream_answer(
 async def _submitted_streams(
     state: ServerState, requests: Sequence[Request], names: Sequence[Mapping[str, str]]
 ) -> AsyncIterator[list[InFlightRequest]]:
-    """Submit the requests, and abort those that are open when the block is left."""
     async with AsyncExitStack() as stack:
 
         async def submit(request: Request, own: Mapping[str, str]) -> InFlightRequest:
@@ -226,7 +224,6 @@ class _EventStream:
         await self.response.write_eof()
 
     async def _write(self, data: str) -> None:
-        """Write one event, and wait when the client reads slowly."""
         event = f"data: {data}\n\n".encode()
         transport = self.request.transport
         if (
@@ -257,7 +254,6 @@ def json_response(tree: Tree) -> web.Response:
 async def json_response_in_worker(
     state: ServerState, make: Callable[[], Tree], tokens: int
 ) -> web.Response:
-    """Return the answer of `make`, in a worker if it has many tokens."""
     if tokens <= SHORT_ANSWER:
         return json_response(make())
     body = await state.run_in_worker(lambda: compact_json(make()).encode())

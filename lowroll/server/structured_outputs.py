@@ -103,7 +103,6 @@ def _required_tools(body: ChatRequest) -> Sequence[Tool]:
 
 
 def check_tool_names(tools: Sequence[Tool]) -> None:
-    """Refuse two tools of one name."""
     seen_names = set[str]()
     for i, tool in enumerate(tools):
         name = tool.function.name
@@ -186,7 +185,6 @@ def _regex_grammar(regex: str) -> str:
 
 
 def _import_matcher() -> Any:
-    """Return llguidance's compiler. ValueError when it is not installed."""
     try:
         from llguidance import LLMatcher
     except ImportError:
@@ -224,7 +222,6 @@ _WRITERS: dict[str, Callable[[Any], str]] = {
 
 
 def _of_calls(state: ServerState, offered: OfferedTools) -> str:
-    """Return the grammar of tool calls in the model's format."""
     syntax = _CALL_SYNTAX.get(offered.format)
     if syntax is None:
         raise ValueError(f"grammar: calls written as {offered.format} are the model's; use auto")
@@ -232,7 +229,6 @@ def _of_calls(state: ServerState, offered: OfferedTools) -> str:
     tokens = {text: f"<[{token}]>" for token, text in state.vocabulary.marks.items()}
 
     def literal(text: str) -> str:
-        """Write a special token by its id, any other text literally."""
         return tokens.get(text, json.dumps(text)) if text else ""
 
     repeated = f"({literal(syntax.between)} call){{0,{MOST_CALLS - 1}}}" if offered.several else ""

@@ -86,7 +86,6 @@ class Vocabulary:
         tools: Sequence[dict[str, Any]],
         template_kwargs: Mapping[str, Any] | None,
     ) -> str:
-        """Return a conversation in the model's template. ValueError with the template's error."""
         with self._lock:
             return chat.render(messages, open_turn, tools, template_kwargs)
 
@@ -138,8 +137,6 @@ def _keeps_length(normalizer: Any) -> bool:
 
 @dataclass(frozen=True)
 class TokenNames:
-    """The names of tokens in log-probs."""
-
     vocabulary: Vocabulary | None
     as_ids: bool  # "token_id:5": two tokens may have the same text
 
@@ -153,7 +150,6 @@ class TokenNames:
 
 
 def finite_logprob(logprob: float) -> float:
-    """Return a log-prob as JSON, which has no infinity."""
     return max(logprob, _MIN_LOGPROB)
 
 
@@ -215,7 +211,6 @@ class _WindowDecoder:
         return new_text
 
     def _show(self, until: int) -> str:
-        """Return the characters up to `until` that were not emitted yet."""
         new_text = self.text[self.shown : until]
         self.shown = max(self.shown, until)
         return new_text

@@ -196,7 +196,6 @@ def _is_published(folder: Path) -> bool:
 
 
 def _noise_of(broadcast: Broadcast | None, able: Capabilities) -> Noise | None:
-    """Return the noise of a broadcast. ValueError when the engine supports none."""
     from lowroll.weights.noise import Noise
 
     if broadcast is None or broadcast.noise is None:

@@ -23,11 +23,9 @@ JOIN_S = 1.0
 
 @dataclass(frozen=True)
 class Elastic:
-    """A DNS name of engines. sync_interval: seconds between two queries."""
-
     hostname: str
     port: int = 8000
-    sync_interval: float = 5.0
+    sync_interval: float = 5.0  # seconds between two queries
 
 
 def resolve(host: str, port: int) -> list[str]:
@@ -54,7 +52,6 @@ class Discovery:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop. Idempotent."""
         self._end.set()
         self._thread.join(timeout=JOIN_S)
 

@@ -41,11 +41,9 @@ class CappedClock(selectors.DefaultSelector):
         return super().select(timeout)
 
     def time(self) -> float:
-        """Return the time in seconds, which is monotonic."""
         return self._counted + min(self._clock() - self._since, self._turn_s)
 
     def _count(self, most: float) -> None:
-        """Add the time since the last count, of at most `most` seconds."""
         now = self._clock()
         self._counted += min(now - self._since, most)
         self._since = now
@@ -80,7 +78,6 @@ class LoopThread:
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Start a coroutine on the loop. Cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(

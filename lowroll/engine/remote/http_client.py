@@ -76,7 +76,6 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Create the session; the connection is made with the first request."""
         self._turns = asyncio.Semaphore(self._concurrency)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.token is not None:
@@ -141,7 +140,6 @@ class HttpClient:
             pause *= 2
 
     async def _once(self, call: HttpCall, on_line: Callable[[bytes], None] | None) -> bytes:
-        """Send a call and return the body of the answer. ServerError for an error status."""
         data = None if call.body is None else json.dumps(call.body, allow_nan=False).encode()
         headers = None if call.token is None else {"Authorization": f"Bearer {call.token}"}
         assert self._session is not None
@@ -246,7 +244,6 @@ def _error_text(text: bytes) -> str:
 
 
 async def happens_within(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for an event. Return whether it was set within the time."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -223,5 +223,4 @@ def _parse_tag(stated: dict[str, Any]) -> BehaviorTag:
 
 
 def _parse_metrics(text: str) -> dict[str, float]:
-    """Return the values of /metrics by name, without prefix and `_total`."""
     return {name: float(value) for name, value in _METRIC_LINE.findall(text)}

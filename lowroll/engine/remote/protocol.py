@@ -123,7 +123,6 @@ class ResponseAssembler:
         self.samples = [ArrivingSample() for _ in range(request.n)]
 
     def take(self, answer: Any) -> None:
-        """Take an answer, or an event of a stream, with its choices."""
         if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
             raise self._invalid(f"no list of choices: {_excerpt(answer)}")
         model = answer.get("model")
@@ -133,7 +132,6 @@ class ResponseAssembler:
             self._take_choice(choice)
 
     def on_line(self, line: bytes) -> None:
-        """Take one line of a stream of server-sent events."""
         kind, _, data = line.strip().partition(b":")
         if kind != b"data" or data.strip() == b"[DONE]":
             return
@@ -190,7 +188,6 @@ class ResponseAssembler:
         return Group(self.request, rollouts)
 
     def _take_choice(self, choice: Any) -> None:
-        """Append a choice to its sample, with its end if it has one."""
         index = self._index_of(choice, "a choice of index")
         sample = self.samples[index]
         if sample.finish_reason is not None:
@@ -211,7 +208,6 @@ class ResponseAssembler:
         return index
 
     def _take_tokens(self, index: int, sample: ArrivingSample, choice: dict[str, Any]) -> None:
-        """Check the tokens and log-probs of a choice, and append them to its sample."""
         logprob_fields = choice.get("logprobs")
         if not isinstance(logprob_fields, dict):
             logprob_fields = {}

@@ -226,7 +226,6 @@ class Replica:
         return self._taking.locked()
 
     def takes_work(self, now: float) -> bool:
-        """Return whether new requests may be sent to the engine now."""
         is_unhealthy = self._why is not None
         if self.state != "ready" or is_unhealthy or self.suspect or self.leaving:
             return False
@@ -308,7 +307,6 @@ class Replica:
         self.version = versions.held.version
 
     def _check_first_weights(self) -> None:
-        """Raise ValueError, before any broadcast, for other weights than those of the others."""
         versions = self.owner.versions
         held_policy = self.held or HeldPolicy(0, frozenset({""}))
         if versions.held is None:
@@ -354,7 +352,6 @@ class Replica:
         )
 
     async def _watch(self) -> str:
-        """Send heartbeats until the engine fails, and return the reason."""
         clock = asyncio.get_running_loop().time
         heartbeat_s = self.options.heartbeat_s
         allowed_s = (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s
@@ -444,7 +441,6 @@ class Replica:
         return min(FIRST_PAUSE * 2.0**num_repeats, LONGEST_AWAY)
 
     async def _away(self, seconds: float) -> None:
-        """Wait so many seconds, or until no other engine works."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
         while clock() < end and self._others_work():

@@ -212,7 +212,6 @@ class ReplicaSet:
         self.router.dispatch()
 
     def heard(self, replica: Replica) -> None:
-        """Resume an engine that has answered its heartbeat."""
         if replica.leaving:
             self._remove_leavers()
         self.router.dispatch()
@@ -241,8 +240,6 @@ class ReplicaSet:
         task.add_done_callback(report_failure)
 
     def _remove_leavers(self) -> None:
-        """Remove the engines that discovery does not list any more and whose requests have
-        ended."""
         leavers = [replica for replica in self.replicas if replica.leaving and not replica.flights]
         for replica in leavers:
             self._watch_tasks.pop(replica).cancel()

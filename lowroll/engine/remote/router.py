@@ -78,7 +78,6 @@ class LoadBalancer:
         return int(request.n * request.max_tokens * self._share) + len(request.prompt_ids)
 
     def learn(self, flight: InFlightRequest, group: Group) -> None:
-        """Update the mean of drawn tokens, and remember which engine has the request's pages."""
         request = flight.entry.request
         num_drawn = sum(len(rollout.token_ids) for rollout in group.rollouts)
         self._share += LEARNED * (num_drawn / (request.n * request.max_tokens) - self._share)
@@ -258,7 +257,6 @@ class RequestRouter:
             raise ServerError(f"{flight.arrivals.what}: {flight.replica.url}: {problem}")
 
     def _is_late(self, flight: InFlightRequest) -> bool:
-        """Return whether an answer is not waited for any more, and count it."""
         if self._flights.get(flight.entry.handle) is flight:
             return False
         flight.replica.counts.late += 1
@@ -348,6 +346,5 @@ class RequestRouter:
 
 
 def _origin_of_samples(request: Request, server: EngineServer) -> Origin:
-    """Return a function from a sample to the policy that drew it and its evictions."""
     behavior = server.behavior
     return lambda i, one: (server.tag(request, behavior, i, one), server.evictions(one))

@@ -106,7 +106,6 @@ def check_canary(mine: list[float], theirs: list[float], witness: str) -> None:
 
 
 def text(vocab_size: int, context_length: int) -> list[int]:
-    """Return meaningless token ids to be scored."""
     count = min(TOKENS, context_length - 1)
     return [(7919 * (i + 1) + i * i * 104729) % vocab_size for i in range(count)]
 

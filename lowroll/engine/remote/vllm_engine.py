@@ -273,7 +273,6 @@ class VllmEngine(EnginePool):
             )
 
     def _load_adapter(self, update: WeightUpdate) -> None:
-        """Write the adapter as a folder, load it, and unload the ones not in use."""
         from lowroll.engine.remote.vllm_folders import write_adapter
 
         count = self._versions[update.version]
@@ -285,8 +284,6 @@ class VllmEngine(EnginePool):
         self._unload(keep=name)
 
     def _unload(self, keep: str | None) -> None:
-        """Unload the adapters that neither `keep` names nor a request in flight uses."""
-
         async def unload() -> None:
             kept_names = self.models_in_use | {keep}
             for name in [name for name in self._loaded if name not in kept_names]:
@@ -316,7 +313,6 @@ class VllmEngine(EnginePool):
         self.resume()
 
     def _check_arrival(self, update: WeightUpdate) -> None:
-        """Compare vLLM's log-probs with the learner's. NotArrived when they differ."""
         ids = self._verifier.ids
         if self._verify is not None:
             learner_logprobs: Sequence[float] = self._verify(ids)

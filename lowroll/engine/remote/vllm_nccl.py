@@ -72,7 +72,6 @@ class NcclTransfer:
         return tensors
 
     def send(self, tensors: Mapping[str, Tensor], dtype_name: str) -> None:
-        """Broadcast checked tensors, in the dtypes of such a model, to paused workers."""
         dtypes = {name: dtype_of(name, getattr(torch, dtype_name)) for name in tensors}
         communicator = self.meet(next(iter(tensors.values())).device)
         self._order(START, {})
@@ -242,7 +241,6 @@ class Communicator:
         return self._comm, ctypes.c_void_p(self._stream.cuda_stream)
 
     def _call(self, name: str, *arguments: object) -> None:
-        """Call a function of NCCL. RuntimeError with NCCL's reason."""
         status = getattr(self._nccl, name)(*arguments)
         if status:
             reason = self._nccl.ncclGetErrorString(status).decode()

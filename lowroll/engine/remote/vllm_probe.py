@@ -86,7 +86,6 @@ async def probe(http: HttpClient) -> ProbedVllm:
 
 
 def _parse_version(answer: Any) -> tuple[int, ...]:
-    """Parse the answer of /version. ValueError for another server, or a vLLM that is too old."""
     fields = answer if isinstance(answer, dict) else {}
     if fields.get("server") == "lowroll":
         raise ValueError("url: a lowroll server answers there, and no vLLM")
@@ -101,7 +100,6 @@ def _parse_version(answer: Any) -> tuple[int, ...]:
 
 
 def _keys_at(described: Any, *names: str) -> set[str]:
-    """Return the keys of the object at a path into the description; none where it is missing."""
     for name in names:
         described = described.get(name, {}) if isinstance(described, dict) else {}
     return set(described) if isinstance(described, dict) else set()

@@ -157,7 +157,6 @@ class VllmServer(EngineServer):
         }
 
     def stats(self, metrics: str) -> EngineStats:
-        """Parse vLLM's /metrics, summed over its engines."""
         values: dict[str, float] = {}
         labels: dict[str, str] = {}
         for name, label_text, value in _METRIC_LINE.findall(metrics):
@@ -349,7 +348,6 @@ def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
 
 
 def _read_json(path: Path, url: str) -> dict[str, Any]:
-    """Read a JSON object. ValueError when the file is missing or broken."""
     try:
         with path.open("rb") as file:
             parsed = json.loads(file.read(MOST_CONFIG))

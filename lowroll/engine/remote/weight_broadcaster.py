@@ -60,7 +60,6 @@ class WeightBroadcaster:
         return is_replacement
 
     def _settle(self, policies: dict[Replica, HeldPolicy]) -> None:
-        """Agree on what most replicas acknowledge, and mark the others unhealthy."""
         agreed_policy = agreed({replica.url: policy for replica, policy in policies.items()})
         for replica, policy in policies.items():
             if policy != agreed_policy:
@@ -144,7 +143,6 @@ class WeightBroadcaster:
         broadcast: Broadcast,
         seconds: float,
     ) -> None:
-        """Wait for an engine that takes longer than the others; mark it unhealthy when it fails."""
         try:
             async with asyncio.timeout(seconds):
                 held_policy = await task
