@@ -60,7 +60,7 @@ from bench.harness import (
     say,
     settle,
 )
-from bench.peer import Peer, PeerFailed, add_options, vllm_command, vllm_path
+from bench.peer import Peer, PeerFailed, add_options, vllm_command, vllm_environment, vllm_path
 from bench.placed import Compacting, Placed
 from bench.roofline import bandwidth, kv_bytes_per_token, weight_bytes
 from bench.shapes import SHAPES, random_model
@@ -459,9 +459,10 @@ def beside_vllm(
     if not points:
         return
     vocab_size = SHAPES[args.model]["vocab_size"]
-    command, path = vllm_command(args.vllm_python), vllm_path(args.vllm_path)
+    command = vllm_command(args.vllm_python)
+    environment = vllm_environment(vllm_path(args.vllm_path))
     try:
-        with Peer(peer_settings(args.model, format, points), command, path) as peer:
+        with Peer(peer_settings(args.model, format, points), command, environment) as peer:
             say(f"vLLM {peer.ready['vllm']} is ready after {peer.ready['seconds']:.0f} s")
             for context, batch in points:
                 theirs = peer_ms(peer, context, batch, vocab_size, args.rounds)

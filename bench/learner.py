@@ -18,7 +18,6 @@ those of the clock: the rows have both. The peak is the process's high-water mar
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +30,7 @@ import torch
 from bench.harness import BASELINES, Row, finish, parser_of, say, speed_row
 from bench.peer import Peer
 from bench.samples import batch_of, random_ids
-from bench.used_memory import resident
+from bench.worker import channel, orders, resident
 from lowroll.model import lora
 
 BOUND = 4.0  # GB that the run may take
@@ -133,21 +132,17 @@ SIDES = {"ours": ours, "peer": peer}
 
 
 def serve() -> None:
-    """Make a step for every line that comes, and print what it took. The first line has the
-    options."""
-    args = argparse.Namespace(**json.loads(sys.stdin.readline()))
+    """Be a side: make a step for every order, and say what it took."""
+    settings, answer = channel()
+    args = argparse.Namespace(**settings)
     torch.set_num_threads(args.threads)
     step, told = SIDES[args.side](args)
-    print(json.dumps({"told": told}), flush=True)
-    for _ in sys.stdin:
+    answer({"told": told})
+    for _ in orders():
         began, spent = time.perf_counter(), time.process_time()
         step()
-        found = {
-            "seconds": time.perf_counter() - began,
-            "cpu": time.process_time() - spent,
-            "peak": resident("VmHWM"),
-        }
-        print(json.dumps(found), flush=True)
+        seconds, cpu = time.perf_counter() - began, time.process_time() - spent
+        answer({"seconds": seconds, "cpu": cpu, "peak": resident("VmHWM")})
 
 
 class Side(Peer):

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from bench.harness import Results, Row, SomeOf, parser_of, say, settle
-from bench.reader import Reader
+from bench.reader import WAIT_S, reader
 from bench.shapes import SHAPES, TINY
 from bench.train import RATE, Job, batch, learner, peer_model, timed
 from lowroll.model import hf
@@ -170,18 +170,16 @@ def sending(job: Job, whole: Transformer, format: str) -> Iterator[Callable[[int
         if not job.lora:
             hf.save(whole, Path(name) / "model")
             for number in range(ENGINES):
-                reader = Reader(Path(name) / "model", shelf, format, engine_place(job, number))
-                readers.append(stack.enter_context(reader))
-            for reader in readers:
-                reader.ready()
+                engine = reader(Path(name) / "model", shelf, format, engine_place(job, number))
+                readers.append(stack.enter_context(engine))
 
         def send(version: int) -> Found:
             began = time.perf_counter()
             metrics = broadcaster.publish(version)
             written = time.perf_counter()
-            for reader in readers:
-                reader.ask(version)
-            held = {reader.answer()["digest"] for reader in readers}
+            for engine in readers:
+                engine.send({"version": version}, "a version")
+            held = {engine.next("a version", WAIT_S)["digest"] for engine in readers}
             if len(held) > 1:
                 raise RuntimeError(f"{format} engines hold different weights of version {version}")
             taken = {"engines_s": time.perf_counter() - written} if readers else {}

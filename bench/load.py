@@ -1,7 +1,6 @@
-"""Clients of a completions server in a process of their own, so that they take no time from it:
-JSON lines in, JSON lines out (`bench.peer.Peer`).
+"""Clients of a completions server, as a worker of `bench.peer`, so that they take no time from it.
 
-It needs aiohttp alone. The first line in is {}, the first line out {"ready": true}. Then each
+Each order
 
     {"url": "http://127.0.0.1:8000", "concurrency": 64, "prompts": [[5, 17, ...], ...],
      "body": {"model": ..., "stream": true, ...}}
@@ -21,13 +20,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+
+from bench.worker import channel, orders
 
 CALL_S = 300.0
 JSON = {"Content-Type": "application/json"}
@@ -157,22 +156,16 @@ def _since(began: float, told: Told) -> Told:
     return sent - began, first - began, last - began, tokens, gap, gap_at - began
 
 
-def serve(lines: Iterable[str]) -> None:
-    """Answer every line until they end."""
-    orders = iter(lines)
-    next(orders)
-    print(json.dumps({"ready": True}), flush=True)
-    asyncio.run(answer_all(orders))
-
-
-async def answer_all(orders: Iterable[str]) -> None:
+async def main() -> None:
     """Answer all orders over connections that stay open from one order to the next."""
+    _, say = channel()
+    say({"ready": True})
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=CALL_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        for line in orders:  # nothing else is to be done while it waits for one
-            print(json.dumps(await run(session, json.loads(line))), flush=True)
+        for order in orders():  # nothing else is to be done while it waits for one
+            say(await run(session, order))
 
 
 if __name__ == "__main__":
-    serve(sys.stdin)
+    asyncio.run(main())

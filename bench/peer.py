@@ -1,9 +1,7 @@
-"""The other engine of a comparison, as a child process that takes turns with ours
-(`bench.vllm_worker`).
+"""Another engine or learner as a child process that takes turns with ours; `bench.worker` is its end.
 
-Waits are for the child's next line: until it is ready, and for each call. Every wait has a
-deadline, names what it waits for, and ends early when the child does; the error carries the child's
-last words.
+Every wait for the child's next line has a deadline, says in its error what it waited for, and ends
+early when the child does; the error has the child's last words.
 """
 
 from __future__ import annotations
@@ -20,10 +18,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-WORKER = Path(__file__).with_name("vllm_worker.py")
+ROOT = str(Path(__file__).parents[1])
 START_S = 420.0  # seconds to import, make the weights, compile and capture the graphs
 CALL_S = 180.0
 CLOSE_S = 20.0
+# flashinfer's sampler is off because flashinfer may be missing
+VLLM = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 
 
 class PeerFailed(RuntimeError):
@@ -37,10 +42,13 @@ class Peer:
         self,
         settings: Mapping[str, Any],
         command: Sequence[str],
-        path: str | None = None,
-        start_s: float = START_S,
         environment: Mapping[str, str] = {},
+        start_s: float = START_S,
     ) -> None:
+        """Start a worker. environment: variables beside those of this process."""
+        env = {**os.environ, **environment}
+        paths = (env.get("PYTHONPATH"), ROOT)
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._errors = tempfile.TemporaryFile()
         try:
             self._process = subprocess.Popen(
@@ -48,7 +56,7 @@ class Peer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                env={**environment_of(path), **environment},
+                env=env,
             )
         except OSError as error:
             raise PeerFailed(f"{command[0]}: {error}") from None
@@ -111,6 +119,11 @@ class Peer:
 
     def ask(self, order: Mapping[str, Any], awaited: str, deadline_s: float) -> dict[str, Any]:
         """Return the worker's answer to an order. awaited: what the error says when none comes."""
+        self.send(order, awaited)
+        return self.next(awaited, deadline_s)
+
+    def send(self, order: Mapping[str, Any], awaited: str) -> None:
+        """Give the worker an order, and leave its answer for `next`."""
         assert self._process.stdin is not None
         if self.failed:
             raise PeerFailed(f"it had failed before it was asked for {awaited}")
@@ -119,10 +132,9 @@ class Peer:
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # its end arrives as the next answer
-        return self.next(awaited, deadline_s)
 
     def next(self, awaited: str, deadline_s: float) -> dict[str, Any]:
-        """Return the worker's next answer, where it gives several to an order."""
+        """Return the worker's next answer."""
         try:
             line = self._answers.get(timeout=deadline_s)
         except queue.Empty:
@@ -146,11 +158,8 @@ class Peer:
 
     def _last_words(self) -> str:
         self._errors.seek(0)
-        lines = [
-            line
-            for line in self._errors.read().decode(errors="replace").splitlines()
-            if line.strip()
-        ]
+        text = self._errors.read().decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
         return f"its last words: {' | '.join(lines[-4:])[-600:]}" if lines else "it said nothing"
 
 
@@ -173,15 +182,21 @@ def add_options(parser: argparse.ArgumentParser, default: str, several: bool = F
         )
 
 
+def vllm_python(python: str | None = None) -> list[str]:
+    """Return the beginning of a command of vLLM's: the given Python, the one of
+    LOWROLL_VLLM_PYTHON, or this one."""
+    return [python or os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable, "-P"]
+
+
 def vllm_command(python: str | None = None) -> list[str]:
-    """Return the command of the vLLM worker, with the given Python, the one of LOWROLL_VLLM_PYTHON,
-    or this one."""
-    return [python or os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable, "-P", str(WORKER)]
+    """Return the command of the vLLM worker."""
+    return [*vllm_python(python), "-m", "bench.vllm_worker"]
 
 
-def environment_of(path: str | None) -> dict[str, str]:
-    """Return the environment of a process that finds what is unpacked in a folder."""
-    return dict(os.environ) | ({"PYTHONPATH": path} if path else {})
+def vllm_environment(path: str | None, **more: str) -> dict[str, str]:
+    """Return the environment of a vLLM that is unpacked in a folder, or installed: offline and
+    silent. What this process's environment says stays."""
+    return {**VLLM, **more, **os.environ, **({"PYTHONPATH": path} if path else {})}
 
 
 def vllm_paths(paths: Sequence[str] = ()) -> list[str]:

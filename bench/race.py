@@ -17,8 +17,16 @@ largest micro-batch that fits; the fastest races. What could not be set up is sa
                          [--peer-python PATH] [--peer-setting NAME] [--vllm-path FOLDER]
                          [--subject FOLDER] [--change JSON] [--out FOLDER]
 
-One side runs at a time, in a process of its own; the sides of a seed take turns, and another one is
-first in the next seed. `--subject` is a folder to start from without SFT. `make trl` installs TRL into
+One side runs at a time, as a worker of `bench.peer`; the sides of a seed take turns, and another one
+is first in the next seed. A side says
+
+    {"ready": true, "about": {...}}                  versions, and how it draws and learns
+    {"step": 0, "score": 0.31}                       the score on held-out prompts before the first step
+    {"step": 1, "seconds": 9.1, "tokens": 812,       a step: its seconds without evaluations, the tokens
+     "reward": 0.4, "kl": 1e-4, "score": 0.33}       drawn for it, their mean reward; KL and score where known
+    {"end": true, "peak_bytes": 3e9, "folder": "x"}  the model that it ends with, as a folder of transformers
+
+ `--subject` is a folder to start from without SFT. `make trl` installs TRL into
 .venv-trl. Every record of every run is stored in `race.json`; `docs/tables.py` makes a table of it.
 """
 
@@ -41,10 +49,10 @@ from typing import Any, NamedTuple
 from bench import subject
 from bench.experiment import SUMMED, made_here, options, own_settings, short, store
 from bench.harness import merged, print_table, release, say
-from bench.peer import Peer, PeerFailed, vllm_path
+from bench.peer import VLLM, Peer, PeerFailed, vllm_path
 from bench.race_table import HEAD, columns, summary
 from bench.race_trl import SETTINGS as PEER_SETTINGS
-from bench.used_memory import on_gpu
+from bench.worker import on_gpu
 from lowroll.config import RunConfig, from_mapping
 from lowroll.model.device import pick_device
 from lowroll.runs.assembly import environments, models, trainer
@@ -57,11 +65,6 @@ START_S = 600.0  # seconds for a side to import, load its model and be ready
 LINE_S = 3 * 3600.0  # seconds for the next line; lowroll's side writes all of them at its end
 TRIAL_STEPS = 2
 CPU_ROWS = 8  # TRL's rows a pass on a CPU, where more of them take memory and gain no speed
-VLLM = {  # as `bench.vllm_worker` has it: flashinfer's sampler is off where flashinfer may be missing
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
 JUDGE = {"rollout": {"max_batch": 64, "cache_tokens": 16384}}  # by default it takes all memory
 PEER_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 
@@ -187,12 +190,12 @@ class Launcher:
         return [sys.executable, "-m", "bench.race_lowroll"]
 
     def environment(self, with_vllm: bool) -> dict[str, str]:
-        """Return the variables of a side, which finds this code and, where it is asked for, vLLM."""
-        found = [self.vllm_path] if with_vllm and self.vllm_path else []
-        of_vllm = {name: os.environ.get(name, word) for name, word in VLLM.items() if with_vllm}
-        before = os.environ.get("PYTHONPATH")
-        paths = [*found, str(ROOT), *([before] if before else [])]
-        return {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", **of_vllm}
+        """Return the variables of a side, which finds vLLM where it is asked for."""
+        if not with_vllm:
+            return {"HF_HUB_OFFLINE": "1"}
+        paths = filter(None, (self.vllm_path, os.environ.get("PYTHONPATH")))
+        said = {name: os.environ.get(name, value) for name, value in VLLM.items()}
+        return {**said, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def raced(launcher: Launcher, side: str, order: Mapping[str, Any], with_vllm: bool = False) -> Run:
@@ -202,7 +205,7 @@ def raced(launcher: Launcher, side: str, order: Mapping[str, Any], with_vllm: bo
     asked = {**order, "device": launcher.device, "bytes_before": launcher.bytes_in_use()}
     environment, began, records = launcher.environment(with_vllm), time.monotonic(), []
     command = launcher.command(side)
-    with Peer(asked, command, start_s=START_S, environment=environment) as running:
+    with Peer(asked, command, environment, START_S) as running:
         ready_s = time.monotonic() - began
         while not (line := running.next(f"a step of {side}", LINE_S)).get("end"):
             records.append(line)

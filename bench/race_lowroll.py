@@ -1,7 +1,7 @@
 """lowroll's side of `bench.race`: one run by its configuration, in a process of its own.
 
 The settings have `config`, the run's configuration, `device`, and `bytes_before` of
-`bench.racing.peak`. Evaluations are the run's own: greedy, in the rollouts' format, with the clock
+`bench.worker.peak`. Evaluations are the run's own: greedy, in the rollouts' format, with the clock
 stopped.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from bench.racing import channel, peak
+from bench.worker import channel, end_with_input, peak
 from lowroll import __version__
 from lowroll.config import RunConfig, from_mapping
 from lowroll.runs.assembly.compute import Compute
@@ -48,6 +48,7 @@ def about(cfg: RunConfig) -> dict[str, Any]:
 def main() -> None:
     """Make the run, and write its lines when it is over."""
     settings, say = channel()
+    end_with_input()
     cfg = from_mapping(settings["config"])
     say({"ready": True, "about": about(cfg)})
     with peak(settings["device"], settings["bytes_before"]) as most:

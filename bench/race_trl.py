@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.racing import Say, channel, peak
+from bench.worker import Say, channel, end_with_input, peak
 from lowroll.envs import Environment, table
 from lowroll.envs.outcome import judge
 from lowroll.types import Prompt
@@ -321,6 +321,7 @@ def prepared(asked: Mapping[str, Any], meter: Meter) -> tuple[Any, Any, Environm
 def main() -> None:
     """Train, and write a line after each step."""
     asked, say = channel()
+    end_with_input()
     meter = Meter(asked["device"])
     with peak(asked["device"], asked["bytes_before"]) as most:
         trainer, tokenizer, env = prepared(asked, meter)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.peer import Peer, PeerFailed, environment_of, vllm_command
+from bench.peer import Peer, PeerFailed, vllm_command, vllm_environment, vllm_python
 from bench.work import MACHETE
 from lowroll.quant.formats import get_format
 
@@ -44,19 +44,15 @@ class Setting:
         """Return the environment of its process. Settings that start together keep their compiled
         graphs apart."""
         cache = Path(tempfile.gettempdir()) / "bench-vllm" / f"cache-{self.version}-{self.runner}"
-        return {
-            "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[self.runner],
-            "VLLM_CACHE_ROOT": str(cache),
-        }
+        own = {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[self.runner], "VLLM_CACHE_ROOT": str(cache)}
+        return {**vllm_environment(self.path), **own}
 
 
 def version(python: str | None, path: str | None) -> str:
     """Return the version of an installation. PeerFailed when there is none."""
-    command = [*vllm_command(python)[:-1], "-c", VERSION]
+    command, env = [*vllm_python(python), "-c", VERSION], vllm_environment(path)
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=ASK_S, env=environment_of(path)
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, env=env)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PeerFailed(f"{command[0]}: {error}") from None
     if done.returncode:
@@ -101,12 +97,8 @@ def started(
 
     def start(setting: Setting) -> Peer | PeerFailed:
         try:
-            return Peer(
-                {**asked, "format": setting.format},
-                vllm_command(python),
-                setting.path,
-                environment=setting.environment,
-            )
+            told = {**asked, "format": setting.format}
+            return Peer(told, vllm_command(python), setting.environment)
         except PeerFailed as error:
             return error
 

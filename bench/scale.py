@@ -39,7 +39,7 @@ import yaml
 
 from bench import fakes, vocabulary
 from bench.harness import BASELINES, Results, Row, SomeOf, parser_of, running, say
-from bench.used_memory import resident
+from bench.worker import resident
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.config.load import load
 from lowroll.runs.folder import CONFIG

@@ -53,7 +53,7 @@ from bench.harness import (
     speed_row,
     synchronize,
 )
-from bench.peer import Peer, PeerFailed, add_options, vllm_command, vllm_path
+from bench.peer import Peer, PeerFailed, add_options, vllm_command, vllm_environment, vllm_path
 from bench.roofline import kv_bytes_per_token, weight_bytes
 from bench.served import Served
 from bench.shapes import SHAPES, random_model
@@ -306,7 +306,8 @@ def beside_vllm(
         measure, client = own_client(ours), "our own client"
         if args.client == "vllm" and len(servers) == 2:
             command = [*vllm_command(args.vllm_python), "clients"]
-            peer = stack.enter_context(Peer({}, command, vllm_path(args.vllm_path)))
+            environment = vllm_environment(vllm_path(args.vllm_path))
+            peer = stack.enter_context(Peer({}, command, environment))
             measure, client = vllm_client(ours, peer), "vllm bench serve"
         for concurrency in args.concurrency:
             seen: dict[str, list[Seen]] = {name: [] for name in servers}

@@ -12,12 +12,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from bench.peer import PeerFailed, vllm_path
+from bench.peer import PeerFailed, vllm_environment, vllm_path, vllm_python
 from bench.vllm_worker import config
 from lowroll.runs.roles.local import reserve_port
 
@@ -35,26 +34,18 @@ class VllmServer:
         (folder / "config.json").write_text(
             json.dumps(config(settings["shape"], settings["format"]))
         )
-        self._held = reserve_port(
-            "127.0.0.1"
-        )  # until the server has ended: nobody else gets its port
+        # held until the server has ended: nobody else gets its port
+        self._held = reserve_port("127.0.0.1")
         self._port = self._held.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
         self.log = folder / "vllm.log"
         self._began = time.perf_counter()
-        command = [python or os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable, "-P"]
+        command = [*vllm_python(python), "-m", "vllm.entrypoints.openai.api_server"]
+        command += arguments(settings, self._port)
+        env = environment(path, settings["device"])
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [
-                    *command,
-                    "-m",
-                    "vllm.entrypoints.openai.api_server",
-                    *arguments(settings, self._port),
-                ],
-                stdout=log,
-                stderr=log,
-                env=environment(path, settings["device"]),
-                start_new_session=True,
+                command, stdout=log, stderr=log, env=env, start_new_session=True
             )
 
     def wait(self, deadline_s: float = START_S) -> float:
@@ -124,20 +115,9 @@ def arguments(settings: dict[str, Any], port: int) -> list[str]:
 
 
 def environment(path: str | None, device: str) -> dict[str, str]:
-    """Return the environment of its process: offline, and without flashinfer's sampler, which is
-    not unpacked."""
-    said = dict(os.environ)
-    for name, value in (
-        ("HF_HUB_OFFLINE", "1"),
-        ("VLLM_NO_USAGE_STATS", "1"),
-        ("VLLM_LOGGING_LEVEL", "WARNING"),
-        ("VLLM_USE_FLASHINFER_SAMPLER", "0"),
-        ("VLLM_CPU_KVCACHE_SPACE", "1"),  # GB; read on a CPU alone, as the next one
-        ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-    ):
-        said.setdefault(name, value)
-    if (site := vllm_path(path)) is not None:
-        said["PYTHONPATH"] = site
-    elif device == "cpu":
+    """Return the environment of its process. On a CPU its cache has one GB."""
+    site, on_cpu = vllm_path(path), {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    said = vllm_environment(site, VLLM_CPU_OMP_THREADS_BIND="nobind", **on_cpu)
+    if site is None and device == "cpu":
         said.pop("PYTHONPATH", None)
     return said

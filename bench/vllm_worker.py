@@ -1,8 +1,7 @@
-"""vLLM in a process of its own, taking turns with ours on one GPU: JSON lines in, JSON lines out.
+"""vLLM as a worker of `bench.peer`, taking turns with ours on one GPU.
 
-It needs no lowroll: it runs with the Python that vLLM is installed for. The first line in is the
-settings (`Peer` writes them), the first line out {"ready": true, "seconds": ..., "vllm": ...}. Then
-each
+It needs no lowroll: it runs with the Python that vLLM is installed for. It says that it is ready by
+{"ready": true, "seconds": ..., "vllm": ...}. Then each order
 
     {"prompts": [[...], ...], "copies": 8, "new_tokens": 256,      one call of LLM.generate, each prompt `copies` times
      "asked": {"top_k": 50, ...}}                                  with these fields of `lowroll.types.Request`
@@ -12,13 +11,11 @@ vLLM's own bench client (`vllm bench serve`), kept loaded: each
 
     {"arguments": ["--base-url", "http://127.0.0.1:8000", ...]}     arguments of `vllm bench serve`
 
-is answered by the numbers that it stores with --save-result. The end of the input ends the process.
-What vLLM prints goes to the error stream.
+is answered by the numbers that it stores with --save-result.
 
 vLLM gets its best settings for this work: dummy weights in the format's own layout, CUDA graphs of
 the very batch sizes that will run, prefix caching, the engine in this process, no detokenising. The
-sampled token's log-prob is asked for, because RL needs it. flashinfer's sampler is off where
-flashinfer is missing (VLLM_USE_FLASHINFER_SAMPLER).
+sampled token's log-prob is asked for, because RL needs it.
 
 A mixture of experts is routed by vLLM's own simulator for performance tests
 (VLLM_MOE_ROUTING_SIMULATION_STRATEGY): every token goes to uniformly random experts. It takes the
@@ -39,6 +36,8 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from bench.worker import channel, orders
 
 # prompts, new tokens of each, fields of the requests -> tokens made
 Generate = Callable[[list[list[int]], int, dict[str, Any]], int]
@@ -196,17 +195,12 @@ def load_clients(settings: dict[str, Any]) -> tuple[Bench, dict[str, Any]]:
     return bench, {"ready": True, "vllm": vllm.__version__}
 
 
-def serve(
-    lines: Iterable[str],
-    say: Callable[[dict[str, Any]], None],
-    load: Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]],
-) -> None:
-    """Answer every line until they end."""
-    orders = iter(lines)
-    made, ready = load(json.loads(next(orders)))
+def serve(load: Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]]) -> None:
+    """Answer every order until they end."""
+    settings, say = channel()
+    made, ready = load(settings)
     say(ready)
-    for line in orders:
-        order = json.loads(line)
+    for order in orders():
         if "arguments" in order:
             say(made(order["arguments"]))
             continue
@@ -217,21 +211,9 @@ def serve(
 
 
 def main() -> None:
-    for name, value in (
-        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
-        ("HF_HUB_OFFLINE", "1"),
-        ("VLLM_NO_USAGE_STATS", "1"),
-        ("VLLM_LOGGING_LEVEL", "WARNING"),
-        ("VLLM_USE_FLASHINFER_SAMPLER", "0"),
-    ):
-        os.environ.setdefault(name, value)
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print must not get between the answers
-
-    def say(answer: dict[str, Any]) -> None:
-        print(json.dumps(answer), file=channel, flush=True)
-
-    serve(sys.stdin, say, load_clients if "clients" in sys.argv[1:] else load)
+    """Be an engine, or vLLM's clients."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    serve(load_clients if "clients" in sys.argv[1:] else load)
 
 
 if __name__ == "__main__":

@@ -210,10 +210,9 @@ def test_vllm_is_found_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
     place = race.Launcher("cuda", "python", "unpacked")
     there, without = place.environment(True), place.environment(False)
-    assert there["PYTHONPATH"].split(":") == ["unpacked", str(race.ROOT), "mine"]
-    assert there["VLLM_USE_FLASHINFER_SAMPLER"] == "1" and there["HF_HUB_OFFLINE"] == "1"
-    assert without["PYTHONPATH"].split(":") == [str(race.ROOT), "mine"]
-    assert not any(name.startswith("VLLM") for name in without)
+    assert there["PYTHONPATH"].split(":") == ["unpacked", "mine"]
+    assert there["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+    assert there["HF_HUB_OFFLINE"] == without["HF_HUB_OFFLINE"] == "1" and len(without) == 1
 
 
 def test_trl_receives_what_the_configuration_says() -> None:
