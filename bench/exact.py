@@ -1,19 +1,25 @@
-"""What `rollout.exact` costs: the same LoRA run with it and without, in turns in one process.
+"""`rollout.exact` of a LoRA run: what it costs, and in how many steps of a run it keeps its promise.
 
-    rollout     a batch of rollouts of an RL step (`bench.work`): seconds of whole calls
-    prompts     prompts of 256 tokens, one token each: prefill
-    update      one GRPO update of 16 sequences of 128 tokens (on a GPU 64 of 512)
-    step        generating those sequences and learning from them
+    speed   a run with it and one without, in turns in one process; a ratio is of tokens a second
+            rollouts of an RL step (`bench.work`), prompts of one token each, one GRPO update of 16 sequences
+            of 128 tokens (on a GPU 64 of 512), and a step: those sequences generated and learnt from
+    bits    a run of --steps steps: in how many of them what was recorded is, bit for bit, what the learner
+            computes. Prompts are read in pieces, rows wait for room, and micro-batches are small, so that
+            few tokens have the same neighbours on both sides
 
-    python -m bench.exact [--model smollm2] [--weights int8_rotated] [--rounds 5] [--out FOLDER]
+    python -m bench.exact [--parts speed bits] [--model smollm2] [--weights int8_rotated] [--out FOLDER]
+                          [--rounds 5] [--steps 200] [--env records] [--microbatch 300] [--full]
     python -m bench.exact --device cuda --shape qwen2.5-7b        random weights of `bench.shapes`
 
-Without it the learner's forward is what a run has by default. Rows are added to `exact.json`, of a GPU
-to `exact-gpu.json`; a ratio is of tokens a second with it over those without.
+By default it measures the speed. Without exactness the learner's forward is what a run has by default.
+With --shape, `bits` takes the tokenizer and the vocabulary of --model. Rows are added to `exact.json`,
+of a GPU to `exact-gpu.json`.
 """
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import tempfile
 import time
 from argparse import Namespace
@@ -24,19 +30,33 @@ from pathlib import Path
 
 import torch
 
-from bench.harness import BASELINES, OneOf, Row, finish, in_turns, parser_of, synchronize
+from bench.harness import (
+    BASELINES,
+    OneOf,
+    Row,
+    SomeOf,
+    finish,
+    interleave,
+    parser_of,
+    speed_row,
+    synchronize,
+)
 from bench.samples import batch_of, random_ids
 from bench.shapes import SHAPES, random_model
 from bench.turns import Ours
 from bench.work import Work
-from lowroll import Engine
-from lowroll.config import RunConfig
+from lowroll import Engine, run
+from lowroll.config import from_mapping
+from lowroll.metrics.record import read
 from lowroll.model import hf
 from lowroll.model.folder import resolve
+from lowroll.model.spec import read_spec
 from lowroll.runs.assembly import models, trainer
 from lowroll.runs.assembly.compute import Compute
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.step import learn
+
+PARTS = ("speed", "bits")
 
 
 @dataclass(frozen=True)
@@ -62,38 +82,39 @@ SIZES = {
 }
 DECODE_MUST = 0.80
 FILES = {"cpu": "exact", "cuda": "exact-gpu"}  # of the baselines
-SIDES = {"exact": True, "plain": False}
+EQUAL = "mismatch/logp_diff_max"
+
+
+# -- speed -----------------------------------------------------------------------------------------
 
 
 class Side:
     """A run's learner and engine."""
 
-    def __init__(self, args: Namespace, exact: bool) -> None:
-        cfg = RunConfig.model_validate(
-            {
-                "model": str(args.model),
-                "device": args.device,
-                "rollout": {"weights": args.weights, "exact": exact},
-                "train": {"lora": True, "tokens_per_microbatch": args.sizes.microbatch},
-            }
-        ).resolved()
-        step, compute = args.sizes.step, Compute.of(cfg)
+    def __init__(self, args: Namespace, model: Path, exact: bool) -> None:
+        sizes = SIZES[args.device]
+        tree = {
+            "model": str(model),
+            "device": args.device,
+            "rollout": {"weights": args.weights, "exact": exact},
+            "train": {"lora": True, "tokens_per_microbatch": sizes.microbatch},
+        }
+        cfg = from_mapping(tree).resolved()
+        step, compute = sizes.step, Compute.of(cfg)
+        format = compute.format(args.weights)
         self.model = models.learner(cfg, compute)
         self.optimizer = Optimizer(self.model.trainable_parameters(), trainer.optim(cfg))
         self.settings = trainer.learn(cfg)
-        most = max(work.batch for work in args.sizes.rollouts)
         engine = Engine(
             self.model,
-            weights=compute.format(args.weights),
+            weights=format,
             dtype=compute.dtype,
-            cache_tokens=max(work.cache_tokens() for work in args.sizes.rollouts),
-            max_batch=most,
+            cache_tokens=max(work.cache_tokens() for work in sizes.rollouts),
+            max_batch=max(work.batch for work in sizes.rollouts),
         )
         self.ours = Ours(engine)
-        ids = random_ids(
-            self.model.spec.vocab_size, step.batch, step.prompt_tokens + step.new_tokens
-        )
-        format = compute.format(args.weights)
+        length = step.prompt_tokens + step.new_tokens
+        ids = random_ids(self.model.spec.vocab_size, step.batch, length)
         self.batch = batch_of(ids.tolist(), step.prompt_tokens, format, group=4)
 
     def update(self) -> None:
@@ -101,57 +122,130 @@ class Side:
         learn(self.model, self.batch, self.optimizer, self.settings)
         synchronize(self.model.device)
 
+    def step(self, work: Work, seed: int) -> None:
+        """Generate a batch, and make an update."""
+        self.ours.run(work, seed)
+        self.update()
 
-def measure(args: Namespace) -> list[Row]:
-    """Return all rows of a model."""
-    sides = {name: Side(args, exact) for name, exact in SIDES.items()}
-    name, rows, step_work = f"{args.name} {args.weights} exact over plain", [], args.sizes.step
+
+def compare(args: Namespace, model: Path) -> list[Row]:
+    """Return the rows of a run that is exact over one that is not."""
+    sizes = SIZES[args.device]
+    sides = {name: Side(args, model, name == "exact") for name in ("exact", "plain")}
 
     def row(
-        title: str, tokens: int, run: Callable[[Side, int], object], must: float | None
-    ) -> None:
-        runs = {name: partial(run, side) for name, side in sides.items()}
-        rows.append(in_turns(f"{name} {title}", tokens, runs, args.rounds, must))
+        title: str, tokens: int, act: Callable[[Side, int], object], must: float | None = None
+    ) -> Row:
+        """Measure both sides with the same seeds, none of which comes twice."""
+        seeds = {name: itertools.count() for name in sides}
 
-    def step(side: Side, seed: int) -> None:
-        side.ours.run(step_work, seed)
-        side.update()
-        synchronize(side.model.device)
+        def turn(name: str) -> None:
+            act(sides[name], next(seeds[name]))
 
-    for work in args.sizes.rollouts:
+        for name in sides:  # warm-up
+            turn(name)
+        ours, peer = interleave({name: partial(turn, name) for name in sides}, args.rounds).values()
+        title = f"{args.name} {args.weights} exact over plain {title}"
+        return speed_row(title, tokens, "tokens/s", ours, peer, must)
+
+    rows = []
+    for work in sizes.rollouts:
         must = DECODE_MUST if "B=" in work.title else None
-        row(work.title, work.tokens, lambda side, seed, w=work: side.ours.run(w, seed), must)
-    tokens = step_work.batch * (step_work.prompt_tokens + step_work.new_tokens)
-    row("update", tokens, lambda side, _: side.update(), None)
-    row("step", tokens, step, args.sizes.must)
+        rows.append(row(work.title, work.tokens, partial(_drawn, work), must))
+    tokens = sizes.step.batch * (sizes.step.prompt_tokens + sizes.step.new_tokens)
+    rows.append(row("update", tokens, lambda side, _: side.update()))
+    rows.append(row("step", tokens, lambda side, seed: side.step(sizes.step, seed), sizes.must))
     return rows
 
 
-def main() -> int:
+def _drawn(work: Work, side: Side, seed: int) -> None:
+    side.ours.run(work, seed)
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+
+def count_equal(args: Namespace, model: Path, folder: Path) -> list[Row]:
+    """Make a run; return the row of its steps in which no bit differs."""
+    rollout = {"weights": args.weights, "exact": True, "max_tokens": 32}
+    train = {"max_steps": args.steps, "tokens_per_microbatch": args.microbatch}
+    rate = 1e-6 if args.full else 1e-4
+    tree = {
+        "model": str(model),
+        "device": args.device,
+        "output_dir": str(folder / "run"),
+        "env": [{"id": args.env}],
+        "batch_size": 8,
+        "rollouts_per_example": 4,
+        "rollout": {**rollout, "prefill_chunk": 24, "max_batch": 5},
+        "train": {**train, "lora": not args.full, "learning_rate": rate},
+        "ckpt": {"interval": args.steps},
+    }
+    records = read(run(from_mapping(tree)).folder)
+    for one in records:
+        print(f"{one['step']}: reward {one['reward/mean']:.3f}, {EQUAL} {one[EQUAL]}")
+    first, last = (
+        statistics.mean(one["reward/mean"] for one in some)
+        for some in (records[:10], records[-10:])
+    )
+    how = f"{args.name} {args.weights} {'full' if args.full else 'LoRA'}"
+    return [
+        Row(
+            f"{how}: steps with the same bits on both sides, of {args.steps}",
+            "steps",
+            float(sum(one[EQUAL] == 0 for one in records)),
+            must=float(args.steps),
+            goal="ours at least",
+            note=f"reward of the first ten {first:.2f}, of the last {last:.2f}; no correction",
+        )
+    ]
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def shaped(args: Namespace, folder: Path, source: Path | None = None) -> Path:
+    """Return a folder with random weights of --shape. source: the model whose tokenizer and
+    vocabulary they get."""
+    config = SHAPES[args.shape]
+    if source is not None:
+        config = {**config, "vocab_size": read_spec(source).vocab_size}
+    return hf.save(random_model(config, args.device), folder, tokenizer_from=source)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure the parts that are asked for."""
     parser = parser_of(
         __doc__,
         out=BASELINES,
+        parts=SomeOf(PARTS, ["speed"]),
         model="smollm2",
         weights="int8_rotated",
+        device=OneOf(SIZES, "cpu"),
         rounds=5,
         threads=torch.get_num_threads(),
-        device=OneOf(SIZES, "cpu"),
+        env="records",
+        steps=200,
+        microbatch=300,
+        full=False,
     )
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape, on a GPU")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    args.sizes, began = SIZES[args.device], time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        if args.shape:
-            args.name = args.shape
-            random = random_model(SHAPES[args.shape], args.device)
-            args.model = hf.save(random, Path(folder) / args.shape)
-            del random
-        else:
-            args.name, args.model = args.model, resolve(args.model)
-        rows = measure(args)
-    file, title = FILES[args.device], f"rollout.exact ({time.monotonic() - began:.0f} s)"
-    return finish(title, file, rows, args.out, threads=args.threads, rounds=args.rounds)
+    args.name, began = args.shape or args.model, time.monotonic()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if "speed" in args.parts:
+            model = shaped(args, folder / args.shape) if args.shape else resolve(args.model)
+            rows += compare(args, model)
+        if "bits" in args.parts:
+            model = resolve(args.model)
+            model = shaped(args, folder / "model", model) if args.shape else model
+            rows += count_equal(args, model, folder)
+    title = f"rollout.exact ({time.monotonic() - began:.0f} s)"
+    settings = {"threads": args.threads, "rounds": args.rounds}
+    return finish(title, FILES[args.device], rows, args.out, **settings)
 
 
 if __name__ == "__main__":
