@@ -133,135 +133,44 @@ def through_server(model: str, format: str, batch: int, group: int) -> str:
     return f"{model} {format} B={batch} n={group}: rollouts over the server"
 
 
+SEVEN = "qwen2.5-7b"
+CONCURRENCY = (1, 16, 64, 256)
+SERVED = tuple((batch, group) for group in (1, 8) for batch in (64, 256))
+FILTERED = [named(SEVEN, "bf16", Work(64, sampling=one).title) for one in list(SAMPLINGS)[1:]]
+FILTERED_256 = named(SEVEN, "bf16", Work(256, sampling=FILTERS).title)
+SHORT, LONG = (named(SEVEN, "fp8", work.title) for work in APART["fp8"])
+(FOUR,) = (named(SEVEN, "nvfp4", work.title, codes=True) for work in APART["nvfp4"])
+
+
 def _rollouts(
-    model: str,
-    format: str,
-    must: tuple[float | None, ...],
-    aim: tuple[float | None, ...],
-    batches: tuple[int, ...] = (1, 64, 256),
+    model: str, format: str, must: Bounds, aim: Bounds, batches: tuple[int, ...] = (1, 64, 256)
 ) -> Target:
+    """Return the target of rollouts of an RL step, over vLLM."""
     sizes = " / ".join(map(str, batches))
-    return Target(
-        f"{model} {format} rollout over vLLM with log-probs, B = {sizes}",
-        "decode",
-        tuple(rollout(batch_of(model, format, batch)) for batch in batches),
-        must,
-        aim,
-    )
+    rows = tuple(rollout(batch_of(model, format, batch)) for batch in batches)
+    what = f"{model} {format} rollout over vLLM with log-probs, B = {sizes}"
+    return Target(what, "decode", rows, must, aim)
 
 
-def _filters(model: str) -> tuple[Target, ...]:
-    """Return the targets of filtered sampling in bfloat16, beside vLLM and beside our own plain
-    sampling."""
-    both = [named(model, "bf16", Work(batch, sampling=FILTERS).title) for batch in (64, 256)]
-    each = list(SAMPLINGS)[2:]
-    more = [named(model, "bf16", Work(64, sampling=one).title) for one in each]
-    what = " / ".join(one.removeprefix(f"{FILTERS} + ") for one in each)
-    return (
-        Target(
-            f"{model} bf16 rollout with top-p 0.95 and top-k 50 over vLLM, B = 64 / 256",
-            "decode",
-            tuple(map(rollout, both)),
-            (1.1, 1.2),
-            (1.15, 1.3),
-        ),
-        Target(
-            f"{model} bf16 rollout over our own plain sampling, B = 64: with top-p and top-k, and "
-            f"with these and {what}",
-            "decode",
-            tuple(map(over_plain, (both[0], *more))),
-            (0.95,) * 5,
-            (0.98,) * 5,
-        ),
-    )
-
-
-def _apart(model: str) -> tuple[Target, ...]:
-    """Return the targets of different prompts, over vLLM."""
-    short, long = (named(model, "fp8", work.title) for work in APART["fp8"])
-    (four,) = (named(model, "nvfp4", work.title, codes=True) for work in APART["nvfp4"])
-    return (
-        Target(
-            f"{model} fp8, 128 different prompts of 1,024, 128 new tokens, over vLLM",
-            "decode",
-            (rollout(short),),
-            (1.1,),
-            (1.25,),
-        ),
-        Target(
-            f"{model} fp8, 32 different prompts of 4,096, 256 new tokens, over vLLM: prefill / a "
-            f"decode step",
-            "decode",
-            (prefill(long), decoding(long)),
-            (1.05, 1.25),
-            (1.15, 1.4),
-        ),
-        Target(
-            f"{model} nvfp4, 64 different prompts of 4,096, 256 new tokens, over vLLM: a decode step",
-            "decode",
-            (decoding(four),),
-            (1.25,),
-            (1.5,),
-        ),
-    )
-
-
-def _codes() -> tuple[Target, ...]:
-    """Return the targets of 4 bits at default settings, over vLLM in the same format and in int4 by
-    Machete."""
-
-    def over(model: str, family: str, must: Bounds, aim: Bounds) -> Target:
-        rows = [rollout(batch_of(model, "nvfp4", batch, codes=True)) for batch in (64, 256)]
-        other = over_family(family) if family else ""
-        return Target(
-            f"{model} nvfp4 rollout from codes over vLLM's {other.removeprefix(' over ') or 'nvfp4'}, "
-            f"B = 64 / 256",
-            "decode",
-            tuple(row + other for row in rows),
-            must,
-            aim,
-        )
-
-    return (
-        over("qwen2.5-7b", "", (1.25, 1.5), (1.4, 1.8)),
-        over("qwen2.5-7b", MACHETE, (1.1, 1.1), (None, None)),
-        over("qwen2.5-32b", "", (1.2, 1.4), (1.4, 1.8)),
-        Target(
-            "qwen2.5-32b nvfp4 from codes, memory in all with the cache of 256 rows, GB",
-            "decode",
-            (memory(named("qwen2.5-32b", "nvfp4", "", codes=True)),),
-            (80.0,),
-            (None,),
-            "ours at most",
-        ),
-    )
-
-
-def _first(model: str, formats: tuple[str, ...]) -> Target:
-    """Return the target of ms until one prompt has its first token."""
-    return Target(
-        f"{model}, ms to the first token of one prompt of 256 tokens, {' / '.join(formats)}",
-        "decode",
-        tuple(
-            first_answer(named(model, format, "B=1", codes=format == "nvfp4")) for format in formats
-        ),
-        (12.0,) * len(formats),
-        (8.0,) * len(formats),
-        "ours at most",
-    )
+def _codes(model: str, family: str, must: Bounds, aim: Bounds) -> Target:
+    """Return the target of 4 bits at default settings, over vLLM in a format."""
+    other = "" if family == "nvfp4" else over_family(family)
+    rows = [rollout(batch_of(model, "nvfp4", batch, codes=True)) + other for batch in (64, 256)]
+    theirs = other.removeprefix(" over ") or family
+    what = f"{model} nvfp4 rollout from codes over vLLM's {theirs}, B = 64 / 256"
+    return Target(what, "decode", tuple(rows), must, aim)
 
 
 def _caches(weights: str) -> tuple[Target, ...]:
     """Return the targets of caches of the 7B shapes, over our own dense bfloat16 cache."""
-    what = ("qwen2.5-7b", weights)
+    what = (SEVEN, weights)
+    points = ((64, 4096), (256, 4096), (64, 16384))
     return (
         Target(
             f"qwen2.5-7b {weights}, ms a decode step with rkv (512 + 128) over dense, 4k B = 64 / "
             f"256, 16k B = 64",
             "kv",
-            tuple(
-                over_dense(*what, "rkv", b, c) for b, c in ((64, 4096), (256, 4096), (64, 16384))
-            ),
+            tuple(over_dense(*what, "rkv", *point) for point in points),
             (1.25, 1.25, 3.0),
             (1.6, 1.6, 4.5),
         ),
@@ -290,33 +199,12 @@ def _caches(weights: str) -> tuple[Target, ...]:
     )
 
 
-CONCURRENCY = (1, 16, 64, 256)
-
-
-def _served(model: str, format: str) -> tuple[Target, ...]:
-    """Return the targets of the server: as fast as the engine without a server, all but a tenth,
-    and ahead of `vllm serve`."""
-    cases = [(batch, group) for group in (1, 8) for batch in (64, 256)]
-    inside = Target(
-        f"{model} {format}, rollouts over the server over those in process, n = 1: B = 64 / 256, "
-        f"n = 8: B = 64 / 256",
-        "server",
-        tuple(through_server(model, format, *case) for case in cases),
-        (0.9,) * 4,
-        (1.0,) * 4,
-    )
-    beside = [
-        Target(
-            f"{model} {format}, {what}, over vLLM's server, "
-            f"{' / '.join(map(str, CONCURRENCY))} requests at a time",
-            "server",
-            tuple(over_vllm_server(model, format, c, what) for c in CONCURRENCY),
-            (1.0,) * 4,
-            (None,) * 4,
-        )
-        for what in ("requests a second", "time to first token", "time of a token")
-    ]
-    return inside, *beside
+def _beside_vllm(what: str) -> Target:
+    """Return the target of what clients see, over `vllm serve`."""
+    at = " / ".join(map(str, CONCURRENCY))
+    rows = tuple(over_vllm_server(SEVEN, "bf16", c, what) for c in CONCURRENCY)
+    name = f"qwen2.5-7b bf16, {what}, over vLLM's server, {at} requests at a time"
+    return Target(name, "server", rows, (1.0,) * 4, (None,) * 4)
 
 
 TARGETS: tuple[Target, ...] = (
@@ -330,14 +218,69 @@ TARGETS: tuple[Target, ...] = (
     _rollouts("qwen3-30b-a3b", "bf16", (None,) * 2, (None,) * 2, (1, 64)),
     _rollouts("qwen3-30b-a3b", "fp8", (None,) * 3, (None,) * 3),
     _rollouts("qwen3-30b-a3b", "nvfp4", (None,) * 3, (None,) * 3),
-    *_filters("qwen2.5-7b"),
-    *_apart("qwen2.5-7b"),
-    *_codes(),
-    _first("qwen2.5-7b", ("bf16", "fp8", "nvfp4")),
+    Target(
+        "qwen2.5-7b bf16 rollout with top-p 0.95 and top-k 50 over vLLM, B = 64 / 256",
+        "decode",
+        (rollout(FILTERED[0]), rollout(FILTERED_256)),
+        (1.1, 1.2),
+        (1.15, 1.3),
+    ),
+    Target(
+        "qwen2.5-7b bf16 rollout over our own plain sampling, B = 64: with top-p and top-k, and "
+        "with these and min-p / repetition penalty / min_tokens / stop ids",
+        "decode",
+        tuple(map(over_plain, FILTERED)),
+        (0.95,) * 5,
+        (0.98,) * 5,
+    ),
+    Target(
+        "qwen2.5-7b fp8, 128 different prompts of 1,024, 128 new tokens, over vLLM",
+        "decode",
+        (rollout(SHORT),),
+        (1.1,),
+        (1.25,),
+    ),
+    Target(
+        "qwen2.5-7b fp8, 32 different prompts of 4,096, 256 new tokens, over vLLM: prefill / a "
+        "decode step",
+        "decode",
+        (prefill(LONG), decoding(LONG)),
+        (1.05, 1.25),
+        (1.15, 1.4),
+    ),
+    Target(
+        "qwen2.5-7b nvfp4, 64 different prompts of 4,096, 256 new tokens, over vLLM: a decode step",
+        "decode",
+        (decoding(FOUR),),
+        (1.25,),
+        (1.5,),
+    ),
+    _codes("qwen2.5-7b", "nvfp4", (1.25, 1.5), (1.4, 1.8)),
+    _codes("qwen2.5-7b", MACHETE, (1.1, 1.1), (None, None)),
+    _codes("qwen2.5-32b", "nvfp4", (1.2, 1.4), (1.4, 1.8)),
+    Target(
+        "qwen2.5-32b nvfp4 from codes, memory in all with the cache of 256 rows, GB",
+        "decode",
+        (memory(named("qwen2.5-32b", "nvfp4", "", codes=True)),),
+        (80.0,),
+        (None,),
+        "ours at most",
+    ),
+    Target(
+        "qwen2.5-7b, ms to the first token of one prompt of 256 tokens, bf16 / fp8 / nvfp4",
+        "decode",
+        tuple(
+            first_answer(named(SEVEN, format, "B=1", codes=format == "nvfp4"))
+            for format in ("bf16", "fp8", "nvfp4")
+        ),
+        (12.0,) * 3,
+        (8.0,) * 3,
+        "ours at most",
+    ),
     Target(
         "qwen2.5-7b bf16 decode, fraction of the measured bandwidth roofline, B = 1 / 64 / 256",
         "decode",
-        tuple(roof(batch_of("qwen2.5-7b", "bf16", batch)) for batch in (1, 64, 256)),
+        tuple(roof(batch_of(SEVEN, "bf16", batch)) for batch in (1, 64, 256)),
         (0.7, 0.6, 0.6),
         (0.82, 0.8, 0.8),
         "ours at least",
@@ -345,7 +288,7 @@ TARGETS: tuple[Target, ...] = (
     Target(
         "qwen2.5-7b bf16, seconds from Engine(folder) to the first token",
         "decode",
-        (first_token("qwen2.5-7b", "bf16"),),
+        (first_token(SEVEN, "bf16"),),
         (20.0,),
         (8.0,),
         "ours at most",
@@ -353,21 +296,31 @@ TARGETS: tuple[Target, ...] = (
     Target(
         "qwen2.5-7b nvfp4 with fp8 bulk over own bf16, log-normal lengths, GSM8K- / MATH-like",
         "decode",
-        (adaptive("qwen2.5-7b", "gsm8k-like"), adaptive("qwen2.5-7b", "math-like")),
+        (adaptive(SEVEN, "gsm8k-like"), adaptive(SEVEN, "math-like")),
         (1.4, 1.4),
         (1.6, 1.6),
     ),
     Target(
         "qwen2.5-7b publish bf16 to fp8 in place, ms",
         "step",
-        (publishing("qwen2.5-7b", "fp8"),),
+        (publishing(SEVEN, "fp8"),),
         (30.0,),
         (8.0,),
         "ours at most",
     ),
     *_caches("bf16"),
     *_caches("nvfp4"),
-    *_served("qwen2.5-7b", "bf16"),
+    Target(
+        "qwen2.5-7b bf16, rollouts over the server over those in process, n = 1: B = 64 / 256, "
+        "n = 8: B = 64 / 256",
+        "server",
+        tuple(through_server(SEVEN, "bf16", *case) for case in SERVED),
+        (0.9,) * 4,
+        (1.0,) * 4,
+    ),
+    _beside_vllm("requests a second"),
+    _beside_vllm("time to first token"),
+    _beside_vllm("time of a token"),
 )
 
 
