@@ -12,7 +12,7 @@ its rounds first and vLLM after it, and the note says so.
     rollout     tokens/s of whole calls, prefill included: the median of the rounds, the ratio of each round's sides;
                 ms a decode step: (seconds for 256 new tokens - seconds for 1) / 255; its share of what the weights'
                 and the cache's bytes need at this device's measured bandwidth (`bench.roofline`). Of 4 bits with
-                dense copies; of a mixture, how many experts a step touches (`bench.routing`)
+                dense copies; of a mixture, how many experts a step touches (`bench.roofline`)
     codes       the same of 4 bits at default settings, from the codes alone; and the memory that it takes
     filters     with top-p and top-k, and with each of min-p, a repetition penalty, min_tokens and stop ids: beside
                 vLLM, and beside our own plain sampling (bf16)
@@ -43,7 +43,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from bench import lengths, rivals, routing, startup
+from bench import lengths, rivals, roofline, startup
 from bench.harness import (
     Results,
     Row,
@@ -55,7 +55,7 @@ from bench.harness import (
     settle,
     synchronize,
 )
-from bench.peer import Peer, PeerFailed, add_options, vllm_paths
+from bench.peer import Peer, PeerFailed, add_options, share_of_gpu, vllm_paths
 from bench.rivals import RUNNERS, Setting
 from bench.roofline import bandwidth, kv_bytes_per_token, linear_weights, weight_bytes
 from bench.shapes import SHAPES, random_model
@@ -175,13 +175,12 @@ def make_engine(
 def asked_of(model: str, format: str, chosen: Sequence[Work]) -> dict[str, object]:
     """Return what vLLM's workers are told of these works: as much of the GPU as they need."""
     whole, cache = room(model, format, chosen)
-    total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else whole
     return {
         "name": model,
         "shape": SHAPES[model],
         "batches": sorted({work.batch for work in chosen}),
         "length": max(work.prompt_tokens + work.new_tokens for work in chosen) + 16,
-        "memory_fraction": min(0.95, whole / total),
+        "memory_fraction": share_of_gpu(whole),
         "cache_bytes": int(cache),
         "stops": list(STOPS),
     }
@@ -331,7 +330,7 @@ def experts(ours: Ours, model: str, chosen: Sequence[Work]) -> dict[Work, float]
     ours.run(largest, seed=3)
     with released():
         batches = [work.batch for work in steps]
-        found = routing.touched(ours.engine.model, ours.sequences, largest.prompt_tokens, batches)
+        found = roofline.touched(ours.engine.model, ours.sequences, largest.prompt_tokens, batches)
     return {work: found[work.batch] for work in steps}
 
 
@@ -393,8 +392,6 @@ def _tokens(groups: Sequence[Group]) -> list[list[int]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
-    if args.first_token is not None:
-        return startup.report(*args.first_token)
     device = args.device
     measured = set(WORKED) & set(args.parts)
     with released():
@@ -425,13 +422,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         device="auto",
     )
     add_options(parser, "vllm", several=True)
-    parser.add_argument(
-        "--first-token", nargs=2, metavar=("FOLDER", "FORMAT"), help=argparse.SUPPRESS
-    )
     args = parser.parse_args(argv)
     args.vllm_path = vllm_paths(args.vllm_path)
-    if args.first_token is None:
-        args.device, args.out = settle(parser, args.device, args.out)
+    args.device, args.out = settle(parser, args.device, args.out)
     return args
 
 

@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -30,9 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from bench.harness import RESULTS, OneOf, SomeOf, here, merged, parser_of
+from bench.harness import RESULTS, OneOf, SomeOf, here, merged, parser_of, say
 from lowroll.checkpoint.files import write_file
 from lowroll.config import RunConfig, from_mapping
 
@@ -83,18 +81,16 @@ class Experiment:
 
     def main(self, args: argparse.Namespace) -> list[Found]:
         """Make the runs that are missing; return all that stand in the file."""
-        console = Console(width=150)
         with tempfile.TemporaryDirectory() as scratch:
             folder = args.work or Path(scratch)
             folder.mkdir(parents=True, exist_ok=True)
-            return self.measure(folder, args, console)
+            return self._measure(folder, args)
 
-    def measure(self, folder: Path, args: argparse.Namespace, console: Console) -> list[Found]:
-        """Make the runs that are missing in `folder`; return all that stand in the file."""
+    def _measure(self, folder: Path, args: argparse.Namespace) -> list[Found]:
         began, change = time.monotonic(), json.loads(args.change)
         path = args.out / f"{self.name}.json"
         before = self.warm_started(folder, args.device, change)
-        console.print(f"warm start: {before}, {time.monotonic() - began:.0f} s")
+        say(f"warm start: {before}, {time.monotonic() - began:.0f} s")
         settings = merged(self.settings, change)
         about = made_here(args.device, steps=args.steps, settings=settings)
         runs = self.stored(path, about)
@@ -115,7 +111,7 @@ class Experiment:
             runs = [one for one in runs if key(one) != key(last)]
             runs.append({**last, "arm": self.arms[last["variant"]], "warm_start": before})
             store(path, about, runs, self.arms)
-            console.print(
+            say(
                 f"{len(runs)}: {last['variant']}, seed {last['seed']}, {last['seconds']} s, "
                 f"{last['after']}, after {time.monotonic() - began:.0f} s"
             )
@@ -290,7 +286,7 @@ def side_by_side(
                     yield done.result()
                 else:
                     failed.append(error)
-                    print(f"a run failed: {type(error).__name__}: {error}", file=sys.stderr)
+                    say(f"a run failed: {type(error).__name__}: {error}")
     if failed:
         raise failed[0]
 

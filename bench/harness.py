@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import gc
-import itertools
 import json
 import os
 import platform
@@ -130,23 +129,6 @@ def less_row(name: str, unit: str, ours: float, peer: float | None, **about: Any
     return Row(name, unit, ours, peer, None if peer is None else peer / ours, **about)
 
 
-def in_turns(
-    title: str,
-    amount: float,
-    sides: Mapping[str, Callable[[int], object]],
-    rounds: int,
-    must: float | None = None,
-) -> Row:
-    """Return the row, in tokens a second, of the first of two sides over the second. Each is called
-    with a seed that it has not had, once to warm up and then in turns."""
-    seeds = {name: itertools.count() for name in sides}
-    calls = {name: lambda name=name: sides[name](next(seeds[name])) for name in sides}  # type: ignore[misc]
-    for run in calls.values():
-        run()
-    ours, peer = interleave(calls, rounds).values()
-    return speed_row(title, amount, "tokens/s", ours, peer, must)
-
-
 # -- clocks and processes --------------------------------------------------------------------------
 
 
@@ -184,20 +166,6 @@ def released() -> Iterator[None]:
 def say(text: str) -> None:
     """Print progress to the error stream."""
     print(text, file=sys.stderr, flush=True)
-
-
-def in_new_process(module: str, words: Sequence[object], deadline_s: float) -> dict[str, Any]:
-    """Run a command and return the JSON of the last line that it prints. RuntimeError, with its
-    last words, when it fails or takes longer than the deadline."""
-    command = [sys.executable, "-m", module, *map(str, words)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{module} did not end within {deadline_s:g} s") from None
-    if done.returncode:
-        raise RuntimeError(f"{module} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 @contextmanager
@@ -249,14 +217,13 @@ class _Words(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        words = [
-            word
-            for value in values
-            for word in ([value] if value in self.known else value.split(","))
-        ]
-        if unknown := [word for word in words if word not in self.known]:
-            known = ", ".join(self.known)
-            parser.error(f"{option_string}: unknown {unknown[0]!r}; expected some of {known}")
+        words: list[str] = []
+        for value in values:
+            words += [value] if value in self.known else value.split(",")
+        for word in words:
+            if word not in self.known:
+                known = ", ".join(self.known)
+                parser.error(f"{option_string}: unknown {word!r}; expected some of {known}")
         setattr(namespace, self.dest, words)
 
 
@@ -293,24 +260,28 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
+def device_of(parser: argparse.ArgumentParser, asked: str) -> torch.device:
+    """Return the device that is asked for; the parser ends the command where there is none."""
+    try:
+        return pick_device(asked)
+    except ValueError as error:
+        parser.error(str(error))
+
+
 def settle(
-    parser: argparse.ArgumentParser, device: str | torch.device, out: Path | None
+    parser: argparse.ArgumentParser, asked: str, out: Path | None
 ) -> tuple[torch.device, Path]:
     """Return where a command of `make bench-gpu` runs and writes; by default into the baselines.
 
-    The parser ends the command when there is no such device, or when a CPU would write into the
-    baselines, which are a GPU's.
+    The parser ends the command where a CPU would write into the baselines, which are a GPU's.
     """
-    try:
-        place = pick_device(device)
-    except ValueError as error:
-        parser.error(str(error))
-    if out is None and place.type != "cuda":
+    device = device_of(parser, asked)
+    if out is None and device.type != "cuda":
         parser.error(
-            f"--out: {BASELINES} holds the rows of a GPU and this run is on {place.type}; name "
+            f"--out: {BASELINES} holds the rows of a GPU and this run is on {device.type}; name "
             f"another folder"
         )
-    return place, out or BASELINES
+    return device, out or BASELINES
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
@@ -328,9 +299,9 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
 def machine() -> dict[str, Any]:
     """Return what the numbers depend on: processor, GPU, memory, threads, versions, and load."""
     about = {
-        "cpu": _first("/proc/cpuinfo", "model name") or platform.processor(),
+        "cpu": _found_in("/proc/cpuinfo", r"^model name\s*:(.*)") or platform.processor(),
         "cores": os.cpu_count(),
-        "memory": _first("/proc/meminfo", "MemTotal"),
+        "memory": _found_in("/proc/meminfo", r"^MemTotal:(.*)"),
         "system": f"{platform.system()} {platform.machine()}",
         "load": os.getloadavg()[0],
         "threads": torch.get_num_threads(),
@@ -340,23 +311,16 @@ def machine() -> dict[str, Any]:
         "lowroll": lowroll.__version__,
     }
     if torch.cuda.is_available():
-        line = next(iter(_lines("/proc/driver/nvidia/version")), "")
-        driver = next(iter(re.findall(r"\d+\.\d+\.\d+", line)), "unknown")
+        driver = _found_in("/proc/driver/nvidia/version", r"\A.*?(\d+\.\d+\.\d+)") or "unknown"
         about |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda}
     return about
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _first(path: str, key: str) -> str | None:
-    return next(
-        (line.split(":", 1)[1].strip() for line in _lines(path) if line.startswith(key)), None
-    )
+def _found_in(path: str, pattern: str) -> str | None:
+    """Return the first group of a pattern in a file of the system; None without."""
+    file = Path(path)
+    found = re.search(pattern, file.read_text(), re.MULTILINE) if file.exists() else None
+    return found[1].strip() if found else None
 
 
 def here(**found: Any) -> dict[str, Any]:
@@ -364,49 +328,35 @@ def here(**found: Any) -> dict[str, Any]:
     return {"date": date.today().isoformat(), "machine": machine(), **found}
 
 
-def write(name: str, rows: list[Row], folder: Path, **settings: Any) -> Path:
-    """Store the rows with machine, date and settings as `folder/name.json`."""
+def merge(name: str, rows: Iterable[Row], folder: Path, **settings: Any) -> Path:
+    """Write rows, with machine, date and settings, into `folder/name.json`; return its path.
+
+    They take the place of the file's rows of the same names. The file's other rows stay, unless they
+    are of another kind of machine or of other versions. Parts may run at the same time, one on each
+    GPU.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    today = date.today().isoformat()
-    dated = [replace(row, date=row.date or today) for row in rows]
-    record = here(settings=settings, rows=[asdict(row) for row in dated])
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path, record = folder / f"{name}.json", here(settings=settings)
+    found = {row.name: replace(row, date=row.date or record["date"]) for row in rows}
+    with (folder / f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.is_file():
+            before = json.loads(path.read_text())
+            if any(before["machine"].get(key) != record["machine"].get(key) for key in KIND):
+                say(f"{path}: rows of another machine or version are left out")
+            else:
+                stored = (read_row(row) for row in before["rows"])
+                dated = {row.name: replace(row, date=row.date or before["date"]) for row in stored}
+                found, record["settings"] = dated | found, before["settings"] | settings
+        record["rows"] = [asdict(found[name]) for name in sorted(found, key=_by_size)]
+        path.write_text(json.dumps(record, indent=1) + "\n")
     return path
 
 
-def merge(name: str, rows: list[Row], folder: Path, **settings: Any) -> Path:
-    """Write rows into a file, in the place of those of the same names, and keep its other rows.
-
-    Rows of another kind of machine, or of other versions, are not kept: a file is one machine's.
-    Parts may run at the same time, one on each GPU; the order is that of the names, with numbers by
-    size.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f".{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        path, own, mine = folder / f"{name}.json", machine(), {row.name for row in rows}
-        before = (
-            json.loads(path.read_text())
-            if path.is_file()
-            else {"machine": own, "settings": {}, "rows": []}
-        )
-        if any(before["machine"].get(key) != own.get(key) for key in KIND):
-            print(f"{path}: rows of another machine or version are left out", file=sys.stderr)
-            before = {"settings": {}, "rows": []}
-        kept = [
-            replace(read_row(row), date=row.get("date") or before["date"])
-            for row in before["rows"]
-            if row["name"] not in mine
-        ]
-        ordered = sorted(
-            kept + rows,
-            key=lambda row: [
-                (not part.isdigit(), int(part) if part.isdigit() else part)
-                for part in re.findall(r"\d+|\D+", row.name)
-            ],
-        )
-        return write(name, ordered, folder, **before["settings"] | settings)
+def _by_size(name: str) -> list[tuple[bool, int | str]]:
+    """Return a key that sorts the numbers in names by size."""
+    parts = re.findall(r"\d+|\D+", name)
+    return [(False, int(part)) if part.isdigit() else (True, part) for part in parts]
 
 
 def read_row(stored: Mapping[str, Any]) -> Row:

@@ -35,7 +35,6 @@ cache serves when it decodes; ms = (seconds for 129 tokens - seconds for 1) / 12
 from __future__ import annotations
 
 import argparse
-import inspect
 import random
 import statistics
 import sys
@@ -60,7 +59,15 @@ from bench.harness import (
     say,
     settle,
 )
-from bench.peer import Peer, PeerFailed, add_options, vllm_command, vllm_environment, vllm_path
+from bench.peer import (
+    Peer,
+    PeerFailed,
+    add_options,
+    share_of_gpu,
+    vllm_command,
+    vllm_environment,
+    vllm_path,
+)
 from bench.placed import Compacting, Placed
 from bench.roofline import bandwidth, kv_bytes_per_token, weight_bytes
 from bench.shapes import SHAPES, random_model
@@ -105,11 +112,6 @@ class Cache:
     @property
     def options(self) -> dict[str, Any]:
         return {"kv": self.kv} | ({"kv_dtype": self.kv_dtype} if self.kv_dtype else {})
-
-    @property
-    def known(self) -> bool:
-        """Tell if this engine takes its options."""
-        return set(self.options) <= set(inspect.signature(Engine.__init__).parameters)
 
 
 DENSE_CACHE = "dense"
@@ -192,20 +194,15 @@ class Bench:
             except RuntimeError:  # such as no memory: the caches after it are measured still
                 self.failed = True
                 traceback.print_exc()
-                self.absent(name, "failed")
+                row = Row(f"{self.name} {self.format} {name}", "ms", None, note="failed")
+                self.store([row])
 
     def cache(self, name: str, cache: Cache) -> None:
-        if not cache.known:
-            self.absent(name, "not run: this engine has no 8-bit cache")
-            return
         say(f"{self.name} {self.format}: {name}")
         if isinstance(cache.kv, Bounded):
             self.bounded(name, cache, cache.kv)
         else:
             self.grown(name, cache)
-
-    def absent(self, name: str, why: str) -> None:
-        self.store([Row(f"{self.name} {self.format} {name}", "ms", None, note=why)])
 
     def engine(self, cache: Cache, max_batch: int, tokens: int) -> Placed:
         return Placed(
@@ -435,14 +432,13 @@ def peer_settings(model: str, format: str, points: list[tuple[int, int]]) -> dic
     config = SHAPES[model]
     cache = max(b * (c + PEER_TOKENS + 64) for c, b in points) * kv_bytes_per_token(config)
     whole = cache + weight_bytes(config, format) + 3 * SLACK
-    total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else whole
     return {
         "name": model,
         "shape": config | {"max_position_embeddings": CONTEXT},
         "format": format,
         "batches": sorted({batch for _, batch in points}),
         "length": max(context for context, _ in points) + PEER_TOKENS + 16,
-        "memory_fraction": min(0.95, whole / total),
+        "memory_fraction": share_of_gpu(whole),
         "cache_bytes": int(cache),
     }
 

@@ -199,6 +199,15 @@ def vllm_environment(path: str | None, **more: str) -> dict[str, str]:
     return {**VLLM, **more, **os.environ, **({"PYTHONPATH": path} if path else {})}
 
 
+def share_of_gpu(num_bytes: float, most: float = 0.95) -> float:
+    """Return the part of the GPU's memory that vLLM may take for so many bytes; `most` on a CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return most
+    return min(most, num_bytes / torch.cuda.mem_get_info()[1])
+
+
 def vllm_paths(paths: Sequence[str] = ()) -> list[str]:
     """Return the folders that a vLLM is unpacked in, each with all that it needs: given, or of
     LOWROLL_VLLM_PATH, which has a colon between two."""

@@ -48,13 +48,12 @@ from typing import Any, NamedTuple
 
 from bench import subject
 from bench.experiment import SUMMED, made_here, options, own_settings, short, store
-from bench.harness import merged, print_table, release, say
+from bench.harness import device_of, merged, print_table, release, say
 from bench.peer import VLLM, Peer, PeerFailed, vllm_path
 from bench.race_table import HEAD, columns, summary
 from bench.race_trl import SETTINGS as PEER_SETTINGS
 from bench.worker import on_gpu
 from lowroll.config import RunConfig, from_mapping
-from lowroll.model.device import pick_device
 from lowroll.runs.assembly import environments, models, trainer
 from lowroll.runs.demo import reward_of
 from lowroll.trainer.optim import learning_rate
@@ -345,10 +344,7 @@ def main(words: Sequence[str] | None = None) -> int:
     args, began = p.parse_args(words), time.monotonic()
     if args.peer_setting not in (None, *PEER_SETTINGS):
         p.error(f"--peer-setting: {args.peer_setting!r} is none of {', '.join(PEER_SETTINGS)}")
-    try:
-        args.device = pick_device(args.device).type
-    except ValueError as error:
-        p.error(str(error))
+    args.device = device_of(p, args.device).type
     launcher, last = Launcher(args.device, args.peer_python, vllm_path(args.vllm_path)), []
     with tempfile.TemporaryDirectory() as scratch:
         folder, change = Path(scratch), json.loads(args.change)

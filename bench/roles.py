@@ -45,7 +45,6 @@ COMPARED = (
     ("both-on-both", "process", None),
 )
 WARM = 2  # steps that are left out
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 def settings(args: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -102,8 +101,7 @@ def folder(args: argparse.Namespace, scratch: Path) -> str:
     """Return the model's folder: as given, or made of random weights."""
     if args.model not in MODELS:
         return str(args.model)
-    made = vocabulary.write(scratch / args.model, MODELS[args.model])
-    (made / "chat_template.jinja").write_text(TEMPLATE)
+    made = vocabulary.write(scratch / args.model, MODELS[args.model], chats=True)
     learner = random_model(MODELS[args.model], "cpu" if args.cpu else "cuda:0")
     hf.write(hf.contents(learner), made, None)
     return str(made)

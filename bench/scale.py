@@ -39,6 +39,7 @@ import yaml
 
 from bench import fakes, vocabulary
 from bench.harness import BASELINES, Results, Row, SomeOf, parser_of, running, say
+from bench.shapes import TINY
 from bench.worker import resident
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.config.load import load
@@ -56,26 +57,7 @@ from lowroll.weights.sync.base import (
 )
 
 VOCAB = 32768
-SPEC = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": fakes.CONTEXT,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "use_sliding_window": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "torch_dtype": "bfloat16",
-}
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+SPEC = {**TINY, "vocab_size": VOCAB, "max_position_embeddings": fakes.CONTEXT, "eos_token_id": 0}
 GROUP, OPEN, LARGEST = 8, 1.5, 1024
 KEPT = 3  # broadcasts that lie there
 LOOK_S = 0.02
@@ -240,26 +222,19 @@ def _cpu_s(stat: Path) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-class Fleet:
-    """The fakes' process."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def totals(self) -> dict[str, float]:
-        """Return the totals of all engines together."""
-        with urlopen(f"{self.url}/totals", timeout=30.0) as answer:  # noqa: S310  of our own child
-            return dict(json.load(answer))
-
-
 @contextmanager
-def started(count: int, work: Work, weights: Path) -> Iterator[tuple[Fleet, list[str]]]:
-    """Start so many engines; yield the fleet, and the address of each."""
+def started(count: int, work: Work, weights: Path) -> Iterator[str]:
+    """Start so many engines; yield the address below which they are."""
     words = ["--rows", work.rows, "--slow", work.slow, "--median", work.median]
     with running("bench.fakes", count, weights, *words) as child:
         assert child.stdout is not None
-        url = child.stdout.readline().strip()
-        yield Fleet(url), [f"{url}/{i}" for i in range(count)]
+        yield child.stdout.readline().strip()
+
+
+def totals(url: str) -> dict[str, float]:
+    """Return the totals of all engines together."""
+    with urlopen(f"{url}/totals", timeout=30.0) as answer:  # noqa: S310  of our own child
+        return dict(json.load(answer))
 
 
 @contextmanager
@@ -287,18 +262,16 @@ def measure(
     """Measure one size; return values by the names of QUANTITIES."""
     run = scratch / "run"
     place = RunPaths(run)
-    model = vocabulary.write(scratch / "model", SPEC)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
+    model = vocabulary.write(scratch / "model", SPEC, chats=True)
     place.broadcasts.mkdir(parents=True)
     place.roles.mkdir()
-    with started(count, work, place.broadcasts) as (fleet, urls), ExitStack() as stack:
+    with started(count, work, place.broadcasts) as url, ExitStack() as stack:
         file = scratch / "run.yaml"
-        tree = settings(work, urls, model, run)
+        tree = settings(work, [f"{url}/{i}" for i in range(count)], model, run)
         file.write_text(yaml.safe_dump(tree))
         (run / CONFIG).write_text(load(file).dump())
-        heart = stack.enter_context(
-            Heartbeat(place.heartbeat(TRAINER), TRAINER, 1, phase="waiting")
-        )
+        heartbeat = Heartbeat(place.heartbeat(TRAINER), TRAINER, 1, phase="waiting")
+        heart = stack.enter_context(heartbeat)
         heart.update(phase="waiting", step=0)
         learner = stack.enter_context(Learner(place))
         log = scratch / "orchestrator.log"
@@ -306,12 +279,11 @@ def measure(
         for steps, after_s in ((2, 0.0), (1, warm_s)):
             time.sleep(after_s)
             _next_batch(learner, steps, process, log)
-        before = _look(process, fleet, learner)
+        before = _look(process, url, learner)
         time.sleep(seconds)
         _next_batch(learner, 1, process, log)
-        after = _look(process, fleet, learner)
-        found = _row(before, after, learner.stats, count * work.rows, tree["batch_size"])
-    return found
+        after = _look(process, url, learner)
+        return _row(before, after, learner.stats, count * work.rows, tree["batch_size"])
 
 
 def _next_batch(learner: Learner, count: int, process: Process, log: Path) -> None:
@@ -323,8 +295,8 @@ def _next_batch(learner: Learner, count: int, process: Process, log: Path) -> No
         time.sleep(LOOK_S)
 
 
-def _look(process: Process, fleet: Fleet, learner: Learner) -> dict[str, float]:
-    return fleet.totals() | {
+def _look(process: Process, url: str, learner: Learner) -> dict[str, float]:
+    return totals(url) | {
         "at": time.monotonic(),
         "own": process.cpu_s(),
         "main": process.main_s(),

@@ -46,6 +46,7 @@ from bench.harness import (
     Results,
     Row,
     SomeOf,
+    device_of,
     parser_of,
     released,
     say,
@@ -53,7 +54,15 @@ from bench.harness import (
     speed_row,
     synchronize,
 )
-from bench.peer import Peer, PeerFailed, add_options, vllm_command, vllm_environment, vllm_path
+from bench.peer import (
+    Peer,
+    PeerFailed,
+    add_options,
+    share_of_gpu,
+    vllm_command,
+    vllm_environment,
+    vllm_path,
+)
 from bench.roofline import kv_bytes_per_token, weight_bytes
 from bench.served import Served
 from bench.shapes import SHAPES, random_model
@@ -61,7 +70,6 @@ from bench.targets import over_vllm_server, through_server
 from bench.vllm_server import VllmServer
 from lowroll import Engine, Request
 from lowroll.cli.serve import LOOKAHEAD, PROMPTS
-from lowroll.model.device import pick_device
 from lowroll.model.tokenizer import load_tokenizer
 from lowroll.quant.formats import formats
 from lowroll.weights.sync.update import WeightUpdate
@@ -239,8 +247,6 @@ def start_vllm(args: argparse.Namespace, format: str, folder: Path) -> VllmServe
     config = shape(args.model)
     cache = cache_tokens(args) * kv_bytes_per_token(config)
     whole = cache + weight_bytes(config, format) + SLACK
-    on_gpu = args.device.type == "cuda"
-    total = torch.cuda.mem_get_info()[1] if on_gpu else whole
     settings = {
         "folder": str(vocabulary.write(folder, config)),
         "name": args.model,
@@ -249,7 +255,7 @@ def start_vllm(args: argparse.Namespace, format: str, folder: Path) -> VllmServe
         "batch": max(args.concurrency),
         "length": PROMPT + NEW + 64,
         "cache_bytes": int(cache),
-        "memory_fraction": min(0.9, whole / total),
+        "memory_fraction": share_of_gpu(whole, 0.9),
         "device": args.device.type,
     }
     return VllmServer(settings, args.vllm_python, args.vllm_path)
@@ -552,10 +558,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_options(parser, "vllm")
     args = parser.parse_args(argv)
-    try:
-        args.device = pick_device(args.device)
-    except ValueError as error:
-        parser.error(str(error))
+    args.device = device_of(parser, args.device)
     on_gpu = args.device.type == "cuda"
     args.pace = Pace(LOOKAHEAD, **PROMPTS) if on_gpu else Pace()
     args.formats = args.formats or ["bf16" if on_gpu else "fp32"]

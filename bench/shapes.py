@@ -111,7 +111,7 @@ def random_model(
 
 
 def _route_by_token(model: Transformer) -> None:
-    """Make every expert as likely as any other, whatever the context (`bench.routing` counts)."""
+    """Make every expert as likely as any other, whatever the context (`bench.roofline.touched` counts)."""
     reserved = model.spec.hidden_size // 16
     for block in model.blocks:
         assert isinstance(block, Block) and block.experts is not None

@@ -1,24 +1,27 @@
 """Seconds from `lowroll.Engine(folder)` to the first token of a folder that is in the page cache.
 
-The engine starts in a new process, as a user's does: no kernel is loaded, no graph captured, no
-context made. Kernels that were compiled before lie in the user's cache on disk. The folder holds
+The engine starts in a new process (a worker of `bench.peer`), as a user's does: no kernel is loaded,
+no graph captured, no context made. Kernels that were compiled before lie in the user's cache on disk. The folder holds
 random weights and was just written, so its bytes are in memory. The clock starts at the call, after
 the imports, whose seconds are a row of their own.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from bench.harness import Row, in_new_process
+from bench.harness import Row
+from bench.peer import Peer
 from bench.shapes import SHAPES, random_model
 from bench.targets import first_token
+from bench.worker import channel
+from lowroll import Engine, Request
 from lowroll.model import hf
 
 DEADLINE_S = 180.0
@@ -36,24 +39,26 @@ def rows(model: str, format: str, device: torch.device) -> list[Row]:
         del files
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        found = in_new_process("bench.decode", ["--first-token", folder, format], DEADLINE_S)
+        settings = {"folder": str(folder), "format": format}
+        command = [sys.executable, "-m", "bench.startup"]
+        with Peer(settings, command, start_s=DEADLINE_S) as peer:
+            found = peer.ready
     return [
         Row(first_token(model, format), "s", found["first_token"]),
         Row(f"{model} {format}: imports before it", "s", found["imports"]),
     ]
 
 
-def report(folder: str, format: str) -> int:
-    """Print, in the new process, the seconds."""
-    from lowroll import Engine, Request
-
-    # Everything before this line: the interpreter, torch and lowroll.
+def main() -> None:
+    """Say, in the new process, how long it took: the imports, and the first token."""
     imports = time.time() - _process_began()
+    settings, say = channel()
     began = time.perf_counter()
-    engine = Engine(folder, weights=format, cache_tokens=65536, max_batch=64)
+    engine = Engine(
+        settings["folder"], weights=settings["format"], cache_tokens=65536, max_batch=64
+    )
     engine.generate([Request([5] * 16, max_tokens=1, ignore_eos=True)])
-    print(json.dumps({"imports": imports, "first_token": time.perf_counter() - began}))
-    return 0
+    say({"imports": imports, "first_token": time.perf_counter() - began})
 
 
 def _process_began() -> float:
@@ -72,3 +77,7 @@ def _place(num_bytes: int) -> Path:
     otherwise."""
     fits = SHARED.is_dir() and shutil.disk_usage(SHARED).free > 2 * num_bytes
     return SHARED if fits else Path(tempfile.gettempdir())
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bench import routing
+from bench import roofline
 from bench.harness import Row, less_row, say, seconds_of, speed_row
 from bench.rivals import fastest
 from bench.roofline import step_bytes
@@ -280,7 +280,7 @@ def _experts(case: Case, beside: bool) -> Row:
         f"{case.name}: experts touched by a step",
         f"of {config['num_experts']}",
         case.touched,
-        routing.simulated(config, batch) if beside else None,
-        must=0.95 * routing.uniform(config, batch),
+        roofline.simulated(config, batch) if beside else None,
+        must=0.95 * roofline.uniform(config, batch),
         goal="ours at least",
     )

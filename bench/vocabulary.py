@@ -13,6 +13,7 @@ from pathlib import Path
 from string import ascii_letters
 from typing import Any
 
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 END = "<|endoftext|>"  # under this name AutoTokenizer adds none of its own to a Qwen
 
 
@@ -51,9 +52,12 @@ def _merges() -> Iterator[tuple[str, str]]:
                 yield space + "".join(letters), letter
 
 
-def write(folder: Path, config: dict[str, Any]) -> Path:
-    """Write a model's folder without weights: config.json and this tokenizer."""
+def write(folder: Path, config: dict[str, Any], chats: bool = False) -> Path:
+    """Write a model's folder without weights: config.json and this tokenizer. chats: with a template
+    for conversations."""
     folder.mkdir(parents=True, exist_ok=True)
+    if chats:
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer(config["vocab_size"]).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -101,7 +101,7 @@ def test_what_is_missed_is_shown_and_stored(
     ]
     assert harness.show("title", rows[:1]) and not harness.show("title", rows)
     assert "1.6 NOT met" in capsys.readouterr().out
-    stored = json.loads(harness.write("name", rows, tmp_path / "new", rounds=1).read_text())
+    stored = json.loads(harness.merge("name", rows, tmp_path / "new", rounds=1).read_text())
     assert stored["rows"][1] == {
         "name": "two",
         "unit": "t/s",

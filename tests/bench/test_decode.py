@@ -18,7 +18,6 @@ from bench import (
     lengths,
     rivals,
     roofline,
-    routing,
     step,
     targets,
     train,
@@ -421,10 +420,10 @@ def test_a_step_reads_the_experts_that_its_rows_touch() -> None:
     experts = 48 * 3 * 2048 * 768  # weights of one expert in every layer
     assert every == all_128 == pytest.approx(eight + 120 * experts)
     assert roofline.step_bytes(config, "fp8", 1, 0, 8.0) == pytest.approx(eight + 2 * 151936 * 2048)
-    assert routing.uniform(config, 1) == 8 and routing.uniform(config, 8) == pytest.approx(
+    assert roofline.uniform(config, 1) == 8 and roofline.uniform(config, 8) == pytest.approx(
         51.6, abs=0.1
     )
-    assert routing.simulated(config, 1) == pytest.approx(
+    assert roofline.simulated(config, 1) == pytest.approx(
         7.78, abs=0.01
     )  # 8 draws, some of them the same
     assert decode.dense_bytes("qwen3-30b-a3b", "nvfp4") == 2 * 48 * (

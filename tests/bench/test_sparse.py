@@ -4,7 +4,6 @@ twice, and the sums are right."""
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import re
@@ -19,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from bench import experiment, sparse
 from bench.experiment import ending_by, spread, store
@@ -232,14 +230,14 @@ def test_a_stopped_command_goes_on_where_it_was(
         only=["dense"],
         seconds=math.inf,
         out=tmp_path,
+        work=tmp_path / "work",
         change=json.dumps(SMALL),
     )
-    console, work = Console(file=io.StringIO()), tmp_path / "work"
-    work.mkdir()
-    first = sparse.EXPERIMENT.measure(work, args, console)
+    work = args.work
+    first = sparse.EXPERIMENT.main(args)
     warm = (work / "model" / "model.safetensors").stat().st_mtime_ns
     args.seeds = 2
-    both = sparse.EXPERIMENT.measure(work, args, console)
+    both = sparse.EXPERIMENT.main(args)
     assert asked == [("dense", 0), ("dense", 1)] and both[0] == first[0]
     assert (work / "model" / "model.safetensors").stat().st_mtime_ns == warm
     stored = json.loads((tmp_path / "sparse.json").read_text())
