@@ -381,16 +381,8 @@ def targets() -> str:
         for row in found[name].values()
         if row.must is not None and row.name not in named
     ]
-    heads = [f"{_machine(record)} ({name})." for name, record in records.items() if record]
-    return "\n".join(
-        [
-            *(heads or [NOT_RUN]),
-            "",
-            table(
-                ("target", "ours", "the other", "ratio", "must", "aim", "result", "measured"), lines
-            ),
-        ]
-    )
+    head = ("target", "ours", "the other", "ratio", "must", "aim", "result", "measured")
+    return table(head, lines) if any(records.values()) else NOT_RUN
 
 
 NOT_RUN = "Nothing of this is stored in bench/baselines/ yet: run `make bench-gpu` on a machine with a GPU."
@@ -414,7 +406,7 @@ def _target(
     said = verdicts[0] if len(set(verdicts)) == 1 else " / ".join(verdicts)
     found = [row for row in rows if row is not None]
     notes = [reason(row) or (row.note if row.verdict == "not run" else "") for row in found]
-    peers = dict.fromkeys(row.against for row in found if row.against)
+    peers = dict.fromkeys(_setting(row.against) for row in found if row.against)
     other = beside(row and row.peer for row in rows)
     return (
         quantity,
@@ -494,11 +486,17 @@ BOUNDS = {
 }
 
 
+def _setting(against: str) -> str:
+    """Return the model runner of one of vLLM's settings: its version and format stand elsewhere."""
+    setting = re.fullmatch(r"vLLM [\d.]+, (\w+), \w+", against)
+    return setting[1] if setting else against
+
+
 def _cell(row: Row) -> str:
     """Return `ours / the other (who, if not always the same), ratio (spread) [bound]`."""
     said = _number(row.ours)
     if row.peer is not None:
-        said += f" / {_number(row.peer)}" + (f" ({row.against})" if row.against else "")
+        said += f" / {_number(row.peer)}" + (f" ({_setting(row.against)})" if row.against else "")
     if row.ratio is not None:
         said += f", {row.ratio:.2f}×"
         if row.spread and row.spread[0] != row.spread[1]:
