@@ -5,9 +5,8 @@ The work of an RL step is a batch of rollouts of fixed length: prompts of 256 ra
 sampled token's log-prob recorded. `bench.work` has the others: filtered sampling, prompts of their
 own, one token alone. Prompts are fresh in every round, so that no cache knows them, and the same for
 all sides. Weights are random and of exact shapes (`bench.shapes`); vLLM's are its own dummy ones. vLLM
-runs in every setting that might be its fastest (`bench.rivals`), and the fastest is named. All sides
-are resident in one GPU's memory and run in turns; where not even one other fits beside ours, ours runs
-its rounds first and vLLM after it, and the note says so.
+runs in every setting that might be its fastest (`bench.rivals`). All sides are resident in one GPU's
+memory and run in turns; where not even one other fits beside ours, vLLM runs after it.
 
     rollout     tokens/s of whole calls, prefill included: the median of the rounds, the ratio of each round's sides;
                 ms a decode step: (seconds for 256 new tokens - seconds for 1) / 255; its share of what the weights'
@@ -29,8 +28,7 @@ its rounds first and vLLM after it, and the note says so.
                            [--out FOLDER]
 
 vLLM needs an installation of its own, or several (docs/benchmarks.md). Without one the rows have no
-peer and say so. Rows are added to `decode.json` as they are measured, so that a stopped command keeps
-what it has.
+peer and say so. Rows are added to `decode.json`.
 """
 
 from __future__ import annotations

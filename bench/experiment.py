@@ -2,9 +2,9 @@
 
 An experiment has arms: settings that differ from common ones. Every run of a seed starts from the
 same warm-started weights and draws the same prompts. Runs go side by side in processes of their own,
-one thread each, spread over the GPUs. Each is merged into the experiment's file as it ends, and none
-is made again that stands there whole, with the same settings and steps. With `--seconds`, runs that
-are not done by then end after the step that they are in, and are stored without scores.
+one thread each, spread over the GPUs. Each is stored as it ends, and none is made again that stands
+there whole, with the same settings and steps. With `--seconds`, runs that are not done by then end
+after the step that they are in, and are stored without scores.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class Experiment:
 
 
 def store(path: Path, about: Found, runs: list[Found], order: Iterable[str]) -> None:
-    """Write the finished runs, sorted by name in an order and by seed, so that a stopped command
-    keeps them. The file has its old content or the new one at any time."""
+    """Write the finished runs, sorted by name in an order and by seed. The file has its old content
+    or the new one at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     names = list(order)
     runs.sort(key=lambda one: (names.index(one["variant"]), one["seed"]))

@@ -1,9 +1,8 @@
 """The harness of all benchmarks: options, turns and clocks, rows, and how rows are shown and stored.
 
-A ratio counts only when both sides ran in turns in one process tree on one machine: `interleave`
-runs A B A B ..., so that a slow minute of the machine hits both. The speed of a side is the median
-of its rounds, the ratio is the median of the rounds' own ratios, and the spread is their smallest
-and largest. A row holds what it must reach; a command ends with 1 when one does not.
+A ratio counts only when both sides ran in turns on one machine: `interleave` runs A B A B ..., so that
+a slow minute hits both. The speed of a side is the median of its rounds, the ratio is the median of
+the rounds' own ratios, and the spread is their smallest and largest.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ class Row:
     """One measurement, with the peer's when there is one.
 
     ratio: how many times better ours is than the peer, unless the name says otherwise; spread: its
-    range over the rounds. goal: what `must` and `aim` are compared with. note: what a reader of the
-    numbers must know, such as why the peer was not run. against: the peer's name, where there is a
-    choice of peers. Why a row misses its target stands in `bench.targets`.
+    range over the rounds. goal: what `must` and `aim` are compared with. against: the peer's name,
+    where there is a choice of peers. Why a row misses its target stands in `bench.targets`.
     """
 
     name: str
@@ -71,8 +69,7 @@ class Row:
         return self.ratio if self.goal.startswith("ratio") else self.ours
 
     def reaches(self, bound: float | None) -> bool:
-        """Tell if the value is on the right side of a bound. Every row reaches no bound, and no
-        value reaches none."""
+        """Tell if the value is on the right side of a bound; a missing value reaches no bound."""
         if bound is None or self.value is None:
             return bound is None
         return self.value >= bound if self.goal.endswith("least") else self.value <= bound
@@ -93,8 +90,7 @@ class Row:
 def interleave(
     contestants: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, list[float]]:
-    """Run the contestants in turns; return the seconds of each in every round. Warm them up
-    before."""
+    """Run contestants, which are warm, in turns; return the seconds of each in every round."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for i in range(rounds):
         for name, run in contestants.items():
@@ -114,7 +110,7 @@ def speed_row(
     must: float | None = None,
     aim: float | None = None,
 ) -> Row:
-    """Return the row of two contestants' seconds for the same amount of work, or of ours alone."""
+    """Return the row of the seconds of two sides for the same work, or of ours alone."""
     speed = amount / statistics.median(ours)
     if peer is None:
         return Row(name, unit, speed, must=must, aim=aim)
@@ -196,8 +192,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class SomeOf:
-    """An option that takes several of some words, with spaces or commas between them; by default
-    all."""
+    """An option that takes several of some words, by default all."""
 
     choices: Iterable[str]
     default: Sequence[str] | None = None
@@ -394,10 +389,10 @@ def show(title: str, rows: list[Row]) -> bool:
 
 
 class Results:
-    """The rows of a command, stored as they are measured, so that a stopped one keeps what it has.
+    """The rows of a command, with their targets' demands, stored as they are measured, so that a
+    stopped one keeps what it has.
 
-    settings: what is stored beside them. folder: none where nothing is stored. Rows have what their
-    targets (`bench.targets`) demand.
+    settings: what is stored beside them. folder: none where nothing is stored.
     """
 
     def __init__(self, name: str, folder: Path | None, **settings: Any) -> None:

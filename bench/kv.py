@@ -25,11 +25,10 @@ each, and nothing is shared. Random weights of exact shapes (`bench.shapes`), a 
                        [--contexts 4096,16384,32768] [--batches 64,256] [--rounds 2]
                        [--parts equal largest position rollout] [--peer vllm|none] [--out FOLDER]
 
-The dense cache is measured first in every run: a ratio is of one process on one machine, one side
-after the other, since two such caches do not fit. vLLM 0.24.0 (dense, its own cache of bfloat16)
-runs last, at the same contexts and batches of up to a million tokens: real prompts, which its prefix
-cache serves when it decodes; ms = (seconds for 129 tokens - seconds for 1) / 128. Rows are added to
-`kv.json` as they are measured, so that a stopped command keeps what it has.
+The dense cache is measured first in every run, since two such caches do not fit. vLLM 0.24.0 (dense,
+its own cache of bfloat16) runs last, at the same contexts and batches of up to a million tokens: real
+prompts, which its prefix cache serves when it decodes; ms = (seconds for 129 tokens - seconds for 1) /
+128. Rows are added to `kv.json`.
 """
 
 from __future__ import annotations

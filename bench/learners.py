@@ -12,8 +12,7 @@ weights of the exact Qwen2.5 shapes in bfloat16, one AdamW update a step on floa
     peer    transformers with SDPA attention and its own loss, FSDP2 by accelerate (DDP and PEFT for an adapter),
             bfloat16 passes over float32 weights, gradient checkpointing, rows in as many pieces as fit ours
 
-Every side runs in processes of its own, both at once where each has GPUs of its own; a row says what
-did not fit, by the last line of who ended first.
+Every side runs in processes of its own, both at once where each has GPUs of its own.
 
 Publishing goes to two engines at once, bf16 ones and then fp8 ones, on the ranks' own GPUs. Seconds:
 gathering the weights on rank 0, `FolderPublisher.publish` into a folder in memory, and until both engines

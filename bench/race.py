@@ -4,7 +4,7 @@ The model is SmolLM2-135M-Instruct after a short SFT on demonstrations of `arith
 ordinary folder of transformers. All sides of a seed start from it and draw the same prompts in the
 same order. They have the same reward, batch, rollouts a prompt, rates, clip and number of updates,
 and no KL to a reference. Every few steps they answer the same held-out prompts greedily, with the
-clock stopped; the race is won by who is first at the score.
+clock stopped.
 
     lowroll int8_rotated    by its defaults with these rollouts (`correction: auto`)
     lowroll dense           by its defaults, rollouts in the dtype of the run: float32 on a CPU, bfloat16 on a GPU

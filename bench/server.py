@@ -17,7 +17,7 @@ Clients are a process of their own (`bench.load`), so they take no time from the
 
 On a CPU `--model demo --peer none` measures the second and third part. vLLM 0.24.0 needs an
 installation of its own (docs/benchmarks.md). Rows are added to `server.json`, those of a CPU to
-`server-cpu.json`, as they are measured, so that a stopped command keeps what it has.
+`server-cpu.json`.
 """
 
 from __future__ import annotations
