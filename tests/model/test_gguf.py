@@ -23,7 +23,6 @@ from lowroll.model.gguf import NOTE
 from lowroll.model.headers import exact_format, low_bit_format
 from lowroll.model.tokenizer import load_tokenizer
 from lowroll.runs.evaluate import _rollouts
-from lowroll.runs.export import quantize_folder
 from tests.fixtures.tiny import hf_model
 
 TOKENS = ["<unk>", "<s>", "</s>", "a", "b", "ab", "\u0120", "\u0120a"]
@@ -162,14 +161,6 @@ def test_no_format_is_noted_where_layers_have_several_or_codes_would_change(tmp_
     (folder / NOTE).write_text('{"format": "int3"}')
     with pytest.raises(ValueError, match=r"gguf\.json: format: 'int3' is unknown"):
         exact_format(folder)
-
-
-@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0"])
-def test_no_folder_holds_its_blocks(name: str, tmp_path: Path) -> None:
-    write(tmp_path / "tiny.gguf", "qwen3", Kind.Q4_1)
-    with pytest.raises(ValueError, match=f"^{name}: no other tool has a layout"):
-        quantize_folder(tmp_path / "tiny.gguf", tmp_path / "out", name)
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_folder_has_its_tokenizer_and_is_made_once(

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import lowroll
 from lowroll.quant.blocks import keeps
-from lowroll.quant.layouts import describe
 from tests.fixtures.tensors import normal
 
 KINDS = {"q4_0": "Q4_0", "q4_1": "Q4_1", "q8_0": "Q8_0"}
@@ -69,9 +68,3 @@ def test_other_weights_are_rounded_as_llama_cpp_does(name: str) -> None:
     assert not keeps(name, w)
     assert (ours == dense).float().mean() > 0.99
     assert (ours - w).norm() <= 1.001 * (dense - w).norm()
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_no_folder_holds_them(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: no other tool has a layout"):
-        describe(name, torch.float32)

@@ -14,20 +14,18 @@ from docs import tables
 from lowroll.cli import quantize as command
 from lowroll.config import ConfigError, from_mapping
 from lowroll.model import hf
-from lowroll.model.attention import varlen
-from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 from lowroll.quant.table import FORMATS, OWN, FormatRow, is_dense
 from lowroll.runs.export import quantize_folder
 from lowroll.trainer.guard import Guard, GuardSettings
 from lowroll.weights.publish import digest, publish, rollout_copy
 from tests.fixtures.runs import settings, train
+from tests.fixtures.sequences import logits
 from tests.fixtures.tensors import normal
 from tests.fixtures.tiny import hf_folder
 
 MADE_UP = "ternary"
 NAMES = (*FORMATS, MADE_UP)
-IDS = torch.randint(2, 67, (20,), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +36,6 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf_folder(tmp_path_factory.mktemp("formats") / "dense", "qwen3", intermediate_size=64)
-
-
-@torch.no_grad()
-def logits(model: Transformer) -> Tensor:
-    return model.logits(model(IDS, torch.arange(len(IDS)), varlen([len(IDS)]))).float()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,15 +57,28 @@ def test_a_matrix_survives(name: str) -> None:
     assert (q.dequantize() - w).norm() < 0.6 * w.norm()
     assert (q.linear(x) - x @ q.dequantize().t()).norm() < 0.05 * (x @ w.t()).norm()
     before = {key: (t.data_ptr(), t.clone()) for key, t in q.tensors.items()}
-    q.quantize_(2 * w).quantize_(w)
+    twice = lowroll.quantize(2 * w, name)
+    assert torch.equal(q.quantize_(2 * w).linear(x), twice.linear(x))
+    q.quantize_(w)
     for key, (place, value) in before.items():
         assert q.tensors[key].data_ptr() == place
         assert torch.equal(q.tensors[key].view(torch.uint8), value.view(torch.uint8)), key
     whole = form.stack(form.cut(q, [128, 128]))
     assert torch.equal(whole.dequantize(), q.dequantize())
-    for bad in (torch.full((4, 128), torch.nan), torch.zeros(0, 128)):
+    for bad in (torch.zeros(0, 128), torch.ones(3)):
         with pytest.raises(ValueError, match=f"^{name}: "):
             form.quantize(bad)
+    with pytest.raises(ValueError, match="cannot (copy|quantize)"):
+        q.quantize_(w[:128])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_is_refused_by_name(name: str, value: float) -> None:
+    w = normal(4, 40)
+    w[2, 3] = value
+    with pytest.raises(ValueError, match=f"^{name}: the weight holds a non-finite value"):
+        lowroll.quantize(w, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -122,6 +128,7 @@ def test_a_name_without_a_row_is_refused() -> None:
 
 
 def test_the_pages_and_the_help_name_it() -> None:
+    assert from_mapping({"model": "m"}, {"rollout.weights": OWN}).rollout.weights == OWN
     for name in NAMES:
         assert f"| `{name}` | {get_format(name).bits:g} bits a weight" in tables.formats()
     shown = command.parser().format_help()
@@ -134,7 +141,8 @@ def test_a_run_learns_from_it(model: Path, tmp_path: Path) -> None:
     assert records[0]["mismatch/kl_k3"] > 0 and records[0]["weights/normalized_quant_error"] > 0
 
 
-def test_no_folder_holds_what_no_tool_knows(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"^{MADE_UP}: no other tool has a layout"):
-        quantize_folder(folder, tmp_path / "out", MADE_UP)
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", MADE_UP])
+def test_no_folder_holds_what_no_tool_knows(name: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: no other tool has a layout"):
+        quantize_folder(folder, tmp_path / "out", name)
     assert not (tmp_path / "out").exists()

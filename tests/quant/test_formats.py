@@ -12,21 +12,18 @@ import torch
 from torch import Tensor
 
 import lowroll
-from lowroll.config import from_mapping
 from lowroll.kernels.quantize.rotation import rotate
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.model import hf
 from lowroll.model.attention import varlen
 from lowroll.quant import fp8, groups, int4, mxfp4, nf4
 from lowroll.quant.formats import QTensor, WeightOnly, dense_from, get_format
-from lowroll.quant.table import OWN
 from lowroll.weights.publish import quantize_base
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.tensors import normal
 from tests.fixtures.tiny import hf_folder
 
-TABLE = tuple(lowroll.formats())
-LOW_BIT = tuple(name for name in TABLE if not get_format(name).dense)
+LOW_BIT = tuple(name for name in lowroll.formats() if not get_format(name).dense)
 NEW = tuple(name for name in LOW_BIT if name != "int8")
 STORED = {
     "int8_rotated": ("codes", "scale"),
@@ -58,9 +55,7 @@ def padded(head: list[float], size: int) -> Tensor:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def test_the_configuration_and_the_stored_names_follow_the_table() -> None:
-    for name in (*TABLE, OWN):
-        assert from_mapping({"model": "m"}, {"rollout.weights": name}).rollout.weights == name
+def test_the_stored_names_follow_the_table() -> None:
     for name in NEW:
         assert tuple(lowroll.quantize(normal(4, 32), name).tensors) == STORED[name], name
 
@@ -477,15 +472,6 @@ def test_huge_and_denormal_weights_stay_finite(name: str, size: float) -> None:
         assert torch.isfinite(q.linear(torch.full((1, 160), 1e-3))).all()
 
 
-@pytest.mark.parametrize("name", LOW_BIT)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_non_finite_weight_is_refused_by_name(name: str, value: float) -> None:
-    w = normal(4, 40)
-    w[2, 3] = value
-    with pytest.raises(ValueError, match=f"{name}: the weight holds a non-finite value"):
-        lowroll.quantize(w, name)
-
-
 def test_a_non_finite_weight_of_a_model_is_refused_by_its_name(tmp_path: Path) -> None:
     sick = hf.load(hf_folder(tmp_path / "m"))
     with torch.no_grad():
@@ -547,7 +533,7 @@ def activations_of(name: str) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("name", LOW_BIT)
-@pytest.mark.parametrize("shape", [(96, 256), (33, 7), (130, 257)])
+@pytest.mark.parametrize("shape", [(96, 256), (33, 7), (1, 1), (130, 257)])
 def test_linear_is_the_oracles_product(name: str, shape: tuple[int, int]) -> None:
     """P5 for one matrix: float64 sums over rounded activations and dequantized weights."""
     q, bias = lowroll.quantize(normal(*shape), name), normal(shape[0], seed=2)
@@ -563,21 +549,6 @@ def test_linear_is_the_oracles_product(name: str, shape: tuple[int, int]) -> Non
             atol=0.03 * float(exact.abs().max()),
         )
         assert q.linear(x.bfloat16()).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_a_copy_keeps_storages_and_forgets_what_was_derived(name: str) -> None:
-    q, w, x = lowroll.quantize(normal(48, 80), name), normal(48, 80, seed=1), normal(3, 80, seed=2)
-    pointers = {part: t.data_ptr() for part, t in q.tensors.items()}
-    before = q.linear(x)
-    for version in range(3):
-        fresh = lowroll.quantize(w if version % 2 == 0 else normal(48, 80), name)
-        q.quantize_(w if version % 2 == 0 else normal(48, 80))
-        assert {part: t.data_ptr() for part, t in q.tensors.items()} == pointers
-        assert all(raw(q.tensors[part]) == raw(t) for part, t in fresh.tensors.items())
-        assert torch.equal(q.linear(x), fresh.linear(x)) and torch.equal(q.linear(x), before) == (
-            version == 1
-        )
 
 
 @pytest.mark.parametrize("name", [n for n in LOW_BIT if isinstance(get_format(n), WeightOnly)])
