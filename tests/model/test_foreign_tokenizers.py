@@ -18,6 +18,7 @@ from lowroll.model import tokenizer_trial
 from lowroll.model.tokenizer import load_tokenizer
 from lowroll.model.tokens import FileTokenizer
 from lowroll.runs.demo import build_tokenizer
+from tests.fixtures.json_files import edit_json
 
 PANIC = {
     "type": "Split",
@@ -39,8 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def change(folder: Path, **keys: Any) -> None:
-    path = folder / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    edit_json(folder / "tokenizer.json", **keys)
 
 
 @pytest.mark.parametrize("read", READERS)

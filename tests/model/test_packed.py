@@ -3,7 +3,6 @@ documented, and held to a dense model of the same numbers in transformers."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from lowroll.model import hf
 from lowroll.model.attention import varlen
 from lowroll.model.headers import low_bit_format
 from lowroll.runs.export import quantize_folder
+from tests.fixtures.json_files import edit_json
 from tests.fixtures.tiny import hf_model
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 64, "head_dim": 32}
@@ -83,8 +83,7 @@ def write(folder: Path, config: dict[str, Any], family: str = "qwen2", **changes
             tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in stored.items()}
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    edit_json(folder / "config.json", quantization_config=config)
     packed = {name.rpartition(".")[0] for name in tensors}
     for name, tensor in model.state_dict().items():
         module, _, leaf = name.rpartition(".")
@@ -155,22 +154,17 @@ def test_other_storage_is_refused_by_its_key(
     config: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     write(tmp_path, {**GPTQ, "group_size": 128})
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    edit_json(tmp_path / "config.json", quantization_config=config)
     with pytest.raises(ValueError, match=rf"config\.json: quantization_config: {says}"):
         hf.load(tmp_path)
 
 
 def test_values_that_contradict_the_config_name_their_tensor(tmp_path: Path) -> None:
-    write(tmp_path, {**GPTQ, "group_size": 128, "desc_act": True}, intermediate_size=384)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"]["desc_act"] = False
-    path.write_text(json.dumps(config))
+    config = {**GPTQ, "group_size": 128}
+    write(tmp_path, config | {"desc_act": True}, intermediate_size=384)
+    edit_json(tmp_path / "config.json", quantization_config=config)
     with pytest.raises(ValueError, match=r"down_proj\.g_idx: reorders columns"):
         hf.load(tmp_path)
-    config["quantization_config"] |= {"desc_act": True, "sym": True}
-    config["quantization_config"]["desc_act"] = False
-    path.write_text(json.dumps(config))
+    edit_json(tmp_path / "config.json", quantization_config=config | {"sym": True})
     with pytest.raises(ValueError, match=r"q_proj\.qzeros: holds other zero points than 8"):
         hf.load(tmp_path)

@@ -6,7 +6,6 @@ from itertools import accumulate
 
 import pytest
 import torch
-from torch import Tensor
 
 from lowroll.model.attention import (
     AttentionInputs,
@@ -16,30 +15,10 @@ from lowroll.model.attention import (
     suffixes,
     varlen,
 )
+from tests.fixtures.attention_oracle import attention_of_last, qkv
 
 LENGTHS = [9, 1, 5, 9, 14]
 SINKS = torch.tensor([0.0, 3.0, -2.0, 30.0, -30.0, 1.0])
-
-
-def qkv(queries: int, keys: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    g = torch.Generator().manual_seed(queries)
-    return tuple(
-        torch.randn(n, heads, 8, generator=g).to(dtype)
-        for n, heads in ((queries, 6), (keys, 2), (keys, 2))
-    )
-
-
-def oracle(q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sinks_H: Tensor, window: int) -> Tensor:
-    """Attention of the last queries of one sequence, in float64, query by query."""
-    rows, before = [], len(k_TGd) - len(q_CHd)
-    for i, q_Hd in enumerate(q_CHd.double()):
-        last = before + i + 1
-        seen = slice(max(0, last - window) if window else 0, last)
-        k, v = (x[seen].double().repeat_interleave(3, 1) for x in (k_TGd, v_TGd))
-        s_Hn = torch.einsum("hd,nhd->hn", q_Hd, k) * 8**-0.5
-        p_Hn = torch.cat([s_Hn, sinks_H.double()[:, None]], 1).softmax(1)[:, :-1]
-        rows.append(torch.einsum("hn,nhd->hd", p_Hn, v))
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [6, 6]])
@@ -50,7 +29,7 @@ def test_packed_sequences_and_their_gradients(lengths: list[int], window: int) -
     sinks = SINKS.clone().requires_grad_()
     got = varlen(lengths, windows=[window])(0, AttentionInputs(q, k, v, sinks))
     rows = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    want = torch.cat([oracle(*row, sinks, window) for row in rows])
+    want = torch.cat([attention_of_last(*row, window, sinks) for row in rows])
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
     assert got[:, 3].abs().max() < 1e-6
     upstream = torch.randn(q.shape, generator=torch.Generator().manual_seed(7))
@@ -68,7 +47,7 @@ def test_suffixes_of_sequences(window: int) -> None:
     q, k, v = qkv(sum(lengths), sum(totals))
     got = suffixes(lengths, totals, windows=[window])(0, AttentionInputs(q, k, v, SINKS))
     rows = zip(q.split(lengths), k.split(totals), v.split(totals), strict=True)
-    want = torch.cat([oracle(*row, SINKS, window) for row in rows])
+    want = torch.cat([attention_of_last(*row, window, SINKS) for row in rows])
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
 
 
@@ -90,6 +69,6 @@ def test_a_key_of_sinks_is_the_same(causal: bool) -> None:
 def test_half_precision_is_near() -> None:
     q, k, v = qkv(9, 9, torch.bfloat16)
     got = varlen([9])(0, AttentionInputs(q, k, v, SINKS.bfloat16()))
-    want = oracle(q, k, v, SINKS, 0)
+    want = attention_of_last(q, k, v, 0, SINKS)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)

@@ -3,7 +3,6 @@ Qwen3.5-MoE's as they are published. transformers is the oracle of both."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from lowroll.runs.export import quantize_folder
 from lowroll.weights.publish import dequantize_base, quantize_base
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.gpt_oss import WIDE, published
+from tests.fixtures.json_files import edit_json
 from tests.fixtures.sequences import forward, random_sequences
 from tests.fixtures.tiny import hf_folder, hf_model
 
@@ -128,8 +128,7 @@ def test_damaged_experts_are_named(
 
 def test_columns_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
     folder = published(tmp_path / "m")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
+    edit_json(folder / "config.json", intermediate_size=80)
     with pytest.raises(ValueError, match=r"down_proj: rows of 80 are no whole blocks of 32"):
         hf.load(folder)
 

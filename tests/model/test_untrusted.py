@@ -44,6 +44,7 @@ from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
 from lowroll.runs.demo import build_tokenizer
 from lowroll.runs.export import quantize_folder
 from lowroll.types import Request, printable
+from tests.fixtures.json_files import edit_json
 from tests.fixtures.tiny import hf_folder
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -104,16 +105,7 @@ def verdict(folder: Path) -> str:
 def edit(name: str, changes: dict[str, Any]) -> Change:
     """Put keys into a JSON file; ... removes one."""
 
-    def change(folder: Path) -> None:
-        path = folder / name
-        content = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(
-            json.dumps(
-                {key: value for key, value in {**content, **changes}.items() if value is not ...}
-            )
-        )
-
-    return change
+    return lambda folder: edit_json(folder / name, **changes)
 
 
 def replace(name: str, content: str | bytes | None) -> Change:
@@ -387,6 +379,7 @@ CASES: dict[str, tuple[str, Change]] = {
             "gone": "no.safetensors",
             "escape": f"{ESCAPE}.safetensors",
             "bin": "model.bin",
+            "sub": "sub/part.safetensors",
         }.items()
     },
     **{
@@ -402,6 +395,14 @@ CASES: dict[str, tuple[str, Change]] = {
     "index tensor": ("index.json", index({ESCAPE: "part.safetensors"})),
     "weights gone": ("model.safetensors", replace("model.safetensors", None)),
     "weights empty": ("model.safetensors", replace("model.safetensors", b"")),
+    "weights cut": (
+        "model.safetensors",
+        lambda folder: os.truncate(folder / "model.safetensors", 5000),
+    ),
+    "header cut": (
+        "model.safetensors",
+        lambda folder: os.truncate(folder / "model.safetensors", 5),
+    ),
     "weights text": ("model.safetensors", replace("model.safetensors", "hello, world")),
     "weights fifo": ("model.safetensors", fifo("model.safetensors")),
     "weights device": ("model.safetensors", link("model.safetensors", "/dev/zero")),
@@ -480,7 +481,7 @@ ADAPTERS: dict[str, tuple[str, Change]] = {
     "r huge": ("r = 1000000000", edit("adapter_config.json", {"r": HUGE})),
     **{
         f"alpha {value!r:.9}": ("lora_alpha", edit("adapter_config.json", {"lora_alpha": value}))
-        for value in (0, -4, NAN, float("inf"), LONG, "4", None)
+        for value in (0, -4, NAN, float("inf"), LONG, "4", True, None)
     },
     "targets": ("target_modules", edit("adapter_config.json", {"target_modules": [ESCAPE] * 9999})),
     "target": ("target_modules", edit("adapter_config.json", {"target_modules": {"a": 1}})),

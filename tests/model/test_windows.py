@@ -9,28 +9,9 @@ import torch
 from torch import Tensor
 
 from lowroll.model.attention import AttentionInputs, packed, suffixes, varlen
+from tests.fixtures.attention_oracle import attention_of_last, qkv
 
 LENGTHS = [9, 1, 5, 6, 9, 2, 14]
-
-
-def qkv(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    g = torch.Generator().manual_seed(queries)
-    q, k, v = (
-        torch.randn(n, heads, 8, generator=g) for n, heads in ((queries, 6), (keys, 2), (keys, 2))
-    )
-    return q, k, v
-
-
-def oracle(q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int) -> Tensor:
-    """Attention of the last queries of one sequence, in float64, query by query."""
-    rows, before = [], len(k_TGd) - len(q_CHd)
-    for i, q_Hd in enumerate(q_CHd.double()):
-        last = before + i + 1
-        seen = slice(max(0, last - window) if window else 0, last)
-        k, v = (x[seen].double().repeat_interleave(3, 1) for x in (k_TGd, v_TGd))
-        p_Hn = (torch.einsum("hd,nhd->hn", q_Hd, k) * 8**-0.5).softmax(1)
-        rows.append(torch.einsum("hn,nhd->hd", p_Hn, v))
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 6, 13, 14, 100])
@@ -40,7 +21,7 @@ def test_packed_sequences(window: int) -> None:
     inputs = AttentionInputs(q, k, v)
     attend = varlen(LENGTHS, windows=[0, window, 0])
     rows = zip(*(x.split(LENGTHS) for x in (q, k, v)), strict=True)
-    want = torch.cat([oracle(*row, window) for row in rows])
+    want = torch.cat([attention_of_last(*row, window) for row in rows])
     torch.testing.assert_close(attend(1, inputs).double(), want, rtol=0, atol=1e-5)
     for layer in (0, 2):
         assert torch.equal(attend(layer, inputs), varlen(LENGTHS)(0, inputs))
@@ -61,7 +42,7 @@ def test_suffixes_of_sequences(window: int, stacked: bool) -> None:
     q, k, v = qkv(sum(lengths), sum(totals))
     got = suffixes(lengths, totals, stacked=stacked, windows=[window])(0, AttentionInputs(q, k, v))
     rows = zip(q.split(lengths), k.split(totals), v.split(totals), strict=True)
-    want = torch.cat([oracle(*row, window) for row in rows])
+    want = torch.cat([attention_of_last(*row, window) for row in rows])
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
 
 

@@ -14,12 +14,12 @@ from lowroll.engine.native import NativeEngine
 from lowroll.engine.request import Request
 from lowroll.model import hf
 from lowroll.model.spec import read_spec, read_spec_apart
+from tests.fixtures.json_files import edit_json
 from tests.fixtures.sequences import forward, random_sequences
 from tests.fixtures.tiny import LLAMA3_ROPE, hf_folder
 
 BOUND = 1e-4
 LLAMA3 = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
-ORIGINAL = LLAMA3["original_max_position_embeddings"]
 SHORT = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
 
 # name: (family, keys that are written over those of the saved config.json; ... removes one)
@@ -51,17 +51,6 @@ READ: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"rope_theta": 77.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     ),
-    "a window that is off": ("qwen2", {"use_sliding_window": False, "sliding_window": 8}),
-    "a window in no layer": (
-        "qwen2",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 8,
-            "max_window_layers": 99,
-            "layer_types": ...,
-        },
-    ),
-    "a window that Llama does not have": ("llama", {"sliding_window": 8}),
     "no model_type": ("qwen2", {"architectures": ["Qwen2ForCausalLM"]}),
     "yarn by hand": (
         "qwen2",
@@ -157,9 +146,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def edited(folder: Path, changes: dict[str, Any]) -> Path:
-    path = folder / "config.json"
-    config = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    edit_json(folder / "config.json", **changes)
     return folder
 
 
