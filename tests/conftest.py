@@ -116,6 +116,16 @@ def paths() -> Iterator[None]:
 
 
 @pytest.fixture
+def threads() -> Iterator[None]:
+    """A test may set the number of torch's threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dry runs plan without a look at the model, which is on a hub that tests do not ask, and at
     the data."""

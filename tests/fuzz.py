@@ -503,7 +503,7 @@ class Block:
             self.watch(plan)
             return run(plan, meanwhile)
 
-        self.engine.runner.run = watched  # type: ignore[method-assign]
+        self.engine.runner.run = watched
 
     def ids(self, length: int) -> list[int]:
         return [self.rng.randrange(2, self.vocabulary) for _ in range(length)]

@@ -31,30 +31,19 @@ from lowroll.config import from_mapping
 from lowroll.metrics.record import reproducible
 from lowroll.runs import demo
 from lowroll.runs.attempt import RunResult
+from tests.fixtures.learner import mixture
 from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint
 
 STEPS = 3
+DENSE = TINY | {
+    "hidden_size": 64,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 MODELS: dict[str, dict[str, Any]] = {
-    "dense": {
-        **TINY,
-        "hidden_size": 64,
-        "head_dim": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "experts": {
-        **TINY,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 64,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-        "head_dim": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
+    "dense": DENSE,
+    "experts": DENSE | mixture(4, 64) | {"model_type": "qwen3_moe"},
 }
 TEMPLATES = {"short": "{text}", "long": "write a word that sorts before this one: {text}"}
 GRADED = '''

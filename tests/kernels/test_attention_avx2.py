@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,14 +37,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(avx2, "LEAST", 1)
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """A test may set them."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @runs_here
 @pytest.mark.parametrize("case", CASES)
 def test_attention_over_pages(case: tuple[Any, ...], small: None) -> None:
@@ -67,9 +58,7 @@ def test_rows_attend_within_a_window(case: tuple[Any, ...], window: int, small: 
     """Against float64, and over caches of which the rest is NaN."""
     one = Case(*case, window=window)
     for row, length in enumerate(case[0]):
-        for t in range(length - window):
-            one.keys[one.table[row, t // case[-1]], t % case[-1]] = torch.nan
-            one.values[one.table[row, t // case[-1]], t % case[-1]] = torch.nan
+        one.forget(row, length - window)
     one.check(1e-5)
 
 
@@ -145,9 +134,7 @@ def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(cxx, "compiler", lambda: None)
     cxx.supports.cache_clear()
     try:
-        case = Case([70, 3], 8, 2, 64, 8)
-        case.keys.nan_to_num_(0)
-        case.values.nan_to_num_(0)
+        case = Case([70, 3], 8, 2, 64, 8).without_nan()
         found = avx2.supports(case.q, case.keys)
         assert not found and found.why_not.startswith(("no C++ compiler", "needs a CPU"))
         case.check(1e-5)

@@ -73,17 +73,15 @@ def test_products_are_those_of_the_dequantized_matrix(kind: str, small: None) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_alone_in_any_batch_and_on_any_threads(kind: str, small: None) -> None:
+def test_a_row_is_the_same_alone_in_any_batch_and_on_any_threads(
+    kind: str, small: None, threads: None
+) -> None:
     q, x_MK = weight(kind, 40, 320), torch.randn(41, 320)
     whole_MN = q.linear(x_MK)
     for size in (1, 3, 8, 9):
         assert torch.equal(torch.cat([q.linear(some) for some in x_MK.split(size)]), whole_MN)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3 - min(threads, 2))
-        assert torch.equal(q.linear(x_MK), whole_MN)
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(3 - min(torch.get_num_threads(), 2))
+    assert torch.equal(q.linear(x_MK), whole_MN)
 
 
 def test_activations_are_rounded_to_16_bits_of_the_largest_of_256(small: None) -> None:

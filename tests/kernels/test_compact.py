@@ -15,10 +15,10 @@ from lowroll.kv.policy.h2o import attended
 from lowroll.kv.policy.rkv import RKV
 from lowroll.kv.policy.snapkv import importance
 from tests.fixtures.compact import Moves, Pages
+from tests.fixtures.interpreted import both_paths
 from tests.fixtures.policies import plain_kept
 
 interpreted = pytest.mark.interpreted
-both = pytest.mark.parametrize("path", [pytest.param("triton", marks=interpreted), "plain"])
 CASES = [
     ([40, 12], 3, 3, 16, 4, torch.float32),
     ([150, 9], 6, 2, 24, 16, torch.float16),
@@ -123,7 +123,7 @@ def test_a_row_has_the_same_scores_alone() -> None:
         assert torch.equal(both[:, :1, :, :40], alone[..., :40])
 
 
-@both
+@both_paths
 def test_equal_scores_are_the_older_keys(path: str) -> None:
     lengths = torch.tensor([7, 5], dtype=torch.int32)
     scores = torch.tensor([[[1.0, 1, 2, 1, 1, 9, 9]], [[0.0, -0.0, 0, 5, 5, torch.nan, 5]]])
@@ -132,7 +132,7 @@ def test_equal_scores_are_the_older_keys(path: str) -> None:
     assert best_and_last(scores, lengths, 1, 0).tolist() == [[[5]], [[3]]]
 
 
-@both
+@both_paths
 @pytest.mark.parametrize("widest", [30, 1500])
 def test_the_best_are_those_of_a_stable_sort(widest: int, path: str) -> None:
     g = torch.Generator().manual_seed(widest)
@@ -148,7 +148,7 @@ def test_the_best_are_those_of_a_stable_sort(widest: int, path: str) -> None:
                 assert got[layer, row, 0].tolist() == plain_kept(some, length, kept, window)
 
 
-@both
+@both_paths
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 8))]
 )
@@ -168,7 +168,7 @@ def test_what_stays_moves_in_place(seed: int, path: str) -> None:
         assert all(map(torch.equal, got, expected))
 
 
-@both
+@both_paths
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_queries_are_remembered_by_position(dtype: torch.dtype, path: str) -> None:
     q = torch.randn(3, 8, 40)[:, :6].to(dtype)

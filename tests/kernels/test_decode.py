@@ -4,13 +4,11 @@ oracles."""
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import lowroll.kernels.sampling.tiles
 from lowroll.kernels import nvcc
@@ -18,15 +16,17 @@ from lowroll.kernels.attention import decode, paged
 from lowroll.kernels.attention.decode import write_pages
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.sampling.tiles import BLOCK, TILE
-from tests.fixtures.compiled import built
+from tests.fixtures.compiled import arguments, built, spills_of
 from tests.fixtures.decode import Case
-
-both = pytest.mark.parametrize(
-    "path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"]
-)
+from tests.fixtures.interpreted import both_paths
 
 
-@pytest.mark.interpreted
+def case_of(path: str, *args: Any, **more: Any) -> Case:
+    """What a path can read: caches of plain torch hold no NaN."""
+    return Case(*args, **more) if path == "triton" else Case(*args, **more).without_nan()
+
+
+@both_paths
 @pytest.mark.parametrize("programs", [1, 6])
 @pytest.mark.parametrize(
     "case",
@@ -37,9 +37,11 @@ both = pytest.mark.parametrize(
         ([70], 17, 1, 32, 8, torch.float16),
     ],
 )
-def test_attention_over_pages(case: tuple, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_over_pages(
+    case: tuple, programs: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decode, "PROGRAMS", programs)
-    Case(*case).check(2e-3 if case[-1] == torch.float16 else 1e-5)
+    case_of(path, *case).check(2e-3 if case[-1] == torch.float16 else 1e-5)
 
 
 # lengths, query heads, key-value heads, head size, page, window: around pages, blocks and windows
@@ -53,7 +55,7 @@ WINDOWED = [
 ]
 
 
-@both
+@both_paths
 @pytest.mark.parametrize("programs", [1, 30, 400])
 @pytest.mark.parametrize("case", WINDOWED)
 def test_rows_attend_within_a_window(
@@ -61,14 +63,10 @@ def test_rows_attend_within_a_window(
 ) -> None:
     """Also with more splits than a window has blocks."""
     monkeypatch.setattr(decode, "PROGRAMS", programs)
-    one = Case(*case[:-1], window=case[-1])
-    if path == "plain":  # it multiplies what is masked by 0, and a cache holds no NaN
-        one.keys.nan_to_num_(0)
-        one.values.nan_to_num_(0)
-    one.check(1e-5)
+    case_of(path, *case[:-1], window=case[-1]).check(1e-5)
 
 
-@both
+@both_paths
 @pytest.mark.parametrize("programs", [1, 30])
 @pytest.mark.parametrize("case", [*WINDOWED, ([45, 0, 1, 16, 17], 6, 2, 24, 4, 0)])
 def test_sinks_take_part_in_the_softmax(
@@ -76,11 +74,7 @@ def test_sinks_take_part_in_the_softmax(
 ) -> None:
     """Once, in whatever splits, in windows and without; a row without keys stays 0."""
     monkeypatch.setattr(decode, "PROGRAMS", programs)
-    one = Case(*case[:-1], window=case[-1], sinks=True)
-    if path == "plain":
-        one.keys.nan_to_num_(0)
-        one.values.nan_to_num_(0)
-    one.check(1e-5)
+    case_of(path, *case[:-1], window=case[-1], sinks=True).check(1e-5)
 
 
 @pytest.mark.interpreted
@@ -93,18 +87,13 @@ def test_keys_outside_a_window_are_not_read(
     monkeypatch.setattr(decode, "PROGRAMS", programs)
     case, other = (Case([140, 9, 33], 6, 2, 16, 4, dtype, window=21) for _ in range(2))
     for row, length in enumerate([140, 9, 33]):
-        for t in range(length - 21):
-            other.keys[other.table[row, t // 4], t % 4] = torch.nan
-            other.values[other.table[row, t // 4], t % 4] = torch.nan
+        other.forget(row, length - 21)
     assert torch.equal(case.run(), other.run())
 
 
-@both
+@both_paths
 def test_a_window_that_hides_nothing_changes_no_bit(path: str) -> None:
-    plain, wide = (Case([9, 0, 70], 4, 2, 16, 4, window=window) for window in (0, 70))
-    for case in (plain, wide):
-        case.keys.nan_to_num_(0)
-        case.values.nan_to_num_(0)
+    plain, wide = (case_of(path, [9, 0, 70], 4, 2, 16, 4, window=window) for window in (0, 70))
     assert torch.equal(plain.run(), wide.run())
 
 
@@ -117,36 +106,7 @@ def test_strided_heads_and_a_wider_table_change_nothing(window: int) -> None:
     assert torch.equal(plain.run(), wide.run())
 
 
-def test_the_cpu_attends_as_the_engine_always_did() -> None:
-    case = Case([9, 1, 20], 6, 2, 16, 4)
-    case.keys.nan_to_num_(0)
-    case.values.nan_to_num_(0)
-    got = case.run()
-    k, v = (
-        cache.view(cache.shape[0], -1)
-        .index_select(0, case.table.flatten())
-        .view(3, -1, 2, 16)
-        .transpose(1, 2)
-        for cache in (case.keys, case.values)
-    )
-    mask = (torch.arange(20) < case.lengths[:, None])[:, None, None]
-    assert torch.equal(
-        got,
-        F.scaled_dot_product_attention(case.q.view(3, 2, 3, 16), k, v, attn_mask=mask).reshape(
-            3, 6, 16
-        ),
-    )
-
-
-@pytest.mark.slow
-def test_dead_rows_on_the_cpu() -> None:
-    case = Case([5, 0, 9], 4, 2, 16, 4)
-    case.keys.nan_to_num_(0)
-    case.values.nan_to_num_(0)
-    case.check(1e-5)
-
-
-@both
+@both_paths
 def test_write_pages_skips_negative_slots(path: str) -> None:
     assert triton_supports(torch.zeros(1)) == (path == "triton")
     k, v = torch.randn(7, 3, 20), torch.randn(7, 6, 20)[:, :3]
@@ -166,20 +126,16 @@ def test_write_pages_skips_negative_slots(path: str) -> None:
 def test_attention_compiles_for_hopper_without_spills(rows: int, window: int, sinks: bool) -> None:
     pytest.importorskip("triton")
     splits, length, stages, warps = decode._launch(rows, 4, 256)
-    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "keys_ptr", "values_ptr"), "*bf16")
-    types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
-    types |= {"sinks_ptr": "*bf16"} if sinks else {}
-    types |= {
-        "out_ptr": "*fp32" if splits > 1 else "*bf16",
-        "lse_ptr": "*fp32",
-        "rows": "i32",
-        "splits": "i32",
-        "q_stride": "i32",
-        "k_stride": "i32",
-        "v_stride": "i32",
-        "table_stride": "i32",
-        "scale": "fp32",
-    }
+    types = arguments(
+        {
+            "*bf16": "q_ptr k_ptr v_ptr keys_ptr values_ptr" + " sinks_ptr" * sinks,
+            "*i32": "table_ptr lengths_ptr",
+            "*fp32": "lse_ptr",
+            "i32": "rows splits q_stride k_stride v_stride table_stride",
+            "fp32": "scale",
+        }
+    )
+    types["out_ptr"] = "*fp32" if splits > 1 else "*bf16"
     constants = dict(
         H=28,
         G=4,
@@ -206,16 +162,8 @@ PEAKS = {"peaks_ptr": "*fp32", "parts_ptr": "*fp32"}
 
 
 def pass_over_logits(asked: dict[str, str], aligned: bool) -> Any:
-    types = {
-        "logits_ptr": "*fp32",
-        "temperature_ptr": "*fp32",
-        "largest_ptr": "*fp32",
-        "mass_ptr": "*fp32",
-        "tokens": "i32",
-        "tiles": "i32",
-        "stride": "i32",
-        **asked,
-    }
+    floats = "logits_ptr temperature_ptr largest_ptr mass_ptr"
+    types = arguments({"*fp32": floats, "i32": "tokens tiles stride"}) | asked
     constants = dict.fromkeys(("greedy_ptr", *NOISE, *PEAKS))
     constants |= {"TILE": TILE, "BLOCK": BLOCK, "ALIGNED": aligned, "EARLY": False}
     left = {name: value for name, value in constants.items() if name not in types}
@@ -260,16 +208,6 @@ def test_masses_are_summed_in_one_order_whatever_else_is_asked(aligned: bool) ->
 def test_the_kernel_of_many_rows_compiles_without_spills(
     head: int, codes: str, tmp_path: Path
 ) -> None:
-    command = [
-        str(nvcc.compiler()),
-        *nvcc.options((9, 0), {"HEAD": str(head), "HALF": "0", "CODES": codes}),
-        "-Xptxas",
-        "-v",
-        "-cubin",
-        str(paged.SOURCE),
-        "-o",
-        str(tmp_path / "out.cubin"),
-    ]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stderr
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    values = {"HEAD": str(head), "HALF": "0", "CODES": codes}
+    said, spills = spills_of(paged.SOURCE, values, tmp_path / "out.cubin", "-cubin")
     assert len(spills) == 8 and all(pair == ("0", "0") for pair in spills), said

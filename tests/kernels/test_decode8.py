@@ -11,13 +11,10 @@ from lowroll.kernels.attention.codes import decode_keys, encode
 from lowroll.kernels.attention.decode8 import _rounded, paged_decode8
 from lowroll.kernels.launch import jit, tl
 from tests.fixtures.decode8 import Case8
-
-both = pytest.mark.parametrize(
-    "path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"]
-)
+from tests.fixtures.interpreted import both_paths
 
 
-@both
+@both_paths
 @pytest.mark.parametrize("programs", [1, 6])
 @pytest.mark.parametrize(
     "case",
@@ -52,7 +49,7 @@ def test_the_kernel_rounds_to_e4m3_as_torch_does() -> None:
     assert torch.equal(y.view(torch.int32), want.view(torch.int32)), "and its sign, of 0 too"
 
 
-@both
+@both_paths
 def test_values_of_any_size_keep_their_weights(path: str) -> None:
     """Scales from 2^-60 to 2^20 side by side, zeros, and a score so large that a row is one key."""
     case = Case8([40, 40, 3], 4, 2, 16, 4, torch.float32)

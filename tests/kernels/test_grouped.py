@@ -4,7 +4,6 @@ for Hopper."""
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from lowroll.kernels.quantize import rows
 from lowroll.model import experts
 from lowroll.model.experts import EngineExperts, Experts, LearnerExperts
 from lowroll.model.spec import spec_from_config
-from tests.fixtures.compiled import built
+from tests.fixtures.compiled import arguments, built, spills_of
 from tests.fixtures.experts import TENSORS, encoded, rounded, stack_of
+from tests.fixtures.learner import mixture
 from tests.fixtures.tensors import normal
 
 # -- routing ---------------------------------------------------------------------------------------
@@ -349,13 +349,7 @@ def module_of(
     clamped: bool = False,
 ) -> Experts:
     """Random experts of Qwen3-MoE, or of GPT-OSS, with biases and a clamped gate."""
-    special: dict[str, Any] = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 5,
-        "intermediate_size": 8,
-        "moe_intermediate_size": wide,
-        "norm_topk_prob": True,
-    }
+    special: dict[str, Any] = mixture(5, wide) | {"intermediate_size": 8}
     if clamped:
         special = {
             "architectures": ["GptOssForCausalLM"],
@@ -467,17 +461,15 @@ def test_where_a_token_lies_is_counted_in_64_bits() -> None:
     2^31."""
     pytest.importorskip("triton")
 
-    types = {
-        "x_ptr": "*bf16",
-        "w_ptr": "*bf16",
-        "part_ptr": "*fp32",
-        "weights_ptr": "*fp32",
-        "experts_ptr": "*i32",
-        "tokens": "i32",
-        "features": "i32",
-        "num_experts": "i32",
-        "scale": "fp32",
-    }
+    types = arguments(
+        {
+            "*bf16": "x_ptr w_ptr",
+            "*fp32": "part_ptr weights_ptr",
+            "*i32": "experts_ptr",
+            "i32": "tokens features num_experts",
+            "fp32": "scale",
+        }
+    )
     constants = {
         "PARTS": 2,
         "GROUPS": 1,
@@ -532,20 +524,15 @@ def test_the_choice_of_eight_groups_compiles_without_spills() -> None:
 def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
     pytest.importorskip("triton")
 
-    signature = {
-        "x_ptr": "*bf16",
-        "xs_ptr": "*fp32",
-        "w_ptr": "*bf16",
-        "ws_ptr": "*fp32",
-        "g_ptr": "*fp32",
-        "bias_ptr": "*bf16",
-        "y_ptr": "*bf16",
-        "slot_ptr": "*i64",
-        "ends_ptr": "*i32",
-        "slots": "i32",
-        "num_experts": "i32",
-        **types,
-    }
+    signature = arguments(
+        {
+            "*bf16": "x_ptr w_ptr bias_ptr y_ptr",
+            "*fp32": "xs_ptr ws_ptr g_ptr",
+            "*i64": "slot_ptr",
+            "*i32": "ends_ptr",
+            "i32": "slots num_experts",
+        }
+    )
     constants = {
         "channels": 768,
         "features": 2048,
@@ -565,7 +552,12 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
         "EARLY": False,
     }
     return built(
-        grouped._multiply_kernel, signature, constants, ("slots",), num_warps=4, num_stages=3
+        grouped._multiply_kernel,
+        signature | types,
+        constants,
+        ("slots",),
+        num_warps=4,
+        num_stages=3,
     )
 
 
@@ -574,18 +566,8 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["nvfp4", pytest.param("int4", marks=pytest.mark.long)])
 def test_streamed_codes_compile_without_spills(kind: str, tmp_path: Path) -> None:
-    command = [
-        str(nvcc.compiler()),
-        *nvcc.options((9, 0), {"FORMAT": str(routed.FORMATS[kind])}),
-        "-Xptxas",
-        "-v",
-        "-cubin",
-        str(routed.SOURCE),
-        "-o",
-        str(tmp_path / "out.cubin"),
-    ]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stderr
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    values = {"FORMAT": str(routed.FORMATS[kind])}
+    said, spills = spills_of(routed.SOURCE, values, tmp_path / "out.cubin", "-cubin")
     assert spills and set(spills) == {("0", "0")}, said
 
 

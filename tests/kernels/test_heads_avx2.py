@@ -45,15 +45,11 @@ def test_heads_are_those_of_torch(shape: tuple[int, ...], normed: bool) -> None:
 
 
 @runs_here
-def test_a_row_is_the_same_alone_in_any_batch_and_on_any_threads() -> None:
+def test_a_row_is_the_same_alone_in_any_batch_and_on_any_threads(threads: None) -> None:
     given = heads(40, 8, 2, 64, True)
     want = rotated(given)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3 - min(threads, 2))
-        assert all(map(torch.equal, rotated(given), want))
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(3 - min(torch.get_num_threads(), 2))
+    assert all(map(torch.equal, rotated(given), want))
     alone = rotated((given[0][33:34], given[1][33:34], given[2][33:34], *given[3:]))
     assert all(torch.equal(got, some[33:34]) for got, some in zip(alone, want, strict=True))
 

@@ -63,8 +63,8 @@ def test_values_and_gradients_are_those_of_torch(size: int) -> None:
         mine, theirs = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
         got, want = as_tuple(ours(*mine)), as_tuple(plain(*theirs))
         weights = [normal(*y.shape, seed=9) for y in want]
-        sum((y * w).sum() for y, w in zip(got, weights, strict=True)).backward()  # type: ignore[union-attr]
-        sum((y * w).sum() for y, w in zip(want, weights, strict=True)).backward()  # type: ignore[union-attr]
+        sum((y * w).sum() for y, w in zip(got, weights, strict=True)).backward()
+        sum((y * w).sum() for y, w in zip(want, weights, strict=True)).backward()
         for a, b in zip(
             (*got, *(x.grad for x in mine)), (*want, *(x.grad for x in theirs)), strict=True
         ):
@@ -72,25 +72,21 @@ def test_values_and_gradients_are_those_of_torch(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_row_is_the_same_in_any_batch(size: int) -> None:
-    before = torch.get_num_threads()
-    try:
-        for name, ours, _, inputs in cases(size):
-            by_token = [x for x in inputs if x.shape[:1] == (37,)]
-            others = inputs[len(by_token) :]
-            torch.set_num_threads(1)
-            whole = as_tuple(ours(*inputs))
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
-                for start, stop in ((0, 1), (3, 4), (0, 20), (5, 37), (36, 37)):
-                    part = as_tuple(ours(*(x[start:stop] for x in by_token), *others))
-                    for a, b in zip(part, whole, strict=True):
-                        assert torch.equal(a, b[start:stop]), name
-                strided = [torch.cat((x, x), -1)[:, : x.shape[1]] for x in by_token]
-                for a, b in zip(as_tuple(ours(*strided, *others)), whole, strict=True):
-                    assert torch.equal(a, b), name
-    finally:
-        torch.set_num_threads(before)
+def test_a_row_is_the_same_in_any_batch(size: int, threads: None) -> None:
+    for name, ours, _, inputs in cases(size):
+        by_token = [x for x in inputs if x.shape[:1] == (37,)]
+        others = inputs[len(by_token) :]
+        torch.set_num_threads(1)
+        whole = as_tuple(ours(*inputs))
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for start, stop in ((0, 1), (3, 4), (0, 20), (5, 37), (36, 37)):
+                part = as_tuple(ours(*(x[start:stop] for x in by_token), *others))
+                for a, b in zip(part, whole, strict=True):
+                    assert torch.equal(a, b[start:stop]), name
+            strided = [torch.cat((x, x), -1)[:, : x.shape[1]] for x in by_token]
+            for a, b in zip(as_tuple(ours(*strided, *others)), whole, strict=True):
+                assert torch.equal(a, b), name
 
 
 def test_a_gate_takes_any_number() -> None:
@@ -113,7 +109,7 @@ def test_heads_have_the_gradients_of_plain_ones(norms: bool) -> None:
         x = qkv.clone().requires_grad_()
         ws = [None if g is None else g.clone().requires_grad_() for g in gains]
         made = rotate(x, angle.cos(), angle.sin(), num, kv, d, *ws, 1e-6)
-        sum((y * normal(*y.shape, seed=7)).sum() for y in made).backward()  # type: ignore[union-attr]
+        sum((y * normal(*y.shape, seed=7)).sum() for y in made).backward()
         grads.append([*made, x.grad, *(w.grad for w in ws if w is not None)])
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)

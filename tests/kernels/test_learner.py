@@ -21,19 +21,15 @@ from lowroll.model import lora
 from lowroll.model.adapter import Adapter
 from lowroll.model.attention import varlen
 from lowroll.model.learner_linear import LearnerLinear
-from tests.fixtures.compiled import built, compiled
+from tests.fixtures.compiled import arguments, built, compiled
+from tests.fixtures.interpreted import both_paths
 from tests.fixtures.learner import tiny_model
 from tests.fixtures.tensors import normal
-
-both = pytest.mark.parametrize(
-    "path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"]
-)
-
 
 # -- log-probs -------------------------------------------------------------------------------------
 
 
-@both
+@both_paths
 @pytest.mark.parametrize("vocab", [1, 61, 4096, 9000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_statistics_and_gradient(path: str, vocab: int, temperature: float) -> None:
@@ -64,7 +60,7 @@ def test_statistics_and_gradient(path: str, vocab: int, temperature: float) -> N
     torch.testing.assert_close(again, gradient, rtol=1e-5, atol=1e-7)
 
 
-@both
+@both_paths
 def test_a_confident_token_keeps_its_gradient_in_half_precision(path: str) -> None:
     """onehot - p is rounded, not p: with p = 1 - 1e-4 it is 1e-4 and not 0."""
     logits = torch.tensor([[0.0, -9.21034, -60.0]])
@@ -75,7 +71,7 @@ def test_a_confident_token_keeps_its_gradient_in_half_precision(path: str) -> No
     )
 
 
-@both
+@both_paths
 def test_what_is_not_finite_shows(path: str) -> None:
     logits = torch.zeros(3, 9)
     logits[0, 4], logits[1, 4] = torch.nan, torch.inf
@@ -135,7 +131,7 @@ def test_what_is_kept_is_read_once_and_made_again_for_a_second_time(
         assert (a - b).norm() <= (1e-6 if dtype == torch.float32 else 1e-2) * b.norm()
 
 
-@both
+@both_paths
 def test_the_gradient_of_a_plain_sum_is_that_of_equal_weights(path: str) -> None:
     """Autograd hands a sum's gradient on as one number with stride 0."""
     hidden, weight, targets = normal(7, 8), normal(13, 8, seed=1).requires_grad_(), torch.arange(7)
@@ -149,7 +145,7 @@ def test_the_gradient_of_a_plain_sum_is_that_of_equal_weights(path: str) -> None
 # -- SwiGLU with an update -------------------------------------------------------------------------
 
 
-@both
+@both_paths
 @pytest.mark.parametrize(
     "shape", [(5, 7, 3, 1), (70, 130, 16, 2), (33, 129, 5, 2), (64, 128, 16, 1)]
 )
@@ -380,16 +376,11 @@ def test_nothing_spills(kernel: str) -> None:
         {"token_log_probs": logprobs, "adamw": adamw}[kernel], f"_{kernel}_kernel"
     )
     constants: dict[str, Any] = {"BLOCK": logprobs.LANES}
-    types = dict.fromkeys(function.arg_names, "fp32") | {
-        "logits_ptr": "*fp32",
-        "targets_ptr": "*i64",
-        "scale_ptr": "*fp32",
-        "logp_ptr": "*fp32",
-        "entropy_ptr": "*fp32",
-        "gradient_ptr": "*bf16",
-        "vocab": "i32",
-        "logits_stride": "i32",
-        "gradient_stride": "i32",
+    pointers = {
+        "*fp32": "logits_ptr scale_ptr logp_ptr entropy_ptr",
+        "*i64": "targets_ptr",
+        "*bf16": "gradient_ptr",
+        "i32": "vocab logits_stride gradient_stride",
     }
     if kernel == "adamw":
         constants = {
@@ -398,14 +389,12 @@ def test_nothing_spills(kernel: str) -> None:
             "LOW": language.bfloat16,
             "BLOCK": adamw.BLOCK,
         }
-        types |= {
-            "table_ptr": "*i64",
-            "decay_ptr": "*fp32",
-            "tensor_ptr": "*i32",
-            "start_ptr": "*i64",
-            "clip_ptr": "*fp32",
-            "moved_ptr": "*fp32",
+        pointers = {
+            "*i64": "table_ptr start_ptr",
+            "*fp32": "decay_ptr clip_ptr moved_ptr",
+            "*i32": "tensor_ptr",
         }
+    types = dict.fromkeys(function.arg_names, "fp32") | arguments(pointers)
     types = {name: types[name] for name in function.arg_names if name not in constants}
     sass = built(function, types, constants, num_warps=adamw.WARPS if kernel == "adamw" else 8).asm[
         "sass"

@@ -9,14 +9,12 @@ import torch
 
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.penalties import SEEN, STOPS, TILE, Marked, add, blank, clear, shape
+from tests.fixtures.interpreted import both_paths
 
-both = pytest.mark.parametrize(
-    "path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"]
-)
 NEVER = -math.inf
 
 
-@both
+@both_paths
 @pytest.mark.parametrize("tokens", [7, TILE + 9])
 def test_what_is_marked_is_penalised_and_banned(tokens: int, path: str) -> None:
     g = torch.Generator().manual_seed(tokens)
@@ -47,7 +45,7 @@ def test_what_is_marked_is_penalised_and_banned(tokens: int, path: str) -> None:
     assert shape(half_BV, marked, torch.tensor(position)).dtype == torch.float32
 
 
-@both
+@both_paths
 def test_a_step_marks_what_living_rows_with_a_penalty_draw(path: str) -> None:
     """Row 1 has no penalty, row 2 is dead, and rows 3 and 4 are none: they name slot 0."""
     tokens, slots = torch.tensor([4, 5, 6, 4, 6]), torch.tensor([0, 2, 3, 0, 0])

@@ -3,8 +3,6 @@ alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -25,14 +23,6 @@ FEATURES_OUT = (1, 3, 4, 5, 16, 33, 1000)
 def wide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the two kernels."""
     monkeypatch.setattr(ordered, "has_avx512", lambda: request.param is True)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """A test may set them."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int) -> Tensor:

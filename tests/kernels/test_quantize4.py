@@ -9,7 +9,7 @@ import torch
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize import quantize4
 from lowroll.quant.formats import get_format
-from tests.fixtures.compiled import built
+from tests.fixtures.compiled import arguments, built
 
 pytest.importorskip("triton")
 FORMATS = ("nvfp4", "mxfp4", "mxfp4_floor", "int4", "int4_asym", "w4a8")
@@ -45,17 +45,11 @@ def test_bytes_are_those_of_plain_torch() -> None:
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4", "int4_asym"])
 def test_compiled_for_a_gpu_nothing_spills(name: str) -> None:
     group = get_format(name).group
-    types = {
-        "w": "*bf16",
-        "codes": "*i32",
-        "scales": "*u8" if "fp4" in name else "*fp32",
-        "zeros": "*fp32",
-        "matrix": "*fp32",
-        "num_groups": "i32",
-        "K": "i32",
-        "G": "i32",
-        "U": "i32",
-    }
+    types = arguments(
+        {"*bf16": "w", "*i32": "codes", "*fp32": "scales zeros matrix", "i32": "num_groups K G U"}
+    )
+    if "fp4" in name:
+        types["scales"] = "*u8"
     constants = {
         "KIND": quantize4._KINDS[name],
         "S": group,

@@ -10,7 +10,6 @@ import ctypes
 import itertools
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from lowroll.kernels.moe import routed
 from lowroll.kernels.support import Support
 from lowroll.quant.formats import QTensor, get_format, quantize
 from lowroll.quant.groups import E2M1_LEVELS
+from tests.fixtures.compiled import spills_of
 
 KINDS = ("nvfp4", "mxfp4", "int4", "int4_asym")
 SHAPES = ((5, 128), (9, 384), (16, 256))
@@ -201,20 +201,8 @@ def test_a_folder_of_someone_else_is_refused(cache: Path, monkeypatch: pytest.Mo
 def test_compiled_for_hopper_nothing_spills_and_the_workspace_is_large_enough(
     tmp_path: Path,
 ) -> None:
-    command = [
-        str(nvcc.compiler()),
-        *nvcc.options((9, 0), {"FORMAT": "0"}),
-        "-Xptxas",
-        "-v",
-        "--shared",
-        "-Xcompiler",
-        "-fPIC",
-        str(streamed.SOURCE),
-        "-o",
-        str(tmp_path / "out.so"),
-    ]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stderr
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    shared = ("--shared", "-Xcompiler", "-fPIC")
+    said, spills = spills_of(streamed.SOURCE, {"FORMAT": "0"}, tmp_path / "out.so", *shared)
     # a word outside of the loops is what `broad` has no register for
     assert len(spills) >= 4 and all(int(stores) <= 4 for stores, _ in spills), said
     assert "serialized" not in said, said  # products that wait for each other

@@ -15,7 +15,7 @@ from lowroll.kernels.quantize import quantize8
 from lowroll.kernels.quantize.rows import E4M3, QuantizedRows
 from lowroll.kernels.support import YES
 from lowroll.quant.formats import get_format
-from tests.fixtures.compiled import built
+from tests.fixtures.compiled import arguments, built
 
 SHAPES = [(1, 96, 500), (5, 33, 37), (17, 130, 1300), (40, 70, 96), (70, 64, 256)]
 LARGE = [
@@ -244,21 +244,15 @@ def test_the_product_compiles_for_hopper_and_fits(
     pytest.importorskip("triton")
     tile = integers.choose(num_rows, num_out, num_in)
     engine = engine and tile.engine
-    types = {
-        "x": "*i8",
-        "w": "*i8",
-        "row": "*fp32",
-        "column": "*fp32",
-        "bias": "*bf16",
-        "y": "*bf16",
-        "M": "i32",
-        "N": "i32",
-        "K": "i32",
-        "whole": "i32",
-        "splits": "i32",
-        "parts": "*i32",
-        "turns": "*i32",
-    }
+    types = arguments(
+        {
+            "*i8": "x w",
+            "*fp32": "row column",
+            "*bf16": "bias y",
+            "i32": "M N K whole splits",
+            "*i32": "parts turns",
+        }
+    )
     if engine:
         types |= {
             "x_box": f"tensordesc<i8[{tile.rows}, {tile.depth}]>",
@@ -330,16 +324,8 @@ def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
     dtype = {"int8": torch.int8, "fp8": E4M3, "bf16": torch.bfloat16}[kind]
     codes = {"int8": "*i32", "fp8": "*fp8e4nv", "bf16": "*bf16"}[kind]
     rows = gemv.MOST[dtype]
-    types = {
-        "x": codes,
-        "w": codes,
-        "row": "*fp32",
-        "column": "*fp32",
-        "bias": "*bf16",
-        "y": "*bf16",
-        "N": "i32",
-        "K": "i32",
-    }
+    types = arguments({codes: "x w", "*fp32": "row column", "i32": "N K"})
+    types |= {"bias": "*bf16", "y": "*bf16"}
     channels, step, warps = gemv.schedule(rows, 37888, dtype)
     constants = dict(
         ROWS=rows,

@@ -65,4 +65,4 @@ def test_what_an_engine_cannot_make_exact(folder: Path) -> None:
         ({"weights": "int8", "large_batch_weights": "fp32"}, "exact: needs the dense cache"),
     ):
         with pytest.raises(ValueError, match=words):
-            NativeEngine(folder, exact=True, cache_tokens=64, **options)  # type: ignore[arg-type]
+            NativeEngine(folder, exact=True, cache_tokens=64, **options)

@@ -735,8 +735,8 @@ MANIFESTS: dict[str, tuple[str, Change]] = {
             ("escape", "listed in MANIFEST.json but missing", {ESCAPE: {"size": 9, "sha256": ""}}),
         )
     },
-    "files": ("must be objects", replace(MANIFEST, encode_manifest([], {}))),  # type: ignore[arg-type]
-    "meta": ("must be objects", replace(MANIFEST, encode_manifest({}, [1]))),  # type: ignore[arg-type]
+    "files": ("must be objects", replace(MANIFEST, encode_manifest([], {}))),
+    "meta": ("must be objects", replace(MANIFEST, encode_manifest({}, [1]))),
 }
 
 

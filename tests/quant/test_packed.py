@@ -73,7 +73,7 @@ def test_the_engine_takes_a_packed_head(
 ) -> None:
     """After `update_weights`, nothing multiplies with what it packed before."""
     first, second = (
-        hf.load(hf_folder(tmp_path / str(seed), seed=seed, tie_word_embeddings=tied))  # type: ignore[operator]
+        hf.load(hf_folder(tmp_path / str(seed), seed=seed, tie_word_embeddings=tied))
         for seed in (0, 1)
     )
     request = Request(list(range(2, 12)), n=2, max_tokens=12, seed=3)

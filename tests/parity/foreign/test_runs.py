@@ -68,7 +68,7 @@ def test_a_full_run_survives_the_death_of_its_engine(
     def generate(self: RolloutEngine, requests: Any, on_progress: Any = None) -> list[Group]:
         calls.append(len(requests))
         if len(calls) == STEPS:
-            os.killpg(self.engine.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            os.killpg(self.engine.process.pid, signal.SIGKILL)
         return plain(self, requests, on_progress)
 
     monkeypatch.setattr(RolloutEngine, "generate", generate)

@@ -250,7 +250,7 @@ def test_pause_and_resume(whole: VllmEngine, mode: str) -> None:
     expected = whole.generate([LONG])[0]
     handle = whole.add(LONG)
     wait_for(lambda: whole.stats().running == 2)
-    whole.pause(mode)  # type: ignore[arg-type]
+    whole.pause(mode)
     groups: dict[int, Any] = {}
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
