@@ -22,28 +22,18 @@ from lowroll.config import load
 from lowroll.config.surogate.read import load_surogate
 from lowroll.metrics.record import read
 from lowroll.model import hf, lora
-from lowroll.runs import demo
-from tests.fixtures.runs import TINY
+from tests.fixtures.pages import ROOT, after_make_demo, blocks, name
 
-ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *(
+        ROOT / f"{name}.md"
+        for name in ("README", "AGENTS", "CONTRIBUTING", "CHANGELOG", "SECURITY")
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "recipes" / "README.md",
 ]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-# commands that a page names and that are still to come
-COMING: set[tuple[str, str]] = set()
-
-
-def name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    """The fenced code blocks of a page in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +42,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run's settings."""
     folder = tmp_path_factory.mktemp("clone")
     shutil.copytree(ROOT / "examples", folder / "examples")
-    (folder / "outputs/demo/run").mkdir(parents=True)
-    demo.build_model(folder / "outputs/demo/model", 0, TINY)
-    cfg = demo.settings(Path("outputs/demo"), seed=0, device="cpu")
-    cfg = cfg.model_copy(
-        update={"batch_size": 32, "score": cfg.score.model_copy(update={"workers": 1})}
-    )
-    (folder / "outputs/demo/run/config.yaml").write_text(cfg.dump())
-    return folder
+    return after_make_demo(folder, batch_size=32)
 
 
 def run_block(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
@@ -151,18 +134,11 @@ def targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def test_what_is_to_come_is_not_there() -> None:
-    there = {(p, c) for p, c in COMING if c in (targets() if p == "make" else COMMANDS)}
-    assert not there, f"{sorted(there)} is there: take it out of COMING"
-
-
 @pytest.mark.parametrize(
     "page", [*PAGES, *RECIPES, *EXAMPLES, ROOT / "examples/three_files/train.yaml"], ids=name
 )
 def test_the_commands_exist_and_take_these_arguments(page: Path) -> None:
     for program, command, *arguments in commands_of(page.read_text()):
-        if (program, command) in COMING:
-            continue
         if program == "make":
             assert command in targets(), f"make {command}"
         else:

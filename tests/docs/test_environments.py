@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from lowroll.config.load import from_mapping
 from lowroll.envs import make
 from lowroll.envs.scorer_pool import ScorerPool
+from tests.fixtures.pages import DOCS, blocks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
-
-
-def block(language: str) -> str:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.S)[0]
+PAGE = DOCS / "environments.md"
 
 
 def test_the_environment_of_the_page_answers_and_scores(tmp_path: Path) -> None:
     file = tmp_path / "halves.py"
-    file.write_text(block("python"))
+    file.write_text(blocks(PAGE, "python")[0])
     env = make(str(file), name="halves")
     assert env.validate(8).ok
     prompt = env.prompt(0)
@@ -35,6 +31,6 @@ def test_the_environment_of_the_page_answers_and_scores(tmp_path: Path) -> None:
 def test_the_settings_of_the_page_are_read() -> None:
     import yaml
 
-    cfg = from_mapping({"model": "m", "output_dir": "o", **yaml.safe_load(block("yaml"))})
+    cfg = from_mapping({"model": "m", "output_dir": "o", **yaml.safe_load(blocks(PAGE, "yaml")[0])})
     env = make(cfg.env[0].id, args=dict(cfg.env[0].args))
     assert (env.max_turns, env.max_sequence_tokens) == (3, 256)

@@ -15,20 +15,13 @@ import pytest
 import yaml
 
 import lowroll
-from lowroll.runs import demo
+from tests.fixtures.pages import DOCS, README, ROOT, after_make_demo, blocks, name
 from tests.fixtures.roles import forked
-from tests.fixtures.runs import TINY
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
 TREES = [
     *sorted((ROOT / ".github").rglob("*.yml")),
     ROOT / ".pre-commit-config.yaml",
 ]
-
-
-def name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 def tree(path: Path) -> dict[str, Any]:
@@ -40,15 +33,8 @@ def tree(path: Path) -> dict[str, Any]:
 @pytest.fixture()
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder after `make demo`, with a tiny model."""
-    (tmp_path / "outputs/demo/run").mkdir(parents=True)
-    demo.build_model(tmp_path / "outputs/demo/model", 0, TINY)
-    cfg = demo.settings(Path("outputs/demo"), seed=0, device="cpu")
-    small = cfg.model_copy(
-        update={"batch_size": 16, "score": cfg.score.model_copy(update={"workers": 1})}
-    )
-    (tmp_path / "outputs/demo/run/config.yaml").write_text(small.dump())
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return after_make_demo(tmp_path, batch_size=16)
 
 
 # -- the README ------------------------------------------------------------------------------------
@@ -58,13 +44,13 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_readmes_second_block_runs_after_the_first(clone: Path) -> None:
     """Its commands in their order, on the model that the first block makes; with fewer and shorter
     steps."""
-    (run,) = re.findall(r"^```yaml\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    (run,) = blocks(README, "yaml")
     small = {"max_steps: 40": "max_steps: 2", "batch_size: 64": "batch_size: 16", "64}": "4}"}
     for whole, less in small.items():
         assert whole in run
         run = run.replace(whole, less)
     (clone / "run.yaml").write_text(run + "score: {workers: 1}\n")
-    after = README.partition(run[:5])[2].partition("```\n")[2].partition("SmolLM2")[0]
+    after = README.read_text().partition(run[:5])[2].partition("```\n")[2].partition("SmolLM2")[0]
     commands = re.findall(r"^    (lowroll .*?)(?:\s+#.*)?$", after, re.MULTILINE)
     assert [command.split()[1] for command in commands] == [
         *["grpo"] * 3,
@@ -94,8 +80,7 @@ def cells() -> list[str]:
 
 
 def test_the_notebook_is_the_tour() -> None:
-    page = (ROOT / "docs/python.md").read_text()
-    (tour,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tour,) = blocks(DOCS / "python.md", "python")
     assert "\n\n".join(cells()[1:]) + "\n" == tour
 
 
@@ -185,13 +170,6 @@ def test_the_image_is_built_from_files_that_are_there() -> None:
     assert f"FROM python:{oldest}-slim" in text and "RUN lowroll doctor" in text
 
 
-def test_agents_are_sent_to_the_contributors_page() -> None:
-    text = (ROOT / "AGENTS.md").read_text()
-    assert "(CONTRIBUTING.md)" in text and len(text.splitlines()) <= 12
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        assert (ROOT / target).is_file()
-
-
 # -- a release -------------------------------------------------------------------------------------
 
 
@@ -204,10 +182,3 @@ def test_the_newest_entry_of_the_changelog_is_this_version() -> None:
     version, date = released[0].split(", ")
     assert version == project["version"] == lowroll.__version__
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", date)
-
-
-def test_a_package_says_who_made_it_and_where_it_lives() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert all(author["name"] for author in project["authors"])
-    assert {"Documentation", "Source", "Issues", "Changelog"} <= set(project["urls"])
-    assert all(url.startswith("https://") for url in project["urls"].values())

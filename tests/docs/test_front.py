@@ -1,5 +1,5 @@
-"""The front door: a short README, an index of every page, a log whose index is whole, paths that
-exist, and versions that fit."""
+"""A short README, an index of every page, a log whose index is whole, paths that exist, and versions
+that fit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+from tests.fixtures.pages import README, ROOT, blocks, name
+
 INDEX = ROOT / "docs/index.md"
 AT_THE_ROOT = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 PAGES = [
@@ -24,31 +24,15 @@ PAGES = [
 ]
 LOGS = sorted((ROOT / "docs/log").glob("*.md"))
 MOST_WORDS = 1200
-# paths that CONTRIBUTING names and that are still to come
-PLANNED: set[str] = set()
-
-
-def name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 # -- the README ------------------------------------------------------------------------------------
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.split()) <= MOST_WORDS
+    assert len(README.read_text().split()) <= MOST_WORDS
     (run,) = blocks(README, "yaml")
     assert len(run.splitlines()) <= 10
-
-
-def test_the_first_table_has_six_rows_and_a_picture() -> None:
-    front = README.partition("<!-- table: front -->\n")[2].partition("<!-- end -->")[0]
-    assert len([line for line in front.splitlines() if line.startswith("|")]) == 2 + 6
-    assert len(re.findall(r"!\[[^\]]+\]\(docs/results/\w+\.png\)", README)) == 1
 
 
 # -- the index -------------------------------------------------------------------------------------
@@ -97,15 +81,11 @@ def test_the_index_of_the_log_has_every_entry_in_its_order() -> None:
     rows = re.findall(r"^\| ([\d-]{10}) \| \[(.+)\]\(log/(\w+)\.md#(\S+)\) \|", index, re.MULTILINE)
     for log in LOGS:
         dated = entries(log.read_text())
+        heads = re.findall(r"^## .*$", log.read_text(), re.MULTILINE)
+        assert 0 < len(heads) == len(dated), f"{name(log)}: an entry begins with its date"
         assert dated == sorted(dated, key=lambda entry: entry[0]), f"{name(log)}: newest last"
         assert dated == [(date, title) for date, title, file, _ in rows if file == log.stem]
     assert {file for _, _, file, _ in rows} == {log.stem for log in LOGS}
-
-
-def test_every_entry_of_the_log_begins_with_its_date() -> None:
-    for log in LOGS:
-        heads = re.findall(r"^## .*$", log.read_text(), re.MULTILINE)
-        assert heads and len(heads) == len(entries(log.read_text())), name(log)
 
 
 # -- paths and versions ----------------------------------------------------------------------------
@@ -116,7 +96,7 @@ def test_the_paths_that_a_page_names_exist(page: Path) -> None:
     named = set(
         re.findall(r"`((?:lowroll|tests|bench|docs|recipes|examples)/[\w./-]+)`", page.read_text())
     )
-    missing = {path for path in named - PLANNED if not (ROOT / path).exists()}
+    missing = {path for path in named if not (ROOT / path).exists()}
     assert not missing, f"{name(page)} names {sorted(missing)}"
 
 
@@ -128,13 +108,6 @@ def test_the_paths_that_a_page_names_exist(page: Path) -> None:
 def test_the_modules_that_a_page_runs_exist(page: Path) -> None:
     for module in re.findall(r"python -m ((?:tests|bench)\.\w+)", page.read_text()):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), f"{name(page)}: {module}"
-
-
-def test_what_was_planned_is_still_to_come() -> None:
-    there = {path for path in PLANNED if (ROOT / path).exists()}
-    assert not there, (
-        f"{sorted(there)} is there: take it out of PLANNED, and read its paragraph again"
-    )
 
 
 def pinned() -> dict[str, str]:

@@ -20,10 +20,10 @@ import lowroll
 from lowroll.config import RunConfig, load
 from lowroll.envs import make
 from lowroll.runs import demo
+from tests.fixtures.pages import DOCS, README, ROOT, blocks
 from tests.fixtures.roles import forked
 from tests.fixtures.runs import TINY
 
-ROOT = Path(__file__).parents[2]
 SMALL = {
     "batch_size": 8,
     "rollouts_per_example": 4,
@@ -46,11 +46,6 @@ VERL = [
     }
     for i, row in enumerate(CHAT)
 ]
-
-
-def blocks(page: str, language: str) -> list[str]:
-    text = (ROOT / "docs" / page).read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture()
@@ -89,19 +84,22 @@ def of_python(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_page_for_trl(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rewards, here = blocks("from_trl.md", "python")
+    rewards, here = blocks(DOCS / "from_trl.md", "python")
     (folder / "rewards.py").write_text(rewards)
     assert len(here.replace("\n    ", " ").replace("\n)", ")").strip().splitlines()) <= 5
     record = of_python(here, monkeypatch)
     assert 0 < record["reward/data/brief"] <= 1 and "reward/data/right" in record
     assert record["reward/data/tokens"] > 0
-    (there,) = blocks("from_trl.md", "python there")
+    (there,) = blocks(DOCS / "from_trl.md", "python there")
     compile(there, "there", "exec")
 
 
 @pytest.mark.slow
 def test_the_page_for_verl(folder: Path) -> None:
-    (rewards,), (here,) = blocks("from_verl.md", "python"), blocks("from_verl.md", "yaml")
+    (rewards,), (here,) = (
+        blocks(DOCS / "from_verl.md", "python"),
+        blocks(DOCS / "from_verl.md", "yaml"),
+    )
     (folder / "rewards.py").write_text(rewards)
     assert len(here.splitlines()) <= 10
     record = of_yaml(here)
@@ -109,7 +107,10 @@ def test_the_page_for_verl(folder: Path) -> None:
 
 
 def test_the_page_for_prime_rl_asks_both_sides_the_same(folder: Path) -> None:
-    (here,), (there,) = blocks("from_prime_rl.md", "yaml"), blocks("from_prime_rl.md", "toml")
+    (here,), (there,) = (
+        blocks(DOCS / "from_prime_rl.md", "yaml"),
+        blocks(DOCS / "from_prime_rl.md", "toml"),
+    )
     ours, theirs = load_text(here), tomllib.loads(there)
     orchestrator = theirs["orchestrator"]
     assert ours.model == str(folder / theirs["model"]["name"])
@@ -127,7 +128,7 @@ def test_the_page_for_prime_rl_asks_both_sides_the_same(folder: Path) -> None:
 @pytest.mark.parametrize("launcher", ["none", "local"])
 def test_the_page_for_prime_rl(folder: Path, launcher: str) -> None:
     """By the page's own command: in one process, and in three."""
-    (here,) = blocks("from_prime_rl.md", "yaml")
+    (here,) = blocks(DOCS / "from_prime_rl.md", "yaml")
     Path("run.yaml").write_text(here)
     small = [f"{key}={value}" for key, value in SMALL.items()]
     words = ["grpo", "run.yaml", *small, f"launcher={launcher}", "device=cpu"]
@@ -139,17 +140,15 @@ def test_the_page_for_prime_rl(folder: Path, launcher: str) -> None:
 
 @pytest.mark.slow
 def test_the_page_on_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, rewards = blocks("data.md", "python")
+    here, rewards = blocks(DOCS / "data.md", "python")
     (folder / "rewards.py").write_text(rewards)
-    file, mixed = blocks("data.md", "yaml")
+    file, mixed = blocks(DOCS / "data.md", "yaml")
     assert of_yaml(file)["reward/data/brief"] > 0
     assert "reward/data/right" in of_python(here, monkeypatch)
     assert [env.name for env in load_text(mixed).env] == ["sums", "reverse-text"]
     row = folder / "rows.jsonl"
     row.write_text("\n\n" + json.dumps({"prompt": "x", "answer": "y"}))
-    said = re.search(
-        r"^    rows\.jsonl:3: (.*)$", (ROOT / "docs/data.md").read_text(), re.MULTILINE
-    )
+    said = re.search(r"^    rows\.jsonl:3: (.*)$", (DOCS / "data.md").read_text(), re.MULTILINE)
     with pytest.raises(ValueError, match=re.escape(said[1] if said else "?")):
         make("data", args={"path": str(row), "answer": "anwser"})
 
@@ -157,7 +156,7 @@ def test_the_page_on_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow
 def test_the_readme(folder: Path) -> None:
     """As a script: its function has no other home than that."""
-    (here,) = blocks("../README.md", "python")
+    (here,) = blocks(README, "python")
     small = "max_steps=1, batch_size=8, rollouts_per_example=4, max_tokens=4, score={'workers': 1}"
     here = here.replace("max_steps=40", small)
     (folder / "script.py").write_text(here)

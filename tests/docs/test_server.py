@@ -14,15 +14,11 @@ import pytest
 
 from lowroll import Engine
 from tests.fixtures.http import serving
+from tests.fixtures.pages import DOCS, README, blocks
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/server.md").read_text()
-README = (ROOT / "README.md").read_text()
+PAGE = DOCS / "server.md"
+
 ADDRESS = "http://127.0.0.1:8000"
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +32,7 @@ def url(model: Path) -> Iterator[str]:
 def test_the_python_of_the_page_runs(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for code in blocks("python"):
+    for code in blocks(PAGE, "python"):
         assert ADDRESS in code
         (tmp_path / "block.py").write_text(code.replace(ADDRESS, url))
         runpy.run_path(str(tmp_path / "block.py"))
@@ -51,7 +47,7 @@ needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is n
 def test_the_curls_of_the_page_run(url: str) -> None:
     commands = [
         command
-        for block in blocks("bash")
+        for block in blocks(PAGE, "bash")
         for command in re.split(r"^(?=curl )", block, flags=re.MULTILINE)
         if command
     ]
@@ -66,12 +62,14 @@ def test_the_curls_of_the_page_run(url: str) -> None:
         answers.append(json.loads(done.stdout))
     *right, wrong = answers
     assert all("error" not in answer for answer in right)
-    assert json.dumps(wrong) in PAGE
+    assert json.dumps(wrong) in PAGE.read_text()
 
 
 @needs_curl
 def test_the_request_of_the_readme_runs(url: str) -> None:
-    (command,) = re.findall(r"^    (curl .*?)(?:\n\n|\Z)", README, re.DOTALL | re.MULTILINE)
+    (command,) = re.findall(
+        r"^    (curl .*?)(?:\n\n|\Z)", README.read_text(), re.DOTALL | re.MULTILINE
+    )
     assert ADDRESS in command
     done = subprocess.run(
         ["bash", "-c", command.replace(ADDRESS, url)], capture_output=True, timeout=60

@@ -5,7 +5,6 @@ What several tests need is a plain module of `tests/fixtures`, or a fixture of `
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -53,19 +52,3 @@ def test_each_package_has_its_tests() -> None:
     packages = {path.parent.name for path in (ROOT / "lowroll").glob("*/__init__.py")}
     folders = {file.split("/")[0] for file in FILES if "/" in file}
     assert folders == packages | BESIDE
-
-
-def is_quick(source: str) -> bool:
-    """Return whether a file has a test that `make quick` runs."""
-    left_out = {f"pytest.mark.{mark}" for mark in ("slow", "interpreted", "gpu")}
-    return any(
-        not left_out & {ast.unparse(mark) for mark in node.decorator_list}
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    )
-
-
-def test_quick_enters_every_package() -> None:
-    tests = {file: source for file, source in FILES.items() if "/test_" in file}
-    quick = {file.split("/")[0] for file, source in tests.items() if is_quick(source)}
-    assert {file.split("/")[0] for file in tests} - quick <= {"gpu"}
