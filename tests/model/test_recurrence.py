@@ -3,8 +3,6 @@ transformers is the oracle of the layer that they are part of (`test_delta_net.p
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -88,48 +86,6 @@ def test_any_heads_sizes_and_chunks(heads: int, keys: int, values: int, chunk: i
     close(found, by_token(inputs, lengths, states))
 
 
-@pytest.mark.parametrize("first", [1, 20, 64, 65, 149])
-def test_a_sequence_in_two_passes_is_that_in_one(first: int) -> None:
-    lengths = [150, 150]
-    inputs = draw(300)
-    states = draw_states(inputs, 2)
-    whole_o, whole_states = delta_rule(*inputs, lengths, states)
-    cuts = [first, 150 - first]
-    parts = [x.split(cuts * 2) for x in inputs]
-    outputs = []
-    for start in (0, 1):  # the first tokens of both sequences, then the last
-        tokens = [torch.cat([x[start], x[start + 2]]) for x in parts]
-        o, states = delta_rule(*tokens, [cuts[start]] * 2, states)
-        outputs.append(o.split([cuts[start]] * 2))
-    o = torch.cat([outputs[0][0], outputs[1][0], outputs[0][1], outputs[1][1]])
-    close((o, states), (whole_o, whole_states))
-
-
-def test_a_sequence_is_what_it_is_alone() -> None:
-    lengths = [3, 140, 64, 65]
-    inputs = draw(sum(lengths))
-    states = draw_states(inputs, len(lengths))
-    o, last = delta_rule(*inputs, lengths, states)
-    for s, rows in enumerate(o.split(lengths)):
-        tokens = [x.split(lengths)[s] for x in inputs]
-        close((rows, last[s : s + 1]), delta_rule(*tokens, [lengths[s]], states[s : s + 1]))
-
-
-def test_steps_continue_a_prefill() -> None:
-    inputs = draw(3 * 10)
-    before, after = (
-        [x.unflatten(0, (3, 10))[:, part] for x in inputs] for part in (slice(7), slice(7, 10))
-    )
-    _, states = delta_rule(*(x.flatten(0, 1) for x in before), [7] * 3)
-    outputs = []
-    for t in range(3):
-        o, states = delta_step(*(x[:, t] for x in after), states)
-        outputs.append(o)
-    whole_o, whole_states = delta_rule(*inputs, [10] * 3)
-    found = torch.stack(outputs, dim=1)
-    close((found, states), (whole_o.unflatten(0, (3, 10))[:, 7:], whole_states))
-
-
 @pytest.mark.parametrize("lengths", [[1], [65], [5, 130, 64]], ids=str)
 def test_gradients_are_those_of_the_recurrence(lengths: list[int]) -> None:
     inputs = [x.requires_grad_() for x in draw(sum(lengths), heads=2, keys=8, values=12)]
@@ -185,20 +141,6 @@ def test_a_convolution_sums_the_last_inputs(
         close((y[start : start + length],), (F.silu(torch.stack(expected)),))
         assert torch.equal(new[s], rows[length:].T)
         start += length
-
-
-def test_a_convolution_split_anywhere_is_that_of_one_pass() -> None:
-    x, weight = torch.randn(40, 6), torch.randn(6, 4)
-    whole, last = convolve(x, weight, [40])
-    state, outputs, rest = None, [], x
-    while len(rest):
-        count = min(len(rest), random.randint(1, 6))
-        y, state = convolve(rest[:count], weight, [count], state)
-        outputs.append(y)
-        rest = rest[count:]
-    close((torch.cat(outputs),), (whole,))
-    assert state is not None
-    assert torch.equal(state, last)
 
 
 def test_a_convolution_of_bfloat16_rounds_once() -> None:

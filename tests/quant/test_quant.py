@@ -7,10 +7,7 @@ import pytest
 import torch
 
 import lowroll
-from lowroll.kernels.matmul import w8a8_onednn
-from lowroll.kernels.matmul.w8a8 import multiply
 from lowroll.kernels.quantize.rows import quantize_rows
-from lowroll.quant import int8
 from lowroll.quant.formats import get_format
 
 ROWS = torch.tensor([[0.5, -1, 0.25, 0.003], [2, 0.1, -0.7, -2], [0, 0, 0, 0]])
