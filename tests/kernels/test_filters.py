@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.sampling import filters
-from lowroll.kernels.sampling.draw import distribution, draw
+from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters, keep
 
 both = pytest.mark.parametrize(
@@ -129,29 +129,6 @@ def test_a_p_that_float32_does_not_hold_leaves_the_likeliest(path: str) -> None:
 
 
 @both
-def test_draws_and_log_probs_are_of_what_stays(path: str) -> None:
-    """One row many times: counts as the oracle says, and each log-prob within 1e-5."""
-    rows, tokens, knob = (300 if path == "plain" else 4), 300, (20, 0.9, 0.01)
-    logits_BV = of_kind("spread", 1, tokens).expand(rows, -1)
-    temperature_B = torch.full((rows,), 0.8)
-    kept = oracle(logits_BV[0].tolist(), 0.8, knob)
-    mask_V = torch.tensor([i in kept for i in range(tokens)])
-    logp_V = (logits_BV[0].double() / temperature_B[0].double()).masked_fill(~mask_V, -math.inf)
-    logp_V = logp_V.log_softmax(-1)
-    filters_B = of([knob] * rows, tokens)
-    found = draw(
-        logits_BV, torch.full((rows,), 9), torch.arange(rows), temperature_B, None, filters_B
-    )
-    tokens_B, logprobs_B = found
-    assert set(tokens_B.tolist()) <= kept
-    torch.testing.assert_close(logprobs_B.double(), logp_V[tokens_B], rtol=0, atol=1e-5)
-    want_V = logp_V.exp() * rows
-    assert ((tokens_B.bincount(minlength=tokens) - want_V).abs() <= 5 * want_V.sqrt() + 1e-9).all()
-    whole_BV = distribution(logits_BV[:2], temperature_B[:2], None, of([knob] * 2, tokens))
-    torch.testing.assert_close(whole_BV[0].double(), logp_V, rtol=0, atol=1e-5)
-
-
-@both
 def test_a_row_has_the_same_bits_whatever_is_beside_it(path: str) -> None:
     logits_BV, keys_B = of_kind("spread", 5, 300), torch.arange(5)
     temperature_B, greedy_B = torch.linspace(0.6, 1.2, 5), torch.arange(5) == 2
@@ -170,17 +147,6 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(path: str) -> None:
             )
             want = alone[0][0], alone[1][0]
         assert (tokens_B[row], logprobs_B[row]) == want, row
-
-
-@both
-def test_a_row_without_a_distribution_says_so(path: str) -> None:
-    logits_BV = torch.randn(4, 300)
-    logits_BV[0, 7], logits_BV[1, 7], logits_BV[2] = math.nan, math.inf, -math.inf
-    logits_BV[3, 1:] = -math.inf
-    keys_B = torch.arange(4)
-    found = draw(logits_BV, keys_B, keys_B, None, None, of([(5, 0.9, 0.1)] * 4, 300))
-    assert found[1].isnan().tolist() == [True, True, True, False]
-    assert found[0].tolist() == [0, 0, 0, 0] and abs(found[1][3]) < 1e-6
 
 
 @pytest.mark.parametrize("rows", [1, 3])

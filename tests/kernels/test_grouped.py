@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,87 +30,67 @@ from tests.fixtures.tensors import normal
 # -- routing ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize(
-    ("tokens", "num_experts", "choices", "renormalize"),
-    [(1, 6, 2, True), (19, 128, 8, True), (5, 20, 3, False), (3, 1, 1, True)],
-)
-def test_choices_are_those_of_plain_torch(
-    tokens: int, num_experts: int, choices: int, renormalize: bool
-) -> None:
-    x_TD, router_ED = normal(tokens, 100), normal(num_experts, 100, seed=1) * 0.3
-    weights_TS, experts_TS = route.choose(x_TD, router_ED, Routing(choices, renormalize))
-    logits_TE = x_TD @ router_ED.t()
-    want_TS = logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :choices]
-    assert experts_TS.dtype == torch.int32 and torch.equal(experts_TS.long(), want_TS)
-    torch.testing.assert_close(
-        weights_TS, formula(logits_TE, want_TS, renormalize), rtol=1e-5, atol=1e-7
-    )
+class RoutingCase(NamedTuple):
+    tokens: int
+    experts: int
+    choices: int
+    groups: int = 0  # of experts whose sigmoids are corrected; 0: a softmax
+    groups_kept: int = 0
+    bias: bool = False
 
 
-def formula(logits_TE: Tensor, experts_TS: Tensor, renormalize: bool) -> Tensor:
-    p_TS = logits_TE.softmax(-1).gather(1, experts_TS)
-    return p_TS / p_TS.sum(1, keepdim=True) if renormalize else p_TS
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("renormalize", [True, False])
-def test_choices_have_the_gradient_of_plain_torch_and_the_same_bits_without_one(
-    renormalize: bool,
-) -> None:
-    leaves, slope = (
-        [normal(9, 40).requires_grad_(), normal(7, 40, seed=1).requires_grad_()],
-        normal(9, 3, seed=2),
-    )
-    weights_TS, experts_TS = route.choose(*leaves, Routing(3, renormalize))
-    got = torch.autograd.grad((weights_TS * slope).sum(), leaves)
-    want = torch.autograd.grad(
-        (formula(leaves[0] @ leaves[1].t(), experts_TS.long(), renormalize) * slope).sum(), leaves
-    )
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    with torch.no_grad():
-        again_TS, same_TS = route.choose(*leaves, Routing(3, renormalize))
-    assert torch.equal(again_TS, weights_TS) and torch.equal(same_TS, experts_TS)
-    router_ED = leaves[1].detach()  # a frozen router
-    weights_TS = route.choose(leaves[0], router_ED, Routing(3, renormalize))[0]
-    assert torch.equal(torch.autograd.grad((weights_TS * slope).sum(), leaves[0])[0], got[0])
-
-
-SIGMOIDS = [(1, 6, 2, 1, 1), (19, 128, 8, 1, 1), (5, 24, 3, 4, 2), (17, 256, 8, 8, 4)]
-
-
-def sigmoids_of(num_experts: int, groups: int, kept: int) -> SigmoidRouting:
-    return SigmoidRouting(normal(num_experts, seed=5) * 0.2, groups, kept, 2.5)
+ROUTING_CASES = [
+    RoutingCase(1, 6, 2),
+    RoutingCase(19, 128, 8),
+    RoutingCase(5, 20, 3),
+    RoutingCase(3, 1, 1),
+    RoutingCase(9, 7, 3, bias=True),
+    RoutingCase(1, 6, 2, groups=1, groups_kept=1),
+    RoutingCase(19, 128, 8, groups=1, groups_kept=1),
+    RoutingCase(5, 24, 3, groups=4, groups_kept=2),
+    RoutingCase(17, 256, 8, groups=8, groups_kept=4),
+    RoutingCase(9, 7, 3, groups=1, groups_kept=1, bias=True),
+]
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize(("tokens", "num_experts", "choices", "groups", "kept"), SIGMOIDS)
-def test_choices_by_corrected_sigmoids_are_those_of_plain_torch(
-    tokens: int, num_experts: int, choices: int, groups: int, kept: int, renormalize: bool
+@pytest.mark.parametrize("case", ROUTING_CASES, ids=str)
+def test_choices_and_their_gradients_are_those_of_plain_torch(
+    case: RoutingCase, renormalize: bool
 ) -> None:
-    """The kernel's, with their gradients; and of a single token the slots are sorted along."""
-    leaves = [
-        normal(tokens, 40).requires_grad_(),
-        (normal(num_experts, 40, seed=1) * 0.3).requires_grad_(),
-    ]
-    slope_TS = normal(tokens, choices, seed=2)
-    routing = Routing(choices, renormalize, sigmoids=sigmoids_of(num_experts, groups, kept))
-    logits_TE = leaves[0] @ leaves[1].t()
-    want_TS, order_TS = route.choose_by(logits_TE, routing)
-    weights_TS, experts_TS = route.choose(*leaves, routing)
-    assert torch.equal(experts_TS.long(), order_TS)
+    """The same bits without a gradient, with a frozen router, and where the slots are sorted along.
+    A bias learns; a correction chooses, and neither weighs nor learns."""
+    x_TD, router_ED = normal(case.tokens, 40), normal(case.experts, 40, seed=1) * 0.3
+    leaves = [x.requires_grad_() for x in (x_TD, router_ED)]
+    bias_E = normal(case.experts, seed=3).requires_grad_() if case.bias else None
+    leaves += [] if bias_E is None else [bias_E]
+    sigmoids = None
+    if case.groups:
+        correction_E = (normal(case.experts, seed=5) * 0.2).requires_grad_()
+        sigmoids = SigmoidRouting(correction_E, case.groups, case.groups_kept, 2.5)
+    routing = Routing(case.choices, renormalize, bias_E, sigmoids)
+
+    want_TS, order_TS = route.choose_by(F.linear(x_TD, router_ED, bias_E), routing)
+    weights_TS, experts_TS = route.choose(x_TD, router_ED, routing)
+    assert experts_TS.dtype == torch.int32 and torch.equal(experts_TS.long(), order_TS)
     torch.testing.assert_close(weights_TS, want_TS, rtol=1e-5, atol=1e-6)
-    wanted = torch.autograd.grad((want_TS * slope_TS).sum(), leaves)
-    for got, want in zip(
-        torch.autograd.grad((weights_TS * slope_TS).sum(), leaves), wanted, strict=True
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    slope_TS = normal(case.tokens, case.choices, seed=2)
+    got = torch.autograd.grad((weights_TS * slope_TS).sum(), leaves, retain_graph=True)
+    for a, b in zip(got, torch.autograd.grad((want_TS * slope_TS).sum(), leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    if sigmoids is not None:
+        correction = [sigmoids.correction_E]
+        assert torch.autograd.grad(weights_TS.sum(), correction, allow_unused=True) == (None,)
+
     with torch.no_grad():
-        again_TS, sorted_slots = route.choose_and_sort(*leaves, routing)
-    assert torch.equal(again_TS, weights_TS)
-    assert torch.equal(sorted_slots.slot_P, route.sort_slots(experts_TS, num_experts).slot_P)
+        again_TS, same_TS = route.choose(x_TD, router_ED, routing)
+        sorted_TS, slots = route.choose_and_sort(x_TD, router_ED, routing)
+    assert torch.equal(again_TS, weights_TS) and torch.equal(same_TS, experts_TS)
+    assert torch.equal(sorted_TS, weights_TS)
+    assert torch.equal(slots.slot_P, route.sort_slots(experts_TS, case.experts).slot_P)
+    frozen_TS = route.choose(x_TD, router_ED.detach(), routing)[0]
+    assert torch.equal(torch.autograd.grad((frozen_TS * slope_TS).sum(), x_TD)[0], got[0])
 
 
 @pytest.mark.interpreted
@@ -120,46 +100,6 @@ def test_the_weights_of_experts_whose_sigmoids_are_zero_are_finite() -> None:
     routing = Routing(3, True, sigmoids=SigmoidRouting(torch.zeros(8), 4, 2))
     weights_TS, experts_TS = route.choose(x_TD, router_ED, routing)
     assert weights_TS.eq(0).all() and experts_TS.tolist() == [[0, 1, 2]] * 2
-
-
-@pytest.mark.interpreted
-def test_a_routers_bias_chooses_and_learns() -> None:
-    """Against plain torch, with a bias that no product outweighs for one expert."""
-    x_TD, router_ED, bias_E = (normal(9, 40), normal(7, 40, seed=1), normal(7, seed=3))
-    bias_E[4] += 50
-    leaves, slope = [x.requires_grad_() for x in (x_TD, router_ED, bias_E)], normal(9, 3, seed=2)
-    routing = Routing(3, True, bias_E)
-    weights_TS, experts_TS = route.choose(x_TD, router_ED, routing)
-    assert (experts_TS[:, 0] == 4).all()
-    plain_TS = formula(F.linear(x_TD, router_ED, bias_E), experts_TS.long(), True)
-    torch.testing.assert_close(weights_TS, plain_TS, rtol=1e-5, atol=1e-7)
-    got = torch.autograd.grad((weights_TS * slope).sum(), leaves)
-    want = torch.autograd.grad((plain_TS * slope).sum(), leaves)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    chosen_TS, groups = route.choose_and_sort(x_TD[:1], router_ED, routing)
-    torch.testing.assert_close(chosen_TS, weights_TS[:1])
-    assert groups.bounds[4] == (groups.bounds[4][0], groups.bounds[4][0] + 1)
-
-
-@pytest.mark.interpreted
-def test_a_bias_learns_beside_a_correction_that_does_not() -> None:
-    """The correction decides: every expert that it lifts is chosen, and its weights are without it."""
-    x_TD, router_ED, bias_E = normal(9, 40), normal(7, 40, seed=1) * 0.3, normal(7, seed=3)
-    correction_E = torch.tensor([0.0, 5.0, 0.0, 0.0, 5.0, 0.0, 5.0])
-    leaves = [x.requires_grad_() for x in (x_TD, router_ED, bias_E, correction_E)]
-    routing = Routing(3, True, bias_E, SigmoidRouting(correction_E, scale=1.5))
-    weights_TS, experts_TS = route.choose(x_TD, router_ED, routing)
-    assert (experts_TS.sort(1).values == torch.tensor([1, 4, 6])).all()
-    p_TS = F.linear(x_TD, router_ED, bias_E).sigmoid().gather(1, experts_TS.long())
-    plain_TS = 1.5 * p_TS / p_TS.sum(1, keepdim=True)
-    torch.testing.assert_close(weights_TS, plain_TS, rtol=1e-5, atol=1e-7)
-    slope_TS = normal(9, 3, seed=2)
-    got = torch.autograd.grad((weights_TS * slope_TS).sum(), leaves, allow_unused=True)
-    want = torch.autograd.grad((plain_TS * slope_TS).sum(), leaves[:3])
-    assert got[3] is None
-    for a, b in zip(got[:3], want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.interpreted

@@ -22,11 +22,10 @@ from torch import Tensor
 
 import lowroll
 from lowroll.model import hf, lora
-from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.runs.export import quantize_folder
 from lowroll.weights import awq
-from tests.fixtures.served import CONFIG
+from tests.fixtures.served import SEQUENCES, random_model
 
 PYTHON = os.environ.get("LOWROLL_VLLM_PYTHON", "")
 DEADLINE = 240  # seconds for vLLM to import, load and score: about 20 on an idle machine
@@ -51,10 +50,6 @@ FORMATS = {
     "nf4": ("float32", "nf4", EXACT),
     "nf4_dq": ("float32", "nf4_dq", EXACT),
 }
-SEQUENCES = [
-    torch.randint(2, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-    for n in (5, 40, 97)
-]
 
 
 @dataclass
@@ -87,18 +82,6 @@ def table() -> Iterator[Table]:
     table = Table()
     yield table
     table.show()
-
-
-def random_model() -> Transformer:
-    """Random weights whose logits spread as a trained model's do: the entropy is about half of a
-    uniform one's."""
-    model, generator = Transformer(spec_from_config(CONFIG)), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            size = 1.0 if name == "embedding" else 1.5 / p.shape[-1] ** 0.5
-            p.copy_(1 + 0.3 * noise if p.ndim == 1 else noise * size)
-    return model.eval()
 
 
 @pytest.fixture(scope="module")

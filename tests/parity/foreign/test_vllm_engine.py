@@ -24,32 +24,17 @@ from lowroll.engine.remote import EngineLost, NotArrived, ServerError, VllmEngin
 from lowroll.engine.remote.http_client import HttpCall
 from lowroll.engine.remote.verify import Verifier
 from lowroll.model import hf, lora
-from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.runs.export import quantize_folder
 from lowroll.types import Request
 from lowroll.weights.publish import rollout_copy
 from lowroll.weights.sync.update import WeightUpdate
-from tests.fixtures.served import CONFIG
+from tests.fixtures.served import SEQUENCES, random_model
 
 PYTHON = os.environ.get("LOWROLL_VLLM_PYTHON", "")
 START = 240.0  # seconds: about 25 on an idle machine
 EXACT = 2e-5
-SEQUENCES = [
-    torch.randint(2, 512, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-    for n in (5, 40, 97)
-]
 LONG = Request([10, 11, 12], n=2, max_tokens=240, ignore_eos=True, seed=5)
-
-
-def random_model(seed: int = 0) -> Transformer:
-    model, generator = Transformer(spec_from_config(CONFIG)), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            size = 1.0 if name == "embedding" else 1.5 / p.shape[-1] ** 0.5
-            p.copy_(1 + 0.3 * noise if p.ndim == 1 else noise * size)
-    return model.eval()
 
 
 def step(model: Transformer, seed: int, size: float = 0.02) -> None:
