@@ -186,24 +186,11 @@ def chat(text: str) -> Change:
 NORM = "model.norm.weight"
 # what the line names, "" where the folder works; then the change
 CASES: dict[str, tuple[str, Change]] = {
-    # config.json: every field of the spec, wrong type, negative, huge, NaN, missing
-    **{
-        f"hidden_size {value!r:.12}": ("hidden_size", config(hidden_size=value))
-        for value in ("8", -1, 0, 1.5, NAN, True, [8], {"a": 1}, LONG)
-    },
-    **{
-        f"{key} {value!r}": (key, config(**{key: value}))
-        for key in (
-            "vocab_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        )
-        for value in ("8", 0)
-    },
+    # config.json; test_hf.py asks of every key for wrong types
+    "hidden_size in words": ("hidden_size", config(hidden_size="8")),
+    "hidden_size long": ("hidden_size", config(hidden_size=LONG)),
+    "hidden_size missing": ("hidden_size", config(hidden_size=...)),
+    "rms_norm_eps long": ("rms_norm_eps", config(rms_norm_eps=LONG)),
     **{
         f"{key} huge": (key, config(**{key: HUGE}))
         for key in (
@@ -218,21 +205,6 @@ CASES: dict[str, tuple[str, Change]] = {
     "kv heads huge": ("num_key_value_heads", config(num_key_value_heads=HUGE)),
     "a context of a billion": ("", config(max_position_embeddings=HUGE)),
     **{
-        f"{key} missing": (key, config(**{key: ...}))
-        for key in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "max_position_embeddings",
-        )
-    },
-    **{
-        f"rms_norm_eps {value!r:.9}": ("rms_norm_eps", config(rms_norm_eps=value))
-        for value in ("x", -1, 0, NAN, float("inf"), LONG, [1])
-    },
-    **{
         f"rope_theta {value!r:.9}": (
             "rope_theta",
             config(rope_parameters={"rope_type": "default", "rope_theta": value}),
@@ -245,16 +217,8 @@ CASES: dict[str, tuple[str, Change]] = {
     },
     "rope kind": ("rope_type", config(rope_parameters={"rope_type": [ESCAPE]})),
     "llama3 factor": ("factor", config(rope_parameters={"rope_type": "llama3", "factor": "x"})),
-    **{
-        f"tied {value!r}": ("tie_word_embeddings", config(tie_word_embeddings=value))
-        for value in ("yes", 1, [True])
-    },
     "tied": ("lm_head.weight", config(tie_word_embeddings=True)),
     "bias": ("attention_bias", config(attention_bias="no")),
-    **{
-        f"eos {value!r:.9}": ("eos_token_id", config(eos_token_id=value))
-        for value in ("x", -1, 1.5, [None], {"a": 1})
-    },
     "eos huge": ("", config(eos_token_id=LONG)),
     "activation": ("hidden_act", config(hidden_act=[ESCAPE])),
     "architectures": ("architectures", config(architectures=[[ESCAPE * 10_000]])),
