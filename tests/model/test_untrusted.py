@@ -175,6 +175,10 @@ def config(**changes: Any) -> Change:
     return edit("config.json", changes)
 
 
+def adapter_config(**changes: Any) -> Change:
+    return edit("adapter_config.json", changes)
+
+
 def tokenizer(**changes: Any) -> Change:
     return edit("tokenizer_config.json", changes)
 
@@ -383,28 +387,21 @@ CASES: dict[str, tuple[str, Change]] = {
         "model.safetensors",
         replace("model.safetensors", struct.pack("<Q", 40 << 20) + b" " * (41 << 20)),
     ),
-    "header deep": ("model.safetensors", header(lambda _: DEEP)),
-    "header list": ("model.safetensors", header(lambda _: "[]")),
-    "header nothing": ("model.safetensors", header(lambda _: "{}")),
-    "header overlap": (
-        "model.safetensors",
-        header(lambda h: h[NORM].update(data_offsets=[0, 128])),
-    ),
-    "header backwards": (
-        "model.safetensors",
-        header(lambda h: h[NORM].update(data_offsets=[128, 0])),
-    ),
-    "header beyond": (
-        "model.safetensors",
-        header(lambda h: h[NORM].update(data_offsets=[2**62, 2**62 + 128])),
-    ),
-    "header negative": ("model.safetensors", header(lambda h: h[NORM].update(shape=[-32]))),
-    "header overflow": (
-        "model.safetensors",
-        header(lambda h: h[NORM].update(shape=[2**40, 2**40])),
-    ),
-    "header dtype lie": ("model.safetensors", header(lambda h: h[NORM].update(dtype="F64"))),
-    "header dtype": ("model.safetensors", header(lambda h: h[NORM].update(dtype=ESCAPE))),
+    **{
+        f"header {name}": ("model.safetensors", header(change))
+        for name, change in {
+            "deep": lambda _: DEEP,
+            "list": lambda _: "[]",
+            "nothing": lambda _: "{}",
+            "overlap": lambda h: h[NORM].update(data_offsets=[0, 128]),
+            "backwards": lambda h: h[NORM].update(data_offsets=[128, 0]),
+            "beyond": lambda h: h[NORM].update(data_offsets=[2**62, 2**62 + 128]),
+            "negative": lambda h: h[NORM].update(shape=[-32]),
+            "overflow": lambda h: h[NORM].update(shape=[2**40, 2**40]),
+            "dtype lie": lambda h: h[NORM].update(dtype="F64"),
+            "dtype": lambda h: h[NORM].update(dtype=ESCAPE),
+        }.items()
+    },
     "header shape lie": (NORM, header(lambda h: h[NORM].update(shape=[4, 8]))),
     "header same size": (NORM, header(lambda h: h[NORM].update(dtype="I32"))),
     "no tensor": (NORM, tensors(lambda t: t.pop(NORM))),
@@ -439,36 +436,34 @@ def test_a_strangers_folder_gives_one_line_or_works(case: str, good: Path, tmp_p
 
 ADAPTERS: dict[str, tuple[str, Change]] = {
     **{
-        f"r {value!r:.9}": ("r: ", edit("adapter_config.json", {"r": value}))
+        f"r {value!r:.9}": ("r: ", adapter_config(r=value))
         for value in (-1, 0, "2", NAN, True, None)
     },
-    "r huge": ("r = 1000000000", edit("adapter_config.json", {"r": HUGE})),
+    "r huge": ("r = 1000000000", adapter_config(r=HUGE)),
     **{
-        f"alpha {value!r:.9}": ("lora_alpha", edit("adapter_config.json", {"lora_alpha": value}))
+        f"alpha {value!r:.9}": ("lora_alpha", adapter_config(lora_alpha=value))
         for value in (0, -4, NAN, float("inf"), LONG, "4", True, None)
     },
-    "targets": ("target_modules", edit("adapter_config.json", {"target_modules": [ESCAPE] * 9999})),
-    "target": ("target_modules", edit("adapter_config.json", {"target_modules": {"a": 1}})),
-    "variant": ("use_dora", edit("adapter_config.json", {"use_dora": True})),
+    "targets": ("target_modules", adapter_config(target_modules=[ESCAPE] * 9999)),
+    "target": ("target_modules", adapter_config(target_modules={"a": 1})),
+    "variant": ("use_dora", adapter_config(use_dora=True)),
     "strange key": ("not supported", edit("adapter_config.json", {ESCAPE: ESCAPE * 9999})),
-    "revision": ("revision", edit("adapter_config.json", {"revision": [ESCAPE]})),
+    "revision": ("revision", adapter_config(revision=[ESCAPE])),
     "base type": (
         "base_model_name_or_path",
-        edit("adapter_config.json", {"base_model_name_or_path": [1]}),
+        adapter_config(base_model_name_or_path=[1]),
     ),
     "base name": (
         "opens no connection",
-        edit("adapter_config.json", {"base_model_name_or_path": "evil/evil"}),
+        adapter_config(base_model_name_or_path="evil/evil"),
     ),
     "base escape": (
         "not on this machine",
-        edit("adapter_config.json", {"base_model_name_or_path": ESCAPE}),
+        adapter_config(base_model_name_or_path=ESCAPE),
     ),
     "base itself": (
         "adapter folder itself",
-        lambda folder: edit("adapter_config.json", {"base_model_name_or_path": str(folder)})(
-            folder
-        ),
+        lambda folder: adapter_config(base_model_name_or_path=str(folder))(folder),
     ),
     "config deep": ("adapter_config.json", replace("adapter_config.json", DEEP)),
     "config list": ("adapter_config.json", replace("adapter_config.json", "[]")),
@@ -501,7 +496,7 @@ def test_a_strangers_adapter_gives_one_line(
 def test_two_adapters_that_name_each_other(adapter: Path, tmp_path: Path) -> None:
     folders = [Path(shutil.copytree(adapter, tmp_path / name)) for name in "ab"]
     for folder, other in zip(folders, reversed(folders), strict=True):
-        edit("adapter_config.json", {"base_model_name_or_path": str(other)})(folder)
+        adapter_config(base_model_name_or_path=str(other))(folder)
     assert f"{folders[1]} is an adapter folder itself" in verdict(folders[0])
 
 
