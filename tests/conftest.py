@@ -137,8 +137,7 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def built() -> None:
-    """What nvcc builds for 4-bit weights, all formats at once: one after the other they would take
-    most of a minute."""
+    """Build the 4-bit kernels of all formats at once, which saves most of a minute."""
     import torch
 
     from lowroll.kernels.matmul import streamed

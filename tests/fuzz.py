@@ -90,7 +90,7 @@ VERSIONS = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Family:
-    """What a block's weights are."""
+    """The weights of a block."""
 
     name: str
     weights: str
@@ -294,7 +294,7 @@ def ending(request: Request, ids: list[int]) -> tuple[str, int | str | None] | N
 
 @dataclass
 class Verdict:
-    """What the comparisons came to."""
+    """The result of the comparisons."""
 
     tokens: int = 0
     borderline: int = 0
@@ -405,7 +405,7 @@ def check_tokens(
 
 
 def ranks_agree(logp_V: Tensor, pairs: list[tuple[int, float]], most: int, near: float) -> bool:
-    """Whether these are the likeliest tokens that can be drawn, as near as the log-probs are."""
+    """Return whether these are the likeliest tokens that can be drawn, as near as the log-probs are."""
     best = logp_V[logp_V > -torch.inf].sort(descending=True).values[:most].tolist()
     return len(pairs) == len(best) == len(dict(pairs)) and all(
         abs(logp_V[i].item() - logp) < near and logp > least_logp - near
@@ -432,7 +432,7 @@ def agrees(
 
 
 def _tied(logits_V: Tensor, request: Request, near: float) -> bool:
-    """Whether rounding decides which id is the k-th largest."""
+    """Return whether rounding decides which id is the k-th largest."""
     best = logits_V.sort(descending=True).values
     k = request.top_k
     return bool(
@@ -618,8 +618,8 @@ class Block:
             self.engine.abort(self.rng.choice(list(self.asked)))
 
     def update_weights(self) -> None:
-        """What is in flight goes on, or is replayed; then everything of it was made by the new
-        weights, and what was seen of it may be taken back."""
+        """Requests in flight go on, or are replayed: then the new weights made all of them, and what was
+        seen of them may be taken back."""
         self.version = self.rng.choice(VERSIONS)
         learner = master(self.family, self.version)
         update = WeightUpdate.local(learner, self.version, noise_of(self.family, self.version))

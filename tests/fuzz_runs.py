@@ -245,7 +245,7 @@ def train(tree: Mapping[str, Any], out: Path, resume: bool = False) -> RunResult
 
 
 def learnt(folder: Path, records: list[dict[str, Any]]) -> dict[str, str]:
-    """What evaluation may not touch."""
+    """Return what evaluation may not change."""
     prints = fingerprint(folder)
     kept = {name: prints[name] for name in prints if name.startswith(("step_", "final", "model"))}
     metrics = [
@@ -255,14 +255,14 @@ def learnt(folder: Path, records: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def exact(tree: Mapping[str, Any]) -> bool:
-    """Whether the learner sees the keys that the rollouts saw."""
+    """Return whether the learner sees the keys that the rollouts saw."""
     kv = tree["rollout"].get("kv", {"policy": "dense"})
     seen = kv["policy"] == "dense" or tree["train"]["replay_kv"]
     return seen and "dtype" not in kv
 
 
 def differences(seed: int, models: Mapping[str, Path], folder: Path) -> list[str]:
-    """What a seed's run does otherwise when it is resumed or not evaluated."""
+    """Return what a seed's run does otherwise when it is resumed or not evaluated."""
     tree = draw(seed, models, folder / "whole")
     about = json.dumps({k: v for k, v in tree.items() if k not in ("output_dir", "score", "ckpt")})
     try:

@@ -252,7 +252,7 @@ def compute(device: str) -> Digests:
 
 
 def machine(device: str) -> str:
-    """What the bits of a product depend on."""
+    """Return the name of what decides the bits of a product."""
     if device == "cuda":
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     described = (
@@ -263,7 +263,7 @@ def machine(device: str) -> str:
 
 
 def differences(before: Mapping[str, Mapping[str, str]], after: Digests) -> list[str]:
-    """What is not the same, a line each."""
+    """Return what differs, a line each."""
     lines = [
         f"{case}: {'gone' if case not in after else 'new'}"
         for case in sorted(before.keys() ^ after.keys())
@@ -276,7 +276,7 @@ def differences(before: Mapping[str, Mapping[str, str]], after: Digests) -> list
 
 
 def at_commit(commit: str, device: str) -> Digests:
-    """What a commit computes, with its own tests, in a worktree of its own."""
+    """Compute a commit's digests, with its own tests, in a worktree of its own."""
     with tempfile.TemporaryDirectory() as scratch:
         tree, out = Path(scratch) / "tree", Path(scratch) / "digests.json"
         subprocess.run(

@@ -276,7 +276,7 @@ def copy(source: Path, root: Path) -> None:
 
 
 def survey(root: Path, folder: Path, fresh: bool) -> Reach:
-    """Which tests reach what, after running those of which it is not known."""
+    """Return which tests reach what, after running those of which it is not known."""
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)

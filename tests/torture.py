@@ -97,7 +97,7 @@ SHARES = {
 
 @dataclass
 class Bench:
-    """What all suites start from."""
+    """The run, model and folder that all suites start from."""
 
     root: Path
     stack: ExitStack  # what is undone at the end
@@ -163,7 +163,7 @@ def go_on(
 def each(
     rng: random.Random, *ways: Callable[[], Iterator[str]], then: Callable[[], str]
 ) -> Iterator[str]:
-    """What can be enumerated, shuffled together, then at random without end."""
+    """Yield what can be enumerated, shuffled together, then draw at random without end."""
     rounds = [way() for way in ways]
     while rounds:
         way = rng.choice(rounds)
@@ -611,7 +611,7 @@ def rays(bench: Bench, rng: random.Random) -> Iterator[str]:
 
 
 def _alone(bench: Bench, name: str, changes: dict[str, Any]) -> dict[str, str]:
-    """What one process comes to; at a level above 0 no two runs are the same."""
+    """Return the outcome of one process; at a level above 0 no two runs are the same."""
     if "asynchrony" in changes:
         return {}
     folder = bench.root / f"one {name}"

@@ -130,7 +130,7 @@ def commands_of(text: str) -> list[list[str]]:
 
 
 def targets() -> set[str]:
-    """What `make` can be asked for."""
+    """Return the targets of `make`."""
     return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 

@@ -151,7 +151,7 @@ def test_a_form_of_an_issue_has_what_a_form_needs(path: Path) -> None:
 
 
 def test_the_image_is_built_from_files_that_are_there() -> None:
-    """What is copied exists, and is let through; it holds what the build reads."""
+    """Every copied file exists and passes .dockerignore, and the build finds what it reads."""
     text = (ROOT / "Dockerfile").read_text()
     copied = [
         source

@@ -73,7 +73,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port() -> Iterator[str]:
-    """Of the first engine, also when the job is started again."""
+    """The port of the first engine, the same when the job starts again."""
     with reserve_port("127.0.0.1") as held:
         yield str(held.getsockname()[1])
 

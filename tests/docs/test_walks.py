@@ -36,7 +36,7 @@ def parts(name: str) -> tuple[ModuleType, list[str]]:
 
 
 def resolve(name: str) -> object:
-    """What a dotted name stands for. AssertionError when there is no such thing."""
+    """Return the object of a dotted name. AssertionError when there is none."""
     found, rest = parts(name)
     for word in rest:
         assert hasattr(found, word), f"{name}: there is no {word}"

@@ -54,7 +54,7 @@ REQUESTS = [
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What the runners of a test were told to do."""
+    """The orders that the runners of a test got."""
     counted: Counter[str] = Counter()
     run = Runner.run
 

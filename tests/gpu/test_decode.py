@@ -212,7 +212,7 @@ def test_draws_have_the_best_score(vocab: int, dtype: torch.dtype) -> None:
 
 
 def test_the_noise_has_the_shape_that_it_should() -> None:
-    """Of equal logits: halves, words and places of a block are drawn alike."""
+    """Equal logits: halves, words and places of a block are drawn alike."""
     rows, vocab = 1 << 16, 8192
     at = torch.arange(rows).cuda()
     tokens, _ = draw(torch.zeros(1, vocab).cuda().expand(rows, -1), at, at)

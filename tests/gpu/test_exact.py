@@ -160,7 +160,7 @@ def test_heads_are_rotated_alike(dtype: torch.dtype, normed: bool) -> None:
 @pytest.mark.parametrize("vocab", [67, 300, 5000, 49152, 151_936])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
 def test_the_log_prob_is_the_one_that_was_drawn(vocab: int, temperature: float) -> None:
-    """Of rows in memory, of a single one, and of one row for many."""
+    """Rows in memory, a single one, and one row for many."""
     rows = 4000 if vocab < 1000 else 200
     logits = drawn(rows, vocab, dtype=torch.float32) * 4
     keys, positions = torch.arange(rows, device=DEVICE), torch.arange(rows, device=DEVICE) + 7

@@ -48,8 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def addresses(model: Transformer) -> dict[str, int]:
-    """Of everything that a graph may hold: parameters, codes, scales, and what kernels derived from
-    them."""
+    """Return the addresses that a graph may hold: of parameters, codes, scales, and what kernels
+    derived from them."""
     held = pointers(model)
     qtensors = {
         name: linear.weight

@@ -176,7 +176,7 @@ def offences(tree: ast.AST) -> Iterator[str]:
 
 
 def length_offence(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """What a function has too much of; "" when nothing is."""
+    """Return what a function has too much of, or ""."""
     allowed = KERNEL if node.decorator_list and "jit" in decorators(node) else FUNCTION
     inside = list(ast.walk(node))
     statements = sum(isinstance(part, ast.stmt) for part in inside) - 1
@@ -190,7 +190,7 @@ def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def call_offence(node: ast.Call) -> str:
-    """What is wrong with a call; "" when nothing is."""
+    """Return what is wrong with a call, or ""."""
     called = ast.unparse(node.func)
     if called == "time.time":
         return "time.time: a deadline needs time.monotonic"
@@ -203,7 +203,7 @@ def call_offence(node: ast.Call) -> str:
 
 
 def is_broad(handler: ast.ExceptHandler) -> bool:
-    """Does it catch every error?"""
+    """Return whether a handler catches every error."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return any(
         kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in kinds
@@ -211,7 +211,7 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
 
 
 def waits_without_end(node: ast.AST) -> bool:
-    """Is it a call that may wait for ever?"""
+    """Return whether a node is a call that may wait for ever."""
     if not isinstance(node, ast.Call):
         return False
     called, count = ast.unparse(node.func), len(node.args)

@@ -146,7 +146,8 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 
 
 
 def rollouts(changes: dict[str, Any], **settings: Any) -> list[Rollout]:
-    """Of prompts that share pages, alone and eight at once, the second time from the prefix cache."""
+    """Draw from prompts that share pages, alone and eight at once, the second time from the prefix
+    cache."""
     config = {
         **CONFIG,
         "hidden_size": 64,

@@ -42,7 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def unasked() -> Iterator[None]:
-    """What the machine answers is asked anew, and again afterwards."""
+    """Forget what the machine has answered, before the test and after it."""
     caches = (cxx.compiler, cxx.supports, w4_avx2.supports_matrix, cxx._function)
     for one in caches:
         one.cache_clear()

@@ -86,8 +86,7 @@ class OnCuda(torch.Tensor):
 
 
 class Pretended(TorchFunctionMode):
-    """What is made on the CUDA device is made on the CPU; torch's matrix products are written
-    down."""
+    """Make on the CPU what is made on the CUDA device, and record torch's matrix products."""
 
     def __init__(self, seen: list[str]) -> None:
         super().__init__()
@@ -629,7 +628,7 @@ CASES: dict[str, Callable[[Put], object]] = {
 
 
 def chosen(machine: Machine, case: str) -> str:
-    """What a case launches on a machine, in a line."""
+    """Return what a case launches on a machine, in a line."""
 
     def put(tensor: torch.Tensor) -> Any:
         return tensor if machine.capability is None else tensor.as_subclass(OnCuda)
@@ -708,7 +707,7 @@ APART = {
 
 
 def ours(product: str, machine: Machine) -> set[str]:
-    """What the cases of a product launch, as `dispatch` names it; torch's own names left out."""
+    """Return what the cases of a product launch, by the names of `dispatch`, without torch's own."""
     steps = {
         step.removesuffix(" by the copy engine")
         for case in CASES

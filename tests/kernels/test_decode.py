@@ -22,7 +22,7 @@ from tests.fixtures.interpreted import both_paths
 
 
 def case_of(path: str, *args: Any, **more: Any) -> Case:
-    """What a path can read: caches of plain torch hold no NaN."""
+    """Return a case that a path can read: caches of plain torch hold no NaN."""
     return Case(*args, **more) if path == "triton" else Case(*args, **more).without_nan()
 
 

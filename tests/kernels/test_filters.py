@@ -72,8 +72,8 @@ def check(
     knobs: list[tuple[int, float, float]] = KNOBS,
     rounding: float = ROUNDING,
 ) -> None:
-    """What stays is what the oracle keeps, where the mass before a number is the mass that is needed
-    but for `rounding`, either way."""
+    """Compare what stays with the oracle, for a mass before each number that is off by up to
+    `rounding`, either way."""
     logits_BV = of_kind(kind, len(knobs), tokens)
     temperature_B = torch.linspace(0.5, 1.5, len(knobs))
     mask_BV = keep(logits_BV, of(knobs, tokens), temperature_B).mask(logits_BV)

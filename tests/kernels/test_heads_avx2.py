@@ -16,7 +16,8 @@ SHAPES = [(1, 8, 8, 64), (5, 14, 2, 64), (40, 16, 4, 32), (17, 4, 1, 128), (3, 1
 
 
 def heads(tokens: int, heads: int, kv_heads: int, d: int, normed: bool, wide: int = 0) -> tuple:
-    """What `rope.rotate_heads` takes: rows are `wide` numbers further apart than they are long."""
+    """Return arguments of `rope.rotate_heads`; rows are `wide` numbers further apart than they are
+    long."""
     g = torch.Generator().manual_seed(tokens)
     size = (heads + 2 * kv_heads) * d
     qkv_TN = torch.randn(tokens, size + wide, generator=g)[:, :size]

@@ -96,7 +96,7 @@ def test_a_frozen_layer_multiplies_as_its_dequantized_matrix(
 
 
 def test_other_formats_are_dequantized() -> None:
-    """Whose codes stand for more than codes times scales."""
+    """Their codes stand for more than codes times scales."""
     weight = get_format("fp8").quantize(torch.randn(512, 512))
     x = torch.randn(3, 512)
     want = x @ weight.dequantize(torch.float32).t()

@@ -130,7 +130,7 @@ def test_an_engine_and_a_learner(adapter: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 def test_the_gradient_is_the_plain_one(adapter: bool, tmp_path: Path) -> None:
-    """Of dense weights, whose forward is the plain one up to rounding."""
+    """With dense weights, whose forward is the plain one up to rounding."""
     folder = hf_folder(tmp_path / "m", "qwen3", **SIZES)
     lengths, g = [5, 17, 3], torch.Generator().manual_seed(0)
     ids, factors = torch.randint(2, 60, (25,), generator=g), torch.randn(25, generator=g)

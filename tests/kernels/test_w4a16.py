@@ -153,7 +153,7 @@ def test_a_build_has_a_deadline(
 
 
 def asked(monkeypatch: pytest.MonkeyPatch) -> Support:
-    """Whether nvcc compiles, asked for a device of capability 9.0."""
+    """Return whether nvcc compiles for a device of capability 9.0."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     return nvcc.supports_device.__wrapped__(torch.device("cuda", 0))
 

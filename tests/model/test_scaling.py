@@ -187,7 +187,7 @@ def test_a_sign_update_flips_s_times_as_many_codes(rate: float, flipped: list[fl
 def test_of_all_codes_fewer_flip_than_s_times_as_many(
     tmp_path: Path, format: str, grows: float
 ) -> None:
-    """What `weights/codes_flipped_fraction` shows: o and down are not scaled, and stay."""
+    """`weights/codes_flipped_fraction` shows it: o and down are not scaled, and stay."""
     folder, found = (
         hf_folder(tmp_path / "m", "qwen3", hidden_size=128, intermediate_size=320, head_dim=32),
         [],

@@ -19,8 +19,8 @@ for _ in range(2):
 
 
 def resolved(cache: Path) -> list[str]:
-    """What a process prints whose hub takes connections and never answers: its client alone would
-    try for minutes."""
+    """Return what a process prints whose hub takes connections and never answers; the hub's client
+    alone would try for minutes."""
     with socket.create_server(("127.0.0.1", 0)) as hub:
         env = {
             **os.environ,

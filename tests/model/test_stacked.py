@@ -64,7 +64,7 @@ def test_whoever_refuses_a_published_folder_names_its_formats(tmp_path: Path) ->
 
 
 def test_dequantized_experts_are_transformers_bit_for_bit(tmp_path: Path) -> None:
-    """What a learner of all weights begins with, and its export in stacked tensors."""
+    """The weights that a full learner begins with, and their export in stacked tensors."""
     folder = published(tmp_path / "m")
     want = theirs(folder, quantization_config=Mxfp4Config(dequantize=True))
     hf.save(dequantize_base(hf.load(folder)), tmp_path / "dense")

@@ -76,7 +76,7 @@ def adapter(good: Path) -> Path:
 
 
 def use(folder: Path) -> None:
-    """What a user does with a folder."""
+    """Use a folder as a user does."""
     engine = lowroll.Engine(folder, weights="int8", device="cpu", cache_tokens=256)
     prompt = [2, 3]
     if (folder / "tokenizer.json").exists():

@@ -54,7 +54,7 @@ FORMATS = {
 
 @dataclass
 class Table:
-    """What was measured, printed when all is done."""
+    """The measurements, printed when all is done."""
 
     rows: list[tuple[str, ...]] = field(default_factory=list)
     version: str = ""
@@ -190,7 +190,7 @@ def test_adapter(table: Table, dense: Path, tmp_path: Path) -> None:
 
 
 def has_amx() -> bool:
-    """Whether the CPU multiplies in tiles: vLLM would choose other kernels for it
+    """Return whether the CPU multiplies in tiles: vLLM would choose other kernels for it
     (`vllm_scores.without_amx`)."""
     try:
         return "amx_tile" in Path("/proc/cpuinfo").read_text().split()

@@ -75,7 +75,7 @@ def server(model: Path) -> Iterator[tuple[int, Path]]:
 
 
 def records(home: Path) -> list[Record]:
-    """Of a run that is whole, whose rollouts are the learner's."""
+    """Return the records of a whole run, whose rollouts are the learner's."""
     run = home / "outputs" / "run_default"
     found = read(run)
     assert [record["step"] for record in found] == list(range(1, STEPS + 1))
