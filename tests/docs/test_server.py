@@ -6,7 +6,6 @@ import json
 import re
 import runpy
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +13,9 @@ import pytest
 
 from lowroll import Engine
 from tests.fixtures.http import serving
-from tests.fixtures.pages import DOCS, README, blocks
+from tests.fixtures.pages import ADDRESS, DOCS, README, blocks, curls, run_curl
 
 PAGE = DOCS / "server.md"
-
-ADDRESS = "http://127.0.0.1:8000"
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +42,9 @@ needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is n
 
 @needs_curl
 def test_the_curls_of_the_page_run(url: str) -> None:
-    commands = [
-        command
-        for block in blocks(PAGE, "bash")
-        for command in re.split(r"^(?=curl )", block, flags=re.MULTILINE)
-        if command
-    ]
+    commands = [command for block in blocks(PAGE, "bash") for command in curls(block)]
     assert len(commands) >= 9
-    answers = []
-    for command in commands:
-        assert ADDRESS in command
-        done = subprocess.run(
-            ["bash", "-c", command.replace(ADDRESS, url)], capture_output=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        answers.append(json.loads(done.stdout))
+    answers = [run_curl(command, url) for command in commands]
     *right, wrong = answers
     assert all("error" not in answer for answer in right)
     assert json.dumps(wrong) in PAGE.read_text()
@@ -70,9 +55,5 @@ def test_the_request_of_the_readme_runs(url: str) -> None:
     (command,) = re.findall(
         r"^    (curl .*?)(?:\n\n|\Z)", README.read_text(), re.DOTALL | re.MULTILINE
     )
-    assert ADDRESS in command
-    done = subprocess.run(
-        ["bash", "-c", command.replace(ADDRESS, url)], capture_output=True, timeout=60
-    )
-    (choice,) = json.loads(done.stdout)["choices"]
+    (choice,) = run_curl(command, url)["choices"]
     assert choice["message"]["role"] == "assistant"

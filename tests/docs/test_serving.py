@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -17,10 +16,9 @@ from lowroll.model import hf
 from lowroll.server.app import CONTROL, PUBLIC, WEIGHTS
 from lowroll.server.limits import ServerLimits
 from lowroll.server.metrics import Metrics
+from tests.fixtures.pages import DOCS, ROOT, blocks, curls, run_curl
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/server.md").read_text()
-ADDRESS = "http://127.0.0.1:8000"
+PAGE = (DOCS / "server.md").read_text()
 TOKEN = "a-token-that-is-long-enough"
 
 
@@ -33,7 +31,7 @@ def test_the_control_of_the_page_runs(
     monkeypatch.setenv("LOWROLL_ADMIN", TOKEN)
     shutil.copytree(model, "outputs/demo/model")
     hf.save(hf.load(model), Path("outputs/versions/step_7"))
-    first, *rest = re.findall(r"^```sh\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    first, *rest = blocks(DOCS / "server.md", "sh")
     _, *words = shlex.split(first)
     child = subprocess.Popen(
         [sys.executable, "-m", "lowroll", *words, "--port", "0"],
@@ -44,13 +42,7 @@ def test_the_control_of_the_page_runs(
     try:
         assert child.stdout is not None
         url = child.stdout.readline().split()[-1].removesuffix("/v1")
-        answers = []
-        for command in re.split(r"^(?=curl )", "".join(rest), flags=re.MULTILINE)[1:]:
-            assert ADDRESS in command
-            done = subprocess.run(
-                ["bash", "-c", command.replace(ADDRESS, url)], capture_output=True, timeout=60
-            )
-            answers.append(json.loads(done.stdout))
+        answers = [run_curl(command, url) for command in curls("".join(rest))]
     finally:
         child.kill()
         child.wait(timeout=60)
