@@ -1,4 +1,5 @@
-"""Decode attention of a CPU's own kernel: against float64, and a whole engine against torch's path."""
+"""Decode attention of a CPU's own kernel, beside what `test_decode.py` asks of all of them, and a whole
+engine against torch's path."""
 
 from __future__ import annotations
 
@@ -45,37 +46,6 @@ def test_attention_over_pages(case: tuple[Any, ...], small: None) -> None:
 
 
 @runs_here
-@pytest.mark.parametrize("window", [1, 5, 16, 17, 64, 1000])
-@pytest.mark.parametrize(
-    "case",
-    [
-        ([0, 1, 2, 5, 6, 16, 17, 18], 4, 4, 8, 16),
-        ([63, 64, 65, 66, 129, 300], 6, 2, 24, 16),
-        ([20, 90], 8, 1, 40, 1),
-    ],
-)
-def test_rows_attend_within_a_window(case: tuple[Any, ...], window: int, small: None) -> None:
-    """Against float64, and over caches of which the rest is NaN."""
-    one = Case(*case, window=window)
-    for row, length in enumerate(case[0]):
-        one.forget(row, length - window)
-    one.check(1e-5)
-
-
-@runs_here
-@pytest.mark.parametrize("window", [0, 5])
-@pytest.mark.parametrize("case", CASES)
-def test_sinks_take_part_in_the_softmax(case: tuple[Any, ...], window: int, small: None) -> None:
-    Case(*case, window=window, sinks=True).check(1e-5)
-
-
-@runs_here
-def test_a_window_that_hides_nothing_changes_no_bit(small: None) -> None:
-    plain, wide = (Case([9, 0, 70], 4, 2, 16, 4, window=window) for window in (0, 70))
-    assert torch.equal(plain.run(), wide.run())
-
-
-@runs_here
 def test_scores_of_any_size_are_a_distribution(small: None) -> None:
     for size in (1e-3, 30.0, 1e4):
         case = Case([70, 3], 4, 2, 16, 8)
@@ -107,15 +77,6 @@ def test_what_is_not_finite_stays_so_and_spoils_no_other_row(value: float, small
     got = odd.run()
     assert torch.equal(got[0], want[0]) and torch.equal(got[1, :2], want[1, :2])
     assert got[1, 2:].isnan().any(-1).all()
-
-
-@runs_here
-@pytest.mark.parametrize("window", [0, 6])
-def test_strided_rows_and_a_wider_table_change_nothing(window: int, small: None) -> None:
-    plain, wide = (Case([9, 20], 4, 2, 16, 4, window=window) for _ in range(2))
-    wide.table = torch.cat([wide.table, torch.full((2, 3), 1 << 30)], 1).int()[:, :5]
-    wide.q, wide.k, wide.v = torch.cat([wide.q, wide.k, wide.v], 1).split([4, 2, 2], 1)
-    assert torch.equal(plain.run(), wide.run())
 
 
 def test_what_is_left_to_torch_has_a_reason() -> None:

@@ -12,21 +12,37 @@ import torch
 
 import lowroll.kernels.sampling.tiles
 from lowroll.kernels import nvcc
-from lowroll.kernels.attention import decode, paged
+from lowroll.kernels.attention import avx2, decode, paged
 from lowroll.kernels.attention.decode import write_pages
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.sampling.tiles import BLOCK, TILE
+from lowroll.kernels.support import no
 from tests.fixtures.compiled import arguments, built, spills_of
 from tests.fixtures.decode import Case
 from tests.fixtures.interpreted import both_paths
 
-
-def case_of(path: str, *args: Any, **more: Any) -> Case:
-    """Return a case that a path can read: caches of plain torch hold no NaN."""
-    return Case(*args, **more) if path == "triton" else Case(*args, **more).without_nan()
+WAYS = [pytest.param("triton", marks=pytest.mark.interpreted), "avx2", "torch"]
 
 
-@both_paths
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernel that attends: the C++ one takes rows of any size, and torch all that it is given."""
+    if request.param == "avx2":
+        if not avx2.supports_device(torch.device("cpu")):
+            pytest.skip("needs AVX2 and a C++ compiler")
+        monkeypatch.setattr(avx2, "LEAST", 1)
+    if request.param == "torch":
+        monkeypatch.setattr(avx2, "supports", lambda *_: no("is not asked"))
+    return str(request.param)
+
+
+def case_of(way: str, *args: Any, **more: Any) -> Case:
+    """Return a case that a way can read: caches of plain torch hold no NaN."""
+    if way == "avx2" and torch.float16 in args:
+        pytest.skip("takes float32")
+    return Case(*args, **more).without_nan() if way == "torch" else Case(*args, **more)
+
+
 @pytest.mark.parametrize("programs", [1, 6])
 @pytest.mark.parametrize(
     "case",
@@ -38,10 +54,10 @@ def case_of(path: str, *args: Any, **more: Any) -> Case:
     ],
 )
 def test_attention_over_pages(
-    case: tuple, programs: int, path: str, monkeypatch: pytest.MonkeyPatch
+    case: tuple, programs: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "PROGRAMS", programs)
-    case_of(path, *case).check(2e-3 if case[-1] == torch.float16 else 1e-5)
+    case_of(way, *case).check(2e-3 if case[-1] == torch.float16 else 1e-5)
 
 
 # lengths, query heads, key-value heads, head size, page, window: around pages, blocks and windows
@@ -51,57 +67,56 @@ WINDOWED = [
     ([15, 16, 17, 18, 90, 0], 8, 8, 32, 16, 16),
     ([16, 17, 18, 81, 1], 8, 1, 16, 16, 17),
     ([64, 65, 66, 200], 3, 3, 40, 8, 64),
+    ([63, 64, 65, 129, 300], 14, 2, 24, 16, 65),
     ([30, 2, 0], 4, 2, 16, 4, 200),
 ]
 
 
-@both_paths
 @pytest.mark.parametrize("programs", [1, 30, 400])
 @pytest.mark.parametrize("case", WINDOWED)
 def test_rows_attend_within_a_window(
-    case: tuple, programs: int, path: str, monkeypatch: pytest.MonkeyPatch
+    case: tuple, programs: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with more splits than a window has blocks."""
     monkeypatch.setattr(decode, "PROGRAMS", programs)
-    case_of(path, *case[:-1], window=case[-1]).check(1e-5)
+    case_of(way, *case[:-1], window=case[-1]).check(1e-5)
 
 
-@both_paths
 @pytest.mark.parametrize("programs", [1, 30])
 @pytest.mark.parametrize("case", [*WINDOWED, ([45, 0, 1, 16, 17], 6, 2, 24, 4, 0)])
 def test_sinks_take_part_in_the_softmax(
-    case: tuple, programs: int, path: str, monkeypatch: pytest.MonkeyPatch
+    case: tuple, programs: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, in whatever splits, in windows and without; a row without keys stays 0."""
     monkeypatch.setattr(decode, "PROGRAMS", programs)
-    case_of(path, *case[:-1], window=case[-1], sinks=True).check(1e-5)
+    case_of(way, *case[:-1], window=case[-1], sinks=True).check(1e-5)
 
 
-@pytest.mark.interpreted
+@pytest.mark.parametrize("way", WAYS[:2], indirect=True)
 @pytest.mark.parametrize("programs", [1, 30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_keys_outside_a_window_are_not_read(
-    programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    programs: int, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their pages may be anyone's: numbers beyond the window, and whole pages of NaN."""
     monkeypatch.setattr(decode, "PROGRAMS", programs)
-    case, other = (Case([140, 9, 33], 6, 2, 16, 4, dtype, window=21) for _ in range(2))
+    case, other = (case_of(way, [140, 9, 33], 6, 2, 16, 4, dtype, window=21) for _ in range(2))
     for row, length in enumerate([140, 9, 33]):
         other.forget(row, length - 21)
     assert torch.equal(case.run(), other.run())
 
 
-@both_paths
-def test_a_window_that_hides_nothing_changes_no_bit(path: str) -> None:
-    plain, wide = (case_of(path, [9, 0, 70], 4, 2, 16, 4, window=window) for window in (0, 70))
+def test_a_window_that_hides_nothing_changes_no_bit(way: str) -> None:
+    plain, wide = (case_of(way, [9, 0, 70], 4, 2, 16, 4, window=window) for window in (0, 70))
     assert torch.equal(plain.run(), wide.run())
 
 
-@pytest.mark.interpreted
+@pytest.mark.parametrize("way", WAYS[:2], indirect=True)
 @pytest.mark.parametrize("window", [0, 6])
-def test_strided_heads_and_a_wider_table_change_nothing(window: int) -> None:
+def test_strided_heads_and_a_wider_table_change_nothing(window: int, way: str) -> None:
     plain, wide = (Case([9, 20], 4, 2, 16, 4, window=window) for _ in range(2))
-    wide.table = torch.cat([wide.table, torch.zeros(2, 3, dtype=torch.int32)], 1)
+    far = 1 << 30 if way == "avx2" else 0
+    wide.table = torch.cat([wide.table, torch.full((2, 3), far, dtype=torch.int32)], 1)
     wide.q, wide.k, wide.v = torch.cat([wide.q, wide.k, wide.v], 1).split([4, 2, 2], 1)
     assert torch.equal(plain.run(), wide.run())
 

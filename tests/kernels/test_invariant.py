@@ -111,8 +111,7 @@ def test_heads_have_the_gradients_of_plain_ones(norms: bool) -> None:
         made = rotate(x, angle.cos(), angle.sin(), num, kv, d, *ws, 1e-6)
         sum((y * normal(*y.shape, seed=7)).sum() for y in made).backward()
         grads.append([*made, x.grad, *(w.grad for w in ws if w is not None)])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(*grads, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("num", "kv"), [(4, 4), (6, 2), (5, 1)])
@@ -125,8 +124,7 @@ def test_attention_is_causal_and_has_the_gradients_of_plain_attention(num: int, 
         made = attend(0, AttentionInputs(*inputs))
         (made * normal(*made.shape, seed=8)).sum().backward()
         grads.append([made, *(x.grad for x in inputs)])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(*grads, rtol=2e-5, atol=2e-5)
     together = AttentionInputs(q, k, v)
     alone = exact_varlen([70])(0, together.tokens(slice(6, 76)))
     assert torch.equal(alone, exact_varlen(lengths)(0, together)[6:76])

@@ -102,8 +102,7 @@ def test_gradients_are_those_of_materialised_logits(
     if learning:
         got = torch.autograd.grad((logp * weights).sum(), learning)
         want = torch.autograd.grad((truth[torch.arange(7), targets] * weights).sum(), learning)
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -237,8 +236,7 @@ def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> N
             hidden = model(torch.arange(9), torch.arange(9), varlen([9]))
             (hidden * normal(*hidden.shape)).sum().backward()
         found.append([hidden.detach(), *(p.grad for p in model.trainable_parameters().values())])
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.interpreted

@@ -52,8 +52,7 @@ def by_token(inputs: Inputs, lengths: list[int], states: Tensor | None) -> tuple
 
 
 def close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], within: float = 1e-5) -> None:
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, atol=within, rtol=within)
+    torch.testing.assert_close(found, expected, atol=within, rtol=within)
 
 
 def gradients(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
