@@ -169,6 +169,15 @@ def test_plain_integer_products_are_exact(shape: tuple[int, int, int]) -> None:
     assert torch.equal(w8a8.multiply(rows, codes, scale, bias).dense(), want)
 
 
+def test_plain_e4m3_products() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 48, generator=generator).mul(90).to(E4M3) for n in (5, 7))
+    row, scale, bias = (torch.rand(shape, generator=generator) for shape in ((5, 1), (7, 1), 7))
+    got = w8a8.multiply(QuantizedRows(x, row, torch.float32), w, scale, bias).dense()
+    want = (x.double() @ w.double().t()) * row * scale.t() + bias
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-2)
+
+
 @pytest.mark.parametrize("shape", LARGE)
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 64, 65, 128, 200, 256, 512, 4096])
 def test_a_tile_fits_the_device(num_rows: int, shape: tuple[int, int]) -> None:

@@ -85,6 +85,12 @@ def test_any_heads_sizes_and_chunks(heads: int, keys: int, values: int, chunk: i
     close(found, by_token(inputs, lengths, states))
 
 
+def test_a_step_is_a_token_of_the_recurrence() -> None:
+    inputs = draw(3)
+    states = draw_states(inputs, 3)
+    close(delta_step(*inputs, states), by_token(inputs, [1, 1, 1], states))
+
+
 @pytest.mark.parametrize("lengths", [[1], [65], [5, 130, 64]], ids=str)
 def test_gradients_are_those_of_the_recurrence(lengths: list[int]) -> None:
     inputs = [x.requires_grad_() for x in draw(sum(lengths), heads=2, keys=8, values=12)]

@@ -338,16 +338,21 @@ CASES: dict[str, tuple[str, Change]] = {
     "template large": ("chat template: ", chat("x" * (1 << 20) + "y")),
     # weights
     **{
-        f"index {name}": ("index.json", index({NORM: shard}))
+        f"index {name}": ("is not a plain .safetensors file name", index({NORM: shard}))
         for name, shard in {
             "up": "../good/model.safetensors",
             "absolute": "/etc/passwd",
             "dots": "..",
             "empty": "",
-            "gone": "no.safetensors",
-            "escape": f"{ESCAPE}.safetensors",
             "bin": "model.bin",
             "sub": "sub/part.safetensors",
+        }.items()
+    },
+    **{
+        f"index {name}": ("is missing from the folder", index({NORM: shard}))
+        for name, shard in {
+            "gone": "no.safetensors",
+            "escape": f"{ESCAPE}.safetensors",
         }.items()
     },
     **{
@@ -380,11 +385,11 @@ CASES: dict[str, tuple[str, Change]] = {
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
     ),
     "header long": (
-        "model.safetensors",
+        "model.safetensors: damaged or not a safetensors file (a header of",
         replace("model.safetensors", struct.pack("<Q", 2**63) + b"{}"),
     ),
     "header too long": (
-        "model.safetensors",
+        "model.safetensors: damaged or not a safetensors file (a header of",
         replace("model.safetensors", struct.pack("<Q", 40 << 20) + b" " * (41 << 20)),
     ),
     **{
