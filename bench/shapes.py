@@ -105,7 +105,7 @@ def random_model(
             p.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             p.normal_(0.0, 0.02, generator=generator)
-    if model.spec.num_experts:
+    if model.spec.mixture.num_experts:
         _route_by_token(model)
     return model.requires_grad_(False).eval()
 
@@ -117,7 +117,7 @@ def _route_by_token(model: Transformer) -> None:
         assert isinstance(block, Block) and block.experts is not None
         experts = block.experts
         block.o.weight[:reserved] = 0.0
-        experts.down.weight.unflatten(0, (model.spec.num_experts, -1))[:, :reserved] = 0.0
+        experts.down.weight.unflatten(0, (model.spec.mixture.num_experts, -1))[:, :reserved] = 0.0
         router = experts.router.weight
         router[:, reserved:] = 0.0
         router /= router.norm(dim=1, keepdim=True)  # a longer row would be chosen more often

@@ -439,7 +439,9 @@ def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -
         model = quantize_base(scaled(folder, device, arguments), format)
     else:
         model = hf.load(folder, device, get_format(format).dtype, format)
-    targets = lora.TARGETS[:4] if model.spec.num_experts else lora.TARGETS  # experts take none
+    targets = (
+        lora.TARGETS[:4] if model.spec.mixture.num_experts else lora.TARGETS
+    )  # experts take none
     return lora.attach(model, rank, alpha, targets)
 
 

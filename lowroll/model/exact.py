@@ -56,8 +56,9 @@ def why_no_model(spec: ModelSpec) -> str | None:
         "gates of attention": spec.attention_gate,
         "attention sinks": spec.attention_sinks,
         f"the activation {spec.activation}": spec.activation != "silu",
-        "routers of sigmoids": spec.scores is not None,
-        "experts with biases or a clamped gate": spec.expert_bias or spec.clamped_gate is not None,
+        "routers of sigmoids": spec.mixture.scores is not None,
+        "experts with biases or a clamped gate": spec.mixture.has_biases
+        or spec.mixture.clamped_gate is not None,
     }
     if found := [feature for feature, is_present in features.items() if is_present]:
         return (
@@ -77,7 +78,7 @@ def why_not(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | 
     )
     if not support:
         return f"attention {support.why_not}"
-    if spec.num_experts:
+    if spec.mixture.num_experts:
         return "experts have the same bits on a CPU alone; set device: cpu"
     return None
 

@@ -45,19 +45,20 @@ from lowroll.quant.formats import QTensor, get_format
 class Router(nn.Module):
     def __init__(self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
+        mixture = spec.mixture
         self.weight = nn.Parameter(
-            torch.empty(spec.num_experts, spec.hidden_size, device=device, dtype=dtype)
+            torch.empty(mixture.num_experts, spec.hidden_size, device=device, dtype=dtype)
         )
         self.bias: nn.Parameter | None = None
-        if spec.expert_bias:
-            self.bias = nn.Parameter(torch.empty(spec.num_experts, device=device, dtype=dtype))
-        self.choices = spec.experts_per_token
-        self.renormalize = spec.norm_topk_prob
-        self.scores = spec.scores
+        if mixture.has_biases:
+            self.bias = nn.Parameter(torch.empty(mixture.num_experts, device=device, dtype=dtype))
+        self.choices = mixture.experts_per_token
+        self.renormalize = mixture.renormalize
+        self.scores = mixture.scores
         self.correction_bias: nn.Parameter | None = None
         if self.scores is not None:
             # bfloat16 would change which experts are chosen
-            correction_E = torch.empty(spec.num_experts, device=device, dtype=torch.float32)
+            correction_E = torch.empty(mixture.num_experts, device=device, dtype=torch.float32)
             self.correction_bias = nn.Parameter(correction_E, requires_grad=False)
 
     @property
@@ -165,14 +166,14 @@ class Experts(nn.Module):
 
     def __init__(self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
-        hidden = spec.hidden_size
-        mlp_size = spec.moe_intermediate_size
+        hidden, mixture = spec.hidden_size, spec.mixture
+        mlp_size = mixture.expert_size
         self.router = Router(spec, device, dtype)
         gate_up = {"gate_proj": mlp_size, "up_proj": mlp_size}
-        rest = (spec.expert_bias, device, dtype)
-        self.gate_up = self.stacked(spec.num_experts, hidden, gate_up, *rest)
-        self.down = self.stacked(spec.num_experts, mlp_size, {"down_proj": hidden}, *rest)
-        self.clamped_gate = spec.clamped_gate
+        rest = (mixture.has_biases, device, dtype)
+        self.gate_up = self.stacked(mixture.num_experts, hidden, gate_up, *rest)
+        self.down = self.stacked(mixture.num_experts, mlp_size, {"down_proj": hidden}, *rest)
+        self.clamped_gate = mixture.clamped_gate
         self.exact = False  # see `Transformer.be_exact`
 
     def forward(self, x_TD: Tensor) -> Tensor:

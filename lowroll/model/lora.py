@@ -120,7 +120,7 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
             f"lora_target_modules: expected a list out of {', '.join(_NAMES)}, got "
             f"{unknown or targets}"
         )
-    if spec.num_experts and (expert_targets := sorted(set(targets) & set(_EXPERT_PARTS))):
+    if spec.mixture.num_experts and (expert_targets := sorted(set(targets) & set(_EXPERT_PARTS))):
         raise ValueError(
             f"lora_target_modules: {', '.join(expert_targets)} are experts' matrices in "
             f"{spec.architecture}, which take no adapter; choose out of {', '.join(TARGETS[:4])}"

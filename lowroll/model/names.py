@@ -47,7 +47,7 @@ def hf_names(spec: ModelSpec, prefix: str = "model.") -> Iterator[Names]:
         first = norms.pop("input_norm", None)
         has_experts = spec.has_experts(i)
         mlp = _expert_names if has_experts else _mlp_names
-        has_shared = has_experts and spec.shared_expert_size > 0
+        has_shared = has_experts and spec.mixture.shared_size > 0
         for name, parts, shape in (
             *([first] if first else []),
             *_mixer_names(spec, i, layer),
@@ -111,42 +111,43 @@ def _mlp_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
 
 
 def _shared_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
-    hidden, size = spec.hidden_size, spec.shared_expert_size
-    shared = f"{mlp}.shared_expert" if spec.shared_expert_gate else f"{mlp}.shared_experts"
+    hidden, mixture = spec.hidden_size, spec.mixture
+    size = mixture.shared_size
+    shared = f"{mlp}.shared_expert" if mixture.shared_gate else f"{mlp}.shared_experts"
     gate_up = [f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"]
     yield "gate_up.weight", gate_up, (2 * size, hidden)
     yield "down.weight", [f"{shared}.down_proj.weight"], (hidden, size)
-    if spec.shared_expert_gate:
+    if mixture.shared_gate:
         yield "shared_gate", [f"{mlp}.shared_expert_gate.weight"], (1, hidden)
 
 
 def _expert_names(spec: ModelSpec, mlp: str) -> Iterator[Names]:
-    hidden, size, count = spec.hidden_size, spec.moe_intermediate_size, spec.num_experts
+    hidden, mixture = spec.hidden_size, spec.mixture
+    size, count = mixture.expert_size, mixture.num_experts
     experts = [f"{mlp}.experts.{e}" for e in range(count)]
     router = f"{mlp}.{_router(spec)}"
     gate_up = [f"{expert}.{part}_proj" for expert in experts for part in ("gate", "up")]
     down = [f"{expert}.down_proj" for expert in experts]
     gate_up_rows, down_rows = 2 * count * size, count * hidden
     yield "experts.router.weight", [f"{router}.weight"], (count, hidden)
-    if spec.scores is not None:
+    if mixture.scores is not None:
         yield f"experts{FIXED}", [f"{router}{FIXED_STORED}"], (count,)
     yield "experts.gate_up.weight", [f"{part}.weight" for part in gate_up], (gate_up_rows, hidden)
     yield "experts.down.weight", [f"{part}.weight" for part in down], (down_rows, size)
-    if spec.expert_bias:
+    if mixture.has_biases:
         yield "experts.router.bias", [f"{router}.bias"], (count,)
         yield "experts.gate_up.bias", [f"{part}.bias" for part in gate_up], (gate_up_rows,)
         yield "experts.down.bias", [f"{part}.bias" for part in down], (down_rows,)
 
 
 def _router(spec: ModelSpec) -> str:
-    return "router" if spec.stacks_experts else "gate"
+    return "router" if spec.mixture.stacked else "gate"
 
 
 def dense_modules(spec: ModelSpec) -> list[str]:
     """Return the ends of the names of linear modules, beside lm_head, that no format quantizes."""
-    routers = [f"mlp.{_router(spec)}"] if spec.num_experts else []
-    has_gate = spec.shared_expert_size > 0 and spec.shared_expert_gate
-    gates = ["mlp.shared_expert_gate"] if has_gate else []
+    routers = [f"mlp.{_router(spec)}"] if spec.mixture.num_experts else []
+    gates = ["mlp.shared_expert_gate"] if spec.mixture.gates_shared else []
     rates = [] if spec.delta is None else [f"linear_attn.{p}" for p in spec.delta.rate_parts]
     return [*routers, *gates, *rates]
 
@@ -164,7 +165,7 @@ def stored_parts(spec: ModelSpec, name: str, mlp_size: int = 0) -> dict[str, int
 def features_read(spec: ModelSpec) -> dict[str, int]:
     """Return the in features of each kind of matrix by HF name ("q_proj", ...); of the down
     projections of a mixture those of an expert's (`widths_of_down`)."""
-    mlp_size = spec.moe_intermediate_size if spec.num_experts else spec.intermediate_size
+    mlp_size = spec.mixture.expert_size if spec.mixture.num_experts else spec.intermediate_size
     kinds = (*stored_parts(spec, "qkv"), "o_proj", *stored_parts(spec, "gate_up"), "down_proj")
     kinds += () if spec.delta is None else (*spec.delta.input_parts, "out_proj")
     in_features = dict.fromkeys(kinds, spec.hidden_size)
@@ -175,10 +176,11 @@ def features_read(spec: ModelSpec) -> dict[str, int]:
 def widths_of_down(spec: ModelSpec) -> set[int]:
     """Return the in features that down projections have: of experts, the shared one, dense MLPs."""
     widths = {spec.intermediate_size} if spec.layers_with_experts < spec.num_layers else set()
-    if not spec.num_experts:
+    mixture = spec.mixture
+    if not mixture.num_experts:
         return widths
-    shared = {spec.shared_expert_size} if spec.shared_expert_size else set()
-    return widths | shared | {spec.moe_intermediate_size}
+    shared = {mixture.shared_size} if mixture.shared_size else set()
+    return widths | shared | {mixture.expert_size}
 
 
 def is_fixed(name: str) -> bool:
@@ -198,9 +200,9 @@ def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
     part = hf_name.rsplit(".", 2)[-2]
     mlp_size = spec.intermediate_size
     if ".mlp.experts." in hf_name:
-        mlp_size = spec.moe_intermediate_size
+        mlp_size = spec.mixture.expert_size
     elif ".shared_expert" in hf_name:
-        mlp_size = spec.shared_expert_size
+        mlp_size = spec.mixture.shared_size
     if part == "down_proj":
         return spec.hidden_size
     delta = spec.delta

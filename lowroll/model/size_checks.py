@@ -34,7 +34,10 @@ def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
     both numbers. tensors, stored: their number and bytes."""
     for key, minimum in (
         ("num_hidden_layers", spec.num_layers),
-        ("num_experts", 0 if spec.stored_stacked else spec.layers_with_experts * spec.num_experts),
+        (
+            "num_experts",
+            0 if spec.stored_stacked else spec.layers_with_experts * spec.mixture.num_experts,
+        ),
     ):
         if minimum > tensors:
             name = expert_count_key(spec.config) if key == "num_experts" else key
@@ -52,7 +55,7 @@ def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
 def check_memory(path: Path, spec: ModelSpec, bits: float, device: torch.device | str) -> None:
     """Raise ValueError for the key of `path` that exceeds the device's memory, with both numbers.
     bits: the least a parameter on the device."""
-    name_bytes = spec.num_layers * (LAYER_NAMES + spec.num_experts * EXPERT_NAMES)
+    name_bytes = spec.num_layers * (LAYER_NAMES + spec.mixture.num_experts * EXPERT_NAMES)
     needed_bytes, memory = int(spec.num_parameters * bits / 8) + name_bytes, total_memory(device)
     if memory is not None and needed_bytes > memory:
         raise ValueError(

@@ -22,12 +22,11 @@ from lowroll.model.families.base import (
     FULL,
     PRE_NORMS,
     SLIDING,
-    ClampedGate,
     DeltaSpec,
     Family,
     LayerSpec,
+    MixtureSpec,
     Rope,
-    SigmoidScores,
     head_dim,
     rope_of,
 )
@@ -119,17 +118,7 @@ class ModelSpec:
     query_scale: float = 1.0  # beside 1 / sqrt(head_dim)
     update_scale: float = 1.0  # of what attention and MLP add to the residual stream
     hidden_scale: float = 1.0  # of the last hidden states, in front of the head
-    num_experts: int = 0  # of a layer; 0: a dense MLP of `intermediate_size`
-    dense_layers: int = 0  # the first layers of a mixture that have a dense MLP all the same
-    experts_per_token: int = 0
-    moe_intermediate_size: int = 0  # of one expert
-    shared_expert_size: int = 0  # of an expert that takes every token; 0: none
-    shared_expert_gate: bool = True  # the shared expert, where there is one, has a gate
-    norm_topk_prob: bool = False  # normalize a token's expert weights to sum to 1
-    scores: SigmoidScores | None = None  # of routers; None: a softmax over all experts
-    expert_bias: bool = False  # of the router and of all matrices of experts
-    clamped_gate: ClampedGate | None = None  # of experts; None: plain SwiGLU
-    stacks_experts: bool = False  # in saved folders, by columns (`model.stacked`)
+    mixture: MixtureSpec = MixtureSpec()  # without experts: a dense MLP of `intermediate_size`
     # the prefix of the names of tensors in the folder that it was read from, and prefixes of those
     # tensors that are not read
     stored_prefix: str = field(default="model.", compare=False)
@@ -151,11 +140,11 @@ class ModelSpec:
         return tuple(layer.mixer == "attention" for layer in self.layers)
 
     def has_experts(self, layer: int) -> bool:
-        return self.num_experts > 0 and layer >= self.dense_layers
+        return self.mixture.num_experts > 0 and layer >= self.mixture.dense_layers
 
     @property
     def layers_with_experts(self) -> int:
-        return self.num_layers - self.dense_layers if self.num_experts else 0
+        return self.num_layers - self.mixture.dense_layers if self.mixture.num_experts else 0
 
     @property
     def adds_plainly(self) -> bool:
@@ -183,14 +172,9 @@ class ModelSpec:
         """The parameters of all layers' MLPs or experts."""
         dense = self.hidden_size * (3 * self.intermediate_size + self.mlp_bias)
         dense += 2 * self.intermediate_size * self.mlp_bias
-        shared = 3 * self.shared_expert_size
-        shared += self.shared_expert_size > 0 and self.shared_expert_gate
-        experts = self.num_experts * (3 * self.moe_intermediate_size + 1) + shared
-        biases = 1 + 2 * self.moe_intermediate_size + self.hidden_size
-        vectors = (self.scores is not None) + biases * self.expert_bias
-        mixture = self.hidden_size * experts + self.num_experts * vectors
         num_mixtures = self.layers_with_experts
-        return num_mixtures * mixture + (self.num_layers - num_mixtures) * dense
+        mixtures = num_mixtures * self.mixture.num_parameters(self.hidden_size)
+        return mixtures + (self.num_layers - num_mixtures) * dense
 
 
 def read_spec(folder: Path) -> ModelSpec:

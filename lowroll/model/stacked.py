@@ -115,9 +115,9 @@ class StackedTensor:
 
 def are_in(files: Container[str], spec: ModelSpec) -> bool:
     """Return whether a folder with these tensors stacks its experts."""
-    if not spec.num_experts:
+    if not spec.mixture.num_experts:
         return False
-    first = f"{spec.stored_prefix}layers.{spec.dense_layers}{EXPERTS}gate_up_proj"
+    first = f"{spec.stored_prefix}layers.{spec.mixture.dense_layers}{EXPERTS}gate_up_proj"
     return first in files or f"{first}_blocks" in files
 
 
@@ -136,7 +136,7 @@ def stored_tensors(spec: ModelSpec) -> dict[str, StackedTensor]:
 def is_native(spec: ModelSpec, format: Format) -> bool:
     """Return whether a format is that of the family's published folders: experts in MXFP4, all else
     dense."""
-    if not spec.stacks_experts or not isinstance(format, Mixed):
+    if not spec.mixture.stacked or not isinstance(format, Mixed):
         return False
     by_layer = {layer: format.of(layer) for layer in format.assignment}
     return all(
@@ -152,7 +152,7 @@ def pack(
     does it: dense ones, and MXFP4 where the config says so."""
     quantization = config.get("quantization_config")
     in_mxfp4 = quantization is not None and quantization["quant_method"] == EXPERTS_IN_MXFP4
-    if not spec.stacks_experts or quantization is not None and not in_mxfp4:
+    if not spec.mixture.stacked or quantization is not None and not in_mxfp4:
         return tensors
     packed = dict(tensors)
     for _, parts, shape in hf_names(spec):
@@ -177,9 +177,9 @@ def _stacked(spec: ModelSpec, parts: list[str], shape: tuple[int, ...]) -> Stack
     matrix = {"gate_proj": "gate_up_proj"}.get(matrix, matrix)
     return StackedTensor(
         f"{prefix}{EXPERTS}{matrix}{'_bias' if kind == 'bias' else ''}",
-        spec.num_experts,
-        shape[0] // spec.num_experts,
+        spec.mixture.num_experts,
+        shape[0] // spec.mixture.num_experts,
         shape[1] if len(shape) == 2 else None,
-        by_columns=spec.stacks_experts,
-        alternating=spec.stacks_experts and matrix == "gate_up_proj",
+        by_columns=spec.mixture.stacked,
+        alternating=spec.mixture.stacked and matrix == "gate_up_proj",
     )

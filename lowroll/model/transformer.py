@@ -135,13 +135,13 @@ class Block(nn.Module):
         self.activation = spec.activation
         has_experts = spec.has_experts(self.layer)
         self.experts = layers.experts(spec, device, dtype) if has_experts else None
-        self.has_shared_expert = has_experts and spec.shared_expert_size > 0
+        self.has_shared_expert = has_experts and spec.mixture.shared_size > 0
         self.shared_gate: nn.Parameter | None = None
         if has_experts:
-            mlp_size = spec.shared_expert_size
+            mlp_size = spec.mixture.shared_size
             if not mlp_size:
                 return
-            if spec.shared_expert_gate:
+            if spec.mixture.shared_gate:
                 self.shared_gate = nn.Parameter(torch.empty(1, hidden, device=device, dtype=dtype))
         self.gate_up = layers.linear(
             hidden, stored_parts(spec, "gate_up", mlp_size), spec.mlp_bias, device, dtype

@@ -227,7 +227,7 @@ def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
 def _compatibility_note(model: Transformer) -> str | None:
     if model.weight_format is None or get_format(model.weight_format).dense:
         return None
-    if model.spec.stacks_experts:
+    if model.spec.mixture.stacked:
         if stacked.is_native(model.spec, get_format(model.weight_format)):
             return None
         return (
@@ -237,7 +237,7 @@ def _compatibility_note(model: Transformer) -> str | None:
     return unread_by_transformers(
         model.weight_format,
         {linear.in_features for _, linear in model.linears()},
-        bool(model.spec.num_experts),
+        bool(model.spec.mixture.num_experts),
     )
 
 

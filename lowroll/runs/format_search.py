@@ -98,7 +98,7 @@ def refuse_model(cfg: RunConfig) -> None:
     """Raise ValueError for a model that takes no chosen formats."""
     models.refuse_adapter("model", cfg.model)
     folder = resolve(cfg.model, weights=False)
-    if (spec := read_spec(folder)).num_experts:
+    if (spec := read_spec(folder)).mixture.num_experts:
         raise ValueError(
             f"rollout.weights: {spec.architecture} has experts, whose matrices are not chosen for one "
             "by one; write a format"

@@ -189,7 +189,8 @@ def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
     num_tokens = num_fed(sample)
     query_size = spec.num_heads * spec.head_dim
     key_size = spec.num_kv_heads * spec.head_dim
-    mixture_size = spec.experts_per_token * spec.moe_intermediate_size + spec.shared_expert_size
+    mixture = spec.mixture
+    mixture_size = mixture.experts_per_token * mixture.expert_size + mixture.shared_size
     mixtures = spec.layers_with_experts
     mlp_sizes = mixtures * mixture_size + (spec.num_layers - mixtures) * spec.intermediate_size
     layers_cost = spec.num_layers * (2 * query_size + 2 * key_size) + 3 * mlp_sizes

@@ -96,7 +96,7 @@ def check(
 
 def why_not(spec: ModelSpec) -> str | None:
     """Return why models of a spec are not calibrated, or None."""
-    if spec.num_experts:
+    if spec.mixture.num_experts:
         return (
             f"{spec.architecture} has experts, of which each would need to be calibrated on its own "
             "tokens; that is not supported"

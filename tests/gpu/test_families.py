@@ -74,8 +74,8 @@ def test_engines_draw_from_the_models_own_distribution(family: str, tmp_path: Pa
     short = engine.runner.short
     assert (short is None) == (engine.spec.delta is not None)
     # states add up rounding, which also chooses other experts; routers of sigmoids do most
-    near = 0.2 if engine.spec.scores is not None else 0.08
-    is_steady = engine.spec.delta is None and not engine.spec.num_experts
+    near = 0.2 if engine.spec.mixture.scores is not None else 0.08
+    is_steady = engine.spec.delta is None and not engine.spec.mixture.num_experts
     most = 0.8 if is_steady else 1.5
     for _ in range(3):  # passes over prompts are launched, captured, replayed
         gap = gaps(engine, exact)

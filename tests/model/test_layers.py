@@ -31,7 +31,7 @@ def kinds(model: Transformer) -> set[type]:
 
 def test_loading_makes_a_learner_and_publication_an_engine(folder: Path) -> None:
     master = hf.load(folder)
-    mixture = bool(master.spec.num_experts)
+    mixture = bool(master.spec.mixture.num_experts)
     learner = {LearnerLinear} | ({LearnerStack, LearnerExperts} if mixture else set())
     engine = {EngineLinear} | ({EngineStack, EngineExperts} if mixture else set())
     assert kinds(master) == kinds(align(quantize_base(master, "int8"), "int8")) == learner

@@ -178,7 +178,7 @@ def test_the_engines_product_is_every_experts_own(spec: ModelSpec, format: str) 
     linear = experts_of(spec, kind=EngineExperts).gate_up
     linear.set_weight(lowroll.quantize(linear.weight, format))
     assert isinstance(linear.weight, QTensor)
-    rows = 2 * spec.moe_intermediate_size
+    rows = 2 * spec.mixture.expert_size
     groups = sort_slots(torch.tensor([[0], [5], [0], [2]]), 6)
     x_PK = torch.randn(4, spec.hidden_size, generator=torch.Generator().manual_seed(3))
     got = linear.multiply(x_PK, groups)

@@ -275,7 +275,7 @@ def test_what_a_backward_pass_keeps(
     }
     if isinstance(config, str):
         config = wide(config)
-    if spec_from_config(config).num_experts:
+    if spec_from_config(config).mixture.num_experts:
         train["lora_target_modules"] = list(lora.TARGETS[:4])
     settings = {"model": ".", "device": "cpu", "rollout": {"weights": "int8"}, "train": train}
     cfg = from_mapping(settings).resolved()
@@ -302,7 +302,7 @@ def test_what_a_backward_pass_keeps(
         found.sum().backward()
     shapes = Transformer(model.spec, "meta", dtype)
     planned = Learning.of(cfg, compute, shapes).kept(len(ids))
-    most = 1.07 if model.spec.num_experts else 1.06
+    most = 1.07 if model.spec.mixture.num_experts else 1.06
     low, high = (0.8, 1.3) if checkpointing else (0.95, most)
     assert low < planned / kept < high
     peak = sum(plan.learning(cfg, compute, shapes, len(ids), 1).values())

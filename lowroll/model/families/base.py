@@ -131,6 +131,44 @@ class SigmoidScores:
 
 
 @dataclass(frozen=True)
+class MixtureSpec:
+    """The experts that replace the dense MLP of layers. Without experts `num_experts` is 0.
+
+    dense_layers: the first layers, which have a dense MLP all the same. expert_size: the
+    intermediate size of one expert. shared_size: that of an expert that takes every token, 0 without;
+    shared_gate: it has a gate. renormalize: a token's weights sum to 1. scores: of routers; None: a
+    softmax over all experts. has_biases: of the router and of all matrices of experts. clamped_gate:
+    None for plain SwiGLU. stacked: saved folders hold a layer's experts as one tensor
+    (`model.stacked`).
+    """
+
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    dense_layers: int = 0
+    shared_size: int = 0
+    shared_gate: bool = True
+    renormalize: bool = False
+    scores: SigmoidScores | None = None
+    has_biases: bool = False
+    clamped_gate: ClampedGate | None = None
+    stacked: bool = False
+
+    @property
+    def gates_shared(self) -> bool:
+        """True if there is a shared expert with a gate."""
+        return self.shared_size > 0 and self.shared_gate
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Return the parameters of one layer's experts and router."""
+        shared = 3 * self.shared_size + self.gates_shared
+        features = self.num_experts * (3 * self.expert_size + 1) + shared
+        biases = 1 + 2 * self.expert_size + hidden_size
+        vectors = (self.scores is not None) + biases * self.has_biases
+        return hidden_size * features + self.num_experts * vectors
+
+
+@dataclass(frozen=True)
 class Family:
     """A row of the table of families.
 

@@ -7,6 +7,7 @@ token. The layers that published folders have behind the last one draft tokens, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lowroll.model.config_values import count, flag, integer, positive
@@ -52,15 +53,16 @@ def glm4_moe(values: Values) -> dict[str, Any]:
     if drafts > layers:
         raise ValueError(f"num_nextn_predict_layers: {drafts} layers of drafts behind {layers}")
     return {
-        **mixture,
+        "mixture": replace(
+            mixture,
+            dense_layers=dense,
+            shared_size=integer(values, "n_shared_experts") * mixture.expert_size,
+            shared_gate=False,
+            scores=_scores(values, mixture.num_experts, mixture.experts_per_token),
+        ),
         "qkv_bias": flag(values, "attention_bias"),
         "qk_norm": "head" if flag(values, "use_qk_norm") else "",
         "ropes": (rope_of(values, partial=True),),
-        "dense_layers": dense,
-        "shared_expert_size": integer(values, "n_shared_experts")
-        * mixture["moe_intermediate_size"],
-        "shared_expert_gate": False,
-        "scores": _scores(values, mixture["num_experts"], mixture["experts_per_token"]),
         "unused": tuple(f"model.layers.{layers + i}." for i in range(drafts)),
     }
 

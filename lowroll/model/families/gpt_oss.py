@@ -3,6 +3,7 @@ is clamped; checkpoints hold a layer's experts in one tensor each, in bfloat16 o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lowroll.model.config_values import positive
@@ -17,13 +18,15 @@ def gpt_oss(values: Values) -> dict[str, Any]:
     mixture = experts({**values, "moe_intermediate_size": values["intermediate_size"]})
     return {
         **biases(values),
-        **mixture,
-        "norm_topk_prob": True,
+        "mixture": replace(
+            mixture,
+            renormalize=True,
+            has_biases=True,
+            clamped_gate=ClampedGate(
+                positive(values, "swiglu_limit", 7.0), positive(values, "swiglu_alpha", 1.702)
+            ),
+            stacked=True,
+        ),
         "attention_sinks": True,
         "layers": windowed(values, sliding_layers(values)),
-        "expert_bias": True,
-        "clamped_gate": ClampedGate(
-            positive(values, "swiglu_limit", 7.0), positive(values, "swiglu_alpha", 1.702)
-        ),
-        "stacks_experts": True,
     }

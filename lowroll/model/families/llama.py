@@ -6,7 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from lowroll.model.config_values import expert_count_key, flag, integer
-from lowroll.model.families.base import Values, biases, same_window, sliding_layers, windowed
+from lowroll.model.families.base import (
+    MixtureSpec,
+    Values,
+    biases,
+    same_window,
+    sliding_layers,
+    windowed,
+)
 
 
 def llama(values: Values) -> dict[str, Any]:
@@ -30,7 +37,12 @@ def qwen3(values: Values) -> dict[str, Any]:
 
 
 def qwen3_moe(values: Values) -> dict[str, Any]:
-    return {**biases(values), "qk_norm": "head", "layers": same_window(values), **experts(values)}
+    return {
+        **biases(values),
+        "qk_norm": "head",
+        "layers": same_window(values),
+        "mixture": experts(values),
+    }
 
 
 def seed_oss(values: Values) -> dict[str, Any]:
@@ -41,8 +53,8 @@ def seed_oss(values: Values) -> dict[str, Any]:
     }
 
 
-def experts(values: Values) -> dict[str, Any]:
-    """Return the spec's fields of a mixture of experts."""
+def experts(values: Values) -> MixtureSpec:
+    """Return the mixture of a family whose layers all have experts of one size."""
     if values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1:
         raise ValueError(
             "mlp_only_layers, decoder_sparse_step: experts in every layer are supported, not in "
@@ -52,10 +64,10 @@ def experts(values: Values) -> dict[str, Any]:
     choices = integer(values, "num_experts_per_tok")
     if choices > count:
         raise ValueError(f"num_experts_per_tok: a token cannot have {choices} of {count} experts")
-    return {
-        "num_experts": count,
-        "experts_per_token": choices,
+    return MixtureSpec(
+        count,
+        choices,
+        integer(values, "moe_intermediate_size"),
         # Qwen3.5 has no such key, and always does
-        "norm_topk_prob": flag({"norm_topk_prob": True, **values}, "norm_topk_prob"),
-        "moe_intermediate_size": integer(values, "moe_intermediate_size"),
-    }
+        renormalize=flag({"norm_topk_prob": True, **values}, "norm_topk_prob"),
+    )

@@ -4,10 +4,19 @@ an expert that takes every token."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lowroll.model.config_values import flag, integer, layer_list
-from lowroll.model.families.base import FULL, DeltaSpec, LayerSpec, Values, biases, rope_of
+from lowroll.model.families.base import (
+    FULL,
+    DeltaSpec,
+    LayerSpec,
+    MixtureSpec,
+    Values,
+    biases,
+    rope_of,
+)
 from lowroll.model.families.llama import experts
 
 KEYS = (
@@ -34,21 +43,21 @@ def qwen3_5(values: Values) -> dict[str, Any]:
 
 
 def qwen3_5_moe(values: Values) -> dict[str, Any]:
-    return {**qwen3_5(values), **_mixture(values)}
+    return {**qwen3_5(values), "mixture": _mixture(values)}
 
 
 def qwen3_next(values: Values) -> dict[str, Any]:
     kinds = layer_list(values, "layer_types", {LINEAR, FULL}, integer(values, "num_hidden_layers"))
-    return {**_hybrid(values, kinds, grouped=True), **_mixture(values)}
+    return {**_hybrid(values, kinds, grouped=True), "mixture": _mixture(values)}
 
 
-def _mixture(values: Values) -> dict[str, Any]:
+def _mixture(values: Values) -> MixtureSpec:
     size = integer(values, "shared_expert_intermediate_size")
     if size != integer(values, "moe_intermediate_size"):
         raise ValueError(
             f"shared_expert_intermediate_size: {size}; only that of the other experts is supported"
         )
-    return {**experts(values), "shared_expert_size": size}
+    return replace(experts(values), shared_size=size)
 
 
 def _hybrid(values: Values, kinds: list[str], grouped: bool) -> dict[str, Any]:

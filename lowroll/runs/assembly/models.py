@@ -166,7 +166,7 @@ def refuse_scale(cfg: RunConfig) -> None:
 def refuse_backward(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
     if cfg.train.backward == "dense":
         return
-    if spec.num_experts:
+    if spec.mixture.num_experts:
         raise ValueError(
             f"train.backward: {cfg.train.backward}: experts' products ({spec.architecture}) have no "
             "gradient in fp8; write dense"

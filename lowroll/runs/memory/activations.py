@@ -93,7 +93,7 @@ class Learning:
             return tokens * (outer_bytes + blocks_bytes)
         blocks_bytes = sum(count * self.block(tokens, mixes) for mixes, count in self._kinds)
         recomputed = 0
-        if self.fused and not spec.num_experts and not self._keeps_all_of_mlp:
+        if self.fused and not spec.mixture.num_experts and not self._keeps_all_of_mlp:
             layers = spec.num_layers
             num_recomputed = sum(i < self.checkpointing * layers for i in range(layers))
             recomputed = num_recomputed * 2 * spec.intermediate_size * self.item
@@ -142,7 +142,7 @@ class Learning:
         """Return how many more numbers of a token are kept without recomputation."""
         spec = self.spec
         is_kept_anyway = self._keeps_all_of_mlp or (self.fused and not self.lora)
-        mlp_size = spec.shared_expert_size if mixes else spec.intermediate_size
+        mlp_size = spec.mixture.shared_size if mixes else spec.intermediate_size
         return self._num_pre_norms * spec.hidden_size + (0 if is_kept_anyway else mlp_size)
 
     @property
@@ -190,46 +190,38 @@ class Learning:
         return numbers * mlp_size * self.item
 
     def _experts(self, tokens: int) -> int:
-        spec, item = self.spec, self.item
-        slots, intermediate, hidden = (
-            spec.experts_per_token,
-            spec.moe_intermediate_size,
-            spec.hidden_size,
-        )
+        mixture, hidden, item = self.spec.mixture, self.spec.hidden_size, self.item
+        slots, intermediate = mixture.experts_per_token, mixture.expert_size
         kept_bytes = (
             slots * (2 * intermediate + hidden) * item + 2 * FLOAT * slots + self._places(tokens)
         )
         if not self.fused:  # probabilities, and the order of all experts
-            scores = 2 if spec.scores is not None else 3
-            kept_bytes += scores * FLOAT * spec.num_experts
-        if not self.fused and spec.clamped_gate is None:  # silu(gate)
+            scores = 2 if mixture.scores is not None else 3
+            kept_bytes += scores * FLOAT * mixture.num_experts
+        if not self.fused and mixture.clamped_gate is None:  # silu(gate)
             kept_bytes += slots * intermediate * item
-        if not self.lora and spec.expert_bias:  # the expert of each row, for two biases
+        if not self.lora and mixture.has_biases:  # the expert of each row, for two biases
             kept_bytes += 2 * slots * 8
         if not self.lora:
             kept_bytes += slots * (hidden + intermediate) * item
             kept_bytes += FLOAT * hidden if item < FLOAT and not self.fused else 0
-        has_gate = spec.shared_expert_size > 0 and spec.shared_expert_gate
-        return kept_bytes + self._mlp(spec.shared_expert_size) + (hidden * item if has_gate else 0)
+        kept_bytes += hidden * item if mixture.gates_shared else 0
+        return kept_bytes + self._mlp(mixture.shared_size)
 
     def _places(self, tokens: int) -> int:
         """Return the bytes of a token's slot indices, by place and by slot."""
-        slots = self.spec.experts_per_token
+        slots = self.spec.mixture.experts_per_token
         uses_int32 = self.fused and tokens * slots <= 1 << 14
         return 2 * slots * (4 if uses_int32 else 8)
 
     def _experts_backward(self) -> int:
         """Return the numbers of a token in the gradients of the slots' inputs, gates and
         outputs."""
-        spec = self.spec
-        slots, intermediate, hidden = (
-            spec.experts_per_token,
-            spec.moe_intermediate_size,
-            spec.hidden_size,
-        )
+        mixture, hidden = self.spec.mixture, self.spec.hidden_size
+        slots, intermediate = mixture.experts_per_token, mixture.expert_size
         output_numbers = (2 if self.fused else 4) * hidden  # of the slots' sum
         gate_numbers = 0
-        if spec.clamped_gate is not None:  # gradients, and four tensors in float32
+        if mixture.clamped_gate is not None:  # gradients, and four tensors in float32
             gate_numbers = (3 + 4 * FLOAT // self.item) * intermediate
         return slots * max(
             hidden + 2 * intermediate,
@@ -303,7 +295,7 @@ def generating(
 def _pass_bytes(spec: ModelSpec, item: int, tokens: int) -> int:
     """Return the temporary bytes of a block in a forward pass."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    slots, intermediate = spec.experts_per_token, spec.moe_intermediate_size
+    slots, intermediate = spec.mixture.experts_per_token, spec.mixture.expert_size
     mlp = slots * (spec.hidden_size * 2 + intermediate)
     if spec.layers_with_experts < spec.num_layers:
         mlp = max(mlp, (3 if spec.activation == "silu" else 4) * spec.intermediate_size)
@@ -316,7 +308,7 @@ def graphs(cfg: RunConfig, compute: Compute, model: Transformer, samples: int) -
     if compute.device.type != "cuda":
         return 0
     spec = model.spec
-    intermediate = spec.experts_per_token * spec.hidden_size or spec.intermediate_size
+    intermediate = spec.mixture.experts_per_token * spec.hidden_size or spec.intermediate_size
     item = compute.dtype.itemsize
     sample_bytes = FLOAT * spec.vocab_size + item * (4 * spec.hidden_size + 3 * intermediate)
     prefill_bytes = _pass_bytes(spec, item, MOST_SHORT) + _dequantized_bytes(cfg, compute, model)
@@ -328,7 +320,7 @@ def _dequantized_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> 
     format = get_format(compute.format(cfg.rollout.weights))
     if compute.device.type != "cuda" or cfg.rollout.keep_dense:
         return 0
-    if model.spec.num_experts:  # kernels read experts' codes
+    if model.spec.mixture.num_experts:  # kernels read experts' codes
         return 0
     low_bit_linears = [linear for name, linear in model.linears() if format.of(name).bits < 8]
     largest_size = max((prod(linear.weight.shape) for linear in low_bit_linears), default=0)

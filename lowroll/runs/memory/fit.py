@@ -190,7 +190,7 @@ def _train_adapter(planner: Planner, cfg: RunConfig) -> list[Change]:
     if cfg.train.lora:
         return []
     change: dict[tuple[str, ...], Any] = {("train", "lora"): True}
-    if planner.model.spec.num_experts:  # its matrices take no adapter
+    if planner.model.spec.mixture.num_experts:  # its matrices take no adapter
         change["train", "lora_target_modules"] = ("q_proj", "k_proj", "v_proj", "o_proj")
     return [change]
 

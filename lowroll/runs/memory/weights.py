@@ -265,7 +265,9 @@ def _is_watched(cfg: RunConfig) -> bool:
 
 def _product_shape(linear: Linear, model: Transformer) -> tuple[int, int]:
     rows, columns = linear.weight.shape
-    return rows // model.spec.num_experts if isinstance(linear, StackedLinear) else rows, columns
+    return rows // model.spec.mixture.num_experts if isinstance(
+        linear, StackedLinear
+    ) else rows, columns
 
 
 def _num_weights(linear: Linear) -> int:
