@@ -50,7 +50,6 @@ from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.fake_vllm import FakeVllm, Tree, honest
 from tests.fixtures.http import serving
-from tests.fixtures.processes import eventually
 
 V = 64
 CONFIG = {
@@ -364,7 +363,7 @@ def test_a_slow_answer_ends_at_the_deadline_and_closes_its_connection(fake: Fake
         with pytest.raises(ServerError, match="request a: no answer from .* within 0.3 s"):
             engine.generate([ASKED])
         assert time.monotonic() - begun < 25
-        assert eventually(lambda: fake.closed == 1)
+        wait_for(lambda: fake.closed == 1)
 
 
 def test_a_failure_gives_up_all_that_is_in_flight(fake: FakeVllm) -> None:
@@ -378,7 +377,7 @@ def test_a_failure_gives_up_all_that_is_in_flight(fake: FakeVllm) -> None:
         with pytest.raises(ServerError, match="answered 400"):
             engine.generate([replace(ASKED, id=str(i)) for i in range(4)])
         assert not engine.has_work
-        assert eventually(lambda: fake.closed == len(fake.bodies) - 1)
+        wait_for(lambda: fake.closed == len(fake.bodies) - 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -393,11 +392,11 @@ def test_an_abort_closes_the_connection_and_keeps_what_was_read(
     with attached(fake, stream=stream) as engine:
         handle = engine.add(replace(ASKED, max_tokens=40))
         if stream:
-            assert eventually(lambda: len(engine.so_far(handle)[1].token_ids) >= 2)
-        assert eventually(lambda: len(fake.bodies) == 1)
+            wait_for(lambda: len(engine.so_far(handle)[1].token_ids) >= 2)
+        wait_for(lambda: len(fake.bodies) == 1)
         assert engine.abort(handle) and not engine.abort(handle)
         ((ended, group),) = engine.step()
-        assert eventually(lambda: fake.closed == 1)
+        wait_for(lambda: fake.closed == 1)
     assert ended == handle and [r.finish_reason for r in group.rollouts] == ["abort"] * 2
     whole = honest(fake.bodies[0], V)["choices"]
     for rollout, choice in zip(group.rollouts, whole, strict=True):
@@ -541,10 +540,10 @@ def test_an_adapter_gets_a_new_name_and_the_old_one_goes_after_its_requests(
         tag = engine.update_weights(WeightUpdate.local(model, 1))
         assert tag.policy[0].version == 1 and len(tag.policy[0].digest) == 32
         old = engine.add(ASKED)
-        assert eventually(lambda: len(fake.bodies) == 1)
+        wait_for(lambda: len(fake.bodies) == 1)
         engine.update_weights(WeightUpdate.local(model, 2).as_stream())
         new = engine.add(ASKED)
-        assert eventually(lambda: len(fake.bodies) == 2)
+        wait_for(lambda: len(fake.bodies) == 2)
         assert [body["model"] for body in fake.bodies] == ["pol-v1", "pol-v2"]
         assert "/v1/unload_lora_adapter" not in dict(fake.orders)
         gate.set()
@@ -744,6 +743,13 @@ def native(folder: Path) -> Engine:
     return engine_of(folder)
 
 
+def wait_for(done: Any, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 def _stated() -> Tree:
     able = Capabilities(128, frozenset(), True, True, True, True, frozenset())
     return {
@@ -859,10 +865,10 @@ def test_an_abort_ends_the_request_in_the_server(folder: Path) -> None:
     inside = engine_of(folder)
     with serving(inside) as url, connect(url, stream=True) as engine:
         handle = engine.add(Request([5, 6], n=2, max_tokens=120, ignore_eos=True, id="x"))
-        assert eventually(lambda: all(len(d.token_ids) > 2 for d in engine.so_far(handle)))
+        wait_for(lambda: all(len(d.token_ids) > 2 for d in engine.so_far(handle)))
         engine.abort(handle)
         ((_, group),) = engine.step()
-        assert eventually(lambda: inside.stats().running == 0)
+        wait_for(lambda: inside.stats().running == 0)
     whole = engine_of(folder).generate(
         [Request([5, 6], n=2, max_tokens=120, ignore_eos=True, id="x")]
     )[0]
@@ -879,7 +885,7 @@ def test_an_abort_keeps_the_samples_that_had_ended(folder: Path) -> None:
     whole = engine_of(folder).generate([asked])[0]
     with serving(engine_of(folder)) as url, connect(url, stream=True) as engine:
         handle = engine.add(asked)
-        assert eventually(lambda: any(d.finish_reason for d in engine.so_far(handle)))
+        wait_for(lambda: any(d.finish_reason for d in engine.so_far(handle)))
         engine.abort(handle)
         ((_, group),) = engine.step()
     assert {r.finish_reason for r in group.rollouts} >= {"stop", "abort"}
