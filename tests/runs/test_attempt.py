@@ -628,7 +628,7 @@ def test_the_evaluation_before_the_first_step_can_be_dropped(
         eval={"interval": 2, "num_examples": 4},
     )
     whole = fingerprint(lowroll.run(from_mapping(tree)).folder)
-    cut, evaluate = {**tree, "output_dir": str(tmp_path / "cut")}, Evaluations.measure
+    cut, evaluate = {**tree, "output_dir": str(tmp_path / "cut")}, Evaluations.before
 
     def evaluated(self: Evaluations, *args: Any, **options: Any) -> dict[str, float]:
         signal.raise_signal(signal.SIGTERM)
@@ -636,7 +636,7 @@ def test_the_evaluation_before_the_first_step_can_be_dropped(
 
     with monkeypatch.context() as slow:
         slow.setattr(stop, "DROP_S", 0.0)
-        slow.setattr(Evaluations, "measure", evaluated)
+        slow.setattr(Evaluations, "before", evaluated)
         assert lowroll.run(from_mapping(cut)).signal == signal.SIGTERM
     assert read(tmp_path / "cut") == [] and "step 1 was dropped" in story(tmp_path / "cut")
     assert fingerprint(lowroll.run(from_mapping(cut), resume=True).folder) == whole
