@@ -124,7 +124,7 @@ class RunFolder:
 
     def check(self, resume: bool = False, overwrite: bool = False) -> None:
         """Raise ValueError naming what makes the folder unusable; nothing is changed."""
-        self._check_writable()
+        _check_writable(self.path)
         command = self.made_by()
         if resume:
             self._check_resumable(command)
@@ -141,18 +141,6 @@ class RunFolder:
         if not resume:
             removed_paths = (self.store.folder, self.final, *(self.path / name for name in BATCHES))
             identity.refuse_to_remove(removed_paths, self.cfg)
-
-    def _check_writable(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"output_dir: {self.path} is not a folder")
-        existing_parent = next(
-            path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists()
-        )
-        if not existing_parent.is_dir() or not os.access(existing_parent, os.W_OK | os.X_OK):
-            raise ValueError(
-                f"output_dir: {self.path} cannot be written: {existing_parent} is "
-                f"{'write-protected' if existing_parent.is_dir() else 'not a folder'}"
-            )
 
     def _check_resumable(self, command: str | None) -> None:
         if command is None and not (self.path / LOCK).exists():
@@ -231,15 +219,16 @@ class RunFolder:
         self.recorder = Recorder(self.path)
         if self.alone:
             self._clear_roles()  # the checkpoint holds the orchestrator's state
-        self.space.write(self.path, lambda: self._truncate(step))
+
+        def truncate() -> None:
+            self.recorder.truncate(step)
+            if self.alone:
+                truncate_rollouts(self.path / "rollouts", step)
+            self.store.truncate(step)
+
+        self.space.write(self.path, truncate)
         self._write_config()
         self._track(step)
-
-    def _truncate(self, step: int) -> None:
-        self.recorder.truncate(step)
-        if self.alone:
-            truncate_rollouts(self.path / "rollouts", step)
-        self.store.truncate(step)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> Record:
         record = self.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
@@ -342,3 +331,17 @@ class RunFolder:
 def _remove_if_published(folder: Path, trash: Path) -> None:
     if folder.exists() and not foreign_in(folder, contents=False):
         remove_published(folder, trash)
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise ValueError when a folder cannot be made or written."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output_dir: {folder} is not a folder")
+    existing_parent = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
+    if not existing_parent.is_dir() or not os.access(existing_parent, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"output_dir: {folder} cannot be written: {existing_parent} is "
+            f"{'write-protected' if existing_parent.is_dir() else 'not a folder'}"
+        )
