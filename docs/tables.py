@@ -193,7 +193,7 @@ def families() -> str:
         spec = spec_from_config(
             {**SHOWN_CONFIG, "model_type": name, "architectures": [family.architecture]}
         )
-        lora = "attention" if spec.num_experts else "yes"
+        lora = "attention" if spec.mixture.num_experts else "yes"
         features = (_supported(spec, name) for name in ("exact", "calibration", "uaq_scale"))
         more = (_supported(spec, name) for name in ("noise", "bounded and 8-bit caches"))
         rows.append((f"`{name}`", "yes", "yes", lora, "all", *features, *more, _vllm(spec)))

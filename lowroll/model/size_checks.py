@@ -16,17 +16,21 @@ LEAST_BITS = 4  # of a stored weight, whatever the format
 # the least bytes of names and objects a layer and an expert
 LAYER_NAMES = 10_000
 EXPERT_NAMES = 100
-_SPEC_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "num_experts": "num_experts",
-    "moe_intermediate_size": "moe_intermediate_size",
-}
+
+
+def _sizes(spec: ModelSpec) -> dict[str, int]:
+    """Return the sizes that make a model large, by their keys in config.json."""
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "num_experts": spec.mixture.num_experts,
+        "moe_intermediate_size": spec.mixture.expert_size,
+    }
 
 
 def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
@@ -42,7 +46,7 @@ def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
         if minimum > tensors:
             name = expert_count_key(spec.config) if key == "num_experts" else key
             raise ValueError(
-                f"{path}: {name}: {getattr(spec, _SPEC_FIELDS[key]):,} need {minimum:,} tensors or more, and the "
+                f"{path}: {name}: {_sizes(spec)[key]:,} need {minimum:,} tensors or more, and the "
                 f"weight files hold {tensors:,}"
             )
     minimum = spec.num_parameters * LEAST_BITS // 8
@@ -66,5 +70,6 @@ def check_memory(path: Path, spec: ModelSpec, bits: float, device: torch.device 
 
 def _describe_model(spec: ModelSpec) -> str:
     """Describe the model by its largest size."""
-    largest = max(_SPEC_FIELDS, key=lambda key: getattr(spec, _SPEC_FIELDS[key]))
-    return f"{largest}: {getattr(spec, _SPEC_FIELDS[largest]):,} makes a model of {spec.num_parameters:,} parameters"
+    sizes = _sizes(spec)
+    largest = max(sizes, key=lambda key: sizes[key])
+    return f"{largest}: {sizes[largest]:,} makes a model of {spec.num_parameters:,} parameters"

@@ -28,7 +28,7 @@ from lowroll.config.data import BufferConfig
 from lowroll.config.processes import AsynchronyConfig
 from lowroll.config.renamed import renamed_tree
 from lowroll.envs.table import split_file
-from lowroll.model.families.base import Rope
+from lowroll.model.families.base import MixtureSpec, Rope
 from lowroll.model.folder import TOKENIZER_FILES, resolve
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 
@@ -91,6 +91,15 @@ FIRST_FIELDS = frozenset(
         *("experts_per_token", "moe_intermediate_size", "norm_topk_prob"),
     }
 )
+# Fields of a mixture that runs record by other names.
+MIXTURE_NAMES = {
+    "expert_size": "moe_intermediate_size",
+    "shared_size": "shared_expert_size",
+    "shared_gate": "shared_expert_gate",
+    "renormalize": "norm_topk_prob",
+    "has_biases": "expert_bias",
+    "stacked": "stacks_experts",
+}
 IDLE_FILES = ("generation_config.json",)  # its ends of sequence are recorded with the config
 
 
@@ -146,12 +155,15 @@ def _spec_values(spec: ModelSpec) -> dict[str, str]:
     """Return a spec as the first runs recorded it: a field that came later stands there where it is
     not at its default."""
     values = {}
-    for field in fields(spec):
-        value = getattr(spec, field.name)
-        if not field.compare or field.name == "ropes":
-            continue
-        if field.name in FIRST_FIELDS or value != field.default:
-            values[field.name] = repr(value)
+    parts: tuple[ModelSpec | MixtureSpec, ...] = (spec, spec.mixture)
+    for part in parts:
+        for field in fields(part):
+            name = MIXTURE_NAMES.get(field.name, field.name)
+            value = getattr(part, field.name)
+            if not field.compare or name in ("ropes", "mixture"):
+                continue
+            if name in FIRST_FIELDS or value != field.default:
+                values[name] = repr(value)
     rope, scaling = spec.ropes[0], spec.ropes[0].scaling
     values["rope_theta"] = repr(rope.theta)
     values["rope_scaling"] = repr(scaling)

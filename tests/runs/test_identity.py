@@ -28,6 +28,7 @@ from lowroll.runs.memory import fit
 from lowroll.runs.memory import plan as memory_plan
 from tests.fixtures.roles import DEADLINE_S, forked, write
 from tests.fixtures.runs import copy_stopped_after, settings, train
+from tests.fixtures.tiny import hf_model
 
 STEPS = 4
 # prompts of several pages with a common head, so that pages are found again; three groups of which
@@ -581,6 +582,23 @@ def test_arguments_that_name_files_are_read_and_other_texts_are_not(
     (tmp_path / "b").unlink()
     with pytest.raises(ValueError, match="and is not there$"):
         identity.refuse_other_files(before, identity.run_inputs(cfg))
+
+
+def test_a_mixture_is_recorded_by_the_names_of_earlier_runs(tmp_path: Path) -> None:
+    """Runs of mixtures that began before `MixtureSpec` can be resumed."""
+    mixture = hf_model("glm4-moe")
+    mixture.save_pretrained(tmp_path)
+    config = mixture.config
+    inputs = identity.run_inputs(from_mapping({"model": str(tmp_path), "env": [TASK]}))
+    values = {key.removeprefix("model: config.json: "): value for key, value in inputs.items()}
+    assert values["num_experts"] == repr(config.n_routed_experts)
+    assert values["experts_per_token"] == repr(config.num_experts_per_tok)
+    assert values["moe_intermediate_size"] == repr(config.moe_intermediate_size)
+    assert values["norm_topk_prob"] == repr(config.norm_topk_prob)
+    assert values["dense_layers"] == repr(config.first_k_dense_replace)
+    assert values["shared_expert_gate"] == "False"
+    assert values["scores"].startswith("SigmoidScores(groups=")
+    assert not {"mixture", "expert_size", "renormalize", "shared_size"} & values.keys()
 
 
 def test_a_checkpoint_that_does_not_say_what_was_read_is_refused(
