@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lowroll.engine.base import Engine, PartialSample
 from lowroll.server.metrics import Metrics, RequestTimes, ThreadState
@@ -28,7 +28,7 @@ from lowroll.types import FinishReason, Group, Request, Rollout
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-NEWS_SENT_AT_ONCE = 8  # requests; sending the updates of so few delays the thread little
+UPDATES_SENT_AT_ONCE = 8  # requests; sending the updates of so few delays the thread little
 JOBS_S = 0.02  # seconds for posted jobs in an iteration, before requests in flight go on
 
 
@@ -132,9 +132,10 @@ class InFlightRequest:
         everything comes at the end. Raises EngineFailed, EngineStalled."""
         while True:
             while self.pending:
-                yield self.pending.pop(next(iter(self.pending)))
+                first_sample = next(iter(self.pending))
+                yield self.pending.pop(first_sample)
             if self._end is not None:
-                self._result()
+                self._result()  # raises if the end is an error
                 return
             self._changed.clear()
             await self._changed.wait()
@@ -158,6 +159,7 @@ class InFlightRequest:
             self._loop.post(lambda: self._loop.abort(self))
 
     def receive(self, deltas: list[Delta], end: Group | Exception | None) -> None:
+        """Take new tokens, merged with those that the reader has not read, and perhaps the end."""
         for delta in deltas:
             earlier = self.pending.get(delta.sample)
             self.pending[delta.sample] = delta if earlier is None else earlier.then(delta)
@@ -203,7 +205,12 @@ class InFlightRequest:
         return Delta.since(sample, drawn, start)
 
 
-News = tuple[InFlightRequest, list[Delta], Group | Exception | None]
+class Update(NamedTuple):
+    """What is new of a request. end: its group or error; None while it goes on."""
+
+    request: InFlightRequest
+    deltas: list[Delta]
+    end: Group | Exception | None
 
 
 class Watchdog:
@@ -234,7 +241,7 @@ class Outbox:
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._news: list[News] = []
+        self._updates: list[Update] = []
         self._without_token: deque[InFlightRequest] = deque()  # as far as is known
 
     def expect_first_token(self, request: InFlightRequest) -> None:
@@ -242,36 +249,37 @@ class Outbox:
         self._without_token.append(request)
 
     def add(self, request: InFlightRequest, deltas: list[Delta], end: Group | Exception) -> None:
-        self._news.append((request, deltas, end))
+        self._updates.append(Update(request, deltas, end))
 
     def collect(self, in_flight: dict[int, InFlightRequest]) -> None:
         """Add the tokens that a step has drawn for unfinished requests. First tokens are sent at
         once; the other updates too if they are few."""
-        updates: list[News] = []
+        first_updates: list[Update] = []
+        later_updates: list[Update] = []
+        moved = []  # times of each stream, and the tokens of its sample that drew the most
         for handle, request in in_flight.items():
-            if request.stream:
-                deltas = request.new_deltas(self._engine.so_far(handle))
-                if deltas:
-                    updates.append((request, deltas, None))
-        first_updates = [update for update in updates if update[0].times.first_at is None]
-        later_updates = [update for update in updates if update[0].times.first_at is not None]
-        self._metrics.moved(
-            [
-                (request.times, max(len(delta.token_ids) for delta in deltas))
-                for request, deltas, _ in updates
-            ]
-        )
+            if not request.stream:
+                continue
+            deltas = request.new_deltas(self._engine.so_far(handle))
+            if deltas:
+                is_first = request.times.first_at is None
+                updates = first_updates if is_first else later_updates
+                updates.append(Update(request, deltas, None))
+                moved.append((request.times, max(len(delta.token_ids) for delta in deltas)))
+        self._metrics.moved(moved)  # sets `first_at`
         _deliver(first_updates)
         self._observe_first_tokens(in_flight)
-        self._news += later_updates
-        if len(self._news) <= NEWS_SENT_AT_ONCE:
+        self._updates += later_updates
+        if len(self._updates) <= UPDATES_SENT_AT_ONCE:
             self.send()
 
     def send(self) -> None:
-        news, self._news = self._news, []
-        _deliver(news)
+        updates, self._updates = self._updates, []
+        _deliver(updates)
 
     def _observe_first_tokens(self, in_flight: dict[int, InFlightRequest]) -> None:
+        """Record the first tokens of requests that are no streams, which are drawn in the order in
+        which the requests came: so only the oldest is read."""
         while self._without_token:
             request = self._without_token[0]
             assert request.handle is not None
@@ -412,6 +420,7 @@ class EngineLoop:
     # -- iterations --------------------------------------------------------------------------------
 
     def _iterate(self) -> None:
+        """Run jobs and one step, and send what it drew. An error fails all requests in flight."""
         try:
             self._run_jobs()
             if self._can_step():
@@ -430,7 +439,8 @@ class EngineLoop:
             self._give_up()
 
     def _run_jobs(self) -> None:
-        """Run posted jobs: for a moment if there is a step to do, else after a wait."""
+        """Admit requests that were held back, and run the posted jobs. With a step to do, jobs have
+        `JOBS_S` and are not waited for; without, the first one is waited for."""
         self.watchdog.start("waiting for requests")
         while self.held and not self._holds_back():
             self._admit(self.held.popleft())
@@ -439,7 +449,7 @@ class EngineLoop:
                 self.outbox.send()
             is_busy = self.stopping or self._can_step() or self.pausing.state == "draining"
             wait_s = 0.0 if is_busy else self.idle_s
-            job = self.jobs.get(timeout=wait_s)
+            job = self.jobs.get(timeout=wait_s)  # queue.Empty: there is none
             end = time.monotonic() + JOBS_S
             while True:
                 job()
@@ -450,6 +460,8 @@ class EngineLoop:
             return
 
     def _can_step(self) -> bool:
+        """Return whether the engine has work. During a pause it steps only to return aborted
+        requests."""
         return bool(self.in_flight) and (self.pausing.state != "paused" or self._all_aborted())
 
     def _holds_back(self) -> bool:
@@ -504,16 +516,16 @@ class EngineLoop:
         self.outbox.send()
 
 
-def _deliver(news: list[News]) -> None:
+def _deliver(updates: list[Update]) -> None:
     """Send updates to their requests, with one wake-up for each event loop."""
-    news_by_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
-    for update in news:
-        news_by_loop.setdefault(update[0].events, []).append(update)
-    for loop, loop_news in news_by_loop.items():
+    updates_by_loop: dict[asyncio.AbstractEventLoop, list[Update]] = {}
+    for update in updates:
+        updates_by_loop.setdefault(update.request.events, []).append(update)
+    for loop, loop_updates in updates_by_loop.items():
         if not loop.is_closed():
-            loop.call_soon_threadsafe(_receive_all, loop_news)
+            loop.call_soon_threadsafe(_receive_all, loop_updates)
 
 
-def _receive_all(news: list[News]) -> None:
-    for request, deltas, end in news:
+def _receive_all(updates: list[Update]) -> None:
+    for request, deltas, end in updates:
         request.receive(deltas, end)

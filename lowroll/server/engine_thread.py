@@ -92,7 +92,8 @@ class EngineThread:
         self.open.add(submitted_request)
         self._open_samples += request.n
         if self._watch is None:
-            self._watch = submitted_request.events.call_later(self.loop.idle_s, self._watch_thread)
+            event_loop = submitted_request.events
+            self._watch = event_loop.call_later(self.loop.idle_s, self._watch_thread)
         try:
             await self.call(lambda engine: self.loop.submit(submitted_request), "a new request")
         except BaseException:
@@ -132,22 +133,26 @@ class EngineThread:
         ValueError when a resume or another pause comes first. abort: they end now, with what they
         have drawn.
         """
-        drained: Future[None] = Future()
+        drained: Future[None] = Future()  # ends when the thread has paused
         drain_result = asyncio.wrap_future(drained)
+
+        def cancel(engine: Engine) -> None:
+            self.loop.pausing.cancel_drain(drained)
+
         try:
             async with asyncio.timeout(self.drain_s):
                 await self.call(lambda engine: self.loop.pause(mode, drained), "pause")
                 await self._wait_while_alive(lambda: asyncio.wait([drain_result]), "pause")
                 await drain_result
         except TimeoutError:
-            await self.call(lambda engine: self.loop.pausing.cancel_drain(drained), "pause")
-            if not drained.done():
+            await self.call(cancel, "pause")
+            if not drained.done():  # else it has just ended, and its outcome counts
                 raise EngineStalled(
                     f"pause: {len(self.open)} requests still run after {self.drain_s:g} s"
                 ) from None
             await drain_result
         except asyncio.CancelledError:  # the client has gone, and would not resume
-            await self.call(lambda engine: self.loop.pausing.cancel_drain(drained), "pause")
+            await self.call(cancel, "pause")
             raise
         finally:
             drain_result.cancel()  # cancelled by the caller
@@ -174,7 +179,7 @@ class EngineThread:
             raise EngineStalled(f"health: no answer in {allowed_s:g} s: {self.watchdog}")
         engine_health = await self._probe
         if isinstance(engine_health, EngineStalled):
-            raise EngineStalled(str(engine_health))
+            raise EngineStalled(str(engine_health))  # one of its own for each caller
         return engine_health
 
     async def settle(self, grace_s: float) -> int:
@@ -197,6 +202,8 @@ class EngineThread:
         self.watchdog.check(what)
 
     async def _wait_while_alive(self, wait: Callable[[], Awaitable[Any]], what: str) -> None:
+        """Wait until `wait()` returns, beginning it again after each check that the engine's thread
+        is alive. Raises EngineStalled when it is not."""
         while True:
             try:
                 async with asyncio.timeout(self.loop.idle_s):

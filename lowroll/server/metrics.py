@@ -103,8 +103,8 @@ class Metrics:
         self._first.observe(times.first_at - times.began_at)
 
     def moved(self, streams: Sequence[tuple[RequestTimes, int]]) -> None:
-        """Record new tokens of streams, and how many of each. All moved by as many steps, so the
-        gap between two tokens is measured on one of them."""
+        """Record the new tokens of streams: the times of each, and the most that one of its samples
+        drew. One step moved all of them, so the gap between two tokens is measured on only one."""
         now = time.monotonic()
         is_gap_recorded = False
         for times, tokens in streams:
@@ -121,6 +121,7 @@ class Metrics:
             self.first_token(times)
         self._whole.observe(time.monotonic() - times.began_at)
         reasons = {rollout.finish_reason for rollout in group.rollouts}
+        # a request with one aborted sample counts as aborted, and so on
         outcome = next(reason for reason in ("abort", "length", "stop") if reason in reasons)
         self._requests.labels(outcome).inc()
         self._prompt.inc(len(group.request.prompt_ids))

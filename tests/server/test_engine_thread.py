@@ -633,7 +633,7 @@ async def test_news_goes_out_while_the_device_works(
     seen: int,
 ) -> None:
     """Each step draws a token; of the one that waits nobody knows yet."""
-    monkeypatch.setattr("lowroll.server.engine_loop.NEWS_SENT_AT_ONCE", few)
+    monkeypatch.setattr("lowroll.server.engine_loop.UPDATES_SENT_AT_ONCE", few)
 
     waits = Waits(engine, hold, silent)
     async with looped(waits) as loop:
