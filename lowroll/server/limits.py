@@ -33,13 +33,7 @@ from aiohttp.typedefs import Middleware
 from lowroll.engine.base import Capabilities
 from lowroll.server.engine_loop import EngineStalled, ServerBusy
 from lowroll.server.engine_thread import EngineThread
-from lowroll.server.protocol import (
-    Refused,
-    RequestBody,
-    error_body,
-    parse_request,
-    wrong_field,
-)
+from lowroll.server.protocol import Refused, RequestBody, error_body, parse_request, wrong_field
 from lowroll.types import printable
 
 if TYPE_CHECKING:
@@ -152,7 +146,8 @@ class Credentials:
 def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None) -> Middleware:
     """Return the middleware that admits requests and answers errors. hosts: the names by which
     clients may call the server; None allows any."""
-    open_requests = held_bytes = 0  # held_bytes: of large bodies
+    # of all requests that are open now: their number, and the bytes of their large bodies
+    open_requests = held_bytes = 0
 
     @web.middleware
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -164,9 +159,9 @@ def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None
         path = "" if resource is None else resource.canonical
         # paths without a route are hidden behind the token too
         access = routes[request.method, path][0] if (request.method, path) in routes else "token"
-        is_counted = access == "token" and request.method == "POST"
+        is_counted = access == "token" and request.method == "POST"  # it may draw tokens
         open_requests += is_counted
-        size = 0
+        size = 0  # what `finally` subtracts when a check fails
         try:
             _check_version(request)
             _check_headers(request, state.limits)
@@ -246,7 +241,7 @@ def parse_json(body: bytes, depth: int) -> dict[str, Any]:
         if _too_deep(body, depth):
             raise Refused(f"body: more than {depth} lists and objects inside each other")
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
-        if "\\u" in text:
+        if "\\u" in text:  # only an escape can make half of a surrogate pair, which no UTF-8 has
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise Refused("body: a string has half of a surrogate pair") from None
@@ -340,8 +335,8 @@ def _check_token(request: web.Request, access: Access, credentials: Credentials)
     header = headers[0] if len(headers) == 1 else ""
     token = header.removeprefix("Bearer ") if header.startswith("Bearer ") else ""
     is_admin = same_token(token, credentials.admin)
-    is_client = same_token(token, credentials.token)
-    if not is_admin and (access == "admin" or (credentials.token is not None and not is_client)):
+    is_client = credentials.token is None or same_token(token, credentials.token)
+    if not (is_admin or (access == "token" and is_client)):
         raise wrong_field("Authorization", "expected this server's token", 401)
 
 

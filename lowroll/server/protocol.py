@@ -506,7 +506,7 @@ def _check_extra(body: RequestBody, where: str) -> None:
         elif isinstance(value, list):
             for i, item in enumerate(value):
                 if not isinstance(item, RequestBody):
-                    break
+                    break  # all items are of one kind
                 _check_extra(item, f"{where}{name}[{i}].")
 
 
@@ -517,8 +517,11 @@ def _check_names(kind: type[RequestBody], names: Iterable[str], where: str) -> N
         if name in known_names:
             continue
         routes = [route for route, route_body in ROUTES.items() if name in route_body.model_fields]
-        hint = f"; it is one of {routes[0]}" if routes and not where else ""
-        if not hint and (similar_names := get_close_matches(name, known_names, 1)):
+        is_top_level = not where
+        hint = ""
+        if routes and is_top_level:
+            hint = f"; it is one of {routes[0]}"
+        elif similar_names := get_close_matches(name, known_names, 1):
             hint = f"; did you mean {similar_names[0]}?"
         shown_name = name
         if len(name) > 64 or not name.isprintable():
@@ -528,15 +531,17 @@ def _check_names(kind: type[RequestBody], names: Iterable[str], where: str) -> N
 
 
 def _to_refused(error: ValidationError) -> Refused:
-    """Return one of pydantic's errors: for a union, that of the type that came furthest."""
+    """Return the refusal of the first invalid field. For a union, pydantic has an error for each of
+    its types; those at the longest path are of the type that fits best."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    same_field = [
-        (_body_path(detail["loc"]), _plain_reason(detail["type"], detail["msg"]))
-        for detail in errors
-        if detail["loc"][0] == errors[0]["loc"][0]
-    ]
-    path = max((where for where, _ in same_field), key=lambda where: (len(where), where))
-    reasons = dict.fromkeys(reason for where, reason in same_field if where == path)
+    first_field = errors[0]["loc"][0]
+    reasons_by_path: dict[str, list[str]] = {}
+    for detail in errors:
+        if detail["loc"][0] == first_field:
+            reason = _plain_reason(detail["type"], detail["msg"])
+            reasons_by_path.setdefault(_body_path(detail["loc"]), []).append(reason)
+    path = max(reasons_by_path, key=lambda path: (len(path), path))
+    reasons = dict.fromkeys(reasons_by_path[path])  # each once, in order
     return wrong_field(path, ", or ".join(reason[:1].lower() + reason[1:] for reason in reasons))
 
 

@@ -114,11 +114,11 @@ def check_tool_names(tools: Sequence[Tool]) -> None:
 async def grammar_of(
     state: ServerState, body: StructuredOutputFields, offered: OfferedTools | None = None
 ) -> tuple[str | None, dict[str, str]]:
-    """Return the grammar of an answer, None where anything is allowed, and the client's name of
-    it."""
+    """Return the grammar of an answer, and the client's name of the engine's field `grammar`, for
+    errors; None and no name where anything is allowed. Refuse two grammars, and an invalid one."""
     writers = _requested_grammars(body)
     if offered is not None and offered.required:
-        writers["tool_choice"] = lambda: _of_calls(state, offered)
+        writers["tool_choice"] = lambda: _call_grammar(state, offered)
     if not writers:
         return None, {}
     if len(writers) > 1:
@@ -221,7 +221,15 @@ _WRITERS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def _of_calls(state: ServerState, offered: OfferedTools) -> str:
+def _call_grammar(state: ServerState, offered: OfferedTools) -> str:
+    """Return the grammar of calls of the required tools in the model's format, for two tools:
+
+    start: FIRST call (BETWEEN call){0,31} LAST
+    call: OPEN named CLOSE
+    named: named0 | named1
+    named0: the beginning of a call's JSON, with the tool's name, arguments0 "}"
+    arguments0: %json SCHEMA
+    """
     syntax = _CALL_SYNTAX.get(offered.format)
     if syntax is None:
         raise ValueError(f"grammar: calls written as {offered.format} are the model's; use auto")
@@ -229,15 +237,18 @@ def _of_calls(state: ServerState, offered: OfferedTools) -> str:
     tokens = {text: f"<[{token}]>" for token, text in state.vocabulary.marks.items()}
 
     def literal(text: str) -> str:
+        """Write a mark as the special token that stands for it, if there is one, else as text."""
         return tokens.get(text, json.dumps(text)) if text else ""
 
-    repeated = f"({literal(syntax.between)} call){{0,{MOST_CALLS - 1}}}" if offered.several else ""
+    more_calls = ""
+    if offered.several:
+        more_calls = f"({literal(syntax.between)} call){{0,{MOST_CALLS - 1}}}"
     open_list = '"["' if syntax.first else ""
-    count = range(len(offered.required))
+    alternatives = " | ".join(f"named{i}" for i in range(len(offered.required)))
     rules = [
-        f"start: {literal(syntax.first)} {open_list} call {repeated} {literal(syntax.last)}",
+        f"start: {literal(syntax.first)} {open_list} call {more_calls} {literal(syntax.last)}",
         f"call: {literal(syntax.open)} named {literal(syntax.close)}",
-        f"named: {' | '.join(f'named{i}' for i in count)}",
+        f"named: {alternatives}",
     ]
     for i, tool in enumerate(offered.required):
         function = tool.function

@@ -190,11 +190,11 @@ def test_what_cannot_be_is_refused_by_name(url: str, asked: dict[str, Any], para
 
 
 def test_xml_calls_cannot_be_required() -> None:
-    from lowroll.server.structured_outputs import OfferedTools, _of_calls
+    from lowroll.server.structured_outputs import OfferedTools, _call_grammar
 
     body = parse_request({"messages": HI, "tools": TOOLS, "tool_choice": "required"}, ChatRequest)
     with pytest.raises(ValueError, match="qwen3_coder"):
-        _of_calls(None, OfferedTools(body.tools, "qwen3_coder", True, body.tools))  # type: ignore[arg-type]
+        _call_grammar(None, OfferedTools(body.tools, "qwen3_coder", True, body.tools))  # type: ignore[arg-type]
 
 
 def test_a_grammar_too_large_is_refused(url: str) -> None:
