@@ -13,7 +13,7 @@ from lowroll.engine.base import Engine, InFlight
 from lowroll.server.engine_loop import EngineStalled
 from lowroll.server.limits import STATE, read_body
 from lowroll.server.protocol import PauseQuery, Refused, WeightsRequest, parse_request, wrong_field
-from lowroll.server.weight_store import WeightStore, WeightVersion
+from lowroll.server.weight_store import VersionUpdates, WeightStore, WeightVersion
 from lowroll.types import BehaviorTag
 from lowroll.weights.sync.base import Gap
 
@@ -101,23 +101,11 @@ async def _update(app: web.Application, version: str, in_flight: InFlight) -> di
 async def _take_version(
     app: web.Application, version: str, in_flight: InFlight, gap: bool = False
 ) -> tuple[WeightVersion, BehaviorTag]:
-    """Read a version and have the engine take it. ValueError as of `Engine.update_weights`."""
+    """Read a version and have the engine take it. Return it and the tag of the next request. gap:
+    read from a complete version on. ValueError as of `Engine.update_weights`."""
     state, store = app[STATE], app[WEIGHTS]
     behavior = (await state.engine.health()).behavior
-    limit_s = state.limits.update_s
-    try:
-        async with asyncio.timeout(limit_s):
-            weight_version, updates = await asyncio.to_thread(
-                store.load,
-                version,
-                behavior.policy[-1].version,
-                state.capabilities,
-                behavior.weights,
-                gap,
-            )
-    except TimeoutError:
-        raise EngineStalled(f"weights: {version} was not read in {limit_s:g} s") from None
-
+    weight_version, updates = await _read_version(app, version, behavior, gap)
     faultpoint(f"serve.read/{version}")
 
     def take(engine: Engine) -> BehaviorTag:
@@ -131,8 +119,25 @@ async def _take_version(
         return engine.behavior
 
     if updates:
-        behavior = await state.engine.call(take, f"weights {version}", limit_s)
+        behavior = await state.engine.call(take, f"weights {version}", state.limits.update_s)
     return weight_version, behavior
+
+
+async def _read_version(
+    app: web.Application, version: str, behavior: BehaviorTag, gap: bool
+) -> tuple[WeightVersion, VersionUpdates]:
+    """Return a version and the updates to it from the engine's weights. EngineStalled when they are
+    not read in time."""
+    state, store = app[STATE], app[WEIGHTS]
+    newest = behavior.policy[-1].version
+    limit_s = state.limits.update_s
+    try:
+        async with asyncio.timeout(limit_s):
+            return await asyncio.to_thread(
+                store.load, version, newest, state.capabilities, behavior.weights, gap
+            )
+    except TimeoutError:
+        raise EngineStalled(f"weights: {version} was not read in {limit_s:g} s") from None
 
 
 def _version_fields(version: WeightVersion | None) -> dict[str, Any]:

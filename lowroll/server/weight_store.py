@@ -72,6 +72,9 @@ class WeightVersion:
         return newest + 1 if match is None else int(match[0])
 
 
+VersionUpdates = list[tuple[WeightVersion, "WeightUpdate"]]  # in the order to take them
+
+
 class WeightStore:
     """The versions in a folder, for an engine that was made from the folder `model`. client: of the
     trainer's direct route. ValueError when there is no such folder."""
@@ -98,7 +101,7 @@ class WeightStore:
 
     def load(
         self, id: str, newest: int, able: Capabilities, weights: str, gap: bool = False
-    ) -> tuple[WeightVersion, list[tuple[WeightVersion, WeightUpdate]]]:
+    ) -> tuple[WeightVersion, VersionUpdates]:
         """Return the version of an id and the updates to it, as `read`; none if the engine holds
         it. A version that is written again meanwhile is read again."""
         for _ in range(_MAX_READS):
@@ -116,7 +119,7 @@ class WeightStore:
         able: Capabilities,
         weights: str,
         gap: bool = False,
-    ) -> list[tuple[WeightVersion, WeightUpdate]]:
+    ) -> VersionUpdates:
         """Return the updates to a version, in memory, in order. A version of changes begins where
         the engine is, or with `gap` at a complete version. newest: the number of the engine's
         policy. able, weights: the engine's capabilities and format.
@@ -126,8 +129,10 @@ class WeightStore:
         updates = []
         try:
             for link in self._chain(version, gap):
+                # `reading` finds out whether a broadcast is written again meanwhile
                 with nullcontext() if link.broadcast is None else reading(link.broadcast):
-                    updates.append((link, self._read(link, link.number(newest), able, weights)))
+                    update = self._read(link, link.number(newest), able, weights)
+                updates.append((link, update))
             return updates
         except Replaced:
             raise
@@ -135,7 +140,11 @@ class WeightStore:
             raise wrong_field("version", self._message(error), 409) from error
 
     def _chain(self, version: WeightVersion, gap: bool) -> list[WeightVersion]:
-        """Return a version behind those that it changes and the engine lacks, the oldest first."""
+        """Return the versions to take, the oldest first, and last the given one.
+
+        A broadcast of changes (`since` is a version) needs that version before it, and so on, back
+        to the one that the engine holds or to a complete one; with `gap` to a complete one.
+        """
         held_broadcast = None if gap else self.held
         versions = [version]
         while (oldest := versions[0].broadcast) is not None and oldest.since is not None:
@@ -174,10 +183,11 @@ class WeightStore:
             )
         number = number_of(version)
         names = [version] if number is None else [version, folder_name(number), f"step_{number}"]
-        folder = next((p for p in map(self.folder.joinpath, names) if _is_published(p)), None)
-        if folder is None:
+        folders = [self.folder / name for name in names if _is_published(self.folder / name)]
+        if not folders:
             raise wrong_field("version", f"there is no {version}", 404)
-        if not os.path.lexists(folder / STABLE):
+        folder = folders[0]
+        if not os.path.lexists(folder / STABLE):  # no broadcast, or one that is being written
             if "broadcast" in (read_meta(folder) or {}):
                 raise wrong_field("version", f"there is no {version} yet: no {STABLE}", 404)
             return WeightVersion(folder)
