@@ -188,7 +188,7 @@ async def run(
             log.warning("%s: ending", signal.Signals(signal_number).name)
             settle_task = asyncio.ensure_future(engine.settle(grace_s))
             await asyncio.wait({settle_task, second_signal}, return_when=asyncio.FIRST_COMPLETED)
-            settle_task.cancel()
+            settle_task.cancel()  # after a second signal, what is open is aborted
         finally:
             await asyncio.to_thread(engine.stop)
             await runner.cleanup()
@@ -328,18 +328,18 @@ class _FileShortageHandler:
 
 @contextmanager
 def catch_signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
-    """Yield the numbers of the first and the second signal, as they come. An ignored signal (nohup)
-    stays ignored."""
+    """Yield futures of the numbers of the first and the second signal. A second one right after the
+    first is its echo. An ignored signal (nohup) stays ignored."""
     loop = asyncio.get_running_loop()
     first, second = loop.create_future(), loop.create_future()
-    asked_at = 0.0
+    first_at = 0.0
 
-    def ask(number: int) -> None:
-        nonlocal asked_at
+    def take(number: int) -> None:
+        nonlocal first_at
         if not first.done():
-            asked_at = time.monotonic()
+            first_at = time.monotonic()
             first.set_result(number)
-        elif time.monotonic() - asked_at > ECHO_S and not second.done():
+        elif time.monotonic() - first_at > ECHO_S and not second.done():
             second.set_result(number)
 
     caught_signals = [
@@ -348,7 +348,7 @@ def catch_signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]
         if signal.getsignal(signal_number) not in (signal.SIG_IGN, None)
     ]
     for number in caught_signals:
-        loop.add_signal_handler(number, ask, number)
+        loop.add_signal_handler(number, take, number)
     try:
         yield first, second
     finally:

@@ -55,12 +55,13 @@ class GenerateAnswer(Answer):
         super().__init__(
             body, [body.token_ids], {"request_id": body.request_id or request[REQUEST_ID]}
         )
+        scores = None
+        if prompt_scores is not None:
+            scores = prompt_logprobs(self.names, body.token_ids, prompt_scores)
         self.prompt_fields = {
             "model": state.name,
             "prompt_token_ids": body.token_ids,
-            "prompt_logprobs": None
-            if prompt_scores is None
-            else prompt_logprobs(self.names, body.token_ids, prompt_scores),
+            "prompt_logprobs": scores,
         }
 
     def whole(self, groups: Sequence[Group]) -> Tree:

@@ -89,6 +89,9 @@ def _capability_fields(can: Capabilities) -> Tree:
 
 
 class ChoiceText:
+    """The text of one choice as it comes; empty without a vocabulary. start: characters before it
+    in the answer. marks: special tokens of tool calls are shown."""
+
     def __init__(
         self,
         vocabulary: Vocabulary | None,
@@ -100,11 +103,12 @@ class ChoiceText:
         self.text = None
         if vocabulary is not None:
             self.text = ResponseText(vocabulary.decoder(prompt_ids, marks), stop)
-        self.start = start  # characters before it
+        self.start = start
         self.begun = False
 
     def take(self, delta: Delta, offsets: list[int] | None = None) -> str:
-        """Return the new text, and append its tokens' places to `offsets`."""
+        """Return the text that new tokens make final, and append to `offsets` the character at
+        which each of them begins."""
         self.begun = True
         if self.text is None:
             return ""
@@ -112,12 +116,15 @@ class ChoiceText:
         if offsets is None:
             return self.text.end(ids, delta.stop_reason) if is_last else self.text.feed(ids)
         text = ""
-        for i, token in enumerate(ids):
+        for token in ids[:-1] if is_last else ids:  # one by one, for the length before each
             offsets.append(self.start + self.text.decoded)
-            if is_last and i == len(ids) - 1:
-                return text + self.text.end([token], delta.stop_reason)
             text += self.text.feed([token])
-        return text + self.text.end([], None) if is_last else text
+        if not is_last:
+            return text
+        if not ids:
+            return self.text.end([], None)
+        offsets.append(self.start + self.text.decoded)
+        return text + self.text.end(ids[-1:], delta.stop_reason)
 
 
 # -- /v1/completions ---------------------------------------------------------------------------------
@@ -134,8 +141,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
         reason = f"it names one request, and there are {len(prompts)} prompts"
         raise wrong_field("request_id", reason)
     grammar, grammar_names = await grammar_of(state, body)
-    answer = CompletionAnswer(request, body, prompts, await _prompt_scores(state, body, prompts))
-    if body.max_tokens == 0:
+    scores = await _prompt_scores(state, body, prompts)
+    answer = CompletionAnswer(request, body, prompts, scores)
+    if body.max_tokens == 0:  # nothing is drawn: the scores are the answer
         return await json_response_in_worker(state, answer.scored, sum(map(len, answer.prompts)))
     requests = []
     for ids in answer.prompts:
@@ -157,13 +165,14 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def _prompt_scores(
     state: ServerState, body: CompletionRequest, prompts: Sequence[EncodedPrompt]
 ) -> Sequence[PromptScores | None]:
-    scores_echo = body.echo and body.logprobs is not None
-    if body.prompt_logprobs is None and not scores_echo:
+    """Return the scores of the prompts, if `prompt_logprobs` or a repeated prompt needs them."""
+    echo_logprobs = body.logprobs if body.echo else None
+    if body.prompt_logprobs is None and echo_logprobs is None:
         return [None] * len(prompts)
     return await score_prompts(
         state,
         prompts,
-        max(body.prompt_logprobs or 0, body.logprobs or 0 if body.echo else 0),
+        max(body.prompt_logprobs or 0, echo_logprobs or 0),
         body.score_temperature,
         stream=body.stream,
         prompt_field="prompt",
@@ -222,7 +231,8 @@ class CompletionAnswer(Answer):
         return "" if vocabulary is None else vocabulary.decode(prompt.token_ids)
 
     def _choice(self, i: int, delta: Delta) -> Tree:
-        """Return new tokens of a sample as a choice. The first one has the prompt's fields too."""
+        """Return new tokens of a sample of prompt i as a choice. The sample's first choice has the
+        prompt's fields too, except in a packed answer."""
         body, scores = self.body, self.scores[i]
         index = i * body.n + delta.sample
         end_fields = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
@@ -282,7 +292,7 @@ class _LogprobLists:
             return
         for token, value, top in zip(tokens, values, tops, strict=True):
             logprobs_by_name: dict[str, float] = {}
-            for other_id, logprob in top:  # two may have the same text
+            for other_id, logprob in top:  # of two with the same text the likelier stays
                 logprobs_by_name.setdefault(name(other_id), finite_logprob(logprob))
             logprobs_by_name.setdefault(token, value)
             self.top_logprobs.append(logprobs_by_name)
@@ -317,7 +327,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     tools = offered.tools if offered is not None else ()
     prompt = await encode_conversation(state, body.messages, body, tools)
     grammar, grammar_names = await grammar_of(state, body, offered)
-    max_tokens, field_names = body.max_tokens, CHAT_ENGINE_FIELDS | grammar_names
+    field_names = CHAT_ENGINE_FIELDS | grammar_names  # the client's names, for errors
+    max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens
         field_names["max_tokens"] = "max_completion_tokens"
@@ -460,6 +471,8 @@ def _json_arguments(call: ToolInvocation, offered: OfferedTools) -> str:
     """Return the arguments of a call as JSON, those in text as the types of the tool's schema."""
     arguments = call.arguments
     if offered.format in UNTYPED:
-        schemas = [t.function.parameters for t in offered.tools if t.function.name == call.name]
-        arguments = typed(arguments, texts((schemas[0] if schemas else None) or {}, arguments))
+        functions = (tool.function for tool in offered.tools)
+        called = next((function for function in functions if function.name == call.name), None)
+        schema = (None if called is None else called.parameters) or {}
+        arguments = typed(arguments, texts(schema, arguments))
     return json.dumps(arguments, ensure_ascii=False)

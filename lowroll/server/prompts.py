@@ -54,16 +54,16 @@ async def encode_prompts(
     state: ServerState, given: str | list[int] | list[str] | list[list[int]], special: bool
 ) -> list[EncodedPrompt]:
     """Return the prompts of a completion. special: add the tokenizer's special tokens."""
-    prompts: Sequence[Any] = given
-    if isinstance(given, str) or not given or isinstance(given[0], int):
-        prompts = [given]  # one; an empty list is a prompt without tokens
+    # an empty list is one prompt without tokens
+    is_single = isinstance(given, str) or not given or isinstance(given[0], int)
+    prompts: Sequence[Any] = [given] if is_single else given
     max_prompts = state.limits.prompts
     if len(prompts) > max_prompts:
         raise wrong_field("prompt", f"{len(prompts)} prompts; {max_prompts} at most")
     encoded_prompts = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
-            field = "prompt" if prompt is given else f"prompt[{i}]"
+            field = "prompt" if is_single else f"prompt[{i}]"
             vocabulary = state.require_vocabulary(field)
             _check_length(state, vocabulary, prompt, field)
             ids = await state.run_in_worker(vocabulary.encode, prompt, special)
@@ -209,6 +209,7 @@ async def score_prompts(
     be scored.
     """
     max_logprobs = state.limits.told_streamed if stream else state.limits.told
+    # each token's own log-prob, and those of the `top` likeliest at its position
     count = sum(len(prompt.token_ids) for prompt in prompts) * (top + 1)
     if count > max_logprobs:
         note = " in a stream" if stream else ""
@@ -238,13 +239,13 @@ async def _score_one(
 
     def score(engine: Engine) -> PromptScores:
         (ranked,) = engine.score_top([token_ids], [1], top, temperature)
-        ids, logprobs = ranked.top_ids_TK.tolist(), ranked.top_logprobs_TK.tolist()
-        tops = [list(zip(*pairs, strict=True)) for pairs in zip(ids, logprobs, strict=True)]
+        positions = zip(ranked.top_ids_TK.tolist(), ranked.top_logprobs_TK.tolist(), strict=True)
+        tops = [list(zip(ids, logprobs, strict=True)) for ids, logprobs in positions]
         return PromptScores(ranked.logprobs_T.tolist(), tops)
 
     try:
         return await state.engine.call(score, "score")
-    except ValueError as error:  # "sequences[0]: ..."
+    except ValueError as error:  # "sequences[0]: reason"
         raise wrong_field(field, str(error).partition(": ")[2]) from None
 
 

@@ -224,6 +224,7 @@ class _EventStream:
         await self.response.write_eof()
 
     async def _write(self, data: str) -> None:
+        """Write one event. Those that wait for the client do so one after the other."""
         event = f"data: {data}\n\n".encode()
         transport = self.request.transport
         if (
@@ -272,17 +273,18 @@ def openai_head(request: web.Request, prefix: str, object: str) -> Tree:
 def origin(rollout: Rollout, packed: bool = False) -> Tree:
     """Return what a learner needs of a rollout in addition to its tokens: log-probs (unless they
     are packed with the tokens), who drew it, how it ended, and what its cache dropped."""
-    behavior, evictions = rollout.behavior, rollout.evictions
-    logprob_fields = (
-        {} if packed else {"logprobs": [finite_logprob(logprob) for logprob in rollout.logprobs]}
-    )
-    return logprob_fields | {
+    behavior, evictions = rollout.behavior, None
+    if rollout.evictions is not None:
+        numbers = base64.b64encode(rollout.evictions.numbers).decode()
+        evictions = asdict(rollout.evictions) | {"numbers": numbers}
+    fields: Tree = {}
+    if not packed:
+        fields["logprobs"] = [finite_logprob(logprob) for logprob in rollout.logprobs]
+    return fields | {
         "behavior": vars(behavior) | {"policy": [vars(span) for span in behavior.policy]},
         "finish_reason": rollout.finish_reason,
         "stop_reason": rollout.stop_reason,
-        "evictions": None
-        if evictions is None
-        else asdict(evictions) | {"numbers": base64.b64encode(evictions.numbers).decode()},
+        "evictions": evictions,
     }
 
 

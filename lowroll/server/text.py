@@ -66,7 +66,8 @@ class Vocabulary:
         """Return a lower bound of the text's tokens, without encoding it; 0 if there is none."""
         if self.longest == 0:
             return 0
-        return -(-len(text.encode() if self._bytes else text) // self.longest)
+        length = len(text.encode() if self._bytes else text)
+        return -(-length // self.longest)  # rounded up
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -110,20 +111,25 @@ class Vocabulary:
 def _longest_token(backend: Any, in_bytes: bool) -> int:
     """Return the most bytes (of a tokenizer of bytes) or characters that one token can stand for; 0
     where something shortens or drops text."""
-    keeps_all_text = in_bytes or getattr(backend.model, "byte_fallback", False)
-    lossy_types = ("Removed", "Whitespace", "Bert", "Punctuation")
-    if not keeps_all_text or any(word in repr(backend.pre_tokenizer) for word in lossy_types):
-        return 0
-    if backend.normalizer is not None and not _keeps_length(backend.normalizer):
-        return 0
     added_tokens = backend.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip or token.normalized for token in added_tokens):
+    if _may_shorten_text(backend, in_bytes, added_tokens):
         return 0
+    added_texts = [token.content for token in added_tokens]
     word_lengths = [len(word) for word in backend.get_vocab(with_added_tokens=False)]
-    added_lengths = [
-        len(token.content.encode() if in_bytes else token.content) for token in added_tokens
-    ]
+    added_lengths = [len(text.encode() if in_bytes else text) for text in added_texts]
     return max([*word_lengths, *added_lengths], default=0)
+
+
+def _may_shorten_text(backend: Any, in_bytes: bool, added_tokens: Iterable[Any]) -> bool:
+    """Return whether some text may become fewer tokens than its length says."""
+    keeps_unknown_text = in_bytes or getattr(backend.model, "byte_fallback", False)
+    lossy_types = ("Removed", "Whitespace", "Bert", "Punctuation")
+    is_split_lossy = any(word in repr(backend.pre_tokenizer) for word in lossy_types)
+    if not keeps_unknown_text or is_split_lossy:
+        return True
+    if backend.normalizer is not None and not _keeps_length(backend.normalizer):
+        return True
+    return any(token.lstrip or token.rstrip or token.normalized for token in added_tokens)
 
 
 def _keeps_length(normalizer: Any) -> bool:
@@ -267,11 +273,12 @@ class ResponseText:
         return "".join(self._release(self._decode([token])) for token in token_ids)
 
     def end(self, token_ids: Sequence[int], stop_reason: int | str | None) -> str:
-        """Return the rest, with the last tokens. stop_reason: the engine's."""
+        """Return the rest of the text, with the last tokens, and without the stop. stop_reason: the
+        id or text of the stop that ended the response; None: none did."""
         if stop_reason is None:
             return self.feed(token_ids) + self._rest()
         text = self.feed(token_ids[:-1])
-        if isinstance(stop_reason, int):  # the last token is the stop
+        if isinstance(stop_reason, int):  # the last token is the stop, and is not shown
             return text + self._rest()
         last_text = self._held + self._decode(token_ids[-1:]) + self.decoder.end()
         stop_at = last_text.find(stop_reason)  # missing when special tokens are a part of it
