@@ -78,11 +78,12 @@ class VllmEngine(EnginePool):
         self._way = way
         self._verify = verify
         self._transfer: NcclTransfer | None = None
-        self._loaded: dict[str, Path] = {}
-        self._versions: Counter[int] = Counter()
+        self._loaded: dict[str, Path] = {}  # folders of the loaded adapters, by name
+        self._versions: Counter[int] = Counter()  # how often each version was sent
         self._exchange = Path(tempfile.mkdtemp(prefix="lowroll-weights-", dir=exchange))
 
         async def meet(http: HttpClient, options: PoolOptions) -> VllmServer:
+            """Connect to the vLLM, as the constructor of the pool asks for, and keep its client."""
             from lowroll.engine.remote.vllm_folders import served
 
             probed = await probe(http)
@@ -284,6 +285,8 @@ class VllmEngine(EnginePool):
         self._unload(keep=name)
 
     def _unload(self, keep: str | None) -> None:
+        """Unload the adapters that no request in flight uses, except `keep`, with their folders."""
+
         async def unload() -> None:
             kept_names = self.models_in_use | {keep}
             for name in [name for name in self._loaded if name not in kept_names]:
@@ -313,6 +316,8 @@ class VllmEngine(EnginePool):
         self.resume()
 
     def _check_arrival(self, update: WeightUpdate) -> None:
+        """Compare vLLM's log-probs of a short text with the learner's, if those are known here.
+        NotArrived when vLLM does not draw from the update."""
         ids = self._verifier.ids
         if self._verify is not None:
             learner_logprobs: Sequence[float] = self._verify(ids)
@@ -375,10 +380,11 @@ def _update_kind(
         return "adapter"
     if way is None:
         return None
-    found.needs("updates of all weights", *RELOAD, *(TRANSFER if way == "nccl" else ()))
+    transfer_routes = TRANSFER if way == "nccl" else ()
+    found.needs("updates of all weights", *RELOAD, *transfer_routes)
     if way == "nccl" and found.cpu:
         raise ValueError(f"way: nccl moves weights between GPUs, and {found.shown} is on a CPU")
-    if model.tied and found.cpu is not False:
+    if model.tied and found.cpu is not False:  # None: it may be on a CPU
         raise ValueError(
             f"updates of all weights: on a CPU {found.shown} keeps the old head of a model with "
             f"tied embeddings, without a word; roll out an adapter (lora_rank), or use lowroll's "

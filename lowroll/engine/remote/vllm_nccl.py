@@ -115,8 +115,9 @@ class NcclTransfer:
         return communicator
 
     def _beside(self, answer: Future[Any], work: Callable[[], None], what: str) -> None:
-        """Do `work` while the server does its part and answers. When either fails, or takes too
-        long, the other is given up."""
+        """Do `work` in a thread while the server does its part and answers. When one fails or takes
+        too long, the other would wait in NCCL forever, so the communicator is aborted. Raises
+        ServerError with the reason; the server's own error comes first."""
         errors: list[BaseException] = []
 
         def run() -> None:
@@ -135,7 +136,7 @@ class NcclTransfer:
         if errors or thread.is_alive():
             self.close()
             if answer.done():
-                answer.result(timeout=0)
+                answer.result(timeout=0)  # raises the server's error
             answer.cancel()
             reason = str(errors[0]) if errors else f"not done within {self.deadline_s:g} s"
             raise ServerError(f"{what}: {reason}")

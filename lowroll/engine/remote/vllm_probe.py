@@ -100,6 +100,7 @@ def _parse_version(answer: Any) -> tuple[int, ...]:
 
 
 def _keys_at(described: Any, *names: str) -> set[str]:
+    """Return the keys of the object that a path of names leads to; none where there is no such."""
     for name in names:
         described = described.get(name, {}) if isinstance(described, dict) else {}
     return set(described) if isinstance(described, dict) else set()
@@ -122,18 +123,17 @@ def _base_model(answer: Any) -> tuple[str, str, int]:
 async def _is_processed(http: HttpClient, model: str) -> bool:
     """Return whether log-probs are those after temperature and top-k: then two tokens that are left
     have all the mass, and are half as far apart at temperature 2 as at 1."""
-    full_pair = await _two_likeliest(http, model, 1.0, 0)
-    top_k_pair = await _two_likeliest(http, model, HOTTEST, 2)
-    mass = sum(math.exp(logprob) for logprob in top_k_pair)
-    return (
-        abs(mass - 1) < 1e-3
-        and top_k_pair[1] - top_k_pair[0] < 0.75 * (full_pair[1] - full_pair[0]) + 1e-3
-    )
+    plain = await _two_likeliest(http, model, temperature=1.0, top_k=0)
+    hot = await _two_likeliest(http, model, temperature=HOTTEST, top_k=2)
+    mass = math.exp(hot[0]) + math.exp(hot[1])
+    plain_gap, hot_gap = plain[1] - plain[0], hot[1] - hot[0]
+    return abs(mass - 1) < 1e-3 and hot_gap < 0.75 * plain_gap + 1e-3
 
 
 async def _two_likeliest(
-    http: HttpClient, model: str, temperature: float, top_k: int
-) -> list[float]:
+    http: HttpClient, model: str, *, temperature: float, top_k: int
+) -> tuple[float, float]:
+    """Draw one token, and return the log-probs of the second likeliest and of the likeliest."""
     body = {
         "model": model,
         "prompt": [1, 2, 3],
@@ -149,12 +149,11 @@ async def _two_likeliest(
     answer = await http.answer(HttpCall("POST", PATH, label, body, 120.0, again=True))
     try:
         logprobs_by_token = answer["choices"][0]["logprobs"]["top_logprobs"][0]
-        second_largest, largest = sorted(float(logprob) for logprob in logprobs_by_token.values())[
-            -2:
-        ]
+        ascending = sorted(float(logprob) for logprob in logprobs_by_token.values())
+        second_largest, largest = ascending[-2:]
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         raise ServerError(f"{label}: {printable(repr(answer), 200)}") from None
-    return [second_largest, largest]
+    return second_largest, largest
 
 
 async def _on_cpu(http: HttpClient) -> bool | None:

@@ -66,19 +66,20 @@ class VllmProcess:
         self.url = f"unix:{folder / 'socket'}"
         python = python or os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable
         command = [python, "-P", str(REAPER), *arguments, "--uds", str(self.folder / "socket")]
+        environment = {
+            **_environment(site or os.environ.get("LOWROLL_VLLM_PATH"), devices),
+            "VLLM_RPC_BASE_PATH": str(folder),  # sockets that it leaves behind
+        }
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
             with log.open("ab") as log_file:
-                self._began = log_file.tell()
+                self._began = log_file.tell()  # older lines are of other processes
                 self.child = subprocess.Popen(
                     command,
-                    stdin=subprocess.PIPE,
+                    stdin=subprocess.PIPE,  # its end tells the reaper that this process has ended
                     stdout=log_file,
                     stderr=log_file,
-                    env={
-                        **_environment(site or os.environ.get("LOWROLL_VLLM_PATH"), devices),
-                        "VLLM_RPC_BASE_PATH": str(folder),  # sockets that it leaves behind
-                    },
+                    env=environment,
                     cwd=self.folder,
                     start_new_session=True,
                 )
@@ -134,12 +135,17 @@ class VllmProcess:
 
 
 def _environment(site: str | None, devices: str | None) -> Mapping[str, str]:
+    """Return vLLM's environment: what concerns it of this process's own, and our settings."""
     prefixed_names = [name for name in os.environ if name.startswith(PREFIXES)]
     environment = machine.kept_env(*PASSED, *prefixed_names)
     environment.pop("VIRTUAL_ENV", None)  # it has an environment of its own
-    environment |= {name: value for name, value in UNLESS_SET.items() if name not in environment}
-    environment |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-    return environment | ALWAYS | ({} if site is None else {"PYTHONPATH": site})
+    environment = UNLESS_SET | environment
+    if devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = devices
+    environment |= ALWAYS
+    if site is not None:
+        environment["PYTHONPATH"] = site
+    return environment
 
 
 def lasting_folder(of: str) -> Path:

@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lowroll.engine.base import Capabilities, EngineStats
 from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError
 from lowroll.engine.remote.protocol import body_of
-from lowroll.engine.remote.server_base import (
-    CONTROL_S,
-    EngineServer,
-    HeldPolicy,
-    ServerProgress,
-)
+from lowroll.engine.remote.server_base import CONTROL_S, EngineServer, HeldPolicy, ServerProgress
 from lowroll.engine.remote.vllm_probe import ADAPTERS, HOTTEST, RELOAD, ProbedVllm, probe
 from lowroll.engine.request import noise_key
 from lowroll.model.folder import resolve
@@ -157,14 +152,14 @@ class VllmServer(EngineServer):
         }
 
     def stats(self, metrics: str) -> EngineStats:
-        values: dict[str, float] = {}
-        labels: dict[str, str] = {}
+        values: dict[str, float] = {}  # summed over the lines of one name
+        cache_labels: dict[str, str] = {}  # the size of the cache is in labels of a metric
         for name, label_text, value in _METRIC_LINE.findall(metrics):
             values[name] = values.get(name, 0.0) + float(value)
             if name == "cache_config_info":
-                labels = dict(_LABEL.findall(label_text))
-        num_blocks = _int_or_zero(labels.get("num_gpu_blocks"))
-        block_size = _int_or_zero(labels.get("block_size"))
+                cache_labels = dict(_LABEL.findall(label_text))
+        num_blocks = _int_or_zero(cache_labels.get("num_gpu_blocks"))
+        block_size = _int_or_zero(cache_labels.get("block_size"))
         return EngineStats(
             weights=self.behavior.weights,
             weight_bits=self.weight_bits,
@@ -233,6 +228,7 @@ class VllmServer(EngineServer):
     async def _take_adapter(
         self, broadcast: Broadcast, deadline_s: float, in_use: Set[str]
     ) -> None:
+        """Load the adapter of a broadcast, and unload older ones that no request in flight uses."""
         self._needs("updates of an adapter", *ADAPTERS)
         if not self.found.lora:
             raise ServerError(f"{self.http.url}: {self.found.shown} runs without --enable-lora")
@@ -325,26 +321,27 @@ def _weight_format(config: dict[str, Any]) -> str:
 
 def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
     """Return the end-of-sequence ids of all files that vLLM reads."""
-    ids: set[int] = set()
     configs = [config]
     with suppress(ValueError):  # vLLM itself reports a broken file
         configs.append(_read_json(place / "generation_config.json", ""))
+    ids = _tokenizer_eos_ids(place)
     for one_config in configs:
         stated = one_config.get("eos_token_id")
         candidates = stated if isinstance(stated, list) else [stated]
         ids |= {token for token in candidates if type(token) is int}
+    return frozenset(ids)
+
+
+def _tokenizer_eos_ids(place: Path) -> set[int]:
+    """Return the ids of the end token's text; none without a tokenizer or an end token."""
     try:
         eos_token = _read_json(place / "tokenizer_config.json", "")["eos_token"]
         eos_text = eos_token["content"] if isinstance(eos_token, dict) else eos_token
         added_tokens = _read_json(place / "tokenizer.json", "")["added_tokens"]
-        ids |= {
-            token["id"]
-            for token in added_tokens
-            if token["content"] == eos_text and type(token["id"]) is int
-        }
+        eos_ids = [token["id"] for token in added_tokens if token["content"] == eos_text]
     except (ValueError, KeyError, TypeError):
-        pass  # no tokenizer, or one without an end token
-    return frozenset(ids)
+        return set()
+    return {token for token in eos_ids if type(token) is int}
 
 
 def _read_json(path: Path, url: str) -> dict[str, Any]:
