@@ -25,6 +25,9 @@ class LoopStalled(Exception):
 
 
 class CappedClock(selectors.DefaultSelector):
+    """The selector of a loop, which also counts its time: `select` separates the loop's own work
+    from its waits, so that each can be cut to its limit."""
+
     def __init__(self, turn_s: float, clock: Clock = time.monotonic) -> None:
         super().__init__()
         self._turn_s = turn_s
@@ -32,9 +35,10 @@ class CappedClock(selectors.DefaultSelector):
         self._counted = self._since = clock()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._count(self._turn_s)
+        self._count(self._turn_s)  # the work since the last wait
         events = self.wait(timeout)
-        self._count(float("inf") if timeout is None else max(0.0, timeout) + self._turn_s)
+        longest_s = float("inf") if timeout is None else max(0.0, timeout) + self._turn_s
+        self._count(longest_s)
         return events
 
     def wait(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -44,6 +48,7 @@ class CappedClock(selectors.DefaultSelector):
         return self._counted + min(self._clock() - self._since, self._turn_s)
 
     def _count(self, most: float) -> None:
+        """Add the seconds since the last call to the time, `most` at most."""
         now = self._clock()
         self._counted += min(now - self._since, most)
         self._since = now

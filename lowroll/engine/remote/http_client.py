@@ -122,6 +122,8 @@ class HttpClient:
                 raise self._late(call) from None
 
     async def _tries(self, call: HttpCall, on_line: Callable[[bytes], None] | None) -> bytes:
+        """Return the body of an answer, after more tries if the call allows them and the server was
+        busy or not reachable. ServerError of the last try."""
         pause = PAUSE
         tries_left = TRIES if call.again else 1
         while True:
@@ -147,12 +149,12 @@ class HttpClient:
             call.method, self._base + call.path, data=data, headers=headers, allow_redirects=False
         ) as response:
             if response.status >= 300:
-                text = await _read_body(response, 1 << 16, call.what, None, whole=False)
+                text = await _read_start(response, 1 << 16)
                 raise ServerError(
                     f"{call.what}: {self.url} answered {response.status}: {_error_text(text)}",
                     response.status,
                 )
-            return await _read_body(response, call.most_bytes, call.what, on_line)
+            return await _read_body(response, call, on_line)
 
     async def _explained(self, error: ServerError) -> ServerError:
         """Return the error with the reason why the server has ended: a process that reports its own
@@ -186,24 +188,28 @@ def _split_url(url: str) -> tuple[str | None, str]:
     )
 
 
-async def _read_body(
-    response: aiohttp.ClientResponse,
-    most: int,
-    what: str,
-    on_line: Callable[[bytes], None] | None,
-    whole: bool = True,
-) -> bytes:
-    """Read the body, of at most `most` bytes; a longer one is an error, or is cut unless
-    `whole`."""
+async def _read_start(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """Read the body, and cut it after `most` bytes."""
     buffer = bytearray()
+    async for chunk in response.content.iter_any():
+        buffer += chunk
+        if len(buffer) > most:
+            break
+    return bytes(buffer[:most])
+
+
+async def _read_body(
+    response: aiohttp.ClientResponse, call: HttpCall, on_line: Callable[[bytes], None] | None
+) -> bytes:
+    """Return the body, or pass each of its lines to `on_line` and return the rest. ServerError for
+    one of more than `most_bytes`."""
+    buffer = bytearray()  # the whole body, or the line that has not ended yet
     num_bytes = 0
     async for chunk in response.content.iter_any():
         buffer += chunk
         num_bytes += len(chunk)
-        if num_bytes > most:
-            if whole:
-                raise ServerError(f"{what}: the answer is longer than {most:,} bytes")
-            return bytes(buffer[:most])
+        if num_bytes > call.most_bytes:
+            raise ServerError(f"{call.what}: the answer is longer than {call.most_bytes:,} bytes")
         # a line that spans chunks is split only at its end, not read again with each chunk
         if on_line is not None and b"\n" in chunk:
             *lines, rest = bytes(buffer).split(b"\n")

@@ -13,12 +13,7 @@ from typing import Any
 from lowroll.engine.base import Capabilities, EngineStats, InFlight
 from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError
 from lowroll.engine.remote.protocol import ArrivingSample, body_of
-from lowroll.engine.remote.server_base import (
-    CONTROL_S,
-    EngineServer,
-    HeldPolicy,
-    ServerProgress,
-)
+from lowroll.engine.remote.server_base import CONTROL_S, EngineServer, HeldPolicy, ServerProgress
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make
@@ -31,9 +26,9 @@ _METRIC_LINE = re.compile(r"^lowroll_(\w+?)(?:_total)? (\S+)$", re.MULTILINE)
 
 
 class LowrollServer(EngineServer):
-    """A server of lowroll's. answer: its list of models. model: default its first. Without
-    `admin_token` it takes no weights. ServerError for another kind of server, ValueError for a
-    model that it does not serve."""
+    """A server of lowroll's. answer: its list of models. model: the one to use, default its first.
+    Without `admin_token` it takes no weights. update_mode: what happens to requests in flight then.
+    ServerError for another kind of server, ValueError for a model that it does not serve."""
 
     def __init__(
         self,
@@ -98,8 +93,8 @@ class LowrollServer(EngineServer):
     def tag(
         self, request: Request, behavior: BehaviorTag, index: int, one: ArrivingSample
     ) -> BehaviorTag:
-        """Return the tag that the server states; for a request that was aborted before it came, the
-        server's tag from the start."""
+        """Return the tag that the server states for a sample. The request may have been aborted
+        before it came: then `behavior`, the server's tag from the start, is the best guess."""
         if one.stated is None and one.given_up:
             return super().tag(request, behavior, index, one)
         try:

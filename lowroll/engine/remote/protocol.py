@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowroll.engine.base import PartialSample, Ranked
 from lowroll.engine.remote.http_client import HttpCall, ServerError, parse_json
@@ -132,6 +132,7 @@ class ResponseAssembler:
             self._take_choice(choice)
 
     def on_line(self, line: bytes) -> None:
+        """Take one line of a stream of server-sent events."""
         kind, _, data = line.strip().partition(b":")
         if kind != b"data" or data.strip() == b"[DONE]":
             return
@@ -188,6 +189,7 @@ class ResponseAssembler:
         return Group(self.request, rollouts)
 
     def _take_choice(self, choice: Any) -> None:
+        """Add a choice, or the next piece of one, to its sample."""
         index = self._index_of(choice, "a choice of index")
         sample = self.samples[index]
         if sample.finish_reason is not None:
@@ -208,6 +210,7 @@ class ResponseAssembler:
         return index
 
     def _take_tokens(self, index: int, sample: ArrivingSample, choice: dict[str, Any]) -> None:
+        """Append the new tokens of a choice, packed or as lists, to its sample."""
         logprob_fields = choice.get("logprobs")
         if not isinstance(logprob_fields, dict):
             logprob_fields = {}
@@ -222,6 +225,7 @@ class ResponseAssembler:
         if self.request.top_logprobs:
             sample.top_logprobs += self._top(index, logprob_fields.get("top_logprobs"), len(ids))
         sample.token_ids += ids
+        # last, because another thread reads as many tokens as there are log-probs
         sample.logprobs += map(float, logprobs)
 
     def _check_tokens(self, index: int, ids: Any, logprobs: Any) -> None:
@@ -234,7 +238,7 @@ class ResponseAssembler:
             raise self._invalid(
                 f"choice {index}: {len(ids)} token ids and {_describe_count(logprobs)} log-probs"
             )
-        if _are_logprobs(logprobs):
+        if _are_logprobs(logprobs):  # fast; the loop finds which one is wrong
             return
         for logprob in logprobs:
             if type(logprob) not in (int, float) or not -math.inf < logprob <= ABOVE_ZERO:
@@ -249,22 +253,22 @@ class ResponseAssembler:
             ) from None
 
     def _top(self, index: int, rows: Any, count: int) -> list[list[tuple[int, float]]]:
-        """Return the likeliest tokens of each position, largest first: fewer where no more can be
-        drawn."""
+        """Return the (id, log-prob) pairs of the likeliest tokens at each of `count` positions,
+        largest first. A position has fewer than were asked for where no more can be drawn.
+
+        rows: one object a position, as {"token_id:5": -0.1, ...}.
+        """
         num_top = self.request.top_logprobs
         try:
-            tops = [
-                [(int(name.removeprefix("token_id:")), float(p)) for name, p in entries.items()]
-                for entries in rows or []
-            ]
+            tops = [_drawable_pairs(entries) for entries in rows or []]
         except (AttributeError, TypeError, ValueError):
             raise self._invalid(f"choice {index}: top_logprobs are not by token id") from None
-        can_be_drawn = [[pair for pair in top if pair[1] > NEVER] for top in tops]
-        is_complete = all(len(top) >= num_top or _has_all_mass(top) for top in can_be_drawn)
+        is_complete = all(len(top) >= num_top or _has_all_mass(top) for top in tops)
         if len(tops) != count or not is_complete:
             raise self._invalid(f"choice {index}: {num_top} top_logprobs a token were asked for")
-        by_size = [sorted(top, key=lambda pair: (-pair[1], pair[0])) for top in can_be_drawn]
-        return [top[:num_top] for top in by_size]
+        for top in tops:
+            top.sort(key=lambda pair: (-pair[1], pair[0]))
+        return [top[:num_top] for top in tops]
 
     def _check_prompt(self, index: int, ids: Any) -> None:
         if ids is not None and ids != list(self.request.prompt_ids):
@@ -278,43 +282,43 @@ class ResponseAssembler:
         raise self._invalid(f"choice {index}: stop_reason {_excerpt(reason)}")
 
     def _check_end(self, index: int, sample: ArrivingSample) -> None:
+        """Raise ServerError for a sample that has not ended, or whose end its tokens contradict."""
         count = len(sample.token_ids)
         if sample.finish_reason is None:
             raise self._invalid(f"choice {index} of {self.request.n} has not come, or not ended")
         if sample.finish_reason == "length" and count != self.request.max_tokens:
             raise self._invalid(f"choice {index} ended by its length with {count} tokens")
         if sample.finish_reason != "stop" or isinstance(sample.stop_reason, str):
-            return
-        if self.stop_ids is None and count:
-            return
-        if not count or sample.token_ids[-1] not in (self.stop_ids or ()):
+            return  # only a stop by a token shows in the tokens
+        ends_at_stop = count > 0
+        if ends_at_stop and self.stop_ids is not None:
+            ends_at_stop = sample.token_ids[-1] in self.stop_ids
+        if not ends_at_stop:
             raise self._invalid(f"choice {index} stopped, and at no token that ends a response")
 
     def _invalid(self, what: str) -> ServerError:
         return ServerError(f"{self.what}: {what}")
 
 
-def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tuple[float, int]]]:
-    """Parse the `prompt_logprobs` of a /v1/completions answer: for each of ids[1:] the (log-prob,
-    rank or `UNRANKED`) of tokens by id, itself among them. ServerError for an invalid answer."""
+class TokenScore(NamedTuple):
+    logprob: float
+    rank: int  # 1 for the likeliest, `UNRANKED` where the server states none
+
+
+def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, TokenScore]]:
+    """Parse the `prompt_logprobs` of a /v1/completions answer: for each of ids[1:] the scores of
+    tokens at its position by id, itself among them. ServerError for an invalid answer."""
     try:
         positions = answer["choices"][0]["prompt_logprobs"]
-        scores = [
-            {
-                int(token): (float(entry["logprob"]), _parse_rank(entry["rank"]))
-                for token, entry in entries.items()
-            }
-            for entries in positions[1:]
-        ]
+        scores_by_position = [_parse_scores(entries) for entries in positions[1:]]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         raise ServerError(f"{what}: no prompt_logprobs: {_excerpt(answer)}") from None
     if len(positions) != len(ids):
         raise ServerError(f"{what}: {len(positions)} prompt_logprobs for {len(ids)} tokens")
-    for i, (entries, token) in enumerate(zip(scores, ids[1:], strict=True)):
-        logprob = entries.get(token, (math.nan, 0))[0]
-        if not -math.inf < logprob <= ABOVE_ZERO:
-            raise ServerError(f"{what}: no log-prob of token {token} at {i + 1}")
-    return scores
+    for i, (scores, token) in enumerate(zip(scores_by_position, ids[1:], strict=True), 1):
+        if token not in scores or not -math.inf < scores[token].logprob <= ABOVE_ZERO:
+            raise ServerError(f"{what}: no log-prob of token {token} at {i}")
+    return scores_by_position
 
 
 def check_sequences(
@@ -344,22 +348,26 @@ def ranked(answer: Any, call: HttpCall, prompt_len: int, top: int) -> Ranked:
     ids = call.body["prompt"]
     scores_by_position = prompt_logprobs(answer, ids, call.what)[prompt_len - 1 :]
     response = ids[prompt_len:]
-    likeliest = [
-        sorted((rank, token, logprob) for token, (logprob, rank) in entries.items() if rank <= top)
-        for entries in scores_by_position
+    logprobs = [
+        scores[token].logprob for scores, token in zip(scores_by_position, response, strict=True)
     ]
-    if any(len(entries) < top for entries in likeliest):
+    tops = [_likeliest(scores, top) for scores in scores_by_position]
+    if any(len(pairs) < top for pairs in tops):
         raise ServerError(f"{call.what}: {top} likeliest tokens a place were asked for")
-    likeliest = [entries[:top] for entries in likeliest]
+    top_ids = [[token for token, _ in pairs] for pairs in tops]
+    top_logprobs = [[logprob for _, logprob in pairs] for pairs in tops]
     return Ranked(
-        torch.tensor(
-            [entries[t][0] for entries, t in zip(scores_by_position, response, strict=True)]
-        ),
-        torch.tensor(
-            [[token for _, token, _ in entries] for entries in likeliest], dtype=torch.int64
-        ),
-        torch.tensor([[p for _, _, p in entries] for entries in likeliest], dtype=torch.float32),
+        torch.tensor(logprobs),
+        torch.tensor(top_ids, dtype=torch.int64),
+        torch.tensor(top_logprobs, dtype=torch.float32),
     )
+
+
+def _likeliest(scores: dict[int, TokenScore], top: int) -> list[tuple[int, float]]:
+    """Return the (id, log-prob) pairs of the tokens of rank 1 to `top`, by rank."""
+    entries = [(score.rank, token, score.logprob) for token, score in scores.items()]
+    by_rank = sorted(entry for entry in entries if entry[0] <= top)
+    return [(token, logprob) for _, token, logprob in by_rank[:top]]
 
 
 def pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, str]:
@@ -398,12 +406,22 @@ def _are_logprobs(values: list[Any]) -> bool:
     return are_numbers and max(values) <= ABOVE_ZERO and math.isfinite(sum(map(float, values)))
 
 
+def _drawable_pairs(entries: dict[str, Any]) -> list[tuple[int, float]]:
+    """Parse {"token_id:5": -0.1, ...} without the tokens that cannot be drawn."""
+    pairs = [(int(name.removeprefix("token_id:")), float(p)) for name, p in entries.items()]
+    return [(token, logprob) for token, logprob in pairs if logprob > NEVER]
+
+
 def _has_all_mass(top: list[tuple[int, float]]) -> bool:
     return sum(math.exp(min(logprob, 0.0)) for _, logprob in top) > ALL
 
 
-def _parse_rank(stated: Any) -> int:
-    return UNRANKED if stated is None else int(stated)
+def _parse_scores(entries: dict[str, Any]) -> dict[int, TokenScore]:
+    scores = {}
+    for token, entry in entries.items():
+        logprob, rank = float(entry["logprob"]), entry["rank"]
+        scores[int(token)] = TokenScore(logprob, UNRANKED if rank is None else int(rank))
+    return scores
 
 
 def _describe_count(value: Any) -> str:

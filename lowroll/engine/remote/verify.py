@@ -68,16 +68,18 @@ class Verifier:
             self._reference = pair
 
     def _check_movement(self, before: _LogprobPair, now: _LogprobPair, version: int) -> bool:
-        """Return whether the learner has moved enough to be compared. NotArrived when the engine
-        has not moved with it."""
+        """Return whether the learner has moved enough to be compared: clearly more than the engine
+        is away from it. NotArrived when the engine has not moved with it."""
         learner_change = _differences(now.learner, before.learner)
         engine_change = _differences(now.engine, before.engine)
-        noise = max(before.apart, now.apart) if any(engine_change) else before.apart
+        noise = before.apart
+        if any(engine_change):  # else the distance now holds the movement that the engine missed
+            noise = max(noise, now.apart)
         moved_nats = _root_mean_square(learner_change)
         if moved_nats <= max(CLEAR * noise, LEAST):
             return False
-        common = sum(a * b for a, b in zip(engine_change, learner_change, strict=True))
-        share = common / sum(a * a for a in learner_change)
+        common = sum(m * d for m, d in zip(engine_change, learner_change, strict=True))
+        share = common / sum(d * d for d in learner_change)
         if share < SHARE:
             raise NotArrived(
                 f"update to version {version}: the learner's log-probs have moved by "
@@ -92,7 +94,9 @@ async def canary_logprobs(server: EngineServer, deadline_s: float) -> list[float
     label = "its canary score"
     call = HttpCall("POST", PATH, label, server.scoring(ids, 0, 1.0), deadline_s, CANARY_BYTES)
     scores_by_position = prompt_logprobs(await server.http.answer(call), ids, label)
-    return [scores[token][0] for scores, token in zip(scores_by_position, ids[1:], strict=True)]
+    return [
+        scores[token].logprob for scores, token in zip(scores_by_position, ids[1:], strict=True)
+    ]
 
 
 def check_canary(mine: list[float], theirs: list[float], witness: str) -> None:
