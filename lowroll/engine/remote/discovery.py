@@ -61,6 +61,7 @@ class Discovery:
             self._end.wait(self.elastic.sync_interval)
 
     def _ask(self) -> None:
+        """Query once, and pass changed addresses on; a failure is logged when its reason is new."""
         if self._asking is not None and self._asking.is_alive():
             return  # the last query still hangs
         name = self.elastic.hostname

@@ -24,11 +24,7 @@ from lowroll.engine.remote.http_client import HttpCall, ServerError
 from lowroll.engine.remote.protocol import check_sequences, ranked, scoring_call
 from lowroll.engine.remote.replica import PoolOptions, QueuedRequest
 from lowroll.engine.remote.replica_set import PoolReport, ReplicaSet
-from lowroll.engine.remote.server_base import (
-    CONTROL_S,
-    EngineServer,
-    HeldPolicy,
-)
+from lowroll.engine.remote.server_base import CONTROL_S, EngineServer, HeldPolicy
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
 from lowroll.weights.sync.base import Broadcast
 
@@ -122,8 +118,10 @@ class EnginePool:
         self._replicas = ReplicaSet(self.options, self._requests.put)
         self._thread = LoopThread("engine-pool", self.options.heartbeat_s / TURNS)
         start_s = self.options.start_s
+        # `begin` connects only with fail_fast, else it starts tasks that do
+        begin_s = start_s if self.options.fail_fast else MARGIN
         try:
-            self.run(self._replicas.begin(urls), start_s if self.options.fail_fast else MARGIN)
+            self.run(self._replicas.begin(urls), begin_s)
             if elastic is not None:
                 on_urls = self._replicas.meet
                 self._discovery = discovery = Discovery(
@@ -132,7 +130,7 @@ class EnginePool:
                 self._replicas.discovery_error = lambda: discovery.last_error
             until_ready = self._replicas.until_ready(self._requests.has_outcome)
             self.run(until_ready, start_s + MARGIN, alive)
-            self._requests.wait(0.0)
+            self._requests.wait(0.0)  # raises the error of an engine that does not fit
         except BaseException:
             self.close()
             raise
@@ -162,6 +160,7 @@ class EnginePool:
 
     @property
     def behavior(self) -> BehaviorTag:
+        """The tag of the next request: the server's own, or with what all engines agreed on."""
         versions, server_tag = self._replicas.versions, self.server.behavior
         if versions.newest is None:
             return server_tag
@@ -227,6 +226,8 @@ class EnginePool:
     def generate(
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
+        """Return the groups of requests, in their order; an error aborts them all. Requests of
+        `add` go on beside them. on_progress: receives how many have ended, and their number."""
         for i, request in enumerate(requests):
             self.server.check(request, f"requests[{i}].")
         entries = [self._requests.add(request) for request in requests]
@@ -238,9 +239,8 @@ class EnginePool:
         try:
             while len(done_groups) < len(entries):
                 self._turn()
-                done_groups |= {
-                    handle: ended_groups.pop(handle) for handle in ended_groups.keys() & own_handles
-                }
+                for handle in ended_groups.keys() & own_handles:
+                    done_groups[handle] = ended_groups.pop(handle)
                 if on_progress is not None:
                     on_progress(len(done_groups), len(entries))
         except BaseException:
@@ -269,8 +269,9 @@ class EnginePool:
         top: int,
         temperature: float = 1.0,
     ) -> list[Ranked]:
-        """Return the same with the `top` likeliest tokens. ValueError also for a temperature that
-        the server does not score at."""
+        """Return the log-probs of each sequence after its prompt, and the `top` likeliest tokens at
+        each position. ValueError for what does not fit the context, or a temperature that the
+        server does not score at."""
         server, seconds = self._replicas.ready(), self.options.timeout_s
         length = server.capabilities.context_length
         check_sequences(sequences, prompt_lens, length, server.vocab_size)
@@ -278,7 +279,7 @@ class EnginePool:
             scoring_call(i, server.scoring(ids, top, temperature), top, seconds)
             for i, ids in enumerate(sequences)
         ]
-        # each has had its turn and its deadline by then
+        # a call's deadline begins with its turn, and they may run one after the other
         answers = self.run(server.http.answers(calls), seconds * (len(calls) + 1))
         return [
             ranked(answer, call, prompt_len, top)

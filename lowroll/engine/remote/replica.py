@@ -29,11 +29,7 @@ from lowroll.engine.remote.http_client import (
 )
 from lowroll.engine.remote.lowroll_server import WHAT, LowrollServer
 from lowroll.engine.remote.protocol import Origin, ResponseAssembler
-from lowroll.engine.remote.server_base import (
-    EngineServer,
-    HeldPolicy,
-    ServerProgress,
-)
+from lowroll.engine.remote.server_base import EngineServer, HeldPolicy, ServerProgress
 from lowroll.engine.remote.verify import canary_logprobs, check_canary
 from lowroll.engine.remote.versions import PolicyVersions
 from lowroll.engine.remote.vllm_server import VllmServer
@@ -124,6 +120,32 @@ class InFlightRequest:
     task: asyncio.Task[None] | None = None
 
 
+class EngineActivity:
+    """The times, on the pool's clock, at which an engine last showed that it works.
+
+    heard_at: it answered. drew_at: it drew a token for us, or had nothing to draw. knew_at: it knew
+    of all our requests. tokens: its counter of drawn tokens at the last heartbeat.
+    """
+
+    def __init__(self, now: float, tokens: int = -1) -> None:
+        self.heard_at = self.drew_at = self.knew_at = now
+        self.tokens = tokens
+
+    def update(
+        self, status: str, progress: ServerProgress, num_flights: int, now: float, allowed_s: float
+    ) -> str | None:
+        """Record the answer to a heartbeat. Return why the engine is stuck, or None."""
+        if not num_flights or progress.tokens != self.tokens or status != "running":
+            self.drew_at, self.tokens = now, progress.tokens
+        elif now - self.drew_at > allowed_s:
+            return f"has drawn nothing for {now - self.drew_at:.1f} s"
+        if progress.open >= num_flights:
+            self.knew_at = now
+        elif now - self.knew_at > allowed_s:
+            return f"knows of {progress.open} requests, and {num_flights} wait for its answer"
+        return None
+
+
 class ReplicaOwner(Protocol):
     """The replica set, as its replicas see it."""
 
@@ -154,6 +176,14 @@ async def connect_server(http: HttpClient, options: PoolOptions) -> EngineServer
     if is_vllm:
         return await VllmServer.meet(http, model, options.folder)
     return LowrollServer(http, answer, model, options.admin_token, options.in_flight)
+
+
+async def _resume_if_paused(server: EngineServer, options: PoolOptions) -> None:
+    """Resume a server that a client, which has ended, left paused. Only the admin may, so without
+    the admin's token nothing is done."""
+    status = await server.health(options.heartbeat_s)
+    if status == "paused" and options.admin_token is not None:
+        await server.resume()
 
 
 class Replica:
@@ -200,7 +230,8 @@ class Replica:
                 except (ServerError, ValueError) as error:
                     reason = str(error)
                     self._report_misfit(error)
-                await self._away(self._evict(reason))
+                away_s = self._evict(reason)
+                await self._away(away_s)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         finally:
@@ -259,28 +290,30 @@ class Replica:
     # -- its life ----------------------------------------------------------------------------------
 
     async def connect(self) -> None:
-        """Connect to the server, check it, and begin to take requests. ServerError; ValueError for
-        a server that will never fit."""
+        """Connect to the server, check it, and begin to take requests. Raises ServerError when it
+        does not answer or computes with other weights, ValueError when it will never fit."""
         options = self.options
         self._why = None
-        self.server = await (options.connect or connect_server)(self.http, options)
-        status = await self.server.health(options.heartbeat_s)
-        if status == "paused" and options.admin_token is not None:
-            await self.server.resume()  # paused by a client that has ended
+        server = self.server = await (options.connect or connect_server)(self.http, options)
+        await _resume_if_paused(server, options)
         self.owner.agree(self)
-        self.held = self.server.held
-        versions = self.owner.versions
-        while True:  # other weights may be agreed on during the checks
-            await self._catch_up()
-            checked_policy = versions.held
-            await self._check_logprobs()
-            if versions.settled.is_set() and versions.held == checked_policy:
-                break
+        self.held = server.held
+        await self._check_until_settled()
         self.state, self.suspect, self.busy_until = "ready", False, 0.0
         self._met = True
         self.last_error = ""
         self.tried.set()
         self.owner.admitted(self)
+
+    async def _check_until_settled(self) -> None:
+        """Load and check the newest weights, again when the pool agrees on others meanwhile."""
+        versions = self.owner.versions
+        while True:
+            await self._catch_up()
+            checked_policy = versions.held
+            await self._check_logprobs()
+            if versions.settled.is_set() and versions.held == checked_policy:
+                return
 
     async def _catch_up(self) -> None:
         """Have the engine take the newest weights, or check that it holds those of the others."""
@@ -288,21 +321,23 @@ class Replica:
         if versions.newest is None:
             self._check_first_weights()
         while (newest := versions.newest) is not None:
-            if not versions.settled.is_set() and versions.broadcasting:
-                await happens_within(versions.settled, self.options.update_s)
-            elif not versions.settled.is_set():
-                held_policy = await self.take(newest)
-                if newest is versions.newest and not versions.settled.is_set():
-                    versions.settle(held_policy)
-            elif self.held is not None and versions.agrees(self.held):
+            was_settled = versions.settled.is_set()
+            if was_settled and self.held is not None and versions.agrees(self.held):
                 break
-            else:
-                held_policy = await self.take(newest)
-                if newest is versions.newest and not versions.agrees(held_policy):
-                    raise ServerError(
-                        f"{self.url}: its weights of version {newest.version} have another digest "
-                        f"than those of the other engines"
-                    )
+            if not was_settled and versions.broadcasting:
+                # the engines that work decide which digest is right
+                await happens_within(versions.settled, self.options.update_s)
+                continue
+            held_policy = await self.take(newest)
+            if newest is not versions.newest:
+                continue  # a newer broadcast came meanwhile
+            if not was_settled and not versions.settled.is_set():
+                versions.settle(held_policy)  # no other engine works: this one decides
+            elif was_settled and not versions.agrees(held_policy):
+                raise ServerError(
+                    f"{self.url}: its weights of version {newest.version} have another digest "
+                    f"than those of the other engines"
+                )
         assert versions.held is not None
         self.version = versions.held.version
 
@@ -333,10 +368,11 @@ class Replica:
         if isinstance(own_logprobs, BaseException):
             raise own_logprobs
         if isinstance(witness_logprobs, BaseException) or self._witness() is not witness:
-            return  # its own watch says what is wrong with it
+            return  # the witness's own heartbeats say what is wrong with it
         check_canary(own_logprobs, witness_logprobs, witness.url)
 
     def _witness(self) -> Replica | None:
+        """Return a replica that works with the weights of this one; None while weights change."""
         if not self.owner.versions.settled.is_set():
             return None
         for replica in self.owner.replicas:
@@ -352,22 +388,22 @@ class Replica:
         )
 
     async def _watch(self) -> str:
+        """Send heartbeats to the engine until it must be evicted. Return the reason."""
         clock = asyncio.get_running_loop().time
         heartbeat_s = self.options.heartbeat_s
         allowed_s = (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s
-        heard_at = moved_at = knew_at = clock()
-        tokens = -1
+        activity = EngineActivity(clock())
         num_answered = self.counts.requests
         while True:
             if await happens_within(self._wake, heartbeat_s):
                 self._wake.clear()
             if self._why is not None:
                 return self._why
-            if self.taking:  # which has its own deadline
-                heard_at = moved_at = knew_at = clock()
+            if self.taking:  # loading weights may keep it silent, and has a deadline of its own
+                activity = EngineActivity(clock(), activity.tokens)
                 continue
-            if num_answered != self.counts.requests:
-                heard_at = moved_at = clock()
+            if num_answered != self.counts.requests:  # an answer counts like a heartbeat
+                activity.heard_at = activity.drew_at = clock()
                 num_answered = self.counts.requests
             try:
                 status, progress = await self._heartbeat(heartbeat_s)
@@ -375,20 +411,16 @@ class Replica:
                 self.last_error = str(error)
                 if isinstance(error, EngineLost):
                     return self.last_error
-                if clock() - heard_at > allowed_s:
-                    return f"silent for {clock() - heard_at:.1f} s: {error}"
+                silent_s = clock() - activity.heard_at
+                if silent_s > allowed_s:
+                    return f"silent for {silent_s:.1f} s: {error}"
                 continue
-            heard_at = clock()
+            activity.heard_at = clock()
             self.suspect = False
             self.owner.heard(self)
-            if not self.flights or progress.tokens != tokens or status != "running":
-                moved_at, tokens = clock(), progress.tokens
-            elif clock() - moved_at > allowed_s:
-                return f"has drawn nothing for {clock() - moved_at:.1f} s"
-            if progress.open >= len(self.flights):
-                knew_at = clock()
-            elif clock() - knew_at > allowed_s:
-                return f"knows of {progress.open} requests, and {len(self.flights)} wait for its answer"
+            stuck = activity.update(status, progress, len(self.flights), clock(), allowed_s)
+            if stuck is not None:
+                return stuck
 
     def _warn_late(self) -> None:
         log.warning(
@@ -399,8 +431,8 @@ class Replica:
         )
 
     async def _heartbeat(self, heartbeat_s: float) -> tuple[str, ServerProgress]:
-        """Return (status, its counters while it has requests of ours). EngineLost when it is
-        unreachable twice."""
+        """Return the engine's status and its counters, which are read only while it has requests of
+        ours. EngineLost when it is unreachable twice."""
         assert self.server is not None
         try:
             status = await self.server.health(heartbeat_s)
@@ -408,11 +440,12 @@ class Replica:
             await asyncio.sleep(ONCE_MORE_S)
             status = await self.server.health(heartbeat_s)
         if not self.flights:
-            return status, ServerProgress(0, -1)
+            return status, ServerProgress(open=0, tokens=-1)
         return status, await self.server.progress(heartbeat_s)
 
     def _evict(self, why: str) -> float:
-        """Take its requests away. Return the seconds before it may connect again."""
+        """Evict the engine, so that its requests go to others. Return the seconds that it stays
+        away while others work."""
         away_s = 0.0
         if self.state == "ready":
             self.counts.evicted += 1
@@ -441,6 +474,7 @@ class Replica:
         return min(FIRST_PAUSE * 2.0**num_repeats, LONGEST_AWAY)
 
     async def _away(self, seconds: float) -> None:
+        """Wait before the engine connects again, but only as long as another one works."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
         while clock() < end and self._others_work():

@@ -85,8 +85,8 @@ class ReplicaSet:
     # -- for the pool ------------------------------------------------------------------------------
 
     async def begin(self, urls: Sequence[str]) -> None:
-        """Connect to the engines of the configuration. ValueError for one that is named twice; any
-        error of an engine that fails fast."""
+        """Connect to the engines of the configuration: at once with `fail_fast`, which raises their
+        errors, else in tasks that watch them. ValueError for one that is named twice."""
         for url in urls:
             replica = Replica(url.rstrip("/").removesuffix("/v1"), self, self.options)
             if any(replica.url == other.url for other in self.replicas):
@@ -100,8 +100,8 @@ class ReplicaSet:
                 self._start_watching(replica)
 
     async def until_ready(self, is_over: Callable[[], bool]) -> None:
-        """Wait until one engine works, and a moment for the others. is_over: returns whether an
-        engine does not fit, which ends the wait."""
+        """Wait until one engine works, and then a moment until the others were tried. is_over:
+        returns whether an engine does not fit, which ends the wait. ServerError after `start_s`."""
         loop, start_s = asyncio.get_running_loop(), self.options.start_s
         warning_timer = loop.call_later(self.options.silent_s, self._warn_late)
         try:
@@ -189,7 +189,7 @@ class ReplicaSet:
     # -- for the replicas --------------------------------------------------------------------------
 
     def agree(self, replica: Replica) -> None:
-        """Check an engine against the first one. ValueError names what differs."""
+        """Check an engine against the first one that connected. ValueError names what differs."""
         assert replica.server is not None
         facts = dict(replica.server.facts())
         if self.options.check_model and not self.options.model:

@@ -58,19 +58,21 @@ class LoadBalancer:
         self._homes: dict[str, str] = {}  # request id -> url of the engine that drew it
 
     def choose(self, able: Sequence[Replica], entry: QueuedRequest) -> Replica | None:
-        """Return the engine for a request; None when all are full."""
+        """Return the engine for a request; None when all are full.
+
+        It is the least loaded one, or the one that drew the turn before, whose cache may hold its
+        pages, unless that has clearly more to do or has failed this request.
+        """
         free_replicas = [replica for replica in able if self._is_free(replica, entry)]
         if not free_replicas:
             return None
         least_loaded = min(free_replicas, key=lambda r: (r.url in entry.avoid, r.outstanding))
-        last_turn_url = self._homes.get(entry.request.follows or "")
+        home_url = self._homes.get(entry.request.follows or "")
+        home = next((replica for replica in free_replicas if replica.url == home_url), None)
+        if home is None or home.url in entry.avoid:
+            return least_loaded
         max_outstanding = BEHIND * least_loaded.outstanding + self.load(entry)
-        for replica in free_replicas:
-            if replica.url != last_turn_url or replica.url in entry.avoid:
-                continue
-            if replica.outstanding <= max_outstanding:
-                return replica
-        return least_loaded
+        return home if home.outstanding <= max_outstanding else least_loaded
 
     def load(self, entry: QueuedRequest) -> int:
         """Return the tokens that a request will probably hold: samples often end early."""
@@ -78,15 +80,20 @@ class LoadBalancer:
         return int(request.n * request.max_tokens * self._share) + len(request.prompt_ids)
 
     def learn(self, flight: InFlightRequest, group: Group) -> None:
+        """Learn from an answer which share of its budget a request draws, and which engine drew it.
+        The oldest engines are forgotten beyond `MOST_HOMES` requests."""
         request = flight.entry.request
         num_drawn = sum(len(rollout.token_ids) for rollout in group.rollouts)
-        self._share += LEARNED * (num_drawn / (request.n * request.max_tokens) - self._share)
+        drawn_share = num_drawn / (request.n * request.max_tokens)
+        self._share += LEARNED * (drawn_share - self._share)
         if request.id:
             self._homes[request.id] = flight.replica.url
             if len(self._homes) > MOST_HOMES:
-                del self._homes[next(iter(self._homes))]
+                oldest_id = next(iter(self._homes))
+                del self._homes[oldest_id]
 
     def _is_free(self, replica: Replica, entry: QueuedRequest) -> bool:
+        """Return whether a request may be sent to an engine; an idle one takes any."""
         assert replica.server is not None
         if not replica.flights:
             return True
@@ -224,6 +231,7 @@ class RequestRouter:
         flight.task.add_done_callback(self._done)
 
     async def _fly(self, flight: InFlightRequest) -> None:
+        """Send a request, check the answer, and end the request with its group, or see `_failed`."""
         replica, arrivals = flight.replica, flight.arrivals
         try:
             if self.options.stream:
@@ -248,7 +256,7 @@ class RequestRouter:
 
     async def _believe(self, flight: InFlightRequest, group: Group) -> None:
         """Raise ServerError when a group was drawn from another version than its engine had been
-        sent."""
+        sent. While engines agree on a version, the judgement waits for the outcome."""
         problem = self.versions.problem(group, flight.sent)
         if problem is not None and not self.versions.settled.is_set():
             await happens_within(self.versions.settled, self.options.update_s)
@@ -257,6 +265,7 @@ class RequestRouter:
             raise ServerError(f"{flight.arrivals.what}: {flight.replica.url}: {problem}")
 
     def _is_late(self, flight: InFlightRequest) -> bool:
+        """Return whether the request has ended or was sent elsewhere meanwhile, and count that."""
         if self._flights.get(flight.entry.handle) is flight:
             return False
         flight.replica.counts.late += 1
@@ -281,8 +290,8 @@ class RequestRouter:
             self._end(entry, ServerError(f"{error}{note}", error.status))
 
     def _may_retry(self, flight: InFlightRequest, error: ServerError) -> bool:
-        """Judge engine and request by an error. Return False when the request is at fault, or its
-        engines have been busy for too long."""
+        """Count an error against the engine or the request. Return whether the request may be sent
+        again: False when it is at fault itself, or its engines have been busy for too long."""
         entry, replica = flight.entry, flight.replica
         if isinstance(error, EngineLost):
             entry.losses += 1
@@ -293,10 +302,11 @@ class RequestRouter:
             entry.failures += 1
             replica.mark_unhealthy(str(error))
         elif isinstance(error, DeadlineExceeded) or (error.status or 0) >= 500:
+            # the request may be too much for it; the heartbeat judges the engine
             entry.failures += 1
             entry.avoid.add(replica.url)
             replica.last_error = str(error)
-        elif error.status is None:
+        elif error.status is None:  # an answer that is invalid or contradicts what was sent
             entry.failures += 1
             entry.avoid.add(replica.url)
             replica.counts.refused += 1
@@ -306,12 +316,12 @@ class RequestRouter:
         return True
 
     def _pause(self, flight: InFlightRequest, error: ServerError) -> bool:
-        """Pause a busy engine for a time that doubles. Return False when the request has waited for
-        too long."""
+        """Pause a busy engine for a time that doubles while it stays busy. Return whether the
+        request may go on waiting, which it may for `start_s`."""
         loop, replica, entry = asyncio.get_running_loop(), flight.replica, flight.entry
         now = loop.time()
         replica.last_error = str(error)
-        if now >= replica.busy_until:
+        if now >= replica.busy_until:  # else another request of this pause has failed too
             replica.busy_s = min(max(2 * replica.busy_s, BUSY_S), LONGEST_BUSY_S)
             replica.busy_until = now + replica.busy_s
             loop.call_later(replica.busy_s + 0.001, self.dispatch)

@@ -35,8 +35,8 @@ class PolicyVersions:
         self._agreed: dict[int, frozenset[str]] = {}
 
     def begin(self, broadcast: Broadcast) -> bool:
-        """Begin a broadcast. Return whether it replaces a version that is newer or has the same
-        name."""
+        """Begin a broadcast, which ends the agreement on versions that are not older. Return whether
+        there was one, so that what is in flight must be drawn again."""
         is_replacement = self.held is not None and broadcast.version <= self.held.version
         self._agreed = {
             version: digests
@@ -58,8 +58,8 @@ class PolicyVersions:
         return held == self.held
 
     def problem(self, group: Group, sent: int) -> str | None:
-        """Return what is wrong with the versions that drew a group. sent: the version that its
-        engine had acknowledged when it was sent."""
+        """Return what is wrong with the versions that drew a group: they may not go back, and all
+        must have been agreed on. sent: its engine had acknowledged this one before."""
         for i, rollout in enumerate(group.rollouts):
             last_version = sent
             for span in rollout.behavior.policy:
@@ -75,11 +75,11 @@ class PolicyVersions:
 
 def agreed(acknowledged: Mapping[str, HeldPolicy]) -> HeldPolicy:
     """Return the policy that most engines, by address, acknowledge. ServerError for a tie."""
-    counted_policies = Counter(acknowledged.values()).most_common()
-    if len(counted_policies) > 1 and counted_policies[0][1] == counted_policies[1][1]:
+    (most_held, most), *others = Counter(acknowledged.values()).most_common()
+    if others and others[0][1] == most:
         statements = "; ".join(
             f"{url} version {policy.version} with digest {', '.join(sorted(policy.digests))}"
             for url, policy in acknowledged.items()
         )
         raise ServerError(f"engines took one broadcast and hold different weights: {statements}")
-    return counted_policies[0][0]
+    return most_held

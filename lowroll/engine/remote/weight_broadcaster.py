@@ -60,6 +60,7 @@ class WeightBroadcaster:
         return is_replacement
 
     def _settle(self, policies: dict[Replica, HeldPolicy]) -> None:
+        """Agree on the policy that most engines acknowledge, and mark the others unhealthy."""
         agreed_policy = agreed({replica.url: policy for replica, policy in policies.items()})
         for replica, policy in policies.items():
             if policy != agreed_policy:
@@ -67,7 +68,8 @@ class WeightBroadcaster:
         self.versions.settle(agreed_policy)
 
     async def _until_taken(self, broadcast: Broadcast, superseded: Callable[[], bool]) -> None:
-        """Wait until an engine that connects later has taken the version."""
+        """Wait until an engine that connects later has taken the version; return at once if one has
+        already. Raises Superseded when a newer version exists, ServerError after `start_s`."""
         versions, options = self.versions, self.options
         name, clock = broadcast.path.name, asyncio.get_running_loop().time
         end, remind_at = clock() + options.start_s, clock() + options.silent_s
@@ -92,7 +94,7 @@ class WeightBroadcaster:
         self, ready: list[Replica], broadcast: Broadcast, superseded: Callable[[], bool]
     ) -> tuple[dict[Replica, HeldPolicy], bool]:
         """Have all engines take the version in parallel. Return the policy that each acknowledges,
-        and whether a newer version replaced this one. Those that need more than twice the time of
+        and whether a newer version replaced this one. Engines that need more than twice the time of
         the first finish in the background."""
         loop = asyncio.get_running_loop()
         replicas_by_task = {
@@ -116,16 +118,14 @@ class WeightBroadcaster:
                         is_superseded = True
                     else:
                         replica.mark_unhealthy(f"it did not take {broadcast.path.name}: {error}")
-                    continue
-                now = loop.time()
-                end = min(end, now + max(ABREAST_S, now - began_at))
+                else:  # the others get as long again as this engine needed
+                    now = loop.time()
+                    end = min(end, now + max(ABREAST_S, now - began_at))
         late = {replicas_by_task[task]: task for task in pending}
         if policies:
             self._wait_beside(late, broadcast, self._grace(ready))
         else:
-            for replica, task in late.items():
-                task.cancel()
-                replica.mark_unhealthy(f"it has not taken {broadcast.path.name} in time")
+            _give_up_on(late, broadcast)
         return policies, is_superseded
 
     def _wait_beside(
@@ -143,6 +143,8 @@ class WeightBroadcaster:
         broadcast: Broadcast,
         seconds: float,
     ) -> None:
+        """Wait for a late engine. It works again, or is marked unhealthy when it fails, needs more
+        than `seconds`, or holds other weights than the engines that were in time."""
         try:
             async with asyncio.timeout(seconds):
                 held_policy = await task
@@ -167,3 +169,9 @@ class WeightBroadcaster:
             replica.server is not None and not replica.server.in_flight for replica in replicas
         )
         return max(self.options.silent_s, self.options.timeout_s if any_drains else 0.0)
+
+
+def _give_up_on(late: Mapping[Replica, asyncio.Future[HeldPolicy]], broadcast: Broadcast) -> None:
+    for replica, task in late.items():
+        task.cancel()
+        replica.mark_unhealthy(f"it has not taken {broadcast.path.name} in time")
