@@ -110,7 +110,8 @@ def refuse_tree(tree: object, unfinished: bool = False) -> None:
 
 
 def _bits(tree: object) -> float:
-    """Return a rough upper bound of |log2| over the numbers of an evaluation."""
+    """Return a rough upper bound, in bits, of the largest number that an evaluation of the tree
+    makes. A fraction's bits are those of its numerator and denominator together."""
     if isinstance(tree, sympy.Rational):
         return log2(max(abs(int(tree.p)), 1)) + log2(int(tree.q))
     if isinstance(tree, sympy.Float):
@@ -119,16 +120,18 @@ def _bits(tree: object) -> float:
         return 2  # symbols get small values
     bits = [_bits(argument) for argument in tree.args]
     if isinstance(tree, (sympy.Pow, sympy.MatPow)):
-        if not bits[0]:
-            return bits[1]  # 1, or -1
-        return max(bits[1], bits[0] * max(1, _value_bound(tree.args[1], bits[1])))
+        base_bits, exponent_bits = bits
+        if not base_bits:
+            return exponent_bits  # a base of 1 or -1 stays small
+        exponent = _value_bound(tree.args[1], exponent_bits)
+        return max(exponent_bits, base_bits * max(1, exponent))
     if isinstance(tree, sympy.exp):
-        return 2 * _value_bound(tree.args[0], bits[0])
+        return 2 * _value_bound(tree.args[0], bits[0])  # e < 2^2
     if isinstance(tree, (sympy.factorial, sympy.factorial2, sympy.gamma)):
         value = _value_bound(tree.args[0], bits[0])
-        return value * log2(value + 2)
+        return value * log2(value + 2)  # n! < n^n
     if isinstance(tree, sympy.binomial):
-        return _value_bound(tree.args[0], bits[0])
+        return _value_bound(tree.args[0], bits[0])  # a binomial of n is below 2^n
     return sum(bits)
 
 

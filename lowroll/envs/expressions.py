@@ -75,8 +75,8 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
-    r"""Return the sign of the constant factor between two equations or inequalities (left, right),
-    or None.
+    r"""Return the sign of the constant factor between two equations or inequalities, or None
+    without one: 1.0 for `2x = 4` and `x = 2`. Each is given by its sides, (left, right).
 
     An equation of numbers alone, `12 = 2^2 \cdot 3`, must be spelled alike.
     """
@@ -87,24 +87,34 @@ def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
     answer_trees = [_parse(side, fold) for side in answer]
     for tree in (*gold_trees, *answer_trees):
         refuse_tree(tree)
-    if not any(tree.free_symbols or tree.has(AppliedUndef) for tree in gold_trees):
-        if all(map(same_tree, gold_trees, answer_trees)) or all(
-            map(same_tree, gold_trees, answer_trees[::-1])
-        ):
-            return 1.0
-        return None
-    a, b = (
-        sympy.Add(left, sympy.Mul(-1, right, evaluate=False), evaluate=False)
-        for left, right in (gold_trees, answer_trees)
-    )
-    factor = _constant_ratio(a, b)
+    has_variables = any(tree.free_symbols or tree.has(AppliedUndef) for tree in gold_trees)
+    if not has_variables:
+        is_same = all(map(same_tree, gold_trees, answer_trees))
+        is_reversed = all(map(same_tree, gold_trees, answer_trees[::-1]))
+        return 1.0 if is_same or is_reversed else None
+    gold_difference = _difference(*gold_trees)
+    answer_difference = _difference(*answer_trees)
+    factor = _constant_ratio(gold_difference, answer_difference)
     if factor is not None:
         return factor
-    return _constant_ratio(*(sympy.fraction(sympy.together(tree))[0] for tree in (a, b)))
+    # A quotient is zero where its numerator is, so equations with proportional numerators have the
+    # same solutions: `1/x = 2` and `1 = 2x`. The denominators of inequalities count as positive.
+    return _constant_ratio(_numerator(gold_difference), _numerator(answer_difference))
+
+
+def _difference(left: Any, right: Any) -> Any:
+    """Return left - right. It is not evaluated, which could take long."""
+    return sympy.Add(left, sympy.Mul(-1, right, evaluate=False), evaluate=False)
+
+
+def _numerator(tree: Any) -> Any:
+    """Return the numerator of a tree written as one fraction."""
+    return sympy.fraction(sympy.together(tree))[0]
 
 
 def _can_ignore_case(gold: str, answer: str) -> bool:
-    """Return whether no letter has both cases."""
+    """Return whether no letter of a text stands there in both cases, so that `X` and `x` can be the
+    same variable. The constants e and i do not count."""
     for text in (gold, answer):
         letters = set(re.sub(r"\\[A-Za-z]+", "", text)) - set("eEiI")
         if any(letter.isupper() and letter.lower() in letters for letter in letters):
@@ -151,7 +161,8 @@ def _is_unfinished(tree: Any) -> bool:
 
 
 def exact(tree: Any) -> Fraction | None:
-    """Return the exact value of a tree of rational numbers; None for others."""
+    """Return the exact value of a tree of rational numbers, with sums, products, integer powers and
+    factorials; None for any other tree."""
     if isinstance(tree, sympy.Rational):
         return Fraction(int(tree.p), int(tree.q))
     if isinstance(tree, sympy.Float):
@@ -195,42 +206,44 @@ def _canonical_order(tree: Any) -> Any:
 
 
 def compare(a: Any, b: Any) -> bool | None:
-    """Return whether two trees are equal; None when numbers cannot decide."""
+    """Return whether two trees are equal; None when numbers cannot decide.
+
+    Matrices are compared by their entries, rational numbers exactly, and other expressions by their
+    values at the points of `_value_pairs`.
+    """
     if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
         if a.shape != b.shape:
             return False
-        verdicts = [compare(x, y) for x, y in zip(a, b, strict=True)]
-        if False in verdicts:
+        entry_verdicts = [compare(x, y) for x, y in zip(a, b, strict=True)]
+        if False in entry_verdicts:
             return False
-        return None if None in verdicts else True
-    if (
-        not isinstance(a, sympy.Expr)
-        or not isinstance(b, sympy.Expr)
-        or _is_unfinished(a)
-        or _is_unfinished(b)
-    ):
+        return None if None in entry_verdicts else True
+    are_expressions = isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)
+    if not are_expressions or _is_unfinished(a) or _is_unfinished(b):
         return None
-    x = exact(a)
-    y = exact(b)
-    if x is not None and y is not None:
-        return x == y
-    values = _value_pairs(a, b)
-    digits = DIGITS if len(values) > 1 else DIGITS_ALONE
-    verdicts = [_values_agree(u, v, digits) for u, v in values if u is not None and v is not None]
+    exact_a = exact(a)
+    exact_b = exact(b)
+    if exact_a is not None and exact_b is not None:
+        return exact_a == exact_b
+    pairs = _value_pairs(a, b)
+    digits = DIGITS if len(pairs) > 1 else DIGITS_ALONE
+    verdicts = [_values_agree(u, v, digits) for u, v in pairs if u is not None and v is not None]
     if False in verdicts:
         return False
-    return True if len(verdicts) > len(values) // 2 else None
+    both_defined_at_most_points = len(verdicts) > len(pairs) // 2
+    return True if both_defined_at_most_points else None
 
 
 def _constant_ratio(a: Any, b: Any) -> float | None:
-    """Return the sign of a / b where it is the same at all points, or None."""
+    """Return the sign of a / b where it is the same at all points, or None. Points where a tree has
+    no value are left out, and at least two must remain."""
     ratios = []
-    for u, v in _value_pairs(a, b):
-        if u is None or v is None:
+    for a_value, b_value in _value_pairs(a, b):
+        if a_value is None or b_value is None:
             continue
-        if _is_zero(u) or _is_zero(v):
+        if _is_zero(a_value) or _is_zero(b_value):
             return None  # an equation that always holds
-        ratios.append(u / v)
+        ratios.append(a_value / b_value)
     if len(ratios) < 2 or any(_values_agree(ratio, ratios[0]) is not True for ratio in ratios[1:]):
         return None
     return float(sympy.sign(sympy.re(ratios[0])))
@@ -247,26 +260,38 @@ def begins(text: str, number: str) -> bool:
 
 
 def rounds_to(text: str, tree: Any, cut: bool = False) -> bool:
-    """Return whether a decimal is the rounding of a number without finite decimals: 0.333333 for
-    1/3. `cut`: rounding towards zero counts too."""
-    if DECIMAL.fullmatch(text) is None or len(text.replace(".", "").lstrip("-0")) < ROUNDED:
+    """Return whether a decimal of at least ROUNDED significant digits is the rounding of a number
+    without finite decimals: 0.333333 for 1/3. `cut`: rounding towards zero counts too."""
+    significant_digits = text.replace(".", "").lstrip("-0")
+    if DECIMAL.fullmatch(text) is None or len(significant_digits) < ROUNDED:
         return False
-    value = exact(tree)
-    if value is not None:
-        if _is_decimal(value):
-            return False
-    elif isinstance(tree, sympy.Expr) and not tree.free_symbols:
-        number = _value_at(_as_evaluable(tree), {}, DIGITS)
-        if number is None or not number.is_real:
-            return False
-        value = Fraction(str(number))
+    value = _endless_value(tree)
     if value is None:
         return False
-    difference = (value - Fraction(text)) * 10 ** len(text.partition(".")[2])
-    return abs(difference) * 2 <= 1 or (cut and 0 < (difference if value > 0 else -difference) < 1)
+    num_decimals = len(text.partition(".")[2])
+    difference = (value - Fraction(text)) * 10**num_decimals  # in units of the last digit
+    if abs(difference) * 2 <= 1:
+        return True
+    missing_from_text = difference if value > 0 else -difference
+    return cut and 0 < missing_from_text < 1
+
+
+def _endless_value(tree: Any) -> Fraction | None:
+    """Return the value of a real number without finite decimals, to DIGITS digits if irrational;
+    None for any other tree."""
+    value = exact(tree)
+    if value is not None:
+        return None if _is_decimal(value) else value
+    if not isinstance(tree, sympy.Expr) or tree.free_symbols:
+        return None
+    number = _value_at(_as_evaluable(tree), {}, DIGITS)
+    if number is None or not number.is_real:
+        return None
+    return Fraction(str(number))
 
 
 def _is_decimal(value: Fraction) -> bool:
+    """Return whether a fraction has finite decimals: its denominator has no primes but 2 and 5."""
     remaining = value.denominator
     for prime in (2, 5):
         while remaining % prime == 0:
@@ -287,6 +312,8 @@ def verified(gold: Any, answer: Any) -> bool:
 
 
 def _value_pairs(a: Any, b: Any) -> list[tuple[Any, Any]]:
+    """Return both trees' values at POINTS points, or their single values without variables. A value
+    is None where `_value_at` has none."""
     a = _as_evaluable(a)
     b = _as_evaluable(b)
     names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols} - {"i"})
@@ -322,21 +349,20 @@ def _as_evaluable(tree: Any) -> Any:
 
 
 def _value_at(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
-    """Return a tree's (possibly complex) value at a point; None when undefined or infinite."""
-    substitutions = {}
-    for symbol in tree.free_symbols:
-        substitutions[symbol] = sympy.I if symbol.name == "i" else point[symbol.name]
+    """Return a tree's (possibly complex) value at a point; None when undefined or infinite. The
+    symbol `i` is the imaginary unit."""
+    substitutions = {
+        symbol: sympy.I if symbol.name == "i" else point[symbol.name]
+        for symbol in tree.free_symbols
+    }
     value = tree.evalf(digits, subs=substitutions, maxn=4 * digits)
-    if (
-        value.is_number
-        and value.is_finite
-        and all(
-            component.is_Float or component.is_Integer or component.is_Rational
-            for component in value.as_real_imag()
-        )
-    ):
-        return value
-    return None
+    if not (value.is_number and value.is_finite):
+        return None
+    is_evaluated = all(
+        component.is_Float or component.is_Integer or component.is_Rational
+        for component in value.as_real_imag()
+    )
+    return value if is_evaluated else None
 
 
 def _is_zero(value: Any) -> bool:
@@ -345,11 +371,11 @@ def _is_zero(value: Any) -> bool:
 
 
 def _values_agree(u: Any, v: Any, digits: int = DIGITS) -> bool:
+    """Return whether two complex values agree in the share AGREE of their digits."""
     if _is_zero(u) and _is_zero(v):
         return True
-    a, b = u.as_real_imag()
-    c, d = v.as_real_imag()
-    largest = max(abs(a), abs(b), abs(c), abs(d))
-    return bool(
-        max(abs(a - c), abs(b - d)) < largest * sympy.Rational(1, 10 ** int(AGREE * digits))
-    )
+    u_real, u_imaginary = u.as_real_imag()
+    v_real, v_imaginary = v.as_real_imag()
+    largest = max(abs(u_real), abs(u_imaginary), abs(v_real), abs(v_imaginary))
+    difference = max(abs(u_real - v_real), abs(u_imaginary - v_imaginary))
+    return bool(difference < largest * sympy.Rational(1, 10 ** int(AGREE * digits)))

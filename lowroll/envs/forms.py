@@ -80,15 +80,18 @@ def pieces(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]
 
 
 def wrapped(text: str) -> tuple[str, str] | None:
-    """Return (brackets, inside) of a text in one pair of brackets, or None."""
+    """Return (brackets, inside) of a text that is in one pair of brackets, ("()", "1,2") for
+    `(1,2)`; None for any other text."""
+    opening = TOKEN.match(text)
+    if opening is None:
+        return None
     depth = 0
     for token in TOKEN.finditer(text):
         sign = token[0]
         depth += sign in ("(", "[", "{", r"\{")
         depth -= sign in (")", "]", "}", r"\}")
-        if depth <= 0:
-            opening = TOKEN.match(text)
-            if token.end() < len(text) or opening is None or token.start() == 0:
+        if depth <= 0:  # this sign closes the first one, or the first is no bracket
+            if token.start() == 0 or token.end() < len(text):
                 return None
             return opening[0] + sign, text[opening.end() : token.start()]
     return None
@@ -96,7 +99,11 @@ def wrapped(text: str) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=4096)
 def form(text: str) -> Form:
-    """Return the form of a tidy text."""
+    """Return the form of a tidy text.
+
+    The outermost structure counts: a pair of brackets, then an implication, a union, a list, a
+    relation. A text without any is a leaf.
+    """
     text = text.strip()
     if (pair := wrapped(text)) is not None:
         bracketed_form = _bracketed_form(*pair)
@@ -105,20 +112,26 @@ def form(text: str) -> Form:
     sides, arrows = pieces(text, IMPLIES)
     if arrows:
         return Form("implication", tuple(map(str.strip, sides)), " ".join(arrows))
-    if len(union_parts := pieces(text, CUP)[0]) > 1:
+    union_parts, _ = pieces(text, CUP)
+    if len(union_parts) > 1:
         return Form("union", tuple(map(str.strip, union_parts)))
-    parts = _list_values(text)
-    if len(parts) > 1:
-        inequalities = all(_is_interval(form(part)) for part in parts)
-        return Form("union" if inequalities else "list", parts)
+    values = _list_values(text)
+    if len(values) > 1:
+        are_intervals = all(_is_interval(form(value)) for value in values)
+        return Form("union" if are_intervals else "list", values)
     return _relation_form(text) or Form("leaf", (text,))
 
 
 def _bracketed_form(brackets: str, inside: str) -> Form | None:
+    r"""Return the form of a text in one pair of brackets, or None when it is of another kind.
+
+    `\{x | x > 3\}` is the interval of its condition. A pair around one value, `(x)` or `{x}`, has
+    the form of the value.
+    """
     if brackets == r"\{\}":
-        condition = pieces(inside, BAR)[0]
-        if len(condition) == 2:
-            condition_form = form(condition[1])
+        variable_and_condition, _ = pieces(inside, BAR)
+        if len(variable_and_condition) == 2:
+            condition_form = form(variable_and_condition[1])
             return condition_form if _is_interval(condition_form) else None
         return Form("set", _list_values(inside, braces=True))
     if brackets == "{}":
@@ -126,12 +139,11 @@ def _bracketed_form(brackets: str, inside: str) -> Form | None:
     parts = [part.strip() for part in pieces(inside, COMMA)[0]]
     if len(parts) > 1 and all(parts):
         return Form("tuple", tuple(parts), brackets)
-    if brackets == "()":
-        return form(inside)
-    return None
+    return form(inside) if brackets == "()" else None
 
 
 def _is_interval(found: Form) -> bool:
+    """Return whether a form is the interval of a variable, as `x > 3` is."""
     return found.kind == "tuple" and bool(found.name)
 
 
@@ -163,53 +175,53 @@ def _expand_signs(text: str) -> list[str]:
 
 
 def _relation_form(text: str) -> Form | None:
-    """Return a relation, or the interval of one that bounds a variable."""
-    sides, operators = pieces(text, RELATION)
-    sides = [side.strip() for side in sides]
+    r"""Return the form of a text with relation signs, or None without any.
+
+    `x \in [1,2]` and `x = (1,2)` are the value with its name, inequalities that bound a variable
+    are an interval, `\frac13 \approx 0.33` is the value before the sign, all others are a relation.
+    """
+    untrimmed_sides, operators = pieces(text, RELATION)
+    sides = [side.strip() for side in untrimmed_sides]
     if not operators or not all(sides):
         return None
+    first_is_name = NAME.fullmatch(sides[0]) is not None
     if r"\approx" in operators:
-        approx_index = operators.index(r"\approx")
-        num_kept = approx_index + 1
-        if approx_index == 0 and NAME.fullmatch(sides[0]):  # a name belongs to the value after it
+        num_kept = operators.index(r"\approx") + 1
+        if num_kept == 1 and first_is_name:  # a name belongs to the value after it
             num_kept = 2
         return form("=".join(sides[:num_kept]))
-    name = ""
-    if NAME.fullmatch(sides[0]):
-        name = sides[0]
-    if operators[0] == r"\in" and name:
-        return replace(form(text.partition(r"\in")[2]), name=squeezed(name))
-    if operators[0] == "=" and name:
+    name = squeezed(sides[0]) if first_is_name else ""
+    if operators[0] == r"\in" and first_is_name:
+        return replace(form(text.partition(r"\in")[2]), name=name)
+    if set(operators) == {"="} and first_is_name:
         value_form = form(sides[-1])
-        if set(operators) == {"="} and value_form.kind != "leaf":
-            return replace(value_form, name=squeezed(name))
-    return _interval_form(sides, operators) or Form(
-        "relation", tuple(sides), " ".join(operators), squeezed(name)
-    )
+        if value_form.kind != "leaf":
+            return replace(value_form, name=name)
+    interval = _interval_form(sides, operators)
+    return interval or Form("relation", tuple(sides), " ".join(operators), name)
 
 
 def _interval_form(sides: list[str], operators: list[str]) -> Form | None:
-    """Return the interval of inequalities that bound one variable by numbers, or None."""
+    r"""Return the interval of inequalities that bound one variable by numbers, or None: `(1,2]` for
+    `1 < x \leq 2`, `[3,\infty)` for `x \geq 3`."""
     if operators[0] not in FLIPPED:
         return None
-    if operators[0] not in BELOW:
+    if operators[0] not in BELOW:  # a descending chain, read from its other end
         sides = sides[::-1]
         operators = [FLIPPED.get(sign, sign) for sign in operators[::-1]]
     if any(sign not in BELOW for sign in operators):
         return None
-    bounds = [CONSTANT.fullmatch(side) is not None for side in sides]
     opening = "[" if operators[0] == r"\leq" else "("
     closing = "]" if operators[-1] == r"\leq" else ")"
-    if bounds == [True, False, True]:
+    is_constant = [CONSTANT.fullmatch(side) is not None for side in sides]
+    if is_constant == [True, False, True]:
         low, variable, high = sides
-    elif bounds == [False, True]:
-        low = r"-\infty"
-        opening = "("
+    elif is_constant == [False, True]:
         variable, high = sides
-    elif bounds == [True, False]:
+        low, opening = r"-\infty", "("
+    elif is_constant == [True, False]:
         low, variable = sides
-        high = r"\infty"
-        closing = ")"
+        high, closing = r"\infty", ")"
     else:
         return None
     if not NAME.fullmatch(variable):
@@ -218,49 +230,50 @@ def _interval_form(sides: list[str], operators: list[str]) -> Form | None:
 
 
 def matches(gold: str, answer: str, ordered: bool = False) -> bool:
-    """Return whether two texts state the same answer. `ordered`: the order of a list counts."""
+    """Return whether two texts state the same answer. `ordered`: the order of a list counts.
+
+    The answer to a multiple choice, `(B) 12`, may be the letter or the text.
+    """
     gold = tidy(gold)
     answer = tidy(answer)
     if squeezed(gold) == squeezed(answer):
         return True
     if not answer or r"\boxed{" in answer:
         return False
-    if (gold_choice := choice(gold)) is not None and (not gold_choice[1] or LETTERED.match(gold)):
-        letter, text = gold_choice
-        answer_choice = choice(answer)
-        if answer_choice is not None and answer_choice[0] == letter:
+    gold_letter, gold_text = choice(gold) or ("", gold)
+    # a letter before a text may be part of a formula, unless it is in brackets
+    is_choice = gold_letter and (not gold_text or LETTERED.match(gold))
+    if is_choice:
+        answer_letter, _ = choice(answer) or ("", answer)
+        if answer_letter == gold_letter:
             return True
-        return text != "" and matches(text, answer)
+        return gold_text != "" and matches(gold_text, answer)
     return _same_form(form(gold), form(answer), ordered)
 
 
 def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
-    if (
-        gold.name
-        and answer.name
-        and gold.name != answer.name
-        and "relation" not in (gold.kind, answer.kind)
-    ):
+    """Return whether two forms are equal, by the rule for their two kinds. `ordered`: as of
+    `matches`."""
+    kinds = {gold.kind, answer.kind}
+    have_names = gold.name and answer.name
+    if have_names and gold.name != answer.name and "relation" not in kinds:
         return False
-    unordered_kinds = ("list", "set", "union")
-    if gold.kind == answer.kind == "tuple":
+    if kinds == {"tuple"} or kinds == {"implication"}:
         return gold.signs == answer.signs and _match_pairwise(gold.parts, answer.parts)
-    if gold.kind == answer.kind == "implication":
-        return gold.signs == answer.signs and _match_pairwise(gold.parts, answer.parts)
-    if {gold.kind, answer.kind} == {"tuple", "list"}:
+    if kinds == {"tuple", "list"}:  # the point `(1,2)` and its coordinates `x=1, y=2`
         point, values = (gold, answer) if gold.kind == "tuple" else (answer, gold)
         if point.signs != "()" or point.name or not _are_coordinates(values.parts):
             return False
         return _match_pairwise(gold.parts, answer.parts)
-    if gold.kind in unordered_kinds and answer.kind in unordered_kinds:
+    if kinds <= {"list", "set", "union"}:
         if ordered and gold.kind == "list":
             return _match_pairwise(gold.parts, answer.parts)
         return _same_multiset(gold.parts, answer.parts)
-    if "relation" in (gold.kind, answer.kind):
+    if "relation" in kinds:
         return _same_relation(gold, answer)
     if gold.kind == "leaf" and answer.kind == "list":  # one value in several forms
         return all(matches(gold.parts[0], part) for part in answer.parts)
-    return gold.kind == answer.kind == "leaf" and same_leaf(gold.parts[0], answer.parts[0])
+    return kinds == {"leaf"} and same_leaf(gold.parts[0], answer.parts[0])
 
 
 def _are_coordinates(parts: tuple[str, ...]) -> bool:
@@ -299,7 +312,7 @@ def _same_multiset(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
 
 def _same_relation(gold: Form, answer: Form) -> bool:
     """Return whether two relations, or a relation and a value, are equal: `x = 5` and `2 + 3 = 5`
-    equal 5, `4 = 5` does not."""
+    equal 5, `4 = 5` does not. A gold `2 + 3 = 5` has no name, and 5 does not equal it."""
     if answer.kind != "relation":
         if not gold.name or not _is_equation_and_value(gold, answer):
             return False
@@ -316,10 +329,12 @@ def _same_relation(gold: Form, answer: Form) -> bool:
         return False
     if len(gold.parts) > 2:
         return _match_pairwise(gold.parts, answer.parts)
+    # it imports sympy, which only formulas need
     from lowroll.envs import expressions
 
     factor = expressions.proportion(gold.parts, answer.parts)
-    return factor is not None and (factor > 0 or gold.signs in ("=", r"\neq"))
+    may_be_negative = gold.signs in ("=", r"\neq")  # a negative factor turns an inequality
+    return factor is not None and (factor > 0 or may_be_negative)
 
 
 def _is_equation_and_value(relation: Form, other: Form) -> bool:
@@ -327,9 +342,10 @@ def _is_equation_and_value(relation: Form, other: Form) -> bool:
 
 
 def _stated_values(equation: Form) -> list[str]:
-    """Return the values of an equation's name: its last side, and numbers before it."""
-    sides = equation.parts[bool(equation.name) :]
-    return [side for side in sides[:-1] if CONSTANT.fullmatch(side)] + [sides[-1]]
+    """Return what an equation says its name equals: the last side, and numbers before it."""
+    sides = equation.parts[1:] if equation.name else equation.parts
+    numbers = [side for side in sides[:-1] if CONSTANT.fullmatch(side)]
+    return [*numbers, sides[-1]]
 
 
 def _ascending(relation: Form) -> Form:
@@ -343,37 +359,64 @@ def _ascending(relation: Form) -> Form:
 
 
 def same_leaf(gold: str, answer: str) -> bool:
-    """Return whether two leaves are equal as times, numerals, words, numbers or expressions."""
+    """Return whether two leaves are equal as times, words, numerals, numbers or expressions. The
+    first of these that a leaf can be decides."""
     if squeezed(gold) == squeezed(answer):
         return True
     if DOTS in gold or DOTS in answer:
         return _is_truncation(gold, answer) or _is_truncation(answer, gold)
-    clock_time = clock(gold)
-    other_clock_time = clock(answer)
-    if clock_time is not None and other_clock_time is not None:
-        either_half = "" in (clock_time[2], other_clock_time[2])  # "" is either half of the day
-        return clock_time[:2] == other_clock_time[:2] and (
-            either_half or clock_time == other_clock_time
-        )
-    if (phrase := words(gold)) is not None:
-        return phrase == words(answer, beside_words=True)
-    if (phrase := words(answer)) is not None and phrase == words(gold, beside_words=True):
-        return True
-    number = numeral(gold)
-    other_number = numeral(answer)
-    if number is not None or other_number is not None:
-        return number == other_number
-    gold, unit = without_unit(gold)
-    answer, other_unit = without_unit(answer)
-    if unit and other_unit and unit != other_unit:
+    for same_as_kind in (_same_time, _same_words, _same_numeral):
+        verdict = same_as_kind(gold, answer)
+        if verdict is not None:
+            return verdict
+    return _same_amount(gold, answer)
+
+
+def _same_time(gold: str, answer: str) -> bool | None:
+    """Return whether two times of day are equal; None unless both are one."""
+    gold_time = clock(gold)
+    answer_time = clock(answer)
+    if gold_time is None or answer_time is None:
+        return None
+    halves = {gold_time[2], answer_time[2]}  # "a", "p", and "" for either half of the day
+    return gold_time[:2] == answer_time[:2] and (len(halves) == 1 or "" in halves)
+
+
+def _same_words(gold: str, answer: str) -> bool | None:
+    """Return whether two phrases are equal; None where the gold answer may be a formula. Beside a
+    phrase, a shorter text is one too."""
+    gold_phrase = words(gold)
+    if gold_phrase is not None:
+        return gold_phrase == words(answer, beside_words=True)
+    answer_phrase = words(answer)
+    is_same = answer_phrase is not None and answer_phrase == words(gold, beside_words=True)
+    return True if is_same else None
+
+
+def _same_numeral(gold: str, answer: str) -> bool | None:
+    """Return whether two numerals with a base are equal; None when neither is one."""
+    gold_numeral = numeral(gold)
+    answer_numeral = numeral(answer)
+    if gold_numeral is None and answer_numeral is None:
+        return None
+    return gold_numeral == answer_numeral
+
+
+def _same_amount(gold: str, answer: str) -> bool:
+    """Return whether two numbers or expressions, perhaps with a scale and a unit, are equal. 50% is
+    both 50 and 0.5."""
+    gold, gold_unit_powers = without_unit(gold)
+    answer, answer_unit_powers = without_unit(answer)
+    if gold_unit_powers and answer_unit_powers and gold_unit_powers != answer_unit_powers:
         return False
-    gold, exponent = scaled(gold)
-    answer, other_exponent = scaled(answer)
+    gold, gold_exponent = scaled(gold)
+    answer, answer_exponent = scaled(answer)
     gold = without_unit(gold)[0]
     answer = without_unit(answer)[0]
     if same_value(gold, answer):
         return True
-    return exponent != other_exponent and same_value(gold, answer, exponent - other_exponent)
+    shift = gold_exponent - answer_exponent
+    return shift != 0 and same_value(gold, answer, shift)
 
 
 def _is_truncation(text: str, other: str) -> bool:
@@ -386,20 +429,22 @@ def _is_truncation(text: str, other: str) -> bool:
 
 
 def same_value(gold: str, answer: str, shift: int = 0) -> bool:
-    """Return whether `gold` times 10^shift equals `answer`."""
-    number = quantity(gold)
-    other_number = quantity(answer)
-    if number is not None and other_number is not None:
-        sign, digits, exponent = number.as_tuple()
+    """Return whether `gold` times 10^shift equals `answer`. Of a text with several readings, one
+    must be equal."""
+    gold_number = quantity(gold)
+    answer_number = quantity(answer)
+    gold_readings = readings(gold)
+    answer_readings = readings(answer)
+    if gold_number is not None and answer_number is not None:
+        sign, digits, exponent = gold_number.as_tuple()
         assert isinstance(exponent, int)
-        if Decimal((sign, digits, exponent + shift)) == other_number:
+        if Decimal((sign, digits, exponent + shift)) == answer_number:
             return True
-        if len(readings(gold)) == len(readings(answer)) == 1:
+        if len(gold_readings) == len(answer_readings) == 1:
             return False
     # it imports sympy, which only formulas need
     from lowroll.envs import expressions
 
-    gold_readings = list(readings(gold))
     if shift:
         gold_readings = [rf"({reading}) \cdot 10^{{{shift}}}" for reading in gold_readings]
-    return any(expressions.equal(*pair) for pair in product(gold_readings, readings(answer)))
+    return any(expressions.equal(*pair) for pair in product(gold_readings, answer_readings))

@@ -292,10 +292,10 @@ def repeating(text: str) -> str:
 
     def fraction(found: re.Match[str]) -> str:
         whole, head, period = found[1] or "0", found[2], found[3]
-        value = Fraction(
-            int(whole + head + period) - int(whole + head),
-            10 ** len(head) * (10 ** len(period) - 1),
-        )
+        # 0.1666... is (16 - 1) / 90: the periods of 100 and 10 times the number cancel
+        numerator = int(whole + head + period) - int(whole + head)
+        denominator = 10 ** len(head) * (10 ** len(period) - 1)
+        value = Fraction(numerator, denominator)
         return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
     return REPEATING.sub(fraction, text)
@@ -321,7 +321,8 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def stated_number(text: str) -> str | None:
-    """Return the only number of a line such as `x = 1,000 dollars` or `5 million`, or None."""
+    """Return the only number of a line such as `x = 1,000 dollars` or `5 million` ("5e6"), or
+    None."""
     name, equals, value_text = tidy(text).rpartition("=")
     if equals and NAME.fullmatch(name.strip()) is None:
         return None
@@ -331,13 +332,13 @@ def stated_number(text: str) -> str | None:
         return None
     number = re.sub(r"^([+-])\s+", r"\1", match[0].strip())
     unit_text = statement[len(match[0].rstrip()) :]
-    if (scale := COUNTED_IN.match(unit_text)) is not None:
-        number += f"e{SCALES[scale[1].lower()]}"
-        unit_text = (
-            rf"\text{{{scale[2]}}}" + unit_text[scale.end() :]
-            if scale[2]
-            else unit_text[scale.end() :]
-        )
+    scale = COUNTED_IN.match(unit_text)
+    if scale is not None:
+        scale_word, label = scale.groups()
+        number += f"e{SCALES[scale_word.lower()]}"
+        unit_text = unit_text[scale.end() :]
+        if label:
+            unit_text = rf"\text{{{label}}}{unit_text}"
     if COUNTS.fullmatch(unit_text) is None or quantity(number) is None:
         return None
     return number
