@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import dataclass
+from itertools import pairwise
 
 from lowroll.envs.notation import plain, quantity, stated_number, tidy, unboxed
 
@@ -26,6 +28,15 @@ BARE = re.compile(r"[^\s$\\{}]+")
 MINUS = re.compile(r"(?:(?:^|(?<![\d)}])\s|[$=(:{]|\\[(\[])-|[$=]\s*-\s*)$")
 JOINED = re.compile(r"(?:[-\s$,;&}]|\\[()]|\\text\s*\{|\\quad|\band\b|\bor\b|\b[A-Za-z]\s*=)*")
 JOINT = re.compile(r"[,;]|\band\b|\bor\b")
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A box and its place in a text. content: None where it never closes."""
+
+    start: int
+    end: int
+    content: str | None
 
 
 def hash_answer(text: str) -> str | None:
@@ -52,28 +63,30 @@ def boxed_answer(text: str, joined: bool = True) -> str | None:
     """
     text = plain(text)
     boxes = _outer_boxes(text)
-    if not boxes or (last_box := boxes[-1][1]) is None:
+    if not boxes or boxes[-1].content is None:
         return None
-    contents, start = [last_box[0]], boxes[-1][0]
-    for box_start, found in reversed(boxes[:-1] if joined else []):
-        between = text[found[1] : start] if found is not None and start - found[1] < 60 else ""
-        if found is None or JOINT.search(between) is None or JOINED.fullmatch(between) is None:
+    contents = [boxes[-1].content]
+    for next_box, box in pairwise(reversed(boxes)):
+        if not joined or box.content is None or not _joins(text[box.end : next_box.start]):
             break
-        contents.append(found[0])
-        start = box_start
+        contents.append(box.content)
     return ", ".join(reversed(contents))
 
 
-def _outer_boxes(text: str) -> list[tuple[int, tuple[str, int] | None]]:
-    """Return (start, (content, end)) of each outer box; None for one that never closes."""
+def _joins(between: str) -> bool:
+    """Return whether the text between two boxes makes them one answer."""
+    if len(between) >= 60:
+        return False
+    return JOINT.search(between) is not None and JOINED.fullmatch(between) is not None
+
+
+def _outer_boxes(text: str) -> list[_Box]:
+    """Return the boxes of a text that are in no other box."""
     closing = _closing_braces(text)
-    boxes: list[tuple[int, tuple[str, int] | None]] = []
-    end = 0
-    for match in BOX.finditer(text):
-        if match.start() >= end:
-            content = _box_content(text, match, closing)
-            end = content[1] if content is not None else end
-            boxes.append((match.start(), content))
+    boxes: list[_Box] = []
+    for command in BOX.finditer(text):
+        if not boxes or command.start() >= boxes[-1].end:
+            boxes.append(_read_box(text, command, closing))
     return boxes
 
 
@@ -89,31 +102,38 @@ def _closing_braces(text: str) -> dict[int, int]:
     return closing
 
 
-def _box_content(text: str, box: re.Match[str], closing: dict[int, int]) -> tuple[str, int] | None:
-    """Return (content, end) of a box, with a preceding minus sign; None for unclosed braces."""
-    inner = None
-    if text[box.end() : box.end() + 1] != "{":
-        inner = _bare_content(text, box.end())
-    elif (close := closing.get(box.end())) is not None:
-        inner = unboxed(text[box.end() + 1 : close].strip()), close + 1
-    if inner is None or MINUS.search(text, max(0, box.start() - 8), box.start()) is None:
-        return inner
-    return f"-{inner[0]}" if re.fullmatch(r"[^-+,\s]*", inner[0]) else f"-({inner[0]})", inner[1]
-
-
-def _bare_content(text: str, start: int) -> tuple[str, int] | None:
-    r"""Return (content, end) of `\boxed x`, without braces, or None."""
-    bare = BARE.match(text, start)
-    return (bare[0].rstrip(".,"), bare.end()) if bare and text[start - 1].isspace() else None
+def _read_box(text: str, command: re.Match[str], closing: dict[int, int]) -> _Box:
+    r"""Return the box of a `\boxed` command, with or without braces. closing: as of
+    `_closing_braces`."""
+    start, inside = command.span()
+    if text[inside : inside + 1] == "{":
+        if inside not in closing:
+            return _Box(start, inside, None)
+        content = unboxed(text[inside + 1 : closing[inside]].strip())
+        end = closing[inside] + 1
+    else:
+        bare = BARE.match(text, inside)
+        if bare is None or not text[inside - 1].isspace():
+            return _Box(start, inside, None)
+        content = bare[0].rstrip(".,")
+        end = bare.end()
+    if MINUS.search(text, max(0, start - 8), start) is not None:
+        is_one_term = re.fullmatch(r"[^-+,\s]*", content) is not None
+        content = f"-{content}" if is_one_term else f"-({content})"
+    return _Box(start, end, content)
 
 
 def last_answer(text: str, joined: bool = True) -> str | None:
-    """Return the last answer in the text, after `####` or in a box, or None."""
+    """Return the last answer in the text, after `####` or in a box, or None. joined: as of
+    `boxed_answer`."""
     text = plain(text)
-    line, box = _last_hash_line(text), boxed_answer(text, joined)
-    if line is None or box is None:
-        return line[1] if line is not None else box
-    return line[1] if line[0] > max(text.rfind("\\boxed"), text.rfind("\\fbox")) else box
+    hash_line = _last_hash_line(text)
+    box = boxed_answer(text, joined)
+    if hash_line is None:
+        return box
+    line_position, number = hash_line
+    box_position = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    return number if box is None or line_position > box_position else box
 
 
 def same_number(gold: str, answer: str) -> bool | None:

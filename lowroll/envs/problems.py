@@ -137,13 +137,12 @@ def ends_in(solution: str, answer: str, hashes: bool) -> bool:
 def judged(prompt: Prompt, text: str, hashes: bool) -> Score:
     """Return 1 when the final answers are equal, else 0. `info["beside"]` is a response whose
     answer replaces the gold one."""
-
-    def stated(response: str) -> str | None:
-        response = bounded(response)
-        return last_answer(response) if hashes else boxed_answer(response)
-
-    answer, other_response = stated(text), prompt.info.get("beside")
-    gold = prompt.info["answer"] if other_response is None else stated(other_response)
+    answer = _stated_answer(text, hashes)
+    other_response = prompt.info.get("beside")
+    if other_response is None:
+        gold = prompt.info["answer"]
+    else:
+        gold = _stated_answer(other_response, hashes)
     right = unjudged = False
     if answer is not None and gold is not None:
         try:
@@ -156,6 +155,11 @@ def judged(prompt: Prompt, text: str, hashes: bool) -> Score:
     )
 
 
+def _stated_answer(response: str, hashes: bool) -> str | None:
+    response = bounded(response)
+    return last_answer(response) if hashes else boxed_answer(response)
+
+
 def problem_of(row: dict[str, Any], where: str) -> Problem | None:
     """Read a row; None for an empty gold answer. ValueError names file and line of one without
     fields."""
@@ -165,11 +169,18 @@ def problem_of(row: dict[str, Any], where: str) -> Problem | None:
     key = next((key for key in ANSWER_FIELDS if key in row), None)
     if key is None:
         raise ValueError(f"{where}: none of the fields {', '.join(ANSWER_FIELDS)}")
-    raw = as_text(row[key], f"{where}: field {key!r}")
-    answer = final_answer(raw) if key != "solution" else (last_answer(raw, joined=False) or "")
-    solution = raw if "####" in raw or key == "solution" else row.get("solution")
-    solution = CALCULATOR.sub("", solution) if isinstance(solution, str) else ""
-    return Problem(question.strip(), answer, solution.strip()) if answer else None
+    answer_text = as_text(row[key], f"{where}: field {key!r}")
+    if key == "solution":  # a worked solution, whose last sentences hold the answer
+        answer = last_answer(answer_text, joined=False) or ""
+    else:
+        answer = final_answer(answer_text)
+    if not answer:
+        return None
+    is_worked = key == "solution" or "####" in answer_text
+    solution = answer_text if is_worked else row.get("solution")
+    if not isinstance(solution, str):
+        solution = ""
+    return Problem(question.strip(), answer, CALCULATOR.sub("", solution).strip())
 
 
 def final_answer(raw: str) -> str:
