@@ -39,15 +39,16 @@ def gae(
             raise ValueError(f"{name}: {factor} must lie in [0, 1]")
     advantages = [0.0] * len(rewards)
     returns = [0.0] * len(rewards)
-    advantage = next_value = 0.0
-    for t in reversed([t for t, m in enumerate(mask) if m]):
+    next_advantage = next_value = 0.0  # after the last token
+    unmasked_positions = [t for t, is_step in enumerate(mask) if is_step]
+    for t in reversed(unmasked_positions):
         for name, entry in (("rewards", rewards[t]), ("values", values[t])):
             if not math.isfinite(entry):
                 raise ValueError(f"{name}[{t}] = {entry} is not finite")
-        advantage = rewards[t] + gamma * next_value - values[t] + gamma * lam * advantage
-        next_value = values[t]
-        advantages[t] = advantage
-        returns[t] = advantage + next_value
+        delta = rewards[t] + gamma * next_value - values[t]
+        advantages[t] = delta + gamma * lam * next_advantage
+        returns[t] = advantages[t] + values[t]
+        next_advantage, next_value = advantages[t], values[t]
     return advantages, returns
 
 
@@ -76,12 +77,11 @@ def whiten(advantages: Sequence[Sequence[float]], masks: Sequence[Mask]) -> list
     ]
     if not all(map(math.isfinite, unmasked)):
         raise ValueError("advantages: an unmasked entry is not finite")
-    mean = scale = 0.0
+    mean = scale = 0.0  # a scale of 0 makes every advantage 0
     if len(unmasked) > 1 and min(unmasked) != max(unmasked):
         mean = math.fsum(unmasked) / len(unmasked)
-        scale = 1 / math.sqrt(
-            math.fsum((a - mean) ** 2 for a in unmasked) / (len(unmasked) - 1) + 1e-8
-        )
+        variance = math.fsum((a - mean) ** 2 for a in unmasked) / (len(unmasked) - 1)
+        scale = 1 / math.sqrt(variance + 1e-8)
     return [
         [(a - mean) * scale if m else 0.0 for a, m in zip(response, mask, strict=True)]
         for response, mask in zip(advantages, masks, strict=True)
