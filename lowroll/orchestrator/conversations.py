@@ -104,9 +104,10 @@ class ConversationState:
         return f"env {self.dialogue.prompt.env!r}, {self.dialogue.prompt.id}"
 
     def take(self, rollout: Rollout, message: Message) -> None:
-        """Append a drawn turn, and end the conversation after the last."""
+        """Append a drawn turn, and end the conversation after the last. message: the turn's text and
+        calls."""
         start, request = len(self.token_ids), self.dialogue
-        token_limit = request.room(self.length)
+        turn_limit = request.room(self.length)  # before the turn
         self.token_ids += rollout.token_ids
         self.logprobs += rollout.logprobs
         if rollout.top_logprobs is not None:
@@ -114,13 +115,14 @@ class ConversationState:
         turn = Turn(start, len(self.token_ids), rollout.finish_reason, rollout.stop_reason)
         self.turns.append(turn)
         self.messages.append(message)
-        self.tag = self.tag or rollout.behavior
+        self.tag = self.tag or rollout.behavior  # of the first turn
         for span in rollout.behavior.policy:
             self._span(replace(span, start=start + span.start))
         if rollout.finish_reason == "abort":
             self.ended = "abort"
         elif rollout.finish_reason == "length":
-            self.ended = "tokens" if token_limit < request.max_tokens else "length"
+            is_cut_by_sequence = turn_limit < request.max_tokens
+            self.ended = "tokens" if is_cut_by_sequence else "length"
         elif len(self.turns) >= request.max_turns:
             self.ended = "turns"
 
@@ -149,12 +151,18 @@ class ConversationState:
 
     @property
     def request(self) -> Request:
+        """The request for the next turn of this sample."""
         dialogue = self.dialogue
-        prompt_ids = [*dialogue.prompt_ids, *self.token_ids]
-        turn, talk_id = len(self.turns), f"{dialogue.id}/{self.sample}"
-        previous_id = f"{talk_id}/{turn - 1}" if turn > 1 else dialogue.id
+        conversation_id = f"{dialogue.id}/{self.sample}"
+        turn = len(self.turns)
+        # the first turns of all samples share the dialogue's own request
+        previous_id = f"{conversation_id}/{turn - 1}" if turn > 1 else dialogue.id
         request = replace(
-            dialogue.first, prompt_ids=prompt_ids, n=1, id=f"{talk_id}/{turn}", follows=previous_id
+            dialogue.first,
+            prompt_ids=[*dialogue.prompt_ids, *self.token_ids],
+            n=1,
+            id=f"{conversation_id}/{turn}",
+            follows=previous_id,
         )
         return dialogue.sized(request)
 
@@ -194,9 +202,15 @@ class ConversationState:
 
 @dataclass
 class _Exchange:
+    """A dialogue and its conversations, none before the first turns are back.
+
+    asked: the engine's handles of requests in flight, with the sample whose turn each is; None for
+    the first turns of all samples.
+    """
+
     dialogue: Dialogue
     talks: list[ConversationState] = field(default_factory=list)
-    asked: dict[int, int | None] = field(default_factory=dict)  # handle -> sample; None: all
+    asked: dict[int, int | None] = field(default_factory=dict)
 
     @property
     def has_ended(self) -> bool:
@@ -234,16 +248,13 @@ class Conversations:
         first_requests = [
             request.first if isinstance(request, Dialogue) else request for request in requests
         ]
-        groups = self._by_id(
-            first_requests, self.engine.generate(first_requests, on_progress=on_progress)
-        )
-        exchanges = {
-            i: _Exchange(request)
-            for i, request in enumerate(requests)
-            if isinstance(request, Dialogue)
-        }
-        for i, exchange in exchanges.items():
-            self._begin(exchange, groups[i])
+        first_answers = self.engine.generate(first_requests, on_progress=on_progress)
+        groups = self._by_id(first_requests, first_answers)
+        exchanges: dict[int, _Exchange] = {}  # by the request's index
+        for i, request in enumerate(requests):
+            if isinstance(request, Dialogue):
+                exchanges[i] = _Exchange(request)
+                self._begin(exchanges[i], groups[i])
         open_talks = [talk for exchange in exchanges.values() for talk in exchange.talks]
         while open_talks := self._answer(open_talks):
             turn_requests = [talk.request for talk in open_talks]
@@ -271,23 +282,29 @@ class Conversations:
                 self._given_up.discard(handle)
                 continue
             owner = self._whose.pop(handle, None)
-            if owner is None:
+            if owner is None:  # not a dialogue's
                 ended.append((handle, group))
                 continue
-            exchange = self._open[owner]
-            sample = exchange.asked.pop(handle)
-            if sample is None:
-                self._begin(exchange, group)
-                talks = exchange.talks
-            else:
-                talks = [exchange.talks[sample]]
-                self._take(talks[0], group.rollouts)
+            talks = self._take_turns(self._open[owner], handle, group)
             returned.setdefault(owner, []).extend(talks)
+        # one call for all of them: environments reply in parallel
         self._answer([talk for talks in returned.values() for talk in talks])
         for owner, talks in returned.items():
             self._ask_next_turns(owner, talks)
         finished = [owner for owner in returned if self._open[owner].has_ended]
         return ended + [(owner, self._open.pop(owner).group) for owner in finished]
+
+    def _take_turns(
+        self, exchange: _Exchange, handle: int, group: Group
+    ) -> list[ConversationState]:
+        """Append the turns that the engine returned for a handle; return their conversations."""
+        sample = exchange.asked.pop(handle)
+        if sample is None:
+            self._begin(exchange, group)
+            return exchange.talks
+        talk = exchange.talks[sample]
+        self._take(talk, group.rollouts)
+        return [talk]
 
     def _ask_next_turns(self, owner: int, talks: Sequence[ConversationState]) -> None:
         for talk in talks:
@@ -317,14 +334,14 @@ class Conversations:
         }
         talks_so_far = []
         for talk in exchange.talks:
-            token_ids = [i for turn in talk.turns for i in talk.token_ids[turn.start : turn.end]]
-            if (engine_handle := handle_by_sample.get(talk.sample)) is not None:
-                token_ids += [
-                    i
-                    for drawn_tokens in self.engine.so_far(engine_handle)
-                    for i in drawn_tokens.token_ids
-                ]
-            talks_so_far.append(_SoFar(token_ids))
+            drawn_ids: list[int] = []
+            for turn in talk.turns:
+                drawn_ids += talk.token_ids[turn.start : turn.end]
+            engine_handle = handle_by_sample.get(talk.sample)
+            if engine_handle is not None:  # a turn is in flight
+                for turn_so_far in self.engine.so_far(engine_handle):
+                    drawn_ids += turn_so_far.token_ids
+            talks_so_far.append(_SoFar(drawn_ids))
         return talks_so_far
 
     def _add(self, request: Request) -> int:
@@ -333,6 +350,7 @@ class Conversations:
         return handle
 
     def _begin(self, exchange: _Exchange, group: Group) -> None:
+        """Begin the conversations of a dialogue with their first turns, one a rollout."""
         exchange.talks = [
             ConversationState(exchange.dialogue, i) for i in range(len(group.rollouts))
         ]
