@@ -62,19 +62,19 @@ def canaries(
     Each environment gives a right and a wrong answer to its training task at `positions[name]`; one
     that stores no answers is skipped.
     """
-    items: list[tuple[Prompt, str]] = []
+    items: list[tuple[Prompt, str]] = []  # a gold and a perturbed answer in turn
     for name, env in envs.items():
         prompt = prompt_at(env, positions[name], "train")
         try:
             items += [(prompt, env.gold(prompt)), (prompt, env.perturbed(prompt))]
         except NotImplementedError:
             continue
+    kinds = ["gold", "perturbed"] * (len(items) // 2)
     failures = []
-    for index, ((prompt, _), outcome) in enumerate(zip(items, scorer.score(items), strict=True)):
-        kind, solved = ("perturbed", False) if index % 2 else ("gold", True)
+    for kind, (prompt, _), outcome in zip(kinds, items, scorer.score(items), strict=True):
         where = f"environment {prompt.env!r}: the {kind} answer of {prompt.id!r}"
         if isinstance(outcome, ScoreError):
             failures.append(f"{where} could not be scored: {describe([outcome])}")
-        elif (outcome.reward >= SOLVED) != solved:
+        elif (outcome.reward >= SOLVED) != (kind == "gold"):
             failures.append(f"{where} scored {outcome.reward}")
     return failures

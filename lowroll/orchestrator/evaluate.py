@@ -68,18 +68,17 @@ def evaluate(
         max_sequence_tokens=max_sequence_tokens,
         split=split,
     )
-    answers = engine.generate(
-        [draw.request for draw in draws], on_progress=on_phase and partial(on_phase, "generate")
-    )
+    on_drawn = on_phase and partial(on_phase, "generate")
+    answers = engine.generate([draw.request for draw in draws], on_progress=on_drawn)
     groups = grouping.in_planned_order(draws, answers)
     examples = grouping.score(
         draws,
         groups,
         scorer,
         tokenizer,
-        on_phase and partial(on_phase, "score"),
-        step,
-        max_steps,
+        on_progress=on_phase and partial(on_phase, "score"),
+        step=step,
+        max_steps=max_steps,
     )
     check_errors([sample.score for group in examples for sample in group], max_error_rate)
     return {
@@ -111,10 +110,10 @@ def plan(
             position,
             split,
             tokenizer,
-            sampling,
-            rollouts_per_example,
-            seed,
-            max_sequence_tokens,
+            sampling=sampling,
+            n=rollouts_per_example,
+            run_seed=seed,
+            max_sequence_tokens=max_sequence_tokens,
         )
         for position in positions
     ]

@@ -120,19 +120,23 @@ def score(
     keep: Keep,
     on_progress: Progress | None = None,
 ) -> None:
-    """Score every response, except aborted ones and those with a failed environment."""
+    """Score every response, except aborted ones and those with a failed environment, which get an
+    error. Examples go to `keep` a batch at a time."""
     num_done = 0
     for batch in _scorer_batches(examples):
-        items = []
+        to_score: list[tuple[Prompt, ExampleResponse]] = []
         for example in batch:
             for response in example.responses:
                 response.score = _unscorable_error(response)
-            finished = [response for response in example.responses if response.score is None]
-            token_ids = [response.token_ids or [] for response in finished]
+            scorable = [response for response in example.responses if response.score is None]
+            token_ids = [response.token_ids or [] for response in scorable]
+            # the state before training, as an evaluation has no steps
             prompt = for_scorer(example.prompt, token_ids, step=1, max_steps=0)
-            items += [(prompt, response) for response in finished]
-        outcomes = scorer.score([(p, p.answered(r.text, r.messages)) for p, r in items])
-        for (_, response), outcome in zip(items, outcomes, strict=True):
+            to_score += [(prompt, response) for response in scorable]
+        outcomes = scorer.score(
+            [(prompt, prompt.answered(one.text, one.messages)) for prompt, one in to_score]
+        )
+        for (_, response), outcome in zip(to_score, outcomes, strict=True):
             response.score = finite(outcome)
         keep(batch)
         num_done += len(batch)
@@ -171,6 +175,7 @@ def votes(
 
 
 def _scorer_batches(examples: Sequence[Example]) -> Iterator[list[Example]]:
+    """Yield batches of examples with at most TOGETHER responses, but at least one example."""
     max_responses = max((len(example.responses) for example in examples), default=1)
     size = max(1, TOGETHER // max(1, max_responses))
     for start in range(0, len(examples), size):
@@ -181,29 +186,37 @@ def _answer_classes(
     examples: Sequence[Example], env: Environment, scorer: Scorer
 ) -> list[list[int | None]]:
     """Return for every response the first response of its example with the same answer, or None
-    without an answer."""
+    without an answer.
+
+    In each round the first response without a class begins one in every example, and all others
+    without a class are compared with it, in one call of the scorer.
+    """
     classes: list[list[int | None]] = [[None] * len(example.responses) for example in examples]
     unclassified = [
         [i for i, r in enumerate(example.responses) if _has_answer(r)] for example in examples
     ]
     while any(unclassified):
-        comparisons = []  # (example, first response of a class, other response)
-        for number, others in enumerate(unclassified):
-            if others:
-                first = others.pop(0)
+        pairs: list[_AnswerPair] = []
+        for number, waiting in enumerate(unclassified):
+            if waiting:
+                first = waiting.pop(0)
                 classes[number][first] = first
-                comparisons += [(number, first, other) for other in others]
-        outcomes = scorer.score(
-            [
-                _comparison(env, examples[number], first, other)
-                for number, first, other in comparisons
-            ]
-        )
-        for (number, first, other), outcome in zip(comparisons, outcomes, strict=True):
+                pairs += [_AnswerPair(number, first, other) for other in waiting]
+        items = [_comparison(env, examples[pair.example], pair.first, pair.other) for pair in pairs]
+        for pair, outcome in zip(pairs, scorer.score(items), strict=True):
             if isinstance(outcome, Score) and outcome.reward >= SOLVED:
-                classes[number][other] = first
-                unclassified[number].remove(other)
+                classes[pair.example][pair.other] = pair.first
+                unclassified[pair.example].remove(pair.other)
     return classes
+
+
+@dataclass(frozen=True)
+class _AnswerPair:
+    """The numbers of two responses to compare, and of their example."""
+
+    example: int
+    first: int
+    other: int
 
 
 def _has_answer(response: ExampleResponse) -> bool:

@@ -72,13 +72,15 @@ class ScoredGroup:
 
 def in_planned_order(draws: list[PromptDraw], groups: list[Group]) -> list[Group]:
     """Return the groups in the order of the draws. InvalidRollout unless they match one to one."""
+    planned_ids = {draw.request.id for draw in draws}
     group_by_id: dict[str, Group] = {}
-    planned = {draw.request.id for draw in draws}
     for group in groups:
-        if group.request.id not in planned or group.request.id in group_by_id:
-            fault = "answered twice" if group.request.id in group_by_id else "never asked"
-            raise InvalidRollout(f"request {group.request.id!r}: {fault}")
-        group_by_id[group.request.id] = group
+        request_id = group.request.id
+        if request_id not in planned_ids:
+            raise InvalidRollout(f"request {request_id!r}: never asked")
+        if request_id in group_by_id:
+            raise InvalidRollout(f"request {request_id!r}: answered twice")
+        group_by_id[request_id] = group
     for draw in draws:
         if draw.request.id not in group_by_id:
             raise InvalidRollout(f"request {draw.request.id!r}: no answer")
@@ -116,20 +118,25 @@ def check_group(draw: PromptDraw, group: Group) -> None:
 
 def _check_turns(rollout: Rollout, where: str) -> None:
     """Raise InvalidRollout unless the turns cover the rollout in order, and tokens between them
-    have no log-prob."""
+    have no log-prob.
+
+    The first turn begins with the first token, the last ends with the last one, and before each
+    other turn stands at least one token of the environment.
+    """
     assert rollout.turns is not None
-    end = 0
+    previous_end = 0
     for number, turn in enumerate(rollout.turns):
-        starts_in_order = turn.start == 0 if number == 0 else turn.start > end
+        starts_in_order = turn.start == 0 if number == 0 else turn.start > previous_end
         if not (starts_in_order and turn.start <= turn.end):
             raise InvalidRollout(f"{where}: turn {number} is [{turn.start}, {turn.end})")
-        if any(rollout.logprobs[end : turn.start]):
+        if any(rollout.logprobs[previous_end : turn.start]):
             raise InvalidRollout(
                 f"{where}: the environment's tokens before turn {number} have log-probs"
             )
-        end = turn.end
-    if not rollout.turns or end != len(rollout.token_ids):
-        raise InvalidRollout(f"{where}: its turns end at {end} of {len(rollout.token_ids)} tokens")
+        previous_end = turn.end
+    num_tokens = len(rollout.token_ids)
+    if not rollout.turns or previous_end != num_tokens:
+        raise InvalidRollout(f"{where}: its turns end at {previous_end} of {num_tokens} tokens")
 
 
 def score(
@@ -142,19 +149,17 @@ def score(
     max_steps: int = 0,
 ) -> list[list[Sample]]:
     """Decode and score every rollout: one list of samples per draw. Aborted rollouts and failed
-    environments are not scored."""
-    samples = [
+    environments are not scored. step and max_steps: as of `for_scorer`."""
+    samples_by_group = [
         samples_of(draw, group, tokenizer) for draw, group in zip(draws, groups, strict=True)
     ]
-    finished, items = [], []
-    for group in samples:
-        group_finished = [
-            sample
-            for sample in group
-            if sample.rollout.finish_reason != "abort" and sample.ended != "error"
-        ]
+    finished: list[Sample] = []
+    items: list[tuple[Prompt, str | list[Message]]] = []
+    for samples in samples_by_group:
+        group_finished = [sample for sample in samples if _is_finished(sample)]
         if not group_finished:
             continue
+        # one prompt for all, by which the scorer knows that they belong together
         prompt = for_scorer(
             group_finished[0].prompt,
             [sample.rollout.token_ids for sample in group_finished],
@@ -168,7 +173,11 @@ def score(
         raise ValueError(f"scorer: {len(outcomes)} outcomes for {len(finished)} items")
     for sample, outcome in zip(finished, outcomes, strict=True):
         sample.score = finite(outcome)
-    return samples
+    return samples_by_group
+
+
+def _is_finished(sample: Sample) -> bool:
+    return sample.rollout.finish_reason != "abort" and sample.ended != "error"
 
 
 def finite(outcome: Score | ScoreError) -> Score | ScoreError:
@@ -179,18 +188,25 @@ def finite(outcome: Score | ScoreError) -> Score | ScoreError:
 
 
 def for_scorer(prompt: Prompt, token_ids: Sequence[list[int]], step: int, max_steps: int) -> Prompt:
-    """Return a group's prompt for its scorer, with the token ids and the run's progress where its
-    `info["takes"]` lists them."""
+    """Return a group's prompt for its scorer, with what its `info["takes"]` lists: the responses'
+    token ids, and the run's finished steps and their total (0: unknown). step: the current one,
+    from 1."""
     available = {
         "completion_ids": list(token_ids),
         "trainer_state": {"global_step": step - 1, "max_steps": max_steps},
     }
-    extra_info = {name: available[name] for name in prompt.info.get("takes", ())}
-    return replace(prompt, info=prompt.info | extra_info) if extra_info else prompt
+    taken = {name: available[name] for name in prompt.info.get("takes", ())}
+    if not taken:
+        return prompt
+    return replace(prompt, info=prompt.info | taken)
 
 
 def credit(samples: list[Sample], settings: Settings, request: Request) -> ScoredGroup:
-    """Shape a group's rewards, flag its rollouts, and set advantages and loss masks in place."""
+    """Shape a group's rewards, flag its rollouts, and set advantages and loss masks in place.
+
+    A loss mask is that of the drawn tokens, all 0 for a sample without a score or flagged by an
+    enforcing filter. A flagged sample's reward still counts in its group.
+    """
     flags: Counter[str] = Counter()
     for sample in samples:
         sample.reward = _shaped_reward(sample, settings)
@@ -201,10 +217,10 @@ def credit(samples: list[Sample], settings: Settings, request: Request) -> Score
             is_learned = is_learned and not matched_filter.enforce
         drawn_mask = sample.rollout.drawn
         sample.loss_mask = drawn_mask if is_learned else [0] * len(drawn_mask)
+    rewards = [sample.reward for sample in samples]
     lengths = [sample.rollout.num_drawn for sample in samples]
     estimate = settings.estimator or TABLE[settings.advantage]
-    advantages = estimate([sample.reward for sample in samples], lengths)
-    for sample, advantage in zip(samples, advantages, strict=True):
+    for sample, advantage in zip(samples, estimate(rewards, lengths), strict=True):
         sample.advantage = advantage
     return ScoredGroup(samples, flags, request.id, request.temperature)
 

@@ -42,15 +42,16 @@ FIELDS: dict[str, tuple[str, ...]] = {
 def read(path: Path) -> tuple[list[Event], int]:
     """Return the events of a file, and its length in bytes without a torn last line. ValueError
     names another invalid line."""
-    *lines, torn_end = read_file(path).split(b"\n")
+    *lines, text_after_last_newline = read_file(path).split(b"\n")
     events: list[Event] = []
     valid_length = 0
     for number, line in enumerate(lines, 1):
         try:
             events.append(_parse_event(line, number))
         except ValueError as error:
-            if number == len(lines) and not torn_end:
-                break  # the last line may have been written in part
+            is_last = number == len(lines) and not text_after_last_newline
+            if is_last:
+                break  # it may have been written in part
             raise ValueError(f"{path}: line {number}: {error}") from None
         valid_length += len(line) + 1
     return events, valid_length
@@ -114,9 +115,11 @@ class Journal:
             os.fsync(self._file)
 
     def go_on(self, step: int, open_ids: Sequence[str], again: bool = False) -> None:
-        """Resume after batch `step` (0: from the beginning) with these open groups, and undo
-        what came after. `again` discards all earlier events. ValueError when the file has no
-        such batch."""
+        """Resume after batch `step` (0: from the beginning) with these open groups.
+
+        What came after that batch is undone. `again` discards all earlier events. ValueError when
+        the file has no such batch.
+        """
         if self.step is None or again:
             self.write("begun", step=step, open=list(open_ids))
         elif step not in self.batches:
@@ -124,11 +127,12 @@ class Journal:
                 f"{self.path}: no batch of step {step} stands in it (the last one is "
                 f"{self.step}): it is cut short, or another run's"
             )
-        elif step != self.step or self._dirty:
+        elif step != self.step or self._dirty:  # something came after it
             self.write("rolled_back", step=step)
         self.sync()
 
     def _note(self, event: Event) -> None:
+        """Count an event's line, and update `batches` and `_dirty` by it."""
         self._lines += 1
         kind = event["event"]
         if kind == "begun":

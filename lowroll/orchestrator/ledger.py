@@ -78,10 +78,11 @@ class Pools:
         pooled = [(env, prompt_id) for env, ids in self._held[pool].items() for prompt_id in ids]
         if not pooled or share <= 0:
             return 0
-        chosen = sorted(pooled, key=lambda one: order(*one))[: max(1, round(share * len(pooled)))]
-        for env, prompt_id in chosen:
+        num_released = max(1, round(share * len(pooled)))
+        released = sorted(pooled, key=lambda prompt: order(*prompt))[:num_released]
+        for env, prompt_id in released:
             del self._held[pool][env][prompt_id]
-        return len(chosen)
+        return len(released)
 
     def state(self) -> dict[str, dict[str, list[str]]]:
         """Return JSON: pool, environment, ids."""
@@ -196,23 +197,30 @@ def state_of(
 
 
 def upgraded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state in format 2; format 1 had no open groups, pools and duplicates. ValueError for
-    an invalid state."""
-    names = set(STATE) - ({"step"} if state.get("format") == 1 else set())
-    if set(state) != names or state["format"] not in (1, STATE_FORMAT):
+    """Return a state in format 2; format 1 had no step, open groups, pools and duplicates.
+    ValueError for an invalid state."""
+    is_format_1 = state.get("format") == 1
+    expected_fields = set(STATE) - {"step"} if is_format_1 else set(STATE)
+    if set(state) != expected_fields or state["format"] not in (1, STATE_FORMAT):
         raise ValueError(
             f"orchestrator state: expected format {STATE_FORMAT} (or 1) with plan, ledger and errors"
         )
     if not isinstance(state["plan"], Mapping):
         raise ValueError(f"orchestrator state: plan: expected a mapping, got {state['plan']!r}")
-    if state["format"] == STATE_FORMAT:
+    if not is_format_1:
         if type(state["step"]) is not int or state["step"] < 0:
             raise ValueError(f"orchestrator state: step: expected a count, got {state['step']!r}")
         return dict(state)
-    new_fields = {"duplicates": 0, "pooled": 0, "open": [], "pools": {pool: {} for pool in POOLS}}
+    new_plan_fields = {"buffer_seed": state["plan"].get("seed"), "hash_keys": []}
+    new_ledger_fields = {
+        "duplicates": 0,
+        "pooled": 0,
+        "open": [],
+        "pools": {pool: {} for pool in POOLS},
+    }
     return {
         **state,
         "step": 0,
-        "plan": {"buffer_seed": state["plan"].get("seed"), "hash_keys": [], **state["plan"]},
-        "ledger": {**state["ledger"], **new_fields},
+        "plan": {**new_plan_fields, **state["plan"]},
+        "ledger": {**state["ledger"], **new_ledger_fields},
     }

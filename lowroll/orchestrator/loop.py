@@ -110,6 +110,7 @@ class Orchestrator:
         """
         if version is None and self.weights is not None:
             version = step - 1
+        # these keep their rollouts if the step fails; what returns during it is drawn again
         returned_before = {group.planned for group in self.rollout_buffer.ready(self.ledger)}
         temperature = self.settings.temperature(step)
         pending = PendingBatch(step, version, temperature, self.ledger.copy(), self.errors.copy())
@@ -168,7 +169,8 @@ class Orchestrator:
             pending.rounds += 1
 
     def _collect_as_they_end(self, pending: PendingBatch) -> None:
-        """Keep groups open and take those that end, until there are enough."""
+        """Keep groups open and take those that end, until there are enough, or until `max_rounds`
+        batches of groups have returned and filters have dropped too many of them."""
         settings, buffer, ledger = self.settings, self.rollout_buffer, pending.ledger
         num_groups, num_returned = settings.num_groups, 0
         while True:
@@ -176,12 +178,12 @@ class Orchestrator:
             ready = buffer.ready(ledger)
             if self.on_phase is not None:
                 self.on_phase("generate", min(len(ready), num_groups), num_groups)
-            rounds_are_spent = (
-                settings.filters_groups and num_returned >= settings.max_rounds * num_groups
-            )
+            max_returned = settings.max_rounds * num_groups
+            rounds_are_spent = settings.filters_groups and num_returned >= max_returned
             batch_is_done = len(ready) >= num_groups or rounds_are_spent
             started = time.monotonic()
-            if settings.carries or not batch_is_done:  # engines go on while a batch is made
+            engines_go_on = settings.carries or not batch_is_done  # also while the batch is made
+            if engines_go_on:
                 if not rounds_are_spent:
                     self._open_missing_groups(pending)
                 buffer.send(ledger)
@@ -394,15 +396,9 @@ class Orchestrator:
         self, state: Mapping[str, Any], *, skip_progress: bool = False, skip_buffer: bool = False
     ) -> None:
         """Continue from `state()`. ValueError names the field that this run's plan contradicts.
-        `skip_progress`: restart the prompts. `skip_buffer`: empty the pools."""
+        `skip_progress`: restart the prompts, with the same pools. `skip_buffer`: empty the pools."""
         state = upgraded(state)
-        saved_plan, plan = state["plan"], self.source.plan()
-        for name in sorted(saved_plan.keys() | plan.keys()):
-            if saved_plan.get(name) != plan.get(name):
-                raise ValueError(
-                    f"orchestrator state: {name} is {saved_plan.get(name)!r} in the checkpoint and "
-                    f"{plan.get(name)!r} in this run"
-                )
+        _check_plan(state["plan"], self.source.plan())
         ledger = Ledger.of(state["ledger"], set(self.source.envs))
         if skip_buffer:
             ledger.pools = Ledger().pools
@@ -415,13 +411,15 @@ class Orchestrator:
 
     def promote(self) -> dict[str, int]:
         """Release the configured shares of the pools when a run resumes. Return the number of
-        prompts of each."""
+        prompts of each. A hash of the seed, the draws so far and the prompt chooses them."""
+        num_draws = self.ledger.draws
+
+        def order(env: str, prompt_id: str) -> int:
+            return seed_of(self.source.seed, "pool", num_draws, env, prompt_id)
+
         shares = (self.settings.easy_fraction, self.settings.hard_fraction)
-        draws = self.ledger.draws
         return {
-            pool: self.ledger.pools.take_back(
-                pool, share, lambda env, one: seed_of(self.source.seed, "pool", draws, env, one)
-            )
+            pool: self.ledger.pools.take_back(pool, share, order)
             for pool, share in zip(POOLS, shares, strict=True)
         }
 
@@ -438,6 +436,16 @@ class Orchestrator:
             open_ids = [open_group.id for open_group in self.rollout_buffer.opened(self.ledger)]
             self.journal.go_on(self.last, open_ids, again=self._restart_journal)
         self._journal_in_sync, self._restart_journal = True, False
+
+
+def _check_plan(saved_plan: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
+    """Raise ValueError for a setting that differs between a checkpoint and this run."""
+    for name in sorted(saved_plan.keys() | plan.keys()):
+        if saved_plan.get(name) != plan.get(name):
+            raise ValueError(
+                f"orchestrator state: {name} is {saved_plan.get(name)!r} in the checkpoint and "
+                f"{plan.get(name)!r} in this run"
+            )
 
 
 def logged(batch: Batch, dropped: Sequence[ScoredGroup] = ()) -> Batch:

@@ -75,15 +75,17 @@ class PromptSource:
         self.tokenizer = tokenizer
         # sorted, so that the order in the configuration does not matter
         self._names = sorted(self.envs)
-        self._shares = list(accumulate(settings.env_weights.get(name, 1.0) for name in self._names))
+        weights = [settings.env_weights.get(name, 1.0) for name in self._names]
+        self._cumulative_weights = list(accumulate(weights))
         self._sizes = {name: env.size("train") for name, env in self.envs.items()}
         self._firsts = {name: Firsts() for name in self.envs}
 
     def draw(self, ledger: Ledger, count: int, temperature: float) -> list[PromptDraw]:
-        """Return the next `count` draws and advance `ledger`. NoSignal when the pools leave
-        none."""
+        """Return the next `count` draws and advance `ledger`. Unwanted and too long prompts are
+        skipped and counted. NoSignal when the pools leave none, ValueError after MAX_PASSED_OVER
+        too long ones in a row."""
         draws: list[PromptDraw] = []
-        num_too_long = num_unwanted = 0
+        num_too_long = num_unwanted = 0  # since the last usable prompt
         limit = self.settings.max_prompt_tokens
         while len(draws) < count:
             name = self.choose(ledger.draws)
@@ -117,8 +119,10 @@ class PromptSource:
         """Return the environment of a draw, a function of (seed, draw, weights)."""
         if len(self._names) == 1:
             return self._names[0]
-        share = seed_of(self.seed, "environment", draw) / 2**63 * self._shares[-1]
-        return self._names[min(bisect_right(self._shares, share), len(self._names) - 1)]
+        total_weight = self._cumulative_weights[-1]
+        point = seed_of(self.seed, "environment", draw) / 2**63 * total_weight
+        index = bisect_right(self._cumulative_weights, point)
+        return self._names[min(index, len(self._names) - 1)]  # the point may round to the total
 
     @property
     def seed(self) -> int:
@@ -161,16 +165,17 @@ class PromptSource:
 
     def _at(self, name: str, position: int, temperature: float) -> PromptDraw:
         settings = self.settings
+        sampling_seed = settings.seed if settings.sampling_seed is None else settings.sampling_seed
         return draw_at(
             self.envs[name],
             name,
             position,
             "train",
             self.tokenizer,
-            replace(settings.sampling, temperature=temperature),
-            settings.rollouts_per_example,
-            settings.seed if settings.sampling_seed is None else settings.sampling_seed,
-            settings.max_sequence_tokens,
+            sampling=replace(settings.sampling, temperature=temperature),
+            n=settings.rollouts_per_example,
+            run_seed=sampling_seed,
+            max_sequence_tokens=settings.max_sequence_tokens,
         )
 
     def _is_unwanted(self, ledger: Ledger, name: str, position: int) -> bool:
@@ -188,9 +193,12 @@ class PromptSource:
         return False
 
     def _is_duplicate(self, name: str, position: int, prompt: Prompt) -> bool:
+        """Return whether an earlier prompt of the data set has the same content. All prompts up to
+        this one are read for it, also in a resumed run, which has not drawn them."""
         firsts, keys = self._firsts[name], self.settings.hash_keys
-        for unread in range(firsts.num_read, min(position + 1, self._sizes[name] or 0)):
-            firsts.read(prompt_at(self.envs[name], unread, "train"), keys)
+        end = min(position + 1, self._sizes[name] or 0)
+        for unread_position in range(firsts.num_read, end):
+            firsts.read(prompt_at(self.envs[name], unread_position, "train"), keys)
         return firsts.is_duplicate(prompt, keys)
 
     def _refuse_emptiness(self, ledger: Ledger, unwanted: int) -> None:

@@ -91,6 +91,7 @@ class RolloutBuffer:
         return [open_group for open_group in self.opened(ledger) if open_group.scored is not None]
 
     def plan(self, ledger: Ledger, count: int, step: int, temperature: float) -> list[OpenGroup]:
+        """Draw `count` groups and open them in the ledger, for `send`."""
         new_groups = []
         for draw in self.source.draw(ledger, count, temperature):
             planned = GroupPlan(draw.prompt.env, draw.position, step, temperature)
@@ -182,7 +183,10 @@ class RolloutBuffer:
         to `version`. Return the number of groups."""
         count = self.recall()
         for open_group in self._known.values():
-            if open_group.scored is not None and open_group.scored.versions[1] > version:
+            if open_group.scored is None:
+                continue
+            _, newest_version = open_group.scored.versions
+            if newest_version > version:
                 open_group.scored = None
                 count += 1
         self.version = None
@@ -200,8 +204,8 @@ class RolloutBuffer:
 
     def abort_stale(self, version: int) -> list[OpenGroup]:
         """Record the engines' new version. Abort and return the groups in flight that are too old
-        for it."""
-        is_update = self.version not in (None, version)
+        for it: none if engines replay them, which draws them anew."""
+        is_update = self.version is not None and self.version != version
         self.version = version
         if not is_update or self.settings.partial == "replay":
             return []
@@ -224,6 +228,8 @@ class RolloutBuffer:
         return len(self._flights)
 
     def stats(self, step: int, chosen: Iterable[OpenGroup]) -> dict[str, float]:
+        """Return the groups in flight, and those of a batch (`chosen`) that were planned for an
+        earlier step, each with the mean length in tokens where there are any."""
         stats = {"rollout/in_flight_groups": float(self.in_flight)}
         lengths_so_far = [
             len(sample.token_ids)

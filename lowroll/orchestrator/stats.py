@@ -119,23 +119,23 @@ def turn_stats(samples: Sequence[Sample]) -> dict[str, float]:
     talks = [sample for sample in samples if sample.rollout.turns is not None]
     if not talks:
         return {}
-    turns = [len(talk.rollout.turns or ()) for talk in talks]
+    turn_counts = [len(talk.rollout.turns or ()) for talk in talks]
     env_tokens = [len(talk.rollout.token_ids) - talk.rollout.num_drawn for talk in talks]
-    rewards: dict[int, list[float]] = {}
-    for talk, count in zip(talks, turns, strict=True):
-        if isinstance(talk.score, Score):
-            rewards.setdefault(count, []).append(talk.score.reward)
     end_reasons = Counter(talk.ended for talk in talks)
-    return {
-        "rollout/turns_mean": fmean(turns),
-        "rollout/turns_max": float(max(turns)),
+    stats = {
+        "rollout/turns_mean": fmean(turn_counts),
+        "rollout/turns_max": float(max(turn_counts)),
         "rollout/env_tokens_mean": fmean(env_tokens),
-        **{
-            f"rollout/ended_{reason}_fraction": end_reasons[reason] / len(talks)
-            for reason in ENDINGS
-        },
-        **{f"reward/after_{count}_turns": fmean(rewards[count]) for count in sorted(rewards)},
     }
+    for reason in ENDINGS:
+        stats[f"rollout/ended_{reason}_fraction"] = end_reasons[reason] / len(talks)
+    rewards_by_turns: dict[int, list[float]] = {}
+    for talk, num_turns in zip(talks, turn_counts, strict=True):
+        if isinstance(talk.score, Score):
+            rewards_by_turns.setdefault(num_turns, []).append(talk.score.reward)
+    for num_turns, rewards in sorted(rewards_by_turns.items()):
+        stats[f"reward/after_{num_turns}_turns"] = fmean(rewards)
+    return stats
 
 
 def version_stats(rollouts: Sequence[Rollout], learner: int | None) -> dict[str, float]:
@@ -153,22 +153,21 @@ def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, floa
     """Return the lag of a batch's tokens behind the learner in versions.
 
     `rollout/staleness_<n>`: the share of tokens drawn n versions before. `mixed_fraction`: rollouts
-    with tokens of several versions. `kept_prefix_mean`: their tokens before the last change.
+    with tokens of several versions. `kept_prefix_mean`: their tokens before the last change. Only
+    tokens that the policy drew count, none of an environment.
     """
     tokens_by_lag: Counter[int] = Counter()
-    prefix_lengths: list[int] = []
+    prefix_lengths: list[int] = []  # of rollouts with several versions
     for rollout in rollouts:
         spans, drawn_mask = rollout.behavior.policy, rollout.drawn
         span_ends = [*(span.start for span in spans[1:]), len(rollout.token_ids)]
         for span, end in zip(spans, span_ends, strict=True):
             tokens_by_lag[learner - span.version] += sum(drawn_mask[span.start : end])
-        changes = [
-            next_span.start
-            for span, next_span in pairwise(spans)
-            if next_span.version != span.version
+        change_positions = [
+            span.start for previous, span in pairwise(spans) if span.version != previous.version
         ]
-        if changes:
-            prefix_lengths.append(sum(drawn_mask[: changes[-1]]))
+        if change_positions:
+            prefix_lengths.append(sum(drawn_mask[: change_positions[-1]]))
     total = max(1, tokens_by_lag.total())
     stats = {f"rollout/staleness_{lag}": n / total for lag, n in sorted(tokens_by_lag.items())}
     stats["rollout/mixed_fraction"] = len(prefix_lengths) / len(rollouts)
