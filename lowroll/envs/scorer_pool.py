@@ -86,6 +86,14 @@ class _Item:
         return replace(result, message=f"{owner}: {result.message}")
 
 
+@dataclass(frozen=True)
+class _HeldItem:
+    """An item that a worker has: its index in the job, and the id that its replies must have."""
+
+    index: int
+    reply_id: str
+
+
 @dataclass
 class _Job:
     """A call of `score` or `respond`: items, results, and unassigned indices."""
@@ -108,14 +116,14 @@ class _Job:
         self.results[index] = result
         self.done += 1
 
-    def take_back(self, held: deque[tuple[int, str]]) -> None:
+    def take_back(self, held: deque[_HeldItem]) -> None:
         """Requeue unscored items at the front."""
-        self.pending.extendleft(index for index, _ in reversed(held))
+        self.pending.extendleft(item.index for item in reversed(held))
         held.clear()
 
 
 class _Worker:
-    """A child process and the items (index, id) that it holds."""
+    """A child process and the items that it holds, the first of which it works on."""
 
     def __init__(self, setup: bytes, pass_env: Mapping[str, str]) -> None:
         self.process = child.start("lowroll.envs.worker", subprocess.PIPE, pass_env)
@@ -124,7 +132,7 @@ class _Worker:
         self.output = Output(self.process.stderr, pass_env)
         os.set_blocking(self.stdin.fileno(), False)
         os.set_blocking(self.stdout.fileno(), False)
-        self.held: deque[tuple[int, str]] = deque()
+        self.held: deque[_HeldItem] = deque()
         self.overtaxed: dict[str, Score] = {}
         self.doing = ""  # the environment's report on the current item
         self.ready = self.ended = self.killed = False
@@ -140,10 +148,13 @@ class _Worker:
         return self.ready and not self.held and not self.read() and not self.ended
 
     def hand(self, chunk: dict[int, bytes], time_limit: float) -> None:
+        """Queue items, JSON objects by their index in the job, with a fresh id each for writing.
+        time_limit: seconds for the first."""
         lines = []
-        for index, item in chunk.items():
-            self.held.append((index, secrets.token_hex(8)))
-            lines.append(b'{"id": "%s", %s' % (self.held[-1][1].encode(), item[1:]))
+        for index, encoded in chunk.items():
+            reply_id = secrets.token_hex(8)
+            self.held.append(_HeldItem(index, reply_id))
+            lines.append(b'{"id": "%s", %s' % (reply_id.encode(), encoded[1:]))
         self.outbox += b'{"items": [' + b", ".join(lines) + b"]}\n"
         self.deadline = time.monotonic() + time_limit
 
@@ -166,17 +177,17 @@ class _Worker:
         return lines
 
     def kill(self) -> str:
-        """Kill the worker and its processes once; return how it ended and its last output."""
+        """Kill the worker and its processes; return how it ended and its last output. A second call
+        does nothing and returns ""."""
         if self.killed:
             return ""
         self.killed = True
-        if self.ended and self._wait(0.5):  # lets it exit with its own status
-            status = self.process.returncode
-        else:
+        has_exited = self.ended and self._wait(0.5)  # lets it exit with its own status
+        if not has_exited:
             self.ask_to_end()
             if not self._wait(KILL_LIMIT):
                 self.process.kill()  # the reaper did not end in time
-            status = self.process.wait(KILL_LIMIT)
+        status = self.process.wait(KILL_LIMIT)
         self.stdin.close()
         self.stdout.close()
         last_output = self.output.close()
@@ -293,21 +304,19 @@ class ScorerPool:
         ]
 
     def _joined(self, items: Sequence[tuple[Prompt, str | list[Message]]]) -> list[_Item]:
-        """Return the items; neighbours of a prompt that is scored together become one."""
+        """Return the items; neighbours with the same prompt object become one where their
+        environment scores responses together."""
         work_items: list[_Item] = []
         for _, consecutive in groupby(items, key=lambda item: id(item[0])):
             neighbours = list(consecutive)
             prompt = neighbours[0][0]
             if prompt.env in self._together:
                 responses = [_bounded_texts(response) for _, response in neighbours]
-                work_items.append(
-                    _Item(prompt, self._encode(prompt, "together", responses), len(responses))
-                )
-            else:
-                work_items += [
-                    _Item(prompt, self._encode(prompt, "score", response))
-                    for _, response in neighbours
-                ]
+                encoded = self._encode(prompt, "together", responses)
+                work_items.append(_Item(prompt, encoded, size=len(responses)))
+                continue
+            for _, response in neighbours:
+                work_items.append(_Item(prompt, self._encode(prompt, "score", response)))
         return work_items
 
     def _run(
@@ -334,6 +343,8 @@ class ScorerPool:
         return [result for result in job.results if result is not None]
 
     def _encode(self, prompt: Prompt, ask: str, said: Any) -> bytes:
+        """Return an item as JSON. ask: "score", "respond" or "together", whose list of responses is
+        bounded already. ValueError for an unknown environment, or data that is no JSON."""
         if prompt.env not in self.names:
             raise ValueError(
                 f"prompt {prompt.id!r} is of environment {prompt.env!r}; the pool has: "
@@ -356,7 +367,8 @@ class ScorerPool:
                 self._hand_chunk(worker, job)
         self._wait()
         for i, worker in enumerate(self._workers):
-            for line in [] if worker.ended else worker.read():
+            lines = [] if worker.ended else worker.read()
+            for line in lines:
                 if not self._take(worker, line, job):
                     break
             if worker.ended or worker.late:
@@ -389,39 +401,48 @@ class ScorerPool:
                 (w.deadline for w in self._workers if w.held or not w.ready), default=0.0
             )
             for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                if key.data is not None:
+                if key.data is not None:  # a method to call; `_exchange` reads the replies
                     key.data()
 
     def _take(self, worker: _Worker, line: bytes, job: _Job) -> bool:
-        """Process a reply line; False when this worker's later lines do not count."""
+        """Process a reply line; False when this worker's later lines do not count.
+
+        Its first line says that it is ready. Any other must have the id of the item that it works
+        on, and be the item's result or a report of what it is doing. A worker that writes anything
+        else counts as crashed.
+        """
         reply = _decode(line)
         if not worker.ready:
             self._take_start(worker, reply)
             return True
-        if not worker.held or reply.get("id") != worker.held[0][1]:
-            worker.ended = True  # a protocol violation counts as a crash
+        if not worker.held or reply.get("id") != worker.held[0].reply_id:
+            worker.ended = True
             return False
         if "doing" in reply:
             worker.doing = self._said(reply["doing"])
             return True
-        index = worker.held[0][0]
-        result = _parse_result(reply, job.items[index].size, job.responds)
+        item = job.items[worker.held[0].index]
+        result = _parse_result(reply, item.size, job.responds)
         if result is None:
             worker.ended = True
             return False
+        self._take_result(worker, result, job)
+        return True
+
+    def _take_result(self, worker: _Worker, result: Result, job: _Job) -> None:
+        """Settle a worker's current item, and restart its clock for the next one."""
         if isinstance(result, ScoreError):
             result = self._readable(result)
         elif isinstance(result, GroupScores):
             result = GroupScores(tuple(map(self._readable, result.scores)))
-        worker.held.popleft()
-        job.settle(index, result)
+        job.settle(worker.held.popleft().index, result)
         worker.doing = ""
         if worker.held:
-            worker.deadline = time.monotonic() + self._limit(job.items[worker.held[0][0]])
-        if isinstance(result, ScoreError) and result.kind == "memory":
+            next_item = job.items[worker.held[0].index]
+            worker.deadline = time.monotonic() + self._limit(next_item)
+        if isinstance(result, ScoreError) and result.kind == "memory":  # the worker ends itself
             job.take_back(worker.held)
             worker.ended = True
-        return True
 
     def _take_start(self, worker: _Worker, reply: dict[str, Any]) -> None:
         """Process a worker's first reply. RunFailed when it could not start."""
@@ -445,7 +466,7 @@ class ScorerPool:
             why = f"not ready after {START_LIMIT:g} s ({ending})" if is_late else ending
             raise RunFailed(f"a scoring worker could not start: {why}")
         if worker.held:
-            index, _ = worker.held.popleft()
+            index = worker.held.popleft().index
             work = f", in {worker.doing}" if worker.doing else ""
             if is_late:
                 job.settle(index, self._timeout(worker, job, job.items[index], work))

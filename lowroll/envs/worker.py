@@ -90,13 +90,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
 
     setup = json.loads(requests.readline())
     try:
-        limit_resources(setup["memory_limit_mb"])
-        envs = {
-            name: construct(id, name=name, args=args, seed=seed)
-            for name, (id, args, seed) in setup["specs"].items()
-        }
-        for env in envs.values():
-            env.prepare()
+        envs = _build(setup)
     except Exception as error:  # the pool raises it
         reply({"failed": user_errors.describe(error)})
         return 1
@@ -111,14 +105,27 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
     for line in requests:
         for item in json.loads(line)["items"]:
             prompt = Prompt(**item["prompt"])
-            envs[prompt.env].tell = partial(_report_progress, reply, item["id"])
-            result = ask(envs[prompt.env], prompt, item["ask"], item["said"])
+            env = envs[prompt.env]
+            env.tell = partial(_report_progress, reply, item["id"])
+            result = ask(env, prompt, item["ask"], item["said"])
             if os.getpid() != process:
-                os._exit(0)
+                os._exit(0)  # the scorer forked, and this is the copy
             reply({"id": item["id"]} | result)
             if result.get("error") == "memory":
                 return 1  # this process is no longer reliable
     return 0
+
+
+def _build(setup: dict[str, Any]) -> dict[str, Environment]:
+    """Limit this process, and return the prepared environments of a setup by name."""
+    limit_resources(setup["memory_limit_mb"])
+    envs = {
+        name: construct(id, name=name, args=args, seed=seed)
+        for name, (id, args, seed) in setup["specs"].items()
+    }
+    for env in envs.values():
+        env.prepare()
+    return envs
 
 
 def main() -> int:
