@@ -166,17 +166,18 @@ class _Server:
         # the child dies with its starting thread
         self.starter: ThreadPoolExecutor | None = None
 
-    def ask(self, *words: Any) -> Any:
-        """Send a request and return the reply. ValueError with the child's reason; TimeoutError
-        after `CHILD_LIMIT`."""
+    def ask(self, *request: Any) -> Any:
+        """Send a request (name, options, seed, verb, arguments...: see `main`) and return its
+        result. ValueError with the child's reason; TimeoutError after `CHILD_LIMIT`."""
         with self.lock:
             if self.process is None:
                 self.starter = ThreadPoolExecutor(1, thread_name_prefix="generator-starter")
                 self.process = self.starter.submit(
                     child.start, "lowroll.envs.generator", subprocess.DEVNULL
                 ).result(CHILD_LIMIT)
+            line = json.dumps(request).encode() + b"\n"
             try:
-                reply = self._exchange(self.process, json.dumps(words).encode() + b"\n", words[0])
+                reply = self._exchange(self.process, line, request[0])
             except BaseException:  # a late reply must not answer a later request
                 self.stop()
                 raise
@@ -186,19 +187,22 @@ class _Server:
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], request: bytes, name: str) -> dict[str, Any]:
+        """Write a request line to the child and return its reply. TimeoutError after `CHILD_LIMIT`;
+        RuntimeError when the child ended. name: the generator's, for the message."""
         assert process.stdin is not None and process.stdout is not None
         deadline = time.monotonic() + CHILD_LIMIT
         line = b""
         try:
             process.stdin.write(request)
             while not line.endswith(b"\n"):
-                if not select.select(
-                    [process.stdout], [], [], max(0.0, deadline - time.monotonic())
-                )[0]:
+                seconds_left = max(0.0, deadline - time.monotonic())
+                readable, _, _ = select.select([process.stdout], [], [], seconds_left)
+                if not readable:
                     raise TimeoutError(f"reasoning-gym/{name} made no item in {CHILD_LIMIT:g} s")
-                line += (piece := process.stdout.read(1 << 16))
+                piece = process.stdout.read(1 << 16)
                 if not piece:
                     raise BrokenPipeError
+                line += piece
         except BrokenPipeError as error:
             raise RuntimeError(f"the process of reasoning-gym/{name} ended by itself") from error
         return json.loads(line)
@@ -220,7 +224,6 @@ atexit.register(server.stop)
 def _check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a generator for its package. ValueError names an unknown one."""
     try:
-        from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(
@@ -238,42 +241,45 @@ def _check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
                 f"reasoning-gym/{name} has no option {key!r}{nearest(key, option_names, repr)}; known: "
                 f"{', '.join(option_names)}"
             )
-    if name == "composite":
-        datasets = options.get("datasets")
-        if not isinstance(datasets, list) or not all(
-            isinstance(dataset, dict) and "name" in dataset for dataset in datasets
-        ):
-            raise ValueError(
-                "reasoning-gym/composite needs datasets: [{name, weight, config}, ...]"
-            )
-        return options | {
-            "datasets": [
-                DatasetSpec(**{"weight": 1.0, "config": {}} | dataset) for dataset in datasets
-            ]
-        }
-    return options
+    return _composite_options(options) if name == "composite" else options
+
+
+def _composite_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a composite's options, whose parts (`datasets`) become the package's DatasetSpec."""
+    from reasoning_gym.composite import DatasetSpec
+
+    datasets = options.get("datasets")
+    if not isinstance(datasets, list) or not all(
+        isinstance(dataset, dict) and "name" in dataset for dataset in datasets
+    ):
+        raise ValueError("reasoning-gym/composite needs datasets: [{name, weight, config}, ...]")
+    specs = [DatasetSpec(**{"weight": 1.0, "config": {}} | dataset) for dataset in datasets]
+    return options | {"datasets": specs}
 
 
 def _num_levels(name: str, options: dict[str, Any]) -> int:
+    """Return the levels of a generator's curriculum. ValueError without one, or for options that
+    the curriculum does not go with."""
     if name == "composite":
         _check_options(name, options)
         return max(len(_level_options(dataset["name"])) for dataset in options["datasets"])
-    steps = _level_options(name)
-    _check_options(name, _options_at_level(name, options, len(steps) - 1))
-    return len(steps)
+    num_levels = len(_level_options(name))
+    _check_options(name, _options_at_level(name, options, num_levels - 1))
+    return num_levels
 
 
 def _options_at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
+    """Return options with those of a level, or of the last one there is; a composite's level is
+    each part's. ValueError for an option that the curriculum sets."""
     base_options = {key: value for key, value in options.items() if key != LEVEL}
     if name == "composite":
-        datasets = [
-            dataset
-            | {"config": _options_at_level(dataset["name"], dataset.get("config", {}), level)}
-            for dataset in base_options["datasets"]
-        ]
+        datasets = []
+        for dataset in base_options["datasets"]:
+            config = _options_at_level(dataset["name"], dataset.get("config", {}), level)
+            datasets.append(dataset | {"config": config})
         return base_options | {"datasets": datasets}
-    steps = _level_options(name)
-    level_options = steps[min(level, len(steps) - 1)]
+    options_by_level = _level_options(name)
+    level_options = options_by_level[min(level, len(options_by_level) - 1)]
     if conflicting := sorted(level_options.keys() & base_options.keys()):
         raise ValueError(
             f"reasoning-gym/{name}: {', '.join(conflicting)} is moved by the curriculum; leave it out, or "
@@ -284,7 +290,8 @@ def _options_at_level(name: str, options: dict[str, Any], level: int) -> dict[st
 
 @lru_cache(maxsize=128)
 def _level_options(name: str) -> list[dict[str, Any]]:
-    """Return each level's options. ValueError without a curriculum."""
+    """Return the options of each level that the generator accepts: those that the curriculum sets,
+    and those that differ from the defaults. ValueError without a curriculum."""
     from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 
     if name not in DATASETS:
@@ -302,15 +309,13 @@ def _level_options(name: str) -> list[dict[str, Any]]:
             if hasattr(config, "validate"):
                 config.validate()
         except (AssertionError, ValueError):
-            continue
-        options = {k: v for k, v in vars(config).items() if k not in ("seed", "size")}
-        options_by_level.append(
-            {
-                k: v
-                for k, v in options.items()
-                if v != defaults[k] or _is_curriculum_field(curriculum, k)
-            }
-        )
+            continue  # the generator refuses its own curriculum's options
+        level_options = {}
+        for key, value in vars(config).items():
+            is_set = _is_curriculum_field(curriculum, key)
+            if key not in ("seed", "size") and (value != defaults[key] or is_set):
+                level_options[key] = value
+        options_by_level.append(level_options)
     return options_by_level
 
 
@@ -329,27 +334,31 @@ def _generator(key: str) -> Generator:
 
 
 def main() -> None:
-    """Run the child: each request line [name, options, seed, verb, arguments...], verb "check",
-    "levels", "item" or "score", has one reply."""
+    """Run the child: each request line [name, options, seed, verb, arguments...] has one reply,
+    {"result"} or {"result": null, "failed"}."""
     child.die_with(int(sys.argv[1]))
     requests, replies = child.private_streams()
     for line in requests:
         name, options, seed, verb, *arguments = json.loads(line)
-        reply: dict[str, Any] = {}
+        reply: dict[str, Any] = {"result": None}
         try:
-            if verb == "levels":
-                reply["result"] = _num_levels(name, options)
-            else:
-                generator = _generator(json.dumps([name, options, seed]))
-            if verb not in ("check", "levels"):
-                reply["result"] = (
-                    generator.item(*arguments) if verb == "item" else generator.score(*arguments)
-                )
-        except Exception as error:  # `_Server.ask` raises it
-            reply["failed"] = (
-                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            )
-        replies.write(json.dumps({"result": None} | reply).encode() + b"\n")
+            reply["result"] = _result(name, options, seed, verb, arguments)
+        except ValueError as error:  # `_Server.ask` raises it
+            reply["failed"] = str(error)
+        except Exception as error:  # `_Server.ask` raises it as a ValueError
+            reply["failed"] = f"{type(error).__name__}: {error}"
+        replies.write(json.dumps(reply).encode() + b"\n")
+
+
+def _result(name: str, options: dict[str, Any], seed: int, verb: str, arguments: list[Any]) -> Any:
+    """Return the result of a request. The verb is "check" (None, if the options are valid),
+    "levels", "item" or "score"."""
+    if verb == "levels":
+        return _num_levels(name, options)
+    generator = _generator(json.dumps([name, options, seed]))
+    if verb == "check":
+        return None
+    return generator.item(*arguments) if verb == "item" else generator.score(*arguments)
 
 
 if __name__ == "__main__":

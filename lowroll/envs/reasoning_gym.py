@@ -62,14 +62,16 @@ class ReasoningGym(Environment):
         for draw in range(MAX_DRAWS):
             question, answer = items.item(split, draw, number)
             # an empty answer is a generator's error
-            if split_of(question) == split and answer != "":
-                info: dict[str, Any] = {
-                    "item": [split, draw, number],
-                    "digest": _digest(question, answer),
-                    "answer": answer,
-                }
-                info |= {} if level is None else {"level": level}
-                return self.ask(question, index, split, info)
+            if split_of(question) != split or answer == "":
+                continue
+            info: dict[str, Any] = {
+                "item": [split, draw, number],
+                "digest": _digest(question, answer),
+                "answer": answer,
+            }
+            if level is not None:
+                info["level"] = level
+            return self.ask(question, index, split, info)
         raise ValueError(
             f"env {self.name!r}: no {split} task in {MAX_DRAWS} draws: too few different questions"
         )
