@@ -21,15 +21,22 @@ TEMPLATE = (
 
 
 def lcs_length(a: str, b: str) -> int:
-    """Return the LCS length of two strings in O(len(a) * len(b) / word size)."""
-    positions: dict[str, int] = {}
+    """Return the LCS length of two strings in O(len(a) * len(b) / word size).
+
+    The usual table has a row for each prefix of b, with the LCS length of the prefix and a[:i] for
+    every i. Here a row is an integer, whose bit i is 0 where the length grows between a[:i] and
+    a[:i+1]; the final length is the number of zeros.
+    """
+    positions: dict[str, int] = {}  # of each character in a, as a set of bits
     for i, char in enumerate(a):
         positions[char] = positions.get(char, 0) | 1 << i
     ones = (1 << len(a)) - 1
-    row = ones  # bit i is 0 where the LCS grows between a[:i] and a[:i+1]
+    row = ones
     for char in b:
         match = row & positions.get(char, 0)
-        row = (row + match | row - match) & ones
+        # the sum's carry moves each 0 down to the lowest match among the ones below it, and
+        # `row - match` restores the ones that the carry passed
+        row = ((row + match) | (row - match)) & ones
     return len(a) - row.bit_count()
 
 

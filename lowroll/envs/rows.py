@@ -54,14 +54,14 @@ class SplitRows(Generic[T]):
             )
         self.name, self.convert, self.seed, self.held_out = name, convert, seed, held_out
         self.test_split = test_split
-        self.sources = {
-            "train": None if path is None else DataSource(path, split, **more),
-            "test": None
-            if test_path is None
-            else DataSource(test_path, test_split or "test", **more),
-        }
+        self.sources: dict[str, DataSource | None] = {"train": None, "test": None}
+        if path is not None:
+            self.sources["train"] = DataSource(path, split, **more)
+        if test_path is not None:
+            self.sources["test"] = DataSource(test_path, test_split or "test", **more)
         self.skipped = {"train": 0, "test": 0}
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._epoch = -1  # of `_epoch_order`
+        self._epoch_order: list[int] = []  # the train rows' numbers in the order of that epoch
 
     @cached_property
     def train(self) -> list[T]:
@@ -93,11 +93,11 @@ class SplitRows(Generic[T]):
         if split == "test":
             return index % size
         epoch, position = divmod(index, size)
-        if self._order[0] != epoch:
-            order = list(range(size))
-            Random(f"{self.seed}/{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self._order[1][position]
+        if self._epoch != epoch:
+            self._epoch_order = list(range(size))
+            Random(f"{self.seed}/{epoch}").shuffle(self._epoch_order)
+            self._epoch = epoch
+        return self._epoch_order[position]
 
     @cached_property
     def _test_source(self) -> DataSource | None:
@@ -110,7 +110,8 @@ class SplitRows(Generic[T]):
 
     @cached_property
     def _parts(self) -> tuple[list[T], list[T]]:
-        """Return the usable rows of the train split, and the held-out ones."""
+        """Return the usable rows of the train split, and the held-out ones: those with the smallest
+        digests. ValueError when rows should be held out and all are the same."""
         source = self.sources["train"]
         if source is None:
             return [], []
@@ -120,28 +121,32 @@ class SplitRows(Generic[T]):
         digests = [_digest(row) for row in rows]
         distinct_digests = sorted(set(digests))
         if len(distinct_digests) < 2:
+            times = f" ({len(rows)} times)" if len(rows) > 1 else ""
             raise ValueError(
-                f"env {self.name!r}: {source.path} has one row"
-                f"{f' ({len(rows)} times)' if len(rows) > 1 else ''}, and none can be held out; write "
-                "held_out: 0, or a 'test_path'"
+                f"env {self.name!r}: {source.path} has one row{times}, and none can be held out; "
+                "write held_out: 0, or a 'test_path'"
             )
-        last_held_out = distinct_digests[max(1, round(self.held_out * len(distinct_digests))) - 1]
-        parts: tuple[list[T], list[T]] = ([], [])
+        num_held_out = max(1, round(self.held_out * len(distinct_digests)))
+        held_out_digests = set(distinct_digests[:num_held_out])
+        train_rows: list[T] = []
+        held_out_rows: list[T] = []
         for row, digest in zip(rows, digests, strict=True):
-            parts[digest <= last_held_out].append(row)
+            part = held_out_rows if digest in held_out_digests else train_rows
+            part.append(row)
         logger.warning(
             "env %s: %s has no test split: %d of its %d rows are held out for evaluation (held_out: "
             "0 trains on all)",
             self.name,
             source.path,
-            len(parts[1]),
+            len(held_out_rows),
             len(rows),
         )
-        return parts
+        return train_rows, held_out_rows
 
     def _tell_shared(self, rows: list[T], origin: str) -> None:
         """Log how many test rows are also train rows, if those have been read."""
-        if "_parts" not in self.__dict__:  # an evaluation reads no train rows
+        train_rows_are_read = "_parts" in self.__dict__  # where cached_property keeps its value
+        if not train_rows_are_read:  # in an evaluation, which needs none
             return
         test = set(map(_task_text, rows))
         shared = test.intersection(map(_task_text, self.train))
