@@ -42,22 +42,26 @@ class CellReference:
 
 
 def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
-    """Replace Environment classes, functions, and rows at their keys by `write(value)`."""
+    """Return settings with `write(value)` in the place of Environment classes, functions, and rows at
+    their keys. An environment gets its class's name, unless the settings give one."""
     if isinstance(tree, Mapping):
-        values = {
-            key: _replaced_value(str(key).rpartition(".")[2], tree[key], write) for key in tree
-        }
-        return (
-            {"name": tree["id"].__name__, **values} if _is_environment(tree.get("id")) else values
-        )
+        values = {}
+        for key in tree:
+            last_key = str(key).rpartition(".")[2]  # of a dotted path, such as env.args.data
+            values[key] = _replaced_value(last_key, tree[key], write)
+        environment: Any = tree.get("id")
+        return {"name": environment.__name__, **values} if _is_environment(environment) else values
     if isinstance(tree, list | tuple):
         return [replaced(value, write) for value in tree]
+    if _is_environment(tree):
+        return {"id": write(tree), "name": tree.__name__}
     if callable(tree) and not isinstance(tree, type):
         return write(tree)
-    return {"id": write(tree), "name": tree.__name__} if _is_environment(tree) else tree
+    return tree
 
 
 def _replaced_value(key: str, value: Any, write: Callable[[Any], str]) -> Any:
+    """Return the settings' value at a key, replaced as in `replaced`."""
     if _is_environment(value) and key == "id":
         return write(value)
     if isinstance(value, Path):
@@ -65,9 +69,10 @@ def _replaced_value(key: str, value: Any, write: Callable[[Any], str]) -> Any:
     if key in ROWS and value is not None and not isinstance(value, str | Mapping):
         return write(value)
     if key == "data" and isinstance(value, Mapping) and "train" in value:  # several splits
-        test = next((name for name in TEST_SPLITS if name in value), None)
-        test_part = {} if test is None else {"test_path": write(value[test])}
-        return {"path": write(value["train"]), **test_part}
+        test_split = next((name for name in TEST_SPLITS if name in value), None)
+        # the test rows are written first
+        test_path = {} if test_split is None else {"test_path": write(value[test_split])}
+        return {"path": write(value["train"]), **test_path}
     return replaced(value, write)
 
 
@@ -110,21 +115,16 @@ def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tupl
 
 
 def _object_reference(value: Callable[..., Any], folder: Path) -> CellReference:
-    """Return the reference of a callable object, by its name in a module or as a partial
-    function."""
-    function = value.func if isinstance(value, functools.partial) else None
+    """Return the reference of a callable object, by the name of the global that holds it, or of a
+    partial function without one. ValueError for any other."""
     if (global_name := _global_of(value)) is not None:
         module, name = global_name
         if module.__name__ != MAIN:
-            file = getattr(module, "__file__", None)
-            is_single_file = file is not None and not getattr(module, "__package__", "")
-            return CellReference(
-                f"{Path(str(file)).resolve() if is_single_file else module.__name__}:{name}"
-            )
+            return CellReference(f"{_import_place(module)}:{name}")
         text = _object_source(name)
-    elif isinstance(function, types.FunctionType):
-        _refuse_nameless(function)
-        name, text = function.__name__, _partial_source(value)
+    elif isinstance(value, functools.partial) and isinstance(value.func, types.FunctionType):
+        _refuse_nameless(value.func)
+        name, text = value.func.__name__, _partial_source(value)
     else:
         raise ValueError(
             f"reward_funcs: {value!r} has no name by which the scoring workers could find it: give "
@@ -132,6 +132,13 @@ def _object_reference(value: Callable[..., Any], folder: Path) -> CellReference:
         )
     path = _digest_path(folder, name, text, ".py")
     return CellReference(f"{path}:{name}", path, text)
+
+
+def _import_place(module: types.ModuleType) -> str:
+    """Return what a worker imports a module by: its file if it is in no package, else its name."""
+    file = getattr(module, "__file__", None)
+    is_single_file = file is not None and not getattr(module, "__package__", "")
+    return str(Path(str(file)).resolve()) if is_single_file else module.__name__
 
 
 def _global_of(value: object) -> tuple[types.ModuleType, str] | None:
@@ -146,6 +153,8 @@ def _global_of(value: object) -> tuple[types.ModuleType, str] | None:
 
 
 def _object_source(name: str) -> str:
+    """Return the module text of the statement that assigns a global of the main module, with all
+    that it uses."""
     definitions: dict[str, str] = {}
     main_globals = vars(sys.modules[MAIN])
     text = _assignment(name)
@@ -157,28 +166,27 @@ def _object_source(name: str) -> str:
 
 
 def _partial_source(value: Any) -> str:
-    function, definitions = value.func, {"functools": "import functools as functools"}
+    """Return the module text of a partial function under its function's name. ValueError for an
+    argument without text."""
+    function = value.func
     name = function.__name__
-    argument_texts = [
-        *map(repr, value.args),
-        *(f"{key}={value.keywords[key]!r}" for key in value.keywords),
-    ]
-    if unprintable := [
-        argument
-        for argument in (*value.args, *value.keywords.values())
-        if not _is_literal(argument)
-    ]:
-        raise ValueError(
-            f"reward_funcs: {name} is given {unprintable[0]!r}, which has no text to copy: make the partial "
-            "function at the top level of a file, under a name"
-        )
+    for argument in (*value.args, *value.keywords.values()):
+        if not _is_literal(argument):
+            raise ValueError(
+                f"reward_funcs: {name} is given {argument!r}, which has no text to copy: make the partial "
+                "function at the top level of a file, under a name"
+            )
+    definitions = {"functools": "import functools as functools"}
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if function.__module__ != MAIN and file and not getattr(module, "__package__", ""):
         folder = str(Path(file).resolve().parent)
         definitions["sys"] = f"import sys as sys\n\nsys.path.append({folder!r})"
     _collect_definition(name, function, name, definitions)
-    definitions[f"{name}()"] = f"{name} = functools.partial({', '.join([name, *argument_texts])})"
+    keyword_texts = [f"{key}={argument!r}" for key, argument in value.keywords.items()]
+    argument_texts = ", ".join([name, *map(repr, value.args), *keyword_texts])
+    # a key of its own, as `name` has the function's definition
+    definitions[f"{name}()"] = f"{name} = functools.partial({argument_texts})"
     return _module_text(name, definitions, _has_annotations(function))
 
 
@@ -284,7 +292,8 @@ def _module_text(name: str, parts: Mapping[str, str], annotations: bool) -> str:
 
 
 def _collect_definition(name: str, value: object, user: str, parts: dict[str, str]) -> None:
-    """Add the text of a name, and of all that it uses, to `parts`."""
+    """Add the text of a name, and before it of all that it uses, to `parts`, texts by name. user:
+    what uses the name, for the message of the ValueError for a value without text."""
     if name in parts:
         return
     if getattr(value, "__module__", None) == MAIN and isinstance(value, type | types.FunctionType):
@@ -292,12 +301,9 @@ def _collect_definition(name: str, value: object, user: str, parts: dict[str, st
         parts[name] = ""  # a placeholder, so that a recursive definition ends
         main_globals = vars(sys.modules[MAIN])
         for used_name in _global_names(text):
-            if used_name in main_globals and (
-                used_name not in vars(builtins)
-                or main_globals[used_name] is not vars(builtins)[used_name]
-            ):
+            if used_name in main_globals and not _is_builtin(used_name, main_globals[used_name]):
                 _collect_definition(used_name, main_globals[used_name], value.__name__, parts)
-        del parts[name]
+        del parts[name]  # and added again, behind what it uses
         parts[name] = text if value.__name__ == name else f"{text}\n\n{name} = {value.__name__}"
     elif isinstance(value, types.ModuleType):
         parts[name] = f"import {value.__name__} as {name}"
@@ -305,7 +311,8 @@ def _collect_definition(name: str, value: object, user: str, parts: dict[str, st
         parts["re"] = "import re as re"
         parts[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})"
     elif (import_name := _import_name(name, value)) is not None:
-        parts[name] = f"from {import_name[0]} import {import_name[1]} as {name}"
+        module, imported_name = import_name
+        parts[name] = f"from {module} import {imported_name} as {name}"
     elif _is_literal(value):
         parts[name] = f"{name} = {value!r}"
     else:
@@ -313,6 +320,11 @@ def _collect_definition(name: str, value: object, user: str, parts: dict[str, st
             f"{user} uses {name}, a {type(value).__name__} of the notebook, which has no text to copy: "
             "make it in __init__ (of a function: inside it), or put all into a file"
         )
+
+
+def _is_builtin(name: str, value: object) -> bool:
+    """Return whether a global holds the builtin of its name."""
+    return name in vars(builtins) and value is vars(builtins)[name]
 
 
 def _import_name(name: str, value: object) -> tuple[str, str] | None:
@@ -339,28 +351,24 @@ def _is_literal(value: object) -> bool:
 
 
 def _definition_text(value: type | types.FunctionType) -> str:
-    """Return a main-module definition's text; ValueError when it was not kept."""
-    if isinstance(value, types.FunctionType):
-        functions = [value]
-    else:
-        functions = [
-            member for member in vars(value).values() if isinstance(member, types.FunctionType)
-        ]
-    file = getattr(sys.modules[MAIN], "__file__", None)
-    for name in dict.fromkeys(
-        [
-            *(function.__code__.co_filename for function in functions),
-            *([file] if file else []),
-            *reversed(linecache.cache),
-        ]
-    ):
-        lines = linecache.getlines(name)
+    """Return a main-module definition's text; ValueError when it was not kept.
+
+    It is looked for in the files of its code, in the script, then in the notebook's cells, the
+    latest first.
+    """
+    members = [value] if isinstance(value, types.FunctionType) else list(vars(value).values())
+    code_files = [
+        member.__code__.co_filename for member in members if isinstance(member, types.FunctionType)
+    ]
+    script = getattr(sys.modules[MAIN], "__file__", None)
+    script_files = [script] if script else []
+    for file in dict.fromkeys([*code_files, *script_files, *reversed(linecache.cache)]):
+        lines = linecache.getlines(file)
         definitions = [node for node in _definitions("".join(lines)) if node.name == value.__name__]
         if definitions:
             node = definitions[-1]
-            first_line = min(
-                [node.lineno, *(decorator.lineno for decorator in node.decorator_list)]
-            )
+            decorator_lines = [decorator.lineno for decorator in node.decorator_list]
+            first_line = min([node.lineno, *decorator_lines])
             return "".join(lines[first_line - 1 : node.end_lineno]).rstrip()
     raise ValueError(
         f"the text of {value.__qualname__} cannot be found (a plain Python prompt keeps none, and it must "
@@ -385,14 +393,15 @@ def _definitions(text: str) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFu
 
 
 def _global_names(text: str) -> list[str]:
+    """Return the names that a text uses and does not define, in it or in functions inside it."""
+
     def walk(table: symtable.SymbolTable) -> Iterator[str]:
         is_module = table.get_type() == "module"
-        yield from (
-            symbol.get_name()
-            for symbol in table.get_symbols()
-            if symbol.is_referenced()
-            and (symbol.is_global() or is_module and not symbol.is_assigned())
-        )
+        for symbol in table.get_symbols():
+            # a name of the text's top level is global unless the text assigns it
+            is_global = symbol.is_global() or (is_module and not symbol.is_assigned())
+            if symbol.is_referenced() and is_global:
+                yield symbol.get_name()
         for inner in table.get_children():
             yield from walk(inner)
 

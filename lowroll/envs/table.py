@@ -125,7 +125,8 @@ def _import_class(place: str) -> type[Environment]:
 
 
 def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
-    """Return the named environment class of a user's file, or its only one."""
+    """Return the named environment class of a user's file, or its only one. Imported classes do not
+    count. ValueError for none, for several without a name, or for one that lacks methods."""
     if not file.is_file():
         raise ValueError(f"environment file {file} does not exist")
     module = import_file(file)
@@ -143,13 +144,10 @@ def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
         (class_name,) = usable_classes
     if class_name in usable_classes:
         return usable_classes[class_name]
-    abstract_classes = [
-        cls
-        for key, cls in own_classes.items()
-        if key not in usable_classes and class_name in (None, key)
-    ]
-    if abstract_classes:
-        raise ValueError("; ".join(_describe_abstract(file, cls) for cls in abstract_classes))
+    for_request = [cls for key, cls in own_classes.items() if class_name in (None, key)]
+    incomplete_classes = [cls for cls in for_request if inspect.isabstract(cls)]
+    if incomplete_classes:
+        raise ValueError("; ".join(_describe_abstract(file, cls) for cls in incomplete_classes))
     if usable_classes and class_name is None:
         raise ValueError(
             f"{file}: several environments, {', '.join(usable_classes)}: name one, as in {file.name}:"

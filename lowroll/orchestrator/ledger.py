@@ -211,7 +211,7 @@ def upgraded(state: Mapping[str, Any]) -> dict[str, Any]:
         if type(state["step"]) is not int or state["step"] < 0:
             raise ValueError(f"orchestrator state: step: expected a count, got {state['step']!r}")
         return dict(state)
-    new_plan_fields = {"buffer_seed": state["plan"].get("seed"), "hash_keys": []}
+    new_plan_fields: dict[str, Any] = {"buffer_seed": state["plan"].get("seed"), "hash_keys": []}
     new_ledger_fields = {
         "duplicates": 0,
         "pooled": 0,

@@ -48,43 +48,51 @@ class Columns:
 
     def task(self, row: Mapping[str, Any], where: str) -> DataTask:
         """Parse a row. ValueError names the place, the wrong column and the present ones."""
-        name, prompt_value = _find_column(row, self.prompt, PROMPTS, where, "prompt")
-        if name is None:
+        prompt_name, prompt_value = _find_column(row, self.prompt, PROMPTS, where, "prompt")
+        if prompt_name is None:
             if null := [key for key in PROMPTS if key in row]:
                 raise ValueError(f"{where}: column {null[0]!r} is null: drop the row, or fill it")
             raise ValueError(
                 f"{where}: none of the columns {', '.join(PROMPTS)}; name one, as in prompt: "
                 f"{next(iter(row), 'text')}; it has: {', '.join(row)}"
             )
-        prompt = _parse_prompt(prompt_value, f"{where}: column {name!r}")
-        _, answer = _find_column(row, self.answer, ANSWERS, where, "answer")
-        key, completion_value = _find_column(row, self.completion, COMPLETIONS, where, "completion")
-        completion = (
-            _parse_completion(completion_value, f"{where}: column {key!r}")
-            if key is not None
-            else None
+        prompt = _parse_prompt(prompt_value, f"{where}: column {prompt_name!r}")
+        _, answer_value = _find_column(row, self.answer, ANSWERS, where, "answer")
+        completion_name, completion_value = _find_column(
+            row, self.completion, COMPLETIONS, where, "completion"
         )
+        completion = None
+        if completion_name is not None:
+            completion_where = f"{where}: column {completion_name!r}"
+            completion = _parse_completion(completion_value, completion_where)
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-            prompt = prompt[:-1]
+            prompt = prompt[:-1]  # a demonstration
         if not prompt:
-            raise ValueError(f"{where}: column {name!r}: nothing is asked in it")
-        columns = {key: value for key in row if (value := plain(row[key])) is not ODD}
-        if (gold := plain(answer)) is ODD:
+            raise ValueError(f"{where}: column {prompt_name!r}: nothing is asked in it")
+        answer = plain(answer_value)
+        if answer is ODD:
             raise ValueError(f"{where}: the answer must be text, a number or a list of such")
-        return DataTask(prompt, gold, completion, columns)
+        return DataTask(prompt, answer, completion, _json_columns(row))
+
+
+def _json_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row's columns as JSON data, without those that are none."""
+    return {key: value for key in row if (value := plain(row[key])) is not ODD}
 
 
 def _find_column(
     row: Mapping[str, Any], named: str | None, usual: Sequence[str], where: str, what: str
 ) -> tuple[str | None, Any]:
-    """Return (column, value); (None, None) when no usual column has a value."""
+    """Return (column, value): of the named column, else of the first usual one that has a value;
+    (None, None) when none has. ValueError for a named one that is not there. what: the setting that
+    names it, for the message."""
     if named is not None:
         return named, _value_at(row, named, where, what)
     for name in usual:
-        column, _, inner = name.partition(".")
+        column, _, inner_key = name.partition(".")
         value = row.get(column)
-        if inner:
-            value = value.get(inner) if isinstance(value, Mapping) else None
+        if inner_key:
+            value = value.get(inner_key) if isinstance(value, Mapping) else None
         if value is not None:
             return name, value
     return None, None
@@ -123,30 +131,32 @@ def _parse_prompt(value: Any, where: str) -> str | list[Message]:
 def _parse_message(value: Any, where: str) -> Message:
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise ValueError(f"{where}: must be {{role, content}}, got {str(value)[:80]!r}")
-    content = value.get("content")
+    content = _message_content(value, where)
+    present_fields = {key: value[key] for key in value if value[key] is not None}
+    return {**_json_columns(present_fields), "content": content}
+
+
+def _message_content(message: Mapping[str, Any], where: str) -> str:
+    """Return a message's text: its content, its text parts joined, or "" for an assistant's
+    message with tool calls alone. ValueError for any other content."""
+    content = message.get("content")
     if isinstance(content, list):  # multimodal parts
-        kinds = [
-            content_part.get("type", "text")
-            for content_part in content
-            if isinstance(content_part, Mapping)
-        ]
-        if len(kinds) < len(content) or set(kinds) - {"text"}:
-            raise ValueError(f"{where}: only text can be asked, got parts of {sorted(set(kinds))}")
-        content = "".join(str(content_part.get("text") or "") for content_part in content)
-    if not isinstance(content, str):
-        calls = value["role"] == "assistant" and value.get("tool_calls")
-        if content is not None or not calls:
-            raise ValueError(
-                f"{where}: its content must be text, got {type(content).__name__} (only an "
-                "assistant's message with tool_calls may have none)"
-            )
-        content = ""
-    other_fields = {
-        key: json_value
-        for key in value
-        if value[key] is not None and (json_value := plain(value[key])) is not ODD
-    }
-    return {**other_fields, "content": content}
+        parts = [part for part in content if isinstance(part, Mapping)]
+        kinds = {part.get("type", "text") for part in parts}
+        if len(parts) < len(content) or kinds - {"text"}:
+            raise ValueError(f"{where}: only text can be asked, got parts of {sorted(kinds)}")
+        return "".join(str(part.get("text") or "") for part in parts)
+    if isinstance(content, str):
+        return content
+    has_only_calls = (
+        content is None and message["role"] == "assistant" and message.get("tool_calls")
+    )
+    if not has_only_calls:
+        raise ValueError(
+            f"{where}: its content must be text, got {type(content).__name__} (only an "
+            "assistant's message with tool_calls may have none)"
+        )
+    return ""
 
 
 def _parse_completion(value: Any, where: str) -> str | None:

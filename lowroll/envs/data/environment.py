@@ -82,7 +82,7 @@ class Data(Environment):
             streaming=streaming,
             rows=rows,
         )
-        self._looked = False
+        self._looked = False  # whether `_look` has checked the functions
         self._kinds: dict[str, tuple[str, str]] = {}  # kind of prompts and first row, by source
 
     def size(self, split: str = "train") -> int | None:
@@ -93,21 +93,19 @@ class Data(Environment):
         return size
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
+        """Return a row's prompt. `info` has what the reward functions take of the row (`columns`) and
+        of the rollouts (`takes`), and the gold answer if that alone is scored."""
         self.check_task(index, split)
         row_index = self.rows.at(split, index)
         task = self.rows[split][row_index]
+        is_chat = not isinstance(task.prompt, str)
         if isinstance(task.prompt, str):
             messages = [{"role": "user", "content": self.template.replace("{text}", task.prompt)}]
         else:
             messages = self._in_template(task.prompt)
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
-        info = {
-            "row": row_index,
-            "split": split,
-            "chat": not isinstance(task.prompt, str),
-            "columns": self._wanted(task),
-        }
+        info = {"row": row_index, "split": split, "chat": is_chat, "columns": self._wanted(task)}
         takes = [name for name in OF_ROLLOUTS if any(name in f.takes for f in self.functions)]
         if takes:
             info["takes"] = takes
@@ -137,17 +135,17 @@ class Data(Environment):
         if "answer" in info:
             columns["answer"] = info["answer"]
         responses = PromptResponses(
-            prompt.messages if info["chat"] else prompt.messages[-1]["content"],
-            [_response_messages(prompt, response) for response in said],
-            columns,
-            log,
-            info.get("completion_ids") or [[] for _ in said],
-            TrainerState(**info.get("trainer_state", {})),
+            prompt=prompt.messages if info["chat"] else prompt.messages[-1]["content"],
+            said=[_response_messages(prompt, response) for response in said],
+            columns=columns,
+            log=log,
+            completion_ids=info.get("completion_ids") or [[] for _ in said],
+            state=TrainerState(**info.get("trainer_state", {})),
         )
-        function_rewards = rewards_of(self.functions, responses, self.tell)
+        rewards_by_function = rewards_of(self.functions, responses, self.tell)
         return [
-            self._sum(i, [rewards[i] for rewards in function_rewards], log)
-            for i in range(len(said))
+            self._sum(i, rewards, log)
+            for i, rewards in enumerate(zip(*rewards_by_function, strict=True))
         ]
 
     def gold(self, prompt: Prompt) -> str:
@@ -168,22 +166,25 @@ class Data(Environment):
         return f"\\boxed{{{perturb(prompt.info['answer'])}}}"
 
     def _task(self, row: dict[str, Any], where: str) -> DataTask | None:
-        """Return a row; None for an empty answer if that alone is scored."""
+        """Return a row. Without reward functions it needs an answer: None for an empty one, and
+        ValueError for none, unless it has a demonstration to train on."""
         task = self.columns.task(row, where)
         self._check_kind(task, where)
-        if not self.is_graded or task.completion is not None and task.answer is None:
+        if not self.is_graded:
             return task
-        if task.answer is None:
-            if null := [key for key in (self.columns.answer, *ANSWERS) if key in row]:
-                raise ValueError(
-                    f"{where}: column {null[0]!r}, the answer, is null: drop the row, or fill it"
-                )
+        if task.answer is not None:
+            return task if _gold_answer(task.answer) else None
+        if task.completion is not None:
+            return task
+        if null := [key for key in (self.columns.answer, *ANSWERS) if key in row]:
             raise ValueError(
-                f"{where}: no answer in it and no reward_funcs to judge without; name the column "
-                f"of the answer, as in answer: {next(reversed(row))}, or give reward_funcs; it has: "
-                f"{', '.join(row)}"
+                f"{where}: column {null[0]!r}, the answer, is null: drop the row, or fill it"
             )
-        return task if _gold_answer(task.answer) else None
+        raise ValueError(
+            f"{where}: no answer in it and no reward_funcs to judge without; name the column "
+            f"of the answer, as in answer: {next(reversed(row))}, or give reward_funcs; it has: "
+            f"{', '.join(row)}"
+        )
 
     def _check_kind(self, task: DataTask, where: str) -> None:
         """Raise ValueError unless a source's prompts are all texts or all messages."""
@@ -214,39 +215,38 @@ class Data(Environment):
         return answers | task.columns
 
     def _wanted(self, task: DataTask) -> dict[str, Any]:
-        columns_by_name = self._named(task)
-        used_columns = [function.columns for function in self.functions]
-        if any(columns is None for columns in used_columns):
-            return columns_by_name
-        return {
-            key: columns_by_name[key]
-            for key in columns_by_name
-            if any(key in (c or ()) for c in used_columns)
-        }
+        """Return the columns that the functions take; all if one of them takes any."""
+        columns = self._named(task)
+        taken_names: set[str] = set()
+        for function in self.functions:
+            if function.columns is None:
+                return columns
+            taken_names |= function.columns
+        return {name: value for name, value in columns.items() if name in taken_names}
 
     def _in_template(self, messages: list[Message]) -> list[Message]:
         """Return the messages with the last user's one put into the template."""
-        last_user_index = max(
-            (i for i, m in enumerate(messages) if m["role"] == "user"), default=None
-        )
-        if last_user_index is None or self.template == "{text}":
+        user_indices = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        if not user_indices or self.template == "{text}":
             return list(messages)
-        text = self.template.replace("{text}", messages[last_user_index]["content"])
-        return [
-            *messages[:last_user_index],
-            {**messages[last_user_index], "content": text},
-            *messages[last_user_index + 1 :],
-        ]
+        last = user_indices[-1]
+        text = self.template.replace("{text}", messages[last]["content"])
+        return [*messages[:last], {**messages[last], "content": text}, *messages[last + 1 :]]
 
     def _sum(self, i: int, rewards: Sequence[float | None], log: Logged) -> Score | InvalidScore:
-        pairs = list(zip(self.functions, rewards, self.weights, strict=True))
-        rewards_by_name = {f.name: reward for f, reward, _ in pairs if reward is not None}
+        """Return response i's weighted sum of the functions' rewards, without those that are None;
+        Inapplicable if all are."""
+        rewards_by_name: dict[str, float] = {}
+        weighted_rewards: list[float] = []
+        for function, reward, weight in zip(self.functions, rewards, self.weights, strict=True):
+            if reward is not None:
+                rewards_by_name[function.name] = reward
+                weighted_rewards.append(weight * reward)
         if not rewards_by_name:
             names = ", ".join(function.name for function in self.functions)
             message = f"no reward function applies ({names} said None)"
             return Inapplicable(message, log.metrics, log.extra(i))
-        total = sum(w * r for _, r, w in pairs if r is not None)
-        return Score(total, rewards_by_name | log.metrics, log.extra(i))
+        return Score(sum(weighted_rewards), rewards_by_name | log.metrics, log.extra(i))
 
 
 def _response_messages(prompt: Prompt, said: Said) -> list[Message]:

@@ -35,16 +35,17 @@ def read_jsonl(path: str) -> Iterator[Located]:
 
 def read_json(path: str) -> Iterator[Located]:
     """Yield the objects of a JSON list, of an object's only list (`{"data": [...]}`), or of JSON
-    lines."""
+    lines. Any other object is the only row."""
     text = Path(path).read_bytes()
     first_line, _, other_lines = text.strip().partition(b"\n")
-    if first_line.startswith(b"{") and first_line.endswith(b"}") and other_lines.startswith(b"{"):
+    first_is_object = first_line.startswith(b"{") and first_line.endswith(b"}")
+    if first_is_object and other_lines.startswith(b"{"):
         yield from read_jsonl(path)
         return
     rows = _parse_json(text, path)
     if isinstance(rows, dict):
-        lists = [value for value in rows.values() if isinstance(value, list)]
-        rows = lists[0] if len(rows) == len(lists) == 1 else [rows]
+        values = list(rows.values())
+        rows = values[0] if len(values) == 1 and isinstance(values[0], list) else [rows]
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a JSON list of objects, got {type(rows).__name__}")
     for number, row in enumerate(rows):

@@ -152,27 +152,21 @@ class RewardFunction:
     """A named function. `columns`: those it takes; None: all."""
 
     def __init__(self, name: str, function: Callable[..., Any], file: str | None) -> None:
+        """Read what the function takes from its signature. ValueError for a parameter without a
+        name, or none for the response."""
         self.name, self.function, self.file = name, function, file
         parameters = inspect.signature(function).parameters.values()
-        self.takes_rest = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-        named_parameters = [
-            p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        ]
-        unnamed_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
-        if unnamed_parameters := [str(p) for p in parameters if p.kind in unnamed_kinds]:
-            raise ValueError(
-                f"{self.where}: {unnamed_parameters[0]} must be a parameter that can be named"
-            )
-        self.wanted = {
-            p.name: p.default is p.empty for p in named_parameters
-        }  # name: whether it is required
-        self.is_of_several = "completions" in self.wanted
-        self.takes = tuple(
-            name
-            for name in OF_ROLLOUTS
-            if self.is_of_several and (self.takes_rest or name in self.wanted)
-        )
-        self.own = SEVERAL if self.is_of_several else ONE
+        self.takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        for parameter in parameters:
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+                raise ValueError(f"{self.where}: {parameter} must be a parameter that can be named")
+        # whether each named parameter is required
+        self.wanted = {p.name: p.default is p.empty for p in parameters if p.kind != p.VAR_KEYWORD}
+        self.is_of_several = "completions" in self.wanted  # takes all responses at once
+        self.own = SEVERAL if self.is_of_several else ONE  # parameters that are no columns
+        self.takes: tuple[str, ...] = ()  # what it takes of the rollouts
+        if self.is_of_several:
+            self.takes = tuple(n for n in OF_ROLLOUTS if self.takes_rest or n in self.wanted)
         if not self.takes_rest and SAID.isdisjoint(self.wanted):
             raise ValueError(
                 f"{self.where} takes nothing of the response; it may take {', '.join(sorted(SAID))}"
@@ -222,20 +216,22 @@ class RewardFunction:
             return [self._of_several(asked)]
         return [self._of_one(asked, i) for i in range(len(asked.said))]
 
-    def _read(self, found: list[Any], count: int) -> list[float | None]:
-        if self.is_of_several:
-            (rewards,) = found
-            if hasattr(rewards, "tolist"):  # an array or a tensor
-                rewards = rewards.tolist()
-            if not isinstance(rewards, (list, tuple)) or len(rewards) != count:
-                is_list = isinstance(rewards, (list, tuple))
-                returned_text = f"{len(rewards)}" if is_list else _value_and_type(rewards)
-                raise InvalidScore(
-                    f"{self.where} returned {returned_text} for {count} completions; it must return a list "
-                    "with a number or None for each"
-                )
-            found = list(rewards)
-        return [self._number(value) for value in found]
+    def _read(self, returned: list[Any], count: int) -> list[float | None]:
+        """Return the rewards of `count` responses from what the calls returned: one list for all,
+        or a number for each."""
+        if not self.is_of_several:
+            return [self._number(value) for value in returned]
+        (rewards,) = returned
+        if hasattr(rewards, "tolist"):  # an array or a tensor
+            rewards = rewards.tolist()
+        is_list = isinstance(rewards, (list, tuple))
+        if not is_list or len(rewards) != count:
+            returned_text = f"{len(rewards)}" if is_list else _value_and_type(rewards)
+            raise InvalidScore(
+                f"{self.where} returned {returned_text} for {count} completions; it must return a list "
+                "with a number or None for each"
+            )
+        return [self._number(value) for value in rewards]
 
     def _of_several(self, asked: PromptResponses) -> dict[str, Any]:
         count = len(asked.said)
@@ -354,6 +350,7 @@ def load(ids: Sequence[str]) -> list[RewardFunction | RewardModel]:
 
 
 def _load_function(id: str, modules: dict[str, ModuleType]) -> RewardFunction | RewardModel:
+    """Load a function of an id (see `load`). modules: those imported so far, by file or name."""
     if id == ANSWER:
         return RewardFunction(ANSWER, answer, None)
     file, name = split_file(id)
@@ -369,14 +366,16 @@ def _load_function(id: str, modules: dict[str, ModuleType]) -> RewardFunction | 
     key = str(file or module_name)
     if key not in modules:
         modules[key] = _import_module(file, module_name)
-    function: Any = vars(modules[key]).get(name)
+    module = modules[key]
+    function: Any = vars(module).get(name)
     if not callable(function) or inspect.isclass(function):
-        defined = [k for k, v in vars(modules[key]).items() if inspect.isfunction(v)]
+        defined = [k for k, v in vars(module).items() if inspect.isfunction(v)]
         raise ValueError(
             f"{key}: no function {name!r}{nearest(name, defined, repr)}; it has: {', '.join(defined) or 'none'}"
         )
+    # the function may be imported from another file, which its errors name
     code = getattr(_unwrapped(function), "__code__", None)
-    source_file = code.co_filename if code else getattr(modules[key], "__file__", None)
+    source_file = code.co_filename if code else getattr(module, "__file__", None)
     return RewardFunction(name, function, source_file)
 
 

@@ -67,7 +67,8 @@ def choice(text: str, options: int) -> str | None:
 
 
 def _listed_options(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], int | None]:
-    """Return the options of a row's list, and the right one's position; None without an answer."""
+    """Return the options of a row's list, and the right one's position; None without an answer.
+    Options of ABSENT are left out, unless right."""
     key = column(row, env.row, "options", where)
     options, labels = row[key], list(LETTERS)
     if isinstance(options, dict):  # ARC: {"text": [...], "label": [...]}
@@ -81,14 +82,13 @@ def _listed_options(env: Choices, row: dict[str, Any], where: str) -> tuple[list
         return options, None
     if right_label not in labels or len(labels) < len(options):
         raise ValueError(f"{where}: answer {right_label!r} is none of the labels {labels}")
-    kept_options = [
-        (label, option)
-        for label, option in zip(labels, options, strict=True)
-        if option != ABSENT or label == right_label
-    ]
-    return [option for _, option in kept_options], [label for label, _ in kept_options].index(
-        right_label
-    )
+    kept_options = []
+    kept_labels = []
+    for label, option in zip(labels, options, strict=True):
+        if option != ABSENT or label == right_label:
+            kept_options.append(option)
+            kept_labels.append(label)
+    return kept_options, kept_labels.index(right_label)
 
 
 def _shuffled_options(

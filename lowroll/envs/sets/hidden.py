@@ -36,19 +36,22 @@ def cases(column: str) -> list[dict[str, Any]]:
 
 
 def pickled_text(data: bytes) -> str:
-    """Return the text of a pickle of protocol 2 to 5; ValueError for one that holds more."""
+    """Return the text of a pickle of protocol 2 to 5; ValueError for one that holds more.
+
+    A pickle is a sequence of opcodes of one byte, each followed by its argument; a text's argument
+    is its size in bytes, little-endian, and the bytes.
+    """
     offset, text = 0, None
     while offset < len(data):
         opcode = data[offset]
         offset += 1
         if opcode in _TEXTS and text is None:
-            width = _TEXTS[opcode]
-            size = int.from_bytes(data[offset : offset + width], "little")
-            offset += width
-            if size > len(data) - offset:
+            size_end = offset + _TEXTS[opcode]
+            size = int.from_bytes(data[offset:size_end], "little")
+            offset = size_end + size
+            if offset > len(data):
                 raise ValueError("a pickle's text is cut short")
-            text = data[offset : offset + size].decode()
-            offset += size
+            text = data[size_end:offset].decode()
         elif opcode == _STOP and text is not None and offset == len(data):
             return text
         elif opcode in _SKIPPED:

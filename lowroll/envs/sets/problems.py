@@ -27,19 +27,19 @@ class Boxed(FinalAnswer, HeldOut):
         question = text_of(row, self.row, "question", where)
         key = column(row, self.row, "answer", where)
         values = row[key] if isinstance(row[key], list) else [row[key]]
-        raw = [as_text(item, f"{where}: column {key!r}") for item in values]
-        if key == "solution":
-            answer = last_answer(raw[0], joined=False) or ""
+        texts = [as_text(value, f"{where}: column {key!r}") for value in values]
+        if key == "solution":  # a worked solution, which ends in the answer
+            answer = last_answer(texts[0], joined=False) or ""
         else:
-            answer = ", ".join(filter(None, map(final_answer, raw)))
-        solution = raw[0] if key == "solution" or "####" in raw[0] else row.get("solution")
-        clean_solution = CALCULATOR.sub("", solution).strip() if isinstance(solution, str) else ""
-        ordered = ORDER.search(question) is not None
-        return (
-            HeldOutTask(question, {"answer": answer, "ordered": ordered}, clean_solution)
-            if answer
-            else None
-        )
+            answer = ", ".join(filter(None, map(final_answer, texts)))
+        is_worked = key == "solution" or "####" in texts[0]
+        solution = texts[0] if is_worked else row.get("solution")
+        if not isinstance(solution, str):
+            solution = ""
+        if not answer:
+            return None
+        info = {"answer": answer, "ordered": ORDER.search(question) is not None}
+        return HeldOutTask(question, info, CALCULATOR.sub("", solution).strip())
 
     def solution(self, prompt: Prompt) -> str:
         return self.tasks[prompt.info["row"]].solution

@@ -89,36 +89,36 @@ class Programs(HeldOut):
         return None
 
     def _cases(self, prompt: Prompt) -> list[Case]:
-        from lowroll.envs.sandbox import Case
-
+        """Read a prompt's public and private cases from the row at its place in the file. ValueError
+        names the place."""
         path, offset = prompt.info["place"]
         where = f"{path}, the row at byte {offset}"
         with open(path, "rb") as file:
             file.seek(offset)
             row = _parse_object(file.readline(), where)
         try:
-            test_cases = [
-                case for role in ("public", "private") for case in cases(self._of(row, role))
-            ]
+            test_cases = cases(self._of(row, "public")) + cases(self._of(row, "private"))
             name = json.loads(self._of(row, "metadata") or "{}").get("func_name")
             if not test_cases:
                 raise ValueError("no test cases")
-            return [
-                Case(test_case["input"], test_case["output"])
-                if test_case["testtype"] == "stdin"
-                else Case(
-                    [json.loads(line) for line in test_case["input"].splitlines() if line.strip()],
-                    json.loads(test_case["output"]),
-                    name,
-                )
-                for test_case in test_cases
-            ]
+            return [_case(test_case, name) for test_case in test_cases]
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 
     def _of(self, row: dict[str, Any], role: str) -> str:
         (key,) = self.row.columns[role]
         return row.get(key) or ""
+
+
+def _case(test_case: dict[str, Any], function_name: str | None) -> Case:
+    """Return a case of standard input, or of a function, whose arguments are JSON, one a line."""
+    from lowroll.envs.sandbox import Case
+
+    if test_case["testtype"] == "stdin":
+        return Case(test_case["input"], test_case["output"])
+    lines = test_case["input"].splitlines()
+    arguments = [json.loads(line) for line in lines if line.strip()]
+    return Case(arguments, json.loads(test_case["output"]), function_name)
 
 
 def _parse_object(line: bytes, where: str) -> dict[str, Any]:
