@@ -58,22 +58,26 @@ MACHINES = {"x86_64": (0xC000003E, X86_64), "aarch64": (0xC00000B7, AARCH64)}
 
 
 def program() -> bytes | None:
-    """Return the filter, an array of `struct sock_filter`; None for an unknown architecture."""
+    """Return the filter, an array of `struct sock_filter`; None for an unknown architecture.
+
+    It first refuses other calling conventions, whose numbers mean other calls. A jump's `yes` and
+    `no` are the lines that it skips.
+    """
     if platform.machine() not in MACHINES:
         return None
     architecture, calls = MACHINES[platform.machine()]
     lines = [
         _line(LOAD, ARCHITECTURE),
-        _line(JUMP_EQUAL, architecture, 1, 0),
+        _line(JUMP_EQUAL, architecture, yes=1, no=0),
         _line(RETURN, KILL),
         _line(LOAD, NUMBER),
-        _line(JUMP_AT_LEAST, X32, 0, 1),
+        _line(JUMP_AT_LEAST, X32, yes=0, no=1),
         _line(RETURN, KILL),
     ]
     for number in (*BOTH, *calls["denied"]):
-        lines += [_line(JUMP_EQUAL, number, 0, 1), _line(RETURN, ERROR | EPERM)]
+        lines += [_line(JUMP_EQUAL, number, yes=0, no=1), _line(RETURN, ERROR | EPERM)]
     # makes the C library fall back to clone, whose flags a filter can read
-    lines += [_line(JUMP_EQUAL, calls["clone3"][0], 0, 1), _line(RETURN, ERROR | ENOSYS)]
+    lines += [_line(JUMP_EQUAL, calls["clone3"][0], yes=0, no=1), _line(RETURN, ERROR | ENOSYS)]
     lines += _argument_test(calls["clone"][0], 0, JUMP_SET, NEW_NAMESPACES, allowed=False)
     lines += _argument_test(calls["socket"][0], 0, JUMP_EQUAL, AF_UNIX, allowed=True)
     lines += _argument_test(calls["prlimit"][0], 0, JUMP_EQUAL, 0, allowed=True)

@@ -141,6 +141,8 @@ def _connect_pipes(pipes: tuple[int, ...], is_function: bool) -> None:
 
 
 def _set_limits(limits: dict[str, float], lines: bytes) -> None:
+    """Limit this process for good: resources, session, folder, and system calls by the seccomp
+    filter `lines` (instructions of 8 bytes)."""
     seconds, memory = math.ceil(limits["seconds"]), int(limits["memory_mb"]) << 20
     disk = int(limits["disk_mb"]) << 20
     for kind, soft, hard in (
@@ -154,9 +156,9 @@ def _set_limits(limits: dict[str, float], lines: bytes) -> None:
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
-        hard_limit = resource.getrlimit(kind)[1]
-        hard_limit = sys.maxsize if hard_limit == resource.RLIM_INFINITY else hard_limit
-        resource.setrlimit(kind, (min(int(soft), hard_limit), min(int(hard), hard_limit)))
+        hard_now = resource.getrlimit(kind)[1]  # which cannot be raised
+        most = sys.maxsize if hard_now == resource.RLIM_INFINITY else hard_now
+        resource.setrlimit(kind, (min(int(soft), most), min(int(hard), most)))
     os.setsid()
     os.chdir("/tmp")
     prctl(PR_SET_SECCOMP, FILTER_MODE, ctypes.byref(SockFprog(len(lines) // 8, lines)))
@@ -219,22 +221,23 @@ class CaseWatch:
 
     def watch(self) -> dict[str, Any]:
         """Wait for the case, end its processes, and return the reply."""
-        pidfd = os.pidfd_open(self.pid)
+        pidfd = os.pidfd_open(self.pid)  # readable once the program has ended
         open_descriptors = {pidfd, *self.said}
         while not self.why and pidfd in open_descriptors:
-            seconds_left = self.deadline - time.monotonic()
-            ready = select.select(open_descriptors, [], [], max(0.0, seconds_left))[0]
+            seconds_left = max(0.0, self.deadline - time.monotonic())
+            ready = select.select(open_descriptors, [], [], seconds_left)[0]
             if not ready:
                 self.why = "timeout"
-            for pipe in ready:
-                if pipe == pidfd or not self._read(pipe):
-                    open_descriptors.discard(pipe)
+            for descriptor in ready:
+                if descriptor == pidfd or not self._read(descriptor):
+                    open_descriptors.discard(descriptor)
+        # reads what the program wrote before it ended; a list, so that every pipe is read
         while not self.why and any([self._read(pipe) for pipe in self.said]):
-            pass  # reads what the program wrote before it ended
+            pass
         seconds = time.monotonic() - self.start
         status, cpu_seconds = end_all(self.pid)
-        for pipe in (pidfd, *self.said):
-            os.close(pipe)
+        for descriptor in (pidfd, *self.said):
+            os.close(descriptor)
         return {
             "status": self.why or self._how(status, cpu_seconds),
             "output": bytes(self.said[self.output]).decode(errors="replace"),
@@ -263,24 +266,27 @@ class CaseWatch:
 
 
 def end_all(pid: int) -> tuple[int, float]:
-    """Kill every other process; return status and CPU seconds of `pid`."""
+    """Kill and reap every other process; return status and CPU seconds of `pid`. RuntimeError
+    outside of a namespace, where that would end all of the user's processes."""
     if os.getpid() != 1:
         raise RuntimeError("only process 1 of a namespace may kill all others in it")
     result = (0, 0.0)
     while True:
         try:
-            os.kill(-1, signal.SIGKILL)
+            os.kill(-1, signal.SIGKILL)  # again each time, as a process may fork before it dies
         except ProcessLookupError:
             pass  # all others have ended and wait to be reaped
         try:
             ended_pid, status, usage = os.wait4(-1, 0)
         except ChildProcessError:
-            return result
+            return result  # none is left
         if ended_pid == pid:
             result = (status, usage.ru_utime + usage.ru_stime)
 
 
 def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    """Run a case in a child process and return its reply. A function's arguments are passed by the
+    fork, a program's input by a file in memory."""
     stdin = os.memfd_create("stdin")
     if case["fn_name"] is None:
         with os.fdopen(os.dup(stdin), "wb") as file:
@@ -290,7 +296,7 @@ def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     stderr, stderr_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        be_the_program(request, case, (stdin, output_end, stderr_end))
+        be_the_program(request, case, (stdin, output_end, stderr_end))  # does not return
     for end in (stdin, output_end, stderr_end):
         os.close(end)
     for pipe in (output, stderr):

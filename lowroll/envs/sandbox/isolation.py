@@ -47,23 +47,27 @@ def python() -> str:
 
 
 def _layout() -> dict[str, Any]:
-    """Return what a program sees: the interpreter and libraries, without installed packages."""
+    """Return what a program sees: the interpreter and libraries, without installed packages.
+
+    `binds`: paths bound from the machine. `links`: (path, target) of library folders that are links.
+    `masks`: folders of packages inside the binds, which become empty.
+    """
     library = sysconfig.get_paths()["stdlib"]
     binds = [python(), str(INSIDE)]
     links = []
     for path in (str(Path(sys.base_prefix, "lib")), library, *LIBRARIES, "/etc/ld.so.cache"):
         if os.path.islink(path) and path in LIBRARIES:
             links.append((path, os.readlink(path)))
-        elif os.path.exists(path) and not any(Path(path).is_relative_to(bound) for bound in binds):
+        elif os.path.exists(path) and not _is_in_one_of(binds, path):
             binds.append(path)
     packages = {Path(library, name) for name in ("site-packages", "dist-packages")}
     packages |= {Path("/usr/lib/python3/dist-packages"), Path(sysconfig.get_paths()["purelib"])}
-    masks = [
-        str(path)
-        for path in sorted(packages)
-        if path.is_dir() and any(path.is_relative_to(bound) for bound in binds)
-    ]
+    masks = [str(path) for path in sorted(packages) if path.is_dir() and _is_in_one_of(binds, path)]
     return {"binds": binds, "links": links, "masks": masks}
+
+
+def _is_in_one_of(folders: Sequence[str], path: str | Path) -> bool:
+    return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
 def _jail_command(disk_mb: int) -> list[str]:

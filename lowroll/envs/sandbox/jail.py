@@ -142,6 +142,11 @@ def give_up_power(was_root: bool) -> None:
 
 
 def main() -> int:
+    """Start the child in new namespaces, write its user maps, and return its exit status.
+
+    The child sends a byte when it has entered its user namespace, whose maps only a process outside
+    may write, and goes on when a byte comes back.
+    """
     plan = json.loads(sys.argv[1])
     user, group = os.geteuid(), os.getegid()
     die_with_parent()
@@ -151,7 +156,7 @@ def main() -> int:
     pid = os.fork()
     if pid == 0:
         own_socket.close()
-        _leave(child_socket, plan, user == 0)
+        _leave(child_socket, plan, was_root=user == 0)  # does not return
     child_socket.close()
     own_socket.settimeout(10.0)
     if own_socket.recv(1):
@@ -161,7 +166,8 @@ def main() -> int:
 
 
 def _leave(outside: socket.socket, plan: dict[str, Any], was_root: bool) -> None:
-    """Enter new namespaces, and start process 1 in them."""
+    """Enter new namespaces, and start process 1 in them. Never returns: this process ends with the
+    status of process 1, which becomes `inside`."""
     die_with_parent()
     must(libc.unshare(NAMESPACES), "unshare")
     outside.send(b"!")
@@ -169,7 +175,7 @@ def _leave(outside: socket.socket, plan: dict[str, Any], was_root: bool) -> None
     if not outside.recv(1):
         os._exit(1)
     outside.close()
-    pid = os.fork()
+    pid = os.fork()  # only a child is in the new pid namespace
     if pid:
         for stream in (0, 1, 2):
             os.close(stream)
