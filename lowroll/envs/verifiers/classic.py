@@ -86,13 +86,15 @@ class _Script(Client):
     def __init__(self, turns: list[Message], ends: bool) -> None:
         super().__init__(None)
         self.turns, self.ends = iter(turns), ends
-        self.told: list[Message] = []  # before the last turn
+        self.told: list[Message] = []  # all messages up to the last replayed turn
 
     async def get_response(self, prompt: Any, *_: Any, **__: Any) -> Any:
-        """Return the next turn; after the last, raise TurnPending or OverlongPromptError
-        (`ends`)."""
+        """Return the next turn; after the last, raise TurnPending with the messages that followed
+        it, or OverlongPromptError (`ends`). ValueError for an environment that changes earlier
+        messages."""
         messages = [plain(prompt_message) for prompt_message in prompt]
-        if messages[: len(self.told)] != self.told:
+        num_told = len(self.told)
+        if messages[:num_told] != self.told:
             raise ValueError(
                 "the environment changes earlier messages; only what follows a turn can be new here"
             )
@@ -100,14 +102,13 @@ class _Script(Client):
         if next_turn is None and self.ends:
             raise vf.OverlongPromptError("no more turns were drawn")
         if next_turn is None:
-            raise TurnPending(messages[len(self.told) :])
+            raise TurnPending(messages[num_told:])
+        content = next_turn["content"]
         calls = [ToolCall(**call) for call in _all_calls(next_turn)] or None
-        self.told = [
-            *messages,
-            plain(vf.AssistantMessage(content=next_turn["content"], tool_calls=calls)),
-        ]
+        told_turn = plain(vf.AssistantMessage(content=content, tool_calls=calls))
+        self.told = [*messages, told_turn]
         message = ResponseMessage(
-            content=next_turn["content"], tool_calls=calls, finish_reason="stop", is_truncated=False
+            content=content, tool_calls=calls, finish_reason="stop", is_truncated=False
         )
         return Response(id="lowroll", created=0, model="lowroll", message=message)
 

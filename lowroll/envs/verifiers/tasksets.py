@@ -174,7 +174,11 @@ class _Talk:
             self._add(vf.SystemMessage(content=task.data.system_prompt))
 
     async def turn(self, message: Any = None) -> Any:
-        """Add a user's turn and the agent's replies as a segment."""
+        """Add a user's turn and the agent's replies as a segment.
+
+        The first turn without a message is the task's prompt. The agent replies until a turn calls
+        no tool or a hook stops the conversation; `_ended` says what a script's end means.
+        """
         if not self.begun and message is None:
             message = self.task.data.prompt
         self.begun = True
@@ -187,34 +191,37 @@ class _Talk:
             reply = next(self.scripted.turns, None)
             if reply is None:
                 return self._ended(begin)
-            self._add(
-                vf.AssistantMessage(content=reply["content"], tool_calls=calls_of(reply) or None),
-                True,
-            )
+            calls = calls_of(reply) or None
+            self._add(vf.AssistantMessage(content=reply["content"], tool_calls=calls), sampled=True)
             self.over = await self._stops()
-            if self.over or not (reply.get("tool_calls") or reply.get("ill_formed")):
+            calls_tools = reply.get("tool_calls") or reply.get("ill_formed")
+            if self.over or not calls_tools:
                 break
             await self._call(reply)
         return vf.Segment(messages=[node.message for node in self.trace.nodes[begin:]])
 
     def _ended(self, begin: int) -> Any:
-        """Raise TurnPending for the model's next turn, or end the exchange (`ends`)."""
+        """Raise TurnPending for the model's next turn, or end the exchange (`ends`) with a segment
+        of the messages since node `begin`."""
+        nodes = self.trace.nodes
         if not self.scripted.ends:
-            nodes = self.trace.nodes
-            last_sampled = max((i for i, node in enumerate(nodes) if node.sampled), default=-1)
-            raise TurnPending(
-                [
-                    plain(nodes[i].message)
-                    | ({"failed": self.failed[i]} if i in self.failed else {})
-                    for i in range(last_sampled + 1, len(nodes))
-                ]
-            )
+            sampled_positions = [i for i, node in enumerate(nodes) if node.sampled]
+            first_new = sampled_positions[-1] + 1 if sampled_positions else 0
+            new_messages = []
+            for i in range(first_new, len(nodes)):
+                message = plain(nodes[i].message)
+                if i in self.failed:
+                    message["failed"] = self.failed[i]
+                new_messages.append(message)
+            raise TurnPending(new_messages)
         self.over = True
         self.trace.stop("max_turns")
         messages = [node.message for node in self.trace.nodes[begin:]]
         return vf.Segment(messages=messages, terminated=not messages)
 
     async def _call(self, said: Message) -> None:
+        """Add the results of a turn's calls, then errors of unreadable ones. `failed` keeps the kind
+        of failure by the position of the result's node, the next one to be added."""
         for call in said.get("tool_calls", ()):
             name, text = call["function"]["name"], ""
             try:
