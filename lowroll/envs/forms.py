@@ -252,8 +252,7 @@ def matches(gold: str, answer: str, ordered: bool = False) -> bool:
 
 
 def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
-    """Return whether two forms are equal, by the rule for their two kinds. `ordered`: as of
-    `matches`."""
+    """Return whether two forms are equal. `ordered`: as of `matches`."""
     kinds = {gold.kind, answer.kind}
     have_names = gold.name and answer.name
     if have_names and gold.name != answer.name and "relation" not in kinds:
@@ -403,8 +402,7 @@ def _same_numeral(gold: str, answer: str) -> bool | None:
 
 
 def _same_amount(gold: str, answer: str) -> bool:
-    """Return whether two numbers or expressions, perhaps with a scale and a unit, are equal. 50% is
-    both 50 and 0.5."""
+    """Return whether two amounts are equal. 50% is both 50 and 0.5."""
     gold, gold_unit_powers = without_unit(gold)
     answer, answer_unit_powers = without_unit(answer)
     if gold_unit_powers and answer_unit_powers and gold_unit_powers != answer_unit_powers:
