@@ -35,13 +35,11 @@ def align(model: Transformer, format: str) -> Transformer:
     """Run every linear layer's forward in the arithmetic of `format`. ValueError for a low-bit base in
     another one."""
     for name, linear in model.linears():
-        base = linear.weight if isinstance(linear.weight, QTensor) else None
+        base = linear.weight
+        if not isinstance(base, QTensor) or get_format(base.format).dense:
+            continue
         expected_format = get_format(format).of(name).name
-        if (
-            base is not None
-            and base.format != expected_format
-            and not get_format(base.format).dense
-        ):
+        if base.format != expected_format:
             raise ValueError(
                 f"{name}: the base is {base.format}, and the forward is to be {expected_format}"
             )
@@ -78,28 +76,32 @@ def transpose(model: Transformer) -> Transformer:
 def refresh(model: Transformer) -> None:
     """Remake the codes of trainable weights in place. ValueError names a weight that is not finite,
     before any block read together with it is written."""
-    if all(linear.aligned is linear.transposed is None for _, linear in model.linears()):
+    if not any(_has_codes(linear) for _, linear in model.linears()):
         return
     for blocks in model.read_blocks(model):
         _requantize_blocks(blocks)
 
 
+def _has_codes(linear: Linear) -> bool:
+    return linear.aligned is not None or linear.transposed is not None
+
+
 def _requantize_blocks(blocks: list[Block]) -> None:
-    layers = [
-        (f"blocks.{block.layer}.{name}", linear, linear.weight)
-        for block in blocks
-        for name, linear in block.named_modules()
-        if isinstance(linear, Linear)
-        and not linear.aligned is linear.transposed is None
-        and isinstance(linear.weight, nn.Parameter)
-        and linear.weight.requires_grad
-    ]
-    amax = checksum.amax([master for *_, master in layers])
-    for (name, linear, _), finite in zip(layers, checksum.finite(amax), strict=True):
-        if not finite:
+    """Remake the codes of the blocks' trainable weights in place. ValueError for a weight that is not
+    finite, before the first is written."""
+    trainable: list[tuple[str, Linear, nn.Parameter]] = []
+    for block in blocks:
+        for name, module in block.named_modules():
+            if not isinstance(module, Linear) or not _has_codes(module):
+                continue
+            if isinstance(module.weight, nn.Parameter) and module.weight.requires_grad:
+                trainable.append((f"blocks.{block.layer}.{name}", module, module.weight))
+    amax = checksum.amax([master for _, _, master in trainable])
+    for (name, linear, _), is_finite in zip(trainable, checksum.finite(amax), strict=True):
+        if not is_finite:
             format = "fp8" if linear.aligned is None else linear.aligned.format
             raise ValueError(f"{name}.weight: {format}: the weight holds a non-finite value")
-    for (_, linear, master), amax_1 in zip(layers, amax, strict=True):
+    for (_, linear, master), amax_1 in zip(trainable, amax, strict=True):
         if linear.aligned is not None:
             linear.aligned.quantize_(master, amax_1)
         if linear.transposed is not None:

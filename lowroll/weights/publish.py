@@ -9,7 +9,7 @@ aligned learner (`weights.aligned`) are copied. `digest` verifies what the engin
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -144,14 +144,12 @@ def publish(
     written, names a master of other sizes, another adapter, another base than the shared one, a
     linear weight that is not finite, or noise for an engine that was not made for it.
     """
-    linears = dict(master.linears())
     dense_weights = {
         name: linear.weight
-        for name, linear in linears.items()
+        for name, linear in master.linears()
         if isinstance(linear.weight, nn.Parameter)
     }
     amax = checksum.amax(list(dense_weights.values()))  # on the device now, read on the host below
-    amax_by_name = dict(zip(dense_weights, amax, strict=True))
     master_parameters = {
         name: parameter
         for name, parameter in master.named_parameters()
@@ -163,13 +161,10 @@ def publish(
         if not is_finite:
             raise ValueError(f"publish: {name}.weight holds a non-finite value")
     noise_by_name = drawn_noise(noise, rollout)
-    models = [rollout] if large_batch_model is None else [rollout, large_batch_model]
-    for model in models:
-        for name, engine_linear in model.linears():
-            codes, master_linear = engine_linear.weight, linears[name]
-            assert isinstance(codes, QTensor)
-            if f"{name}.weight" not in rollout.shared and codes is not master_linear.weight:
-                _refill_codes(name, codes, master_linear, amax_by_name.get(name))
+    amax_by_name = dict(zip(dense_weights, amax, strict=True))
+    _refill_linears(master, rollout, rollout.shared, amax_by_name)
+    if large_batch_model is not None:
+        _refill_linears(master, large_batch_model, rollout.shared, amax_by_name)
     for name, target in targets.items():
         if name in rollout.shared:
             continue
@@ -180,6 +175,20 @@ def publish(
             value = value.float() + noise_by_name[name]
         target.copy_(value)
     _renew_derived(rollout)
+
+
+def _refill_linears(
+    master: Transformer, engine: Transformer, shared: Set[str], amax_by_name: Mapping[str, Tensor]
+) -> None:
+    """Refill an engine model's linear weights, except for shared ones. amax_by_name: max |w| of the
+    master's dense weights, by layer."""
+    for (name, engine_linear), (_, master_linear) in zip(
+        engine.linears(), master.linears(), strict=True
+    ):
+        codes = engine_linear.weight
+        assert isinstance(codes, QTensor)
+        if f"{name}.weight" not in shared and codes is not master_linear.weight:
+            _refill_codes(name, codes, master_linear, amax_by_name.get(name))
 
 
 def _renew_derived(rollout: Transformer) -> None:
@@ -226,11 +235,9 @@ def _check_fits(
     if master.spec != rollout.spec:
         raise ValueError("publish: the master's sizes are not those of the engine's model")
     mismatched = sorted(
-        {
-            name
-            for name in mine.keys() | targets.keys()
-            if name not in mine or name not in targets or mine[name].shape != targets[name].shape
-        }
+        name
+        for name in mine.keys() | targets.keys()
+        if name not in mine or name not in targets or mine[name].shape != targets[name].shape
     )
     if mismatched:
         raise ValueError(
@@ -289,13 +296,12 @@ def fingerprint(tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> 
         name: f"{tuple(tensor.shape)} {tensor.dtype} {value}"
         for (name, tensor), value in zip(tensors.items(), tensor_checksums, strict=True)
     }
+    # a number counts as a float64 tensor without dimensions
     descriptions |= {
         name: f"() {torch.float64} {_number_checksum(value)}" for name, value in numbers.items()
     }
-    return blake2b(
-        "\n".join(f"{name} {descriptions[name]}" for name in sorted(descriptions)).encode(),
-        digest_size=16,
-    ).hexdigest()
+    text = "\n".join(f"{name} {descriptions[name]}" for name in sorted(descriptions))
+    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 _LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in ("qkv", "qkvz", "o", "gate_up", "down"))
@@ -328,14 +334,15 @@ def _refill_codes(name: str, target: QTensor, linear: Linear, amax_1: Tensor | N
 
 
 def _warn_of_conversion(model: Transformer, format: str) -> None:
+    """Warn when low-bit weights of a model are stored otherwise in `format`, and so lose bits."""
     base_name = model.weight_format
     if base_name is None or get_format(base_name).dense:
         return
-    formats = get_format(base_name), get_format(format)
+    base_format, new_format = get_format(base_name), get_format(format)
+    low_bit_layers = [name for name, _ in model.linears() if not base_format.of(name).dense]
     if any(
-        stored_format(formats[0].of(name).name) != stored_format(formats[1].of(name).name)
-        for name, _ in model.linears()
-        if not formats[0].of(name).dense
+        stored_format(base_format.of(name).name) != stored_format(new_format.of(name).name)
+        for name in low_bit_layers
     ):
         log.warning(
             "the model's weights are %s: %s is made from their dequantized values; with "

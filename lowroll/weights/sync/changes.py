@@ -12,7 +12,7 @@ the bits that they are based on, and restores its tensors when the result has an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from lowroll.weights.publish import fingerprint
 from lowroll.weights.sync.base import Gap
 
 STRIDE = 65535  # the longest gap
+_GAP_BYTES = 2
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -75,11 +76,11 @@ class Shadow:
     def changes(self) -> tuple[dict[str, Tensor], Changes]:
         """Return the changes of the learner's weights since that version, on the CPU."""
         assert self.version is not None
-        now, whole = self._now(), norm_names(self.model)
+        now, noisy_names = self._now(), norm_names(self.model)
         stream: dict[str, Tensor] = {}
         for name, tensor in now.items():
-            stream |= difference(name, self._tensors[name], tensor, name in whole)
-        before = fingerprint({n: t for n, t in self._tensors.items() if n not in whole}, {})
+            stream |= difference(name, self._tensors[name], tensor, whole=name in noisy_names)
+        before = fingerprint({n: t for n, t in self._tensors.items() if n not in noisy_names}, {})
         return stream, Changes(self.version, before, fingerprint(now, {}))
 
     def _now(self) -> dict[str, Tensor]:
@@ -99,56 +100,79 @@ def norm_names(model: Transformer) -> set[str]:
 
 
 def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Tensor]:
-    """Return the stream that turns `old` into `new`. whole: always the whole tensor."""
+    """Return the part of the stream that turns the tensor `old` into `new`, on the CPU: nothing for
+    equal tensors, else the changed entries or the whole tensor, whichever is smaller.
+
+    whole: return the whole tensor in every case.
+    """
     if not whole:
-        at = (_bits(old) != _bits(new)).nonzero().flatten()
-        if at.numel() == 0:
+        changed = (_bits(old) != _bits(new)).nonzero().flatten()
+        if changed.numel() == 0:
             return {}
-        named = STRIDE * torch.arange(1, int(at[-1]) // STRIDE + 1, device=at.device) - 1
-        at = torch.cat([at, named]).unique()
-        if at.numel() * (2 + new.element_size()) < new.nbytes:
-            gaps = at.diff(prepend=at.new_tensor([-1])).to(torch.int32).to(torch.int16)
-            values = _bits(new)[at].view(new.dtype)
+        positions = _with_every_stride(changed)
+        if positions.numel() * (_GAP_BYTES + new.element_size()) < new.nbytes:
+            gaps = positions.diff(prepend=positions.new_tensor([-1]))
+            # a gap above 32767 wraps to a negative int16; `_positions` reads it as unsigned
+            gaps = gaps.to(torch.int32).to(torch.int16)
+            values = _bits(new)[positions].view(new.dtype)
             return {f"{name}.gaps": gaps.cpu(), f"{name}.values": values.cpu()}
     return {name: new.detach().cpu().contiguous()}
+
+
+def _with_every_stride(changed: Tensor) -> Tensor:
+    """Return ascending positions, with every STRIDE-th position up to the last one added, so that no
+    gap between two of them is longer than STRIDE."""
+    num_strides = int(changed[-1]) // STRIDE
+    strides = STRIDE * torch.arange(1, num_strides + 1, device=changed.device) - 1
+    return torch.cat([changed, strides]).unique()
 
 
 def apply(
     rollout: Transformer, stream: Mapping[str, Tensor], changes: Changes
 ) -> dict[str, Tensor]:
-    """Apply changes to an engine's storages in place, and return the norms that take noise. Gap when
-    they are of other weights, ValueError when they do not fit; the engine's tensors are unchanged
-    then."""
-    whole = norm_names(rollout)
+    """Apply changes to an engine's storages in place, except to the norms that take noise: return
+    their new values, to which the caller adds the noise.
+
+    Gap when the changes are of other weights than the engine holds, ValueError when they do not fit
+    or lead to another digest than stated. The engine's tensors are unchanged then.
+    """
+    noisy_names = norm_names(rollout)
     targets = _targets(rollout)
-    mine = {name: tensor for name, tensor in targets.items() if name not in whole}
-    if (found := fingerprint(mine, {})) != changes.before:
+    # the engine's norms hold noise, and both digests are of clean weights
+    without_noise = {name: t for name, t in targets.items() if name not in noisy_names}
+    if (found := fingerprint(without_noise, {})) != changes.before:
         raise Gap(
             f"update: codes: they change weights {changes.before} of version {changes.since}, and "
             f"the engine holds {found}"
         )
-    norms = _norms(stream, targets, whole, rollout)
-    writes = _writes({n: t for n, t in stream.items() if n not in whole}, mine)
-    undo = [_Write(write.bits, write.at, write.bits[write.at].clone()) for write in writes.values()]
+    norms = _norms(stream, targets, noisy_names, rollout)
+    writes = _writes({n: t for n, t in stream.items() if n not in noisy_names}, without_noise)
+    old_values = {name: write.bits[write.at].clone() for name, write in writes.items()}
     for write in writes.values():
         write.bits[write.at] = write.values
-    after = fingerprint(mine | norms, {})
+    after = fingerprint(without_noise | norms, {})  # reads the storages that were just written
     if after != changes.after:
-        for write in undo:
-            write.bits[write.at] = write.values
+        for name, write in writes.items():
+            write.bits[write.at] = old_values[name]
         raise ValueError(
             f"update: digest: {changes.after} was stated, and what has come of it has {after}"
         )
-    for name, linear in rollout.linears():
-        assert isinstance(linear.weight, QTensor)
-        if any(f"{name}.weight.{part}" in writes for part in linear.weight.tensors):
-            linear.weight.renew()
-    if rollout.head is not None:
-        rollout.head.renew()
+    _renew_derived(rollout, writes.keys())
     return norms
 
 
+def _renew_derived(rollout: Transformer, changed: Set[str]) -> None:
+    """Renew what was made of the changed tensors, and of the head."""
+    for name, linear in rollout.linears():
+        assert isinstance(linear.weight, QTensor)
+        if any(f"{name}.weight.{part}" in changed for part in linear.weight.tensors):
+            linear.weight.renew()
+    if rollout.head is not None:
+        rollout.head.renew()
+
+
 def _targets(rollout: Transformer) -> dict[str, Tensor]:
+    """Return the engine's stored tensors, under their names in a stream."""
     tensors: dict[str, Tensor] = {}
     for name, linear in rollout.linears():
         assert isinstance(linear.weight, QTensor)
@@ -159,10 +183,12 @@ def _targets(rollout: Transformer) -> dict[str, Tensor]:
 
 
 def _norms(
-    stream: Mapping[str, Tensor], targets: Mapping[str, Tensor], whole: set[str], model: Transformer
+    stream: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: set[str], model: Transformer
 ) -> dict[str, Tensor]:
+    """Return the clean norms `names` of a stream, on the devices of their targets. ValueError for one
+    that is missing, or has another shape or dtype."""
     norms: dict[str, Tensor] = {}
-    for name in whole:
+    for name in names:
         arrived = stream.get(name)
         if arrived is None or arrived.shape != targets[name].shape:
             raise ValueError(f"update: codes: {name} is missing or of another shape")
@@ -173,7 +199,8 @@ def _norms(
 
 
 class _Write(NamedTuple):
-    """The changed entries of a tensor. bits: all of its entries, as integers in one row."""
+    """The changed entries of a tensor. bits: all entries of the engine's storage, viewed as integers
+    in one row. at, values: the positions in that row, and the new integers there."""
 
     bits: Tensor
     at: Tensor
@@ -181,40 +208,49 @@ class _Write(NamedTuple):
 
 
 def _writes(stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, _Write]:
-    """Return the write of each changed tensor. ValueError for what does not fit."""
+    """Return the write of each tensor that a stream changes. ValueError for a part of the stream that
+    fits none of them, or holds a value that is not finite."""
     writes: dict[str, _Write] = {}
     floats: dict[str, Tensor] = {}
     unused = set(stream)
     for name, target in targets.items():
         keys = {f"{name}.gaps", f"{name}.values", name} & stream.keys()
-        unused -= keys
         if not keys:
             continue
-        if keys == {name} and stream[name].shape == target.shape:
-            at = torch.arange(target.numel(), device=target.device)
-            values = stream[name].flatten()
-        elif keys == {f"{name}.gaps", f"{name}.values"}:
-            at = _positions(name, stream[f"{name}.gaps"], target)
-            values = stream[f"{name}.values"]
-        else:
-            raise ValueError(f"update: codes: {name}: another shape, or half of it is missing")
-        if values.dtype != target.dtype or values.shape != at.shape:
-            raise ValueError(f"update: codes: {name}: values of {values.dtype}, {values.shape}")
-        values = values.to(target.device)
+        unused -= keys
+        at, values = _changed_entries(name, keys, stream, target)
         if values.dtype in _FLOATS:
             floats[name] = values.contiguous()
         writes[name] = _Write(_bits(target), at, _bits(values))
     if unused:
         raise ValueError(f"update: codes: the engine has no {min(unused)}")
-    for name, is_finite in zip(
-        floats, checksum.finite(checksum.amax([*floats.values()])), strict=True
-    ):
+    amax = checksum.amax(list(floats.values()))
+    for name, is_finite in zip(floats, checksum.finite(amax), strict=True):
         if not is_finite:
             raise ValueError(f"update: codes: {name} holds a non-finite value")
     return writes
 
 
+def _changed_entries(
+    name: str, keys: Set[str], stream: Mapping[str, Tensor], target: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the positions and new values of a tensor's changed entries, on its device. keys: those
+    of the stream that belong to it. ValueError when they do not fit."""
+    if keys == {name} and stream[name].shape == target.shape:
+        at = torch.arange(target.numel(), device=target.device)
+        values = stream[name].flatten()
+    elif keys == {f"{name}.gaps", f"{name}.values"}:
+        at = _positions(name, stream[f"{name}.gaps"], target)
+        values = stream[f"{name}.values"]
+    else:
+        raise ValueError(f"update: codes: {name}: another shape, or half of it is missing")
+    if values.dtype != target.dtype or values.shape != at.shape:
+        raise ValueError(f"update: codes: {name}: values of {values.dtype}, {values.shape}")
+    return at, values.to(target.device)
+
+
 def _positions(name: str, gaps: Tensor, target: Tensor) -> Tensor:
+    """Return the positions that gaps lead to. ValueError when they leave the tensor."""
     if gaps.dtype != torch.int16 or gaps.ndim != 1 or not gaps.numel():
         raise ValueError(f"update: codes: {name}: gaps of {gaps.dtype}, {tuple(gaps.shape)}")
     steps = gaps.to(target.device).to(torch.int64) & 0xFFFF
