@@ -120,13 +120,14 @@ def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) ->
     weight = mapping.reader.weight
     assert isinstance(weight, nn.Parameter)
     abs_sums = torch.stack([mapping.inputs(c).abs().sum(0, dtype=torch.float32) for c in chunks])
-    loudness_K = abs_sums.sum(0) / chunks[-1].rows.stop
-    candidates = [
-        (None, torch.ones_like(loudness_K)),
-        *((ratio, factors(weight, loudness_K, ratio, format.group)) for ratio in RATIOS),
-    ]
-    errors = _candidate_errors(mapping, format, chunks, [s_K for _, s_K in candidates])
-    ratio, s_K = candidates[errors.index(min(errors))]
+    num_tokens = chunks[-1].rows.stop
+    loudness_K = abs_sums.sum(0) / num_tokens
+    ratios: list[float | None] = [None, *RATIOS]
+    candidates = [torch.ones_like(loudness_K)]
+    candidates += [factors(weight, loudness_K, ratio, format.group) for ratio in RATIOS]
+    errors = _candidate_errors(mapping, format, chunks, candidates)
+    best = errors.index(min(errors))
+    ratio, s_K = ratios[best], candidates[best]
     if ratio is not None:
         weight.copy_(_scale_columns(weight, s_K))
         mapping.divide(s_K)
@@ -136,6 +137,8 @@ def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) ->
 def _candidate_errors(
     mapping: Mapping, format: Format, chunks: list[Chunk], candidates: list[Tensor]
 ) -> list[float]:
+    """Return the squared error of a mapping's output for each candidate s_K, with Q(W s) in place
+    of W and x / s in place of x, summed over the chunks."""
     weight = mapping.reader.weight
     errors = [0.0] * len(candidates)
     assert isinstance(weight, nn.Parameter)
@@ -144,10 +147,9 @@ def _candidate_errors(
         x_TK = mapping.inputs(chunk)
         dense_TD = mapping.output(x_TK, chunk)
         for i, (candidate_weight, s_K) in enumerate(zip(quantized, candidates, strict=True)):
+            divided_TK = (x_TK.float() / s_K).to(x_TK.dtype)
             with multiplying((mapping.reader, candidate_weight)):
-                errors[i] += _squared_distance(
-                    mapping.output((x_TK.float() / s_K).to(x_TK.dtype), chunk), dense_TD
-                )
+                errors[i] += _squared_distance(mapping.output(divided_TK, chunk), dense_TD)
             # kernels' copies of all candidates would be as large as many layers
             candidate_weight.packed.clear()
     return errors
@@ -156,24 +158,24 @@ def _candidate_errors(
 def _block_error(
     block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]
 ) -> float:
+    """Return the mean squared error of the quantized block's output. y_TD: the dense one's."""
     linears = [module for module in block.modules() if isinstance(module, Linear)]
     pairs = [
         (linear, format.quantize(linear.weight))
         for linear in linears
         if isinstance(linear.weight, nn.Parameter)
     ]
+    errors: list[float] = []
     with multiplying(*pairs):
-        return (
-            sum(
-                _squared_distance(whole(block, x_TD[c.rows], c.cos, c.sin, c.attend), y_TD[c.rows])
-                for c in chunks
-            )
-            / x_TD.numel()
-        )
+        for c in chunks:
+            quantized_TD = whole(block, x_TD[c.rows], c.cos, c.sin, c.attend)
+            errors.append(_squared_distance(quantized_TD, y_TD[c.rows]))
+    return sum(errors) / x_TD.numel()
 
 
 def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
-    """Return the mappings of a block whose scales can be folded."""
+    """Return the mappings of a block whose scales can be folded, in the order of its forward pass.
+    Their functions run the block's current weights. x_TD: the residual stream before it."""
     input_norm, mlp_norm = block.pre_norms
     v_rows = slice(-block.kv_heads * block.head_dim, None)
     up_rows = slice(block.gate_up.weight.shape[0] // 2, None)
@@ -193,31 +195,22 @@ def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
     def hidden(c: Chunk) -> Tensor:
         return input_of(block.down, lambda: block.mlp(mlp_input(c)))
 
-    mappings = [
-        Mapping("qkv", block.qkv, _norm_divider(input_norm), normed, attention),
-        Mapping(
-            "o", block.o, _row_divider(block.qkv, v_rows), heads, lambda x, c: plain(block.o(x))
-        ),
-        Mapping(
-            "gate_up",
-            block.gate_up,
-            _norm_divider(mlp_norm),
-            mlp_input,
-            lambda x, c: plain(block.mlp(x)),
-        ),
-        Mapping(
-            "down",
-            block.down,
-            _row_divider(block.gate_up, up_rows),
-            hidden,
-            lambda x, c: plain(block.down(x)),
-        ),
-    ]
-    return (
-        mappings
-        if block.heads == block.kv_heads
-        else [mapping for mapping in mappings if mapping.name != "o"]
-    )
+    def o(heads_TK: Tensor, _: Chunk) -> Tensor:
+        return plain(block.o(heads_TK))
+
+    def mlp(x_TD: Tensor, _: Chunk) -> Tensor:
+        return plain(block.mlp(x_TD))
+
+    def down(hidden_TK: Tensor, _: Chunk) -> Tensor:
+        return plain(block.down(hidden_TK))
+
+    divide_v, divide_up = _row_divider(block.qkv, v_rows), _row_divider(block.gate_up, up_rows)
+    mappings = [Mapping("qkv", block.qkv, _norm_divider(input_norm), normed, attention)]
+    if block.heads == block.kv_heads:  # else several heads read one v, and need one s
+        mappings.append(Mapping("o", block.o, divide_v, heads, o))
+    mappings.append(Mapping("gate_up", block.gate_up, _norm_divider(mlp_norm), mlp_input, mlp))
+    mappings.append(Mapping("down", block.down, divide_up, hidden, down))
+    return mappings
 
 
 def _norm_divider(norm: RMSNorm) -> Callable[[Tensor], None]:

@@ -21,7 +21,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,6 +98,15 @@ class _Choice:
     kl: float
 
 
+class _Step(NamedTuple):
+    """A step of a layer from choice `number` of its hull to the next. Steps are ordered by `slope`,
+    the change of the KL a byte: those that save most come first."""
+
+    slope: float
+    layer: str
+    number: int
+
+
 @torch.no_grad()
 def allocate(
     model: Transformer,
@@ -157,23 +168,21 @@ class _Search:
     ) -> None:
         """Measure every layer alone, and order the steps."""
         reference = Reference(self.model, calibration)
-        gains: list[tuple[float, str, int]] = []
+        steps: list[_Step] = []
         for done, (block, name, linear) in enumerate(_layers_by_block(self.model)):
             hull = _hull(self._choices(reference, block, name, linear))
             self.hulls[name] = hull
-            for i, (smaller, larger) in enumerate(zip(hull, hull[1:], strict=False)):
-                gains.append(
-                    (-(smaller.kl - larger.kl) / (larger.nbytes - smaller.nbytes), name, i)
-                )
+            for i, (smaller, larger) in enumerate(pairwise(hull)):
+                steps.append(_Step(_slope(smaller, larger), name, i))
             if on_progress is not None:
                 on_progress(done + 1, len(self.sizes))
-        self.order = [name for _, name, _ in sorted(gains)]
+        self.order = [step.layer for step in sorted(steps)]
 
     def _choices(
         self, reference: Reference, block: int, name: str, linear: Linear
     ) -> list[_Choice]:
-        """Return the formats that fit the layer's shape: the smallest measured, the others scaled by
-        its output's error."""
+        """Return the formats that fit the layer's shape, the smallest first. The KL of that one is
+        measured; larger ones scale it by the squared error of the layer's output."""
         formats_by_size = sorted(
             (self._bytes(candidate, linear), candidate)
             for candidate in self.budget.candidates
@@ -184,7 +193,7 @@ class _Search:
         x_TK = reference.input_of(block, linear)
         dense_TN = linear(x_TK)
         choices: list[_Choice] = []
-        largest_error = largest_kl = 0.0
+        first_error = first_kl = 0.0  # of the smallest format
         for nbytes, format in formats_by_size:
             if format == OWN:
                 choices.append(_Choice(format, nbytes, 0.0))
@@ -193,16 +202,12 @@ class _Search:
             squared_error = float(
                 (codes.linear(x_TK) - dense_TN).float().square().sum(dtype=torch.float64)
             )
+            kl = first_kl * squared_error / first_error if first_error else first_kl
             if not choices:
-                largest_error = squared_error
                 with multiplying((linear, codes)):
-                    largest_kl = max(reference.kl_from(block), LEAST_KL)
-                choices.append(_Choice(format, nbytes, largest_kl))
-            else:
-                estimated_kl = (
-                    largest_kl * squared_error / largest_error if largest_error else largest_kl
-                )
-                choices.append(_Choice(format, nbytes, max(estimated_kl, LEAST_KL)))
+                    kl = reference.kl_from(block)
+                first_error, first_kl = squared_error, max(kl, LEAST_KL)
+            choices.append(_Choice(format, nbytes, max(kl, LEAST_KL)))
             codes.packed.clear()
         return choices
 
@@ -235,6 +240,7 @@ class _Search:
         return sum(choice.nbytes for choice in self._chosen(steps).values())
 
     def measure(self, steps: int) -> Point:
+        """Return the measurement of the whole model after so many steps, each made once."""
         if steps not in self.points:
             linears = dict(self.model.linears())
             codes = {
@@ -248,9 +254,10 @@ class _Search:
         return self.points[steps]
 
     def find(self) -> int:
-        """Return the number of steps that meets the budget, or raise ValueError."""
-        budget, num_steps = self.budget, len(self.order)
-        max_steps = num_steps
+        """Return the number of steps that meets the budget: the fewest for a `max_kl`, else the
+        most that its size allows. ValueError when none does."""
+        budget = self.budget
+        max_steps = len(self.order)
         while max_steps >= 0 and not self._small_enough(max_steps):
             max_steps -= 1
         if max_steps < 0:
@@ -263,21 +270,28 @@ class _Search:
         return self._fewest(max_steps, budget.max_kl)
 
     def _fewest(self, few: int, max_kl: float) -> int:
-        """Return the fewest steps that meet `max_kl`. few: a number that does."""
+        """Return the fewest steps that meet `max_kl`, to FINE_BITS. few: a number that does.
+
+        A bisection that measures the whole model first where the sum of its layers' KLs, scaled as
+        in the last measurement, predicts the answer.
+        """
         summed_kl = [
             sum(choice.kl for choice in self._chosen(steps).values()) for steps in range(few + 1)
         ]
-        low = -1  # the most steps known to be too few
+        too_few = -1  # the most steps known to miss `max_kl`; -1 for none
         ratio = 1.0  # of the whole model's KL to the sum of its layers'
-        while few - low > 1 and (low < 0 or self._bits(few) - self._bits(low) > FINE_BITS):
-            predicted_steps = next((k for k in range(few) if ratio * summed_kl[k] <= max_kl), few)
-            middle = predicted_steps if low < predicted_steps < few else (few + low) // 2
-            kl = self.measure(middle).kl
-            ratio = kl / summed_kl[middle]
+        while few - too_few > 1:
+            if too_few >= 0 and self._bits(few) - self._bits(too_few) <= FINE_BITS:
+                break
+            steps = next((k for k in range(few) if ratio * summed_kl[k] <= max_kl), few)
+            if not too_few < steps < few:  # the prediction is already measured
+                steps = (few + too_few) // 2
+            kl = self.measure(steps).kl
+            ratio = kl / summed_kl[steps]
             if kl <= max_kl:
-                few = middle
+                few = steps
             else:
-                low = middle
+                too_few = steps
         return few
 
     def _small_enough(self, steps: int) -> bool:
@@ -307,14 +321,7 @@ class Reference:
         pos_T = torch.tensor([pos for n in lengths for pos in range(n)], device=device)
         self.cos, self.sin = model.rotations(pos_T)
         self.attend: Attend = model.causal(lengths)
-        counted_positions: list[int] = []
-        first_position = 0
-        for length, start in zip(lengths, calibration.starts, strict=True):
-            counted_positions += range(
-                first_position + max(start, 1) - 1, first_position + max(length - 1, 1)
-            )
-            first_position += length
-        self.counted_T = torch.tensor(counted_positions, device=device)
+        self.counted_T = torch.tensor(_counted_rows(lengths, calibration.starts), device=device)
         self.streams = [model.embed(ids_T)]
         for block in model.blocks:
             self.streams.append(self._run(block, self.streams[-1]))
@@ -359,12 +366,25 @@ class Reference:
         return total / len(self.counted_T)
 
 
+def _counted_rows(lengths: Sequence[int], starts: Sequence[int]) -> list[int]:
+    """Return the rows, among the tokens of all sequences, whose log-probs are compared: those that
+    predict a token that counts. A sequence of one token has its only row."""
+    rows: list[int] = []
+    offset = 0
+    for length, start in zip(lengths, starts, strict=True):
+        first, stop = max(start, 1) - 1, max(length - 1, 1)  # row i predicts token i + 1
+        rows += range(offset + first, offset + stop)
+        offset += length
+    return rows
+
+
 def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
-    """Return the lower convex hull of a layer's choices, smallest first."""
+    """Return the lower convex hull of a layer's choices in bytes and KL. Both are in ascending
+    order of bytes."""
     hull: list[_Choice] = []
     for choice in choices:
         if hull and choice.kl >= hull[-1].kl:
-            continue
+            continue  # larger, and no better
         if hull and choice.nbytes == hull[-1].nbytes:
             hull.pop()
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], choice):

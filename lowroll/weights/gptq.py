@@ -65,7 +65,7 @@ def round_base(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Rounded]:
     """Replace every linear weight of a dense model for good by its QTensor in `format`, rounded
-    with compensation; layers whose format has no grid to nearest. Return a record a matrix.
+    with compensation, or to nearest where a layer's format has no grid. Return a record a matrix.
 
     sequences: token ids of the calibration text, best sampled from the model itself.
     on_progress(done, total) counts blocks. ValueError, before anything changes, as
@@ -87,13 +87,13 @@ def round_base(
     names = {id(linear): name for name, linear in model.linears()}
     records: list[Rounded] = []
 
-    def settle(linear: Linear, inputs: Iterable[Tensor]) -> None:
+    def round_linear(linear: Linear, inputs: Iterable[Tensor]) -> None:
         name = names[id(linear)]
         records.append(_round_linear(name, linear, formats[name], inputs))
 
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
-        x_TD = _round_block(block, x_TD, chunks, settle)
+        x_TD = _round_block(block, x_TD, chunks, round_linear)
         if on_progress is not None:
             on_progress(i + 1, len(model.blocks))
     return records
@@ -102,8 +102,12 @@ def round_base(
 def fitted(
     w_NK: Tensor, loudness_K: Tensor, form: Gridded, stretches: Sequence[float]
 ) -> Tensor | float:
-    """Return the stretch of each group [N, G] that loses least with nearest codes, weighted by
-    loudness. Ties take the first."""
+    """Return the stretch of each group [N, G] with the least squared error of nearest codes, each
+    column weighted by its loudness; of equal ones the first. A single stretch is returned itself.
+
+    loudness_K: the sum over the tokens of x^2. stretches: candidates for the range of a group's
+    codes, as multiples of the range of its weights.
+    """
     if len(stretches) == 1:
         return stretches[0]
     shape = (w_NK.shape[0], w_NK.shape[1])
@@ -120,30 +124,31 @@ def fitted(
 
 
 def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
-    """Return the compensated weights in float32, whose nearest values are the codes. gram_KK: sum over
-    the tokens of x x'."""
+    """Return the weights [N, K] after compensation, in float32. They are not on the grid: the value
+    nearest to each is the one that its code stands for. gram_KK: sum over the tokens of x x'."""
     gram_KK = gram_KK.double()
     loudness_K = gram_KK.diagonal()
     order_K = torch.argsort(loudness_K, descending=True, stable=True)
-    column_order = order_K.tolist()
-    factor_KK = _inverse_cholesky(gram_KK[order_K][:, order_K]).float()
-    w_KN = w_NK.float().t()[order_K].contiguous()
-    for start in range(0, len(column_order), PANEL):
-        stop = min(start + PANEL, len(column_order))
+    columns = order_K.tolist()  # from the loudest to the quietest
+    upper_KK = _inverse_cholesky(gram_KK[order_K][:, order_K]).float()
+    w_KN = w_NK.float().t()[order_K].contiguous()  # row k is the k-th column of that order
+    for start in range(0, len(columns), PANEL):
+        stop = min(start + PANEL, len(columns))
         error_BN = torch.empty_like(w_KN[start:stop])
         for k in range(start, stop):
-            factor_row = factor_KK[k, k:stop]
-            error_N = (w_KN[k] - grid.nearest(w_KN[k], column_order[k])) / factor_row[0]
-            w_KN[k + 1 : stop] -= torch.outer(factor_row[1:], error_N)
+            rounded_N = grid.nearest(w_KN[k], columns[k])
+            error_N = (w_KN[k] - rounded_N) / upper_KK[k, k]
+            w_KN[k + 1 : stop] -= torch.outer(upper_KK[k, k + 1 : stop], error_N)
             error_BN[k - start] = error_N
-        w_KN[stop:] -= factor_KK[start:stop, stop:].t() @ error_BN
+        # the columns behind the panel compensate all of its errors in one product
+        w_KN[stop:] -= upper_KK[start:stop, stop:].t() @ error_BN
     compensated_KN = torch.empty_like(w_KN)
     compensated_KN[order_K] = w_KN
     return compensated_KN.t().contiguous()
 
 
 def _inverse_cholesky(gram_KK: Tensor) -> Tensor:
-    """Return U of a Gram matrix, damped until it has one."""
+    """Return U of a Gram matrix, whose diagonal is damped in place until it has one."""
     diagonal_K = gram_KK.diagonal()
     diagonal_K[diagonal_K == 0] = 1
     damping = DAMPING * diagonal_K.mean()
@@ -159,31 +164,35 @@ def _round_block(
     block: Block,
     x_TD: Tensor,
     chunks: list[Chunk],
-    settle: Callable[[Linear, Iterable[Tensor]], None],
+    round_linear: Callable[[Linear, Iterable[Tensor]], None],
 ) -> Tensor:
-    """Round a block's linears in the order of its forward pass. x_TD: the rounded model's residual
-    stream before it; return that after it."""
+    """Round a block's linears in the order of its forward pass, each on the outputs of the rounded
+    ones before. x_TD: the rounded model's residual stream before the block; return that after it.
+
+    round_linear: rounds a linear in place, given its inputs by chunk, which are made one at a time.
+    """
     input_norm, mlp_norm = block.pre_norms
 
     def attention(c: Chunk) -> Stream:
         return block.attention(input_norm(x_TD[c.rows]), c.cos, c.sin, c.attend)
 
-    settle(block.qkv, (input_norm(x_TD[c.rows]) for c in chunks))
+    round_linear(block.qkv, (input_norm(x_TD[c.rows]) for c in chunks))
     heads_TQ = torch.cat([input_of(block.o, partial(attention, c)) for c in chunks])
-    settle(block.o, (heads_TQ[c.rows] for c in chunks))
+    round_linear(block.o, (heads_TQ[c.rows] for c in chunks))
     x_TD = torch.cat([x_TD[c.rows] + plain(block.o(heads_TQ[c.rows])) for c in chunks])
     del heads_TQ
 
     def mlp(c: Chunk) -> Stream:
         return block.mlp(mlp_norm(x_TD[c.rows]))
 
-    settle(block.gate_up, (mlp_norm(x_TD[c.rows]) for c in chunks))
-    settle(block.down, (input_of(block.down, partial(mlp, c)) for c in chunks))
+    round_linear(block.gate_up, (mlp_norm(x_TD[c.rows]) for c in chunks))
+    round_linear(block.down, (input_of(block.down, partial(mlp, c)) for c in chunks))
     return torch.cat([x_TD[c.rows] + plain(mlp(c)) for c in chunks])
 
 
 def _round_linear(name: str, linear: Linear, form: Format, inputs: Iterable[Tensor]) -> Rounded:
-    """Quantize a linear in place. inputs: what it reads, by chunk."""
+    """Quantize a linear in place: with compensation where its format has a grid, unless nearest
+    codes lose less of the product with its inputs. inputs: what it reads, by chunk."""
     weight = linear.weight
     assert isinstance(weight, nn.Parameter)
     gram_KK = sum_of_products(inputs, linear.in_features, weight.device)
@@ -209,13 +218,16 @@ def encode(
     w_NK: Tensor, gram_KK: Tensor, form: Gridded, stretches: Sequence[float] | None = None
 ) -> QTensor:
     """Return the QTensor of a matrix, rounded with compensation. gram_KK: sum over the tokens of x
-    x'. stretches: of each group, else STRETCHES, or with floating levels the format's own scales."""
+    x'. stretches: candidates for each group, as of `fitted`; by default STRETCHES, and for a format
+    with floating levels its own scales alone."""
     if stretches is None:
         stretches = STRETCHES[:1] if form.floating else STRETCHES
     shape = (w_NK.shape[0], w_NK.shape[1])
     w_NK = form.turned(w_NK)
+    # `turned` rotates the columns, and x x' of rotated inputs is rotated on both sides
     gram_KK = form.turned(form.turned(gram_KK).t().contiguous())
-    scales = form.scales(w_NK, fitted(w_NK, gram_KK.diagonal(), form, stretches))
+    stretch_NG = fitted(w_NK, gram_KK.diagonal(), form, stretches)
+    scales = form.scales(w_NK, stretch_NG)
     compensated_NK = compensated(w_NK, gram_KK, form.grid(scales, shape))
     qtensor = form.empty(shape, w_NK.device)
     for name, tensor in (form.codes(compensated_NK, scales) | scales).items():
@@ -232,6 +244,7 @@ def sum_of_products(inputs: Iterable[Tensor], num_in: int, device: torch.device)
 
 
 def _output_square(w_NK: Tensor, gram_KK: Tensor) -> float:
+    """Return the sum over the tokens of |W x|^2, which is the trace of W gram W'."""
     return float(((w_NK @ gram_KK) * w_NK).sum(dtype=torch.float64).clamp_min(1e-30))
 
 
