@@ -87,8 +87,8 @@ def _has_codes(linear: Linear) -> bool:
 
 
 def _requantize_blocks(blocks: list[Block]) -> None:
-    """Remake the codes of the blocks' trainable weights in place. ValueError for a weight that is not
-    finite, before the first is written."""
+    """Remake the codes of the blocks' trainable weights in place. ValueError for a weight that is
+    not finite, before the first is written."""
     trainable: list[tuple[str, Linear, nn.Parameter]] = []
     for block in blocks:
         for name, module in block.named_modules():

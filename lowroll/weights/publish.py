@@ -334,7 +334,7 @@ def _refill_codes(name: str, target: QTensor, linear: Linear, amax_1: Tensor | N
 
 
 def _warn_of_conversion(model: Transformer, format: str) -> None:
-    """Warn when low-bit weights of a model are stored otherwise in `format`, and so lose bits."""
+    """Warn when low-bit weights of a model are not used in `format` as they are stored."""
     base_name = model.weight_format
     if base_name is None or get_format(base_name).dense:
         return

@@ -124,10 +124,11 @@ class Broadcasts:
         return "none is there" if newest is None else f"the newest is version {newest.version}"
 
     def _numbers(self) -> set[int]:
-        with suppress(FileNotFoundError):
+        try:
             names = os.listdir(self.folder)
-            return {n for n in map(number_of, names) if n is not None}
-        return set()
+        except FileNotFoundError:
+            return set()
+        return {n for n in map(number_of, names) if n is not None}
 
 
 def transfer_token(admin: str) -> str:
@@ -183,8 +184,8 @@ def manifest_digest(folder: Path) -> str:
 
 
 def read_broadcast(path: Path) -> Broadcast:
-    """Return the broadcast in a folder. ValueError or OSError, with the file and the field, for
-    anything else."""
+    """Return the broadcast in a folder, whose marker and manifest must belong together and say the
+    same. ValueError or OSError, with the file and the field, for anything else."""
     number = number_of(path.name)
     if number is None or path.is_symlink():
         raise ValueError(f"{path}: no folder of a version")
@@ -198,19 +199,20 @@ def read_broadcast(path: Path) -> Broadcast:
     if meta is None or marker.version != number:
         raise ValueError(f"{path / STABLE}: version: it is not of this folder")
     noise = None if marker.noise is None else msgspec.structs.asdict(marker.noise)
-    stated = {"broadcast": marker.format, "version": number, "kind": marker.kind, "noise": noise}
-    if {name: meta.get(name) for name in stated} != stated:
+    expected = {"broadcast": marker.format, "version": number, "kind": marker.kind, "noise": noise}
+    if any(meta.get(name) != value for name, value in expected.items()):
         raise ValueError(f"{path / STABLE}: it and {MANIFEST} say different things")
     since, way = meta.get("since"), meta.get("way", "filesystem")
-    if (type(since) is int) != (marker.kind == "codes") or way not in WAYS:
+    has_base = type(since) is int  # only changed codes have one
+    if has_base != (marker.kind == "codes") or way not in WAYS:
         raise ValueError(f"{path / MANIFEST}: meta: since, way: of no broadcast")
     return Broadcast(number, path, marker.kind, digest, marker.attempt, noise, since, way)
 
 
 @contextmanager
 def reading(broadcast: Broadcast) -> Iterator[None]:
-    """Protect a broadcast's files from removal in the block. Replaced, at its beginning or end, when
-    another attempt has replaced them."""
+    """Protect a broadcast's files from removal in the block, by a shared lock on its folder.
+    Replaced, at its beginning or end, when another attempt has replaced them."""
     try:
         descriptor = os.open(broadcast.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

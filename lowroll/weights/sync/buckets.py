@@ -92,15 +92,17 @@ class _StatedLayout(msgspec.Struct):
 def pack(
     tensors: Mapping[str, Tensor], digest: str, device: torch.device
 ) -> tuple[BucketLayout, list[Tensor]]:
-    """Copy tensors into uint8 buckets on a device; return them behind their layout."""
+    """Copy tensors, in their order, into uint8 buckets on a device; return them behind their
+    layout. A bucket ends where the next tensor would take it above BUCKET_BYTES."""
     slots: list[TensorSlot] = []
-    sizes: list[int] = []
+    sizes: list[int] = []  # of the buckets; the last one is being filled
     for name, tensor in tensors.items():
-        size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if not sizes or sizes[-1] + size > BUCKET_BYTES:
+        aligned_size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if not sizes or sizes[-1] + aligned_size > BUCKET_BYTES:
             sizes.append(0)
-        slots.append(TensorSlot(name, tensor.dtype, tuple(tensor.shape), len(sizes) - 1, sizes[-1]))
-        sizes[-1] += size
+        bucket, offset = len(sizes) - 1, sizes[-1]
+        slots.append(TensorSlot(name, tensor.dtype, tuple(tensor.shape), bucket, offset))
+        sizes[-1] += aligned_size
     layout = BucketLayout(tuple(slots), tuple(sizes), digest)
     buckets = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
     for name, view in unpack(layout, buckets).items():
@@ -119,15 +121,19 @@ def unpack(layout: BucketLayout, buckets: Sequence[Tensor]) -> dict[str, Tensor]
 
 
 class BucketGroup:
-    """Processes that receive buckets from a trainer, rank 0."""
+    """Processes that receive buckets from a trainer, rank 0.
+
+    store: where they meet. number: of the group, among those of the store. host: the address of
+    this process's interface, for gloo. deadline_s: of a broadcast; joining has at most JOIN_S.
+    """
 
     def __init__(
         self, store: Any, number: int, rank: int, size: int, device: torch.device, host: str,
         deadline_s: float,
     ) -> None:  # fmt: skip
-        own = dist.PrefixStore(f"group-{number}", store)
+        group_store = dist.PrefixStore(f"group-{number}", store)
         joining = timedelta(seconds=min(JOIN_S, deadline_s))
-        own.set_timeout(joining)
+        group_store.set_timeout(joining)
         self._span = timedelta(seconds=deadline_s)
         torch_groups: Any = dist  # its types lack both options
         options: Any
@@ -135,13 +141,13 @@ class BucketGroup:
             torch.cuda.set_device(device)
             options = torch_groups.ProcessGroupNCCL.Options()
             options._timeout = self._span
-            self._group = torch_groups.ProcessGroupNCCL(own, rank, size, options)
+            self._group = torch_groups.ProcessGroupNCCL(group_store, rank, size, options)
         else:
             gloo = torch_groups.ProcessGroupGloo
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname=host)]
             options._timeout = joining
-            self._group = gloo(own, rank, size, options)
+            self._group = gloo(group_store, rank, size, options)
 
     def broadcast(self, bucket: Tensor) -> None:
         """Broadcast from rank 0 to all, in place. RuntimeError on a timeout."""
@@ -189,6 +195,8 @@ def copy_by_ipc(
 
 
 def _open_bucket(handles: Any, size: int, index: int) -> Tensor:
+    """Return another process's bucket of `size` bytes on GPU `index`, as a view of its memory.
+    handles: the bucket's, from `ipc_handles`."""
     handle, nbytes, offset, counter, counter_offset, event, sync = handles
     storage = torch.UntypedStorage._new_shared_cuda(
         index,

@@ -28,7 +28,6 @@ from lowroll.weights.publish import fingerprint
 from lowroll.weights.sync.base import Gap
 
 STRIDE = 65535  # the longest gap
-_GAP_BYTES = 2
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -110,7 +109,8 @@ def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Te
         if changed.numel() == 0:
             return {}
         positions = _with_every_stride(changed)
-        if positions.numel() * (_GAP_BYTES + new.element_size()) < new.nbytes:
+        # 2 bytes a gap
+        if positions.numel() * (2 + new.element_size()) < new.nbytes:
             gaps = positions.diff(prepend=positions.new_tensor([-1]))
             # a gap above 32767 wraps to a negative int16; `_positions` reads it as unsigned
             gaps = gaps.to(torch.int32).to(torch.int16)
@@ -120,8 +120,8 @@ def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Te
 
 
 def _with_every_stride(changed: Tensor) -> Tensor:
-    """Return ascending positions, with every STRIDE-th position up to the last one added, so that no
-    gap between two of them is longer than STRIDE."""
+    """Return ascending positions with every STRIDE-th one up to the last added, so that no gap
+    between two of them is longer than STRIDE."""
     num_strides = int(changed[-1]) // STRIDE
     strides = STRIDE * torch.arange(1, num_strides + 1, device=changed.device) - 1
     return torch.cat([changed, strides]).unique()
@@ -185,8 +185,8 @@ def _targets(rollout: Transformer) -> dict[str, Tensor]:
 def _norms(
     stream: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: set[str], model: Transformer
 ) -> dict[str, Tensor]:
-    """Return the clean norms `names` of a stream, on the devices of their targets. ValueError for one
-    that is missing, or has another shape or dtype."""
+    """Return the clean norms `names` of a stream, on the devices of their targets. ValueError for
+    one that is missing, or has another shape or dtype."""
     norms: dict[str, Tensor] = {}
     for name in names:
         arrived = stream.get(name)
@@ -199,8 +199,8 @@ def _norms(
 
 
 class _Write(NamedTuple):
-    """The changed entries of a tensor. bits: all entries of the engine's storage, viewed as integers
-    in one row. at, values: the positions in that row, and the new integers there."""
+    """The changed entries of a tensor. bits: all entries of the engine's storage, viewed as a row
+    of integers. at, values: the positions in that row, and the new integers there."""
 
     bits: Tensor
     at: Tensor
@@ -208,8 +208,8 @@ class _Write(NamedTuple):
 
 
 def _writes(stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, _Write]:
-    """Return the write of each tensor that a stream changes. ValueError for a part of the stream that
-    fits none of them, or holds a value that is not finite."""
+    """Return the write of each tensor that a stream changes. ValueError for a part of the stream
+    that fits no target, or holds a value that is not finite."""
     writes: dict[str, _Write] = {}
     floats: dict[str, Tensor] = {}
     unused = set(stream)
@@ -250,7 +250,6 @@ def _changed_entries(
 
 
 def _positions(name: str, gaps: Tensor, target: Tensor) -> Tensor:
-    """Return the positions that gaps lead to. ValueError when they leave the tensor."""
     if gaps.dtype != torch.int16 or gaps.ndim != 1 or not gaps.numel():
         raise ValueError(f"update: codes: {name}: gaps of {gaps.dtype}, {tuple(gaps.shape)}")
     steps = gaps.to(target.device).to(torch.int64) & 0xFFFF

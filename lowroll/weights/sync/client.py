@@ -41,7 +41,7 @@ class WeightClient:
         self.device = device
         self.timeout_s = timeout_s
         self._socket: socket.socket | None = None
-        self._group: tuple[int, BucketGroup] | None = None
+        self._group: tuple[int, BucketGroup] | None = None  # with the trainer's number of it
         self._lock = threading.Lock()
 
     def fetch(self, broadcast: Broadcast, layout: BucketLayout) -> dict[str, Tensor]:
@@ -79,6 +79,7 @@ class WeightClient:
         return buckets
 
     def _receive(self, answer: dict[str, Any], layout: BucketLayout) -> list[Tensor]:
+        """Receive the buckets in the group that an answer names; join it unless it is the last."""
         try:
             number, rank, size, port = (
                 int(answer[name]) for name in ("group", "rank", "size", "store")
@@ -87,13 +88,14 @@ class WeightClient:
             raise LinkFailed(f"{self.host}:{self.port}: not an answer of a trainer's") from None
         if self._group is None or self._group[0] != number:
             assert self._socket is not None
-            mine = self._socket.getsockname()[0]
+            own_host = self._socket.getsockname()[0]
             store = self._connect_to_store(port)
-            group = BucketGroup(store, number, rank, size, self.device, mine, self.timeout_s)
+            group = BucketGroup(store, number, rank, size, self.device, own_host, self.timeout_s)
             self._group = number, group
+        _, group = self._group
         buckets = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in layout.sizes]
         for bucket in buckets:
-            self._group[1].broadcast(bucket)
+            group.broadcast(bucket)
         return buckets
 
     def _connect_to_store(self, port: int) -> Any:
@@ -125,8 +127,9 @@ class WeightClient:
             self._send({"token": self.token, **message})
             with self._socket.makefile("rb") as lines:  # the trainer sends nothing after an answer
                 line = lines.readline(MOST_LINE)
-            closed = b'{"error": "it has closed the connection"}'
-            answer: dict[str, Any] = dict(json.loads(line or closed))
+            if not line:
+                raise ValueError("it has closed the connection")
+            answer: dict[str, Any] = dict(json.loads(line))
             if "error" in answer:
                 raise ValueError(answer["error"])
             return answer

@@ -81,8 +81,11 @@ _RETIRED = ".retired-"
 
 @dataclass(frozen=True)
 class FolderContent:
-    """The content of a version's folder. write: writes the files. meta: for the manifest. buckets:
-    tensors that are served instead. as_files: the same content with them as files."""
+    """The content of a version's folder. write: writes its files. meta: for the manifest.
+
+    buckets: for the direct route, the tensors that are served and not written. as_files: the same
+    content with these tensors as files, for engines that the direct route does not reach.
+    """
 
     kind: Kind
     write: Callable[[Path], None]
@@ -144,9 +147,9 @@ class FolderPublisher:
         metrics = {"perf/broadcast_bytes": float(size)}
         if self.shadow is not None:
             if content.kind == "codes":
-                changed = (path / CHANGES).stat().st_size / self.shadow.nbytes
-                metrics["perf/changed_bytes_fraction"] = changed
-            self.shadow.renew(version)
+                changed_bytes = (path / CHANGES).stat().st_size
+                metrics["perf/changed_bytes_fraction"] = changed_bytes / self.shadow.nbytes
+            self.shadow.renew(version)  # the next changes are relative to this version
         return metrics
 
     def check(self) -> None:
@@ -185,6 +188,7 @@ class FolderPublisher:
         return FolderContent("codes", write, self._scale() | asdict(changes))
 
     def _adapter(self) -> FolderContent | None:
+        """Return the adapter, which is all that learns; None for a model without."""
         if not self._adapted:
             return None
         meta = self._scale()
@@ -193,14 +197,18 @@ class FolderPublisher:
             scale = meta["input_scale"]
             lora.write(self.model, target, self.base, input_scale=scale)
             exact = lora.state(self.model)
-            plain = lora.unscaled(exact, scale)
-            moved = {name: t.contiguous() for name, t in exact.items() if t is not plain[name]}
-            if moved:
-                save_file(moved, target / SCALED)
+            unscaled = lora.unscaled(exact, scale)
+            # `unscaled` has another object where it converted a tensor, which may round
+            converted = {
+                name: t.contiguous() for name, t in exact.items() if t is not unscaled[name]
+            }
+            if converted:
+                save_file(converted, target / SCALED)
 
         return FolderContent("adapter", write, meta)
 
     def _full(self, version: int) -> FolderContent:
+        """Return the whole model: as buckets for a working direct route, else as files."""
         meta = self._scale()
         config, tensors = hf.contents(self.model)
         if self.server is None or self.server.broken:
@@ -222,42 +230,48 @@ class FolderPublisher:
 
     def _write(self, version: int, content: FolderContent, same: bool = False) -> Path:
         """Write the folder of a version with its marker; return it. same: the weights are those of
-        the present folder, as other files."""
-        drawn = None if self.noise is None else self.noise.at(version)
-        noise = None if drawn is None else {"seed": drawn.seed, "sigma": drawn.sigma}
+        the present folder, as other files. Requires `_lock`."""
+        noise = None
+        if self.noise is not None:
+            drawn = self.noise.at(version)
+            noise = {"seed": drawn.seed, "sigma": drawn.sigma}
         own = {"broadcast": FORMAT, "version": version, "kind": content.kind, "noise": noise}
         meta = {**content.meta, **own}
         dest = self.folder / folder_name(version)
         if not dest.exists():
             publish_folder(dest, content.write, meta)
-        elif self._replace(dest, content.write, meta, same) and not same:
-            log.warning("%s: written again with other bytes, by attempt %d", dest, self.attempt)
+        else:
+            is_replaced = self._replace(dest, content.write, meta, same)
+            if is_replaced and not same:
+                log.warning("%s: written again with other bytes, by attempt %d", dest, self.attempt)
         digest = manifest_digest(dest)
         if content.buckets is not None:
             # engines may request it as soon as the marker is there
             self._serve(version, digest, content)
-        stable = self.broadcasts.at(version)
-        if stable is None or stable.path != dest:
+        present = self.broadcasts.at(version)
+        if present is None or present.path != dest:  # a kept folder still has its marker
             marker = encode_marker(version, self.attempt, content.kind, digest, noise)
             write_file(dest / STABLE, marker)
         return dest
 
     def _serve(self, version: int, digest: str, content: FolderContent) -> None:
+        """Have the server offer a version, which it writes as files when an engine asks."""
         assert self.server is not None and content.buckets is not None
 
-        def write() -> None:
+        def write_as_files() -> None:  # from the server's thread
             with self._lock:
                 found = self.broadcasts.at(version)
                 if found is not None and found.way != "filesystem":
                     assert content.as_files is not None
                     self._write(version, content.as_files, same=True)
 
-        self.server.serve(ServedVersion(version, digest, content.buckets, write))
+        self.server.serve(ServedVersion(version, digest, content.buckets, write_as_files))
 
     def _replace(
         self, dest: Path, write: Callable[[Path], None], meta: dict[str, Any], same: bool
     ) -> bool:
-        """Write beside an existing folder, and replace it where the bytes differ."""
+        """Write a folder beside the existing one, and replace that where the bytes differ: return
+        whether they do. Later versions are retired then, unless the weights are the same."""
         candidate = self.folder / f"{_CANDIDATE}{dest.name}"
         publish_folder(candidate, write, meta)
         faultpoint("broadcast.candidate")
@@ -300,13 +314,14 @@ class FolderPublisher:
             log.warning("old weights could not be removed, the next version tries again: %s", error)
 
     def _needed(self, newest: int) -> set[int]:
+        """Return the newest `keep` versions, and those on which changes among them are based."""
         needed: set[int] = set()
-        for version in range(newest, newest - self.keep, -1):
-            step: int | None = version
-            while step is not None and step not in needed:
-                found = self.broadcasts.at(step)
-                needed.add(step)
-                step = None if found is None else found.since
+        for kept in range(newest, newest - self.keep, -1):
+            version: int | None = kept
+            while version is not None and version not in needed:
+                needed.add(version)
+                found = self.broadcasts.at(version)
+                version = None if found is None else found.since
         return needed
 
     def _folders(self) -> list[tuple[int, Path]]:
@@ -340,6 +355,7 @@ def _is_same(old: Path, new: Path) -> bool:
 
 
 def _is_read(folder: Path) -> bool:
+    """Return whether an engine holds the lock of a folder that it reads (`base.reading`)."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -385,13 +401,15 @@ def _read_adapter(folder: Path, number: int, weights: str) -> WeightUpdate:
     """Return an adapter's update, bit for bit the learner's."""
     optional = [name for name in (bases.FILE, SCALED) if (folder / name).exists()]
     _check_published(folder, *ADAPTER, *optional)
-    stated = bases.read(folder)
-    if stated is not None and stated.low_bit and stated.weights != weights:
-        raise ValueError(
-            f"{bases.FILE}: weights: it learned on {stated.weights}, and this engine's are "
-            f"{weights}"
-        )
-    scale = 1.0 if stated is None else stated.uaq_scale or 1.0
+    scale = 1.0
+    base = bases.read(folder)
+    if base is not None:
+        if base.low_bit and base.weights != weights:
+            raise ValueError(
+                f"{bases.FILE}: weights: it learned on {base.weights}, and this engine's are "
+                f"{weights}"
+            )
+        scale = base.uaq_scale or 1.0
     alpha, tensors = lora.stored(folder, scale)
     if SCALED in optional:
         exact = load_file(folder / SCALED)
@@ -420,6 +438,7 @@ def _fetch(
     meta: Mapping[str, Any],
     client: WeightClient | None,
 ) -> WeightUpdate:
+    """Return a full update whose tensors a client fetches from the trainer."""
     if client is None:
         raise ValueError(
             f"way: its tensors come by {broadcast.way}; start the engine with --weights-from"
@@ -442,11 +461,13 @@ def read_layout(folder: Path) -> BucketLayout:
 def _checked_scale(spec: ModelSpec, model: Path, meta: Mapping[str, Any]) -> float:
     """Return the weights' input scale. ValueError when they are of another model."""
     served = replace(read_headers(model)[0], eos_ids=spec.eos_ids)  # a server sets its own
-    odd = [f.name for f in fields(spec) if f.compare and vars(spec)[f.name] != vars(served)[f.name]]
-    if odd:
-        raise ValueError(f"config.json: {', '.join(odd)}: not as the served model's")
-    # a folder exported by others is an ordinary model, so its s is ignored
-    return float(spec.config.get(scaling.KEY) or 1.0) if "broadcast" in meta else 1.0
+    compared = [field.name for field in fields(spec) if field.compare]
+    different = [name for name in compared if getattr(spec, name) != getattr(served, name)]
+    if different:
+        raise ValueError(f"config.json: {', '.join(different)}: not as the served model's")
+    if "broadcast" not in meta:
+        return 1.0  # a folder exported by others is an ordinary model, so its s is ignored
+    return float(spec.config.get(scaling.KEY) or 1.0)
 
 
 def _check_published(folder: Path, *names: str) -> None:

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,14 @@ class ServedVersion:
     digest: str
     buckets: list[Tensor]
     write: Callable[[], None]
+
+
+class _WantedVersion(NamedTuple):
+    """An engine's request. stated: its [version, manifest digest], unchecked. answered: set at the
+    end of the round that has served or refused it."""
+
+    stated: Any
+    answered: asyncio.Event
 
 
 class WeightServer:
@@ -105,8 +113,7 @@ class WeightServer:
         self._unknown: dict[Connection, None] = {}  # unauthenticated, the oldest first
         self._most_unknown = max(1, min(MOST_UNKNOWN, raise_file_limit() // 4))
         self._engines: dict[Connection, None] = {}
-        # request, and event of its answer
-        self._asking: dict[Connection, tuple[Any, asyncio.Event]] = {}
+        self._asking: dict[Connection, _WantedVersion] = {}  # not answered yet
         self._group: tuple[list[Connection], BucketGroup] | None = None
         self._groups = 0
         self._changed = asyncio.Event()  # an engine sent a request or left
@@ -170,7 +177,8 @@ class WeightServer:
                 task.cancel()
 
     async def _talk(self, peer: Connection) -> None:
-        """Answer a connection until it ends. Close the oldest of too many without the token."""
+        """Answer a connection until it ends. Close the oldest of too many without the token. The
+        deadline holds until a first message with the token, which makes the peer an engine."""
         self._unknown[peer] = None
         if len(self._unknown) > self._most_unknown:
             oldest = next(iter(self._unknown))
@@ -185,7 +193,8 @@ class WeightServer:
                     reason = "it takes another token: give both roles the same ones"
                     return await peer.send({"error": reason})
                 self._unknown.pop(peer, None)
-                self._engines[peer] = deadline_s = None
+                self._engines[peer] = None
+                deadline_s = None
                 await self._reply(peer, message)
         except LinkFailed:
             pass
@@ -202,10 +211,10 @@ class WeightServer:
         if "write" in message:
             await peer.send(self._write(peer, message["write"]))
         elif "want" in message:
-            answered = asyncio.Event()
-            self._asking[peer] = message["want"], answered
+            wanted = _WantedVersion(message["want"], asyncio.Event())
+            self._asking[peer] = wanted
             self._changed.set()
-            await answered.wait()
+            await wanted.answered.wait()
 
     def _drop(self, peer: Connection) -> None:
         self._unknown.pop(peer, None)
@@ -238,25 +247,31 @@ class WeightServer:
     # -- rounds: a version goes to all that want it -------------------------------------------------
 
     async def _run_rounds(self) -> None:
-        """Answer requests, those for a version in one round."""
+        """Answer requests for as long as the server runs. A round takes those of all engines that
+        ask within GATHER_S of the first, and sends each version once, to all that want it."""
         while True:
             await self._until(lambda: bool(self._asking))
             with suppress(TimeoutError):
                 async with asyncio.timeout(GATHER_S):
                     await self._until(lambda: len(self._asking) >= len(self._engines))
             asking, self._asking = self._asking, {}
-            rounds: dict[int, tuple[ServedVersion, list[Connection]]] = {}
-            for peer in [peer for peer in self._engines if peer in asking and not peer.is_gone]:
+            versions: dict[int, ServedVersion] = {}
+            members: dict[int, list[Connection]] = {}  # of each version
+            # in the order of connection, so that the ranks of a lasting group stay the same
+            present = [peer for peer in self._engines if peer in asking and not peer.is_gone]
+            for peer in present:
                 try:
-                    version = self._find(asking[peer][0])
-                    rounds.setdefault(version.version, (version, []))[1].append(peer)
+                    found = self._find(asking[peer].stated)
                 except LinkFailed as error:
                     with suppress(LinkFailed):
                         await peer.send({"error": str(error)})
-            for version, members in rounds.values():
-                await self._transfer(version, members)
-            for _, answered in asking.values():
-                answered.set()
+                else:
+                    versions.setdefault(found.version, found)
+                    members.setdefault(found.version, []).append(peer)
+            for number, version in versions.items():
+                await self._transfer(version, members[number])
+            for wanted in asking.values():
+                wanted.answered.set()
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():
@@ -279,12 +294,13 @@ class WeightServer:
                 peer.close()
 
     async def _broadcast(self, version: ServedVersion, members: list[Connection]) -> None:
-        """Broadcast the buckets to a group, which stays while its members do."""
+        """Broadcast the buckets to a group, which stays while its members do. LinkFailed when a
+        member leaves, or after `timeout_s`."""
         if self._group is not None and self._group[0] != members:
             self._end_group()
         if self._group is None:
             self._groups += 1
-        number, size = self._groups, len(members) + 1
+        number, size = self._groups, len(members) + 1  # the trainer is rank 0
         for rank, peer in enumerate(members, 1):
             place = {"group": number, "rank": rank, "size": size, "store": self._store_port}
             await peer.send(place)
@@ -300,7 +316,7 @@ class WeightServer:
             async with asyncio.timeout(self.timeout_s):
                 if self._group is None:
                     self._group = members, await beside(join, members)
-                group = self._group[1]
+                _, group = self._group
                 await beside(lambda: send(group), members)
         except TimeoutError:
             raise LinkFailed(f"not over in {self.timeout_s:g} s") from None
@@ -363,10 +379,11 @@ class Connection:
 
 
 async def beside(work: Callable[[], T], members: list[Connection]) -> T:
-    """Run `work` in a thread and return its result. LinkFailed when a member leaves; the thread,
-    which may hang on the dead peer, is abandoned."""
+    """Run `work` in a thread and return its result, or raise its error. LinkFailed when a member
+    leaves meanwhile: the thread, which may hang on the dead peer, is abandoned."""
     outcome: Future[T] = Future()
-    outcome.set_running_or_notify_cancel()  # nobody can cancel it from here on
+    # marks it as running: `waiting.cancel` below cannot cancel it, and the thread can always set it
+    outcome.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
@@ -377,8 +394,9 @@ async def beside(work: Callable[[], T], members: list[Connection]) -> T:
     threading.Thread(target=run, daemon=True).start()
     waiting = asyncio.wrap_future(outcome)
     try:
-        while not (await asyncio.wait([waiting], timeout=LOOK_S))[0]:
-            if any(peer.is_gone for peer in members):
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=LOOK_S)
+            if not waiting.done() and any(peer.is_gone for peer in members):
                 raise LinkFailed("a peer has gone")
         return await waiting
     finally:
@@ -388,19 +406,21 @@ async def beside(work: Callable[[], T], members: list[Connection]) -> T:
 async def confirm(version: int, members: list[Connection], timeout_s: float) -> None:
     """Wait until every engine confirms the version. LinkFailed names the others."""
 
-    async def problem(peer: Connection) -> str:
+    async def find_problem(peer: Connection) -> str | None:
         try:
             message = await peer.receive(timeout_s)
         except LinkFailed as error:
             return str(error)
-        have = message.get("have") == version
-        return "" if have else f"{peer.name}: it does not have the version"
+        if message.get("have") == version:
+            return None
+        return f"{peer.name}: it does not have the version"
 
-    missing = [one for one in await asyncio.gather(*map(problem, members)) if one]
-    if missing:
+    answers = await asyncio.gather(*map(find_problem, members))
+    problems = [problem for problem in answers if problem is not None]
+    if problems:
         raise LinkFailed(
-            f"{len(missing)} of {len(members)} engines do not have it after at most "
-            f"{timeout_s:g} s: {'; '.join(missing)}"
+            f"{len(problems)} of {len(members)} engines do not have it after at most "
+            f"{timeout_s:g} s: {'; '.join(problems)}"
         )
 
 

@@ -64,20 +64,21 @@ class WeightUpdate:
     @classmethod
     def local(cls, master: Transformer, version: int, noise: Noise | None = None) -> WeightUpdate:
         """Return the update of a learner in this process: its adapter, else its weights."""
-        alphas = {linear.adapter.alpha for _, linear in master.linears() if linear.adapter}
-        stored = master.weight_format
         kind: Kind = "full"
-        stream: Callable[[], Iterable[tuple[str, Tensor]]] = partial(dense, master)
+        tensors: Callable[[], Iterable[tuple[str, Tensor]]] = partial(dense, master)
+        alphas = {linear.adapter.alpha for _, linear in master.linears() if linear.adapter}
+        stored_format = master.weight_format
         if alphas:
-            kind, stream = "adapter", lambda: lora.state(master).items()
-        elif stored is not None and not get_format(stored).dense:
-            kind, stream = "codes", lambda: hf.state(master).items()
+            kind, tensors = "adapter", lambda: lora.state(master).items()
+        elif stored_format is not None and not get_format(stored_format).dense:
+            kind, tensors = "codes", lambda: hf.state(master).items()
         return cls(
             version,
             kind,
-            stream,
+            tensors,
             noise=noise,
-            lora_alpha=alphas.pop() if len(alphas) == 1 else None,  # engines report the odd layer
+            # None where layers differ: the engine then names one whose scaling is not its own
+            lora_alpha=alphas.pop() if len(alphas) == 1 else None,
             input_scale=scaling.applied(master) or 1.0,
             master=master,
         )
@@ -104,21 +105,23 @@ def dense(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 
 class UpdateReceiver:
-    """The engine's end, for its model and the one `beside` it."""
+    """The engine's end, for its model and the one `beside` it (`publish.beside`).
+
+    kind: of the streams that it takes. kinds: the same, and "codes" where it also takes changes.
+    """
 
     def __init__(self, rollout: Transformer, large_batch_model: Transformer | None = None) -> None:
         self.rollout = rollout
         self.large_batch_model = large_batch_model
         ranks = (linear.adapter.rank for _, linear in rollout.linears() if linear.adapter)
-        self.max_rank = max(ranks, default=0)  # of an adapter
+        self.max_rank = max(ranks, default=0)  # of an adapter; 0 for an engine without
         adapted = self.max_rank > 0
-        self.kind: Kind = "adapter" if adapted else "full"  # of accepted streams
-        kinds: set[Kind] = {self.kind}
-        if not adapted and large_batch_model is None:
-            kinds.add("codes")
-        self.kinds = frozenset(kinds)
+        self.kind: Kind = "adapter" if adapted else "full"
+        # changes are of the codes in one format, and a second model has another
+        takes_changes = not adapted and large_batch_model is None
+        self.kinds = frozenset[Kind]({self.kind, "codes"} if takes_changes else {self.kind})
         self.takes_noise = not norms_without_noise(rollout)
-        # an adapter comes without its base, whose norms noise covers
+        # clean copies: an adapter comes without its base, to whose norms the engine adds noise
         self._norms = {
             f"{name}.weight": norm.weight.clone()
             for name, norm in noisy_norms(rollout)
@@ -143,8 +146,9 @@ class UpdateReceiver:
             self._write_adapter(update)
 
     def _check_kind(self, update: WeightUpdate) -> None:
-        is_accepted_change = update.changes is not None and "codes" in self.kinds
-        if update.kind != ("codes" if is_accepted_change else self.kind):
+        takes_changes = update.changes is not None and "codes" in self.kinds
+        expected_kind = "codes" if takes_changes else self.kind
+        if update.kind != expected_kind:
             raise ValueError(
                 f"update: kind {update.kind!r}: this engine takes streams of kind {self.kind!r}"
             )
@@ -190,19 +194,23 @@ class UpdateReceiver:
 def gather(
     update: WeightUpdate, spec: ModelSpec, dtype: torch.dtype, device: Device
 ) -> Transformer:
-    """Return a dense model of a full stream on a device; a matrix keeps its dtype. ValueError as by
-    `UpdateReceiver.take`."""
+    """Return a dense model of a full stream on a device; a matrix keeps the dtype of the stream.
+    ValueError as by `UpdateReceiver.take`.
+
+    A parameter, such as qkv, is joined from its tensors of the stream once the last has arrived.
+    """
     staging = Transformer(spec, "meta", dtype)
-    whole = {name: (parts, shape) for name, parts, shape in hf_names(spec)}
-    owner = {part: name for name, (parts, _) in whole.items() for part in parts}
-    arrived: dict[str, dict[str, Tensor]] = {name: {} for name in whole}
+    parts_of = {parameter: parts for parameter, parts, _ in hf_names(spec)}
+    parameter_of = {part: parameter for parameter, parts in parts_of.items() for part in parts}
+    arrived: dict[str, dict[str, Tensor]] = {parameter: {} for parameter in parts_of}
     for part, tensor in arrivals(update, dense_shapes(spec), device):
-        mine = arrived[owner[part]]
-        mine[part] = tensor
-        parts = whole[owner[part]][0]
-        if len(mine) == len(parts):
-            set_parameter(staging, owner[part], _join({part: mine[part] for part in parts}))
-            mine.clear()
+        parameter = parameter_of[part]
+        tensors = arrived[parameter]
+        tensors[part] = tensor
+        if len(tensors) == len(parts_of[parameter]):
+            in_order = {name: tensors[name] for name in parts_of[parameter]}
+            set_parameter(staging, parameter, _join(in_order))
+            tensors.clear()
     check_content(update, dict(dense(staging)))
     return staging
 
@@ -235,8 +243,12 @@ def arrivals(
     device: Device,
     may_lack: Callable[[Set[str], Set[str]], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a stream on a device. ValueError unless they are those of `wanted`, name
-    to shape, without some that `may_lack` allows."""
+    """Yield the tensors of a stream on a device, in its order.
+
+    wanted: the shape of each tensor, by name. may_lack(missing, all): whether a stream may end
+    without the tensors `missing`. ValueError for a tensor that is unknown, repeated or of another
+    shape or dtype, and at the end for missing ones.
+    """
     unseen = set(wanted)
     for name, tensor in update.tensors():
         _check(name, tensor, wanted, unseen)
@@ -249,6 +261,7 @@ def arrivals(
 def _check(
     name: str, tensor: Tensor, wanted: Mapping[str, tuple[int, ...]], unseen: Set[str]
 ) -> None:
+    """Raise ValueError for a tensor that is not wanted, has come, or has another shape or dtype."""
     what = f"update: {some([name])}"
     if name not in wanted:
         raise ValueError(f"{what}: the engine's model has no such tensor")
