@@ -170,16 +170,13 @@ def _schema(hint: Any, tagged: bool = False) -> Any:
 
 
 def _msgspec_struct(kind: type, tagged: bool) -> type[msgspec.Struct]:
+    """Return msgspec's type for a dataclass, which refuses unknown fields."""
     members: list[Any] = []
     for name, (hint, is_omitted) in _field_hints(kind).items():
-        if is_omitted:
-            schemas = [
-                _schema(union_member, True)
-                for union_member in _union_members(hint)
-                if union_member is not type(None)
-            ]
-            schema = reduce(operator.or_, schemas) | msgspec.UnsetType
-            members.append((name, schema, msgspec.UNSET))
+        if is_omitted:  # the hint is `... | None`, and None is never in the JSON
+            given = [member for member in _union_members(hint) if member is not type(None)]
+            schema = reduce(operator.or_, (_schema(member, True) for member in given))
+            members.append((name, schema | msgspec.UnsetType, msgspec.UNSET))
         else:
             members.append((name, _schema(hint)))
     return msgspec.defstruct(
@@ -193,7 +190,8 @@ def _msgspec_struct(kind: type, tagged: bool) -> type[msgspec.Struct]:
 
 
 def _to_plain(value: Any, hint: Any, where: str) -> Any:
-    """Return a value as data for msgspec. CodecError for a value of another type."""
+    """Return a value as data that msgspec writes as JSON without a change. where: the path of its
+    field, for errors. CodecError for a value that is not of the type `hint`."""
     if hint is Any:
         return _check_json(value, where)
     if members := _union_members(hint):
@@ -207,11 +205,12 @@ def _to_plain(value: Any, hint: Any, where: str) -> Any:
         return _float_to_plain(value, where)
     _check_type(value, origin or hint, where)
     if dataclasses.is_dataclass(hint):
-        return {
-            name: _to_plain(item, item_hint, f"{where}.{name}")
-            for name, (item_hint, is_omitted) in _field_hints(typing.cast(type, hint)).items()
-            if (item := getattr(value, name)) is not None or not is_omitted
-        }
+        plain = {}
+        for name, (item_hint, is_omitted) in _field_hints(typing.cast(type, hint)).items():
+            item = getattr(value, name)
+            if item is not None or not is_omitted:
+                plain[name] = _to_plain(item, item_hint, f"{where}.{name}")
+        return plain
     if _is_numeric(hint) and (json_numbers := _encode_numbers(value, hint)) is not None:
         return json_numbers
     if origin is dict:
@@ -230,15 +229,17 @@ def _to_plain(value: Any, hint: Any, where: str) -> Any:
     return value
 
 
-def _union_to_plain(value: Any, options: tuple[Any, ...], where: str) -> Any:
+def _union_to_plain(value: Any, members: tuple[Any, ...], where: str) -> Any:
+    """Return `_to_plain` by the member that is the value's type; dataclasses carry their name."""
     kind = type(value)
-    for member in options:
-        if kind is (_origin_and_args(member)[0] or member):
+    for member in members:
+        origin, _ = _origin_and_args(member)
+        if kind is (origin or member):
             plain = _to_plain(value, member, where)
             return {_TAG: kind.__name__, **plain} if dataclasses.is_dataclass(member) else plain
-    if float in options and kind is int:
+    if float in members and kind is int:
         return _float_to_plain(value, where)
-    names = (getattr(option, "__name__", str(option)) for option in options)
+    names = (getattr(member, "__name__", str(member)) for member in members)
     raise CodecError(f"{where}: {kind.__name__} is none of {', '.join(names)}")
 
 
@@ -256,7 +257,7 @@ def _check_type(value: Any, kind: type, where: str) -> None:
 
 def _encode_numbers(values: Any, hint: Any) -> msgspec.Raw | None:
     """Return lists of numbers as JSON, checked at once, because a batch has millions of them. None
-    where one needs a closer look."""
+    where one is of another type or not finite (null in JSON); `_to_plain` then takes each alone."""
     try:
         converted = msgspec.convert(values, hint)
         json_text = msgspec.json.encode(converted)
@@ -282,35 +283,43 @@ def _check_json(value: Any, where: str) -> Any:
 
 
 def _has_non_finite(line: bytes) -> bool:
+    """Return whether a line may hold an infinity or NaN: it has the string of one somewhere."""
     return any(f'"{non_finite}"'.encode() in line for non_finite in _NON_FINITE)
 
 
-def _to_record(value: Any, hint: Any, has_words: bool) -> Any:
-    """Convert msgspec's value to the dataclasses of its type hint. has_words: for floats."""
-    if _needs_no_conversion(hint) or _is_numeric(hint) and not has_words:
+def _to_record(value: Any, hint: Any, has_non_finite: bool) -> Any:
+    """Return the value of type `hint` that msgspec's stands for: structs become dataclasses, the
+    strings of infinities and NaN floats. has_non_finite: as by `_has_non_finite`."""
+    if _needs_no_conversion(hint) or _is_numeric(hint) and not has_non_finite:
         return value
     if members := _union_members(hint):
-        name = type(value).__name__
-        for member_hint in members:
-            if name == (_origin_and_args(member_hint)[0] or member_hint).__name__:
-                return _to_record(value, member_hint, has_words)
-        return float(value) if float in members and value is not None else value
+        return _union_to_record(value, members, has_non_finite)
     if dataclasses.is_dataclass(hint):
-        return typing.cast(type, hint)(
-            **{
-                name: _to_record(item, item_hint, has_words)
-                for name, (item_hint, _) in _field_hints(typing.cast(type, hint)).items()
-                if (item := getattr(value, name)) is not msgspec.UNSET
-            }
-        )
+        kind = typing.cast(type, hint)
+        fields: dict[str, Any] = {}
+        for name, (item_hint, _) in _field_hints(kind).items():
+            item = getattr(value, name)
+            if item is not msgspec.UNSET:
+                fields[name] = _to_record(item, item_hint, has_non_finite)
+        return kind(**fields)
     if hint is float:
         return float(value)
     origin, args = _origin_and_args(hint)
     if origin is dict:
-        return {key: _to_record(item, args[1], has_words) for key, item in value.items()}
+        return {key: _to_record(item, args[1], has_non_finite) for key, item in value.items()}
     if len(args) == 1 or args[-1] is ...:
-        return origin(_to_record(item, args[0], has_words) for item in value)
+        return origin(_to_record(item, args[0], has_non_finite) for item in value)
     return tuple(
-        _to_record(item, member_hint, has_words)
-        for item, member_hint in zip(value, args, strict=True)
+        _to_record(item, item_hint, has_non_finite)
+        for item, item_hint in zip(value, args, strict=True)
     )
+
+
+def _union_to_record(value: Any, members: tuple[Any, ...], has_non_finite: bool) -> Any:
+    """Return `_to_record` by the value's own member; structs have the name of their dataclass."""
+    for member in members:
+        origin, _ = _origin_and_args(member)
+        if type(value).__name__ == (origin or member).__name__:
+            return _to_record(value, member, has_non_finite)
+    # an integer, or the string of an infinity or NaN
+    return float(value) if float in members and value is not None else value

@@ -66,8 +66,7 @@ class Sender:
         when it needs a batch that is gone; nothing is sent then."""
         if self.closed:
             raise ChannelClosed(f"batch of step {batch.step} was sent on a closed rollout channel")
-        steps = self.spool.steps()
-        if batch.step not in steps:  # a present step is only compared
+        if batch.step not in self.spool.steps():  # `put` only compares a present one
             wait_until(
                 lambda: self._has_room(batch.step, self.cursor()),
                 f"the trainer to receive a batch: step {batch.step} would be one more than the "
@@ -83,6 +82,7 @@ class Sender:
         self.notify()
 
     def _has_room(self, step: int, cursor: Cursor | None) -> bool:
+        """Return whether the trainer is near enough for another batch. FrameGone as by `send`."""
         steps = self.spool.steps()
         if cursor is None:
             return len(steps) < self.hwm
@@ -188,10 +188,12 @@ class Receiver:
         """Do nothing: no resource is held."""
 
     def _is_decided(self, step: int) -> bool:
+        """Return whether the batch is there, or none will follow. Raises as `receive`."""
         self.spool.progress.check(self._cursor.attempt)
         if self.spool.path(step).exists() or self.spool.ended() is not None:
             return True
         oldest = min(self.spool.steps(), default=step)
+        # looked for again: it may have come since, with later ones
         if oldest > step and not self.spool.path(step).exists():
             raise FrameGone(
                 f"{self.spool.folder}: the trainer needs the batch of step {step}; "

@@ -139,7 +139,7 @@ class Spool:
                 self._set_aside(steps[index:])
                 steps = steps[:index]
                 break
-        for index in range(len(steps) - 1, 0, -1):
+        for index in range(len(steps) - 1, 0, -1):  # from the newest: what is before its gap goes
             if steps[index] != steps[index - 1] + 1:
                 self._unlink([self.path(step) for step in steps[:index]])
                 break

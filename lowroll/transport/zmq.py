@@ -262,7 +262,7 @@ class SpoolServer:
                     log.warning("a message that no trainer sends is refused: %s", printable(error))
 
     def _answer(self, peer: bytes, request: PieceRequest, again: bool) -> None:
-        """Answer a request. again: it has waited."""
+        """Answer a request, or let it wait for its frame. again: it has waited, and was told so."""
         self._waiting.pop(peer, None)
         if request.run != self.spool.run:
             text = f"the orchestrator is of run {self.spool.run!r}"
@@ -285,6 +285,7 @@ class SpoolServer:
             self._serve(peer, request, request.want, again)
 
     def _note(self, cursor: Cursor) -> None:
+        """Store a trainer's progress."""
         if cursor == self.cursor or not cursor.follows(self.cursor):
             return
         faultpoint(f"serve.heard/{cursor.received}")
@@ -295,6 +296,7 @@ class SpoolServer:
         self.cursor = cursor
 
     def _serve(self, peer: bytes, request: PieceRequest, step: int, again: bool) -> None:
+        """Send a piece of a step's frame or why there will be none, else let the request wait."""
         steps = self.spool.steps()
         if step in steps:
             self._send_piece(peer, request, step, newest=steps[-1])
@@ -307,7 +309,7 @@ class SpoolServer:
             return
         self._waiting[peer] = request
         if len(self._waiting) > _MAX_WAITING:  # peers that are gone do not say so
-            del self._waiting[next(iter(self._waiting))]
+            del self._waiting[next(iter(self._waiting))]  # the oldest
         if not again:
             self._send(peer, request, "wait")
 
@@ -359,7 +361,7 @@ class Receiver:
         self.silence_s = silence_s
         self._cursor = Cursor(committed, committed, attempt)
         self._orchestrator = -1  # its attempt
-        self._acknowledged = committed  # the commit that it has acknowledged
+        self._acknowledged = committed  # the last commit that it has acknowledged
         self._warned = False  # that no orchestrator has ever answered
 
     def receive(self, deadline_s: float) -> Batch:
@@ -371,9 +373,11 @@ class Receiver:
         assembler = FrameAssembler(step, self.run)
         silent_s = 0.0  # time spent listening, not wall clock: this process may have been suspended
         while assembler.batch is None:
-            was_sent = self.line.tell(self._request(step, assembler.offset))
-            seconds = min(RETRY_S if was_sent else _POLL_S, max(0.0, deadline - time.monotonic()))
-            silent_s = 0.0 if self._listen(assembler, seconds) else silent_s + seconds
+            is_connected = self.line.tell(self._request(step, assembler.offset))
+            remaining_s = max(0.0, deadline - time.monotonic())
+            listen_s = min(RETRY_S if is_connected else _POLL_S, remaining_s)
+            has_answered = self._listen(assembler, listen_s)
+            silent_s = 0.0 if has_answered else silent_s + listen_s
             if self.alive is not None:
                 self.alive()
             if silent_s >= self.silence_s:
@@ -382,7 +386,7 @@ class Receiver:
                 raise DeadlineExceeded(self._waited_for(step), deadline_s)
         faultpoint(f"receive.read/{step}")
         self._cursor = self._cursor.receive()
-        self.line.tell(self._request())
+        self.line.tell(self._request())  # reports the cursor; if it is lost, the next request does
         faultpoint(f"receive.said/{step}")
         return assembler.batch
 
@@ -426,9 +430,10 @@ class Receiver:
         )
 
     def _listen(self, assembler: FrameAssembler, seconds: float) -> bool:
-        """Take answers for a while, or until there is something else to request; return whether the
-        orchestrator answered."""
-        deadline, answered = time.monotonic() + seconds, False
+        """Take answers for `seconds`, or until a piece was taken or refused, and another is to be
+        requested. Return whether the orchestrator answered. Raises as `_raise`."""
+        deadline = time.monotonic() + seconds
+        answered = False
         while (remaining_s := deadline - time.monotonic()) > 0:
             try:
                 reply = self.line.listen(remaining_s)
@@ -458,6 +463,7 @@ class Receiver:
         return True
 
     def _raise(self, answer: PieceReply, step: int) -> None:
+        """Raise the error that an answer reports, if it does."""
         where, text = self.line.where, printable(answer.text)
         if answer.kind == "refused":
             raise TransportError(f"{where}: refused: {text}; this is run {self.run!r}")
@@ -488,7 +494,8 @@ class FrameAssembler:
         return len(self._data)
 
     def take(self, answer: PieceReply, piece: bytes, where: str) -> bool:
-        """Append a piece; return False unless it is the next. DamagedFrame after TRIES frames."""
+        """Append a piece, and decode the frame when it was the last. Return False for a piece of
+        another step or offset, which is ignored. DamagedFrame after TRIES damaged frames."""
         if answer.step != self.step or answer.offset != self.offset:
             return False
         if problem := self._problem(answer, piece):
@@ -506,6 +513,7 @@ class FrameAssembler:
         return True
 
     def _problem(self, answer: PieceReply, piece: bytes) -> str:
+        """Return why a piece cannot be of this frame, "" if it can."""
         if answer.size > MAX_FRAME_BYTES:
             return f"a frame of {answer.size} bytes is over the limit of {MAX_FRAME_BYTES}"
         if self._size and answer.size != self._size:
