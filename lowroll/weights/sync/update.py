@@ -163,6 +163,7 @@ class UpdateReceiver:
 
     @torch.no_grad()
     def _change(self, update: WeightUpdate, changes: Changes) -> None:
+        """Apply changes, and write the norms that take noise with it."""
         rollout = self.rollout
         drawn = drawn_noise(update.noise, rollout)
         stream = {name: tensor.to(rollout.device) for name, tensor in update.tensors()}
@@ -172,6 +173,7 @@ class UpdateReceiver:
 
     @torch.no_grad()
     def _write_adapter(self, update: WeightUpdate) -> None:
+        """Write an adapter, and the norms of its base with new noise."""
         rollout = self.rollout
         rank = _rank(update, self.max_rank)
         wanted = lora.wanted(rollout, rank)
