@@ -26,6 +26,7 @@ POLL_S = 0.2  # between two looks for a batch that is made again
 
 
 def sender(cfg: RunConfig, paths: RunPaths, attempt: int, alive: Alive) -> filesystem.Sender:
+    """Open the orchestrator's end. alive: raises when the trainer cannot answer any more."""
     transport_cfg = cfg.rollout_transport
     if transport_cfg.type == "filesystem":
         return filesystem.Sender(paths.spool, transport_cfg.hwm, SEND_S, alive=alive)
@@ -79,6 +80,8 @@ class TrainerChannel:
         return batch
 
     def _receive(self, deadline: float) -> Batch:
+        """Return the next batch, by `deadline` of `time.monotonic`. Wait for an orchestrator that
+        is silent, or makes the batch again."""
         assert self._receiver is not None
         has_warned = False
         while True:

@@ -78,14 +78,12 @@ def place(gpus: Sequence[str], ranks: int = 1, engines: int = 1, each: int = 1) 
             f"rollout.vllm.tensor_parallel_size: an engine needs {each} GPUs, and there are "
             f"{len(gpus)} ({', '.join(gpus)}; {VISIBLE} says which are used)"
         )
-    rank_gpus, other_gpus = tuple(gpus[:ranks]), gpus[ranks:]
-    engine_gpus = other_gpus if len(other_gpus) >= each else gpus
-    gpu_sets = [
-        tuple(engine_gpus[i : i + each]) for i in range(0, len(engine_gpus) - each + 1, each)
-    ]
-    return Placement(
-        rank_gpus, tuple(gpu_sets[number % len(gpu_sets)] for number in range(engines))
-    )
+    other_gpus = gpus[ranks:]
+    shared_gpus = other_gpus if len(other_gpus) >= each else gpus  # among the engines
+    num_sets = len(shared_gpus) // each  # GPUs that do not make a whole set stay unused
+    gpu_sets = [tuple(shared_gpus[i * each : (i + 1) * each]) for i in range(num_sets)]
+    engine_gpus = tuple(gpu_sets[number % num_sets] for number in range(engines))
+    return Placement(tuple(gpus[:ranks]), engine_gpus)
 
 
 def of_run(cfg: RunConfig) -> Placement:

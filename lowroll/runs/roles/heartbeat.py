@@ -75,6 +75,7 @@ class Heartbeat:
             self._write()
 
     def _write(self) -> None:
+        """Replace the file by the report with the next count. An error is logged once."""
         with self._lock:
             self.report["beat"] += 1
             temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
@@ -108,7 +109,7 @@ class HeartbeatMonitor:
         self.report: dict[str, Any] | None = read_heartbeat(path)
         self._changed_at = clock()
         self._changes = 0  # number seen
-        self._is_named = False
+        self._has_warned = False  # of the present silence
 
     def look(self) -> bool:
         """Read the heartbeat. Return whether it has changed."""
@@ -118,11 +119,10 @@ class HeartbeatMonitor:
         self.report = report
         self._changed_at = self.clock()
         self._changes += 1
-        if self._is_named:
-            log.warning(
-                "the %s %s", self.name, "is here" if self._changes == 1 else "answers again"
-            )
-            self._is_named = False
+        if self._has_warned:
+            what = "is here" if self._changes == 1 else "answers again"
+            log.warning("the %s %s", self.name, what)
+            self._has_warned = False
         return True
 
     @property
@@ -153,8 +153,8 @@ class HeartbeatMonitor:
         """Warn once of a silent role; raise PeerSilent when it stays silent."""
         self.look()
         silent = self.silent_for
-        if silent > self.silent_s and not self._is_named:
-            self._is_named = True
+        if silent > self.silent_s and not self._has_warned:
+            self._has_warned = True
             if self.report is None:
                 log.warning(
                     "no %s has shown itself for %.0f s (%s would be there). Waiting for it",

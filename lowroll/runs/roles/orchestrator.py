@@ -136,6 +136,7 @@ class Orchestration:
         tell(f"waiting for engines: {', '.join(cfg.client.base_url) or 'lowroll serve'}")
         self.pool = stack.enter_context(self._pool(cfg))
         check_engines(trainer_cfg, self.pool)
+        # the engines know how much they cache, whatever the settings say
         cache_tokens = self.pool.server.cache_tokens or None
         sized_rollout = cfg.rollout.model_copy(update={"cache_tokens": cache_tokens})
         cfg = cfg.model_copy(update={"rollout": sized_rollout})
@@ -155,10 +156,10 @@ class Orchestration:
             environments,
             self.pool,
             self.channel,
-            partial(self.home.keep_batch, "rollouts"),
-            stack,
-            self.versions if self.level else None,
-            Journal(paths.ledger),
+            rollout_log=partial(self.home.keep_batch, "rollouts"),
+            stack=stack,
+            weights=self.versions if self.level else None,
+            journal=Journal(paths.ledger),
             alone=False,
         )
         self.versions.retract = self.batches.orchestrator.rollout_buffer.retract
@@ -189,9 +190,10 @@ class Orchestration:
         """Wait until the trainer has begun or resumed: files may be of an earlier run."""
 
         def has_begun() -> bool:
-            is_alive, report = self.trainer.alive, self.trainer.report or {}
+            is_alive = self.trainer.alive  # reads the report
+            report = self.trainer.report or {}
             phase = report.get("phase")
-            if phase == "ended":
+            if phase == "ended":  # it counts where no batch follows, else another trainer starts
                 return report.get("step") == self.last or (self.paths.spool / END).exists()
             return is_alive and phase != "starting"
 
@@ -305,14 +307,15 @@ class Orchestration:
         self._commit()
 
     def _pace(self, batch: Batch) -> dict[str, float]:
-        previous_time, self._last_batch_at = self._last_batch_at, time.monotonic()
+        """Return a batch's metrics of the engines, and at level 0 of this role's waits."""
+        now = time.monotonic()
+        wall_s = max(now - self._last_batch_at, 1e-9)
+        self._last_batch_at = now
         metrics = self.pool.report().metrics()
         if self.level == 0:
             idle_s = self._waited_s + batch.stats["time/generate"]
             metrics["time/wait_weights"] = self._waited_s
-            metrics["perf/orchestrator_idle_fraction"] = min(
-                1.0, idle_s / max(self._last_batch_at - previous_time, 1e-9)
-            )
+            metrics["perf/orchestrator_idle_fraction"] = min(1.0, idle_s / wall_s)
         return metrics
 
     def _commit(self) -> None:
@@ -326,8 +329,10 @@ class Orchestration:
         return max(0, step - 1 - self.level)
 
     def _go_on(self) -> int:
-        """Restore the state; return the step of the last sent batch."""
-        cursor, spool = self._cursor(), self.channel.spool
+        """Restore the state after the newest batch in the spool where the trainer can go on with
+        it, else after the trainer's checkpoint, without later batches. Return the step."""
+        cursor = self._cursor()
+        spool = self.channel.spool
         newest = spool.newest()
         if newest is not None and spool.reaches(cursor.received) and newest.orchestrator:
             self.batches.restore(newest.step, newest.orchestrator, resumed=True)
@@ -338,7 +343,7 @@ class Orchestration:
         self.channel.go_back(cursor)
         if cursor.received > cursor.committed:  # of batches that may differ when made again
             tell(dismissal(cursor.attempt))
-            cursor = self._cursor()
+            cursor = self._cursor()  # of the next attempt
         self.committed = cursor.committed
         forget_evaluations(self.paths.run, cursor.committed)
         truncate_rollouts(self.paths.run / "rollouts", cursor.committed)
@@ -356,9 +361,11 @@ class Orchestration:
 
         def has_spoken() -> bool:
             self.trainer.look()
-            report, cursor = self.trainer.report or {}, self.channel.cursor()
+            report = self.trainer.report or {}
+            cursor = self.channel.cursor()
             if cursor is None:
                 return False
+            # an earlier attempt's may be ahead of what the current one has resumed from
             return report.get("phase") == "ended" or cursor.attempt >= report.get("attempt", 0)
 
         wait_until(

@@ -59,7 +59,7 @@ class RankEnvironment:
     ) -> RankEnvironment | None:
         """Return this process's rank, if the environment names one. ValueError names a missing or
         wrong variable."""
-        present = [name for name in NAMES[:2] if environ.get(name)]
+        present = [name for name in ("RANK", "WORLD_SIZE") if environ.get(name)]
         if not present:
             return None
         if missing := [name for name in NAMES if not environ.get(name)]:
@@ -86,8 +86,8 @@ class RankEnvironment:
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables that `read` reads."""
-        values = (self.rank, self.size, self.host, self.port)
-        return dict(zip((*NAMES, LOCAL), map(str, (*values, self.local)), strict=True))
+        values = (self.rank, self.size, self.host, self.port, self.local)
+        return {name: str(value) for name, value in zip((*NAMES, LOCAL), values, strict=True)}
 
 
 def _read_number(name: str, environ: Mapping[str, str]) -> int:
@@ -124,7 +124,8 @@ class RankSupervisor:
     def __init__(self, cfg: RunConfig, paths: RunPaths, words: Sequence[str], stop: Stop) -> None:
         self.stop = stop
         self._meeting_point = reserve_port("127.0.0.1")
-        size, (host, port) = cfg.train.gpus, self._meeting_point.getsockname()
+        host, port = self._meeting_point.getsockname()
+        size = cfg.train.gpus
         self.ranks = []
         for rank in range(size):
             heartbeat = paths.heartbeat(rank_role(rank))
@@ -138,7 +139,8 @@ class RankSupervisor:
         """Run to the end. Return the signal that ended the ranks early, else 0."""
         for rank in self.ranks:
             rank.start()
-        leader, is_signaled = self.ranks[0], False
+        leader = self.ranks[0]
+        is_signaled = False
         while leader.process.is_alive():
             if self.stop and not is_signaled:
                 leader.process.signal(signal.SIGTERM)

@@ -58,11 +58,12 @@ def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, Ac
     the run folder, RunFailed a role without a node."""
     stack.enter_context(_connect_cluster(cfg))
     meeting_arguments = (os.getcwd(), *stack.enter_context(role_variables(cfg, paths)))
-    demand_by_role, deadline_s = demands(cfg, _cluster_gpus()), cfg.ray.node_deadline
+    demand_by_role = demands(cfg, _cluster_gpus())
+    deadline_s = cfg.ray.node_deadline
     group = stack.enter_context(_reserve_group(demand_by_role, deadline_s))
     actor_processes = {}
-    for index, (role, demand) in enumerate(demand_by_role.items()):
-        bundle = Bundle(group, index, *demand)
+    for index, (role, (cpus, gpus)) in enumerate(demand_by_role.items()):
+        bundle = Bundle(group, index, cpus, gpus)
         process = ActorProcess(
             role, bundle, meeting_arguments, deadline_s, paths.log(role), paths.lock(role)
         )
@@ -70,6 +71,7 @@ def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, Ac
         actor_processes[role] = process
     timeout_s = deadline_s + POLL_S  # a process reports a missing node earlier
     wait_until(
+        # a list: all are asked each time, because being asked lets an actor be created
         lambda: all([process.is_placed() for process in actor_processes.values()]),
         "the actors of Ray",
         timeout_s,
@@ -81,11 +83,14 @@ def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, Ac
 
 def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
     """Return the (CPUs, GPUs) of each role. gpus: of the cluster."""
-    ray = cfg.ray
-    rollout, uses_gpus = cfg.rollout, float(bool(gpus) and cfg.device != "cpu")
+    ray, rollout = cfg.ray, cfg.rollout
     gpus_per_engine = 1 if rollout.engine == "native" else rollout.vllm.tensor_parallel_size
-    trainer_gpus = uses_gpus * cfg.train.gpus if ray.trainer_gpus is None else ray.trainer_gpus
-    engine_gpus = uses_gpus * gpus_per_engine if ray.engine_gpus is None else ray.engine_gpus
+    uses_gpus = bool(gpus) and cfg.device != "cpu"
+    trainer_gpus, engine_gpus = ray.trainer_gpus, ray.engine_gpus
+    if trainer_gpus is None:
+        trainer_gpus = float(cfg.train.gpus if uses_gpus else 0)
+    if engine_gpus is None:
+        engine_gpus = float(gpus_per_engine if uses_gpus else 0)
     demand_by_role: dict[str, tuple[float, float]] = {
         TRAINER: (ray.trainer_cpus, trainer_gpus),
         ORCHESTRATOR: (ray.orchestrator_cpus, 0.0),

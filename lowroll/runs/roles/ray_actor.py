@@ -162,7 +162,8 @@ class ActorProcess(RoleProcess):
         return self._meet() and not self._is_left()
 
     def _meet(self) -> bool:
-        """Return whether the actor has reported a usable node. Create it if there is none."""
+        """Return whether the actor has reported a usable node; create it if there is none.
+        ValueError for a node that cannot run the role, RunFailed when none reported in time."""
         if self.node:
             return True
         if self.actor is None:
@@ -172,7 +173,7 @@ class ActorProcess(RoleProcess):
         try:
             reply = answer(self._meeting)
         except ActorLost:
-            self.leave()
+            self.leave()  # the next call creates another
             reply = None
         if reply is None:
             if time.monotonic() - self._unplaced_since > self.deadline_s:
@@ -184,7 +185,8 @@ class ActorProcess(RoleProcess):
                 f"launcher: ray: node {node_text}, where the {self.role} is placed, {reply['wrong']}; "
                 "all nodes need the same output_dir and working directory, on a shared file system"
             )
-        self.node, self.address = reply, reply["address"]
+        self.node = reply
+        self.address = reply["address"]
         self._unplaced_since = 0.0
         return True
 
@@ -199,6 +201,7 @@ class ActorProcess(RoleProcess):
         )
 
     def _is_left(self) -> bool:
+        """Return whether the process of a lost actor still holds the role's lock."""
         if not self._lost_at or time.monotonic() - self._lost_at > LEFT_S:
             return False  # if it has, the next one reports it by name
         try:
@@ -224,6 +227,8 @@ class ActorProcess(RoleProcess):
         return self.exit is None and self.pid > 0
 
     def _ask_for_exit(self) -> None:
+        """Set `exit` when the actor says how the process ended. This never waits: one question is
+        open at a time, and the next call looks at it again."""
         if self._ends is None:
             if time.monotonic() < self._ask_at:
                 return
@@ -234,9 +239,10 @@ class ActorProcess(RoleProcess):
             exits = []  # a role whose actor stays away is silent, too
         except ActorLost as error:
             return self._lose(error)
-        if exits is None:
+        if exits is None:  # not answered yet
             return
-        self._ends, self._ask_at = None, time.monotonic() + POLL_S
+        self._ends = None
+        self._ask_at = time.monotonic() + POLL_S
         if exits:
             (self.exit,) = exits
 

@@ -166,6 +166,7 @@ class Supervisor:
         return self.stop.signal
 
     def _stop(self) -> int:
+        """End all roles once the trainer has written its checkpoint; return the signal."""
         self.trainer.process.signal(signal.SIGTERM)
         deadline = time.monotonic() + STOPPING_S
         while self.trainer.process.is_alive() and time.monotonic() < deadline:
@@ -263,7 +264,8 @@ class Supervisor:
             serve_settings = [f"serve.host={address}", f"serve.port={self._engine_port(role)}"]
             return [*serve_settings, *self._weight_words("127.0.0.1")]
         if role is self.trainer:
-            return [*self._weight_words(address), *(["--resume"] if role.is_ready else self.flags)]
+            flags = ["--resume"] if role.is_ready else self.flags
+            return [*self._weight_words(address), *flags]
         if ip_address(address).is_loopback:
             return []
         return [f"rollout_transport.host={address}"]
@@ -275,8 +277,8 @@ class Supervisor:
 
     def _note_address(self, role: Role) -> None:
         """Remember an engine's address, which it does not report during a restart."""
-        url = (role.monitor.report or {}).get("url") if role.is_ready else None
-        if url:
+        url = (role.monitor.report or {}).get("url")
+        if url and role.is_ready:
             parts = urlsplit(str(url))
             self.addresses[role.name] = (parts.hostname or "", parts.port or 0)
 
@@ -331,6 +333,7 @@ class Display:
         self.view.phase(" | ".join(map(_describe_activity, roles)), 0, 0)
 
     def _show_records(self) -> None:
+        """Show new steps and evaluations. The evaluation of step 0 belongs to step 1."""
         recorded_steps = set()
         for record in read(self.run):
             if record["step"] > self.step:

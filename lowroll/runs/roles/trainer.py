@@ -272,11 +272,11 @@ def _open_weight_server(cfg: RunConfig, compute: Compute, paths: RunPaths) -> We
         server = WeightServer(
             broadcast_cfg.type,
             compute.device,
-            broadcast_cfg.host,
-            broadcast_cfg.port,
-            broadcast_cfg.timeout,
-            token,
-            keep,
+            host=broadcast_cfg.host,
+            port=broadcast_cfg.port,
+            timeout_s=broadcast_cfg.timeout,
+            token=token,
+            keep=keep,
         )
     except ValueError as error:
         raise ValueError(f"weight_broadcast.{error}") from None

@@ -73,7 +73,8 @@ class Versions:
         return self._take(newest, lambda: self.broadcasts.newest(most))
 
     def _take(self, broadcast: Broadcast, allowed: Callable[[], Broadcast | None]) -> int:
-        """Load a broadcast, or an allowed one once it is gone: a trainer serves its newest alone."""
+        """Have the engines load a broadcast; return its version. If it is superseded meanwhile (a
+        trainer may serve its newest version alone), load the one that `allowed` finds then."""
         while self.held != broadcast:
             self._go_back(broadcast.version)
             try:
@@ -81,7 +82,8 @@ class Versions:
             except Superseded:
                 broadcast = allowed() or broadcast
                 continue
-            self.held = self._taken[broadcast.version] = broadcast
+            self.held = broadcast
+            self._taken[broadcast.version] = broadcast
             for old_version in sorted(self._taken)[:-MOST]:
                 del self._taken[old_version]
             faultpoint(f"orchestrate.took/{broadcast.version}")
@@ -93,6 +95,8 @@ class Versions:
         return newest is not None and newest != broadcast and newest.version >= broadcast.version
 
     def _go_back(self, version: int) -> None:
+        """Forget the taken versions from the oldest on that the trainer has undone, and retract
+        what was drawn from them. version: the one that is loaded next."""
         undone = [old for old, taken in self._taken.items() if self._is_gone(taken, version)]
         if not undone:
             return
