@@ -20,7 +20,7 @@ adapter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,15 @@ from lowroll.model import frozen
 from lowroll.model.logprobs import float32_product
 from lowroll.quant import fp8
 from lowroll.quant.formats import QTensor, float_product, multiplicand
+
+
+class AdaptedPart(NamedTuple):
+    """An adapted part of a fused matrix, and its block of the block-diagonal B [N, L]. The columns
+    of B are the rows of A [L, K]."""
+
+    name: str
+    rows: slice
+    columns: slice
 
 
 class Adapter(nn.Module):
@@ -74,22 +83,17 @@ class Adapter(nn.Module):
             if self.held is None or part in self.held:
                 yield part, a_RK[: self.held_rank], self.b[part][:, : self.held_rank]
 
-    def blocks(self, parts: Mapping[str, int]) -> list[tuple[str, slice, slice]]:
-        """Return (part, its rows of B [N, L], its columns) of every adapted part."""
-        blocks_of_parts: list[tuple[str, slice, slice]] = []
-        start = 0
-        for part, size in parts.items():
-            if part in self.a:
-                first_column = len(blocks_of_parts) * self.rank
-                blocks_of_parts.append(
-                    (
-                        part,
-                        slice(start, start + size),
-                        slice(first_column, first_column + self.rank),
-                    )
-                )
-            start += size
-        return blocks_of_parts
+    def blocks(self, parts: Mapping[str, int]) -> list[AdaptedPart]:
+        """Return the adapted ones of a layer's parts, given the rows of each, in their order."""
+        blocks: list[AdaptedPart] = []
+        row = 0
+        for name, num_rows in parts.items():
+            if name in self.a:
+                column = len(blocks) * self.rank
+                rows, columns = slice(row, row + num_rows), slice(column, column + self.rank)
+                blocks.append(AdaptedPart(name, rows, columns))
+            row += num_rows
+        return blocks
 
     def matrices(self, parts: Mapping[str, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A [L, K] and the scaled block-diagonal B [N, L] in a dtype, cached until a change.
@@ -108,10 +112,11 @@ class Adapter(nn.Module):
         if made_of == self._made_of and self._made is not None:
             return self._made
         with torch.inference_mode(False), torch.no_grad():
-            a_LK = torch.cat([self.a[part] for part, _, _ in self.blocks(parts)]).to(dtype)
+            blocks = self.blocks(parts)
+            a_LK = torch.cat([self.a[part.name] for part in blocks]).to(dtype)
             b_NL = a_LK.new_zeros(sum(parts.values()), len(a_LK))
-            for part, part_rows, part_columns in self.blocks(parts):
-                b_NL[part_rows, part_columns] = (self.b[part] * self.scaling).to(dtype)
+            for part in blocks:
+                b_NL[part.rows, part.columns] = (self.b[part.name] * self.scaling).to(dtype)
             self._parts = dict(parts)
             self._made_of = made_of
             cached = self._made
@@ -160,20 +165,16 @@ def product(
     without this update, and its silu(gate) * up is multiplied. exact: a row's sums do not depend on
     its batch (`kernels.batch_invariant`); for a dense weight or codes in their own arithmetic.
     """
-    adapted_parts = [part for part, _, _ in adapter.blocks(parts)]
-    masters = [
-        *(adapter.a[part] for part in adapted_parts),
-        *(adapter.b[part] for part in adapted_parts),
-    ]
+    names = [part.name for part in adapter.blocks(parts)]
+    # an argument each, so that autograd gives them gradients
+    masters = [*(adapter.a[name] for name in names), *(adapter.b[name] for name in names)]
     in_codes = codes is not None
-    dense: Tensor | None = None
-    if not isinstance(weight, QTensor):
-        dense = weight
-    elif codes is None:
+    dense_NK = None if isinstance(weight, QTensor) else weight
+    if codes is None and isinstance(weight, QTensor):
         codes = weight
     y_TN, low_TL = _AdaptedProduct.apply(
         x_TK,
-        dense,
+        dense_NK,
         bias_N,
         codes,
         in_codes,
@@ -207,10 +208,53 @@ def _base_product(
     return F.linear(low_TL, b_NL, bias_N).addmm_(x_TK, weight_NK.t())
 
 
+def _exact_product(
+    x_TK: Tensor,
+    weight_NK: Tensor | None,
+    codes: QTensor | None,
+    in_codes: bool,
+    bias_N: Tensor | None,
+    low_TL: Tensor,
+    b_NL: Tensor,
+) -> Tensor:
+    """Return x W' + b + l B', where a row's bits do not depend on its batch."""
+    if codes is not None and in_codes:
+        y_TN = codes.linear(x_TK.detach(), bias_N, exact=True)
+    else:
+        dense_NK = weight_NK if codes is None else multiplicand(codes, x_TK.dtype)
+        assert dense_NK is not None
+        y_TN = ordered.product(x_TK, dense_NK, None if bias_N is None else bias_N.to(x_TK.dtype))
+    return ordered.product(low_TL, b_NL, added_MN=y_TN)
+
+
+def _input_gradient(
+    grad_TN: Tensor,
+    low_grad_TL: Tensor,
+    a_LK: Tensor,
+    weight_NK: Tensor | None,
+    codes: QTensor | None,
+    transposed: QTensor | None,
+) -> Tensor:
+    """Return dx [T, K] = dy W + dl A. W is that of the codes of its transpose, else of its codes,
+    else the dense one."""
+    if transposed is not None:
+        return fp8.gradient(grad_TN, transposed).addmm_(low_grad_TL, a_LK)
+    x_grad_TK = low_grad_TL @ a_LK
+    if codes is not None:
+        frozen.add_input_gradient(x_grad_TK, grad_TN, codes)
+        return x_grad_TK
+    assert weight_NK is not None
+    return x_grad_TK.addmm_(grad_TN, weight_NK)
+
+
 _NUM_PLAIN_ARGUMENTS = 11  # number of arguments before the masters
 
 
 class _AdaptedProduct(torch.autograd.Function):
+    """`product`'s y and l. codes: of the weight, which multiply in their own arithmetic if
+    `in_codes`, and are dequantized otherwise; None: `weight_NK` is dense. masters: A of each
+    adapted part, then B of each."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -227,32 +271,26 @@ class _AdaptedProduct(torch.autograd.Function):
         exact: bool,
         *masters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        input_TK, ctx.update = x_TK, update
+        input_TK, ctx.update = x_TK, update  # of an update, the gate-up product is the input
         if update is not None:
             x_TK = update.gate(input_TK)
         a_LK, b_NL = adapter.matrices(parts, x_TK.dtype)
-        bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
         low_TL = float_product(x_TK, a_LK, None, exact)
         if exact:
-            if codes is not None and in_codes:
-                y_TN = codes.linear(x_TK.detach(), bias_N, exact)
-            else:
-                dense_NK = weight_NK if codes is None else multiplicand(codes, x_TK.dtype)
-                assert dense_NK is not None
-                y_TN = ordered.product(x_TK, dense_NK, bias_in_dtype_N)
-            y_TN = ordered.product(low_TL, b_NL, added_MN=y_TN)
+            y_TN = _exact_product(x_TK, weight_NK, codes, in_codes, bias_N, low_TL, b_NL)
         elif codes is not None and in_codes:
             y_TN = codes.linear(x_TK.detach(), bias_N)
             if whole:
                 y_TN = y_TN.addmm_(low_TL, b_NL.t())
         else:
-            y_TN = _base_product(
-                x_TK, weight_NK, codes, bias_in_dtype_N, low_TL if whole else None, b_NL
-            )
-        needs_inputs = any(ctx.needs_input_grad[_NUM_PLAIN_ARGUMENTS:]) or ctx.needs_input_grad[1]
-        inputs: tuple[Tensor | None, Tensor | None] = (None, None)
-        if needs_inputs or update is not None:
-            inputs = input_TK, low_TL
+            bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
+            added_TL = low_TL if whole else None
+            y_TN = _base_product(x_TK, weight_NK, codes, bias_in_dtype_N, added_TL, b_NL)
+        trains = ctx.needs_input_grad[1] or any(ctx.needs_input_grad[_NUM_PLAIN_ARGUMENTS:])
+        # dx needs neither of them, but an update's gate needs its input
+        needs_inputs = trains or update is not None
+        inputs = (input_TK, low_TL) if needs_inputs else (None, None)
+        # codes stand for the weight in dx
         kept_NK = weight_NK if codes is None and transposed is None else None
         ctx.save_for_backward(*inputs, a_LK, b_NL, kept_NK)
         ctx.codes, ctx.transposed = codes, transposed
@@ -269,14 +307,10 @@ class _AdaptedProduct(torch.autograd.Function):
         low_grad_TL = grad_TN @ b_NL
         x_grad_TK = None
         if needs_x:
-            if ctx.transposed is not None:
-                x_grad_TK = fp8.gradient(grad_TN, ctx.transposed).addmm_(low_grad_TL, a_LK)
-            else:
-                x_grad_TK = low_grad_TL @ a_LK
-                if ctx.codes is None:
-                    x_grad_TK.addmm_(grad_TN, weight_NK)
-                else:
-                    frozen.add_input_gradient(x_grad_TK, grad_TN, ctx.codes)
+            x_grad_TK = _input_gradient(
+                grad_TN, low_grad_TL, a_LK, weight_NK, ctx.codes, ctx.transposed
+            )
+        # the saved input of an update is the gate-up product: recompute what was multiplied
         if ctx.update is not None and x_grad_TK is None:
             x_TK = ctx.update.gate(x_TK)
         elif ctx.update is not None:
@@ -287,15 +321,14 @@ class _AdaptedProduct(torch.autograd.Function):
         bias_grad = None
         if needs_bias:
             bias_grad = grad_TN.sum(0).to(ctx.dtypes[1])
-        master_grads: list[Tensor | None] = [None] * len(
-            ctx.needs_input_grad[_NUM_PLAIN_ARGUMENTS:]
-        )
-        if any(ctx.needs_input_grad[_NUM_PLAIN_ARGUMENTS:]):
+        needs_masters = ctx.needs_input_grad[_NUM_PLAIN_ARGUMENTS:]
+        master_grads: list[Tensor | None] = [None] * len(needs_masters)
+        if any(needs_masters):
             a_grad_LK = float32_product(low_grad_TL.t(), x_TK).float()
             b_grad_NL = float32_product(grad_TN.t(), low_TL).float() * ctx.scaling
             master_grads = [
-                *(a_grad_LK[columns] for _, _, columns in ctx.blocks),
-                *(b_grad_NL[rows, columns] for _, rows, columns in ctx.blocks),
+                *(a_grad_LK[part.columns] for part in ctx.blocks),
+                *(b_grad_NL[part.rows, part.columns] for part in ctx.blocks),
             ]
         return (
             x_grad_TK,

@@ -90,6 +90,9 @@ class _Logits(torch.autograd.Function):
 
 
 class _TokenLogProbs(torch.autograd.Function):
+    """`token_log_probs` with the gradients of the module's formulas. If only the hidden states need
+    one, d logp / d h is computed in the forward pass; else `ctx.kept` has G of the first chunks."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -102,38 +105,31 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.temperature = temperature
         ctx.chunk = chunk
-        only_hidden = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         logp_T = torch.empty(hidden_TD.shape[0], dtype=torch.float32, device=hidden_TD.device)
         entropy_T = torch.empty_like(logp_T)
-        slope_TD: Tensor | None = None
-        grad_CV: Tensor | None = None
-        if only_hidden:
+        slope_TD: Tensor | None = None  # d logp / d h
+        buffer_CV: Tensor | None = None  # for G of one chunk after the other
+        if needs_hidden and not needs_weight:
             slope_TD = torch.empty_like(hidden_TD)
-            grad_CV = _gradient_buffer(hidden_TD, weight_VD, chunk)
-        num_kept = _kept(hidden_TD) if ctx.needs_input_grad[1] else 0
-        ctx.slopes = {}  # G by chunk; its reader drops it
+            buffer_CV = _gradient_buffer(hidden_TD, weight_VD, chunk)
+        num_kept = _kept(hidden_TD) if needs_weight else 0
+        ctx.kept = {}  # G by chunk; its reader drops it
         for i, rows in enumerate(_chunks(hidden_TD, chunk)):
             if exact:
                 logits_CV = ordered.product(hidden_TD[rows], weight_VD, dtype=torch.float32)
             else:
                 logits_CV = float32_product(hidden_TD[rows], weight_VD.t())
-            if slope_TD is not None and grad_CV is not None:
-                grad_CV = grad_CV[: len(logits_CV)]
-            else:
-                grad_CV = (
-                    torch.empty_like(logits_CV, dtype=weight_VD.dtype) if i < num_kept else None
-                )
-            sampler_logp_C = None
-            if exact and triton_supports(logits_CV):  # elsewhere there is only one log-softmax
-                sampler_logp_C = token_logprobs.log_probs(logits_CV, targets_T[rows], temperature)
-            logp_C, entropy_T[rows] = kernels.token_log_probs(
-                logits_CV, targets_T[rows], temperature, grad_CV
+            grad_CV: Tensor | None = None  # G, which `_chunk_log_probs` writes
+            if buffer_CV is not None:
+                grad_CV = buffer_CV[: len(logits_CV)]
+            elif i < num_kept:
+                ctx.kept[i] = grad_CV = torch.empty_like(logits_CV, dtype=weight_VD.dtype)
+            logp_T[rows], entropy_T[rows] = _chunk_log_probs(
+                logits_CV, targets_T[rows], temperature, grad_CV, exact
             )
-            logp_T[rows] = logp_C if sampler_logp_C is None else sampler_logp_C
             if slope_TD is not None and grad_CV is not None:
                 torch.mm(grad_CV, weight_VD, out=slope_TD[rows])
-            elif grad_CV is not None:
-                ctx.slopes[i] = grad_CV
             del logits_CV  # frees them before the next ones
         if slope_TD is not None:
             ctx.save_for_backward(slope_TD)
@@ -153,9 +149,11 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)
         for i, rows in enumerate(_chunks(hidden_TD, ctx.chunk)):
-            grad_CV, hidden_CD, scale_C1 = ctx.slopes.pop(i, None), hidden_TD[rows], None
-            if grad_CV is not None:
-                scale_C1 = grad_T[rows, None]
+            hidden_CD = hidden_TD[rows]
+            # a kept G lacks the factor g of each row; one that is recomputed has it
+            scale_C1 = grad_T[rows, None] if i in ctx.kept else None
+            if scale_C1 is not None:
+                grad_CV = ctx.kept.pop(i)
                 hidden_CD = (hidden_CD * scale_C1).to(hidden_TD.dtype)
             else:
                 logits_CV = float32_product(hidden_CD, weight_VD.t())
@@ -171,6 +169,22 @@ class _TokenLogProbs(torch.autograd.Function):
             _add_float32_product(weight_grad, grad_CV.t(), hidden_CD)
             del grad_CV
         return hidden_grad, weight_grad.to(weight_VD.dtype), *(None,) * 4
+
+
+def _chunk_log_probs(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    temperature: float,
+    grad_CV: Tensor | None,
+    exact: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the targets' log-probs and the entropies [C] of a chunk, and write G to `grad_CV`, if
+    given. exact: the log-probs have the bits of the sampler's kernel."""
+    sampler_logp_C = None
+    if exact and triton_supports(logits_CV):  # elsewhere there is only one log-softmax
+        sampler_logp_C = token_logprobs.log_probs(logits_CV, targets_C, temperature)
+    logp_C, entropy_C = kernels.token_log_probs(logits_CV, targets_C, temperature, grad_CV)
+    return (logp_C if sampler_logp_C is None else sampler_logp_C), entropy_C
 
 
 def _chunks(hidden_TD: Tensor, chunk: int) -> list[slice]:

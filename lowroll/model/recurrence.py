@@ -41,7 +41,7 @@ def convolve(
     taps = weight_CK.shape[1]
     if state_SCK is None:
         state_SCK = x_TC.new_zeros(len(lengths), x_TC.shape[1], taps - 1)
-    if len(set(lengths)) == 1:
+    if len(set(lengths)) == 1:  # one call for all
         x_SLC = x_TC.unflatten(0, (len(lengths), -1))
         y_SLC, state_SCK = _convolve_stack(x_SLC, weight_CK, state_SCK)
         return y_SLC.flatten(0, 1), state_SCK
@@ -70,8 +70,8 @@ def delta_rule(
     state_SHkv: Tensor | None = None,
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs [T, H, v] of the gated delta rule, in v's dtype, and the last states
-    [S, H, k, v], float32.
+    """Return the outputs [T, H, v] of the gated delta rule over packed sequences, in v's dtype, and
+    the states [S, H, k, v] after each sequence, float32.
 
     q and k are L2-normalized, q scaled; decay <= 0 is a logarithm, and -inf forgets the state.
     state: before the first tokens; None: zeros. `chunk` changes last bits only. ValueError for
@@ -81,16 +81,16 @@ def delta_rule(
     chunk = min(chunk, max(lengths))
     sizes = [q_THk.shape[-1], k_THk.shape[-1], v_THv.shape[-1], 1, 1]
     inputs = (q_THk, k_THk, v_THv, decay_TH.unsqueeze(-1), beta_TH.unsqueeze(-1))
-    pieces = [
-        sequence.split(chunk)
-        for sequence in torch.cat([x.float() for x in inputs], dim=-1).split(list(lengths))
-    ]
-    # chunks are sorted by their number in the sequence; sequences with most chunks come first,
-    # so that those with another chunk are always the first rows of the state
-    order = sorted(range(len(lengths)), key=lambda s: -len(pieces[s]))
-    steps = [[s for s in order if len(pieces[s]) > i] for i in range(len(pieces[order[0]]))]
-    places = [(s, i) for i, step in enumerate(steps) for s in step]
-    x_NLHe = torch.stack([_padded(pieces[s][i], chunk) for s, i in places])
+    joined_THe = torch.cat([x.float() for x in inputs], dim=-1)
+    pieces = [sequence_THe.split(chunk) for sequence_THe in joined_THe.split(list(lengths))]
+    # The scan runs the first chunk of every sequence, then the second of every one that has it, and
+    # so on. Sequences with most chunks come first, so that those with another chunk are always the
+    # first rows of the state.
+    order = sorted(range(len(lengths)), key=lambda sequence: -len(pieces[sequence]))
+    most_chunks = len(pieces[order[0]])
+    steps = [[s for s in order if len(pieces[s]) > number] for number in range(most_chunks)]
+    places = [(sequence, number) for number, step in enumerate(steps) for sequence in step]
+    x_NLHe = torch.stack([_padded(pieces[sequence][number], chunk) for sequence, number in places])
     chunks = _prepare(*x_NLHe.transpose(1, 2).split(sizes, dim=-1))
 
     if state_SHkv is None:
@@ -98,17 +98,16 @@ def delta_rule(
     start_SHkv = torch.stack([state_SHkv[s] for s in order]).float()
     o_NHLv, last_SHkv = _scan(chunks, start_SHkv, [len(step) for step in steps])
 
+    # back to the order of the packed tokens, without the padding
     o_by_place = dict(zip(places, o_NHLv.transpose(1, 2), strict=True))
-    o_THv = torch.cat(
-        [
-            o_by_place[s, i][: len(piece)]
-            for s, sequence in enumerate(pieces)
-            for i, piece in enumerate(sequence)
-        ]
-    )
+    outputs = [
+        o_by_place[sequence, number][: len(piece)]
+        for sequence, sequence_pieces in enumerate(pieces)
+        for number, piece in enumerate(sequence_pieces)
+    ]
     last_by_sequence = dict(zip(order, last_SHkv, strict=True))
-    last_states = torch.stack([last_by_sequence[s] for s in range(len(lengths))])
-    return o_THv.to(v_THv.dtype), last_states
+    last_states = torch.stack([last_by_sequence[sequence] for sequence in range(len(lengths))])
+    return torch.cat(outputs).to(v_THv.dtype), last_states
 
 
 def delta_step(
@@ -143,39 +142,44 @@ class _Chunks(NamedTuple):
 def _prepare(
     q_NHLk: Tensor, k_NHLk: Tensor, v_NHLv: Tensor, decay_NHL1: Tensor, beta_NHL1: Tensor
 ) -> _Chunks:
-    """Compute what does not depend on the state, for all chunks together."""
+    """Compute what does not depend on the state, for all chunks together. The comments name the
+    quantities of the module's formulas."""
     length = k_NHLk.shape[-2]
-    # sums, not differences of sums, which lose the digits of weak decays after strong ones
+    # the logarithm of D: sums, not differences of sums, which lose the digits of weak decays after
+    # strong ones
     sums_NHLL = decay_NHL1.expand(*decay_NHL1.shape[:-1], length).tril(-1).cumsum(-2)
-    pair_NHLL = sums_NHLL.exp().tril()
-    total_NHL1 = decay_NHL1.cumsum(-2).exp()
+    pair_NHLL = sums_NHLL.exp().tril()  # D
+    total_NHL1 = decay_NHL1.cumsum(-2).exp()  # g
+    # A, but for its diagonal of ones and what is above: the solver reads neither
     system_NHLL = (beta_NHL1 * k_NHLk) @ k_NHLk.transpose(-1, -2) * pair_NHLL
-    written_NHLv, recalling_NHLk = torch.linalg.solve_triangular(
-        system_NHLL,  # read below the diagonal only
+    solved_NHLe = torch.linalg.solve_triangular(
+        system_NHLL,
         beta_NHL1 * torch.cat([v_NHLv, total_NHL1 * k_NHLk], dim=-1),
         upper=False,
         unitriangular=True,
-    ).split([v_NHLv.shape[-1], k_NHLk.shape[-1]], dim=-1)
+    )
+    written_NHLv, recalling_NHLk = solved_NHLe.split([v_NHLv.shape[-1], k_NHLk.shape[-1]], dim=-1)
     return _Chunks(
-        written_NHLv,
-        recalling_NHLk,
-        q_NHLk @ k_NHLk.transpose(-1, -2) * pair_NHLL,
-        total_NHL1 * q_NHLk,
-        pair_NHLL[..., -1, :, None] * k_NHLk,
-        total_NHL1[..., -1:, :],
+        written_NHLv=written_NHLv,
+        recalling_NHLk=recalling_NHLk,
+        scores_NHLL=q_NHLk @ k_NHLk.transpose(-1, -2) * pair_NHLL,
+        q_NHLk=total_NHL1 * q_NHLk,
+        k_NHLk=pair_NHLL[..., -1, :, None] * k_NHLk,
+        kept_NH11=total_NHL1[..., -1:, :],
     )
 
 
 def _scan(chunks: _Chunks, state_SHkv: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Carry the states through the chunks. Return outputs [N, H, L, v] and the last states.
 
-    counts: the sequences that have a first, a second, ... chunk: the first ones of the state's.
+    chunks: the first of each sequence, then the second of each, and so on. counts: how many
+    sequences have a first chunk, a second one, and so on; they are the first rows of the states.
     """
     outputs, finished = [], []
     for parts in zip(*(x.split(list(counts)) for x in chunks), strict=True):
         step = _Chunks(*parts)
         active = len(step.kept_NH11)
-        finished.append(state_SHkv[active:])
+        finished.append(state_SHkv[active:])  # of sequences that have no further chunk
         state_AHkv = state_SHkv[:active]
         change_AHLv = step.written_NHLv - step.recalling_NHLk @ state_AHkv
         outputs.append(step.q_NHLk @ state_AHkv + step.scores_NHLL @ change_AHLv)

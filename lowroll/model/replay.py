@@ -79,9 +79,9 @@ def check_evictions(
     context_length: int,
     windows: Sequence[int] = (),
 ) -> None:
-    """Raise ValueError, with the field, unless a model of so many layers and KV heads, without
-    windows, can replay them: all heads drop equally many keys at a time, and none before it
-    exists."""
+    """Raise ValueError, with the field, unless a model of so many layers and KV heads can replay
+    the evictions: without sliding windows, at ascending positions within the context, where all
+    heads drop equally many keys at each compaction, and no key before it exists."""
     after = evictions.after
     if (evictions.layers, evictions.heads) != (layers, heads):
         raise ValueError(
@@ -99,10 +99,12 @@ def check_evictions(
     if lowest < 0 or highest > len(after):
         raise ValueError(f"numbers: leave 0 .. {len(after)}, the compactions")
     positions_T = torch.arange(numbers_XT.shape[1])
-    # the first compaction that can drop each key
+    # the number of the first compaction that can drop each key; they count from 1, and 0 is none
     earliest_T = torch.searchsorted(torch.tensor(after), positions_T) + 1
-    if bool(((numbers_XT != 0) & (numbers_XT < earliest_T.to(numbers_XT.dtype))).any()):
+    is_early_XT = (numbers_XT != 0) & (numbers_XT < earliest_T.to(numbers_XT.dtype))
+    if bool(is_early_XT.any()):
         raise ValueError("numbers: a key is dropped before it is there")
+    # how many keys each compaction dropped, by head
     counts = [numbers_T.bincount(minlength=len(after) + 1) for numbers_T in numbers_XT]
     if any(not torch.equal(counts_E, counts[0]) for counts_E in counts):
         raise ValueError("numbers: the heads drop different numbers of keys")
@@ -115,35 +117,35 @@ def replayed(
     windows: Sequence[int] = (),
 ) -> Attend:
     """Return causal attention over packed sequences, each over the keys that its sampler's cache
-    held; over all, bitwise as `varlen`, for None or before the first compaction. windows: of a
-    model whose caches dropped nothing (`check_evictions`)."""
-    starts = [0, *accumulate(lengths)]
+    held. It is over all keys, bitwise as `varlen`, before a sequence's first compaction, and for a
+    sequence whose record is None. windows: of a model whose caches dropped nothing
+    (`check_evictions`)."""
+    starts = list(accumulate(lengths, initial=0))[:-1]
     stretches: list[_Stretch] = []
-    numbers_by_sequence: list[Tensor] = []
-    first_lengths: list[int] = []
+    numbers_by_sequence: list[Tensor] = []  # of the sequences with compactions
+    dense_lengths: list[int] = []  # the tokens of each sequence up to its first compaction
     for start, length, record in zip(starts, lengths, evictions, strict=False):
-        bounds = [] if record is None else [p + 1 for p in record.after if p + 1 < length]
-        first_lengths.append(bounds[0] if bounds else length)
-        if record is None or not bounds:
+        # where stretches begin: a compaction after the last token changes nothing
+        begins = [] if record is None else [p + 1 for p in record.after if p + 1 < length]
+        dense_lengths.append(begins[0] if begins else length)
+        if record is None or not begins:
             continue
         numbers_LGT = unpack_evictions(record)[..., :length]
-        num_dropped = numbers_LGT[0, 0].long().bincount(minlength=len(record.after) + 1).tolist()
-        num_dropped_until = list(accumulate(num_dropped[1:]))
-        for i, (begin, end) in enumerate(pairwise([*bounds, length])):
-            keys = end - num_dropped_until[i]
-            stretches.append(_Stretch(len(numbers_by_sequence), i + 1, start, begin, end, keys))
+        sequence = len(numbers_by_sequence)
+        stretches += _cut_stretches(sequence, start, begins, length, numbers_LGT[0, 0])
         numbers_by_sequence.append(numbers_LGT)
-    dense = varlen(first_lengths, device, windows)
+    dense = varlen(dense_lengths, device, windows)
     if not stretches:
         return dense
     table = _Numbers(numbers_by_sequence, device)
     portions = [_Portion(group, table, device) for group in _group_stretches(stretches, table)]
-    dense_positions = [
-        range(start, start + length) for start, length in zip(starts, first_lengths, strict=False)
+    dense_tokens = [
+        t
+        for start, length in zip(starts, dense_lengths, strict=False)
+        for t in range(start, start + length)
     ]
-    dense_D = upload(
-        torch.tensor([t for position_range in dense_positions for t in position_range]), device
-    )
+    dense_D = upload(torch.tensor(dense_tokens), device)
+    # outputs come dense ones first, then by portion; `back_T` brings them to the packed order
     order_T = torch.cat([dense_D, *(portion.queries_C for portion in portions)])
     back_T = torch.empty_like(order_T)
     back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
@@ -157,6 +159,20 @@ def replayed(
         return torch.cat(outputs)[back_T]
 
     return attend
+
+
+def _cut_stretches(
+    sequence: int, start: int, begins: Sequence[int], length: int, numbers_T: Tensor
+) -> list[_Stretch]:
+    """Return the stretches of a sequence. begins: the position of each one's first token.
+    numbers_T: the compactions that dropped the keys of any head, as all heads drop equally many."""
+    num_dropped = numbers_T.long().bincount(minlength=len(begins) + 1).tolist()
+    stretches: list[_Stretch] = []
+    num_keys_gone = 0
+    for number, (begin, end) in enumerate(pairwise([*begins, length]), start=1):
+        num_keys_gone += num_dropped[number]
+        stretches.append(_Stretch(sequence, number, start, begin, end, end - num_keys_gone))
+    return stretches
 
 
 @dataclass(frozen=True)
@@ -210,23 +226,25 @@ class _Portion:
         self.num_keys = sum(stretch.keys for stretch in stretches)
         self.longest = max(stretch.end for stretch in stretches)
         offsets = [0, *accumulate(stretch.keys for stretch in stretches)]
+        # what `keys` reads of each stretch
         rows = [
-            (stretch.sequence, stretch.number, stretch.start, stretch.end) for stretch in stretches
+            (stretch.sequence, stretch.number, stretch.start, stretch.end, offset)
+            for stretch, offset in zip(stretches, offsets, strict=False)
         ]
-        columns = [(*numbers, offset) for numbers, offset in zip(rows, offsets, strict=False)]
-        self.rows_5R = upload(torch.tensor(columns).t().contiguous(), device)
+        self.rows_5R = upload(torch.tensor(rows).t().contiguous(), device)
         queries = [
             t
             for stretch in stretches
             for t in range(stretch.start + stretch.begin, stretch.start + stretch.end)
         ]
         self.queries_C = upload(torch.tensor(queries), device)
+        # each key-value head has keys of its own, so it is a sequence for `suffixes`
         lengths = [stretch.end - stretch.begin for stretch in stretches] * self.num_heads
         totals = [stretch.keys for stretch in stretches] * self.num_heads
         self.attend = suffixes(lengths, totals, device, stacked=True)
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        keys_GN = self.keys(layer)
+        keys_GN = self.keys(layer)  # in the packed row
         heads_G1 = torch.arange(self.num_heads, device=keys_GN.device)[:, None]
         q_CGQd = q_THd[self.queries_C].unflatten(1, (self.num_heads, -1))
         inputs = AttentionInputs(
@@ -239,20 +257,22 @@ class _Portion:
 
     def keys(self, layer: int) -> Tensor:
         """Return each head's key indices in the packed row, int64 [G, N], ascending in each
-        stretch, without waiting."""
-        sequence_R, number_R1, start_R1, end_R1, offset_R1 = (
-            x if i == 0 else x[:, None] for i, x in enumerate(self.rows_5R)
-        )
+        stretch. Nothing waits for the device: sizes are known, and each key that a stretch sees is
+        scattered to its place, which is the number of seen keys before it."""
+        sequence_R = self.rows_5R[0]
+        number_R1, start_R1, end_R1, offset_R1 = self.rows_5R[1:, :, None]
         numbers_GRT = self._numbers(layer)[:, sequence_R]
         t_T = torch.arange(self.longest, device=number_R1.device)
+        # a stretch sees the keys that were never dropped, or by a later compaction
         seen_GRT = ((numbers_GRT == 0) | (numbers_GRT > number_R1)) & (t_T < end_R1)
-        target_GRT = seen_GRT.cumsum(2) - 1 + offset_R1
-        target_GRT = torch.where(seen_GRT, target_GRT, self.num_keys)  # behind the last
+        place_GRT = seen_GRT.cumsum(2) - 1 + offset_R1
+        place_GRT = torch.where(seen_GRT, place_GRT, self.num_keys)  # one more, for the unseen
         keys_GN = t_T.new_zeros(self.num_heads, self.num_keys + 1)
-        source_GX = (start_R1 + t_T).expand_as(target_GRT).flatten(1)
-        return keys_GN.scatter_(1, target_GRT.flatten(1), source_GX)[:, :-1]
+        source_GX = (start_R1 + t_T).expand_as(place_GRT).flatten(1)
+        return keys_GN.scatter_(1, place_GRT.flatten(1), source_GX)[:, :-1]
 
     def _numbers(self, layer: int) -> Tensor:
+        """Return the compactions [G, S, T] of a layer, for the positions up to `longest`."""
         numbers_GST = self.numbers_LGST[layer]
         missing = self.longest - numbers_GST.shape[2]
         if missing <= 0:

@@ -29,6 +29,7 @@ from lowroll.model import logprobs
 from lowroll.model.attention import Attend, AttentionInputs, exact_varlen, varlen
 from lowroll.model.delta_net import GatedDeltaNet, Mixing, packed_recurrence
 from lowroll.model.experts import Experts
+from lowroll.model.families.base import LayerSpec
 from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.linear import Linear
 from lowroll.model.names import is_fixed, stored_parts
@@ -68,7 +69,8 @@ class RMSNorm(nn.Module):
     def add(
         self, x_TD: Tensor, update_TD: Tensor | Product | None, rows: str | None = None
     ) -> tuple[Tensor, Tensor | QuantizedRows]:
-        """Return (x + update, its norm) in one pass, the norm quantized to `rows` if given."""
+        """Return (x + update, its norm) in one pass. rows: the kind of quantized rows that the norm
+        is returned as; None: a plain tensor."""
         add = invariant.add_rms_norm if self.exact else add_rms_norm
         return add(x_TD, update_TD, self.gain, self.eps, rows)
 
@@ -99,8 +101,9 @@ class Block(nn.Module):
         self.head_dim = spec.head_dim
         self.eps = spec.norm_eps
         self.query_scale, self.update_scale = spec.query_scale, spec.update_scale
-        rope = spec.layers[layer].rope if spec.layers else 0
-        self.rope = len(spec.ropes) if rope is None else rope
+        layer_spec = spec.layers[layer] if spec.layers else LayerSpec()
+        # the row of cos and sin; the one behind all ropes is for layers without positions
+        self.rope = len(spec.ropes) if layer_spec.rope is None else layer_spec.rope
         self.order = head_order(spec)
         hidden = spec.hidden_size
 
@@ -115,7 +118,7 @@ class Block(nn.Module):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.delta: GatedDeltaNet | None = None
-        if spec.layers and spec.layers[layer].mixer == "delta":
+        if layer_spec.mixer == "delta":
             assert spec.delta is not None
             self.delta = GatedDeltaNet(
                 layer, hidden, spec.delta, spec.norm_eps, device, dtype, layers
@@ -176,22 +179,26 @@ class Block(nn.Module):
         attend: Attend,
         wanted_P: Tensor | None = None,
     ) -> tuple[Tensor, Stream]:
-        """Return the residual stream, and this block's update, which the next norm adds.
-        `update_TD`: the previous block's. wanted_P: the tokens that continue after attention; keys
-        and values are always all written."""
-        rows = None if self.delta is not None else self.qkv.row_kind
-        x_TD, normed = self._add(x_TD, update_TD, self.input_norm, rows)
-        rows = None if self.experts is not None else self.gate_up.row_kind
+        """Return the residual stream without the update of this block's MLP, and that update, which
+        the next norm adds in the same pass.
+
+        update_TD: the previous block's; None in front of the first. wanted_P: the tokens that go on
+        after attention, so that the results are [P, D]; keys and values of all are written.
+        """
+        mixer_rows = None if self.delta is not None else self.qkv.row_kind
+        mlp_rows = None if self.experts is not None else self.gate_up.row_kind
+        x_TD, normed = self._add(x_TD, update_TD, self.input_norm, mixer_rows)
         if self.delta is None:
-            added_TD = self.attention(normed, cos, sin, attend, wanted_P)
+            mixed_TD = self.attention(normed, cos, sin, attend, wanted_P)
         else:
             assert isinstance(normed, Tensor)
-            added_TD = self.delta(normed, attend.recur)  # type: ignore[attr-defined]
-            added_TD = added_TD if wanted_P is None else dense(added_TD)[wanted_P]
-        added_TD = self._scaled(added_TD, self.attention_out_norm)
+            mixed_TD = self.delta(normed, attend.recur)  # type: ignore[attr-defined]
+            if wanted_P is not None:
+                mixed_TD = dense(mixed_TD)[wanted_P]
+        mixed_TD = self._scaled(mixed_TD, self.attention_out_norm)
         if wanted_P is not None:
             x_TD = x_TD[wanted_P]
-        x_TD, normed = self._add(x_TD, added_TD, self.post_attention_norm, rows)
+        x_TD, normed = self._add(x_TD, mixed_TD, self.post_attention_norm, mlp_rows)
         return x_TD, self._scaled(self.mlp(normed), self.mlp_out_norm)
 
     @property
@@ -204,8 +211,8 @@ class Block(nn.Module):
     def _add(
         self, x_TD: Tensor, update_TD: Stream | None, norm: RMSNorm | None, rows: str | None
     ) -> tuple[Tensor, Tensor | QuantizedRows]:
-        """Return (x + update, what the next layer reads): its norm, or itself where there is
-        none."""
+        """Return (x + update, what the next layer reads of it): the sum's norm, or the sum itself
+        without a norm. rows: the kind of quantized rows that the layer reads, if it does."""
         if norm is None:
             x_TD = x_TD if update_TD is None else x_TD + dense(update_TD)
             return x_TD, x_TD if rows is None else quantize_rows(x_TD, rows)
@@ -227,10 +234,16 @@ class Block(nn.Module):
         attend: Attend,
         wanted_P: Tensor | None = None,
     ) -> Stream:
-        """Compute attention. cos, sin: of all the model's ropes."""
+        """Return what attention adds to the residual stream. cos, sin: of all the model's ropes,
+        [R + 1, T, 1, d/2]. wanted_P: the tokens that are returned."""
         rotate = invariant_heads if self.exact else rotate_heads
         qkv, gate = self._split_gate(self.qkv(x_TD))
-        qkv, q_norm, k_norm = self._ordered(qkv)
+        q_gain = k_gain = None  # of the norms of single heads, which `rotate` applies
+        if self.norms_whole:
+            qkv = self._norm_whole(qkv)
+        elif self.q_norm is not None and self.k_norm is not None:
+            q_gain, k_gain = self.q_norm.gain, self.k_norm.gain
+        qkv, q_gain, k_gain = self._reorder(qkv, q_gain, k_gain)
         q_THd, k_TGd, v_TGd = rotate(
             qkv,
             cos[self.rope],
@@ -238,8 +251,8 @@ class Block(nn.Module):
             self.heads,
             self.kv_heads,
             self.head_dim,
-            q_norm,
-            k_norm,
+            q_gain,
+            k_gain,
             self.eps,
         )
         if self.query_scale != 1:
@@ -261,15 +274,19 @@ class Block(nn.Module):
         q, gate = q_and_gate.unflatten(1, (self.heads, 2, self.head_dim)).unbind(2)
         return torch.cat([q.flatten(1), kv], dim=1), gate
 
-    def _ordered(self, qkv: Stream) -> tuple[Stream, Tensor | None, Tensor | None]:
-        """Return q, k and v as the kernel that norms and rotates heads takes them, and the gains of
-        heads. Norms over all heads are applied here."""
-        q_gain, k_gain = (None if n is None else n.gain for n in (self.q_norm, self.k_norm))
-        if self.norms_whole:
-            assert self.q_norm is not None and self.k_norm is not None
-            sizes = [self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2]
-            q, k, v = dense(qkv).split(sizes, dim=1)
-            qkv, q_gain, k_gain = torch.cat([self.q_norm(q), self.k_norm(k), v], 1), None, None
+    def _norm_whole(self, qkv: Stream) -> Tensor:
+        """Return q, k and v [T, (H + 2 G) d], where q and k are normed over all their heads."""
+        assert self.q_norm is not None and self.k_norm is not None
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        q, k, v = dense(qkv).split([q_size, kv_size, kv_size], dim=1)
+        return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
+
+    def _reorder(
+        self, qkv: Stream, q_gain: Tensor | None, k_gain: Tensor | None
+    ) -> tuple[Stream, Tensor | None, Tensor | None]:
+        """Return q, k and v [T, (H + 2 G) d] and the gains [d], with the numbers of each head of q
+        and k in the order that the rotating kernel needs (`rope.head_order`). v keeps its own: it
+        is not rotated, and the output matrix reads it."""
         if self.order is None:
             return qkv, q_gain, k_gain
         heads_THd = dense(qkv).unflatten(1, (-1, self.head_dim))
@@ -277,9 +294,11 @@ class Block(nn.Module):
             self.order = self.order.to(heads_THd.device)  # once: graphs copy nothing
         order_d = self.order
         rotated = self.heads + self.kv_heads
-        heads_THd = torch.cat([heads_THd[:, :rotated, order_d], heads_THd[:, rotated:]], 1)
-        q_gain, k_gain = (None if gain is None else gain[order_d] for gain in (q_gain, k_gain))
-        return heads_THd.flatten(1), q_gain, k_gain
+        q_and_k_THd = heads_THd[:, :rotated, order_d]
+        reordered_THd = torch.cat([q_and_k_THd, heads_THd[:, rotated:]], dim=1)
+        if q_gain is not None and k_gain is not None:
+            q_gain, k_gain = q_gain[order_d], k_gain[order_d]
+        return reordered_THd.flatten(1), q_gain, k_gain
 
     def mlp(self, x_TD: Tensor | QuantizedRows) -> Stream:
         if self.experts is not None:
@@ -379,23 +398,25 @@ class Transformer(nn.Module):
     def forward(
         self, ids_T: Tensor, pos_T: Tensor, attend: Attend, wanted_P: Tensor | None = None
     ) -> Tensor:
-        """Return the final hidden states [T, D] of packed tokens, or of the `wanted` ones [P, D].
-        Others are skipped after the last attention on CUDA; elsewhere fewer rows would change last
-        bits."""
+        """Return the final hidden states of packed tokens: [T, D], or [P, D] of the tokens with the
+        indices `wanted_P`. On CUDA the last block drops the others after its attention; elsewhere
+        fewer rows would change last bits, so they are dropped at the end."""
         cos, sin = self.rotations(pos_T)
         x_TD = self.embed(ids_T)
-        update_TD: Stream | None = None
-        early_P = wanted_P if ids_T.is_cuda else None
+        update_TD: Stream | None = None  # of the last block, which the next norm adds to x
+        drops_in_last_block = wanted_P is not None and ids_T.is_cuda
         for block in self.blocks:
             assert isinstance(block, Block)
-            if early_P is not None and block is self.blocks[-1]:
-                x_TD, update_TD = block(x_TD, update_TD, cos, sin, attend, early_P)
+            if drops_in_last_block and block is self.blocks[-1]:
+                x_TD, update_TD = block(x_TD, update_TD, cos, sin, attend, wanted_P)
             else:
                 x_TD, update_TD = self.run_block(block, x_TD, update_TD, cos, sin, attend)
         normed_TD = self.norm.add(x_TD, update_TD)[1]
         assert isinstance(normed_TD, Tensor)
-        normed_TD = self._for_head(normed_TD)
-        return normed_TD if wanted_P is None or early_P is not None else normed_TD[wanted_P]
+        hidden_TD = self._for_head(normed_TD)
+        if wanted_P is None or drops_in_last_block:
+            return hidden_TD
+        return hidden_TD[wanted_P]
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """Return the embeddings [T, D] of tokens, scaled as the model's are."""
@@ -460,8 +481,8 @@ class Transformer(nn.Module):
         )
 
     def requires_grad_(self, requires_grad: bool = True) -> Transformer:
-        """Set whether all parameters are trained that an optimiser may change. ValueError for
-        quantized weights."""
+        """Set whether the parameters are trained; those that no optimiser may change
+        (`names.is_fixed`) never are. ValueError for quantized weights."""
         if requires_grad and self.weight_format is not None:
             raise ValueError(
                 f"the linear weights are {self.weight_format} codes, which have no gradient; "
@@ -505,19 +526,19 @@ def whole(block: Block, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) 
 
 
 def initialize(model: Transformer, seed: int, std: float = 0.02) -> Transformer:
-    """Fill with seeded random weights: N(0, std) matrices (residual outputs scaled by 1/sqrt(2
-    layers)), unit norms."""
+    """Fill a model with seeded random weights, and return it. Matrices are N(0, std), with those
+    that write to the residual stream scaled by 1 / sqrt(2 layers); norms multiply by 1; biases and
+    sinks are 0."""
     generator = torch.Generator().manual_seed(seed)
-    shrink = (2 * model.spec.num_layers) ** -0.5
-    offset = model.spec.norm_offset
+    output_std = std * (2 * model.spec.num_layers) ** -0.5
+    starts_at_zero = ["bias", "sinks"]
+    if model.spec.norm_offset:  # norms multiply by weight + 1
+        starts_at_zero.append("norm.weight")
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim == 1:
-                is_zero = (
-                    name.endswith(("bias", "sinks")) or name.endswith("norm.weight") and offset
-                )
-                p.fill_(0.0 if is_zero else 1.0)
+                p.fill_(0.0 if name.endswith(tuple(starts_at_zero)) else 1.0)
                 continue
-            scale = std * shrink if name.endswith(("o.weight", "down.weight")) else std
-            p.copy_(torch.randn(p.shape, generator=generator) * scale)
+            matrix_std = output_std if name.endswith(("o.weight", "down.weight")) else std
+            p.copy_(torch.randn(p.shape, generator=generator) * matrix_std)
     return model
