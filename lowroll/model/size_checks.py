@@ -18,41 +18,26 @@ LAYER_NAMES = 10_000
 EXPERT_NAMES = 100
 
 
-def _sizes(spec: ModelSpec) -> dict[str, int]:
-    """Return the sizes that make a model large, by their keys in config.json."""
-    return {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "num_experts": spec.mixture.num_experts,
-        "moe_intermediate_size": spec.mixture.expert_size,
-    }
-
-
 def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
     """Raise ValueError for the key of `path`, a config.json, that exceeds the weight files, with
     both numbers. tensors, stored: their number and bytes."""
-    for key, minimum in (
+    # a layer has a tensor or more, and so has an expert, unless one tensor has all of a layer
+    num_experts = 0 if spec.stored_stacked else spec.layers_with_experts * spec.mixture.num_experts
+    for key, least_tensors in (
         ("num_hidden_layers", spec.num_layers),
-        (
-            "num_experts",
-            0 if spec.stored_stacked else spec.layers_with_experts * spec.mixture.num_experts,
-        ),
+        ("num_experts", num_experts),
     ):
-        if minimum > tensors:
+        if least_tensors > tensors:
             name = expert_count_key(spec.config) if key == "num_experts" else key
             raise ValueError(
-                f"{path}: {name}: {_sizes(spec)[key]:,} need {minimum:,} tensors or more, and the "
-                f"weight files hold {tensors:,}"
+                f"{path}: {name}: {_sizes(spec)[key]:,} need {least_tensors:,} tensors or more, "
+                f"and the weight files hold {tensors:,}"
             )
-    minimum = spec.num_parameters * LEAST_BITS // 8
-    if minimum > stored:
+    least_bytes = spec.num_parameters * LEAST_BITS // 8
+    if least_bytes > stored:
         raise ValueError(
-            f"{path}: {_describe_model(spec)}, at least {minimum:,} bytes, and the weight files hold {stored:,}"
+            f"{path}: {_describe_model(spec)}, at least {least_bytes:,} bytes, and the weight "
+            f"files hold {stored:,}"
         )
 
 
@@ -73,3 +58,18 @@ def _describe_model(spec: ModelSpec) -> str:
     sizes = _sizes(spec)
     largest = max(sizes, key=lambda key: sizes[key])
     return f"{largest}: {sizes[largest]:,} makes a model of {spec.num_parameters:,} parameters"
+
+
+def _sizes(spec: ModelSpec) -> dict[str, int]:
+    """Return the sizes of a model by their keys in a config.json."""
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "num_experts": spec.mixture.num_experts,
+        "moe_intermediate_size": spec.mixture.expert_size,
+    }
