@@ -104,9 +104,8 @@ def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None
         return None if layout is None else layout.format
     config = read_config(folder)
     dtype_name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    dense_dtype = dtype or next(
-        (t for t, name in DTYPES.items() if name == dtype_name), torch.float32
-    )
+    dtypes_by_name = {name: known_dtype for known_dtype, name in DTYPES.items()}
+    dense_dtype = dtype or dtypes_by_name.get(dtype_name, torch.float32)
     return own_format(folder, read_spec(folder), layout, dense_dtype)
 
 
@@ -125,8 +124,9 @@ def exact_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
 def own_format(
     folder: Path, spec: ModelSpec, layout: Layouts | None, dtype: torch.dtype
 ) -> str | None:
-    """Return the format of a folder's linear layers; None when they are or become dense. dtype: of
-    dense layers in a mixed format. ValueError for parts of one matrix that differ."""
+    """Return the format of a folder's linear layers, a registered mixed one if they differ; None
+    when they are or become dense. dtype: of dense layers in a mixed format. ValueError for parts of
+    one matrix that differ."""
     if not isinstance(layout, MixedLayout):
         return None if layout is None else layout.format
     assignment, sizes = {}, {}
@@ -147,10 +147,10 @@ def own_format(
 
 
 def stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> dict[str, Header]:
-    if layout is None or not is_linear(part):
-        return {part: (shape, FLOATS)}
+    """Return the tensors that a folder holds for a parameter of this HF name and shape, with the
+    shape and the dtypes that each may have."""
     module = part.removesuffix(".weight")
-    module_layout = layout.of(module)
+    module_layout = None if layout is None or not is_linear(part) else layout.of(module)
     if module_layout is None:
         return {part: (shape, FLOATS)}
     rows, columns = shape
@@ -167,34 +167,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     if single_file.is_file():  # it precedes an index, as in transformers
         return dict.fromkeys(tensor_headers(single_file), single_file)
     if index.is_file():
-        try:
-            weight_map = read_json(index)["weight_map"]
-            names = {str(tensor): str(shard) for tensor, shard in weight_map.items()}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{index}: not a safetensors index ({type(error).__name__}: {printable(error)})"
-            ) from None
-        for shard in sorted(set(names.values())):
-            if Path(shard).name != shard or not shard.endswith(".safetensors"):
-                raise ValueError(
-                    f"{index}: shard name {printable(repr(shard), 200)} is not a plain "
-                    ".safetensors file name"
-                )
-            if not (folder / shard).is_file():
-                raise ValueError(
-                    f"{index}: shard {printable(shard, 200)} is missing from the folder"
-                )
-        stored: dict[str, Path] = {}
-        for shard in sorted(set(names.values())):
-            stored.update(dict.fromkeys(tensor_headers(folder / shard), folder / shard))
-        inconsistent = sorted(
-            t for t in set(names) | set(stored) if stored.get(t) != folder / names.get(t, "")
-        )
-        if inconsistent:
-            raise ValueError(
-                f"{index}: the index and the shards disagree about {some(inconsistent)}"
-            )
-        return stored
+        return _indexed_files(index)
     other_weight_files = sorted(
         p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern)
     )
@@ -204,6 +177,40 @@ def _weight_files(folder: Path) -> dict[str, Path]:
             "run code when it is opened), and a .gguf file that is named itself. Convert them first"
         )
     raise ValueError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
+
+
+def _indexed_files(index: Path) -> dict[str, Path]:
+    """Return each tensor's file by a folder's index, which must agree with the shards. ValueError
+    for a damaged index, or one that names other files than the folder's own."""
+    folder = index.parent
+    try:
+        weight_map = read_json(index)["weight_map"]
+        shard_by_tensor = {str(tensor): str(shard) for tensor, shard in weight_map.items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{index}: not a safetensors index ({type(error).__name__}: {printable(error)})"
+        ) from None
+    shards_named = sorted(set(shard_by_tensor.values()))
+    for shard in shards_named:
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ValueError(
+                f"{index}: shard name {printable(repr(shard), 200)} is not a plain "
+                ".safetensors file name"
+            )
+        if not (folder / shard).is_file():
+            raise ValueError(f"{index}: shard {printable(shard, 200)} is missing from the folder")
+    stored: dict[str, Path] = {}
+    for shard in shards_named:
+        stored.update(dict.fromkeys(tensor_headers(folder / shard), folder / shard))
+    indexed = {tensor: folder / shard for tensor, shard in shard_by_tensor.items()}
+    inconsistent = sorted(
+        tensor
+        for tensor in indexed.keys() | stored.keys()
+        if stored.get(tensor) != indexed.get(tensor)
+    )
+    if inconsistent:
+        raise ValueError(f"{index}: the index and the shards disagree about {some(inconsistent)}")
+    return stored
 
 
 def _check_headers(
@@ -232,9 +239,9 @@ def _check_headers(
         if name in found_headers and shape is not None and found_headers[name][0] != shape
     ]
     dtypes = [
-        f"{name} ({found_headers[name][1]} instead of {' or '.join(dtypes)})"
-        for name, (_, dtypes) in wanted_headers.items()
-        if name in found_headers and found_headers[name][1] not in dtypes
+        f"{name} ({found_headers[name][1]} instead of {' or '.join(allowed)})"
+        for name, (_, allowed) in wanted_headers.items()
+        if name in found_headers and found_headers[name][1] not in allowed
     ]
     for problem, names in (
         ("missing tensors", missing),
@@ -245,15 +252,19 @@ def _check_headers(
         if names:
             raise ValueError(f"{folder}: {problem}: {some(names)}")
     if spec.tie_embeddings and "lm_head.weight" in found_headers:
-        with safe_open(files["lm_head.weight"], framework="pt") as lm_head_file:
-            lm_head = lm_head_file.get_tensor("lm_head.weight")
-        embedding = f"{spec.stored_prefix}embed_tokens.weight"
-        with safe_open(files[embedding], framework="pt") as embedding_file:
-            if not torch.equal(lm_head, embedding_file.get_tensor(embedding)):
-                raise ValueError(
-                    f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from "
-                    f"{embedding}"
-                )
+        _check_tied(folder, f"{spec.stored_prefix}embed_tokens.weight", files)
+
+
+def _check_tied(folder: Path, embedding: str, files: dict[str, Path]) -> None:
+    """Raise ValueError unless lm_head.weight repeats the embedding, whose name is given."""
+    with safe_open(files["lm_head.weight"], framework="pt") as lm_head_file:
+        lm_head = lm_head_file.get_tensor("lm_head.weight")
+    with safe_open(files[embedding], framework="pt") as embedding_file:
+        if not torch.equal(lm_head, embedding_file.get_tensor(embedding)):
+            raise ValueError(
+                f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from "
+                f"{embedding}"
+            )
 
 
 def _expected_headers(spec: ModelSpec, layout: Layouts | None) -> dict[str, Header]:

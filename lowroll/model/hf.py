@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from lowroll.kernels import checksum
 from lowroll.model import adapter_base as bases
 from lowroll.model import lora, scaling, shards, size_checks, stacked
+from lowroll.model.device import dtype_on
 from lowroll.model.files import some
 from lowroll.model.folder import copy_tokenizer, resolve
 from lowroll.model.headers import (
     DTYPES,
+    Layouts,
     own_format,
     read_headers,
     refuse_two_rotations,
@@ -78,18 +80,36 @@ def load(
         return _load_adapted(folder, device, dtype, weights)
     spec, layout, files = read_headers(folder)
     if dtype is None:
-        dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+        dtype = dtype_on(torch.device(device))
     folder_format = own_format(folder, spec, layout, dtype)
     weight_format = folder_format or weights
     if isinstance(layout, PackedWeights) and folder_format is None:
         log.warning("%s: %s weights that no format here holds become dense", folder, layout.words)
-    bits = (
-        8 * dtype.itemsize
-        if weight_format is None
-        else min(8 * dtype.itemsize, get_format(weight_format).bits)
-    )
+    bits: float = 8 * dtype.itemsize
+    if weight_format is not None:
+        bits = min(bits, get_format(weight_format).bits)
     size_checks.check_memory(folder / "config.json", spec, bits, device)
     model = Transformer(spec, "meta", dtype)
+    amax = _fill(model, layout, files, weight_format, device)
+    _refuse_infinite(amax, files, folder, dtype)
+    model.freqs = model.freqs.to(device)
+    return model.eval()
+
+
+def _fill(
+    model: Transformer,
+    layout: Layouts | None,
+    files: dict[str, Path],
+    weight_format: str | None,
+    device: torch.device | str,
+) -> dict[str, Tensor]:
+    """Read the model's parameters from the files, one after the other, and return the largest
+    absolute value of each dense part by HF name: checked together, they make the host wait once.
+
+    layout: of the files' linear layers; None: dense. weight_format: the format of the model's, to
+    which dense ones are quantized on arrival, and in which nothing is trained; None: dense.
+    """
+    spec = model.spec
     shapes = {
         name: {part: (part_rows(spec, part, whole[0]), *whole[1:]) for part in parts}
         for name, parts, whole in stored_hf_names(spec)
@@ -98,35 +118,30 @@ def load(
     stacks = stacked.stored_tensors(spec)
     amax: dict[str, Tensor] = {}
     for name, tensors in zip(shapes, shards.stream(files, batches, device), strict=True):
-        module = model.get_submodule(name.rpartition(".")[0])
-        parameter_name = name.rpartition(".")[2]
-        linear = module if isinstance(module, Linear) and parameter_name == "weight" else None
-        part_layout = (
-            None if layout is None or linear is None else layout.of(module_of(shapes[name]))
-        )
-        parts = _decode(tensors, files, part_layout, shapes[name], stacks.get(name))
-        if isinstance(parts, QTensor):
+        module_name, _, attribute = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        linear = module if isinstance(module, Linear) and attribute == "weight" else None
+        part_layout = None
+        if layout is not None and linear is not None:
+            part_layout = layout.of(module_of(shapes[name]))
+        stored_weight = _decode(tensors, files, part_layout, shapes[name], stacks.get(name))
+        if isinstance(stored_weight, QTensor):
             assert linear is not None, "a layout is one of linear layers"
-            linear.set_weight(parts)
+            linear.set_weight(stored_weight)
             continue
-        parameter = getattr(module, parameter_name)
+        parts = stored_weight
+        parameter = getattr(module, attribute)
         joined = shards.join(list(parts.values()), parameter.dtype)
         part_amax = checksum.amax(joined.split([len(part) for part in parts.values()]))
         amax |= dict(zip(parts, part_amax, strict=True))
         if weight_format is not None and linear is not None:
-            layer_format = get_format(weight_format).of(name.removesuffix(".weight")).name
-            linear.set_weight(
-                _quantize(layer_format, joined, torch.cat(part_amax).amax(0, keepdim=True))
-            )
+            layer_format = get_format(weight_format).of(module_name).name
+            amax_1 = torch.cat(part_amax).amax(0, keepdim=True)
+            linear.set_weight(_quantize(layer_format, joined, amax_1))
         else:
-            setattr(
-                module,
-                parameter_name,
-                nn.Parameter(joined, weight_format is None and parameter.requires_grad),
-            )
-    _refuse_infinite(amax, files, folder, dtype)
-    model.freqs = model.freqs.to(device)
-    return model.eval()
+            is_trained = weight_format is None and parameter.requires_grad
+            setattr(module, attribute, nn.Parameter(joined, is_trained))
+    return amax
 
 
 def _refuse_infinite(
@@ -161,6 +176,7 @@ def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]
             part_files |= {part: files[part] for part in parts}
             tensors |= {part: found[part] for part in parts}
             continue
+        # one tensor of the file has all experts: cut it into those that other folders have
         stack = stacks[name]
         rows = [part_rows(spec, part, shape[0]) for part in parts]
         pieces = stack.by_expert(found.pop(stack.name)).split(rows)
@@ -181,33 +197,30 @@ def _load_adapted(
     same conditions as `load`, `bases.read` and `lora.load`.
     """
     base, base_folder = bases.read(folder), bases.base_of(folder)
-    if base is None:
+    if base is None:  # no run of ours made it
         return lora.load(load(base_folder, device, dtype, weights), folder).eval()
     loaded_format = base.weights if base.rounds else weights
-    model = load(
-        base_folder,
-        device,
-        getattr(torch, base.dtype),
-        loaded_format if base.uaq_scale is None else None,
-    )
+    if base.uaq_scale is not None:
+        loaded_format = None  # the run scaled dense weights, and rounded them afterwards
+    model = load(base_folder, device, getattr(torch, base.dtype), loaded_format)
     if base.uaq_scale is not None:
         scaling.scale(model, base.uaq_scale)
-    for name, linear in model.linears() if base.rounds else ():
-        linear.set_weight(linear.quantized(get_format(str(base.weights)).of(name).name))
-    model.to(dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32))
+    if base.rounds:
+        base_format = get_format(str(base.weights))
+        for name, linear in model.linears():
+            linear.set_weight(linear.quantized(base_format.of(name).name))
+    model.to(dtype or dtype_on(torch.device(device)))
     return lora.load(model, folder, base.uaq_scale or 1.0).eval()
 
 
 def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
-    """Return the codes of a matrix: those it was read from, if they have this format."""
-    exact_codes = over(w_NK)
-    if exact_codes is not None and exact_codes.format == format:
-        return exact_codes
-    return (
-        get_format(format)
-        .empty((w_NK.shape[0], w_NK.shape[1]), w_NK.device)
-        .quantize_(w_NK, amax_1)
-    )
+    """Return a matrix in a format: in a dense one of its own dtype the matrix itself, without a
+    copy. amax_1: its largest absolute value."""
+    own_storage = over(w_NK)
+    if own_storage is not None and own_storage.format == format:
+        return own_storage
+    codes = get_format(format).empty((w_NK.shape[0], w_NK.shape[1]), w_NK.device)
+    return codes.quantize_(w_NK, amax_1)
 
 
 def _decode(
@@ -217,8 +230,9 @@ def _decode(
     shapes: dict[str, tuple[int, ...]],
     stack: stacked.StackedTensor | None,
 ) -> QTensor | dict[str, Tensor]:
-    """Return a parameter of its stored tensors: codes, or dense parts, which are rows of it. shapes:
-    of its parts."""
+    """Return a parameter's value of its stored tensors: one QTensor, or dense parts by HF name, to
+    be stacked. layout: of the stored tensors; None: dense. shapes: of the parts by HF name. stack:
+    how one tensor holds all experts, if it does."""
     if stack is not None:
         if layout is not None:
             return _decode_stack(stored, files, stack)
@@ -250,9 +264,9 @@ def _decode_low_bit(
     for part, (rows, columns) in shapes.items():
         module = part.removesuffix(".weight")
         names = stored_names(part, (rows, columns), layout)
-        stored = {name.removeprefix(f"{module}."): tensors[name] for name in names}
+        tensors_by_suffix = {name.removeprefix(f"{module}."): tensors[name] for name in names}
         try:
-            parts[part] = layout.decode((rows, columns), stored)
+            parts[part] = layout.decode((rows, columns), tensors_by_suffix)
         except ValueError as error:
             raise ValueError(f"{files[next(iter(names))]}: {module}.{error}") from None
     return parts
@@ -288,17 +302,25 @@ def state(model: Transformer) -> dict[str, Tensor]:
         if isinstance(weight, Tensor):
             pieces = weight.detach().split(rows)
             tensors |= {part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
-            continue
-        try:
-            part_weights = get_format(weight.format).cut(weight, rows)
-        except ValueError as error:
-            raise ValueError(f"{', '.join(parts)}: {error}") from None
-        for part, piece in zip(parts, part_weights, strict=True):
-            stored = StoredLayout(weight.format).encode(piece, model.dtype)
-            tensors |= {
-                f"{part.removesuffix('.weight')}.{suffix}": tensor
-                for suffix, tensor in stored.items()
-            }
+        else:
+            tensors |= _encode_parts(weight, parts, rows, model.dtype)
+    return tensors
+
+
+def _encode_parts(
+    weight: QTensor, parts: list[str], rows: list[int], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the stored tensors of a fused matrix's parts, by HF name. dtype: the model's.
+    ValueError when a block of the format spans two parts."""
+    try:
+        part_weights = get_format(weight.format).cut(weight, rows)
+    except ValueError as error:
+        raise ValueError(f"{', '.join(parts)}: {error}") from None
+    tensors: dict[str, Tensor] = {}
+    for part, part_weight in zip(parts, part_weights, strict=True):
+        module = part.removesuffix(".weight")
+        for suffix, tensor in StoredLayout(weight.format).encode(part_weight, dtype).items():
+            tensors[f"{module}.{suffix}"] = tensor
     return tensors
 
 
@@ -326,7 +348,8 @@ def save(
 
 
 def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a folder's config, and the tensors of `state`, which `write` stacks."""
+    """Return a folder's config, with the `quantization_config` of its format, and the tensors of
+    `state`, which `write` stacks."""
     config: dict[str, Any] = {**model.spec.config, "dtype": DTYPES[model.dtype]}
     config.pop("torch_dtype", None)
     weight_format = None if model.weight_format is None else get_format(model.weight_format)
@@ -358,15 +381,15 @@ def _modules_by_format(model: Transformer, form: Mixed) -> dict[str, list[str]]:
     model's, which files cannot hold."""
     modules_by_format: dict[str, list[str]] = {}
     for name, parts, _ in hf_names(model.spec):
-        if is_linear(parts[0]):
-            layer_format = form.of(name.removesuffix(".weight"))
-            if layer_format.dense and layer_format.dtype != model.dtype:
-                raise ValueError(
-                    f"{name}: it is {layer_format.name}, and the folder's dtype is {model.dtype}"
-                )
-            modules_by_format.setdefault(layer_format.name, []).extend(
-                part.removesuffix(".weight") for part in parts
+        if not is_linear(parts[0]):
+            continue
+        layer_format = form.of(name.removesuffix(".weight"))
+        if layer_format.dense and layer_format.dtype != model.dtype:
+            raise ValueError(
+                f"{name}: it is {layer_format.name}, and the folder's dtype is {model.dtype}"
             )
+        modules = modules_by_format.setdefault(layer_format.name, [])
+        modules += [part.removesuffix(".weight") for part in parts]
     return modules_by_format
 
 

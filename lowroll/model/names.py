@@ -35,7 +35,8 @@ def stored_hf_names(spec: ModelSpec) -> Iterator[Names]:
 
 
 def hf_names(spec: ModelSpec, prefix: str = "model.") -> Iterator[Names]:
-    """Yield (internal name, HF names of the stacked parts, shape of the whole) of every parameter."""
+    """Yield (internal name, HF names of the stacked parts, shape of the whole) of every parameter,
+    in the order of published files."""
     embedding_shape = (spec.vocab_size, spec.hidden_size)
     yield "embedding", [f"{prefix}embed_tokens.weight"], embedding_shape
     for i in range(spec.num_layers):
@@ -44,17 +45,17 @@ def hf_names(spec: ModelSpec, prefix: str = "model.") -> Iterator[Names]:
             name: (f"{name}.weight", [f"{layer}.{hf_norm}.weight"], (spec.hidden_size,))
             for name, hf_norm in spec.norms
         }
-        first = norms.pop("input_norm", None)
-        has_experts = spec.has_experts(i)
-        mlp = _expert_names if has_experts else _mlp_names
-        has_shared = has_experts and spec.mixture.shared_size > 0
-        for name, parts, shape in (
-            *([first] if first else []),
-            *_mixer_names(spec, i, layer),
-            *norms.values(),
-            *mlp(spec, f"{layer}.mlp"),
-            *(_shared_names(spec, f"{layer}.mlp") if has_shared else ()),
-        ):
+        in_block: list[Names] = []
+        if "input_norm" in norms:
+            in_block.append(norms.pop("input_norm"))
+        in_block += [*_mixer_names(spec, i, layer), *norms.values()]
+        if spec.has_experts(i):
+            in_block += _expert_names(spec, f"{layer}.mlp")
+            if spec.mixture.shared_size > 0:
+                in_block += _shared_names(spec, f"{layer}.mlp")
+        else:
+            in_block += _mlp_names(spec, f"{layer}.mlp")
+        for name, parts, shape in in_block:
             yield f"blocks.{i}.{name}", parts, shape
     yield "norm.weight", [f"{prefix}norm.weight"], (spec.hidden_size,)
     if not spec.tie_embeddings:
@@ -196,24 +197,26 @@ def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
-    """Return an HF tensor's rows in its fused matrix of `whole` rows."""
+    """Return an HF tensor's rows in its internal parameter of `whole` rows; a tensor that is no
+    part of a fused one has them all."""
     part = hf_name.rsplit(".", 2)[-2]
     mlp_size = spec.intermediate_size
     if ".mlp.experts." in hf_name:
         mlp_size = spec.mixture.expert_size
     elif ".shared_expert" in hf_name:
         mlp_size = spec.mixture.shared_size
-    if part == "down_proj":
+    if part == "down_proj":  # experts' are stacked
         return spec.hidden_size
-    delta = spec.delta
-    return {
-        **({} if delta is None else delta.input_parts | delta.rate_parts),
+    delta_rows = {} if spec.delta is None else spec.delta.input_parts | spec.delta.rate_parts
+    rows_by_part = {
+        **delta_rows,
         "q_proj": spec.num_heads * spec.head_dim * (1 + spec.attention_gate),
         "k_proj": spec.num_kv_heads * spec.head_dim,
         "v_proj": spec.num_kv_heads * spec.head_dim,
         "gate_proj": mlp_size,
         "up_proj": mlp_size,
-    }.get(part, whole)
+    }
+    return rows_by_part.get(part, whole)
 
 
 def is_linear(hf_name: str) -> bool:

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -59,6 +59,15 @@ class TensorLocation:
     shape: tuple[int, ...]
 
 
+class _PendingBatch(NamedTuple):
+    """Tensors by name that threads are filling. pieces: the reads, each with the event of its copy
+    to a GPU. nbytes: of all tensors."""
+
+    tensors: dict[str, Tensor]
+    pieces: list[Future[None | torch.cuda.Event]]
+    nbytes: int
+
+
 def stream(
     files: dict[str, Path],
     batches: Sequence[Sequence[str]],
@@ -69,19 +78,17 @@ def stream(
     A batch's tensors of one dtype are contiguous, and usable on the current stream. ValueError
     names a truncated file.
     """
-    locations, reader = (
-        _locate_tensors(files, {name for batch in batches for name in batch}),
-        _Reader(torch.device(device)),
-    )
-    pending: deque[tuple[dict[str, Tensor], list[Future[None | torch.cuda.Event]], int]] = deque()
+    locations = _locate_tensors(files, {name for batch in batches for name in batch})
+    reader = _Reader(torch.device(device))
+    pending: deque[_PendingBatch] = deque()
     pool = ThreadPoolExecutor(THREADS, "shards")
     try:
         for batch in batches:
             pending.append(reader.begin(pool, {name: locations[name] for name in batch}))
-            while pending and sum(size for *_, size in pending) > AHEAD:
-                yield reader.finish(*pending.popleft()[:2])
+            while pending and sum(begun.nbytes for begun in pending) > AHEAD:
+                yield reader.finish(pending.popleft())
         while pending:
-            yield reader.finish(*pending.popleft()[:2])
+            yield reader.finish(pending.popleft())
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         # after an error, no copy may still write to freed memory
@@ -93,21 +100,22 @@ def stream(
 def join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Stack the parts in `dtype`: in their own storage, if they came in one batch and this
     dtype."""
-    stacked_shape, first_part = (sum(len(part) for part in parts), *parts[0].shape[1:]), parts[0]
-    ends = [part.storage_offset() + part.numel() for part in parts]
-    starts = [part.storage_offset() for part in parts]
-    if starts[1:] == ends[:-1] and all(
-        part.dtype == dtype
-        and part.untyped_storage().data_ptr() == first_part.untyped_storage().data_ptr()
-        for part in parts
-    ):
-        return first_part.as_strided(
-            stacked_shape, torch.empty(stacked_shape, device="meta").stride()
-        )
-    stacked = torch.empty(stacked_shape, dtype=dtype, device=first_part.device)
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    if all(part.dtype == dtype for part in parts) and _are_contiguous(parts):
+        row_major_strides = torch.empty(shape, device="meta").stride()
+        return parts[0].as_strided(shape, row_major_strides)
+    stacked = torch.empty(shape, dtype=dtype, device=parts[0].device)
     for part, rows in zip(parts, stacked.split([len(part) for part in parts]), strict=True):
         rows.copy_(part)
     return stacked
+
+
+def _are_contiguous(parts: Sequence[Tensor]) -> bool:
+    """Return whether each part begins in one storage where the part before it ends."""
+    storages = {part.untyped_storage().data_ptr() for part in parts}
+    starts = [part.storage_offset() for part in parts]
+    ends = [part.storage_offset() + part.numel() for part in parts]
+    return len(storages) == 1 and starts[1:] == ends[:-1]
 
 
 def _locate_tensors(files: dict[str, Path], wanted: set[str]) -> dict[str, TensorLocation]:
@@ -131,7 +139,9 @@ def _locate_tensors(files: dict[str, Path], wanted: set[str]) -> dict[str, Tenso
 
 
 class _Reader:
-    """A reader of file pieces into tensors on one device, from any thread."""
+    """A reader of file pieces into tensors on one device, from any thread. own: what each thread
+    keeps for itself, made at its first piece: open files, and for a GPU a stream and two pinned
+    buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.own = device, threading.local()
@@ -140,23 +150,24 @@ class _Reader:
         self,
         pool: ThreadPoolExecutor,
         batch: dict[str, TensorLocation],
-    ) -> tuple[dict[str, Tensor], list[Future[None | torch.cuda.Event]], int]:
-        """Allocate the batch and submit its pieces. Return (tensors to be filled, pieces, bytes)."""
-        ends, size = {}, 0
+    ) -> _PendingBatch:
+        """Allocate one buffer for a batch, and submit the reads of its pieces to the pool."""
+        starts, size = {}, 0
         for name, location in batch.items():
-            size = -(-size // location.dtype.itemsize) * location.dtype.itemsize + location.nbytes
-            ends[name] = size
+            itemsize = location.dtype.itemsize
+            starts[name] = -(-size // itemsize) * itemsize  # aligned
+            size = starts[name] + location.nbytes
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         ready = None
         # this stream may still use the memory's old content
         if self.device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self.device))
-        tensors, futures = {}, []
+        tensors, pieces = {}, []
         for name, location in batch.items():
-            target = buffer[ends[name] - location.nbytes : ends[name]]
+            target = buffer[starts[name] : starts[name] + location.nbytes]
             tensors[name] = target.view(location.dtype).view(location.shape)
-            futures += [
+            pieces += [
                 pool.submit(
                     self.read,
                     location.path,
@@ -166,17 +177,16 @@ class _Reader:
                 )
                 for offset in range(0, location.nbytes, PIECE)
             ]
-        return tensors, futures, size
+        return _PendingBatch(tensors, pieces, size)
 
-    def finish(
-        self, tensors: dict[str, Tensor], futures: list[Future[None | torch.cuda.Event]]
-    ) -> dict[str, Tensor]:
-        """Wait until the pieces are read; the current stream waits until they are copied."""
-        for future in futures:
-            copied = future.result()
+    def finish(self, batch: _PendingBatch) -> dict[str, Tensor]:
+        """Wait until the pieces are read, and return the tensors; the current stream waits until
+        they are copied."""
+        for piece in batch.pieces:
+            copied = piece.result()
             if copied is not None:
                 torch.cuda.current_stream(self.device).wait_event(copied)
-        return tensors
+        return batch.tensors
 
     def read(
         self, path: Path, start: int, target_B: Tensor, ready: torch.cuda.Event | None
@@ -192,7 +202,7 @@ class _Reader:
                 for _ in range(2)
             )
         pinned_B, last_copy = self.own.staging.popleft()
-        last_copy.synchronize()  # the previous copy from here
+        last_copy.synchronize()  # the copy from this buffer must have ended
         pinned_B_part = pinned_B[: len(target_B)]
         self.fill(path, start, pinned_B_part)
         with torch.cuda.stream(self.own.stream):
@@ -204,13 +214,16 @@ class _Reader:
         return copied
 
     def fill(self, path: Path, start: int, host_B: Tensor) -> None:
+        """Read the file's bytes from `start` on into a tensor of the host, without a copy.
+        ValueError for a file that ends within them."""
         if not hasattr(self.own, "files"):
             self.own.files = dict[Path, FileIO]()
         if path not in self.own.files:
             self.own.files[path] = open(path, "rb", buffering=0)
-        file, num_read = self.own.files[path], 0
+        file = self.own.files[path]
         view = memoryview((ctypes.c_char * len(host_B)).from_address(host_B.data_ptr())).cast("B")
         file.seek(start)
+        num_read = 0
         while num_read < len(host_B):
             with naming(path):
                 count = file.readinto(view[num_read:])

@@ -154,18 +154,22 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Parameters, with tied embeddings counted once and all experts."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        gate = q * self.attention_gate
-        layer = self.hidden_size * len(self.norms)
-        attention = self.hidden_size * (2 * q + gate + 2 * kv + self.o_bias)
-        attention += (q + gate + 2 * kv) * self.qkv_bias
-        attention += self.num_heads * self.attention_sinks
-        attention += {"": 0, "head": 2 * self.head_dim, "whole": q + kv}[self.qk_norm]
+        norms = (self.num_layers * len(self.norms) + 1) * self.hidden_size  # one behind all layers
         num_delta = sum(layer.mixer == "delta" for layer in self.layers)
         delta = 0 if self.delta is None else self.delta.num_parameters(self.hidden_size)
-        heads = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        mixers = num_delta * delta + (self.num_layers - num_delta) * attention
-        return self.num_layers * layer + self._mlps + mixers + heads + self.hidden_size
+        mixers = num_delta * delta + (self.num_layers - num_delta) * self._attention
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return norms + mixers + self._mlps + embeddings
+
+    @property
+    def _attention(self) -> int:
+        """The parameters of one layer's attention."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        qkv = q * (1 + self.attention_gate) + 2 * kv
+        head_norms = {"": 0, "head": 2 * self.head_dim, "whole": q + kv}[self.qk_norm]
+        sinks = self.num_heads * self.attention_sinks
+        matrices = self.hidden_size * (qkv + q)
+        return matrices + qkv * self.qkv_bias + self.hidden_size * self.o_bias + head_norms + sinks
 
     @property
     def _mlps(self) -> int:
@@ -290,21 +294,21 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
 
 
 def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the configuration of a model's text part as if it stood alone, and the prefix of its
-    tensors."""
-    wholes = {family.inside: family for family in FAMILIES.values() if family.inside}
+    """Return the configuration of a model's decoder and the prefix of its tensors. In a model of
+    images and text the decoder is a part, whose configuration is made to stand alone."""
     architectures = config.get("architectures")
-    found = (config.get("model_type"), *(architectures if isinstance(architectures, list) else ()))
-    text = config.get("text_config")
-    family = next((family for whole, family in wholes.items() if whole == found), None)
+    # the form of `Family.inside`
+    whole = (config.get("model_type"), *(architectures if isinstance(architectures, list) else ()))
+    family = next((f for f in FAMILIES.values() if f.inside and f.inside == whole), None)
     if family is None:
         return config, "model."
+    text = config.get("text_config")
     if not isinstance(text, dict):
         raise ValueError(f"text_config: expected an object, got {text!r}")
-    own = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
+    keys = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
+    of_whole = {key: config[key] for key in keys if key in config}
     names = {"model_type": family.model_type, "architectures": [family.architecture]}
-    text = {**text, **{key: config[key] for key in own if key in config}, **names}
-    return text, "model.language_model."
+    return {**text, **of_whole, **names}, "model.language_model."
 
 
 def _family(config: dict[str, Any]) -> Family:
@@ -327,7 +331,7 @@ def _family(config: dict[str, Any]) -> Family:
             f"model_type: {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
-    if family.architecture != architectures[0]:
+    if family.architecture != architectures[0]:  # two known names that do not belong together
         raise ValueError(
             f"architectures: {architectures[0]} is no model of model_type {model_type!r}"
         )

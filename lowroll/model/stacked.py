@@ -63,7 +63,7 @@ class StackedTensor:
         }
 
     def by_expert(self, stored: Tensor) -> Tensor:
-        """Return a dense tensor as the decoder has it: [E N, K], or [E N] of a bias."""
+        """Return a dense stored tensor as the decoder has it: [E N, K], or [E N] of a bias."""
         if self.by_columns and self.columns is not None:
             stored = stored.transpose(1, 2)
         return self._in_order(stored).flatten(0, 1).contiguous()
@@ -101,16 +101,16 @@ class StackedTensor:
         }
 
     def _in_order(self, x_EN: Tensor) -> Tensor:
-        """Return alternating rows as gates, then ups."""
-        return (
-            x_EN.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if self.alternating else x_EN
-        )
+        """Return each expert's rows with gates, then ups, where they alternate."""
+        if not self.alternating:
+            return x_EN
+        return x_EN.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
     def _alternate(self, x_EN: Tensor) -> Tensor:
-        """Return gates, then ups, as alternating rows."""
-        return (
-            x_EN.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) if self.alternating else x_EN
-        )
+        """Return the inverse of `_in_order`."""
+        if not self.alternating:
+            return x_EN
+        return x_EN.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def are_in(files: Container[str], spec: ModelSpec) -> bool:
@@ -152,14 +152,15 @@ def pack(
     does it: dense ones, and MXFP4 where the config says so."""
     quantization = config.get("quantization_config")
     in_mxfp4 = quantization is not None and quantization["quant_method"] == EXPERTS_IN_MXFP4
-    if not spec.mixture.stacked or quantization is not None and not in_mxfp4:
+    is_dense = quantization is None
+    if not spec.mixture.stacked or not (is_dense or in_mxfp4):
         return tensors
     packed = dict(tensors)
     for _, parts, shape in hf_names(spec):
         if EXPERTS not in parts[0]:
             continue
         stack = _stacked(spec, parts, shape)
-        if len(shape) == 2 and in_mxfp4:
+        if in_mxfp4 and stack.columns is not None:  # a bias is dense
             codes, scales = (
                 torch.cat([packed.pop(f"{part}_{kind}") for part in parts])
                 for kind in ("packed", "scale")
@@ -171,15 +172,18 @@ def pack(
 
 
 def _stacked(spec: ModelSpec, parts: list[str], shape: tuple[int, ...]) -> StackedTensor:
-    """Return the stacked tensor of a parameter with these parts."""
-    prefix, _, first = parts[0].partition(EXPERTS)
-    _, matrix, kind = first.split(".")
-    matrix = {"gate_proj": "gate_up_proj"}.get(matrix, matrix)
+    """Return the stacked tensor of a parameter with these parts, the HF names of all experts'
+    matrices or biases. shape: of the parameter."""
+    prefix, _, first_part = parts[0].partition(EXPERTS)
+    _, matrix, kind = first_part.split(".")  # as in "0.gate_proj.weight"
+    has_gate_and_up = matrix == "gate_proj"  # which are one tensor
+    stacked_name = "gate_up_proj" if has_gate_and_up else matrix
+    suffix = "_bias" if kind == "bias" else ""
     return StackedTensor(
-        f"{prefix}{EXPERTS}{matrix}{'_bias' if kind == 'bias' else ''}",
-        spec.mixture.num_experts,
-        shape[0] // spec.mixture.num_experts,
-        shape[1] if len(shape) == 2 else None,
+        name=f"{prefix}{EXPERTS}{stacked_name}{suffix}",
+        num_experts=spec.mixture.num_experts,
+        rows=shape[0] // spec.mixture.num_experts,
+        columns=shape[1] if len(shape) == 2 else None,
         by_columns=spec.mixture.stacked,
-        alternating=spec.mixture.stacked and matrix == "gate_up_proj",
+        alternating=spec.mixture.stacked and has_gate_and_up,
     )
