@@ -18,6 +18,7 @@ Legend: `quant`.
 from __future__ import annotations
 
 import importlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,12 +87,14 @@ class QTensor:
         self.version += 1
         if self.device.type == "cpu":
             self.packed.clear()
+            return
         for key, derived in self.packed.items():
             if isinstance(derived, tuple) and isinstance(derived[0], QTensor):
-                for qtensor in derived:
+                for qtensor in derived:  # over our storages
                     qtensor.renew()
                 continue
-            for old, new in zip(_as_tuple(derived), _as_tuple(self.makers[key](self)), strict=True):
+            remade = self.makers[key](self)
+            for old, new in zip(_as_tuple(derived), _as_tuple(remade), strict=True):
                 old.copy_(new)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -321,6 +324,7 @@ class Format(ABC):
         return [part.clone() for part in self.split(q, rows)]
 
     def split(self, q: QTensor, rows: Sequence[int]) -> list[QTensor]:
+        """Return the parts as `cut`, over the storages of `q` instead of copies."""
         assert sum(rows) == q.shape[0]
         parts = [QTensor(self.name, (size, q.shape[1]), {}) for size in rows]
         for name, tensor in q.tensors.items():
@@ -338,25 +342,28 @@ class Format(ABC):
         for name in parts[0].tensors:
             edges = self._edges(name, num_in, rows)
             pieces = [part.tensors[name] for part in parts]
-            if name in self.once:
+            if name in self.once:  # an entry a part becomes one for each of its rows or blocks
                 counts = [stop - start for start, stop in pairwise(edges)]
                 pieces = [piece.expand(count) for piece, count in zip(pieces, counts, strict=True)]
             stacked[name] = self._once(name, torch.cat(pieces))
         return QTensor(self.name, (sum(rows), num_in), stacked)
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor[:1] if name in self.once and bool((tensor == tensor[:1]).all()) else tensor
+        """Return one entry of a stored tensor that may have one a matrix, if all are equal."""
+        if name in self.once and bool((tensor == tensor[:1]).all()):
+            return tensor[:1]
+        return tensor
 
     def _edges(self, name: str, num_in: int, rows: Sequence[int]) -> list[int]:
-        """Return where each part of a stored tensor starts, and its end. ValueError when a part
-        ends within a block."""
+        """Return where each part of a stored tensor starts along its first dimension, and the end
+        of the last one. rows: of each part. ValueError when a part ends within a block."""
         edges = [row * self.pitch(name, num_in) for row in accumulate(rows, initial=0)]
         if unaligned := [i for i, edge in enumerate(edges[1:-1]) if edge.denominator > 1]:
             raise ValueError(
                 f"{self.name}: {rows[unaligned[0]]} rows of {num_in} weights end within one of its "
                 "blocks, which two parts of a fused matrix would have to share"
             )
-        return [-(-edge.numerator // edge.denominator) for edge in edges]
+        return [math.ceil(edge) for edge in edges]  # the last block may be partly empty
 
 
 def dense_from(shape: tuple[int, int]) -> int:

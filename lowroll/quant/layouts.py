@@ -89,11 +89,11 @@ class StoredLayout:
         """Return the matrix of a file's tensors (by suffix). ValueError names the wrong suffix."""
         form = get_format(self.format)
         expected_tensors = form.encode(torch.empty(shape, device="meta"))
-        tensors = {}
         if self.unpacked:
             if int(stored["weight"].min()) < -8 or int(stored["weight"].max()) > 7:
                 raise ValueError("weight: holds codes outside of -8..7")
             stored = {**stored, "weight": pack_words(stored["weight"])}
+        tensors = {}
         for name, suffix in self._suffixes(expected_tensors).items():
             tensors[name] = stored[suffix].to(expected_tensors[name].dtype).contiguous()
             _check_values(suffix, name, tensors[name], form)
@@ -309,8 +309,9 @@ def _schemes_by_format() -> dict[str, Scheme]:
 
 
 def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayout:
-    """Return the layout. If all layers share one, the files say which modules are quantized, not
-    targets and ignore."""
+    """Return the layout of compressed-tensors' `quantization_config`. If all groups have the same
+    one, it is returned alone: then the files say which modules are quantized, not targets and
+    ignore, unless these leave linear layers dense."""
     if config.get("kv_cache_scheme"):
         raise ValueError(f"kv_cache_scheme: is not supported{_ADVICE}")
     sparsity = config.get("sparsity_config")
@@ -320,16 +321,16 @@ def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayo
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"config_groups: expected a group of layers, got {groups!r}{_ADVICE}")
-    layouts = {
-        key: _read_group(
-            f"config_groups.{key}", group, config.get("format"), _rotated_in(group, rotated)
-        )
-        for key, group in groups.items()
-    }
+    layouts: dict[str, StoredLayout] = {}
+    for key, group in groups.items():
+        rotated_here = _rotated_in(group, rotated)
+        where = f"config_groups.{key}"
+        layouts[key] = _read_group(where, group, config.get("format"), rotated_here)
     first_layout = next(iter(layouts.values()))
     ignored = _check_names("ignore", config.get("ignore") or [])
     all_equal = all(other == first_layout for other in layouts.values())
-    if all_equal and not any(name.endswith(LINEARS) for name in ignored):
+    ignores_linears = any(name.endswith(LINEARS) for name in ignored)
+    if all_equal and not ignores_linears:
         return first_layout
     named = _layouts_by_target(groups, layouts)
     rest = named.pop("Linear", None)
@@ -369,7 +370,8 @@ def _layouts_by_target(
 
 
 def _rotated_in(group: Any, rotated: dict[str, int]) -> dict[str, int]:
-    """Return the rotations of a group: those of its modules, or of all kinds of matrices."""
+    """Return the rotations of a group: those of its modules if they are declared by module name,
+    which has dots, else those of all kinds of matrices."""
     if not any("." in name for name in rotated):
         return rotated
     targets = group.get("targets") if isinstance(group, dict) else None
@@ -438,10 +440,10 @@ def _normalize_arguments(where: str, args: Any) -> dict[str, Any] | None:
         )
     strategy = args.get("strategy") or _default_strategy(args.get("group_size"))
     block_structure = args.get("block_structure")
-    if isinstance(block_structure, str) and all(
-        part.isdigit() for part in block_structure.split("x")
-    ):
-        block_structure = [int(part) for part in block_structure.split("x")]
+    if isinstance(block_structure, str):  # "128x128"
+        sizes = block_structure.split("x")
+        if all(size.isdigit() for size in sizes):
+            block_structure = [int(size) for size in sizes]
     return {
         "num_bits": args.get("num_bits", 8),
         "type": args.get("type", "int"),
