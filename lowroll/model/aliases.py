@@ -114,11 +114,9 @@ def _download_wheel(name: str, known: Known, target: Path) -> Path:
             cwd=target,
             timeout=PIP_SECONDS,
         )
-        problem = (
-            ""
-            if result.returncode == 0
-            else (result.stderr.strip().splitlines() or ["it failed"])[-1]
-        )
+        problem = ""
+        if result.returncode != 0:
+            problem = (result.stderr.strip().splitlines() or ["it failed"])[-1]
     except subprocess.TimeoutExpired:
         problem = f"no wheel after {PIP_SECONDS} s"
     if problem or not (target / known.wheel).is_file():

@@ -76,26 +76,19 @@ def varlen(
         raise ValueError(
             f"lengths: every packed sequence needs at least one token, got {min(lengths)}"
         )
-    starts = [0, *accumulate(lengths)]
-    by_length: dict[int, list[int]] = defaultdict(list)
-    for start, length in zip(starts, lengths, strict=False):
-        by_length[length].append(start)
-    stack_shapes = [(len(stack_starts), length) for length, stack_starts in by_length.items()]
-    longest, on_cuda = max(lengths), torch.device(device).type == "cuda"
-    bounds = upload(torch.tensor(starts, dtype=torch.int32), device) if on_cuda else None
+    bounds = [0, *accumulate(lengths)]
+    starts_by_length: dict[int, list[int]] = defaultdict(list)
+    for start, length in zip(bounds, lengths, strict=False):
+        starts_by_length[length].append(start)
+    stack_shapes = [(len(starts), length) for length, starts in starts_by_length.items()]
+    longest = max(lengths)
+    flash_bounds = None
+    if torch.device(device).type == "cuda":
+        flash_bounds = upload(torch.tensor(bounds, dtype=torch.int32), device)
 
-    @cache
+    @cache  # made at the first use, for all layers
     def order() -> tuple[Tensor, Tensor]:
-        positions = [
-            t
-            for length, stack_starts in by_length.items()
-            for sequence_start in stack_starts
-            for t in range(sequence_start, sequence_start + length)
-        ]
-        stacked_order = upload(torch.tensor(positions), device)
-        original_order = torch.empty_like(stacked_order)
-        original_order[stacked_order] = torch.arange(len(stacked_order), device=device)
-        return stacked_order, original_order
+        return _stacked_order(starts_by_length, device)
 
     mask = cache(_added_mask)  # one for all layers, which backward passes keep
 
@@ -105,8 +98,8 @@ def varlen(
         needs_flash = window > 0 or inputs.sinks_H is not None
         prefers_flash = len(stack_shapes) > MOST_STACKS or longest < LONG or needs_flash
         if prefers_flash and _can_flash(q_THd):
-            assert bounds is not None
-            spans = flash.Packed(bounds, longest, bounds, longest, window)
+            assert flash_bounds is not None
+            spans = flash.Packed(flash_bounds, longest, flash_bounds, longest, window)
             return flash.attend_packed(*inputs, spans)
         masks = [mask(length, window, q_THd.dtype, q_THd.device) for _, length in stack_shapes]
         if len(stack_shapes) == 1:
@@ -117,9 +110,31 @@ def varlen(
     return attend
 
 
+def _stacked_order(
+    starts_by_length: dict[int, list[int]], device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Return the indices that bring packed tokens together by their sequence's length, and those
+    that bring them back, both [T] on the device."""
+    tokens = [
+        t
+        for length, starts in starts_by_length.items()
+        for start in starts
+        for t in range(start, start + length)
+    ]
+    order_T = upload(torch.tensor(tokens), device)
+    return order_T, inverse(order_T)
+
+
+def inverse(order_T: Tensor) -> Tensor:
+    """Return the permutation that undoes another."""
+    back_T = torch.empty_like(order_T)
+    back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
+    return back_T
+
+
 def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
     """Return `varlen` in which a query's bits depend on it and its keys alone
-    (`kernels.batch_invariant.attention`)."""
+    (`kernels.batch_invariant.attention`). The gradient is that of `varlen`."""
     plain_attention = varlen(lengths, device)
     lengths_S = upload(torch.tensor(lengths, dtype=torch.int32), device)
     invariant_attention = invariant.packed(lengths_S, sum(lengths))
@@ -157,34 +172,30 @@ def suffixes(
     """Return causal attention of the last `lengths` tokens of each sequence over all its `totals`
     tokens, in each layer with its window (`varlen`).
 
-    The inputs are q [sum lengths, H, d], and k and v [sum totals, G, d]. One call of torch's
-    variable-length flash attention in half precision on CUDA, where head sizes allow; else a call a
-    sequence, or with `stacked` a call for all of one length and total, MOST_SCORES at a time; last
-    bits may then depend on the other sequences.
+    The inputs are q [sum lengths, H, d], and k and v [sum totals, G, d]. In half precision on CUDA,
+    where head sizes allow, one call of torch's variable-length flash attention computes all. Else
+    each sequence has a call, or with `stacked` all of one length and total together, MOST_SCORES at
+    a time; last bits may then depend on the other sequences.
     """
     spans = list(zip(lengths, totals, strict=True))
-    on_cuda = torch.device(device).type == "cuda"
-    if on_cuda:
-        bounds = [
+    flash_bounds = []  # of the queries and of the keys
+    if torch.device(device).type == "cuda":
+        flash_bounds = [
             upload(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), device)
             for sizes in (lengths, totals)
         ]
-    else:
-        bounds = []
 
-    @cache
+    @cache  # made at the first use, for all layers
     def stacks() -> tuple[list[_Stack], Tensor]:
         stack_list = list(_stacks(lengths, totals, device))
         order_C = torch.cat([stack.queries_C for stack in stack_list])
-        back_C = torch.empty_like(order_C)
-        back_C[order_C] = torch.arange(len(order_C), device=device)
-        return stack_list, back_C
+        return stack_list, inverse(order_C)
 
     def attend(layer: int, inputs: AttentionInputs) -> Tensor:
         q_CHd, k_TGd, v_TGd, sinks_H = inputs
         window = _window(windows, layer, max(totals))
         if _can_flash(q_CHd):
-            q_bounds, k_bounds = bounds
+            q_bounds, k_bounds = flash_bounds
             packing = flash.Packed(q_bounds, max(lengths), k_bounds, max(totals), window)
             return flash.attend_packed(*inputs, packing)
         if stacked:
@@ -193,19 +204,19 @@ def suffixes(
             return torch.cat([stack(q_CHd, k_TGd, v_TGd, window) for stack in stack_list])[back_C]
         k_parts, v_parts = k_TGd.split(list(totals)), v_TGd.split(list(totals))
         sequences = zip(spans, q_CHd.split(list(lengths)), k_parts, v_parts, strict=True)
-        return torch.cat(
-            [
-                _attend_suffix(AttentionInputs(q, k, v, sinks_H), total - length, window)
-                for (length, total), q, k, v in sequences
-            ]
-        )
+        outputs = []
+        for (length, total), q, k, v in sequences:
+            sequence = AttentionInputs(q, k, v, sinks_H)
+            outputs.append(_attend_suffix(sequence, total - length, window))
+        return torch.cat(outputs)
 
     return attend
 
 
 @dataclass(frozen=True)
 class _Stack:
-    """Sequences of `length` queries over `total` tokens each, and their positions."""
+    """Attention of sequences of one shape in one call: `length` queries of each over `total` keys.
+    queries_C and keys_T are the indices of all their queries and keys in the packed tensors."""
 
     length: int
     total: int
@@ -230,17 +241,21 @@ class _Stack:
 def _stacks(
     lengths: Sequence[int], totals: Sequence[int], device: torch.device | str
 ) -> Iterator[_Stack]:
-    """Yield sequences by length and total, up to MOST_SCORES scores of a head together."""
-    starts_by_span: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    starts = zip(accumulate(lengths, initial=0), accumulate(totals, initial=0), strict=True)
-    for span, start in zip(zip(lengths, totals, strict=True), starts, strict=False):
-        starts_by_span[span].append(start)
-    for (length, total), span_starts in starts_by_span.items():
+    """Group sequences by their length and total, and yield as many at once as have up to
+    MOST_SCORES scores of a head together."""
+    # the first query and the first key of the sequences with each length and total
+    starts_by_shape: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    first_query = first_key = 0
+    for length, total in zip(lengths, totals, strict=True):
+        starts_by_shape[length, total].append((first_query, first_key))
+        first_query += length
+        first_key += total
+    for (length, total), starts in starts_by_shape.items():
         stack_size = max(1, MOST_SCORES // (length * total))
-        for i in range(0, len(span_starts), stack_size):
-            first_2S = torch.tensor(span_starts[i : i + stack_size]).t()
-            queries_C = (first_2S[0, :, None] + torch.arange(length)).flatten()
-            keys_T = (first_2S[1, :, None] + torch.arange(total)).flatten()
+        for i in range(0, len(starts), stack_size):
+            first_queries_S, first_keys_S = torch.tensor(starts[i : i + stack_size]).t()
+            queries_C = (first_queries_S[:, None] + torch.arange(length)).flatten()
+            keys_T = (first_keys_S[:, None] + torch.arange(total)).flatten()
             yield _Stack(length, total, upload(queries_C, device), upload(keys_T, device))
 
 
@@ -308,6 +323,7 @@ def attend_with_a_key_of_sinks(
     queries, keys = q_SHCd.shape[2], k_SGTd.shape[2]
     if mask_CT is None:
         mask_CT = _added(_mask(0, keys, 0, q_SHCd.device), q_SHCd.dtype)
+    # X: the keys, and the one of the sink, whose score of 0 becomes the sink
     sinks_HC1 = sinks_H.to(mask_CT.dtype)[:, None, None].expand(-1, queries, 1)
     added_HCX = torch.cat([mask_CT.expand(len(sinks_H), queries, keys), sinks_HC1], 2)
     k_SGXd, v_SGXd = (F.pad(x, (0, 0, 0, 1)) for x in (k_SGTd, v_SGTd))
@@ -326,8 +342,9 @@ def upload(x: Tensor, device: torch.device | str) -> Tensor:
 def _attend_stacks(
     inputs: AttentionInputs, shapes: list[tuple[int, int]], masks: list[Tensor | None]
 ) -> Tensor:
-    """Compute attention with one call for all sequences of one length. shapes: (count, length);
-    masks: of each length [L, L], added to the scores; None: causal."""
+    """Compute attention with one call for all sequences of one length, whose tokens come together.
+    shapes: how many sequences there are of each length, as (count, length). masks: for each length,
+    what is added to the scores [L, L]; None: causal without a window."""
     q_THd, k_TGd, v_TGd, sinks_H = inputs
     sizes = [count * length for count, length in shapes]
     outputs = []

@@ -32,18 +32,17 @@ UNIT_EPS = 1e-6  # added to the squared length of q and k
 
 
 def split_heads(sizes: DeltaSpec, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q and k [T, H, k], float32, to unit length and q scaled, and v [T, H, v]."""
-    keys, repeats = sizes.key_heads * sizes.key_dim, sizes.value_heads // sizes.key_heads
+    """Cut convolved q, k and v into heads. Return q and k [T, H, k], float32 and of unit length,
+    with q then scaled and each key head repeated for its value heads, and v [T, H, v]."""
+    keys = sizes.key_heads * sizes.key_dim
     q_TC, k_TC, v_TC = qkv_TC.split([keys, keys, sizes.values], dim=-1)
-    q_TGk, k_TGk = (
-        _to_unit_length(x_TC.float().unflatten(-1, (sizes.key_heads, sizes.key_dim)))
-        for x_TC in (q_TC, k_TC)
-    )
-    return (
-        (q_TGk * sizes.key_dim**-0.5).repeat_interleave(repeats, dim=1),
-        k_TGk.repeat_interleave(repeats, dim=1),
-        v_TC.unflatten(-1, (sizes.value_heads, sizes.value_dim)),
-    )
+    key_shape = (sizes.key_heads, sizes.key_dim)
+    q_TGk = _to_unit_length(q_TC.float().unflatten(-1, key_shape)) * sizes.key_dim**-0.5
+    k_TGk = _to_unit_length(k_TC.float().unflatten(-1, key_shape))
+    v_THv = v_TC.unflatten(-1, (sizes.value_heads, sizes.value_dim))
+    repeats = sizes.value_heads // sizes.key_heads
+    q_THk, k_THk = q_TGk.repeat_interleave(repeats, dim=1), k_TGk.repeat_interleave(repeats, dim=1)
+    return q_THk, k_THk, v_THv
 
 
 class DeltaInputs(NamedTuple):
@@ -130,16 +129,19 @@ class GatedDeltaNet(nn.Module):
         sizes = self.sizes
         qkvz = _dense(self.qkvz(self.qkvz.read(x_TD)), x_TD.dtype)
         ba = F.linear(x_TD, self.ba_weight)
-        if sizes.grouped:
-            values, count = sizes.values // sizes.key_heads, sizes.value_heads // sizes.key_heads
-            *qkv, z = _ungrouped(qkvz, sizes, [sizes.key_dim, sizes.key_dim, values, values])
-            qkv_TC = torch.cat(qkv, dim=-1)
-            b_TH, a_TH = _ungrouped(ba, sizes, [count, count])
+        if sizes.grouped:  # the checkpoint's order: a key head, with the value heads that it serves
+            heads = sizes.value_heads // sizes.key_heads
+            values = heads * sizes.value_dim
+            q_TC, k_TC, v_TC, z_TC = _ungrouped(
+                qkvz, sizes, [sizes.key_dim, sizes.key_dim, values, values]
+            )
+            qkv_TC = torch.cat([q_TC, k_TC, v_TC], dim=-1)
+            b_TH, a_TH = _ungrouped(ba, sizes, [heads, heads])
         else:
-            qkv_TC, z = qkvz.split([sizes.channels, sizes.values], dim=-1)
+            qkv_TC, z_TC = qkvz.split([sizes.channels, sizes.values], dim=-1)
             b_TH, a_TH = ba.chunk(2, dim=-1)
         decay_TH = -self.decay_log.float().exp() * F.softplus(a_TH.float() + self.dt_bias.float())
-        z_THv = z.unflatten(-1, (sizes.value_heads, sizes.value_dim))
+        z_THv = z_TC.unflatten(-1, (sizes.value_heads, sizes.value_dim))
         return qkv_TC, z_THv, b_TH.float().sigmoid(), decay_TH
 
     def norm_and_gate(self, o_THv: Tensor, z_THv: Tensor) -> Tensor:
@@ -150,7 +152,8 @@ class GatedDeltaNet(nn.Module):
 
 
 def _ungrouped(x_TN: Tensor, sizes: DeltaSpec, widths: list[int]) -> list[Tensor]:
-    """Return the parts of rows that stand by key head, each with its heads in order."""
+    """Return the parts [T, ...] of rows that are grouped by key head. widths: of each part in the
+    group of a key head."""
     x_TGe = x_TN.unflatten(-1, (sizes.key_heads, -1))
     return [part.flatten(1) for part in x_TGe.split(widths, dim=-1)]
 

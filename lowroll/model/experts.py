@@ -169,10 +169,14 @@ class Experts(nn.Module):
         hidden, mixture = spec.hidden_size, spec.mixture
         mlp_size = mixture.expert_size
         self.router = Router(spec, device, dtype)
-        gate_up = {"gate_proj": mlp_size, "up_proj": mlp_size}
-        rest = (mixture.has_biases, device, dtype)
-        self.gate_up = self.stacked(mixture.num_experts, hidden, gate_up, *rest)
-        self.down = self.stacked(mixture.num_experts, mlp_size, {"down_proj": hidden}, *rest)
+
+        def make_stack(in_features: int, parts: dict[str, int]) -> StackedLinear:
+            return self.stacked(
+                mixture.num_experts, in_features, parts, mixture.has_biases, device, dtype
+            )
+
+        self.gate_up = make_stack(hidden, {"gate_proj": mlp_size, "up_proj": mlp_size})
+        self.down = make_stack(mlp_size, {"down_proj": hidden})
         self.clamped_gate = mixture.clamped_gate
         self.exact = False  # see `Transformer.be_exact`
 
@@ -191,8 +195,8 @@ class Experts(nn.Module):
         return combine(y_PD, weights_TS, x_TD.dtype, groups)
 
     def _exactly(self, x_TD: Tensor) -> Tensor:
-        """Compute independently of the batch: logits are invariant, and experts are added in the
-        order of choices."""
+        """Compute `forward` with the same bits in any batch: the router's logits are invariant, and
+        a token's experts are added in the order in which it chose them."""
         logits_TE = product.linear(x_TD, self.router.weight)
         weights_TS, experts_TS = choose_by(logits_TE, self.router.routing)
         groups = sort_slots(experts_TS, self.gate_up.num_experts)
@@ -201,8 +205,8 @@ class Experts(nn.Module):
         assert isinstance(h_PF, Tensor)
         y_PD = self.down.multiply(h_PF, groups)
         y_TSD = y_PD[groups.place_P].unflatten(0, (-1, self.router.choices))
-        parts = (y_TSD * weights_TS[..., None]).unbind(1)
-        return sum(parts[1:], parts[0])
+        weighted = (y_TSD * weights_TS[..., None]).unbind(1)
+        return sum(weighted[1:], weighted[0])
 
 
 class LearnerExperts(Experts):
@@ -228,8 +232,9 @@ class EngineExperts(Experts):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Products by expert: forward with `weight`, in its format's own arithmetic if `aligned`;
-    backward with the dequantized weight, straight-through to the master.
+    """Products of rows sorted by expert. Forward multiplies with `weight`, in its format's own
+    arithmetic if `aligned`; backward with the dequantized weight, and the gradient of `weight` is
+    that of the master, if there is one (straight-through).
     """
 
     @staticmethod
@@ -251,7 +256,8 @@ class _GroupedProduct(torch.autograd.Function):
         w_ENK = _dense_by_expert(weight, num_experts, x_PK.dtype)
         if exact:
             pieces = x_PK.detach().split([end - start for start, end in groups.bounds])
-            return torch.cat([ordered.product(*pair) for pair in zip(pieces, w_ENK, strict=True)])
+            by_expert = zip(pieces, w_ENK, strict=True)
+            return torch.cat([ordered.product(x_RK, w_NK) for x_RK, w_NK in by_expert])
         return grouped.product(x_PK.detach(), w_ENK.transpose(1, 2), groups)
 
     @staticmethod
@@ -276,8 +282,10 @@ def _dense_by_expert(weight: Tensor | QTensor, num_experts: int, dtype: torch.dt
 
 
 def _make_stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
-    """Return the weight as stored if the kernels support its format, else dequantized."""
+    """Return the weight as stored if the kernels support its format, else dequantized: to float32
+    for a format that rounds activations, which has its product in float32, else to `dtype`."""
     format = get_format(weight.format)
+    rounded = None
     if format.stacked:
         kind, *names = format.stacked
         tensors = (weight.tensors[name] for name in names)
@@ -285,9 +293,9 @@ def _make_stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
         if grouped.supports(stack, dtype):
             return stack
     elif format.rounds:
-        w_NK = _dense_by_expert(weight, num_experts, torch.float32).flatten(0, 1)
-        return Stack("dense", num_experts, w_NK, rounded=format.rounded)
-    return Stack("dense", num_experts, _dense_by_expert(weight, num_experts, dtype).flatten(0, 1))
+        dtype, rounded = torch.float32, format.rounded
+    w_NK = _dense_by_expert(weight, num_experts, dtype).flatten(0, 1)
+    return Stack("dense", num_experts, w_NK, rounded=rounded)
 
 
 def _low_bit_multiply(
@@ -302,7 +310,8 @@ def _low_bit_multiply(
 def _low_bit_product(
     x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool
 ) -> Tensor:
-    """Multiply each expert's rows by its codes, one expert after the other."""
+    """Multiply each expert's rows by its codes, one expert after the other. Experts without rows
+    are left out."""
     experts = weight.derive("experts", lambda q: tuple(_split_experts(q, num_experts)))
     return torch.cat(
         [

@@ -63,6 +63,7 @@ class Packed:
     window: int = 0
 
     def forward(self, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> tuple[Tensor, Tensor]:
+        # without dropout; a window's end at the query makes it causal, too
         o_CHd, lse_HC, *_ = torch.ops.aten._flash_attention_forward(
             q_CHd, k_TGd, v_TGd, *self._places, 0.0, self.window == 0, False, **self._window
         )
@@ -178,6 +179,8 @@ def with_sinks(
 
 
 class _WithSinks(torch.autograd.Function):
+    """A kernel's attention, with the sinks and the gradients of the module's formulas."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -62,21 +62,21 @@ def why_hub_is_silent() -> str:
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set, and "
-    error_names: list[str] = []
+    results: list[str] = []  # the name of the thread's error, "" for an answer; empty as it waits
 
     def ask() -> None:
         try:
             get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
-            error_names.append("")
+            results.append("")
         except Exception as error:  # any network failure
-            error_names.append(type(error).__name__)
+            results.append(type(error).__name__)
 
     thread = threading.Thread(target=ask, daemon=True)  # a name lookup may take long
     thread.start()
     thread.join(HUB_SECONDS)
-    if error_names == [""]:
+    if results == [""]:
         return ""
-    error_note = f" ({error_names[0]})" if error_names else ""
+    error_note = f" ({results[0]})" if results else ""
     return f"the hub at {constants.ENDPOINT} does not answer within {HUB_SECONDS:g} s{error_note}, and "
 
 

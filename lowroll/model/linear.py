@@ -69,16 +69,16 @@ class Linear(nn.Module):
 
     def quantized(self, format: str) -> QTensor:
         """Return the weight in a plain `format`: the learner's own codes, if it has them."""
-        weight = self.weight
         if self.aligned is not None and self.aligned.format == format:
             return self.aligned
-        if isinstance(weight, QTensor):
-            if weight.format == format:
-                return weight
-            if (same_codes := weight.seen_as(format)) is not None:
-                return same_codes.clone()
-            weight = nn.Parameter(weight.dequantize(), requires_grad=False)
-        return get_format(format).quantize(weight)
+        if not isinstance(self.weight, QTensor):
+            return get_format(format).quantize(self.weight)
+        if self.weight.format == format:
+            return self.weight
+        same_codes = self.weight.seen_as(format)
+        if same_codes is not None:
+            return same_codes.clone()
+        return get_format(format).quantize(self.weight.dequantize())
 
     @property
     def codes(self) -> QTensor | None:

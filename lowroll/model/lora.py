@@ -114,6 +114,7 @@ def attach(
 def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> None:
     """Check an adapter for a model of this spec. Raises ValueError under the same conditions as
     `attach`."""
+    # a text, whose letters would count as targets, is one unknown name
     unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(_NAMES))
     if unknown or not targets:
         raise ValueError(
@@ -126,10 +127,10 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
             f"{spec.architecture}, which take no adapter; choose out of {', '.join(TARGETS[:4])}"
         )
     parts = list(features_read(spec))
-    meant = {
-        name for part in adapted_parts(parts, targets) for name in (part, *FUSED.get(part, ()))
-    }
-    if absent := sorted(set(targets) - meant):
+    present: set[str] = set()  # the names that adapted parts have, here or where they are not fused
+    for part in adapted_parts(parts, targets):
+        present |= {part, *FUSED.get(part, ())}
+    if absent := sorted(set(targets) - present):
         raise ValueError(
             f"lora_target_modules: {spec.architecture} has no {', '.join(absent)}; choose out of "
             f"{', '.join(parts)}"
@@ -176,7 +177,8 @@ def merge(model: Transformer) -> Transformer:
         with torch.no_grad():
             for part in linear.adapter.a:
                 update = linear.adapter.b[part] @ linear.adapter.a[part] * linear.adapter.scaling
-                linear.weight[linear.rows(part)] = linear.weight[linear.rows(part)].float() + update
+                rows = linear.rows(part)
+                linear.weight[rows] = linear.weight[rows].float() + update  # rounded to its dtype
         linear.adapter = None
     return model
 
@@ -209,14 +211,17 @@ def wanted(model: Transformer, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def are_whole_targets(lacking: Set[str], every: Set[str]) -> bool:
-    """Return whether an adapter lacks some targets entirely, but not all."""
+    """Return whether an adapter lacks some targets entirely, but not all. lacking, every: names of
+    tensors, PEFT's."""
     targets = {name.split(".")[-3] for name in lacking}
-    return lacking == {name for name in every if name.split(".")[-3] in targets} != every
+    of_targets = {name for name in every if name.split(".")[-3] in targets}
+    return lacking == of_targets and of_targets != every
 
 
 def pairs(
     linear: str, adapter: Adapter, tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return (A, B) of each part of a layer that PEFT's tensors have."""
     names = {part: _peft_names(linear, part) for part in adapter.a}
     return {part: (tensors[a], tensors[b]) for part, (a, b) in names.items() if a in tensors}
 
@@ -364,9 +369,8 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
     attach(model, rank, alpha, targets)
     with torch.no_grad():
         for name, p in _named_parameters(model):
-            p.copy_(
-                tensors[name] / input_scale if name.endswith(_LORA_A_AFTER_NORM) else tensors[name]
-            )
+            reads_scaled = name.endswith(_LORA_A_AFTER_NORM)
+            p.copy_(tensors[name] / input_scale if reads_scaled else tensors[name])
     return model
 
 

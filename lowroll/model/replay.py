@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lowroll.model.attention import Attend, AttentionInputs, suffixes, upload, varlen
+from lowroll.model.attention import Attend, AttentionInputs, inverse, suffixes, upload, varlen
 from lowroll.types import Evictions
 
 MOST_MARKED = 1 << 20  # stretches x heads x positions processed at once
@@ -147,8 +147,7 @@ def replayed(
     dense_D = upload(torch.tensor(dense_tokens), device)
     # outputs come dense ones first, then by portion; `back_T` brings them to the packed order
     order_T = torch.cat([dense_D, *(portion.queries_C for portion in portions)])
-    back_T = torch.empty_like(order_T)
-    back_T[order_T] = torch.arange(len(order_T), device=order_T.device)
+    back_T = inverse(order_T)
 
     def attend(layer: int, inputs: AttentionInputs) -> Tensor:
         assert inputs.sinks_H is None, "a model with sinks has no bounded cache"

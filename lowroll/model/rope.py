@@ -62,6 +62,7 @@ def _kept_yarn(rope: Rope, scaling: RopeScaling) -> Tensor:
     within the original context, none of those that make `low`, linearly in between."""
 
     def pair_of(turns: float) -> float:
+        """Return which pair makes so many turns within the original context."""
         context = scaling.original_max_position
         return rope.dims * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -84,17 +85,15 @@ def head_order(spec: ModelSpec) -> Tensor | None:
 
 
 def _order(rope: Rope, head_dim: int) -> tuple[int, ...]:
-    """Return the numbers that make first halves of pairs, then those that make the second."""
-    step, second = (2, 1) if rope.interleaved else (1, rope.dims // 2)
-    firsts = [step * pair for pair in range(rope.dims // 2)]
-    rest = list(range(rope.dims, head_dim))
-    middle = len(rest) // 2
-    return (
-        *firsts,
-        *rest[:middle],
-        *(first + second for first in firsts),
-        *rest[middle:],
-    )
+    """Return a head's numbers in the kernels' order: the firsts of all pairs, then the seconds.
+    Numbers that are not rotated make pairs, too, whose frequency is 0."""
+    if rope.interleaved:
+        firsts, seconds = range(0, rope.dims, 2), range(1, rope.dims, 2)
+    else:
+        firsts, seconds = range(rope.dims // 2), range(rope.dims // 2, rope.dims)
+    unrotated = range(rope.dims, head_dim)
+    middle = len(unrotated) // 2
+    return (*firsts, *unrotated[:middle], *seconds, *unrotated[middle:])
 
 
 def rotations(pos_T: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ import math
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Block, Transformer
@@ -67,21 +68,30 @@ def scale(model: Transformer, s: float) -> Transformer:
             )
     for block in model.blocks:
         assert isinstance(block, Block)
-        experts = block.experts
-        if experts is None:
-            mlp = [block.gate_up.weight]
-        else:
-            mlp = [experts.gate_up.weight, experts.router.weight]
-            mlp += [block.gate_up.weight] if block.has_shared_expert else []
-            mlp += [] if block.shared_gate is None else [block.shared_gate]
-        if block.delta is None:
-            mixer = [block.qkv.weight]
-        else:
-            mixer = [block.delta.qkvz.weight, block.delta.ba_weight]
-        for norm, readers in zip(block.pre_norms, (mixer, mlp), strict=True):
+        readers_of_norms = (_mixer_readers(block), _mlp_readers(block))
+        for norm, readers in zip(block.pre_norms, readers_of_norms, strict=True):
             norm.weight.copy_((norm.weight.float() + norm.offset) * s - norm.offset)
             for weight in readers:
                 assert not isinstance(weight, QTensor)
                 weight.div_(s)
     model.spec = replace(model.spec, config={**model.spec.config, KEY: s})
     return model
+
+
+def _mixer_readers(block: Block) -> list[nn.Parameter | QTensor]:
+    """Return the matrices that read the norm in front of attention."""
+    if block.delta is None:
+        return [block.qkv.weight]
+    return [block.delta.qkvz.weight, block.delta.ba_weight]
+
+
+def _mlp_readers(block: Block) -> list[nn.Parameter | QTensor]:
+    """Return the matrices that read the norm in front of the MLP."""
+    if block.experts is None:
+        return [block.gate_up.weight]
+    readers = [block.experts.gate_up.weight, block.experts.router.weight]
+    if block.has_shared_expert:
+        readers.append(block.gate_up.weight)
+    if block.shared_gate is not None:
+        readers.append(block.shared_gate)
+    return readers

@@ -5,7 +5,7 @@ Legend: T packed tokens, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -61,32 +61,33 @@ def score(
         except ValueError as error:
             raise ValueError(f"evictions[{i}].{error}") from None
     scores: list[Tensor] = []
-    batch: list[int] = []
-    for i in range(len(sequences)):
-        batch.append(i)
-        if (
-            i + 1 == len(sequences)
-            or sum(len(sequences[j]) for j in [*batch, i + 1]) > tokens_per_batch
-        ):
-            scores += _score_packed(
-                model,
-                [sequences[j] for j in batch],
-                [prompt_lens[j] for j in batch],
-                temperature,
-                [evictions_by_sequence[j] for j in batch],
-            )
-            batch = []
+    for batch in _batches([len(ids) for ids in sequences], tokens_per_batch):
+        scores += _score_packed(
+            model, sequences[batch], prompt_lens[batch], temperature, evictions_by_sequence[batch]
+        )
     return scores
+
+
+def _batches(lengths: list[int], tokens_per_batch: int) -> Iterator[slice]:
+    """Yield consecutive sequences that have up to so many tokens, or one that has more."""
+    first = num_tokens = 0
+    for i, length in enumerate(lengths):
+        if i > first and num_tokens + length > tokens_per_batch:
+            yield slice(first, i)
+            first, num_tokens = i, 0
+        num_tokens += length
+    if lengths:
+        yield slice(first, len(lengths))
 
 
 def _score_packed(
     model: Transformer,
-    sequences: list[Sequence[int]],
-    prompt_lens: list[int],
+    sequences: Sequence[Sequence[int]],
+    prompt_lens: Sequence[int],
     temperature: float,
-    evictions: list[Evictions | None],
+    evictions: Sequence[Evictions | None],
 ) -> list[Tensor]:
-    """Score sequences in one packed forward pass."""
+    """Return the log-probs of each response's tokens, in one packed forward pass."""
     lengths = [len(ids) for ids in sequences]
     ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
     pos_T = torch.tensor([pos for length in lengths for pos in range(length)], device=model.device)
@@ -99,6 +100,7 @@ def _score_packed(
         hidden_TD, model.lm_head_weight, ids_T.roll(-1), temperature, exact=model.exact
     )
     sequence_logps = logp_T.split(lengths)
+    # a token's log-prob stands at the token before it
     return [
         logp[prompt_len - 1 : -1].clone()
         for logp, prompt_len in zip(sequence_logps, prompt_lens, strict=True)

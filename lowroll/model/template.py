@@ -188,12 +188,13 @@ def _exchange(child: subprocess.Popen[bytes], request: bytes, seconds: float) ->
                     remaining = _write(to_child, remaining)
                     if not remaining:
                         selector.unregister(to_child)
-                elif not (piece := os.read(from_child, 1 << 20)):
+                    continue
+                piece = os.read(from_child, 1 << 20)
+                if not piece:
                     raise Ended(
                         f"chat template: its process ended; it may use {MEMORY_MB} MB of memory"
                     )
-                else:
-                    reply += piece
+                reply += piece
     message: dict[str, Any] = json.loads(reply)
     return message
 

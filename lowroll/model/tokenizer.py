@@ -76,7 +76,8 @@ def _check_files(folder: Path) -> None:
     for name, content in contents.items():
         if not isinstance(content, dict):
             raise ValueError(f"{folder / name}: expected a JSON object")
-    path, config = folder / _SMALL_FILES[0], contents.get(_SMALL_FILES[0], {})
+    config_name = "tokenizer_config.json"
+    path, config = folder / config_name, contents.get(config_name, {})
     if "auto_map" in config:
         raise ValueError(
             f"{path}: auto_map: the tokenizer brings its own code, and lowroll runs none"
@@ -90,12 +91,8 @@ def _check_files(folder: Path) -> None:
         )
     for key, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
-        if (
-            key.endswith("_token")
-            and not key.startswith("add_")
-            and value is not None
-            and not isinstance(text, str)
-        ):
+        names_token = key.endswith("_token") and not key.startswith("add_")
+        if names_token and value is not None and not isinstance(text, str):
             raise ValueError(
                 f"{path}: {printable(key)}: expected a token's text, got {printable(repr(value))}"
             )
@@ -175,22 +172,23 @@ class ChatTokenizer:
         """
         text = self._behind_calls(messages, said) or self._behind([*_MARKED_TURN, *messages], True)
         eos = str(self.tokenizer.special_tokens_map.get("eos_token") or "")
-        # a special token first: the text after it is then tokenized as within a whole text
-        for end_token in filter(None, (self._end, eos)):
-            if text.startswith(end_token):
-                ids = self._encode(text)
-                return ids[1:] if self._is_end(after) else ids
-        return self._encode(f"{eos}{text}")[1:] if eos else self._encode(text)
+        # A text that begins with a special token is tokenized as within a whole conversation.
+        end_tokens = [token for token in (self._end, eos) if token]
+        if text.startswith(tuple(end_tokens)):
+            ids = self._encode(text)
+            return ids[1:] if self._is_end(after) else ids
+        if not eos:
+            return self._encode(text)
+        return self._encode(f"{eos}{text}")[1:]  # the eos is there for the tokenizer alone
 
     def check_turns(self) -> None:
         """Raise ValueError unless the template can continue a drawn turn: what it adds must not
         depend on earlier turns, and must show the messages that follow."""
         next_message = {"role": "user", "content": _NEXT_MARK}
-        suffixes = [
-            self._behind([*earlier, *_MARKED_TURN, next_message], True)
-            for earlier in ([], [*_EARLIER_MESSAGES, {"role": "assistant", "content": "b"}])
-        ]
-        if suffixes[0] != suffixes[1] or _NEXT_MARK not in suffixes[0]:
+        earlier_turn = [*_EARLIER_MESSAGES, {"role": "assistant", "content": "b"}]
+        in_short = self._behind([*_MARKED_TURN, next_message], True)
+        in_long = self._behind([*earlier_turn, *_MARKED_TURN, next_message], True)
+        if in_short != in_long or _NEXT_MARK not in in_short:
             raise ValueError(
                 "chat template: what it puts behind an assistant's turn is another text in a longer "
                 "conversation, so that a conversation of several turns cannot go on from the tokens "
@@ -208,9 +206,9 @@ class ChatTokenizer:
     def _end(self) -> str:
         """The special token that the template puts after the assistant's text, or ""."""
         first_ids = self._encode(self._closing)[:1]
-        return (
-            self.tokenizer.decode(first_ids) if first_ids and self._is_special(first_ids[0]) else ""
-        )
+        if not first_ids or not self._is_special(first_ids[0]):
+            return ""
+        return self.tokenizer.decode(first_ids)
 
     @cached_property
     def _closing(self) -> str:
@@ -218,26 +216,24 @@ class ChatTokenizer:
         return self._behind(_MARKED_TURN, False)
 
     def _behind_calls(self, messages: list[Message], said: Message | None) -> str:
-        """Return the text that the template puts after a turn with tool calls; "" without calls, or
-        if it cannot be separated from the turn."""
+        """Return the text that the template puts after the turn `said` for the following messages;
+        "" without calls, or if it cannot be separated from the turn.
+
+        The mark of `_behind` cannot stand in calls, so the turn is rendered alone to find its end.
+        """
         if said is None or not said.get("tool_calls"):
             return ""
-        calls = [
-            *_EARLIER_MESSAGES,
-            {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]},
-        ]
-        rendered_turn, rendered_all = (
-            self.render(calls, False),
-            self.render([*calls, *messages], True),
-        )
-        turn_end = (
-            rendered_turn.rfind(self._end) if self._end else len(rendered_turn) - len(self._closing)
-        )
-        return (
-            rendered_all[turn_end:]
-            if turn_end > 0 and rendered_all.startswith(rendered_turn[:turn_end])
-            else ""
-        )
+        turn = {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}
+        conversation = [*_EARLIER_MESSAGES, turn]
+        rendered_turn = self.render(conversation, False)
+        rendered_all = self.render([*conversation, *messages], True)
+        if self._end:
+            turn_end = rendered_turn.rfind(self._end)
+        else:
+            turn_end = len(rendered_turn) - len(self._closing)
+        if turn_end <= 0 or not rendered_all.startswith(rendered_turn[:turn_end]):
+            return ""
+        return rendered_all[turn_end:]
 
     def _is_end(self, turn: Turn) -> bool:
         """Return whether a turn ended with a token that stands for the template's end."""

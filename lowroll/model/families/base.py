@@ -202,8 +202,8 @@ def rope_of(
     values: Values, rope: Values | None = None, partial: bool = False, interleaved: bool = False
 ) -> Rope:
     """Return the rotary positions that the configuration's `rope_parameters`, or those given, ask
-    for. partial: whether the family knows heads that are rotated in part. ValueError for a rope_type
-    that is not supported."""
+    for. partial: whether the family knows heads that are rotated in part. interleaved: as in
+    `Rope`. ValueError for a rope_type that is not supported."""
     rope = values["rope_parameters"] if rope is None else rope
     if not isinstance(rope, Mapping) or "rope_type" not in rope:
         raise ValueError(
@@ -231,10 +231,10 @@ def _scaling(values: Values, rope: Values) -> RopeScaling | None:
         if kind == "llama3":
             return RopeScaling(
                 kind,
-                positive(rope, "factor"),
-                integer(rope, "original_max_position_embeddings"),
-                positive(rope, "low_freq_factor"),
-                positive(rope, "high_freq_factor"),
+                factor=positive(rope, "factor"),
+                original_max_position=integer(rope, "original_max_position_embeddings"),
+                low=positive(rope, "low_freq_factor"),
+                high=positive(rope, "high_freq_factor"),
             )
         if kind == "yarn":
             return _yarn(values, rope)
@@ -249,6 +249,7 @@ def _yarn(values: Values, rope: Values) -> RopeScaling:
     """Return YaRN's scaling (Peng et al. 2023, arXiv 2309.00071), read as transformers reads it."""
 
     def magnitude(scale: float, weight: float = 1.0) -> float:
+        """Return the paper's factor of cos and sin for contexts `scale` times as long."""
         return 1.0 if scale <= 1 else 0.1 * weight * log(scale) + 1.0
 
     original = integer(
@@ -256,21 +257,20 @@ def _yarn(values: Values, rope: Values) -> RopeScaling:
     )
     factor = positive(rope, "factor", integer(values, "max_position_embeddings") / original)
     if rope.get("attention_factor") is not None:
-        size = positive(rope, "attention_factor")
+        attention_factor = positive(rope, "attention_factor")
     elif rope.get("mscale") and rope.get("mscale_all_dim"):
-        size = magnitude(factor, positive(rope, "mscale")) / magnitude(
-            factor, positive(rope, "mscale_all_dim")
-        )
+        numerator = magnitude(factor, positive(rope, "mscale"))
+        attention_factor = numerator / magnitude(factor, positive(rope, "mscale_all_dim"))
     else:
-        size = magnitude(factor)
+        attention_factor = magnitude(factor)
     return RopeScaling(
         "yarn",
-        factor,
-        original,
-        positive(rope, "beta_slow", 1.0),
-        positive(rope, "beta_fast", 32.0),
-        size,
-        rope.get("truncate") is not False,
+        factor=factor,
+        original_max_position=original,
+        low=positive(rope, "beta_slow", 1.0),
+        high=positive(rope, "beta_fast", 32.0),
+        magnitude=attention_factor,
+        truncate=rope.get("truncate") is not False,
     )
 
 

@@ -51,7 +51,7 @@ def gemma3_text(values: Values) -> dict[str, Any]:
         "query_scale": (head_dim(values) / positive(values, "query_pre_attn_scalar")) ** 0.5,
         "ropes": ropes_by_type(values),
         "layers": tuple(
-            LayerSpec(int(is_sliding), layer.window)
+            LayerSpec(rope=int(is_sliding), window=layer.window)  # full layers' rope is the first
             for is_sliding, layer in zip(sliding, windows, strict=True)
         ),
     }

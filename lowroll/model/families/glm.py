@@ -46,7 +46,8 @@ def glm4(values: Values) -> dict[str, Any]:
 
 def glm4_moe(values: Values) -> dict[str, Any]:
     mixture = experts(values)
-    layers, dense = integer(values, "num_hidden_layers"), count(values, "first_k_dense_replace")
+    layers = integer(values, "num_hidden_layers")
+    dense = count(values, "first_k_dense_replace")
     if dense >= layers:
         raise ValueError(f"first_k_dense_replace: {dense} of {layers} layers leave none to experts")
     drafts = count(values, "num_nextn_predict_layers")
@@ -70,6 +71,7 @@ def glm4_moe(values: Values) -> dict[str, Any]:
 def _scores(values: Values, num_experts: int, choices: int) -> SigmoidScores:
     """Return the scores of the router. A group's score is the sum of its two best experts'."""
     groups, kept = integer(values, "n_group"), integer(values, "topk_group")
+    # two experts a group at least, for the group's score
     if num_experts % groups or num_experts < 2 * groups:
         raise ValueError(f"n_group: {num_experts} experts do not make {groups} groups of 2 or more")
     if kept > groups:
@@ -78,4 +80,5 @@ def _scores(values: Values, num_experts: int, choices: int) -> SigmoidScores:
         raise ValueError(
             f"num_experts_per_tok: {choices} are more than the experts of {kept} groups (topk_group)"
         )
-    return SigmoidScores(groups, kept, positive(values, "routed_scaling_factor"))
+    scale = positive(values, "routed_scaling_factor")
+    return SigmoidScores(groups=groups, groups_kept=kept, scale=scale)

@@ -65,9 +65,9 @@ def experts(values: Values) -> MixtureSpec:
     if choices > count:
         raise ValueError(f"num_experts_per_tok: a token cannot have {choices} of {count} experts")
     return MixtureSpec(
-        count,
-        choices,
-        integer(values, "moe_intermediate_size"),
+        num_experts=count,
+        experts_per_token=choices,
+        expert_size=integer(values, "moe_intermediate_size"),
         # Qwen3.5 has no such key, and always does
         renormalize=flag({"norm_topk_prob": True, **values}, "norm_topk_prob"),
     )

@@ -18,7 +18,7 @@ def smollm3(values: Values) -> dict[str, Any]:
         **biases(values),
         "mlp_bias": flag(values, "mlp_bias"),
         "layers": tuple(
-            LayerSpec(0 if has_rope else None, layer.window)
+            LayerSpec(rope=0 if has_rope else None, window=layer.window)
             for has_rope, layer in zip(rotated, windows, strict=True)
         ),
     }
