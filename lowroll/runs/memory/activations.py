@@ -62,38 +62,40 @@ class Learning:
     @classmethod
     def of(cls, cfg: RunConfig, compute: Compute, model: Transformer) -> Learning:
         """Return a run's learner. model: its shapes."""
-        train, low = cfg.train, dict.fromkeys(("qkv", "o", "gate_up", "down"), 0)
-        for name, linear in model.linears():
-            kind = name.rpartition(".")[2]
-            low[kind] = train.lora_rank * len(adapted(cfg, linear))
-        codes = not get_format(compute.format(cfg.forward_weights or cfg.rollout.weights)).dense
-        codes = codes and (train.lora or train.forward != "dense")
+        train = cfg.train
+        low = dict.fromkeys(("qkv", "o", "gate_up", "down"), 0)
+        for name, linear in model.linears():  # a layer has the same adapter in all blocks
+            layer = name.rpartition(".")[2]
+            low[layer] = train.lora_rank * len(adapted(cfg, linear))
+        item = compute.dtype.itemsize
+        forward_format = get_format(compute.format(cfg.forward_weights or cfg.rollout.weights))
+        dequantizes = not forward_format.dense and (train.lora or train.forward != "dense")
         return cls(
-            model.spec,
-            compute.dtype.itemsize,
-            compute.device.type == "cuda",
-            train.lora,
-            low,
-            train.sized().activation_checkpointing or False,
-            largest(model) * compute.dtype.itemsize if codes else 0,
-            _uses_rotation_kernel(compute, model.spec),
+            spec=model.spec,
+            item=item,
+            fused=compute.device.type == "cuda",
+            lora=train.lora,
+            low=low,
+            checkpointing=train.sized().activation_checkpointing or False,
+            dense=largest(model) * item if dequantizes else 0,
+            turned=_uses_rotation_kernel(compute, model.spec),
         )
 
     def kept(self, tokens: int) -> int:
-        """Return the bytes when a micro-batch's backward pass begins."""
+        """Return the bytes that autograd keeps when the backward pass of a micro-batch of so many
+        tokens begins."""
         spec = self.spec
-        outer_bytes = (
-            (2 * spec.hidden_size) * self.item
-            + self._norm_extra(1)
-            + FLOAT * spec.head_dim * (len(spec.ropes) + 1)  # and of layers without positions
-        )
-        if self.checkpointing is True:
+        last_norm = 2 * spec.hidden_size * self.item + self._norm_extra(1)
+        rotations = FLOAT * spec.head_dim * (len(spec.ropes) + 1)  # and of layers without positions
+        outer_bytes = last_norm + rotations
+        if self.checkpointing is True:  # each block keeps its input, and where the slots are
             blocks_bytes = spec.num_layers * spec.hidden_size * self.item
             blocks_bytes += spec.layers_with_experts * self._places(tokens)
             return tokens * (outer_bytes + blocks_bytes)
         blocks_bytes = sum(count * self.block(tokens, mixes) for mixes, count in self._kinds)
         recomputed = 0
         if self.fused and not spec.mixture.num_experts and not self._keeps_all_of_mlp:
+            # The first blocks compute gate and up again (`trainer.recompute`).
             layers = spec.num_layers
             num_recomputed = sum(i < self.checkpointing * layers for i in range(layers))
             recomputed = num_recomputed * 2 * spec.intermediate_size * self.item
@@ -101,7 +103,7 @@ class Learning:
 
     @property
     def _kinds(self) -> list[tuple[bool, int]]:
-        """Whether a kind of block has experts, and the number of such blocks."""
+        """The model's kinds of blocks: (whether it has experts, how many such blocks there are)."""
         mixtures = self.spec.layers_with_experts
         kinds = [(True, mixtures), (False, self.spec.num_layers - mixtures)]
         return [(mixes, count) for mixes, count in kinds if count]
@@ -123,27 +125,39 @@ class Learning:
         return max(self._block_backward(tokens, mixes) for mixes, _ in self._kinds)
 
     def _block_backward(self, tokens: int, mixes: bool) -> int:
-        spec, item = self.spec, self.item
+        """Return the bytes beside `kept` while one block, with experts if it `mixes`, runs
+        backward."""
         if mixes:
-            peak = tokens * item * self._experts_backward() + self.dense
+            peak = tokens * self.item * self._experts_backward() + self.dense
         else:
-            intermediate = spec.intermediate_size
-            gates = 4 * intermediate + spec.hidden_size
-            product = 2 * intermediate + 2 * spec.hidden_size
-            already_read = 2 * spec.hidden_size  # the last norm's part of `kept`
-            peak = max(tokens * item * (gates - already_read), tokens * item * product + self.dense)
-            if self.fused and self.checkpointing == 1 and self.checkpointing is not True:
-                peak += tokens * item * 2 * intermediate
-        if self.checkpointing is True:
-            peak += tokens * (self.block(tokens, mixes) + item * self._not_made_again(mixes))
+            peak = self._mlp_backward(tokens)
+        if self.checkpointing is True:  # the block first runs forward again, and keeps all
+            forward_numbers = self._not_made_again(mixes)
+            peak += tokens * (self.block(tokens, mixes) + self.item * forward_numbers)
+        return peak
+
+    def _mlp_backward(self, tokens: int) -> int:
+        """Return the bytes of a dense MLP's backward pass, at the fuller of two moments: the
+        gradients of gate and up, or a product with a matrix."""
+        hidden, intermediate = self.spec.hidden_size, self.spec.intermediate_size
+        number = tokens * self.item  # bytes of one number of every token
+        last_norm = 2 * hidden  # its part of `kept` is free by then
+        gates_bytes = number * (4 * intermediate + hidden - last_norm)
+        product_bytes = number * (2 * intermediate + 2 * hidden) + self.dense
+        peak = max(gates_bytes, product_bytes)
+        # A share of 1 is not True: all blocks compute gate and up again, one at a time.
+        if self.fused and self.checkpointing == 1 and self.checkpointing is not True:
+            peak += number * 2 * intermediate
         return peak
 
     def _not_made_again(self, mixes: bool) -> int:
-        """Return how many more numbers of a token are kept without recomputation."""
+        """Return the numbers of a token that a block run again as a whole keeps beside `block`:
+        there the outputs of norms and of SwiGLU are not recomputed one by one."""
         spec = self.spec
-        is_kept_anyway = self._keeps_all_of_mlp or (self.fused and not self.lora)
-        mlp_size = spec.mixture.shared_size if mixes else spec.intermediate_size
-        return self._num_pre_norms * spec.hidden_size + (0 if is_kept_anyway else mlp_size)
+        norm_outputs = self._num_pre_norms * spec.hidden_size
+        if self._keeps_all_of_mlp or (self.fused and not self.lora):
+            return norm_outputs  # the MLP's is in `block`
+        return norm_outputs + (spec.mixture.shared_size if mixes else spec.intermediate_size)
 
     @property
     def _num_pre_norms(self) -> int:
@@ -169,32 +183,40 @@ class Learning:
         return norms * norm_bytes
 
     def _attention(self) -> int:
+        """Return the bytes of a token in attention, as in the table above."""
         spec, item = self.spec, self.item
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        kept_bytes = (2 * q + 2 * kv) * item + FLOAT * spec.num_heads
+        qkv_bytes = (q + 2 * kv) * item
+        kept_bytes = (2 * q + 2 * kv) * item  # q, k and v as rotated, and the output
+        kept_bytes += FLOAT * spec.num_heads  # log-sum-exp
         if self.fused:
-            return kept_bytes + ((q + 2 * kv) * item if spec.qk_norm else 0)
+            return kept_bytes + qkv_bytes if spec.qk_norm else kept_bytes
         if not self.turned:
-            kept_bytes += (q + kv) * item  # qkv, because v is a view of it
+            kept_bytes += (q + kv) * item  # qkv without v, which is counted as a view of it
         is_whole = spec.qk_norm == "whole"
         if is_whole and item == FLOAT:
-            kept_bytes += (q + 2 * kv) * item  # what the norms read, beside what they give
+            kept_bytes += qkv_bytes  # what the norms read, beside what they give
         if spec.qk_norm:
-            copies = (item < FLOAT) + (not self.lora)
+            copies = (item < FLOAT) + (not self.lora)  # as `_norm_extra`
             statistics = 2 if is_whole else spec.num_heads + spec.num_kv_heads
             kept_bytes += copies * FLOAT * (q + kv) + FLOAT * statistics
         return kept_bytes
 
     def _mlp(self, mlp_size: int) -> int:
-        numbers = 4 if self._keeps_all_of_mlp else 2 if self.fused else 3
+        """Return the bytes of a token in a dense MLP, as in the table above."""
+        if self._keeps_all_of_mlp:
+            numbers = 4
+        else:
+            numbers = 2 if self.fused else 3
         return numbers * mlp_size * self.item
 
     def _experts(self, tokens: int) -> int:
+        """Return the bytes of a token in a mixture of experts, the shared one included."""
         mixture, hidden, item = self.spec.mixture, self.spec.hidden_size, self.item
         slots, intermediate = mixture.experts_per_token, mixture.expert_size
-        kept_bytes = (
-            slots * (2 * intermediate + hidden) * item + 2 * FLOAT * slots + self._places(tokens)
-        )
+        kept_bytes = slots * (2 * intermediate + hidden) * item  # gate, up and what down gives
+        kept_bytes += 2 * FLOAT * slots  # weights
+        kept_bytes += self._places(tokens)
         if not self.fused:  # probabilities, and the order of all experts
             scores = 2 if mixture.scores is not None else 3
             kept_bytes += scores * FLOAT * mixture.num_experts
@@ -202,10 +224,12 @@ class Learning:
             kept_bytes += slots * intermediate * item
         if not self.lora and mixture.has_biases:  # the expert of each row, for two biases
             kept_bytes += 2 * slots * 8
-        if not self.lora:
+        if not self.lora:  # inputs of the products, for the gradients of their weights
             kept_bytes += slots * (hidden + intermediate) * item
-            kept_bytes += FLOAT * hidden if item < FLOAT and not self.fused else 0
-        kept_bytes += hidden * item if mixture.gates_shared else 0
+        if not self.lora and not self.fused and item < FLOAT:
+            kept_bytes += FLOAT * hidden
+        if mixture.gates_shared:
+            kept_bytes += hidden * item
         return kept_bytes + self._mlp(mixture.shared_size)
 
     def _places(self, tokens: int) -> int:
@@ -215,19 +239,18 @@ class Learning:
         return 2 * slots * (4 if uses_int32 else 8)
 
     def _experts_backward(self) -> int:
-        """Return the numbers of a token in the gradients of the slots' inputs, gates and
-        outputs."""
+        """Return the numbers of a token in the gradients of the slots, at the fullest of three
+        moments: those of their inputs, of their outputs or of their gates."""
         mixture, hidden = self.spec.mixture, self.spec.hidden_size
         slots, intermediate = mixture.experts_per_token, mixture.expert_size
+        input_numbers = hidden + 2 * intermediate
         output_numbers = (2 if self.fused else 4) * hidden  # of the slots' sum
+        if not self.lora:
+            output_numbers += intermediate
         gate_numbers = 0
         if mixture.clamped_gate is not None:  # gradients, and four tensors in float32
             gate_numbers = (3 + 4 * FLOAT // self.item) * intermediate
-        return slots * max(
-            hidden + 2 * intermediate,
-            output_numbers + (0 if self.lora else intermediate),
-            gate_numbers,
-        )
+        return slots * max(input_numbers, output_numbers, gate_numbers)
 
 
 def _uses_rotation_kernel(compute: Compute, spec: ModelSpec) -> bool:
@@ -238,44 +261,49 @@ def _uses_rotation_kernel(compute: Compute, spec: ModelSpec) -> bool:
 
 
 def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learns: bool) -> int:
-    """Return the bytes of log-probs and gradients, chunk by chunk (`model.logprobs`). learns:
-    whether the lm_head does."""
+    """Return the bytes while log-probs of `tokens` are made and differentiated, chunk by chunk
+    (`model.logprobs`). learns: whether the lm_head does."""
+    on_cuda, item = compute.device.type == "cuda", compute.dtype.itemsize
+    logit_item = FLOAT if on_cuda else item
     chunk = min(cfg.train.sized().logprob_chunk or 0, tokens)
-    item = compute.dtype.itemsize
-    logit_bytes = FLOAT if compute.device.type == "cuda" else item
-    rows = chunk * spec.vocab_size
-    chunk_bytes = rows * (logit_bytes + item)
-    if compute.device.type != "cuda":  # float32 logits of some rows, and their product
+    chunk_logits = chunk * spec.vocab_size
+    chunk_bytes = chunk_logits * (logit_item + item)  # with their gradient
+    if not on_cuda:  # float32 logits of some rows, and their product
         copies = 1 if item == FLOAT else 3
-        chunk_bytes += copies * FLOAT * min(rows, max(AT_ONCE, spec.vocab_size))
-    hidden = tokens * spec.hidden_size * item
+        chunk_bytes += copies * FLOAT * min(chunk_logits, max(AT_ONCE, spec.vocab_size))
+    hidden_bytes = tokens * spec.hidden_size * item
     if not learns:
-        return chunk_bytes + hidden
-    head = spec.vocab_size * spec.hidden_size
-    kept_bytes = 0
-    if compute.device.type == "cuda" and item < FLOAT:
-        kept_bytes = min(KEPT, -(-tokens // chunk)) * rows * item
-    forward = kept_bytes + rows * logit_bytes
-    return max(forward, kept_bytes + FLOAT * head, chunk_bytes + (FLOAT + item) * head) + hidden
+        return chunk_bytes + hidden_bytes
+    kept_bytes = 0  # gradients of the last chunks' logits, from forward to backward pass
+    if on_cuda and item < FLOAT:
+        num_chunks = -(-tokens // chunk)
+        kept_bytes = min(KEPT, num_chunks) * chunk_logits * item
+    head_size = spec.vocab_size * spec.hidden_size
+    forward = kept_bytes + chunk_logits * logit_item
+    kept_backward = kept_bytes + FLOAT * head_size
+    remade_backward = chunk_bytes + (FLOAT + item) * head_size  # of a chunk that was not kept
+    return max(forward, kept_backward, remade_backward) + hidden_bytes
 
 
 def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> int:
     """Return the bytes of replayed caches (`model.replay`): which compaction dropped each key,
-    copies of what precedes the first, and a portion's gathered keys and values."""
+    copies of what precedes the first, and the keys and values gathered for a group of stretches,
+    each with its marks."""
     cache = cfg.rollout.cache
     if not (cfg.train.replay_kv and cache.evicts):
         return 0
-    policy, item = caches.policy(cfg), compute.dtype.itemsize
-    cache_tokens = policy.room(0)
+    item = compute.dtype.itemsize
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    cache_tokens = caches.policy(cfg).room(0)
     longest = min(spec.max_position, cfg.train.longest)
-    portions = max(1, MOST_MARKED // (spec.num_kv_heads * longest))
+    # A compaction's number is a byte for each key and head.
+    compactions = tokens * spec.num_kv_heads
     unevicted_tokens = min(tokens, round(tokens * cache_tokens / longest))
-    return (
-        spec.num_layers * (tokens * spec.num_kv_heads + unevicted_tokens * (2 * q + 2 * kv) * item)
-        + portions * cache_tokens * 2 * kv * item
-        + 3 * 8 * MOST_MARKED
-    )
+    copies = unevicted_tokens * (2 * q + 2 * kv) * item
+    stretches = max(1, MOST_MARKED // (spec.num_kv_heads * longest))
+    gathered = stretches * cache_tokens * 2 * kv * item
+    marks = 3 * 8 * MOST_MARKED
+    return spec.num_layers * (compactions + copies) + gathered + marks
 
 
 def generating(

@@ -20,22 +20,24 @@ Change = Mapping[tuple[str, ...], Any]  # values by sections and key
 
 def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> MemoryPlan:
     """Return the plan of a run. ValueError when it does not fit: by how much, and which settings
-    would. cached: cache tokens of a resumed run, which keeps them, so that only
-    rollout.release_cache can help."""
-    if cached is None:
-        plan = planner.plan(cfg)
-        if plan.missing:
-            raise ValueError(f"{plan.problem}; {advice(planner, cfg)}")
-        return plan
-    fixed_cfg = engines.with_rollout(cfg, cache_tokens=cached)
-    plan = planner.plan(fixed_cfg)
+    would. cached: cache tokens of a resumed run, which keeps them."""
+    if cached is not None:
+        return _check_resumed(planner, engines.with_rollout(cfg, cache_tokens=cached))
+    plan = planner.plan(cfg)
     if plan.missing:
-        fitting = [
-            change
-            for change in _release_cache(planner, fixed_cfg)
-            if _fits(planner, fixed_cfg, change)
-        ]
-        hint = "; it would fit with " + _describe(fitting[0]) if fitting else ""
+        raise ValueError(f"{plan.problem}; {advice(planner, cfg)}")
+    return plan
+
+
+def _check_resumed(planner: Planner, cfg: RunConfig) -> MemoryPlan:
+    """Return the plan of a resumed run. ValueError when it does not fit; only
+    rollout.release_cache can help, because the cache has its size already."""
+    plan = planner.plan(cfg)
+    if plan.missing:
+        hint = ""
+        for change in _release_cache(planner, cfg):
+            if _fits(planner, cfg, change):
+                hint = f"; it would fit with {_describe(change)}"
         raise ValueError(
             f"resume: a run keeps the KV cache that it began with: {plan.problem}{hint}"
         )
@@ -68,35 +70,47 @@ def _fits(planner: Planner, cfg: RunConfig, change: Change) -> bool:
 
 
 def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, MemoryPlan]:
-    """Return a minimal set of changes with which the run fits, and their plan; if it never fits,
-    all that save anything."""
+    """Return a minimal set of changes with which the run fits, as one, and the plan with it; if it
+    never fits, all that save anything."""
+    changes, plan = _add_changes(planner, cfg)
+    if not plan.missing:
+        for change in list(changes):  # a later, stronger change may make this one unneeded
+            fewer = [other_change for other_change in changes if other_change is not change]
+            smaller_plan = changed(planner, cfg, *fewer)
+            if smaller_plan is not None and not smaller_plan.missing:
+                changes, plan = fewer, smaller_plan
+    return {key: value for change in changes for key, value in change.items()}, plan
+
+
+def _add_changes(planner: Planner, cfg: RunConfig) -> tuple[list[Change], MemoryPlan]:
+    """Add one change of each knob that saves memory, until the run fits. Return the changes and
+    the plan with them: of a knob the mildest with which the run fits, else the one that saves
+    most."""
     changes: list[Change] = []
-    best = planner.plan(cfg)
+    plan = planner.plan(cfg)
     for knob in KNOBS:
-        plans = [(change, changed(planner, cfg, *changes, change)) for change in knob(planner, cfg)]
-        savings = [(change, plan) for change, plan in plans if plan and plan.peak < best.peak]
+        savings: list[tuple[Change, MemoryPlan]] = []
+        for change in knob(planner, cfg):
+            new_plan = changed(planner, cfg, *changes, change)
+            if new_plan is not None and new_plan.peak < plan.peak:
+                savings.append((change, new_plan))
         if not savings:
             continue
-        fitting = [pair for pair in savings if not pair[1].missing]
-        change, best = fitting[0] if fitting else min(savings, key=lambda pair: pair[1].peak)
+        fitting = [(change, new_plan) for change, new_plan in savings if not new_plan.missing]
+        change, plan = fitting[0] if fitting else min(savings, key=lambda saving: saving[1].peak)
         changes.append(change)
         if fitting:
             break
-    for change in list(changes):
-        fewer = [other_change for other_change in changes if other_change is not change]
-        planned = changed(planner, cfg, *fewer)
-        if planned is not None and planned.missing <= best.missing and not best.missing:
-            changes, best = fewer, planned
-    return {key: value for change in changes for key, value in change.items()}, best
+    return changes, plan
 
 
 def changed(planner: Planner, cfg: RunConfig, *changes: Change) -> MemoryPlan | None:
     """Return the plan of the changed run; None for an invalid one."""
     tree = cfg.model_dump()
     for change in changes:
-        for (*sections, key), value in change.items():
+        for (*section_names, key), value in change.items():
             section = tree
-            for name in sections:
+            for name in section_names:
                 section = section[name]
             section[key] = value
     try:
@@ -164,12 +178,11 @@ def _smaller_chunks(planner: Planner, cfg: RunConfig) -> list[Change]:
 
 def _more_checkpointing(planner: Planner, cfg: RunConfig) -> list[Change]:
     current = cfg.train.sized().activation_checkpointing or False
-    shares = (
-        []
-        if current is True
-        else [share for share in (0.25, 0.5, 0.75, 1.0) if share > current] + [True]
-    )
-    return [{("train", "activation_checkpointing"): share} for share in shares]
+    if current is True:
+        return []
+    larger_shares = [share for share in (0.25, 0.5, 0.75, 1.0) if share > current]
+    values: list[float | bool] = [*larger_shares, True]
+    return [{("train", "activation_checkpointing"): value} for value in values]
 
 
 def _smaller_microbatch(planner: Planner, cfg: RunConfig) -> list[Change]:

@@ -141,7 +141,10 @@ class Planner:
         return cls(compute, model, workloads, beside, free, total, share)
 
     def plan(self, cfg: RunConfig) -> MemoryPlan:
-        """Return the bytes of every phase, with a cache of the set size or of one that fits."""
+        """Return the bytes of every phase, with a cache of the set size or of one that fits.
+
+        Only lowroll's own engine has a cache in the plan; a vLLM's is in its share of the memory.
+        """
         device = str(self.compute.device)
         has_engines = self.share.engines > 0
         permanent = self._learner(cfg) | (self._engines(cfg) if has_engines else self._kernels())
@@ -153,18 +156,21 @@ class Planner:
         if not has_engines or cfg.rollout.engine != "native":
             return MemoryPlan(phases, self.free, device)
 
-        with_cache = ["generate"] if cfg.rollout.release_cache else ["generate", "learn", "publish"]
+        cached_phases = ["generate"]
+        if not cfg.rollout.release_cache:
+            cached_phases += ["learn", "publish"]
         usable_tokens = self._usable_tokens(cfg)
         cache_tokens, usable_by = cfg.rollout.cache_tokens, ""
         if cache_tokens is None:
-            taken_bytes = max(sum(phases[name].values()) for name in with_cache)
+            taken_bytes = max(sum(phases[name].values()) for name in cached_phases)
             cache_tokens = self._fitting_tokens(cfg, taken_bytes, usable_tokens)
             usable_by = self._together(cfg)
-        for name in with_cache:
+        for name in cached_phases:
             phases[name][CACHE] = cache_tokens * self._bytes_per_token(cfg)
         return MemoryPlan(phases, self.free, device, cache_tokens, usable_tokens, usable_by)
 
     def _together(self, cfg: RunConfig) -> str:
+        """Describe the samples of the workload that takes the largest cache."""
         page_size, max_batch, kv = cfg.rollout.page_size, cfg.rollout.max_batch, caches.policy(cfg)
         if not self.workloads:
             return ""
@@ -236,7 +242,8 @@ class Planner:
         return min(cfg.rollout.max_batch, max_samples)
 
     def _learning(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the bytes by part of the learning policy, or of the critic if that is more."""
+        """Return the bytes by part of the learning policy, or of the critic if that is more: they
+        learn one after the other. A critic has all weights dense."""
         compute, minibatches = self.compute, cfg.train.minibatches
         tokens = max(_batch_tokens(stage_cfg, self.workloads) for stage_cfg in cfg.each_stage())
         candidates = [learning(cfg, compute, self.model, tokens, minibatches)]
@@ -270,20 +277,20 @@ class Planner:
         )
 
     def _fitting_tokens(self, cfg: RunConfig, taken_bytes: int, usable_tokens: int) -> int:
-        """Return the tokens of a cache beside `taken_bytes`: at least those of the longest sample
-        alone."""
+        """Return the tokens of a cache beside `taken_bytes`: whole pages, at most `usable_tokens`,
+        and at least those of the longest sample alone, even where they do not fit."""
         page_size, kv = cfg.rollout.page_size, caches.policy(cfg)
         lone_samples = [replace(work, groups=1, n=1, longest=0) for work in self.workloads]
         least_tokens = max((work.tokens(page_size, 1, kv) for work in lone_samples), default=0)
         if self.free is None:
-            free_bytes = UNKNOWN_FREE // SHARE
+            cache_bytes = UNKNOWN_FREE // SHARE
         else:
-            free_bytes = round((1 - MARGIN) * self.free) - taken_bytes
-        share = cfg.rollout.gpu_memory_utilization
-        if share is not None and self.total is not None:
-            engine_bytes = round(share * self.total) - sum(self._engines(cfg).values())
-            free_bytes = min(free_bytes, engine_bytes)
-        fitting_tokens = max(least_tokens, free_bytes // self._bytes_per_token(cfg))
+            cache_bytes = round((1 - MARGIN) * self.free) - taken_bytes
+        engine_share = cfg.rollout.gpu_memory_utilization  # of the device, if it is bounded
+        if engine_share is not None and self.total is not None:
+            engine_bytes = round(engine_share * self.total)
+            cache_bytes = min(cache_bytes, engine_bytes - sum(self._engines(cfg).values()))
+        fitting_tokens = max(least_tokens, cache_bytes // self._bytes_per_token(cfg))
         return min(usable_tokens, fitting_tokens) // page_size * page_size
 
 
@@ -317,53 +324,57 @@ def learning(
     minibatch_tokens = -(-tokens // minibatches)
     pass_tokens = min(cfg.train.together, minibatch_tokens)
     num_passes = -(-minibatch_tokens // cfg.train.together)
-    spec, item = model.spec, compute.dtype.itemsize
+    spec = model.spec
     estimator = Learning.of(cfg, compute, model)
-    size = weights.learning_size(cfg, model)
-    first_gradients, last_gradients = (
-        bytes_each * size for bytes_each in weights.gradient(cfg, compute, num_passes)
-    )
+    bytes_before, bytes_after = weights.gradient(cfg, compute, num_passes)  # of a parameter
+    num_parameters = weights.learning_size(cfg, model)
+    gradients_before = bytes_before * num_parameters  # the last pass
+    gradients_after = bytes_after * num_parameters
+    head_gradient = 0
+    if has_head and not cfg.train.lora:
+        head_gradient = compute.dtype.itemsize * spec.vocab_size * spec.hidden_size
     held_parts = {"activations": estimator.kept(pass_tokens)}
     if has_head:
         held_parts["replayed caches"] = replay(cfg, compute, spec, pass_tokens)
-    head_gradient = (
-        item * spec.vocab_size * spec.hidden_size if has_head and not cfg.train.lora else 0
-    )
-    update_bytes = 4 * FLOAT * weights.largest_learning(cfg, model)
-    moments = [
-        {"gradients": first_gradients + head_gradient}
-        | held_parts
-        | {"a block's gradients": estimator.backward(pass_tokens)},
-        {"gradients": last_gradients}
-        | {"update": head_gradient if compute.device.type == "cuda" else update_bytes},
-    ]
+    update_bytes = head_gradient
+    if compute.device.type != "cuda":
+        update_bytes = 4 * FLOAT * weights.largest_learning(cfg, model)
+    at_block = {
+        "gradients": gradients_before + head_gradient,
+        **held_parts,
+        "a block's gradients": estimator.backward(pass_tokens),
+    }
+    at_update = {"gradients": gradients_after, "update": update_bytes}
+    moments = [at_block, at_update]
     if has_head:
-        logits_bytes = logits(cfg, compute, spec, pass_tokens, not cfg.train.lora)
-        moments.append({"gradients": first_gradients} | held_parts | {"logits": logits_bytes})
+        logits_bytes = logits(cfg, compute, spec, pass_tokens, learns=not cfg.train.lora)
+        moments.append({"gradients": gradients_before, **held_parts, "logits": logits_bytes})
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def _loading_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, int]:
-    """Return the bytes of loading: dense weights are quantized as they arrive, or after all have.
-    Trainable weights stay dense."""
-    item, lora = compute.dtype.itemsize, cfg.train.lora
+    """Return the bytes by part of loading. An adapter's base is quantized as it arrives, or, where
+    it is scaled first, after all of it has. Weights that learn stay dense."""
     learner = weights.learner(cfg, compute, model)
+    if not cfg.train.lora:
+        return {"learner's weights": learner, "arriving": 0}
+    item = compute.dtype.itemsize
+    dense_bytes = weights.linear_size(model) * item
     format = compute.format(cfg.rollout.weights)
-    codes = weights.linear_bytes(model, format) if lora else 0
-    if lora and cfg.train.uaq_scale is not None and not get_format(format).dense:
-        dense_extra = weights.linear_size(model) * item - codes
-        return {"learner's weights": learner, "before quantizing": max(0, dense_extra)}
-    arriving = min(AHEAD + weights.largest(model) * item, weights.linear_size(model) * item)
-    return {"learner's weights": learner, "arriving": arriving if lora else 0}
+    code_bytes = weights.linear_bytes(model, format)  # checks the shapes too
+    if cfg.train.uaq_scale is not None and not get_format(format).dense:
+        extra_bytes = max(0, dense_bytes - code_bytes)
+        return {"learner's weights": learner, "before quantizing": extra_bytes}
+    arriving_bytes = min(AHEAD + weights.largest(model) * item, dense_bytes)
+    return {"learner's weights": learner, "arriving": arriving_bytes}
 
 
 def _batch_tokens(cfg: RunConfig, workloads: Sequence[Workload]) -> int:
-    """Return the most tokens that a batch feeds to the learner. Its workload is recognised by its
-    size."""
+    """Return the most tokens that a batch feeds to the learner. workloads: with those of
+    evaluations, so the batch's is recognised by its size."""
+    batch_size = (cfg.num_groups, cfg.rollouts_per_example)
     sequence_tokens = [
-        work.prompt + work.response
-        for work in workloads
-        if (work.groups, work.n) == (cfg.num_groups, cfg.rollouts_per_example)
+        work.prompt + work.response for work in workloads if (work.groups, work.n) == batch_size
     ]
     return cfg.batch_size * max(sequence_tokens, default=cfg.train.together)
 
@@ -378,5 +389,10 @@ def _format_cell(parts: Mapping[str, int], name: str) -> str:
 
 def shown(size: int) -> str:
     """Format bytes to three digits."""
-    unit, scale = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6) if size >= 1e6 else ("kB", 1e3)
-    return f"{size / scale:,.0f} {unit}" if size >= 100 * scale else f"{size / scale:.3g} {unit}"
+    unit, scale = "kB", 1e3
+    if size >= 1e9:
+        unit, scale = "GB", 1e9
+    elif size >= 1e6:
+        unit, scale = "MB", 1e6
+    number = size / scale
+    return f"{number:,.0f} {unit}" if size >= 100 * scale else f"{number:.3g} {unit}"

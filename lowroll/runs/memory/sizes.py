@@ -48,22 +48,23 @@ def chosen_for_sft(
 def _choose_sizes(
     cfg: RunConfig, compute: Compute, longest: int, plan: Callable[[RunConfig], MemoryPlan]
 ) -> RunConfig:
+    """Return the settings with all sizes chosen by the plan, on a CPU; elsewhere by default."""
     default_cfg = cfg.sized()
-    chosen_train = choose(
-        list(ladder(cfg.train, longest)) if compute.device.type == "cpu" else [default_cfg.train],
-        lambda train: plan(cfg.model_copy(update={"train": train})),
-    )
+    candidates = [default_cfg.train]
+    if compute.device.type == "cpu":
+        candidates = list(ladder(cfg.train, longest))
+    chosen_train = choose(candidates, lambda train: plan(cfg.model_copy(update={"train": train})))
+    # A smaller micro-batch must not shorten the longest sequence that the run allows.
     sized_cfg = cfg.model_copy(update={"train": chosen_train.keeping_longest(default_cfg.train)})
     changed_sizes = [
         f"train.{key}: {str(getattr(chosen_train, key)).lower()}"
         for key in SIZES
-        if _differs(chosen_train, default_cfg, key)
+        if getattr(chosen_train, key) != getattr(default_cfg.train, key)
     ]
     if not changed_sizes:
         return sized_cfg
-    bytes_before, bytes_after = (
-        resident(plan(candidate_cfg)) for candidate_cfg in (default_cfg, sized_cfg)
-    )
+    bytes_before = resident(plan(default_cfg))
+    bytes_after = resident(plan(sized_cfg))
     return sized_cfg.with_notes(
         f"{', '.join(changed_sizes)}: chosen for a CPU, where the run then takes about {shown(bytes_after)} "
         f"instead of {shown(bytes_before)}; what the settings say stays as it is"
@@ -83,30 +84,29 @@ def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], MemoryPla
 
 
 def ladder(train: TrainConfig, longest: int) -> Iterator[TrainConfig]:
-    """Yield the settings from no change to the least memory. longest: tokens of the longest
-    sample."""
+    """Yield the settings from no change to the least memory; sizes that the user set stay.
+    longest: tokens of the longest sample."""
     defaults = train.sized()
-    tokens, chunks, checkpointing = (
-        [defaults.together],
-        [defaults.logprob_chunk],
-        [defaults.activation_checkpointing],
-    )
+    token_counts = [defaults.together]
     if train.tokens_per_microbatch is None:
-        while tokens[-1] // 2 >= max(longest, LEAST):
-            tokens.append(tokens[-1] // 2)
+        while token_counts[-1] // 2 >= max(longest, LEAST):
+            token_counts.append(token_counts[-1] // 2)
+    chunks = [defaults.logprob_chunk]
     if train.logprob_chunk is None:
         chunks.append(SMALL_CHUNK)
+    checkpointings = [defaults.activation_checkpointing]
     if train.activation_checkpointing is None:
-        checkpointing.append(True)
-    for values in product(checkpointing, tokens, chunks):
-        names = ("activation_checkpointing", "tokens_per_microbatch", "logprob_chunk")
-        yield defaults.model_copy(update=dict(zip(names, values, strict=True)))
+        checkpointings.append(True)
+    # `product` varies its last list first: recomputing, which costs time, comes last.
+    for checkpointing, tokens, chunk in product(checkpointings, token_counts, chunks):
+        sizes = {
+            "activation_checkpointing": checkpointing,
+            "tokens_per_microbatch": tokens,
+            "logprob_chunk": chunk,
+        }
+        yield defaults.model_copy(update=sizes)
 
 
 def resident(plan: MemoryPlan) -> int:
     """Return the expected peak of resident bytes."""
     return PROCESS + round(SLACK * plan.peak)
-
-
-def _differs(train: TrainConfig, cfg: RunConfig, key: str) -> bool:
-    return bool(getattr(train, key) != getattr(cfg.train, key))

@@ -116,30 +116,31 @@ def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of an aligned learner's codes, which may be the base, and of the transposed
-    codes for gradients."""
-    forward_format, size = cfg.forward_weights, 0
-    if forward_format is not None and not (
-        cfg.train.lora and forward_format == cfg.rollout.weights
-    ):
-        size = linear_bytes(model, compute.format(forward_format))
-    if cfg.train.backward == "fp8":
-        size += linear_size(model) + MASTER * sum(
-            linear.in_features for _, linear in model.linears()
-        )
-    return size
+    """Return the bytes of an aligned learner's codes, unless they are the adapter's base, and of
+    the transposed codes for gradients."""
+    forward_format = cfg.forward_weights
+    has_base_codes = cfg.train.lora and forward_format == cfg.rollout.weights
+    code_bytes = 0
+    if forward_format is not None and not has_base_codes:
+        code_bytes = linear_bytes(model, compute.format(forward_format))
+    if cfg.train.backward == "fp8":  # a byte a weight, and a scale for each input
+        num_scales = sum(linear.in_features for _, linear in model.linears())
+        code_bytes += linear_size(model) + MASTER * num_scales
+    return code_bytes
 
 
 def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Return the bytes of moments and of float32 masters."""
+    """Return the bytes of moments and of float32 masters. An adapter is its own master."""
     kind = cfg.train.optimizer
     if cfg.train.lora:
-        return sum(_moment_bytes(kind, size, kind == "muon") for size in adapter_sizes(cfg, model))
+        is_hidden = kind == "muon"  # all of its matrices are
+        return sum(_moment_bytes(kind, size, is_hidden) for size in adapter_sizes(cfg, model))
     hidden = hidden_matrices(model) if kind == "muon" else {}
-    learning = model.trainable_parameters()
-    return _master_bytes(compute) * sum(p.numel() for p in learning.values()) + sum(
-        _moment_bytes(kind, p.numel(), name in hidden) for name, p in learning.items()
-    )
+    total = 0
+    for name, parameter in model.trainable_parameters().items():
+        size = parameter.numel()
+        total += _master_bytes(compute) * size + _moment_bytes(kind, size, name in hidden)
+    return total
 
 
 def learning_size(cfg: RunConfig, model: Transformer) -> int:
@@ -155,15 +156,17 @@ def largest_learning(cfg: RunConfig, model: Transformer) -> int:
 
 
 def gradient(cfg: RunConfig, compute: Compute, micro_batches: int) -> tuple[int, int]:
-    """Return the bytes of a parameter's gradient before and after the last backward pass
-    (`trainer.optim`): on CUDA a first gradient keeps its dtype, a second one makes both float32."""
-    keeps_dtype = (
-        not cfg.train.lora and compute.dtype.itemsize < MASTER and compute.device.type == "cuda"
-    )
-    if not keeps_dtype:
-        return (0 if micro_batches == 1 else MASTER), MASTER
+    """Return the bytes of a parameter's gradient before and after the last of so many backward
+    passes (`trainer.optim`): on CUDA a first gradient keeps its dtype, a second one makes both
+    float32."""
     item = compute.dtype.itemsize
-    return ((0, item), (item, MASTER), (MASTER, MASTER))[min(micro_batches, 3) - 1]
+    is_half = not cfg.train.lora and item < MASTER
+    first_item = item if is_half and compute.device.type == "cuda" else MASTER
+    if micro_batches == 1:
+        return 0, first_item
+    if micro_batches == 2:
+        return first_item, MASTER
+    return MASTER, MASTER
 
 
 def engine(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
@@ -188,62 +191,66 @@ def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     for its products."""
     format = get_format(compute.format(cfg.rollout.weights))
     item = (format.dtype or compute.dtype).itemsize
-    layers = ((format.of(name), linear) for name, linear in model.linears())
     return sum(
-        _dense_copy_bytes(cfg, compute, model, layer_format, linear, item)
-        for layer_format, linear in layers
+        _dense_copy_bytes(cfg, compute, model, format.of(name), linear, item)
+        for name, linear in model.linears()
     )
 
 
 def _dense_copy_bytes(
     cfg: RunConfig, compute: Compute, model: Transformer, form: Format, linear: Linear, item: int
 ) -> int:
+    """Return the bytes of a layer's copy beside its codes in the format `form`. item: bytes of a
+    dense weight."""
+    size = _num_weights(linear)
+    dense_bytes = item * size
     if compute.device.type == "cuda":
         is_kept = cfg.rollout.keep_dense and form.bits < 8 and not isinstance(linear, StackedLinear)
-        return item * _num_weights(linear) if is_kept else 0
+        return dense_bytes if is_kept else 0
     if form.bits < 8:
         matrix = _product_shape(linear, model)
         has_kernel = w4_avx2.supports_matrix(form.kernel, matrix, compute.device)
-        return 0 if has_kernel else item * _num_weights(linear)
-    if form.dense:
-        return item * _num_weights(linear) if _num_weights(linear) >= PACK_FROM else 0
+        return 0 if has_kernel else dense_bytes
+    if form.dense:  # a large matrix is packed
+        return dense_bytes if size >= PACK_FROM else 0
     if isinstance(form, Int8) and w8a8_onednn.supports_device(compute.device):
-        return _num_weights(linear)
-    return MASTER * _num_weights(linear)
+        return size  # int8 codes in oneDNN's order
+    return MASTER * size
 
 
 def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
+    """Return the bytes of the copies with which `weights/*` compares: the adapters, or the
+    learner's linear weights and the engine's codes."""
     if not _is_watched(cfg):
         return 0
     if cfg.train.lora:
         return MASTER * sum(adapter_sizes(cfg, model))
     format = get_format(compute.format(cfg.rollout.weights))
-    codes = sum(
-        max(t.nbytes for t in format.of(name).empty((rows, columns), META).tensors.values())
-        for name, rows, columns in (
-            (name, *linear.weight.shape) for name, linear in model.linears()
-        )
-    )
-    return linear_size(model) * compute.dtype.itemsize + codes
+    code_bytes = 0
+    for name, linear in model.linears():
+        rows, columns = linear.weight.shape
+        tensors = format.of(name).empty((rows, columns), META).tensors
+        code_bytes += max(tensor.nbytes for tensor in tensors.values())  # without the scales
+    return linear_size(model) * compute.dtype.itemsize + code_bytes
 
 
 def watching(cfg: RunConfig, model: Transformer) -> int:
     """Return the temporary bytes of measuring `weights/*`: float32 matrices of one layer and of the
-    one before."""
+    one before (`weights.watch`)."""
     if not _is_watched(cfg):
         return 0
     if not cfg.train.lora:
         return 3 * MASTER * largest(model)
-    peak = previous_size = 0
+    peak = previous_size = 0  # numbers
     for _, linear in model.linears():
+        # The base and its copy are made while those of the layer before still have a name.
         size = _num_weights(linear)
-        rows = max(adapted(cfg, linear).values(), default=0)
-        moments = (
-            2 * previous_size + size,
-            previous_size + 2 * size,
-            2 * size + 3 * rows * linear.in_features,
-        )
-        peak, previous_size = max(peak, *moments), size
+        making_base = 2 * previous_size + size
+        making_copy = previous_size + 2 * size
+        largest_part = max(adapted(cfg, linear).values(), default=0) * linear.in_features
+        multiplying = 2 * size + 3 * largest_part
+        peak = max(peak, making_base, making_copy, multiplying)
+        previous_size = size
     return MASTER * peak
 
 
@@ -264,10 +271,11 @@ def _is_watched(cfg: RunConfig) -> bool:
 
 
 def _product_shape(linear: Linear, model: Transformer) -> tuple[int, int]:
+    """Return the [rows, columns] of one product: of a stack, those of one expert."""
     rows, columns = linear.weight.shape
-    return rows // model.spec.mixture.num_experts if isinstance(
-        linear, StackedLinear
-    ) else rows, columns
+    if isinstance(linear, StackedLinear):
+        rows //= model.spec.mixture.num_experts
+    return rows, columns
 
 
 def _num_weights(linear: Linear) -> int:
@@ -279,7 +287,9 @@ def _master_bytes(compute: Compute) -> int:
 
 
 def _moment_bytes(kind: str, size: int, hidden: bool) -> int:
+    """Return the bytes of a parameter's moments. hidden: Muon moves it, with one moment."""
     if kind == "adamw8bit":
         moments = adamw8bit.moments(torch.empty(size, device="meta")).values()
         return sum(prod(shape) * dtype.itemsize for shape, dtype in moments)
-    return MASTER * size * (1 if kind == "muon" and hidden else 2)
+    num_moments = 1 if kind == "muon" and hidden else 2
+    return num_moments * MASTER * size
