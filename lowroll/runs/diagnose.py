@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,46 +144,42 @@ class Diagnosis:
 def attribute(
     log_probs: Mapping[str, Tensor], segments: Tensor, blames_kv: bool = False
 ) -> tuple[tuple[MismatchPart, ...], MismatchPart]:
-    """Return the parts and the whole from the log-probs [N] at every point, in order.
+    """Return the parts, in the order of CAUSES, and the whole.
 
-    segments: each token's sequence. blames_kv: the cache dropped or rounds keys.
+    log_probs: the log-probs [N] of the tokens by point, in the points' order, which ends with the
+    learner's own forward. segments: each token's sequence [N]. blames_kv: the cache dropped or
+    rounds keys.
     """
     rounds_activations = "quantized" in log_probs
     arithmetic_cause = "rounding" if rounds_activations else "kernels"
+    cache_cause = "kv" if blames_kv else arithmetic_cause
     *_, point_before, last_point = log_probs
-    steps = [("weights", point_before, last_point)]
-    if rounds_activations:
-        steps.append(("rounding", "aligned", "quantized"))
-    steps.append((arithmetic_cause, "prefill", "aligned"))
-    steps.append(("kv" if blames_kv else arithmetic_cause, "decode", "prefill"))
-    values = [_compare(log_probs[start], log_probs[stop], segments) for _, start, stop in steps]
-    total = sum(value["logp_diff_mean"] for value in values)
-    parts = [
-        MismatchPart(
-            cause, start, stop, share=value["logp_diff_mean"] / total if total else 0.0, **value
+
+    def measure(cause: str, start: str, stop: str) -> MismatchPart:
+        metrics = mismatch(
+            learner=log_probs[stop],
+            behavior=log_probs[start],
+            mask=torch.ones_like(segments),
+            segments=segments,
         )
-        for (cause, start, stop), value in zip(steps, values, strict=True)
-    ]
+        values = {name: metrics[f"mismatch/{name}"] for name in _MISMATCH_METRICS}
+        return MismatchPart(cause, start, stop, **values)
+
+    steps = [measure("weights", point_before, last_point)]
+    if rounds_activations:
+        steps.append(measure("rounding", "aligned", "quantized"))
+    steps.append(measure(arithmetic_cause, "prefill", "aligned"))
+    steps.append(measure(cache_cause, "decode", "prefill"))
+    total = sum(step.logp_diff_mean for step in steps)
+    parts = [replace(step, share=step.logp_diff_mean / total if total else 0.0) for step in steps]
     if not blames_kv:
         parts.append(MismatchPart("kv", "", "", remark="the cache forgot and rounded nothing"))
     parts.append(
         MismatchPart("staleness", "", "", remark="engine and learner hold the same version")
     )
-    whole = MismatchPart(
-        "all",
-        "decode",
-        last_point,
-        share=float(total > 0),
-        **_compare(log_probs["decode"], log_probs[last_point], segments),
-    )
-    return tuple(sorted(parts, key=lambda part: CAUSES.index(part.cause))), whole
-
-
-def _compare(start: Tensor, stop: Tensor, segments: Tensor) -> dict[str, Any]:
-    metrics = mismatch(
-        learner=stop, behavior=start, mask=torch.ones_like(segments), segments=segments
-    )
-    return {name: metrics[f"mismatch/{name}"] for name in _MISMATCH_METRICS}
+    parts.sort(key=lambda part: CAUSES.index(part.cause))
+    whole = replace(measure("all", "decode", last_point), share=float(total > 0))
+    return tuple(parts), whole
 
 
 def diagnose(
@@ -279,27 +275,35 @@ def learner_points(
     temperature: float,
     forward: str = "dense",
 ) -> dict[str, Tensor]:
-    """Return the learner's points for an engine in `format`, in order: log-probs [N]. The model
-    stays aligned with the engine. forward: `train.forward`."""
+    """Return the learner's points for an engine in `format`, in order: the log-probs [N] of the
+    drawn tokens by point. The model stays aligned with the engine. forward: `train.forward`."""
 
     def scored() -> Tensor:
         return torch.cat(score(model, drawn.sequences, drawn.prompt_lens, temperature)).cpu()
 
     _align(model, format)
     points = {"aligned": scored()}
-    learner_forward = "dense" if forward in ("aligned", format) else forward
+    last_point = "dense" if forward in ("aligned", format) else forward
     with aligned.suspended(model):
-        if learner_forward != "dense":
-            aligned.align(model, learner_forward)
+        if last_point != "dense":
+            aligned.align(model, last_point)
         learner_scores = scored()
-    aligned_codes = [linear.aligned for _, linear in model.linears() if linear.aligned is not None]
-    if any(get_format(code.format).rounds_activations for code in aligned_codes):
-        if learner_forward == "dense" and model.weight_format is not None:  # LoRA shares the base
+    if _rounds_activations(model):
+        is_adapter = model.weight_format is not None
+        if is_adapter and last_point == "dense":
+            # The base is the codes' matrices already, and its dense forward rounds nothing.
             points["quantized"] = learner_scores
         else:
             with aligned.dequantized(model):
                 points["quantized"] = scored()
-    return points | {learner_forward: learner_scores}
+    points[last_point] = learner_scores  # after the others: the order is that of `attribute`
+    return points
+
+
+def _rounds_activations(model: Transformer) -> bool:
+    """Return whether an aligned model rounds the activations of some layer."""
+    aligned_codes = [linear.aligned for _, linear in model.linears() if linear.aligned is not None]
+    return any(get_format(codes.format).rounds_activations for codes in aligned_codes)
 
 
 def _align(model: Transformer, format: str) -> None:

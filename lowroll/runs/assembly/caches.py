@@ -26,18 +26,23 @@ def longest_prompt(cfg: RunConfig, cache_tokens: int) -> int:
     """Return the longest prompt up to which a cache of this size holds every prompt with a whole
     response; 0 or less when there is none.
 
-    Pages grow with a prompt's length, except at the limit where prompts are compacted: samples that
-    are compacted while they decode need more pages than those of a longer prompt.
+    Pages grow with a prompt's length, except where prompts begin to be compacted: samples that are
+    compacted while they decode need more pages than those of a longer prompt. So prompts that stay
+    whole and compacted ones are searched apart.
     """
     rollout = cfg.rollout
     if not rollout.cache.evicts:
         return cache_tokens - rollout.max_tokens
-    kv, size = policy(cfg), rollout.page_size
+    kv, page_size = policy(cfg), rollout.page_size
+    num_pages = cache_tokens // page_size
 
     def pages(prompt: int) -> int:
-        return footprint(kv, prompt, rollout.max_tokens, size).alone
+        return footprint(kv, prompt, rollout.max_tokens, page_size).alone
 
-    lengths, num_pages = range(1, cache_tokens + 1), cache_tokens // size
-    limit = min(kv.room(0), cache_tokens + 1) - 1  # index of the first compacted prompt
-    length = bisect_right(lengths, num_pages, hi=limit, key=pages)
-    return length if length < limit else bisect_right(lengths, num_pages, lo=limit, key=pages)
+    # The prompts 1, 2, ...: the number of them that fit is the length of the longest.
+    prompts = range(1, cache_tokens + 1)
+    longest_whole = min(kv.room(0), cache_tokens + 1) - 1
+    longest = bisect_right(prompts, num_pages, hi=longest_whole, key=pages)
+    if longest < longest_whole:
+        return longest
+    return bisect_right(prompts, num_pages, lo=longest_whole, key=pages)

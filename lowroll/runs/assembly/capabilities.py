@@ -32,9 +32,8 @@ def check(cfg: RunConfig, able: Capabilities) -> None:
                 f"rollout.kv.{key}: {required} is asked for; this engine's is {offered}"
             )
     partial = cfg.asynchrony.partial
-    if (partial == "replay" and not able.replays) or (
-        partial == "keep" and not able.updates_in_flight
-    ):
+    is_able = {"replay": able.replays, "keep": able.updates_in_flight}
+    if not is_able.get(partial, True):
         raise ValueError(f"asynchrony.partial: this engine cannot {partial} what is in flight")
     if cfg.train.replay_kv and kv.evicts and not able.records_evictions:
         raise ValueError("train.replay_kv: this engine does not say which keys its cache drops")

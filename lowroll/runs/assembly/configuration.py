@@ -17,22 +17,30 @@ def read(
 ) -> tuple[RunConfig, dict[Path, str]]:
     """Return the settings, and the texts of files that they need: environments, reward functions
     and data of a notebook or script need one in `output_dir/environments`, which is not written
-    here."""
+    here.
+
+    The settings are built twice where they hold Python objects: only the first ones, with
+    placeholders, say what `output_dir` is.
+    """
     python_objects: list[Any] = []
     texts: dict[Path, str] = {}
 
-    def made(write: Callable[[Any], str]) -> RunConfig:
-        return as_config(cells.replaced(config, write), cells.replaced(overrides, write))
+    def build(id_of: Callable[[Any], str]) -> RunConfig:
+        """Build the settings with `id_of(object)` in the place of each Python object."""
+        return as_config(cells.replaced(config, id_of), cells.replaced(overrides, id_of))
 
-    def look(value: Any) -> str:
+    def placeholder(value: Any) -> str:
         python_objects.append(value)
         return "reverse-text"
 
-    def name(value: Any) -> str:
-        env_file = cells.named(value, Path(cfg.output_dir) / ENVIRONMENTS)
+    def id_in_file(value: Any) -> str:
+        env_file = cells.named(value, folder)
         if env_file.file is not None:
             texts[env_file.file] = env_file.text
         return env_file.id
 
-    cfg = made(look)
-    return made(name) if python_objects else cfg, texts
+    cfg = build(placeholder)
+    folder = Path(cfg.output_dir) / ENVIRONMENTS
+    if python_objects:
+        cfg = build(id_in_file)
+    return cfg, texts

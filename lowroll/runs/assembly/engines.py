@@ -121,12 +121,14 @@ def eval_workload(
 def _workload(
     cfg: RunConfig, spec: ModelSpec, groups: int, n: int, lengths: Iterable[int], turns: int
 ) -> Workload:
-    """Return the workload of conversations of at most `turns` turns, whose environment's messages
-    count as responses."""
+    """Return the workload of `groups` prompts with `n` conversations of at most `turns` turns each.
+    lengths: of prompts, in tokens; longer ones than the run allows are passed over."""
     longest, response = prompts.longest(cfg, spec), cfg.rollout.max_tokens
     prompt = max((length for length in lengths if length <= longest), default=longest)
-    conversation_tokens = min((2 * turns - 1) * response, longest + response - prompt)
-    return Workload(groups, n, prompt, conversation_tokens, longest + response)
+    # The environment's messages, between the turns, are taken to be as long as responses.
+    all_turns = (2 * turns - 1) * response
+    after_prompt = min(all_turns, longest + response - prompt)
+    return Workload(groups, n, prompt, after_prompt, longest=longest + response)
 
 
 def _max_turns(envs: Mapping[str, Environment]) -> int:

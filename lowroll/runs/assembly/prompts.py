@@ -5,6 +5,7 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -37,13 +38,13 @@ def lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> li
 def longest(cfg: RunConfig, spec: ModelSpec) -> int:
     """Return the most prompt tokens that leave space for a whole response. ValueError when there
     are none."""
-    max_prompt_tokens, limit_tokens, _, owner = _tightest_limit(cfg, spec)
-    if max_prompt_tokens < 1:
+    limit = _tightest_limit(cfg, spec)
+    if limit.longest_prompt < 1:
         raise ValueError(
-            f"rollout.max_tokens: {cfg.rollout.max_tokens} leaves no room for a prompt in {owner} "
-            f"of {limit_tokens} tokens"
+            f"rollout.max_tokens: {cfg.rollout.max_tokens} leaves no room for a prompt in "
+            f"{limit.owner} of {limit.tokens} tokens"
         )
-    return max_prompt_tokens
+    return limit.longest_prompt
 
 
 def sequence(cfg: RunConfig, spec: ModelSpec) -> int:
@@ -63,27 +64,37 @@ def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
                 raise ValueError(f"env {env.name!r}: {error}") from None
 
 
-def _tightest_limit(cfg: RunConfig, spec: ModelSpec) -> tuple[int, int, str, str]:
-    """Return the tightest limit on a prompt with its response: (tokens of the longest prompt,
-    tokens of the limit, its key, its owner in words)."""
+@dataclass(frozen=True)
+class _SequenceLimit:
+    """A limit on a prompt with its response. key: the setting of it. owner: what has it, in
+    words."""
+
+    tokens: int
+    longest_prompt: int  # tokens that leave space for a whole response
+    key: str
+    owner: str
+
+
+def _tightest_limit(cfg: RunConfig, spec: ModelSpec) -> _SequenceLimit:
+    """Return the limit that leaves a prompt the fewest tokens."""
     rollout = cfg.rollout
-    sequence_limits = [
-        (spec.max_position, "model", "the model's context"),
-        (cfg.train.longest, "train.tokens_per_microbatch", "a micro-batch"),
+
+    def limit(tokens: int, key: str, owner: str) -> _SequenceLimit:
+        return _SequenceLimit(tokens, tokens - rollout.max_tokens, key, owner)
+
+    limits = [
+        limit(spec.max_position, "model", "the model's context"),
+        limit(cfg.train.longest, "train.tokens_per_microbatch", "a micro-batch"),
     ]
     if rollout.max_model_len:
-        sequence_limits.append(
-            (rollout.max_model_len, "rollout.max_model_len", "the longest sequence")
-        )
-    limits = [
-        (tokens - rollout.max_tokens, tokens, key, owner) for tokens, key, owner in sequence_limits
-    ]
+        limits.append(limit(rollout.max_model_len, "rollout.max_model_len", "the longest sequence"))
     if rollout.cache_tokens is not None:
-        longest_prompt = caches.longest_prompt(cfg, rollout.cache_tokens)
+        tokens = rollout.cache_tokens
+        longest_prompt = caches.longest_prompt(cfg, tokens)  # a bounded cache holds more
         limits.append(
-            (longest_prompt, rollout.cache_tokens, "rollout.cache_tokens", "the KV cache")
+            _SequenceLimit(tokens, longest_prompt, "rollout.cache_tokens", "the KV cache")
         )
-    return min(limits, key=lambda limit: limit[0])
+    return min(limits, key=lambda limit: limit.longest_prompt)
 
 
 def check(
@@ -133,23 +144,27 @@ def _check_prompt_lengths(
     envs: Mapping[str, Environment],
     split: str,
 ) -> list[str]:
+    """Return the lines of `passed_over` for every stage. ValueError when all first prompts of an
+    environment are too long."""
     lines = []
     for stage_cfg in cfg.each_stage():
         max_prompt_tokens = longest(stage_cfg, spec)
         lines += passed_over(stage_cfg, spec, chat, envs, split)
         for env in envs.values():
-            lengths = _first_lengths(cfg, env, split, chat)
-            if not lengths or min(lengths) <= max_prompt_tokens:
+            prompt_lengths = _first_lengths(cfg, env, split, chat)
+            if not prompt_lengths or min(prompt_lengths) <= max_prompt_tokens:
                 continue
-            if split != "train" and len(lengths) != stage_cfg.eval.count(env.size(split)):
-                continue  # an evaluation skips what is too long, and has more prompts
-            _, tokens, key, _ = _tightest_limit(stage_cfg, spec)
-            response = stage_cfg.rollout.max_tokens
-            kind = "prompts" if split == "train" else "held-out prompts"
+            # An evaluation passes over what is too long; prompts that were not looked at may fit.
+            is_evaluation = split != "train"
+            if is_evaluation and len(prompt_lengths) != stage_cfg.eval.count(env.size(split)):
+                continue
+            kind = "held-out prompts" if is_evaluation else "prompts"
+            limit = _tightest_limit(stage_cfg, spec)
+            shortest, response = min(prompt_lengths), stage_cfg.rollout.max_tokens
             raise ValueError(
-                f"{key}: {tokens} tokens are too few: the shortest of the first {len(lengths)} "
-                f"{kind} of env {env.name!r} has {min(lengths)} and rollout.max_tokens is "
-                f"{response}, which makes {min(lengths) + response}"
+                f"{limit.key}: {limit.tokens} tokens are too few: the shortest of the first "
+                f"{len(prompt_lengths)} {kind} of env {env.name!r} has {shortest} and "
+                f"rollout.max_tokens is {response}, which makes {shortest + response}"
             )
     return lines
 
@@ -170,18 +185,20 @@ def passed_over(
     split: str = "train",
 ) -> list[str]:
     """Return a line for each environment with some too long first prompts."""
-    max_prompt_tokens, tokens, key, _ = _tightest_limit(cfg, spec)
+    limit = _tightest_limit(cfg, spec)
     counter_note = "rollout/passed_over_prompts counts them"
     if split != "train":
         counter_note = "`lowroll eval` counts them in its column 'too long'"
     lines = []
     for env in envs.values():
         prompt_lengths = _first_lengths(cfg, env, split, chat)
-        if num_too_long := sum(length > max_prompt_tokens for length in prompt_lengths):
+        num_too_long = sum(length > limit.longest_prompt for length in prompt_lengths)
+        if num_too_long:
             lines.append(
                 f"env {env.name!r}: {num_too_long} of the first {len(prompt_lengths)} prompts "
-                f"have more than {max_prompt_tokens} tokens and are passed over ({key}: {tokens}, "
-                f"of which a response may take {cfg.rollout.max_tokens}); {counter_note}"
+                f"have more than {limit.longest_prompt} tokens and are passed over ({limit.key}: "
+                f"{limit.tokens}, of which a response may take {cfg.rollout.max_tokens}); "
+                f"{counter_note}"
             )
     return lines
 

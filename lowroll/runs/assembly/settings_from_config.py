@@ -39,14 +39,13 @@ class Mirror(Generic[T]):
         for name in names:
             if name in given or name in default:
                 continue
-            section_indices = [
-                i for i, section in enumerate(sections) if name in section.model_fields
-            ]
-            if not section_indices:
+            having_key = [i for i, section in enumerate(sections) if name in section.model_fields]
+            if not having_key:
                 raise TypeError(f"{settings.__name__}.{name} is a key of none of its sections")
-            self.source[name] = section_indices[0]
+            self.source[name] = having_key[0]
 
     def __call__(self, *sections: Section, **given: Any) -> T:
+        """Return the settings from the sections' values, in the order of the constructor."""
         assert tuple(map(type, sections)) == self.sections and given.keys() == self.given
         values = {name: getattr(sections[i], name) for name, i in self.source.items()}
         return self.settings(**values, **given)

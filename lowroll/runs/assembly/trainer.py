@@ -59,21 +59,23 @@ def critic_optim(cfg: RunConfig) -> OptimSettings:
 
 
 def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
-    """Return the mismatch guard. budget: of the rollouts' format; twice its KL is an alarm, and
-    where all weights learn, the format is chosen again. Under LoRA a wider format would only round
-    the base again, so a fallback leads to dense rollouts at once. With a truncated sampler or noise
-    the KL's level is no alarm."""
+    """Return the mismatch guard; None where it is off. budget: of the rollouts' format; twice its
+    KL is an alarm, and the format is chosen again where all weights learn. Under LoRA a fallback
+    leads to dense rollouts at once, because a wider format would only round the base again."""
     if cfg.guard is None:
         return None
-    settings, rollouts = _GUARD(cfg.guard), rollouts_of(cfg)
-    if rollouts.truncated or rollouts.noisy:
+    settings = _GUARD(cfg.guard)
+    rollouts = rollouts_of(cfg)
+    if rollouts.truncated or rollouts.noisy:  # these alone raise the KL's level
         settings = replace(settings, kl_above=None)
     budget_kl = parse(budget).max_kl if budget else None
-    if budget_kl and settings.kl_above == GuardSettings.kl_above:  # else the user set it
+    is_default_level = settings.kl_above == GuardSettings.kl_above
+    if budget_kl and is_default_level:
         settings = replace(settings, kl_above=KL_ALARM_OVER_BUDGET * budget_kl)
     # An adapter's base and an aligned learner share the engine's codes: no format is nearer.
     has_nearer_format = not cfg.train.lora and cfg.train.forward == "dense"
-    return Guard(settings, cfg.rollout.weights, cfg.train.lora, bool(budget) and has_nearer_format)
+    chooses_again = bool(budget) and has_nearer_format
+    return Guard(settings, cfg.rollout.weights, cfg.train.lora, chooses_again)
 
 
 def noise(cfg: RunConfig) -> NoiseSchedule | None:
