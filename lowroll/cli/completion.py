@@ -78,20 +78,25 @@ def fish() -> str:
 
 
 def words(command: str) -> Iterator[tuple[str, str]]:
-    """Yield a command's options, choices and run keys, each with a summary."""
-    for action in importlib.import_module(f"lowroll.cli.{command}").parser()._actions:
+    """Yield a command's words, each with a summary: its long options, the choices of its positional
+    arguments and, where it takes settings, their keys."""
+    command_parser = importlib.import_module(f"lowroll.cli.{command}").parser()
+    for action in command_parser._actions:
         summary = (action.help or "").split("; ")[0]
+        is_positional = not action.option_strings
         for option in action.option_strings:
             if option.startswith("--"):
                 yield option, summary
-        for choice in action.choices or () if not action.option_strings else ():
-            yield str(choice), summary
+        if is_positional and action.choices:
+            for choice in action.choices:
+                yield str(choice), summary
         if action.dest == "settings":
-            yield from ((f"{key}=", "a setting") for key in _value_keys())
+            for key in _value_keys():
+                yield f"{key}=", "a setting"
 
 
 def _value_keys() -> list[str]:
-    """Return the dotted keys that take a value."""
+    """Return the dotted keys that take a value; of a list's sections those of the first, `env.0.id`."""
     from lowroll.config.build import known_keys
     from lowroll.config.resolve import RunConfig
 
@@ -101,10 +106,13 @@ def _value_keys() -> list[str]:
     }
     value_keys = []
     for key in all_keys:
-        if key.startswith("eval.env.") or any(other.startswith(f"{key}.") for other in all_keys):
+        is_section = any(other.startswith(f"{key}.") for other in all_keys)
+        if is_section or key.startswith("eval.env."):  # a list inside a section
             continue
-        is_of_list = key.partition(".")[0] in list_sections
-        value_keys.append(key.replace(".", ".0.", 1) if is_of_list else key)
+        section = key.partition(".")[0]
+        if section in list_sections:
+            key = key.replace(".", ".0.", 1)
+        value_keys.append(key)
     return value_keys
 
 

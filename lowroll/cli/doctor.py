@@ -358,17 +358,23 @@ def _nvcc_text(nvcc: dict[str, Any] | None) -> str:
 
 
 def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return a line for each used kernel: the product, in its first line only, the kernel's name
+    and what it takes."""
     width = max(map(len, kernels))
     lines = []
     for product, answers in kernels.items():
-        used = [answer for answer in answers if answer["used"]]
-        for i, answer in enumerate(used):
-            default_takes = "the rest" if i else ""
-            takes = answer["takes"] or default_takes
+        label, takes_by_default = product, ""
+        for answer in answers:
+            if not answer["used"]:
+                continue
             name = answer["kernel"]
             if answer["language"] != "torch":
                 name = f"{name} ({answer['language']})"
-            lines.append(f"  {'' if i else product:<{width}}  {name}{takes and ': ' + takes}")
+            takes = answer["takes"] or takes_by_default
+            if takes:
+                name = f"{name}: {takes}"
+            lines.append(f"  {label:<{width}}  {name}")
+            label, takes_by_default = "", "the rest"
     return lines
 
 

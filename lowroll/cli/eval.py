@@ -130,11 +130,13 @@ def _ask_server(
 
 
 def _formats(words: str | None) -> list[str]:
-    """Return an option's formats and budgets. Consecutive bounds form one budget."""
+    """Return an option's formats and budgets. Consecutive bounds form one budget: of
+    `int8,max_kl=0.02,max_bits=5` the last two."""
     formats: list[str] = []
     for word in _split_names(words):
-        key, bound, _ = word.partition("=")
-        if bound and formats and "=" in formats[-1] and f"{key}=" not in formats[-1]:
+        key, equals, _ = word.partition("=")
+        follows_bound = bool(formats) and "=" in formats[-1]
+        if equals and follows_bound and f"{key}=" not in formats[-1]:
             formats[-1] += f",{word}"
         else:
             formats.append(word)
@@ -146,7 +148,8 @@ def _split_names(words: str | None) -> list[str]:
 
 
 def settings(arguments: argparse.Namespace, preset: Preset | None = None) -> RunConfig:
-    """Return the run's settings with a preset's and the command's options applied."""
+    """Return the run's settings with a preset's and the command's options applied. The positional
+    arguments may begin with a model; `arguments` then has it as --model."""
     from lowroll.config import ConfigError, from_mapping
 
     files, overrides = split(arguments.settings)
@@ -168,7 +171,9 @@ def settings(arguments: argparse.Namespace, preset: Preset | None = None) -> Run
     option_overrides = [
         f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None
     ]
-    arguments.settings = [*files, *_before(arguments, preset, envs), *overrides, *option_overrides]
+    defaults = _before(arguments, preset, envs)
+    # Later words override earlier ones.
+    arguments.settings = [*files, *defaults, *overrides, *option_overrides]
     if any((files, arguments.train, arguments.orch)):
         return read_settings(arguments, tell=False)
     if not (envs and (arguments.model or arguments.server)):
@@ -209,18 +214,27 @@ def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[
 
         envs += [{"id": PREFIX + item.name, "name": item.name} for item in chosen(set_names)]
     envs += [{"id": item} for item in arguments.env or ()]
-    by_name = {env.get("name", env["id"]): env for env in envs}
+    envs_by_name = {env.get("name", env["id"]): env for env in envs}
     for word in arguments.data:
-        name, equals, path = word.partition("=")
-        if not equals or name not in by_name:
-            name, path = (next(iter(by_name)), word) if len(by_name) == 1 else (name, path)
-        if name not in by_name:
-            known_names = ", ".join(by_name) or "nothing; add --suite or --env"
-            raise ValueError(
-                f"--data {word}: is for none of what is asked: write NAME=FILE ({known_names})"
-            )
-        by_name[name]["args"] = {"test_path": path}
+        name, path = _name_and_file(word, list(envs_by_name))
+        envs_by_name[name]["args"] = {"test_path": path}
     return envs
+
+
+def _name_and_file(word: str, names: Sequence[str]) -> tuple[str, str]:
+    """Return the environment and the file of `--data [NAME=]FILE`; the name may be missing where
+    there is one environment."""
+    name, equals, path = word.partition("=")
+    if equals and name in names:
+        return name, path
+    if len(names) == 1:  # a file's own name may have a "="
+        return names[0], word
+    if name not in names:
+        known_names = ", ".join(names) or "nothing; add --suite or --env"
+        raise ValueError(
+            f"--data {word}: is for none of what is asked: write NAME=FILE ({known_names})"
+        )
+    return name, path
 
 
 def title(cfg: RunConfig, server: str | None = None) -> str:

@@ -155,29 +155,34 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
 
 
 def _explain_as_setting(option: str, words: Sequence[str]) -> str | None:
-    """Return how an option that names a setting is written; None for another one."""
+    """Return how an option that names a setting, such as `--max-steps 20`, is written among the
+    command's `words`; None for an option that names none."""
     from lowroll.config.build import known_keys, last_names
     from lowroll.config.foreign import explain as explain_key
     from lowroll.config.resolve import RunConfig
 
     name, equals, value = option.lstrip("-").partition("=")
-    key = name.replace("-", "_")
-    if advice := explain_key((key,)):
+    name = name.replace("-", "_")
+    if advice := explain_key((name,)):
         return f"{advice}; a setting is written key=value"
-    paths_by_name = last_names(RunConfig)
-    if "." not in key and key not in paths_by_name:
+    keys_by_last_name = last_names(RunConfig)
+    if "." not in name and name not in keys_by_last_name:
         return None
-    key = paths_by_name.get(key, key)
-    inner_key = next(
-        (known for known in known_keys(RunConfig) if known.startswith(f"{key}.")), None
-    )
-    if inner_key is not None:
-        return f"{key} is a section; a setting of it is written {inner_key}=..."
+    key = keys_by_last_name.get(name, name)
+    inner_keys = [known for known in known_keys(RunConfig) if known.startswith(f"{key}.")]
+    if inner_keys:
+        return f"{key} is a section; a setting of it is written {inner_keys[0]}=..."
     if not equals:
-        following_words = words[words.index(option) + 1 :] if option in words else []
-        has_value = bool(following_words) and "=" not in following_words[0]
-        value = following_words[0] if has_value else "true"
+        value = _following_value(option, words)
     return f"a setting is written {key}={value}"
+
+
+def _following_value(option: str, words: Sequence[str]) -> str:
+    """Return the word after an option; "true" where none follows, or a setting of its own."""
+    following_words = words[words.index(option) + 1 :] if option in words else []
+    if not following_words or "=" in following_words[0]:
+        return "true"
+    return following_words[0]
 
 
 def usage() -> str:

@@ -162,6 +162,7 @@ def _make_calibration(
 
 
 def _rescale(model: Transformer, format: str, sequences: list[list[int]]) -> None:
+    """Rescale the model's channels by AWQ, and print what that changed."""
     from lowroll.metrics.progress import phases
     from lowroll.weights import awq
 
@@ -172,16 +173,16 @@ def _rescale(model: Transformer, format: str, sequences: list[list[int]]) -> Non
             sequences,
             on_progress=lambda done, total: on_phase("AWQ, blocks", done, total),
         )
-    error_before, error_after = (
-        sum(errors) for errors in zip(*((b.plain_error, b.error) for b in blocks), strict=True)
-    )
+    error_before = sum(block.plain_error for block in blocks)
+    error_after = sum(block.error for block in blocks)
     print(
         f"AWQ on {_describe_sequences(sequences)}: squared error of the quantized blocks {error_before:.3g} before, "
-        f"{error_after:.3g} now; {sum(b.kept for b in blocks)} of {len(blocks)} rescaled"
+        f"{error_after:.3g} now; {sum(block.kept for block in blocks)} of {len(blocks)} rescaled"
     )
 
 
 def _round(model: Transformer, format: str, sequences: list[list[int]]) -> None:
+    """Round the model's matrices by GPTQ, and print the errors and the KL from the dense model."""
     from lowroll.metrics.progress import phases
     from lowroll.weights import gptq
     from lowroll.weights.budget import Calibration, Reference
@@ -194,10 +195,8 @@ def _round(model: Transformer, format: str, sequences: list[list[int]]) -> None:
             sequences,
             on_progress=lambda done, total: on_phase("GPTQ, blocks", done, total),
         )
-    nearest_error, rounded_error = (
-        sum(errors) / len(matrices)
-        for errors in zip(*((m.nearest_error, m.error) for m in matrices), strict=True)
-    )
+    nearest_error = sum(matrix.nearest_error for matrix in matrices) / len(matrices)
+    rounded_error = sum(matrix.error for matrix in matrices) / len(matrices)
     print(
         f"GPTQ on {_describe_sequences(sequences)}: squared error of a product {nearest_error:.2%} rounded to nearest, "
         f"{rounded_error:.2%} now (means over {len(matrices)} matrices); KL from the dense model {dense.kl():.2g} "

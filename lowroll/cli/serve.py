@@ -259,10 +259,10 @@ def _refuse_model_options(arguments: argparse.Namespace) -> None:
         option = f"--{name.replace('_', '-')}"
         if name in SETTINGS:
             raise ValueError(f"{option}: with a run's file write {SETTINGS[name]}={value}")
-        token_note = "; tokens are LOWROLL_TOKEN and LOWROLL_ADMIN_TOKEN (docs/roles.md)"
-        raise ValueError(
-            f"{option}: it is for a model; a run's file says it{token_note if 'token' in name else ''}"
-        )
+        problem = f"{option}: it is for a model; a run's file says it"
+        if "token" in name:
+            problem += "; tokens are LOWROLL_TOKEN and LOWROLL_ADMIN_TOKEN (docs/roles.md)"
+        raise ValueError(problem)
 
 
 def credentials(arguments: argparse.Namespace) -> Credentials:
@@ -423,7 +423,7 @@ def words(engine: NativeEngine, device: torch.device) -> str:
 
 
 def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -> Transformer:
-    """Return the model in its format, with a fresh adapter."""
+    """Return the model in the requested format, by default its own, with a fresh adapter."""
     from lowroll.model import hf, lora
     from lowroll.model.device import dtype_on
     from lowroll.model.headers import exact_format
@@ -435,14 +435,13 @@ def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -
     rank = arguments.lora_rank
     alpha = LORA_ALPHA if arguments.lora_alpha is None else arguments.lora_alpha
     format = arguments.weights or exact_format(folder, dtype_on(device)) or DEFAULT
-    if arguments.uaq_scale is not None:  # before quantization
+    if arguments.uaq_scale is not None:  # dense weights are scaled
         model = quantize_base(scaled(folder, device, arguments), format)
     else:
         model = hf.load(folder, device, get_format(format).dtype, format)
-    targets = (
-        lora.TARGETS[:4] if model.spec.mixture.num_experts else lora.TARGETS
-    )  # experts take none
-    return lora.attach(model, rank, alpha, targets)
+    if model.spec.mixture.num_experts:  # experts take none: attention's alone
+        return lora.attach(model, rank, alpha, lora.TARGETS[:4])
+    return lora.attach(model, rank, alpha)
 
 
 def scaled(folder: Path, device: torch.device, arguments: argparse.Namespace) -> Transformer:
