@@ -172,9 +172,9 @@ class BatchSource:
         if kv.budget is not None:
             turn_lengths = [turn for sample in batch.samples for turn in _lengths_by_turn(sample)]
             metrics |= {f"kv/{name}": value for name, value in saving(kv, turn_lengths).items()}
+        generate_seconds = max(batch.stats["time/generate"], 1e-3)
         return metrics | {
-            "perf/generate_tokens_per_second": batch.stats["rollout/tokens"]
-            / max(batch.stats["time/generate"], 1e-3),
+            "perf/generate_tokens_per_second": batch.stats["rollout/tokens"] / generate_seconds,
             "perf/kv_pages_peak": float(stats.pages_peak),
             "perf/prefix_hits": float(stats.prefix_hits),
             **self.more(batch),
@@ -182,6 +182,7 @@ class BatchSource:
 
 
 def _lengths_by_turn(sample: Sample) -> list[tuple[int, int]]:
+    """Return (tokens before the turn, tokens of the turn) of a sample's turns."""
     prompt_length, rollout = len(sample.prompt_ids), sample.rollout
     if rollout.turns is None:
         return [(prompt_length, len(rollout.token_ids))]

@@ -41,28 +41,35 @@ log = logging.getLogger(__name__)
 
 def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool) -> RunConfig:
     """Return a run's settings with a format in place of a budget, from the run's file or a new
-    search. ValueError for a file of another budget."""
+    search, which writes it. ValueError for a file of another budget."""
     cfg, path = home.cfg, home.path / FILE
     if not is_budget(cfg.rollout.weights):
         if path.is_file() and not resume:
-            _read_file(path)  # of an earlier run, to be replaced
+            _read_file(path)  # refuses to remove what is no such file of an earlier run
             path.unlink()
         if cfg.rollout.weights == STORED and not cfg.train.lora:
             tell(
-                "rollout.weights: stored: all weights learn, and each publication rounds them to nearest; "
-                "train.lora: true keeps the folder's codes"
+                "rollout.weights: stored: all weights learn, and each publication rounds them to "
+                "nearest; train.lora: true keeps the folder's codes"
             )
         return with_weights(cfg, named(cfg.rollout.weights, cfg, compute, chat))
-    if not (resume and (path.is_file() or home.has_steps())):
-        if path.exists():
-            _read_file(path)  # refuses to overwrite other files
-        from lowroll.runs import format_search  # imported only for such a run
-
-        found = format_search.search(cfg, compute, chat)
-        _write_file(home, {"budget": cfg.rollout.weights, **format_search.as_json(found)})
-        lines = format_search.report(cfg.rollout.weights, found)
-        tell(*lines, f"rollout.weights: kept in {path}")
+    # A run that has made a step and lost its file is refused by `settled`.
+    has_choice = resume and (path.is_file() or home.has_steps())
+    if not has_choice:
+        _search_formats(home, compute, chat)
     return settled(cfg, home.path, compute)
+
+
+def _search_formats(home: RunFolder, compute: Compute, chat: ChatTokenizer) -> None:
+    """Search formats for the run's budget, and write them into its file."""
+    from lowroll.runs import format_search  # imported only for such a run
+
+    budget, path = home.cfg.rollout.weights, home.path / FILE
+    if path.exists():
+        _read_file(path)  # refuses to overwrite another file
+    found = format_search.search(home.cfg, compute, chat)
+    _write_file(home, {"budget": budget, **format_search.as_json(found)})
+    tell(*format_search.report(budget, found), f"rollout.weights: kept in {path}")
 
 
 def settled(cfg: RunConfig, folder: Path, compute: Compute) -> RunConfig:
@@ -89,8 +96,10 @@ def _check_layer_sizes(weights: object, cfg: RunConfig, compute: Compute) -> Non
     model = models.outline("model", cfg.model, compute)
     sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
     saved_sizes: dict[str, object] = {}
-    for layers in weights.values() if isinstance(weights, dict) else ():
-        saved_sizes |= layers if isinstance(layers, dict) else {}
+    if isinstance(weights, dict):  # else `mixed.read` says what is wrong
+        for sizes_in_format in weights.values():
+            if isinstance(sizes_in_format, dict):
+                saved_sizes |= sizes_in_format
     for name in sizes.keys() | saved_sizes.keys():
         if sizes.get(name) != saved_sizes.get(name):
             raise ValueError(
@@ -112,9 +121,9 @@ def named(weights: str, cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -
 def again(
     home: RunFolder, budget: str, model: Transformer, samples: Sequence[Sample], step: int
 ) -> tuple[str, dict[str, dict[str, int]]] | None:
-    """Search again with the learner's weights, on its responses to a step, and record the result.
-    Return the format's name and the layers of each format; None without samples, or when nothing
-    meets the budget."""
+    """Search again with the learner's weights, on its responses to a step, and record the result
+    in the run's file. Return the format's name, and the sizes of its layers by format and layer;
+    None without samples, or when nothing meets the budget."""
     from lowroll.runs import format_search  # imported only for such a run
 
     calibration = format_search.calibration_of(samples)
@@ -150,16 +159,16 @@ def cut(home: RunFolder, step: int) -> None:
 
 
 def _choices_up_to(kept: Mapping[str, object], step: int) -> list[dict[str, object]]:
+    """Return the choices of a run's file made up to a step, without damaged ones."""
     choices = kept.get("again", [])
     if not isinstance(choices, list):
         return []
-    return [
-        choice
-        for choice in choices
-        if isinstance(choice, dict)
-        and isinstance(choice.get("step"), int)
-        and choice["step"] <= step
-    ]
+    early_choices = []
+    for choice in choices:
+        choice_step = choice.get("step") if isinstance(choice, dict) else None
+        if isinstance(choice_step, int) and choice_step <= step:
+            early_choices.append(choice)
+    return early_choices
 
 
 def stored(cfg: RunConfig, dtype: torch.dtype) -> str:

@@ -53,22 +53,24 @@ def calibration_sequences(
 
 
 def _sequences_from_jsonl(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
+    """Yield the token ids of each text and conversation, at most `length`. ValueError for a line
+    with neither."""
     for location, row in read_jsonl(str(path)):
         text, messages = row.get("text"), row.get("messages")
-        chats = _conversations_in(row)
-        if chats is None and isinstance(text, str):
-            yield tokenizer.encode(text)[:length]
-            continue
-        if chats is None and isinstance(messages, list) and messages:
-            chats = [messages]
-        if chats is None:
-            raise ValueError(
-                f"calibration: {location}: expected a 'text' or a list of 'messages', found "
-                f"{', '.join(sorted(row)) or 'nothing'}"
-            )
-        for chat in chats:
+        conversations = _conversations_in(row)
+        if conversations is None:  # the user's own document
+            if isinstance(text, str):
+                yield tokenizer.encode(text)[:length]
+                continue
+            if not isinstance(messages, list) or not messages:
+                raise ValueError(
+                    f"calibration: {location}: expected a 'text' or a list of 'messages', found "
+                    f"{', '.join(sorted(row)) or 'nothing'}"
+                )
+            conversations = [messages]
+        for conversation in conversations:
             try:
-                yield ChatTokenizer(tokenizer).encode_chat(chat, open_turn=False)[:length]
+                yield ChatTokenizer(tokenizer).encode_chat(conversation, open_turn=False)[:length]
             # The template raises ValueError; messages that are not objects raise AttributeError.
             except (ValueError, AttributeError) as error:
                 raise ValueError(
@@ -77,22 +79,23 @@ def _sequences_from_jsonl(path: Path, tokenizer: Any, length: int) -> Iterator[l
 
 
 def _conversations_in(row: dict[str, Any]) -> list[list[Any]] | None:
-    """Return the conversations of a line of `lowroll eval`'s responses or a run's samples; None for
-    other lines."""
-    prompt, responses = row.get("prompt"), row.get("responses")
+    """Return the conversations, as messages, of a line that `lowroll eval` or a run wrote: [] of
+    one without responses, None for lines of others."""
     if row.get("kind") in ("asked", "scored", "batch"):
         return []
+    prompt, responses = row.get("prompt"), row.get("responses")
     if isinstance(responses, list) and isinstance(row.get("messages"), list):
-        prompt_messages = row["messages"]
+        prompt_messages = row["messages"]  # of `lowroll eval`: all responses to an example
     elif isinstance(prompt, dict) and isinstance(prompt.get("messages"), list):
-        prompt_messages, responses = prompt["messages"], [row]
+        prompt_messages, responses = prompt["messages"], [row]  # of a run: a line is a sample
     else:
         return None
     conversations = []
     for response in responses:
         if isinstance(response, dict):
             answer = {"role": "assistant", "content": response.get("text", "")}
-            conversations.append([*prompt_messages, *(response.get("messages") or [answer])])
+            response_messages = response.get("messages") or [answer]  # several after tool calls
+            conversations.append([*prompt_messages, *response_messages])
     return conversations
 
 
@@ -116,8 +119,9 @@ def first_requests(
     num_prompts: int,
     n: int,
 ) -> list[Request]:
-    """Return untruncated requests with the run's sampling for `texts`, or the run's first
-    prompts."""
+    """Return requests of `n` responses each to `texts` or, without any, to the run's first
+    `num_prompts` prompts, less those that are too long. They have the run's sampling, but leave no
+    token out: log-probs are to be those of the whole distribution."""
     run_sampling = orchestrator.sampling(cfg)
     sampling = replace(
         run_sampling, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_tokens=0
@@ -135,9 +139,10 @@ def first_requests(
         ]
     envs = list(environments.make(cfg.env, cfg.seed).values())
     max_prompt_tokens = prompts.longest(cfg, spec)
-    positions = [(envs[i % len(envs)], i // len(envs)) for i in range(num_prompts)]
-    draws = [
-        draw_at(env, env.name, position, "train", chat, sampling, n, cfg.seed)
-        for env, position in positions
-    ]
-    return [draw.request for draw in draws if len(draw.request.prompt_ids) <= max_prompt_tokens]
+    requests = []
+    for i in range(num_prompts):  # of each environment in turns
+        env, position = envs[i % len(envs)], i // len(envs)
+        draw = draw_at(env, env.name, position, "train", chat, sampling, n, cfg.seed)
+        if len(draw.request.prompt_ids) <= max_prompt_tokens:
+            requests.append(draw.request)
+    return requests

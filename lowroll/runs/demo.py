@@ -408,6 +408,7 @@ def summary(
     before: Mapping[str, float],
     after: Mapping[str, float],
 ) -> None:
+    """Print what the run changed. before, after: as by `rewards`."""
     rollout_format = cfg.rollout.weights.upper()
     table = Table(title="What was measured in this run")
     for name in ("", "before", "after"):
@@ -419,19 +420,15 @@ def summary(
         ("greedy", f"the same, {rollout_format}, greedy"),
     ):
         table.add_row(label, f"{before[name]:.3f}", f"{after[name]:.3f}")
+    mean_rewards, median_kls = [], []
+    for steps in (records[:5], records[-5:]):
+        mean_rewards.append(statistics.mean(record["reward/mean"] for record in steps))
+        median_kls.append(statistics.median(record["mismatch/kl_k3"] for record in steps))
     table.add_row(
-        "training reward, first and last 5 steps",
-        *(
-            f"{statistics.mean(record['reward/mean'] for record in part):.3f}"
-            for part in (records[:5], records[-5:])
-        ),
+        "training reward, first and last 5 steps", *(f"{reward:.3f}" for reward in mean_rewards)
     )
     table.add_row(
-        "KL of the rollouts to the learner, nats a token",
-        *(
-            f"{statistics.median(record['mismatch/kl_k3'] for record in part):.1e}"
-            for part in (records[:5], records[-5:])
-        ),
+        "KL of the rollouts to the learner, nats a token", *(f"{kl:.1e}" for kl in median_kls)
     )
     console.print(table)
     console.print(

@@ -117,7 +117,7 @@ class Diagnosis:
 
     @property
     def reading(self) -> str:
-        """Return the largest cause and its remedy."""
+        """Return the largest cause and its remedy, as sentences."""
         if max(part.logp_diff_max for part in (*self.parts, self.whole)) < NEGLIGIBLE:
             return (
                 f"engine and learner agree: no token differs by {NEGLIGIBLE:g} nats or more, so "
@@ -129,10 +129,11 @@ class Diagnosis:
             part.logp_diff_max for part in self.parts if part.start in ("decode", "prefill")
         ]
         if cause == "rounding" and max(engine_differences, default=0.0) < NEGLIGIBLE:
-            advice = ALIGNABLE
-        sentence = f"{self.share(cause):.0%} of the gap comes from {cause}: {advice}"
-        is_low_bit = cause in ("weights", "rounding") and self.whole.kl_k3 > FAR
-        return sentence + ("." + TOO_FAR.format(kl=self.whole.kl_k3) if is_low_bit else "")
+            advice = ALIGNABLE  # an aligned learner rounds as the engine does
+        reading = f"{self.share(cause):.0%} of the gap comes from {cause}: {advice}"
+        if cause in ("weights", "rounding") and self.whole.kl_k3 > FAR:
+            reading += "." + TOO_FAR.format(kl=self.whole.kl_k3)
+        return reading
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {
@@ -162,7 +163,7 @@ def attribute(
             mask=torch.ones_like(segments),
             segments=segments,
         )
-        values = {name: metrics[f"mismatch/{name}"] for name in _MISMATCH_METRICS}
+        values: dict[str, Any] = {name: metrics[f"mismatch/{name}"] for name in _MISMATCH_METRICS}
         return MismatchPart(cause, start, stop, **values)
 
     steps = [measure("weights", point_before, last_point)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from lowroll.checkpoint.lock import RunLock
@@ -67,10 +67,10 @@ def evaluate(
     caches = _distinct_caches(kv or (cfg.rollout.cache.another("dense"), cfg.rollout.cache))
     compute = Compute.of(cfg)
     chat = models.chat_of(cfg)
-    formats: dict[str, str] = {}  # name by format: two names may mean one
+    names_by_format: dict[str, str] = {}  # two names may mean one format
     for requested in requested_weights:
         name = budget.named(requested, cfg, compute, chat)
-        formats.setdefault(compute.format(name), name)
+        names_by_format.setdefault(compute.format(name), name)
     model = hf.load(cfg.model, compute.device, compute.dtype)
     spec = model.spec
     env_configs = cfg.eval.env or cfg.env
@@ -79,23 +79,25 @@ def evaluate(
     answers: list[EngineAnswers] = []
     known_warnings: set[str] = set()
     with environments.scorer(cfg, env_configs) as scorer, phases() as on_phase:
-        for cache, (format, name) in product(caches, formats.items()):
+        for cache, (format, name) in product(caches, names_by_format.items()):
             cfg = _with_kv(cfg, cache)
             engine = engines.make(cfg, compute, model, chat, name, workloads)
-            cfg = engines.with_rollout(
-                cfg, cache_tokens=engine.stats().cache_tokens
-            )  # the same for all
+            # The first engine's cache size holds for the next ones too.
+            cfg = engines.with_rollout(cfg, cache_tokens=engine.stats().cache_tokens)
             for line in prompts.check(cfg, spec, chat, envs, "test"):
                 if line not in known_warnings:  # once for engines of equal capacity
                     log.warning("%s", line)
                     known_warnings.add(line)
+            # All engines get the prompts that fit into the smallest cache.
             cache_cfgs = [_with_kv(cfg, kv_config) for kv_config in caches]
-            max_prompt_tokens = min(prompts.longest(cache_cfg, spec) for cache_cfg in cache_cfgs)
-            max_tokens = min(prompts.sequence(cache_cfg, spec) for cache_cfg in cache_cfgs)
+            limits = _TokenLimits(
+                prompt=min(prompts.longest(cache_cfg, spec) for cache_cfg in cache_cfgs),
+                sequence=min(prompts.sequence(cache_cfg, spec) for cache_cfg in cache_cfgs),
+            )
             settings = {"cache": cache.resolved().model_dump(mode="json")}
             asker = _Asker(cfg, env_configs, envs, scorer, each or {}, out, on_phase, settings)
             about = {"weights": format, "kv": cache.name}
-            answers += asker.ask(engine, chat, (max_prompt_tokens, max_tokens), about)
+            answers += asker.ask(engine, chat, limits, about)
     return _make_rows(cfg, answers, out)
 
 
@@ -127,7 +129,7 @@ def evaluate_server(
     about = {"server": server.url, "model": server.model}
     with environments.scorer(cfg, env_configs) as scorer, phases() as on_phase:
         asker = _Asker(cfg, env_configs, envs, scorer, each or {}, out, on_phase)
-        limits = (max_prompt_tokens, context)
+        limits = _TokenLimits(max_prompt_tokens, context)
         return _make_rows(cfg, asker.ask(server.engine, server.chat, limits, about), out)
 
 
@@ -144,6 +146,11 @@ def place(
         folder = folder_of(cfg, each, resolve(cfg.model))
     with RunLock(folder):
         yield folder
+
+
+class _TokenLimits(NamedTuple):
+    prompt: int
+    sequence: int  # a conversation with its prompt
 
 
 @dataclass(frozen=True)
@@ -163,11 +170,10 @@ class _Asker:
         self,
         engine: Engine,
         chat: ChatTokenizer,
-        limits: tuple[int, int],
+        limits: _TokenLimits,
         about: Mapping[str, str],
     ) -> list[EngineAnswers]:
-        """Return an engine's answers to every environment. limits: tokens of a prompt, and of a
-        conversation."""
+        """Return an engine's answers to every environment. about: the engine, in the rows' keys."""
         prompts.check_turns(chat, self.envs)
         return [self._ask(env, engine, chat, limits, about) for env in self.envs.values()]
 
@@ -176,24 +182,26 @@ class _Asker:
         env: Environment,
         engine: Engine,
         chat: ChatTokenizer,
-        limits: tuple[int, int],
+        limits: _TokenLimits,
         about: Mapping[str, str],
     ) -> EngineAnswers:
-        """Draw and score the responses to one environment that are not in the folder."""
+        """Draw and score the responses to one environment that are not in the folder; return all
+        of them."""
         began = time.monotonic()
         n = self.each.get(env.name, self.cfg.eval.rollouts_per_example)
+        num_examples = self.cfg.eval.count(env.size("test"))
         sampling = orchestrator.eval_sampling(self.cfg)
         draws = plan(
             env,
             chat,
-            num_examples=self.cfg.eval.count(env.size("test")),
+            num_examples=num_examples,
             rollouts_per_example=n,
             sampling=sampling,
             seed=self.cfg.seed,
-            max_prompt_tokens=limits[0],
-            max_sequence_tokens=limits[1],
+            max_prompt_tokens=limits.prompt,
+            max_sequence_tokens=limits.sequence,
         )
-        settings = {
+        settings = {  # what the responses depend on: the file is refused for other ones
             "env": env.name,
             **self._environment(env.name),
             **about,
@@ -215,9 +223,13 @@ class _Asker:
         if n > 1:
             on_vote = partial(self.on_phase, f"{label}: vote")
             majority_right = responses_of.votes(examples, env, self.scorer, on_vote)
-        num_left_out = self.cfg.eval.count(env.size("test")) - len(draws)
         return EngineAnswers(
-            env.name, dict(about), examples, majority_right, time.monotonic() - began, num_left_out
+            env.name,
+            dict(about),
+            examples,
+            majority_right,
+            seconds=time.monotonic() - began,
+            left_out=num_examples - len(draws),
         )
 
     def _score(

@@ -14,6 +14,7 @@ from lowroll.envs import Environment
 from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.evaluate import evaluate as evaluate_env
 from lowroll.orchestrator.interfaces import EngineClient, Judge, PhaseProgress, Scorer, Tokenizer
+from lowroll.orchestrator.settings import SamplingSettings
 from lowroll.runs.assembly import orchestrator, prompts
 
 if TYPE_CHECKING:
@@ -116,33 +117,36 @@ def held_out(
 
     With `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn like the rollouts of `cfg`.
     """
-    samplings = [orchestrator.eval_sampling(cfg)]
-    if sampled:
-        samplings.append(orchestrator.sampling(cfg))
-    metrics = {"eval/temperature": samplings[0].temperature}
+    eval_sampling = orchestrator.eval_sampling(cfg)
+    rollout_sampling = orchestrator.sampling(cfg)
+
+    def measure(env: Environment, sampling: SamplingSettings) -> dict[str, float]:
+        return evaluate_env(
+            env,
+            engine,
+            scorer,
+            chat,
+            num_examples=cfg.eval.count(env.size("test")),
+            rollouts_per_example=cfg.eval.rollouts_per_example,
+            sampling=sampling,
+            seed=cfg.seed,
+            max_prompt_tokens=max_prompt_tokens,
+            max_sequence_tokens=max_sequence_tokens,
+            max_error_rate=cfg.score.max_error_rate,
+            step=step,
+            max_steps=cfg.train.max_steps,
+            on_phase=on_phase and partial(_report_phase, on_phase),
+        )
+
+    metrics = {"eval/temperature": eval_sampling.temperature}
     for env in envs.values():
-        metrics_by_sampling = {
-            sampling: evaluate_env(
-                env,
-                engine,
-                scorer,
-                chat,
-                num_examples=cfg.eval.count(env.size("test")),
-                rollouts_per_example=cfg.eval.rollouts_per_example,
-                sampling=sampling,
-                seed=cfg.seed,
-                max_prompt_tokens=max_prompt_tokens,
-                max_sequence_tokens=max_sequence_tokens,
-                max_error_rate=cfg.score.max_error_rate,
-                step=step,
-                max_steps=cfg.train.max_steps,
-                on_phase=on_phase and partial(_report_phase, on_phase),
-            )
-            for sampling in dict.fromkeys(samplings)  # equal ones are drawn once
-        }
-        metrics |= metrics_by_sampling[samplings[0]]
+        env_metrics = measure(env, eval_sampling)
+        sampled_metrics = env_metrics
+        if sampled and rollout_sampling != eval_sampling:  # equal ones are drawn once
+            sampled_metrics = measure(env, rollout_sampling)
+        metrics |= env_metrics
         if sampled:
-            metrics |= _as_sampled(env.name, metrics_by_sampling[samplings[1]])
+            metrics |= _as_sampled(env.name, sampled_metrics)
     return metrics
 
 
@@ -156,17 +160,20 @@ def _as_sampled(env: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
-    """Return a step's evaluations `then`, after it, and `first`, before it, under names of its
-    own."""
+    """Return the metrics of a step's two evaluations: `first` before it, of which the compared
+    metrics are kept as `<name>_before`, and `then` after it. Either is {} where none was due."""
+    # These end eval/<env>/<name>, and eval/<env>/sampled_<name>.
     compared_endings = tuple(f"{separator}{name}" for separator in "/_" for name in COMPARED)
-    metrics_before = {
-        f"{name}_before": value for name, value in first.items() if name.endswith(compared_endings)
-    }
+    metrics: dict[str, float] = {}
+    for name, value in first.items():
+        if name.endswith(compared_endings):
+            metrics[f"{name}_before"] = value
     if first:
-        metrics_before["eval/temperature"] = first["eval/temperature"]
-    seconds = [metrics["time/eval"] for metrics in (first, then) if metrics]
-    total_seconds = {"time/eval": sum(seconds)} if seconds else {}
-    return metrics_before | dict(then) | total_seconds
+        metrics["eval/temperature"] = first["eval/temperature"]
+    metrics |= then
+    if first or then:
+        metrics["time/eval"] = first.get("time/eval", 0) + then.get("time/eval", 0)
+    return metrics
 
 
 def _report_phase(on_phase: PhaseProgress, phase: str, done: int, total: int) -> None:

@@ -175,14 +175,18 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
 
 
 def _load_learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer, Compute]:
-    """Load the learner after the checkpoint's step, on the CPU in the run's dtype."""
+    """Load the learner after the checkpoint's step, on the CPU in the run's dtype. ValueError when
+    the model's weights are not those that the run began with."""
     cfg = cfg.model_copy(update={"device": "cpu"})
-    is_sft = saved.meta.get("command") == "sft"
-    default_compute = Compute.of(cfg)
-    dtypes = [default_compute.dtype] if cfg.dtype != "auto" else [torch.float32, torch.bfloat16]
-    for compute in (replace(default_compute, dtype=dtype) for dtype in dtypes):
+    cpu_compute = Compute.of(cfg)
+    dtypes = [cpu_compute.dtype]
+    if cfg.dtype == "auto":  # it depended on the run's device; the digest of the weights tells
+        dtypes = [torch.float32, torch.bfloat16]
+    for dtype in dtypes:
+        compute = replace(cpu_compute, dtype=dtype)
         model = models.learner(budget.settled(cfg, run, compute), compute)
         if digest(model) == saved.meta["base"]:
+            is_sft = saved.meta.get("command") == "sft"
             trainer_state = saved.state if is_sft else saved.state["trainer"]
             restore_weights(model, saved.tensors["model"], trainer_state)
             return model, compute
@@ -201,13 +205,13 @@ def _save_merged(
 
 
 def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
-    """Save the engine's model, an adapter's base in the folder `base`. Return what other tools
-    cannot do with it."""
+    """Save the engine's model; of one with an adapter the adapter, and its base in the folder
+    `base`. Return what other tools cannot do with it. source: the folder of the tokenizer."""
     adapters = {name: linear.adapter for name, linear in rollout.linears()}
     if all(adapter is None for adapter in adapters.values()):
         hf.save(rollout, out, tokenizer_from=source)
         return _compatibility_note(rollout)
-    for _, linear in rollout.linears():
+    for _, linear in rollout.linears():  # for the files of the base alone
         linear.adapter = None
     base_files = hf.contents(rollout)
     for name, linear in rollout.linears():

@@ -152,7 +152,9 @@ class RunFolder:
             )
 
     def _obstacles(self, command: str | None, overwrite: bool) -> Iterator[str]:
-        """Yield what a run would overwrite although no run made it. command: of the run here."""
+        """Yield a sentence on each thing that a run would overwrite although no run made it.
+        command: of the run here, if any. overwrite: the run here is to be removed, with its
+        batches and checkpoints."""
         for name in (self.store.folder.name, LOGS, ENVIRONMENTS, *BATCHES):
             path = self.path / name
             if os.path.lexists(path) and not path.is_dir():
@@ -163,11 +165,11 @@ class RunFolder:
             existing = [path for path in paths if os.path.lexists(path)]
             for path in existing + batch_files:
                 yield f"{path} is not of a run of this folder"
-        else:
-            if os.path.lexists(self.final) and (foreign_file := foreign_in(self.final)):
-                yield foreign_file
+        elif os.path.lexists(self.final) and (foreign_file := foreign_in(self.final)):
+            yield foreign_file
+        if command is not None and overwrite:
             for path in batch_files:
-                if overwrite and not is_rollouts(path):
+                if not is_rollouts(path):
                     yield f"{path} does not begin as rollouts do"
         for path in sorted(self.store.folder.glob("step_*")):
             if not _STEP_FOLDER.fullmatch(path.name):
@@ -283,15 +285,14 @@ class RunFolder:
     def _clear_roles(self) -> None:
         """Remove the roles' shared files."""
         orchestrator = self.path / "orchestrator"
-        spool = orchestrator / "spool"
-        for path in spool.iterdir() if spool.is_dir() else ():
+        for path in _entries(orchestrator / "spool"):
             if _SPOOL_FILE.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         if not self.alone or not self.store.steps():
             for name in ("evaluations.jsonl", "ledger.jsonl"):
                 (orchestrator / name).unlink(missing_ok=True)
         broadcasts = self.path / "broadcasts"
-        for path in broadcasts.iterdir() if broadcasts.is_dir() else ():
+        for path in _entries(broadcasts):
             if (read_meta(path) or {}).get("broadcast") is not None:
                 (path / "STABLE").unlink(missing_ok=True)
                 remove_published(path, broadcasts)
@@ -303,7 +304,7 @@ class RunFolder:
         # Checkpoints go first, so that a run with a checkpoint has all its files.
         self.store.truncate(-1)
         damaged = self.store.folder / DAMAGED
-        for path in damaged.iterdir() if damaged.is_dir() else ():
+        for path in _entries(damaged):
             _remove_if_published(path, self.store.folder)
         _remove_if_published(self.final, self.path)
         for name in BATCHES:
@@ -326,6 +327,11 @@ class RunFolder:
                 self.path,
                 ", ".join(foreign_files),
             )
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from folder.iterdir()
 
 
 def _remove_if_published(folder: Path, trash: Path) -> None:

@@ -147,11 +147,12 @@ def _draw(
     most: int = RESPONSE_TOKENS,
 ) -> Calibration:
     """Return `n` responses of the dense model to each prompt of `texts`, or of the run's
-    environments. most: tokens of a response."""
+    environments, in an engine of the size that they need. most: tokens of a response."""
     prompt_requests = first_requests(cfg, model.spec, chat, texts, NUM_PROMPTS, n)
     longest = max(len(request.prompt_ids) for request in prompt_requests)
-    most = max(1, min(most, cfg.rollout.max_tokens, model.spec.max_position - longest))
-    requests = [replace(request, max_tokens=most) for request in prompt_requests]
+    space = model.spec.max_position - longest
+    max_tokens = max(1, min(most, cfg.rollout.max_tokens, space))
+    requests = [replace(request, max_tokens=max_tokens) for request in prompt_requests]
     page_size = cfg.rollout.page_size
     cache_tokens = n * sum(_pages_in_tokens(request, page_size) for request in requests)
     engine = lowroll.Engine(

@@ -112,7 +112,7 @@ class Run:
         planner = self._planner(cfg, outline, chat, tasks)
         cfg = sizes.chosen(planner, cfg)
         tell(*(note for note in cfg.notes if note not in home.cfg.notes))
-        cache_tokens = self.checkpoints.cache_tokens
+        cache_tokens = self.checkpoints.cache_tokens  # a resumed run keeps its cache
         self.memory = fit.check(planner, cfg, cache_tokens)
         tell(*self.memory.lines())
 

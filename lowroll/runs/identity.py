@@ -152,8 +152,8 @@ def _config_values(source: str | Path, key: str = "model") -> dict[str, str]:
 
 
 def _spec_values(spec: ModelSpec) -> dict[str, str]:
-    """Return a spec as the first runs recorded it: a field that came later stands there where it is
-    not at its default."""
+    """Return a spec's fields as the first runs recorded them, so that old checkpoints compare: a
+    field that came later stands there only where it is not at its default."""
     values = {}
     parts: tuple[ModelSpec | MixtureSpec, ...] = (spec, spec.mixture)
     for part in parts:
@@ -164,19 +164,27 @@ def _spec_values(spec: ModelSpec) -> dict[str, str]:
                 continue
             if name in FIRST_FIELDS or value != field.default:
                 values[name] = repr(value)
-    rope, scaling = spec.ropes[0], spec.ropes[0].scaling
+    # The first runs knew one rope for all layers, and norms of heads only.
+    rope = spec.ropes[0]
     values["rope_theta"] = repr(rope.theta)
-    values["rope_scaling"] = repr(scaling)
-    if scaling is not None and scaling.kind == "llama3":
-        values["rope_scaling"] = (
-            f"RopeScaling(factor={scaling.factor!r}, low_freq_factor={scaling.low!r}, "
-            f"high_freq_factor={scaling.high!r}, "
-            f"original_max_position={scaling.original_max_position!r})"
-        )
-    if spec.ropes != (Rope(rope.theta, spec.head_dim, scaling),):
+    values["rope_scaling"] = _describe_scaling(rope)
+    if spec.ropes != (Rope(rope.theta, spec.head_dim, rope.scaling),):
         values["ropes"] = repr(spec.ropes)
-    values["qk_norm"] = {"": "False", "head": "True"}.get(spec.qk_norm, spec.qk_norm)
+    first_names = {"": "False", "head": "True"}
+    values["qk_norm"] = first_names.get(spec.qk_norm, spec.qk_norm)
     return values
+
+
+def _describe_scaling(rope: Rope) -> str:
+    """Return the scaling of a rope as the first runs recorded it, which knew Llama 3's alone."""
+    scaling = rope.scaling
+    if scaling is None or scaling.kind != "llama3":
+        return repr(scaling)
+    return (
+        f"RopeScaling(factor={scaling.factor!r}, low_freq_factor={scaling.low!r}, "
+        f"high_freq_factor={scaling.high!r}, "
+        f"original_max_position={scaling.original_max_position!r})"
+    )
 
 
 def _files_of_env(env: EnvConfig) -> Iterator[tuple[str, Path]]:
@@ -218,13 +226,11 @@ def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) 
             "resume: the checkpoint is of an older lowroll and does not say what the run reads "
             "(tokenizer, data): continue it there, or begin a run with the model that it exports"
         )
-    # Older checkpoints lack these inputs.
-    later_prefixes = (CONFIG, ADVANTAGES)
-    comparable = {
-        k: v
-        for k, v in now.items()
-        if k in saved or not any(prefix in k for prefix in later_prefixes)
-    }
+    comparable = {}
+    for name, value in now.items():
+        is_recent = CONFIG in name or ADVANTAGES in name  # older checkpoints lack these inputs
+        if name in saved or not is_recent:
+            comparable[name] = value
     _raise_if_changed(
         "the run does not read what it began with", saved, comparable, _describe_input
     )
@@ -238,18 +244,15 @@ def refuse_other_settings(
     saved_settings = ADDED | _flatten({"chat_template_kwargs": {}} | renamed_tree(saved))
     current_settings = _flatten(cfg.tree())
     may_change = (*_may_change(cfg), *more)
-    differences = [
-        difference
-        for key in saved_settings.keys() | current_settings.keys()
-        if not any(key == name or key.startswith(f"{name}.") for name in may_change)
-        for difference in _differences(key, saved_settings.get(key), current_settings.get(key))
-    ]
-    _raise_if_changed(
-        f"the configuration is not that of {of}",
-        {key: old for key, old, _ in differences},
-        {key: new for key, _, new in differences},
-        repr,
-    )
+    old_values: dict[str, Any] = {}
+    new_values: dict[str, Any] = {}
+    for key in saved_settings.keys() | current_settings.keys():
+        if any(key == name or key.startswith(f"{name}.") for name in may_change):
+            continue
+        differences = _differences(key, saved_settings.get(key), current_settings.get(key))
+        for inner_key, old, new in differences:
+            old_values[inner_key], new_values[inner_key] = old, new
+    _raise_if_changed(f"the configuration is not that of {of}", old_values, new_values, show=repr)
 
 
 def _may_change(cfg: RunConfig) -> list[str]:
@@ -294,8 +297,8 @@ def _differences(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, 
 
 
 def _is_unchanged(before: object, after: object) -> bool:
-    """Return whether two settings are equal, or name files that only moved: digests cover their
-    content."""
+    """Return whether two settings are equal, or differ only in the folders of files of one name
+    that are there now: digests cover what these hold."""
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(
             _is_unchanged(before[key], after[key]) for key in before

@@ -58,19 +58,19 @@ class Monitor:
         return options
 
     def first_look(self, first: Probe | None, now: RunConfig) -> dict[str, float]:
-        """Return `spread/*` of the mismatch before the first update, and widen the thresholds of
-        `auto`."""
+        """Return `spread/*` of the mismatch before the first update, and widen the thresholds that
+        `correction: auto` chose while they silence over half of the batch."""
         if first is None:
             return {}
         for line in first.findings(self.options(now)):
             self.on_note(line)
-        may_widen = bool(self.cfg.chosen_options)
-        silent = first.silent(self.options(now))
-        while may_widen and max(silent.values()) > MOST_SILENT and self.widened < MAX_WIDENED:
-            self.widened += 1
-            silent = first.silent(self.options(now))
-        self._tell_widened(self.options(now), silent)
-        return first.spread | silent
+        silent_shares = first.silent(self.options(now))
+        if self.cfg.chosen_options:  # the user's own thresholds stay
+            while max(silent_shares.values()) > MOST_SILENT and self.widened < MAX_WIDENED:
+                self.widened += 1  # `options` doubles the exponent
+                silent_shares = first.silent(self.options(now))
+        self._tell_widened(self.options(now), silent_shares)
+        return first.spread | silent_shares
 
     def _tell_widened(self, options: Mapping[str, Any], silent: Mapping[str, float]) -> None:
         if self.widened:

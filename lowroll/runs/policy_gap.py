@@ -52,19 +52,18 @@ def publish_adapter(
     """
     scale = cfg.train.uaq_scale or 1.0
     source = resolve(cfg.model)
-    gap = None
+    revision = source.name if source.parent.name == "snapshots" else None  # of the hub's cache
     trained_base = adapter_base.of(model, scale)
     low_bit_name = low_bit_format(source)
-    revision = source.name if source.parent.name == "snapshots" else None  # of the hub's cache
+    is_base_changed = (
+        trained_base.rounds and stored_format(str(trained_base.weights)) != low_bit_name
+    )
+    gap = None
 
     def write(target: Path) -> None:
-        nonlocal gap
+        nonlocal gap  # measured on the written adapter, for its card and for the caller
         lora.write(model, target, cfg.model, source, scale, revision)
-        if (
-            batch
-            and trained_base.rounds
-            and stored_format(str(trained_base.weights)) != low_bit_name
-        ):
+        if batch and is_base_changed:
             gap = _measure_gap(source, target, model, batch)
         measured = "" if gap is None else f"Measured: {gap}."
         card.write(target, cfg.model, trained_base, low_bit_name, measured)
@@ -79,7 +78,7 @@ def _measure_gap(source: Path, adapter: Path, model: Transformer, batch: Batch) 
     needed_bytes = 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
     free_bytes = free_memory(model.device)
     try:
-        if free_bytes is None or free_bytes > needed_bytes:
+        if free_bytes is None or free_bytes > needed_bytes:  # where it is unknown, try
             policy = lora.load(hf.load(source, model.device, model.dtype), adapter)
             return gap_between(scores(model, batch), scores(policy, batch))
     except (torch.OutOfMemoryError, MemoryError):

@@ -71,18 +71,17 @@ def _read_token(name: str | None) -> str | None:
 
 def _connect(url: str, model: str | None, token: str | None, folder: Path | None) -> EnginePool:
     """Connect to the engine. folder: of the tokenizer; a whole model's supplies what a vLLM does
-    not report."""
+    not report. ValueError names the command's option in the place of `connect`'s argument."""
     from lowroll.engine.remote import connect
 
-    if folder is not None and not (folder / "config.json").is_file():
-        folder = None
+    is_model = folder is not None and (folder / "config.json").is_file()
     try:
-        return connect(url, model=model, token=token, folder=folder)
+        return connect(url, model=model, token=token, folder=folder if is_model else None)
     except ValueError as error:
-        field, colon, detail = str(error).partition(":")
-        option = {"url": "--server", "model": "--model", "folder": "--tokenizer"}.get(field, url)
-        message = detail if option.startswith("--") else f" {field}{colon}{detail}"
-        raise ValueError(f"{option}:{message}") from None
+        argument, _, detail = str(error).partition(":")
+        option = {"url": "--server", "model": "--model", "folder": "--tokenizer"}.get(argument)
+        message = f"{url}: {error}" if option is None else f"{option}:{detail}"
+        raise ValueError(message) from None
 
 
 def _served_tokenizer(url: str, names: dict[str, None]) -> ChatTokenizer:

@@ -45,7 +45,8 @@ class Responses:
             self._append([{"kind": "asked", **asked}])
 
     def missing(self, draws: Sequence[PromptDraw]) -> list[PromptDraw]:
-        """Return the draws without responses. ValueError when one had another prompt."""
+        """Return the draws without responses, and give the others' examples their prompts, which
+        the file does not hold. ValueError when one had another prompt."""
         missing = []
         for draw in draws:
             id, prompt_digest = draw.request.id, _prompt_digest(draw)
@@ -103,39 +104,55 @@ class Responses:
             self._lines += len(sealed_lines)
 
     def _read(self, path: Path, asked: dict[str, Any]) -> None:
-        data = path.read_bytes()
-        is_torn = not data.endswith(b"\n")
-        objects, problems = read_objects(path) if data else ([], [])
-        if len(problems) > is_torn:  # a torn last line may be one problem
-            raise ValueError(f"{problems[0]}; remove the file to draw its responses again")
-        if is_torn:
-            complete_lines = data[: data.rfind(b"\n") + 1]
-            objects = objects[: complete_lines.count(b"\n")]
-            write_file(path, complete_lines)
-        self._lines = len(objects)
-        for number, entry in enumerate(objects):
-            if (number == 0) != (entry.get("kind") == "asked"):
-                raise ValueError(f"{path}:{number + 1}: no responses of lowroll eval")
-            self._take(path, entry, asked)
+        """Read the file, and cut off a torn last line. ValueError when it is damaged, or was drawn
+        with other settings than `asked`."""
+        entries = _read_complete_lines(path)
+        self._lines = len(entries)
+        for number, entry in enumerate(entries, 1):
+            is_first, has_settings = number == 1, entry.get("kind") == "asked"
+            if is_first != has_settings:
+                raise ValueError(f"{path}:{number}: no responses of lowroll eval")
+            if has_settings:
+                _refuse_other_settings(path, entry, asked)
+            else:
+                self._take(entry)
 
-    def _take(self, path: Path, found: dict[str, Any], asked: dict[str, Any]) -> None:
-        if found["kind"] == "asked":
-            for key in {**asked, **found}:
-                if key not in _LINE_KEYS and found.get(key) != asked.get(key):
-                    raise ValueError(
-                        f"{path}: was drawn with {key} {json.dumps(found.get(key))}, and this asks "
-                        f"for {json.dumps(asked.get(key))}; name another folder by --out"
-                    )
-        elif found["kind"] == "drawn":
-            responses = [ExampleResponse(**fields) for fields in found["responses"]]
-            self._prompts[found["id"]] = found["prompt"]
-            self.examples[found["id"]] = Example(found["id"], _UNKNOWN_PROMPT, responses)
-        else:
-            scored_responses = self.examples[found["id"]].responses
-            for response, score_fields in zip(scored_responses, found["scores"], strict=True):
-                response.score = (
-                    ScoreError(**score_fields) if "kind" in score_fields else Score(**score_fields)
-                )
+    def _take(self, entry: dict[str, Any]) -> None:
+        """Take over a line of responses, or of the scores of earlier ones."""
+        id = entry["id"]
+        if entry["kind"] == "drawn":
+            responses = [ExampleResponse(**fields) for fields in entry["responses"]]
+            self._prompts[id] = entry["prompt"]
+            self.examples[id] = Example(id, _UNKNOWN_PROMPT, responses)
+            return
+        responses = self.examples[id].responses
+        for response, score_fields in zip(responses, entry["scores"], strict=True):
+            score_class = ScoreError if "kind" in score_fields else Score
+            response.score = score_class(**score_fields)
+
+
+def _read_complete_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file's lines, and remove a torn last line. ValueError when another
+    line is damaged."""
+    data = path.read_bytes()
+    is_torn = not data.endswith(b"\n")
+    objects, problems = read_objects(path) if data else ([], [])
+    if len(problems) > is_torn:  # a torn last line may be one problem
+        raise ValueError(f"{problems[0]}; remove the file to draw its responses again")
+    if is_torn:
+        complete_lines = data[: data.rfind(b"\n") + 1]
+        objects = objects[: complete_lines.count(b"\n")]
+        write_file(path, complete_lines)
+    return objects
+
+
+def _refuse_other_settings(path: Path, found: dict[str, Any], asked: dict[str, Any]) -> None:
+    for key in {**asked, **found}:
+        if key not in _LINE_KEYS and found.get(key) != asked.get(key):
+            raise ValueError(
+                f"{path}: was drawn with {key} {json.dumps(found.get(key))}, and this asks "
+                f"for {json.dumps(asked.get(key))}; name another folder by --out"
+            )
 
 
 def _score_fields(score: Score | ScoreError | None) -> dict[str, Any]:

@@ -62,11 +62,11 @@ class EngineAnswers:
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the rows as a table: (head, cells), shares in percent, without empty columns."""
+    """Return the rows as a table: (names of the columns, cells of each line), shares in percent,
+    without columns that say nothing."""
     engine_keys = [
         key for key in ("weights", "kv", "server", "model") if any(key in row for row in rows)
     ]
-    has_several = any((row.get("n") or 1) > 1 for row in rows)
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "set": lambda row: str(row["env"]),
         **{key: partial(_format, key, "") for key in engine_keys},
@@ -86,17 +86,15 @@ def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         "too long": partial(_format, "left_out", ",.0f"),
         "seconds": partial(_format, "seconds", ",.0f"),
     }
-    unused_columns = {} if has_several else {"k", "pass@k %", "maj@k %"}
-    neutral_texts = {
-        "-": ("difference", "maj@k %", "no answer %"),
-        "0": ("too long", "env failed"),
-        "0.0": ("unscored %",),
-    }
+    if not any((row.get("n") or 1) > 1 for row in rows):
+        for name in ("k", "pass@k %", "maj@k %"):  # of several responses to an example
+            del columns[name]
+    # Besides "-", what a column says of an evaluation in which nothing went wrong.
+    usual_texts = {"too long": "0", "env failed": "0", "unscored %": "0.0"}
     head, cells = [], []
-    for name, cell in columns.items():
-        column = [cell(row) for row in rows]
-        shown_texts = {text for text in column if name not in neutral_texts.get(text, ())} - {"-"}
-        if name not in unused_columns and shown_texts:
+    for name, format_cell in columns.items():
+        column = [format_cell(row) for row in rows]
+        if set(column) - {"-", usual_texts.get(name)}:
             head.append(name)
             cells.append(column)
     return head, [list(line) for line in zip(*cells, strict=True)]
@@ -133,27 +131,36 @@ def rows_of(measured: Sequence[EngineAnswers], seed: int = 0) -> list[dict[str, 
     """
     answers_by_engine: dict[tuple[str, ...], list[EngineAnswers]] = {}
     for answers in measured:
-        answers_by_engine.setdefault(tuple(answers.about.values()), []).append(answers)
-    first_engine, *_ = answers_by_engine.values()
+        engine = tuple(answers.about.values())
+        answers_by_engine.setdefault(engine, []).append(answers)
+    first, *others = answers_by_engine.values()
+    rows = _rows_of_engine(first, None, seed)
+    for engine_answers in others:
+        rows += _rows_of_engine(engine_answers, first, seed)
+    return rows
+
+
+def _rows_of_engine(
+    measured: Sequence[EngineAnswers], baseline: Sequence[EngineAnswers] | None, seed: int
+) -> list[dict[str, Any]]:
+    """Return the rows of one engine. baseline: the first engine's answers to the same environments,
+    for the differences; None for itself."""
     rows = []
-    for engine_answers in answers_by_engine.values():
-        baseline = None if engine_answers is first_engine else first_engine
-        engine_rows = []
-        for position, answers in enumerate(engine_answers):
-            row = _make_row(answers, seed)
-            if baseline is not None:
-                row |= _paired_difference([answers], [baseline[position]], seed)
-            engine_rows.append(row)
-        rows += engine_rows
-        if len(engine_answers) > 1:
-            average = _average_row(engine_answers, engine_rows, seed)
-            if baseline is not None:
-                average |= _paired_difference(engine_answers, baseline, seed)
-            rows.append(average)
+    for position, answers in enumerate(measured):
+        row = _make_row(answers, seed)
+        if baseline is not None:
+            row |= _paired_difference([answers], [baseline[position]], seed)
+        rows.append(row)
+    if len(measured) > 1:
+        average = _average_row(measured, rows, seed)
+        if baseline is not None:
+            average |= _paired_difference(measured, baseline, seed)
+        rows.append(average)
     return rows
 
 
 def _make_row(one: EngineAnswers, seed: int) -> dict[str, Any]:
+    """Return the row of one environment, as by `rows_of`, without differences."""
     responses = [response for example in one.examples for response in example.responses]
     scored = [response.score for response in responses if isinstance(response.score, Score)]
     shares = list(one.shares.values())
@@ -212,13 +219,13 @@ def _average_row(
 def _paired_difference(
     side: Sequence[EngineAnswers], base: Sequence[EngineAnswers], seed: int
 ) -> dict[str, float]:
-    """Return the difference to the first engine over examples that both scored."""
+    """Return the difference of an engine's pass@1 (`side`) to the first one's (`base`), over the
+    examples that both scored: the mean of the environments' means, and its interval."""
     differences_by_env = []
     for answers, base_answers in zip(side, base, strict=True):
-        engine_shares, first_shares = answers.shares, base_answers.shares
-        differences_by_env.append(
-            [engine_shares[id] - first_shares[id] for id in engine_shares if id in first_shares]
-        )
+        shares, base_shares = answers.shares, base_answers.shares
+        differences = [shares[id] - base_shares[id] for id in shares if id in base_shares]
+        differences_by_env.append(differences)
     low, high = interval(differences_by_env, seed)
     difference = fmean(fmean(values) for values in differences_by_env)
     return {"difference": difference, "difference_low": low, "difference_high": high}
@@ -229,16 +236,19 @@ def folder_of(
 ) -> Path:
     """Return the default folder of an evaluation, which the same model and settings share. Another
     or newer file in the model's folder makes it another model."""
-    files: list[list[Any]] = []
+    model_files: list[list[Any]] = []
     if model is not None:
         entries = sorted(os.scandir(model), key=lambda entry: entry.name)
-        files = [[entry.name, entry.stat().st_size, entry.stat().st_mtime_ns] for entry in entries]
+        for entry in entries:
+            status = entry.stat()
+            model_files.append([entry.name, status.st_size, status.st_mtime_ns])
     tree = cfg.model_dump(mode="json")
     response_settings = {key: value for key, value in tree.items() if key not in _IGNORED_SETTINGS}
     sampler = {k: v for k, v in tree["eval"].items() if k not in ("env", "num_examples")}
-    key_text = json.dumps([response_settings, sampler, dict(each), files, server], sort_keys=True)
+    identity = [response_settings, sampler, dict(each), model_files, server]
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     name = Path(str(cfg.model)).name or "model"
-    return FOLDER / f"{name}-{hashlib.sha256(key_text.encode()).hexdigest()[:8]}"
+    return FOLDER / f"{name}-{digest[:8]}"
 
 
 def leave(
@@ -258,27 +268,26 @@ def leave(
 
 
 def failures(measured: Sequence[EngineAnswers]) -> dict[str, list[Failure]]:
-    """Return the unsolved examples of each environment, with all engines' attempts."""
+    """Return the examples of each environment to which some engine gave an unsolved response, with
+    all engines' attempts."""
     failures_by_env: dict[str, list[Failure]] = {}
-    for name in dict.fromkeys(answers.env for answers in measured):
+    for answers in measured:
+        failures_by_env.setdefault(answers.env, [])
+    for name, env_failures in failures_by_env.items():
         per_engine = [answers for answers in measured if answers.env == name]
-        failures_by_env[name] = [
-            Failure(
-                examples[0].prompt.id,
-                examples[0].prompt.messages,
-                examples[0].prompt.info,
-                [
-                    _summarize_attempt(side, example)
-                    for side, example in zip(per_engine, examples, strict=True)
-                ],
-            )
-            for examples in zip(*(side.examples for side in per_engine), strict=True)
-            if not all(response.solved for example in examples for response in example.responses)
-        ]
+        # All engines have the same examples, in one order.
+        for same_example in zip(*(side.examples for side in per_engine), strict=True):
+            responses = [response for example in same_example for response in example.responses]
+            if all(response.solved for response in responses):
+                continue
+            attempts = list(map(_summarize_attempt, per_engine, same_example))
+            prompt = same_example[0].prompt
+            env_failures.append(Failure(prompt.id, prompt.messages, prompt.info, attempts))
     return failures_by_env
 
 
 def _summarize_attempt(side: EngineAnswers, example: Example) -> Attempt:
+    """Count an engine's solved responses to an example, and quote the first unsolved one."""
     unsolved = next((response for response in example.responses if not response.solved), None)
     return Attempt(
         ", ".join(side.about.values()),

@@ -51,7 +51,7 @@ class RolloutEngine:
         self.cfg = engines.with_rollout(cfg, cache_tokens=self.cache_tokens)
         self.noise = trainer.noise(cfg)
         self.in_flight: InFlight = "replay" if cfg.asynchrony.partial == "replay" else "keep"
-        # This is called before the engine is replaced.
+        # The owner may set this: it is called before the engine is replaced, with what is in flight.
         self.before_end: Callable[[], object] = lambda: None
         self.watch = self._watch()
 
@@ -136,7 +136,8 @@ class RolloutEngine:
         return self.engine.stats().virtual_memory_bytes
 
     def change_format(self, weights: str) -> None:
-        """Replace the engine by one of another format, once the old one has released its memory."""
+        """Replace the engine by one of another format, once the old one has released its memory.
+        The new one has a smaller cache where the old size does not fit beside it."""
         cfg = self.cfg
         if cfg.train.forward == "aligned":
             realign(self.model, self.compute.format(weights))

@@ -150,16 +150,18 @@ def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> Non
 
 @contextmanager
 def progress(steps: int) -> Iterator[Callable[[Record], str]]:
-    """Yield `show(record)`, which formats a step and prints some: a bar at a terminal."""
+    """Yield `show(record)`, which returns a step's line, moves the bar at a terminal and prints the
+    lines of some steps."""
     began = time.monotonic()
-    first_step = 0
+    first_step = 0  # of this attempt; a resumed one begins later than step 1
     with phases() as on_phase:
 
         def show(record: Record) -> str:
             nonlocal first_step
             step = int(record["step"])
             first_step = first_step or step
-            seconds_left = (time.monotonic() - began) / (step - first_step + 1) * (steps - step)
+            seconds_a_step = (time.monotonic() - began) / (step - first_step + 1)
+            seconds_left = seconds_a_step * (steps - step)
             line = (
                 f"step {step:>4}/{steps}  loss {_format_metric(record['sft/loss'], '.4f')}  lr "
                 f"{record['optim/lr']:.1e}  grad norm {_format_metric(record['optim/grad_norm'], '.3g')}  "
@@ -193,7 +195,7 @@ def _choose_sizes(
     outline = models.outline("model", cfg.model, compute)
     spec = outline.spec
     lengths = map(num_fed, encode_all(chat, given, spec.vocab_size, spec.max_position))
-    max_length = max(lengths, default=1) + 1
+    max_length = max(lengths, default=1) + 1  # a demonstration's last token is not fed
     return sizes.chosen_for_sft(cfg, compute, outline, max_length, max_length * cfg.sft.batch_size)
 
 

@@ -119,10 +119,13 @@ def polite_stop() -> Iterator[Stop]:
     stop = Stop()
     previous_handlers: dict[int, Any] = {}
 
+    def restore_handlers() -> None:
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
+
     def ask(number: int, _frame: FrameType | None) -> None:
-        if not stop.ask(number):
-            for signal_number, handler in previous_handlers.items():
-                signal.signal(signal_number, handler)
+        if not stop.ask(number):  # a second signal has its usual effect
+            restore_handlers()
             signal.raise_signal(number)
 
     if threading.current_thread() is threading.main_thread():  # other threads cannot handle signals
@@ -133,5 +136,4 @@ def polite_stop() -> Iterator[Stop]:
         yield stop
     finally:
         stop.close()
-        for signal_number, handler in previous_handlers.items():
-            signal.signal(signal_number, handler)
+        restore_handlers()

@@ -35,10 +35,11 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
     """
     train = cfg.train
     format = compute.format(cfg.rollout.weights)
-    quantize_on_load = train.lora and train.uaq_scale is None  # dense weights are scaled
     refuse_adapter("model", cfg.model)
     refuse_scale(cfg)
-    model = hf.load(cfg.model, compute.device, compute.dtype, format if quantize_on_load else None)
+    # Scaling needs the dense weights of an adapter's base; they are quantized after it.
+    format_on_load = format if train.lora and train.uaq_scale is None else None
+    model = hf.load(cfg.model, compute.device, compute.dtype, format_on_load)
     refuse_backward(cfg, compute, model.spec)
     if not train.lora and model.weight_format is not None:
         log.warning(

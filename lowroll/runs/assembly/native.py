@@ -23,10 +23,11 @@ def make(
     workloads: Sequence[Workload],
 ) -> NativeEngine:
     """Build the engine over the learner's weights in the format `weights`, with a cache for
-    `workloads`. The second format is used only with the run's own."""
+    `workloads`."""
     rollout = cfg.rollout
     caches.refuse(cfg, model.spec)
-    run_format = compute.format(rollout.weights)
+    # The second format, for large batches, belongs to the run's own.
+    is_run_format = weights == compute.format(rollout.weights)
     return NativeEngine(
         model,
         weights=weights,
@@ -40,7 +41,7 @@ def make(
         max_batch=rollout.max_batch,
         prefill_chunk=rollout.prefill_chunk,
         noisy=cfg.noise is not None,
-        large_batch_weights=rollout.large_batch_weights if weights == run_format else None,
+        large_batch_weights=rollout.large_batch_weights if is_run_format else None,
         keep_dense=rollout.keep_dense,
         record_evictions=cfg.train.replay_kv,
         max_model_len=rollout.max_model_len,

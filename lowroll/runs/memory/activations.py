@@ -311,13 +311,11 @@ def generating(
 ) -> int:
     """Return the bytes of an engine step: its prompts in one pass, and the logits of new samples.
     prompts: tokens; samples: the most in flight."""
-    item = (get_format(compute.format(cfg.rollout.weights)).dtype or compute.dtype).itemsize
-    block = _pass_bytes(model.spec, item, max(samples, min(MOST_PREFILL, prompts)))
-    return (
-        block
-        + _dequantized_bytes(cfg, compute, model)
-        + 2 * FLOAT * samples * model.spec.vocab_size
-    )
+    dtype = get_format(compute.format(cfg.rollout.weights)).dtype or compute.dtype
+    pass_tokens = max(samples, min(MOST_PREFILL, prompts))
+    block_bytes = _pass_bytes(model.spec, dtype.itemsize, pass_tokens)
+    logits_bytes = 2 * FLOAT * samples * model.spec.vocab_size
+    return block_bytes + _dequantized_bytes(cfg, compute, model) + logits_bytes
 
 
 def _pass_bytes(spec: ModelSpec, item: int, tokens: int) -> int:
