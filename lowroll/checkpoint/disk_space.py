@@ -32,12 +32,13 @@ class Space:
         nothing behind. RunFailed names the path at the timeout, and at once for any other system
         error."""
         started = time.monotonic()
-        last_logged_s, pause_s = -REMIND, FIRST_PAUSE
+        last_logged_s = -REMIND  # since the start; negative until the first line
+        pause_s = FIRST_PAUSE
         while True:
             try:
                 result = action()
                 break
-            except FileExistsError:
+            except FileExistsError:  # of the caller's, no matter of space
                 raise
             except OSError as error:
                 waited_s = time.monotonic() - started
@@ -53,7 +54,7 @@ class Space:
                 )
             time.sleep(min(pause_s, self.seconds - waited_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE)
-        if last_logged_s >= 0:
+        if last_logged_s >= 0:  # it waited
             log.warning(
                 "there is room again after %.0f s: %s is written", time.monotonic() - started, path
             )

@@ -42,21 +42,23 @@ def unseal(line: bytes, number: int = 0) -> tuple[bytes, bool]:
 def unseal_lines(data: bytes) -> bytes:
     """Return the content of a file whose lines are all sealed with their numbers from 1 on, or all
     not. ValueError names the first damaged line."""
-    lines, sealed_states = [], set[bool]()
+    contents: list[bytes] = []
+    are_sealed: bool | None = None  # known from the first line that is not empty
     for number, line in enumerate(data.split(b"\n"), 1):
+        if not line:
+            contents.append(line)
+            continue
         try:
-            content, has_sum = unseal(line, number) if line else (line, True)
+            content, is_sealed = unseal(line, number)
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
-        if line:
-            sealed_states.add(has_sum)
-        if len(sealed_states) == 2:
-            raise ValueError(
-                f"line {number}: damaged: the lines before it {'lack' if has_sum else 'have'} a "
-                f"checksum"
-            )
-        lines.append(content)
-    return b"\n".join(lines)
+        if are_sealed is None:
+            are_sealed = is_sealed
+        if is_sealed != are_sealed:
+            others = "have" if are_sealed else "lack"
+            raise ValueError(f"line {number}: damaged: the lines before it {others} a checksum")
+        contents.append(content)
+    return b"\n".join(contents)
 
 
 def read_objects(path: Path) -> tuple[list[dict[str, Any]], list[str]]:

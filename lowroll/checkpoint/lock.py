@@ -60,22 +60,20 @@ class RunLock:
         self.attempt = self._append_attempt()
 
     def _append_attempt(self) -> int:
+        """Append this launch to the lock file; return its number."""
         content = _read(self._descriptor)
         attempt = len(content.splitlines()) + 1
-        line = (
-            json.dumps(
-                {
-                    "attempt": attempt,
-                    "pid": os.getpid(),
-                    "host": socket.gethostname(),
-                    "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                }
-            )
-            + "\n"
-        )
-        ends_torn = bool(content) and not content.endswith(b"\n")
+        entry = {
+            "attempt": attempt,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        line = json.dumps(entry).encode() + b"\n"
+        if content and not content.endswith(b"\n"):  # a dead process tore the last line
+            line = b"\n" + line
         with naming(self.folder / LOCK):
-            write_all(self._descriptor, (b"\n" if ends_torn else b"") + line.encode())
+            write_all(self._descriptor, line)
             os.fsync(self._descriptor)
         return attempt
 

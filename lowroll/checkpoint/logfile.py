@@ -40,7 +40,7 @@ class Warnings:
     def __init__(self, folder: Path, *names: str) -> None:
         self.folder = folder
         self.names = names
-        self._read = {path: path.stat().st_size for path in self._logs()}
+        self._read = {path: path.stat().st_size for path in self._logs()}  # bytes
         self._kinds: set[str] = set()
 
     def new(self) -> list[str]:
@@ -54,6 +54,7 @@ class Warnings:
         return new_lines
 
     def _written(self) -> list[str]:
+        """Return the warnings and errors that the logs gained since the last call."""
         messages: list[str] = []
         for path in self._logs():
             offset = self._read.get(path, 0)
@@ -63,10 +64,9 @@ class Warnings:
                 file.seek(offset)
                 complete_lines = file.read(_MAX_BYTES).rpartition(b"\n")[0]
             self._read[path] = offset + len(complete_lines)
-            lines = complete_lines.decode(errors="replace").splitlines()
-            messages += [
-                printable(match[1]) for line in lines if (match := _WARNING_LINE.match(line))
-            ]
+            for line in complete_lines.decode(errors="replace").splitlines():
+                if match := _WARNING_LINE.match(line):
+                    messages.append(printable(match[1]))
         return messages
 
     def _logs(self) -> list[Path]:

@@ -71,8 +71,9 @@ def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, An
         faultpoint("publish.begin")
         write(tmp)
         faultpoint("publish.written")
-        names, files = _file_names(tmp), {}
+        names = _file_names(tmp)
         _open_to_readers(tmp, names)
+        files = {}
         with _digest_threads() as pool:
             digests = pool.map(_sync_and_digest, [tmp / name for name in names])
             for name, digest in zip(names, digests, strict=True):
@@ -170,6 +171,8 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def _temporary_sibling(dest: Path) -> Iterator[Path]:
+    """Yield a new, locked folder beside `dest`. After an error it is removed; a full disk becomes
+    DiskFullError, another system error an OSError with the path."""
     tmp, descriptor = _lock_new_sibling(dest)
     try:
         yield tmp
@@ -182,7 +185,8 @@ def _temporary_sibling(dest: Path) -> Iterator[Path]:
                 f"disk full while publishing {dest}, {free / 2**20:.0f} MiB free after removing "
                 "the partial data; nothing was published",
             ) from error
-        if not isinstance(error, FileExistsError) and (code := system_error(error)) is not None:
+        code = system_error(error)
+        if code is not None and not isinstance(error, FileExistsError):
             raise OSError(
                 code, f"{os.strerror(code)} while publishing, nothing was published", str(dest)
             ) from error
@@ -192,22 +196,27 @@ def _temporary_sibling(dest: Path) -> Iterator[Path]:
 
 
 def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
+    """Make a folder beside `dest` and lock it; return it and the descriptor that holds the lock.
+
+    Until it is locked, another writer may take it for a leftover (`remove_leftovers`); then the
+    next name is tried.
+    """
     for _ in range(16):
         tmp = dest.parent / f"{TEMPORARY}{dest.name}-{secrets.token_hex(4)}"
         tmp.mkdir(mode=0o755)
         try:
             descriptor = os.open(tmp, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # a cleaner ran between mkdir and open
+        except FileNotFoundError:  # it was removed before it was opened
             continue
         except OSError:
             tmp.rmdir()
             raise
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if tmp.exists():
+            if tmp.exists():  # else it was removed before it was locked
                 return tmp, descriptor
         except BlockingIOError:
-            pass  # a cleaner holds it and is about to remove it
+            pass  # another writer has locked it and is about to remove it
         os.close(descriptor)
     raise RuntimeError(f"{dest.parent}: could not keep a temporary folder, other writers remove it")
 
@@ -241,6 +250,8 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return a manifest's files (name -> size and sha256) and meta. DamagedError when it is
+    missing, or not as it was written."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):  # a FIFO would block

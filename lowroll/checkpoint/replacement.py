@@ -40,15 +40,14 @@ def foreign_in(folder: Path, contents: bool = True) -> str:
         published_names = published_files(folder) | {MANIFEST}
     except DamagedError as error:
         return str(error)
-    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    present_names = {path.relative_to(folder).as_posix() for path in paths}
-    return next(
-        (
-            f"{folder / name}: it was not published with the folder"
-            for name in sorted(present_names - published_names)
-        ),
-        "",
-    )
+    present_names = set()
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not path.is_dir():
+            present_names.add(path.relative_to(folder).as_posix())
+    foreign_names = sorted(present_names - published_names)
+    if not foreign_names:
+        return ""
+    return f"{folder / foreign_names[0]}: it was not published with the folder"
 
 
 def replace_folder(dest: Path, publish: Callable[[Path], object]) -> Path:

@@ -49,7 +49,7 @@ _TENSORS_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class Pieces:
-    """A tensor with rows in several files, read when sliced."""
+    """A tensor with rows in several files, which are joined when sliced."""
 
     def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
         self.pieces = pieces
@@ -57,13 +57,15 @@ class Pieces:
         self.shape = (sum(map(len, pieces)), *pieces[0].shape[1:])
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
+        """Return the rows of a slice without a step."""
         import torch
 
         start, stop, _ = rows.indices(self.shape[0])
         slices = []
+        first_row = 0  # of the piece
         for piece in self.pieces:
-            slices.append(piece[max(start, 0) : max(stop, 0)])
-            start, stop = start - len(piece), stop - len(piece)
+            slices.append(piece[max(start - first_row, 0) : max(stop - first_row, 0)])
+            first_row += len(piece)
         return torch.cat(slices)
 
 
@@ -233,11 +235,12 @@ class Store:
         if self.keep_last is None:
             return
         older = [step for step in self.steps() if step < newest]
-        pinned = {step for step in older if self.keep_interval and step % self.keep_interval == 0}
+        num_superseded = max(0, len(older) - (self.keep_last - 1))  # the newest is one of keep_last
         try:
             self.clean()
-            for step in older[: max(0, len(older) - (self.keep_last - 1))]:
-                if step not in pinned and not self._holds_foreign(step):
+            for step in older[:num_superseded]:
+                is_pinned = self.keep_interval is not None and step % self.keep_interval == 0
+                if not is_pinned and not self._holds_foreign(step):
                     self._remove(step)
         except OSError as error:
             log.warning(
@@ -245,6 +248,7 @@ class Store:
             )
 
     def _holds_foreign(self, step: int) -> bool:
+        """Return whether a checkpoint's folder holds what no save wrote, with a warning."""
         foreign = foreign_in(self.path(step), contents=False)
         if foreign:
             log.warning("%s: the folder stays", foreign)
@@ -335,37 +339,43 @@ def _check_json(value: object, where: str) -> None:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors, copied where they share memory, which safetensors refuses."""
     from safetensors.torch import save_file
 
-    flat: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
+    contiguous_tensors: dict[str, torch.Tensor] = {}
+    seen_addresses: set[int] = set()
     for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage()
-        # safetensors refuses shared memory; a view would also store its whole buffer.
-        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen:
-            tensor = tensor.clone()
-        elif tensor.nbytes:
-            seen.add(storage.data_ptr())
-        flat[name] = tensor
-    save_file(flat, path)
+        contiguous = tensor.detach().cpu().contiguous()
+        storage = contiguous.untyped_storage()
+        is_view = storage.nbytes() != contiguous.nbytes  # its whole buffer would be written
+        if is_view or storage.data_ptr() in seen_addresses:
+            contiguous = contiguous.clone()
+        elif contiguous.nbytes:  # empty tensors have no address
+            seen_addresses.add(storage.data_ptr())
+        contiguous_tensors[name] = contiguous
+    save_file(contiguous_tensors, path)
 
 
 def _read_tensors(path: Path, name: str) -> dict[str, Any]:
-    """Read a tensor file, or its parts. DamagedError when parts are missing."""
+    """Return the tensors of a file by name; of one in parts, those with rows in several parts as
+    Pieces. DamagedError when parts are missing."""
     from safetensors.torch import load_file
 
-    if (path / f"{name}.safetensors").is_file():
-        return dict(load_file(path / f"{name}.safetensors"))
-    part_counts = [
-        int(match[1])
-        for file in published_files(path)
-        if (match := re.fullmatch(rf"{name}\.1of([0-9]+)\.safetensors", file))
-    ]
+    whole_file = path / f"{name}.safetensors"
+    if whole_file.is_file():
+        return dict(load_file(whole_file))
+    part_counts = []  # stated by the names of first parts
+    for file in published_files(path):
+        if match := re.fullmatch(rf"{name}\.1of([0-9]+)\.safetensors", file):
+            part_counts.append(int(match[1]))
     if len(part_counts) != 1:
         raise DamagedError(f"{path}: {name}: neither whole nor in the parts of one save")
-    pieces: dict[str, list[torch.Tensor]] = {}
-    for part in range(part_counts[0]):
-        for key, tensor in load_file(path / _file_name(name, part, part_counts[0])).items():
-            pieces.setdefault(key, []).append(tensor)
-    return {key: Pieces(parts) if len(parts) > 1 else parts[0] for key, parts in pieces.items()}
+    num_parts = part_counts[0]
+    pieces_by_name: dict[str, list[torch.Tensor]] = {}
+    for part in range(num_parts):
+        for key, tensor in load_file(path / _file_name(name, part, num_parts)).items():
+            pieces_by_name.setdefault(key, []).append(tensor)
+    return {
+        key: pieces[0] if len(pieces) == 1 else Pieces(pieces)
+        for key, pieces in pieces_by_name.items()
+    }
