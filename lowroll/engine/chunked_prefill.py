@@ -26,8 +26,12 @@ def plan_passes(
 def _plan_pass(
     prompts: deque[LiveGroup], budget: int, longest: int | None, may_exceed: bool
 ) -> list[PrefillChunk]:
-    """Return the chunks of one pass, of at most `budget` tokens, and remove whole prompts from the
-    queue."""
+    """Return the chunks of one pass, in the order of the queue, and advance their groups. Prompts
+    that end in it leave the queue; the others stay at its front.
+
+    The chunks have at most `budget` tokens together; with `may_exceed` the first may have more.
+    longest: tokens of a chunk; None: whole prompts.
+    """
     chunks: list[PrefillChunk] = []
     unfinished: list[LiveGroup] = []
     while prompts:

@@ -30,7 +30,7 @@ Legend: B rows, P pages of a row, S steps, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,16 @@ MOST_STEPS = 16
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 LARGE_BATCH_FROM = 9  # rows
 
+# lines of `Decoder.state`, int64, one column a row of the batch
+LAST_TOKEN = 0
+POSITION = 1  # of the last token
+NEXT_POSITION = 2  # of the token to draw: the noise counter
+UNTIL = 3  # the position at which the row stops
+NOISE_KEY = 4
+SETTINGS = 5  # the temperature's float32 bits; bit 32: greedy
+SLOT = 6
+NUM_KEYS = 7  # in the row's cache, with the new token's
+
 
 def bucket(num_rows: int) -> int:
     """Return the batch size that `num_rows` are padded to; a row's bits depend on it alone."""
@@ -65,6 +75,17 @@ class PendingSteps:
     rows: int
     steps: int
     ranks: TopLogprobs
+
+
+class _UploadedPages(NamedTuple):
+    """The part of a sequence's page table that the host's copy has."""
+
+    sequence: Sequence | None
+    num_compactions: int  # the table is another one after each
+    num_pages: int
+
+
+NO_PAGES = _UploadedPages(None, 0, 0)
 
 
 class Decoder:
@@ -93,11 +114,10 @@ class Decoder:
         self._last: list[int] = []  # the token that the device drew last for each row
         self._until: list[int] = []  # the position at which the device stops each row
         self._paged: list[Sequence] = []  # the rows of the device's page tables
-        # the page table on the host, by slot: the sequence, its compactions, its pages
-        self._known: list[tuple[Sequence | None, int, int]] = [(None, 0, 0)] * max_batch
+        self._known = [NO_PAGES] * max_batch  # by slot, of `_pages_of_slot`
         self._widest = 0  # most pages of any row
         self._sampling = SamplingState(max_rows, max_batch, model.spec.vocab_size, self.device)
-        # on the host, what will be uploaded: one row of `state` a quantity
+        # on the host, what will be uploaded; `state` has one line a quantity
         is_pinned = self.device.type == "cuda"
         self._state = torch.zeros(8, max_rows, dtype=torch.int64, pin_memory=is_pinned)
         self._pages_of_slot = torch.zeros(max_batch, max_pages, dtype=torch.int32)
@@ -167,16 +187,17 @@ class Decoder:
         size = self.size(len(sequences))
         self.upload(sequences, size)
         self._rows = []
-        return self.state[0, :size], self._live(size)
+        return self.state[LAST_TOKEN, :size], self._live(size)
 
     def _live(self, size: int) -> DecodeRows:
         """Return the device's rows, dead ones included, for attention in a batch of this size."""
         lengths_B = self.lengths_B[:size]
-        slots_B = self.state[6, :size]
+        slots_B = self.state[SLOT, :size]
         if self.watcher is not None or self.cache.recurrent is not None:
             slots_B = slots_B.masked_fill(lengths_B == 0, self.dead_slot)
         pages = self.table_BP.shape[1] if self.device.type == "cuda" else self._widest
-        return DecodeRows(slots_B, self.table_BP[:size, :pages], lengths_B, self.state[1, :size])
+        positions_B = self.state[POSITION, :size]
+        return DecodeRows(slots_B, self.table_BP[:size, :pages], lengths_B, positions_B)
 
     def size(self, num_rows: int) -> int:
         """Return the rows, dead ones included, that a step of `num_rows` runs."""
@@ -201,57 +222,52 @@ class Decoder:
         self._rows = []
         self._paged = []
         self._pool = None
-        self._known = [(None, 0, 0)] * len(self._known)
+        self._known = [NO_PAGES] * len(self._known)
 
     def upload(self, sequences: list[Sequence], size: int) -> None:
-        """Bring state and page tables on the device up to date. It has moved unchanged rows on
-        itself."""
+        """Bring the state and the page tables of these rows, padded up to `size` with dead ones, up
+        to date on the device.
+
+        The steps have advanced the device's state themselves. So it is uploaded only if the host
+        differs: other rows, another last token than the device drew, or another end.
+        """
         self.step_1.zero_()
         last_tokens = [s.last_token for s in sequences]
         until = [s.until for s in sequences]
         if sequences != self._rows or last_tokens != self._last or until != self._until:
-            temperatures = [s.request.temperature or 1 for s in sequences]
-            temperature_B = torch.tensor(temperatures, dtype=torch.float32)
-            is_greedy = torch.tensor([s.request.temperature == 0 for s in sequences])
-            state_rows = [
-                last_tokens,
-                [s.position for s in sequences],
-                [s.length for s in sequences],
-                until,
-                [signed(s.noise_key) for s in sequences],
-                (temperature_B.view(torch.int32).long() | is_greedy.long() << 32).tolist(),
-                [s.slot for s in sequences],
-                [s.cached_len + 1 for s in sequences],
-            ]
-            self._state[:, :size] = 0
-            self._state[:, : len(sequences)] = torch.tensor(state_rows)
-            self.state[:, :size].copy_(self._state[:, :size], non_blocking=True)
-            settings_B = self.state[5, :size]
-            self.lengths_B[:size] = self.state[7, :size]
-            self.temperature_B[:size] = settings_B.int().view(torch.float32)
-            self.greedy_B[:size] = settings_B >> 32 > 0
+            self._upload_state(sequences, size)
             self._rows = list(sequences)
             self._until = until
         self._upload_pages(sequences, size)
 
+    def _upload_state(self, sequences: list[Sequence], size: int) -> None:
+        """Upload the rows' state in one copy, and unpack on the device what is not int64."""
+        temperatures = [s.request.temperature or 1 for s in sequences]
+        temperature_B = torch.tensor(temperatures, dtype=torch.float32)
+        is_greedy = torch.tensor([s.request.temperature == 0 for s in sequences])
+        settings = temperature_B.view(torch.int32).long() | is_greedy.long() << 32
+        lines = {
+            LAST_TOKEN: [s.last_token for s in sequences],
+            POSITION: [s.position for s in sequences],
+            NEXT_POSITION: [s.length for s in sequences],
+            UNTIL: [s.until for s in sequences],
+            NOISE_KEY: [signed(s.noise_key) for s in sequences],
+            SETTINGS: settings.tolist(),
+            SLOT: [s.slot for s in sequences],
+            NUM_KEYS: [s.cached_len + 1 for s in sequences],
+        }
+        self._state[:, :size] = 0
+        self._state[:, : len(sequences)] = torch.tensor([lines[i] for i in range(len(lines))])
+        self.state[:, :size].copy_(self._state[:, :size], non_blocking=True)
+        settings_B = self.state[SETTINGS, :size]
+        self.lengths_B[:size] = self.state[NUM_KEYS, :size]
+        self.temperature_B[:size] = settings_B.int().view(torch.float32)
+        self.greedy_B[:size] = settings_B >> 32 > 0
+
     def _upload_pages(self, sequences: list[Sequence], size: int) -> None:
-        """Upload the page tables that changed. A sequence keeps its pages until it is compacted, so
-        only new ones are read."""
-        slots, columns, pages = list[int](), list[int](), list[int]()
-        for sequence in sequences:
-            known_sequence, compactions, num_known = self._known[sequence.slot]
-            if known_sequence is not sequence or compactions != sequence.num_compactions:
-                num_known = 0
-            num_pages = len(sequence.pages)
-            if num_known == num_pages:
-                continue
-            slots += [sequence.slot] * (num_pages - num_known)
-            columns += range(num_known, num_pages)
-            pages += sequence.pages[num_known:]
-            self._known[sequence.slot] = (sequence, sequence.num_compactions, num_pages)
-        if pages:
-            self._pages_of_slot[slots, columns] = torch.tensor(pages, dtype=torch.int32)
-        if not pages and sequences == self._paged:
+        """Upload the page tables of these rows, if one has changed or the rows are others."""
+        has_changed = self._copy_new_pages(sequences)
+        if not has_changed and sequences == self._paged:
             return
         self._paged = list(sequences)
         self._widest = max(len(s.pages) for s in sequences)
@@ -260,6 +276,31 @@ class Decoder:
             row_slots, : self._widest
         ]
         self.table_BP[:size].copy_(self._table[:size], non_blocking=True)  # whole rows lie together
+
+    def _copy_new_pages(self, sequences: list[Sequence]) -> bool:
+        """Copy pages that are new into the host's tables by slot, and return whether there are any.
+        A sequence keeps its earlier pages until it is compacted, so only the new ones are read."""
+        slots: list[int] = []
+        columns: list[int] = []
+        pages: list[int] = []
+        for sequence in sequences:
+            known = self._known[sequence.slot]
+            is_same_table = (
+                known.sequence is sequence and known.num_compactions == sequence.num_compactions
+            )
+            num_known = known.num_pages if is_same_table else 0
+            num_pages = len(sequence.pages)
+            if num_known == num_pages:
+                continue
+            slots += [sequence.slot] * (num_pages - num_known)
+            columns += range(num_known, num_pages)
+            pages += sequence.pages[num_known:]
+            self._known[sequence.slot] = _UploadedPages(
+                sequence, sequence.num_compactions, num_pages
+            )
+        if pages:
+            self._pages_of_slot[slots, columns] = torch.tensor(pages, dtype=torch.int32)
+        return bool(pages)
 
     def _step(self, size: int, drawing: DrawMode | None) -> None:
         """Run one step; without a draw, it leaves its logits."""
@@ -296,7 +337,7 @@ class Decoder:
 
     def _advance(self, size: int, drawing: DrawMode | None) -> None:
         """Run the model on each row's last token. Draw the next one unless `drawing` is None."""
-        ids_B, decode_rows = self.state[0, :size], self._live(size)
+        ids_B, decode_rows = self.state[LAST_TOKEN, :size], self._live(size)
         attend = PagedDecode(self.cache, decode_rows, self.watcher)
         if self.large_batch_model is not None and self.runs_large_batch(size):
             model = self.large_batch_model
@@ -315,10 +356,12 @@ class Decoder:
         """Return the logits after penalties and bans, where a row has any."""
         if drawing is not DrawMode.MARKED:
             return logits_BV
-        return shape(logits_BV, self._sampling.marked(self.state[6, :rows]), self.state[2, :rows])
+        marked = self._sampling.marked(self.state[SLOT, :rows])
+        return shape(logits_BV, marked, self.state[NEXT_POSITION, :rows])
 
     def _draw(self, rows: int, logits_BV: Tensor, drawing: DrawMode) -> None:
-        """Draw a token of each row and advance the rows' state."""
+        """Draw a token of each row, store it with its log-prob behind those of earlier steps, and
+        advance the rows' state in place. The lines of `state` are unpacked in their order."""
         ids_B, pos_B, next_B, until_B, keys_B, _, slots_B, _ = self.state[:, :rows].unbind()
         tokens_B, logprobs_B = draw(
             logits_BV,

@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
@@ -27,39 +28,59 @@ MOST_TEXT = 1 << 18  # characters of one grammar
 STEP_ITEMS, STEP_FUEL, LEXER_STATES = 50_000, 200_000, 50_000
 
 
+@dataclass
+class _SampleState:
+    """The matcher of one sample, and the tokens that it has consumed."""
+
+    matcher: Any
+    consumed_ids: list[int] = field(default_factory=list)
+
+
 class Grammar:
     """A compiled grammar with the state of each sample of one request."""
 
     def __init__(self, compiled: Any, eos_ids: Collection[int]) -> None:
         self._compiled = compiled
         self._eos_ids = tuple(eos_ids)
-        # by sample, with the tokens that it has seen
-        self._states: dict[int, tuple[Any, list[int]]] = {}
+        self._states: dict[int, _SampleState] = {}  # by sample
 
     def allowed(self, sample: int, token_ids: Many[int], width: int) -> bytes:
-        """Return the ids that may follow, one bit each, the lowest first, in `width` bytes.
+        """Return the ids that may follow a sample's tokens, as a mask of `width` bytes with one bit
+        for each id, the lowest id first.
 
-        Only the difference from the last call is read, so that another draft can be tried. A text
-        that cannot continue, because of the vocabulary or the limits, may end.
+        Where no token can follow (the grammar has ended, the vocabulary lacks one that fits, or a
+        limit was reached), only the end-of-sequence ids are allowed.
         """
-        if sample not in self._states:
-            self._states[sample] = self._compiled.deep_copy(), []
-        state, seen_ids = self._states[sample]
-        num_common = _common_prefix_len(seen_ids, token_ids)
-        if num_common < len(seen_ids):
-            state.rollback(len(seen_ids) - num_common)
-            del seen_ids[num_common:]
-        new_ids = list(token_ids[num_common:])
-        num_consumed = state.try_consume_tokens(new_ids) if new_ids else 0
-        seen_ids += new_ids[:num_consumed]
+        state = self._advance(sample, token_ids)
+        matcher = state.matcher
+        has_consumed_all = len(state.consumed_ids) == len(token_ids)
         mask = b""
-        if num_consumed == len(new_ids) and not state.is_error() and not state.is_stopped():
-            mask = state.compute_bitmask()
-        if state.is_error():
-            log.warning("a grammar cannot be followed further: %s", _first_line(state.get_error()))
+        if has_consumed_all and not matcher.is_error() and not matcher.is_stopped():
+            mask = matcher.compute_bitmask()
+        if matcher.is_error():  # also one that the mask has just met
+            error = _first_line(matcher.get_error())
+            log.warning("a grammar cannot be followed further: %s", error)
         if not any(mask):
             mask = _bitmask(self._eos_ids, width)
         return mask[:width].ljust(width, b"\0")
+
+    def _advance(self, sample: int, token_ids: Many[int]) -> _SampleState:
+        """Return the sample's state after it has consumed these tokens, or those before the first
+        that the grammar refuses. They may differ from the tokens of the last call: the matcher goes
+        back to the last common one."""
+        if sample not in self._states:
+            self._states[sample] = _SampleState(self._compiled.deep_copy())
+        state = self._states[sample]
+        num_common = _common_prefix_len(state.consumed_ids, token_ids)
+        num_too_many = len(state.consumed_ids) - num_common
+        if num_too_many:
+            state.matcher.rollback(num_too_many)
+            del state.consumed_ids[num_common:]
+        new_ids = list(token_ids[num_common:])
+        if new_ids:
+            num_accepted = state.matcher.try_consume_tokens(new_ids)
+            state.consumed_ids += new_ids[:num_accepted]
+        return state
 
 
 class Grammars:
@@ -115,27 +136,33 @@ class Grammars:
 
 
 def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]]) -> Tensor:
-    """Return float32 logits in which the ids that a row's grammar excludes are -inf. rows: the row,
-    its grammar, its sample and the response's tokens. The input is left unchanged, and returned
-    when there are no rows."""
+    """Return float32 logits [B, V] in which the ids that a row's grammar excludes are -inf.
+
+    rows: for each of the N rows with a grammar its number, the grammar, the sample and the
+    response's tokens. The input is left unchanged, and returned when there are no such rows.
+    """
     vocab_size = logits_BV.shape[1]
-    width = -(-vocab_size // 8)
-    masks, row_numbers = bytearray(), list[int]()
+    width = -(-vocab_size // 8)  # W bytes have a bit for each id
+    masks = bytearray()
+    row_numbers: list[int] = []
     for row, grammar, sample, token_ids in rows:
         row_numbers.append(row)
         masks += grammar.allowed(sample, token_ids, width)
     if not row_numbers:
         return logits_BV
     device = logits_BV.device
-    packed_NW = upload(torch.frombuffer(masks, dtype=torch.uint8).view(-1, width), device)
-    bits_8 = upload(torch.arange(8, dtype=torch.uint8), device)
-    allowed_NV = (packed_NW[..., None] >> bits_8 & 1).bool().flatten(1)[:, :vocab_size]
+    masks_NW = upload(torch.frombuffer(masks, dtype=torch.uint8).view(-1, width), device)
+    shifts_8 = upload(torch.arange(8, dtype=torch.uint8), device)
+    bits_NW8 = masks_NW[..., None] >> shifts_8 & 1
+    allowed_NV = bits_NW8.bool().flatten(1)[:, :vocab_size]
     rows_N = upload(torch.tensor(row_numbers), device)
     logits_BV = logits_BV.float()
-    return logits_BV.index_put((rows_N,), logits_BV[rows_N].masked_fill(~allowed_NV, -math.inf))
+    held_NV = logits_BV[rows_N].masked_fill(~allowed_NV, -math.inf)
+    return logits_BV.index_put((rows_N,), held_NV)
 
 
 def _common_prefix_len(seen: Many[int], now: Many[int]) -> int:
+    """Return the number of tokens before the first difference."""
     max_len = min(len(seen), len(now))
     if seen[:max_len] == now[:max_len]:
         return max_len

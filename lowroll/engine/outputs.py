@@ -13,8 +13,8 @@ from lowroll.types import BehaviorTag, PolicySpan, Rollout
 
 
 def rollouts_of(group: LiveGroup, behavior: BehaviorTag, policy: PolicySpan) -> list[Rollout]:
-    """Return the rollouts of a group whose samples have all ended. behavior, policy: of a sample
-    without tokens."""
+    """Return the rollouts of a group whose samples have all ended, each with the tag of how its
+    tokens were drawn. behavior, policy: for the tag of a sample that has drawn none."""
     sampler = sampler_settings(group.request)
     rollouts = []
     for s in group.sequences:
@@ -68,18 +68,19 @@ def behavior_salt(behavior: BehaviorTag) -> bytes:
 
 
 def give_up(pool: PagePool, sequence: Sequence, salt: bytes) -> None:
-    """Free the pages of a sample that ends. Where the pool keeps turns, full pages are offered to
-    later turns, unless another sample may still write into the page at the prompt's end, or some
-    key is of other weights. For the dense cache."""
+    """Free the pages of a sample that ends. Where the pool keeps turns, its full pages are offered
+    to later turns of the conversation.
+
+    They are not offered while another sample may still write into the page at the prompt's end, or
+    if some keys are of other weights: `salt` is that of the current ones. Only a dense cache keeps
+    turns.
+    """
     group = sequence.group
-    if (
-        pool.turn_caching
-        and not group.num_unforked
-        and group.page_keys is not None
-        and group.salt == salt
-    ):
-        ids = [*group.request.prompt_ids, *sequence.token_ids][: sequence.cached_len]
-        keys = page_keys(ids, pool.page_size, salt)
+    is_prompt_final = not group.num_unforked
+    is_of_these_weights = group.page_keys is not None and group.salt == salt
+    if pool.turn_caching and is_prompt_final and is_of_these_weights:
+        all_ids = [*group.request.prompt_ids, *sequence.token_ids]
+        keys = page_keys(all_ids[: sequence.cached_len], pool.page_size, salt)
         pool.publish(sequence.pages[: len(keys)], keys)
     pool.free(sequence.pages)
     sequence.pages = []

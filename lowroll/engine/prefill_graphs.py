@@ -71,24 +71,28 @@ class ShortPasses:
         )
 
     def run(self, ids: list[int], chunks: Sequence[PromptChunk]) -> Tensor:
-        """Return the final hidden states [P, D] of the chunks' last tokens, until the next pass.
-        ids: of all chunks."""
-        size = next(size for size in SIZES if size >= len(ids))
+        """Return the final hidden states [P, D] of the chunks' last tokens. The next pass overwrites
+        them. ids: of all chunks, one after the other."""
+        num_tokens, num_chunks = len(ids), len(chunks)
+        size = next(size for size in SIZES if size >= num_tokens)
         tokens_3T = torch.zeros(3, size, dtype=torch.int64)
-        tokens_3T[0, : len(ids)] = torch.tensor(ids)
-        tokens_3T[1, : len(ids)] = torch.cat([torch.arange(chunk.stop) for chunk in chunks])
-        tokens_3T[2] = NO_SLOT
-        tokens_3T[2, : len(ids)] = torch.cat([c.slots(self.cache.page_size) for c in chunks])
+        ids_T, positions_T, slots_T = tokens_3T.unbind()
+        ids_T[:num_tokens] = torch.tensor(ids)
+        positions_T[:num_tokens] = torch.cat([torch.arange(chunk.stop) for chunk in chunks])
+        slots_T.fill_(NO_SLOT)
+        slots_T[:num_tokens] = torch.cat([c.slots(self.cache.page_size) for c in chunks])
         ends_P = torch.tensor(list(accumulate(chunk.num_tokens for chunk in chunks)))
+        # the padding is the sequence from the last prompt's end to `size`; those behind it are empty
         bounds = torch.full(self._bounds.shape, size, dtype=torch.int32)
-        bounds[0], bounds[1 : len(chunks) + 1] = 0, ends_P
+        bounds[0] = 0
+        bounds[1 : num_chunks + 1] = ends_P
         last_P = torch.zeros_like(self._last_P, device="cpu")
-        last_P[: len(chunks)] = ends_P - 1
+        last_P[:num_chunks] = ends_P - 1
         self._tokens_3T[:, :size] = upload(tokens_3T, self.model.device)
         self._bounds.copy_(upload(bounds, self.model.device))
         self._last_P.copy_(upload(last_P, self.model.device))
         self._start(size)
-        return self._hidden_PD[: len(chunks)]
+        return self._hidden_PD[:num_chunks]
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -33,13 +33,17 @@ class Replays:
     kept: int = 0  # of those, the ones in front of the first that differed
 
     def follow(self, sequence: Sequence) -> None:
-        """Drop a sample's draft at its end, or where the sample has drawn another token."""
-        draft, num_drawn = sequence.draft, len(sequence.token_ids)
-        num_kept = min(num_drawn, len(draft))
-        if num_drawn <= len(draft) and sequence.token_ids[-1] != draft[num_drawn - 1]:
-            num_kept -= 1
+        """Drop and count a sample's draft once all of it is drawn again, or the last token differs
+        from the draft's. Earlier tokens agree with it: `agreed` has cut off the others."""
+        draft = sequence.draft
+        num_drawn = len(sequence.token_ids)
+        is_within = num_drawn <= len(draft)
+        if is_within and sequence.token_ids[-1] != draft[num_drawn - 1]:
+            num_kept = num_drawn - 1
         elif num_drawn < len(draft):
-            return
+            return  # it agrees so far
+        else:
+            num_kept = len(draft)
         self.samples += 1
         self.tokens += len(draft)
         self.kept += num_kept
@@ -63,30 +67,38 @@ def drawn(sequence: Sequence) -> list[int]:
 
 
 def agreed(sequence: Sequence, token_ids: Many[int]) -> int:
-    """Return how many of the tokens drawn behind a draft's are valid: those of the draft and the
-    next."""
-    draft_ids = sequence.draft[len(sequence.token_ids) :]
-    for i, (token, draft_id) in enumerate(zip(token_ids, draft_ids, strict=False)):
+    """Return how many of these newly drawn tokens are valid: those that repeat the rest of the
+    draft, and the one after them, since each was drawn behind the draft's own tokens."""
+    rest_of_draft = sequence.draft[len(sequence.token_ids) :]
+    num_repeated = 0
+    for token, draft_id in zip(token_ids, rest_of_draft, strict=False):
         if token != draft_id:
-            return i + 1
-    return min(len(token_ids), len(draft_ids) + 1)
+            break
+        num_repeated += 1
+    return min(len(token_ids), num_repeated + 1)
 
 
 def plan_checks(
     samples: Iterable[Sequence], budget: int, chunk: int | None
 ) -> tuple[list[Check], int]:
-    """Return the pieces of drafts that run in a step, and their tokens: at most `budget` or a
-    single piece, none longer than `chunk`."""
+    """Return the pieces of drafts that run in a step, and the number of their tokens.
+
+    The pieces have at most `budget` tokens together, unless the first alone has more. None is
+    longer than `chunk`; None is no limit.
+    """
     checks: list[Check] = []
-    tokens = 0
+    num_tokens = 0
     for sequence in samples:
         if not sequence.draft:
             continue
-        max_piece = max(FIRST, len(sequence.token_ids))
-        max_piece = min(max_piece, chunk or max_piece, sequence.num_left)
-        ids = drawn(sequence)[len(sequence.token_ids) - 1 :][:max_piece]
-        if checks and tokens + len(ids) > budget:
+        max_piece = min(max(FIRST, len(sequence.token_ids)), sequence.num_left)
+        if chunk:
+            max_piece = min(max_piece, chunk)
+        # the last drawn token runs again: the first draw is behind it
+        last = len(sequence.token_ids) - 1
+        ids = drawn(sequence)[last : last + max_piece]
+        if checks and num_tokens + len(ids) > budget:
             break
         checks.append(Check(sequence, ids))
-        tokens += len(ids)
-    return checks, tokens
+        num_tokens += len(ids)
+    return checks, num_tokens

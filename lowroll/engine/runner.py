@@ -54,13 +54,13 @@ MOST_COMPACTED = 64  # samples whose keys are scored and moved at a time
 
 @dataclass(frozen=True)
 class StepResult:
-    """The tokens that a step drew for one sequence, whether the second model drew them, and the
-    likeliest tokens at each position where requested."""
+    """The tokens that a step drew for one sequence."""
 
     sequence: Sequence
     token_ids: list[int]
     logprobs: list[float]
-    large_batch: bool
+    large_batch: bool  # the model for many rows drew them
+    # (id, log-prob) of the likeliest tokens at each position; None where not requested
     tops: list[list[tuple[int, float]]] | None = None
 
 
@@ -163,8 +163,8 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, meanwhile: Callable[[], None] = lambda: None) -> list[StepResult]:
-        """Return the tokens of every decode row, of every sample of a prompt that is through, and
-        those behind each token of a check.
+        """Run a plan. Return the tokens of every decode row, of every sample of a prompt that is
+        through, and those behind each token of a check.
 
         meanwhile: called once the device has all of its work and this thread would wait for it; on
         a CPU, before the work. ValueError when the model gives a row no distribution.
@@ -177,6 +177,7 @@ class Runner:
             for state in self.states:
                 state.copy(plan.forks)
         self.cache.copy_pages(plan.copies)
+        # the decode rows run in the first pass over prompts, or by themselves
         is_one_pass = self.one_pass and bool(plan.passes) and not plan.checks
         pending = None
         if plan.decodes and not is_one_pass:
@@ -184,25 +185,35 @@ class Runner:
         if plan.begun:
             for state in self.states:
                 state.begin(plan.begun)
-        all_first_tokens, checked_TD = list[PrefillTokens](), None
-        checks, decodes = plan.checks, plan.decodes if is_one_pass else []
-        for prefills in plan.passes:
-            first_tokens, hidden_TD = self._prefill(prefills, checks, decodes)
-            if first_tokens is not None:
-                all_first_tokens.append(first_tokens)
-            if checks:
-                checked_TD = hidden_TD
-            checks, decodes = [], []
+        first_tokens, checked_TD = self._run_passes(plan, plan.decodes if is_one_pass else [])
+        # nothing above waits for the device, and what follows does
         if self.model.device.type == "cuda":
             meanwhile()
         results = [] if pending is None else self._read(plan, pending)
-        for first_tokens in all_first_tokens:
-            results += first_tokens.read(self.large_batch_model is not None)
+        for pass_tokens in first_tokens:
+            results += pass_tokens.read(self.large_batch_model is not None)
         if checked_TD is not None:
             results += self._follow(checked_TD, plan.checks)
         if self.recorder is not None:
             self.recorder.settle()
         return results
+
+    def _run_passes(
+        self, plan: StepPlan, beside: list[Sequence]
+    ) -> tuple[list[PrefillTokens], Tensor | None]:
+        """Start the passes over prompts. The first one also runs all checks, and a step of the rows
+        `beside` the prompts. Return the tokens that each pass drew, if any, and the hidden states
+        [T, D] along the checks."""
+        first_tokens: list[PrefillTokens] = []
+        checked_TD = None
+        for number, prefills in enumerate(plan.passes):
+            if number == 0:
+                pass_tokens, checked_TD = self._prefill(prefills, plan.checks, beside)
+            else:
+                pass_tokens, _ = self._prefill(prefills, [], [])
+            if pass_tokens is not None:
+                first_tokens.append(pass_tokens)
+        return first_tokens, checked_TD
 
     def _read(self, plan: StepPlan, steps: PendingSteps) -> list[StepResult]:
         """Wait for decode steps, and return each row's tokens up to its limit."""
@@ -227,7 +238,8 @@ class Runner:
                 self._compact_together(batch[start : start + MOST_COMPACTED], num_kept)
 
     def _compact_together(self, compactions: list[Compaction], kept: int) -> None:
-        """Have the policy choose the keys that stay in each cache, and move them to the targets."""
+        """Have the policy choose the `kept` keys that stay of each sample, layer and head, and move
+        them, with their values, to the first slots of the sample's target pages."""
         assert self.selector is not None, "a policy without a selector compacts nothing"
         device = self.model.device
         page_size = self.cache.page_size
@@ -238,10 +250,10 @@ class Runner:
             positions_B=torch.tensor([c.position for c in compactions], device=device),
         )
         targets_BP = _page_table([c.targets for c in compactions]).long()
-        slots_BK = (targets_BP[..., None] * page_size + torch.arange(page_size)).flatten(1)
-        slots_BK = slots_BK[:, :kept].to(device)
-        kept_LBGK = self.selector.compact(rows, kept)
-        self.cache.keep(rows.table_BP, kept_LBGK, slots_BK)
+        target_slots = (targets_BP[..., None] * page_size + torch.arange(page_size)).flatten(1)
+        target_slots_BK = target_slots[:, :kept].to(device)
+        kept_LBGK = self.selector.compact(rows, kept)  # indices into each sample's keys
+        self.cache.keep(rows.table_BP, kept_LBGK, target_slots_BK)
         if self.recorder is not None:
             dropped = [Dropped(c.slot, c.cached, c.kept, c.position) for c in compactions]
             self.recorder.compacted(dropped, kept_LBGK)
@@ -250,9 +262,13 @@ class Runner:
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> tuple[PrefillTokens | None, Tensor | None]:
         """Run chunks of prompts and of drafts, and a step of the rows `beside` them, in one pass.
-        Return a token of each of those and of each sample whose prompt is through, and the hidden
-        states along the drafts."""
+
+        Return the drawn tokens, one of each row `beside` and of each sample whose prompt is through
+        (None if there are no such rows), and the hidden states [T, D] of all tokens of the checks
+        (None without checks).
+        """
         hidden_TD = self._forward(prefills, checks, beside)
+        # the samples that draw from each row: all of a group, behind its prompt's last token
         samples_by_row: list[tuple[Sequence, ...]] = [(sequence,) for sequence in beside]
         samples_by_row += [chunk.samples for chunk in prefills if chunk.samples]
         num_drawing = len(samples_by_row)
@@ -263,13 +279,15 @@ class Runner:
             checked_TD = hidden_TD[num_drawing:]
         return first_tokens, checked_TD
 
-    def _begin(self, hidden_PD: Tensor, drawing: list[tuple[Sequence, ...]]) -> PrefillTokens:
-        """Draw a token of each of these samples; those of one tuple draw from one row."""
-        sequences = [sequence for samples in drawing for sequence in samples]
-        device = hidden_PD.device
+    def _begin(
+        self, hidden_PD: Tensor, samples_by_row: list[tuple[Sequence, ...]]
+    ) -> PrefillTokens:
+        """Draw a token of each sample. The samples of tuple p draw from hidden state p."""
+        sequences = [sequence for samples in samples_by_row for sequence in samples]
         logits_BV = self.model.logits(hidden_PD)
-        if len(sequences) > len(drawing):
-            num_samples_P = upload(torch.tensor([len(samples) for samples in drawing]), device)
+        if len(sequences) > len(samples_by_row):
+            num_samples = torch.tensor([len(samples) for samples in samples_by_row])
+            num_samples_P = upload(num_samples, hidden_PD.device)
             logits_BV = logits_BV.repeat_interleave(
                 num_samples_P, dim=0, output_size=len(sequences)
             )
@@ -277,38 +295,44 @@ class Runner:
         return PrefillTokens(sequences, tokens_B, logprobs_B, ranks)
 
     def _follow(self, hidden_TD: Tensor, checks: list[Check]) -> list[StepResult]:
-        """Draw behind each token of the checks, as if those before it had been drawn."""
-        all_positions = [position for check in checks for position in places_of(check)]
-        ids: list[Tensor] = []
-        logprobs: list[Tensor] = []
-        tops: list[list[list[tuple[int, float]]] | None] = []
-        for start in range(0, len(all_positions), SCORE_ROWS):
-            positions = all_positions[start : start + SCORE_ROWS]
-            logits_CV = self.model.logits(hidden_TD[start : start + SCORE_ROWS])
-            ids_C, logprobs_C, ranks = self._draw(logits_CV, positions)
-            ids.append(ids_C)
-            logprobs.append(logprobs_C)
-            if ranks.asking:
-                tops += ranks.told(ids_C[:, None].tolist(), logprobs_C[:, None].tolist())
-            else:
-                tops += [None] * len(positions)
-        all_ids, all_logprobs = torch.cat(ids).tolist(), torch.cat(logprobs).tolist()
-        require_finite(all_logprobs)
+        """Draw behind each token of the checks, as if those before it had been drawn. hidden_TD: of
+        all their tokens, check by check."""
+        positions = [position for check in checks for position in places_of(check)]
+        ids, logprobs, tops = self._draw_behind(hidden_TD, positions)
+        require_finite(logprobs)
         large_batch = self.large_batch_model is not None
-        results, stop = [], 0
+        results = []
+        start = 0
         for check in checks:
-            start, stop = stop, stop + len(check.ids)
-            check_tops = [row_tops[0] for row_tops in tops[start:stop] if row_tops is not None]
+            own = slice(start, start + len(check.ids))
+            start = own.stop
+            # all rows of a sample ask for the likeliest tokens, or none does
+            own_tops = [row_tops for row_tops in tops[own] if row_tops is not None]
             results.append(
-                StepResult(
-                    check.sequence,
-                    all_ids[start:stop],
-                    all_logprobs[start:stop],
-                    large_batch,
-                    check_tops or None,
-                )
+                StepResult(check.sequence, ids[own], logprobs[own], large_batch, own_tops or None)
             )
         return results
+
+    def _draw_behind(
+        self, hidden_TD: Tensor, positions: list[DrawnPosition]
+    ) -> tuple[list[int], list[float], list[list[tuple[int, float]] | None]]:
+        """Draw one token a position from its hidden state, SCORE_ROWS at a time. Return the ids,
+        the log-probs, and the likeliest tokens where requested, on the host."""
+        ids: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        tops: list[list[tuple[int, float]] | None] = []
+        for start in range(0, len(positions), SCORE_ROWS):
+            piece = positions[start : start + SCORE_ROWS]
+            logits_CV = self.model.logits(hidden_TD[start : start + SCORE_ROWS])
+            ids_C, logprobs_C, ranks = self._draw(logits_CV, piece)
+            ids.append(ids_C)
+            logprobs.append(logprobs_C)
+            if not ranks.asking:  # `told` would wait for the device
+                tops += [None] * len(piece)
+                continue
+            told = ranks.told(ids_C[:, None].tolist(), logprobs_C[:, None].tolist())
+            tops += [None if steps is None else steps[0] for steps in told]  # of the only step
+        return torch.cat(ids).tolist(), torch.cat(logprobs).tolist(), tops
 
     def _draw(
         self, logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]
@@ -329,15 +353,17 @@ class Runner:
         self, ids: list[int], prompt_len: int, temperature: float, top: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Score a sequence in one piece, without the cache. Return the log-probs [T], float32, of
-        its response, and the ids and log-probs [T, K] of the `top` likeliest tokens."""
+        its T response tokens, and the ids and log-probs [T, K] of the `top` likeliest tokens at
+        their positions."""
         attend = self.model.causal([len(ids)])
         ids_T = torch.tensor(ids, device=self.model.device)
         hidden_TD = self.model(ids_T, torch.arange(len(ids), device=self.model.device), attend)
+        # each response token is predicted by the hidden state of the token before it
+        predicting_TD = hidden_TD[prompt_len - 1 : -1]
+        response_T = ids_T[prompt_len:]
         pieces = []
         for hidden_CD, targets_C in zip(
-            hidden_TD[prompt_len - 1 : -1].split(SCORE_ROWS),
-            ids_T[prompt_len:].split(SCORE_ROWS),
-            strict=True,
+            predicting_TD.split(SCORE_ROWS), response_T.split(SCORE_ROWS), strict=True
         ):
             logits_CV = self.model.logits(hidden_CD)
             logp_CV = log_probs(logits_CV, temperature)
@@ -352,18 +378,23 @@ class Runner:
     def _forward(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> Tensor:
-        """Return the hidden states of the last tokens of `beside` and of the chunks that end their
-        prompts, then of all tokens of the checks."""
+        """Run chunks of prompts and of drafts, and the last token of each row `beside` them.
+
+        Return the hidden states [rows, D] of the rows `beside`, then of the last token of each
+        chunk that ends its prompt, in the order of `prefills`, then of all tokens of the checks.
+        Without any of these it is one row that nobody reads.
+        """
         pieces = [
             _Piece(chunk.sequence, chunk.start, chunk.sequence.prompt_ids[chunk.start : chunk.stop])
             for chunk in prefills
         ]
         pieces += [_Piece(check.sequence, check.sequence.position, check.ids) for check in checks]
-        # attention takes fresh prompts first; a check is never one
+        # tokens lie as attention takes them: fresh prompts first. A check is never fresh, so the
+        # checks stay at the end, in their order
         fresh = [i for i, piece in enumerate(pieces) if piece.start == 0]
         later = [i for i, piece in enumerate(pieces) if piece.start > 0]
         ids: list[int] = []
-        last_rows = [0] * len(pieces)
+        last_rows = [0] * len(pieces)  # of each piece's last token
         for i in (*fresh, *later):
             ids += pieces[i].ids
             last_rows[i] = len(ids) - 1
@@ -383,13 +414,13 @@ class Runner:
         )
         model = self.large_batch_model or self.model
         ids_T = upload(torch.tensor(ids), model.device)
-        pos_T = upload(
-            torch.cat([torch.arange(c.start, c.stop) for c in prompts.chunks]), model.device
-        )
+        positions = torch.cat([torch.arange(c.start, c.stop) for c in prompts.chunks])
+        pos_T = upload(positions, model.device)
         if not beside:
             # the kernels need at least one row
             output_rows_P = upload(torch.tensor(output_rows or [0]), model.device)
             return model(ids_T, pos_T, prompts, output_rows_P)
+        # the decode rows come first, padded with dead ones
         ids_B, rows = self.decoder.place(beside)
         output_rows = [*range(len(beside)), *(len(ids_B) + row for row in output_rows)]
         return model(

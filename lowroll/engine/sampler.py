@@ -168,9 +168,15 @@ def likeliest(logp_BV: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 def _likeliest_ids(logp_CV: Tensor, most: int) -> Tensor:
-    """Return the ids in order of the log-prob's bits, which as an integer have its order, then by
-    id."""
-    bits_CV = (logp_CV + 0.0).view(torch.int32)  # -0.0 is 0.0
+    """Return the ids [C, K] of the `most` largest float32 log-probs, the lower id first among
+    equals.
+
+    `topk` leaves the order of equal values open, so each token gets an integer of its own: above,
+    the log-prob's bits, turned so that integers have the order of the floats; below, a number that
+    is larger for lower ids.
+    """
+    bits_CV = (logp_CV + 0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
+    # the bits of negative floats grow with their magnitude: flip all but the sign
     ordered_CV = torch.where(bits_CV < 0, bits_CV ^ 0x7FFFFFFF, bits_CV)
     tie_break_V = torch.arange(logp_CV.shape[-1], device=logp_CV.device).flip(0)
     return (ordered_CV.long() << 32 | tie_break_V).topk(most, dim=-1).indices
@@ -182,13 +188,14 @@ class TopLogprobs:
     waits."""
 
     def __init__(self, sequences: Many[Sequence | DrawnPosition]) -> None:
+        # the rows that ask for top log-probs: "A" in the shapes
         self.asking = [i for i, s in enumerate(sequences) if s.top_logprobs is not None]
         self._sequences = sequences
         self._batch: tuple[Tensor, SamplingBatch] | None = None  # rows [A], and how they draw
-        self._steps: list[tuple[Tensor, Tensor]] = []  # ids and log-probs [A, K]
+        self._steps: list[tuple[Tensor, Tensor]] = []  # ids and log-probs [A, K] of each step
 
     def see(self, logits_BV: Tensor) -> None:
-        """Rank the tokens of one step from its logits."""
+        """Rank the tokens of one step from its logits [B, V], and keep the ranks for `told`."""
         if not self.asking:
             return
         if self._batch is None:
@@ -204,31 +211,39 @@ class TopLogprobs:
     def told(
         self, tokens_BS: list[list[int]], logprobs_BS: list[list[float]]
     ) -> list[list[list[tuple[int, float]]] | None]:
-        """Return each row's pairs of id and log-prob at each step, None for a row without top
-        log-probs. The drawn token gets the recorded log-prob, which on a GPU another kernel has
-        summed."""
-        top_lists: list[list[list[tuple[int, float]]] | None] = [None] * len(tokens_BS)
+        """Return the (id, log-prob) pairs of each row at each step, or None for a row that does not
+        ask for them.
+
+        tokens_BS, logprobs_BS: the drawn tokens of the S steps and their recorded log-probs. A
+        drawn token has its recorded log-prob among the pairs too: on a GPU another kernel has
+        summed it, so that the ranked one can differ in the last bits.
+        """
+        pairs_by_row: list[list[list[tuple[int, float]]] | None] = [None] * len(tokens_BS)
         if not self.asking:
-            return top_lists
-        ids_ASK, logp_ASK = (
-            torch.stack(per_step, 1).tolist() for per_step in zip(*self._steps, strict=True)
-        )
+            return pairs_by_row
+        ids_ASK = torch.stack([ids_AK for ids_AK, _ in self._steps], 1).tolist()
+        logp_ASK = torch.stack([logp_AK for _, logp_AK in self._steps], 1).tolist()
         for i, ids_SK, logp_SK in zip(self.asking, ids_ASK, logp_ASK, strict=True):
             num_top = self._sequences[i].request.top_logprobs
-            steps = zip(ids_SK, logp_SK, tokens_BS[i], logprobs_BS[i], strict=True)
-            top_lists[i] = [_top_pairs(*step, most=num_top) for step in steps]
-        return top_lists
+            pairs_by_row[i] = [
+                _top_pairs(ids_K[:num_top], logp_K[:num_top], token, logprob)
+                for ids_K, logp_K, token, logprob in zip(
+                    ids_SK, logp_SK, tokens_BS[i], logprobs_BS[i], strict=True
+                )
+            ]
+        return pairs_by_row
 
 
 def _top_pairs(
-    ids: list[int], logps: list[float], token: int, logprob: float, most: int
+    ranked_ids: list[int], ranked_logps: list[float], token: int, logprob: float
 ) -> list[tuple[int, float]]:
-    """Return the likeliest tokens of one position, the drawn one with its recorded log-prob."""
-    return [
-        (i, logprob if i == token else logp)
-        for i, logp in zip(ids[:most], logps[:most], strict=True)
-        if logp > -math.inf
-    ]
+    """Return the (id, log-prob) pairs of one position, without tokens that cannot be drawn. The
+    drawn `token` has the recorded `logprob`."""
+    pairs = []
+    for ranked_id, ranked_logp in zip(ranked_ids, ranked_logps, strict=True):
+        if ranked_logp > -math.inf:
+            pairs.append((ranked_id, logprob if ranked_id == token else ranked_logp))
+    return pairs
 
 
 def require_finite(logprobs: Collection[float]) -> None:
@@ -243,10 +258,12 @@ def require_finite(logprobs: Collection[float]) -> None:
 def _apply_repetition_penalty(
     logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]
 ) -> Tensor:
+    """Return float32 logits after step 1, or the input if no row needs a change."""
     rows = [row for row, s in enumerate(sequences) if s.request.repetition_penalty != 1]
     if not rows:
         return logits_BV
-    prompt_id_sets: dict[int, set[int]] = {}  # siblings share theirs
+    # keyed by the list's identity: siblings share one prompt list, and so its set
+    prompt_id_sets: dict[int, set[int]] = {}
     seen_ids = []
     for row in rows:
         s = sequences[row]
@@ -255,11 +272,12 @@ def _apply_repetition_penalty(
     device = logits_BV.device
     rows_N, ids_N = _index_pairs(seen_ids, device)
     penalties = [s.request.repetition_penalty for s in sequences]
-    penalty_N = upload(torch.tensor(penalties, dtype=torch.float32), device)[rows_N]
+    penalty_B = upload(torch.tensor(penalties, dtype=torch.float32), device)
+    penalty_N = penalty_B[rows_N]
     logits_BV = logits_BV.float()
     logits_N = logits_BV[rows_N, ids_N]
-    logits_N = torch.where(logits_N > 0, logits_N / penalty_N, logits_N * penalty_N)
-    return logits_BV.index_put((rows_N, ids_N), logits_N)
+    penalised_N = torch.where(logits_N > 0, logits_N / penalty_N, logits_N * penalty_N)
+    return logits_BV.index_put((rows_N, ids_N), penalised_N)
 
 
 def _index_pairs(

@@ -71,9 +71,10 @@ class SamplingState:
     def __init__(self, most: int, slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.slots = slots
-        # top-k, top-p, log of min-p, penalty, and where bans end; all but the first and last float64
+        # a line each: top-k (int64), top-p, log of min-p and repetition penalty (the bits of
+        # float64), and the first position without a ban (int64)
         self._device = torch.zeros(5, most, dtype=torch.int64, device=device)
-        self._rows: list[Sequence] = []
+        self._rows: list[Sequence] = []  # whose settings are on the device
         self._marks_SV: Tensor | None = None
         # by slot: the sequence of the marks, and its number of marked response tokens
         self._marked: list[tuple[Sequence | None, int]] = [(None, 0)] * slots
@@ -101,23 +102,25 @@ class SamplingState:
                 self._marked[s.slot] = s, len(s.token_ids) + min(steps, s.until - s.position)
 
     def _upload(self, sequences: list[Sequence], size: int) -> None:
+        """Copy the five lines of settings to the device; padded rows keep those without effect."""
         num_rows = len(sequences)
         filters = filters_of(sequences, self.vocab_size)
+        penalties = [s.request.repetition_penalty for s in sequences]
+        bans_end = [
+            len(s.prompt_ids) + s.request.min_tokens if s.group.stop_ids else 0 for s in sequences
+        ]
         settings = torch.zeros(5, size, dtype=torch.int64)
-        float_settings = settings.view(torch.float64)
-        settings[0] = self.vocab_size
-        settings[0, :num_rows] = filters.top_k_B
-        float_settings[1], float_settings[2], float_settings[3] = 1, -torch.inf, 1
-        float_settings[1, :num_rows], float_settings[2, :num_rows] = (
-            filters.top_p_B,
-            filters.log_min_p_B,
-        )
-        float_settings[3, :num_rows] = torch.tensor(
-            [s.request.repetition_penalty for s in sequences], dtype=torch.float64
-        )
-        settings[4, :num_rows] = torch.tensor(
-            [len(s.prompt_ids) + s.request.min_tokens if s.group.stop_ids else 0 for s in sequences]
-        )
+        top_k_B, *_, banned_until_B = settings.unbind()
+        _, top_p_B, log_min_p_B, penalty_B, _ = settings.view(torch.float64).unbind()
+        top_k_B.fill_(self.vocab_size)
+        top_k_B[:num_rows] = filters.top_k_B
+        top_p_B.fill_(1)
+        top_p_B[:num_rows] = filters.top_p_B
+        log_min_p_B.fill_(-torch.inf)
+        log_min_p_B[:num_rows] = filters.log_min_p_B
+        penalty_B.fill_(1)
+        penalty_B[:num_rows] = torch.tensor(penalties, dtype=torch.float64)
+        banned_until_B[:num_rows] = torch.tensor(bans_end)
         self._device[:, :size].copy_(upload(settings, self._device.device))
 
     def _marks(self) -> Tensor:
@@ -127,10 +130,11 @@ class SamplingState:
         return self._marks_SV
 
     def _mark(self, sequences: list[Sequence]) -> None:
-        """Mark the tokens that the device has not marked yet; clear slots of new samples."""
+        """Mark the tokens that the device has not marked yet, in the slots of the samples. A slot
+        that another sample had before is cleared first."""
         cleared_slots: list[int] = []
-        seen_ids: list[tuple[int, list[int]]] = []
-        stop_ids: list[tuple[int, Many[int]]] = []
+        seen_ids: list[tuple[int, Many[int]]] = []  # by slot, for the repetition penalty
+        stop_ids: list[tuple[int, Many[int]]] = []  # by slot, for the bans
         for s in sequences:
             is_penalised = s.request.repetition_penalty != 1
             if not is_penalised and not s.banned_ids():
@@ -149,11 +153,19 @@ class SamplingState:
         marks_SV = self._marks()
         if cleared_slots:
             clear(marks_SV, upload(torch.tensor(cleared_slots), marks_SV.device))
-        for mark, entries in ((STOPS, stop_ids), (SEEN, seen_ids)):
-            if entries:
-                slots, tokens = zip(*entries, strict=True)
-                lengths = torch.tensor([len(ids) for ids in tokens])
-                slots_N = torch.tensor(slots).repeat_interleave(lengths)
-                tokens_N = torch.tensor([*chain.from_iterable(tokens)])
-                pairs_2N = upload(torch.stack([slots_N, tokens_N]), marks_SV.device)
-                add(marks_SV, mark, *pairs_2N.unbind())
+        if stop_ids:
+            add(marks_SV, STOPS, *_slots_and_tokens(stop_ids, marks_SV.device))
+        if seen_ids:
+            add(marks_SV, SEEN, *_slots_and_tokens(seen_ids, marks_SV.device))
+
+
+def _slots_and_tokens(
+    ids_by_slot: Many[tuple[int, Many[int]]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the slot [N] and the id [N] of each token, on the device after a single copy."""
+    lengths = torch.tensor([len(ids) for _, ids in ids_by_slot])
+    slots_N = torch.tensor([slot for slot, _ in ids_by_slot]).repeat_interleave(lengths)
+    tokens_N = torch.tensor([*chain.from_iterable(ids for _, ids in ids_by_slot)])
+    pairs_2N = upload(torch.stack([slots_N, tokens_N]), device)
+    slots_N, tokens_N = pairs_2N.unbind()
+    return slots_N, tokens_N

@@ -250,11 +250,15 @@ class Scheduler:
         return [(handle, self._finished.pop(handle)) for handle in done_handles]
 
     def plan(self) -> StepPlan:
-        """Compact full caches, admit samples that fit, then allocate pages for the tokens of every
-        decode row."""
+        """Compact full caches, admit samples that fit, choose what runs, and allocate pages for the
+        keys that it writes.
+
+        Prompts run if they are due, if no row decodes, or beside drafts' pieces, which run in the
+        first pass of prompts.
+        """
         compactions = self._compact_all()
         self._admit()
-        # of the others the prompts are still running
+        # a sample without a token waits for its prompt, which is still running
         drawing = [sequence for sequence in self._running if sequence.token_ids]
         forks, copies = self._fork_all(drawing)
         decodes = [sequence for sequence in drawing if not sequence.draft]
@@ -273,7 +277,8 @@ class Scheduler:
         return StepPlan(compactions, forks, copies, decodes, steps, limits, begun, passes, checks)
 
     def _plan_steps(self, decodes: list[Sequence], is_single_step: bool) -> tuple[int, list[int]]:
-        """Return the steps of decode rows until the next plan, and each row's own limit."""
+        """Return the steps of decode rows until the next plan, and how many of them each row can
+        take before it ends or must be compacted."""
         steps_left = [sequence.until - sequence.position for sequence in decodes]
         steps = 1
         if not is_single_step and not any(map(needs_host, decodes)):
@@ -332,24 +337,27 @@ class Scheduler:
         logprobs: list[float],
         tops: list[list[tuple[int, float]]] | None = None,
     ) -> None:
-        """Commit several tokens, up to the end of the sample or the first that differs from its
-        draft."""
+        """Commit several drawn tokens of a sample, up to its end or to the first that differs from
+        its draft. logprobs, tops: of the tokens, as `commit` takes them.
+
+        Where the sample cannot end within them, all tokens behind the first are appended at once.
+        """
         group = sequence.group
         if sequence.draft:
             token_ids = token_ids[: agreed(sequence, token_ids)]
+        count = len(token_ids)
         may_end = (
             sequence.finish_reason is not None
             or group.request.stop_strings
-            or len(token_ids) >= sequence.num_left
+            or count >= sequence.num_left
             or not set(token_ids).isdisjoint(group.stop_ids)
         )
-        self.commit(sequence, token_ids[0], logprobs[0], None if tops is None else tops[0])
+        # the first token alone can begin a policy span, or be the sample's first
+        num_single = count if may_end else 1
+        for i in range(num_single):
+            self.commit(sequence, token_ids[i], logprobs[i], None if tops is None else tops[i])
         if may_end:
-            for i in range(1, len(token_ids)):
-                top = None if tops is None else tops[i]
-                self.commit(sequence, token_ids[i], logprobs[i], top)
             return
-        count = len(token_ids)
         sequence.token_ids += token_ids[1:]
         sequence.logprobs += logprobs[1:count]
         if tops is not None and sequence.top_logprobs is not None:
@@ -395,8 +403,11 @@ class Scheduler:
             self._running[sequence] = None
 
     def _admit_leader(self, group: LiveGroup) -> bool:
-        """Allocate the prompt's pages, from the prefix cache where possible, and reserve the
-        leader's others. Return whether they fit."""
+        """Start a group's prompt, with its first sample, if their pages fit; return whether they do.
+
+        The prompt's pages come from the prefix cache where possible, and are allocated at once, as
+        are those of its compaction. The leader's own pages are reserved.
+        """
         prompt_ids, page_size = group.request.prompt_ids, self.pool.page_size
         page_needs = group.footprint
         # the last tokens always run, for their logits and the policy: not from the cache
@@ -405,8 +416,10 @@ class Scheduler:
             group.page_keys = page_keys(prompt_ids, page_size, self.salt)
             group.salt = self.salt
         hits = self.pool.match(group.page_keys[: max_cached // page_size])
-        missing = page_needs.prompt - sum(self.pool.refcount(page) > 0 for page in hits)
-        if missing + page_needs.compacted + page_needs.writer > self._available():
+        # a page that nobody holds counts as free, and is taken from the free ones as a new page is
+        num_held_hits = sum(self.pool.refcount(page) > 0 for page in hits)
+        pages_needed = page_needs.prompt - num_held_hits + page_needs.compacted + page_needs.writer
+        if pages_needed > self._available():
             return False
         self.pool.reuse(hits)
         group.prompt_pages = hits + self.pool.allocate(page_needs.prompt - len(hits))
@@ -415,7 +428,8 @@ class Scheduler:
         leader = group.tail_writer = group.leader
         leader.slot = group.state_slot = self._free_slots.pop()
         leader.cached_len = group.num_prefilled
-        if page_needs.compacted:  # it forks later, from what the compaction leaves
+        if page_needs.compacted:
+            # it forks later, from what the compaction leaves; until then it holds the prompt too
             self.pool.share(group.prompt_pages)
             leader.pages = list(group.prompt_pages)
             self._reserve(leader, page_needs.writer)
@@ -441,39 +455,53 @@ class Scheduler:
     def _fork_all(
         self, rows: list[Sequence]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Give admitted samples their page tables. Return the copies of slots and of pages that
-        they need."""
-        forks, copies = [], []
+        """Give each admitted sample whose prompt is through its page table. Return the copies that
+        this needs, as (source, target): of slots, for the policy's state, and of pages.
+
+        Also keep the state after a prompt for samples that are admitted later, since the leader's
+        slot, which has it now, goes on to change.
+        """
+        slot_copies: list[tuple[int, int]] = []
+        page_copies: list[tuple[int, int]] = []
         for sequence in rows:
             if sequence.forked:
                 continue
-            copies += self._fork(sequence)
+            page_copies += self._fork(sequence)
             if sequence.slot != sequence.group.state_slot:
-                forks.append((sequence.group.state_slot, sequence.slot))
+                slot_copies.append((sequence.group.state_slot, sequence.slot))
+        kept_slot = prompt_slot(self.max_batch)  # one group at most has waiting samples here
         for group in self._through:
-            if group.waiting:  # one group at most: its later samples need the prompt's state too
-                forks.append((group.state_slot, prompt_slot(self.max_batch)))
-                group.state_slot = prompt_slot(self.max_batch)
+            if group.waiting:
+                slot_copies.append((group.state_slot, kept_slot))
+                group.state_slot = kept_slot
         self._through.clear()
-        return forks, copies
+        return slot_copies, page_copies
 
     def _fork(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Give an admitted sample its page table. Return the page copy that it needs, if any."""
+        """Give an admitted sample its page table. Return the page copy that it needs, as [(source,
+        target)], or [].
+
+        The tail, the prompt's last page if that is not full, has one writer at a time. The writer
+        shares all pages of the prompt; any other sample shares the full ones and copies the tail.
+        """
         group = sequence.group
         if group.tail_writer is None:
             group.tail_writer = sequence
-        writes_tail = group.tail_writer is sequence
-        num_full = group.footprint.base // self.pool.page_size
-        sequence.num_shared = len(group.prompt_pages) if writes_tail else num_full
-        shared = group.prompt_pages[: sequence.num_shared]
-        tail = group.prompt_pages[sequence.num_shared :]
-        new_pages = self.pool.allocate(len(tail))
-        self.pool.share(shared)
-        sequence.pages = shared + new_pages
-        max_new_pages = group.footprint.writer if writes_tail else group.footprint.sibling
-        self._reserve(sequence, max_new_pages - len(new_pages))
+        if group.tail_writer is sequence:
+            num_shared = len(group.prompt_pages)
+            max_own_pages = group.footprint.writer
+        else:
+            num_shared = group.footprint.base // self.pool.page_size
+            max_own_pages = group.footprint.sibling
+        shared_pages = group.prompt_pages[:num_shared]
+        copied_pages = group.prompt_pages[num_shared:]
+        own_pages = self.pool.allocate(len(copied_pages))
+        self.pool.share(shared_pages)
+        sequence.num_shared = num_shared
+        sequence.pages = shared_pages + own_pages
+        self._reserve(sequence, max_own_pages - len(own_pages))
         self._forked(sequence)
-        return list(zip(tail, new_pages, strict=True))
+        return list(zip(copied_pages, own_pages, strict=True))
 
     def _forked(self, sequence: Sequence) -> None:
         """Note that a sample does not need the prompt any more. Free its pages after the last."""
@@ -486,9 +514,11 @@ class Scheduler:
             group.compacted_pages = []
 
     def _available(self) -> int:
+        """Return the free pages that no admitted sample has reserved."""
         return self.pool.num_free - self.reserved_pages
 
     def _reserve(self, sequence: Sequence, pages: int) -> None:
+        """Set the number of free pages that are kept for a sample."""
         assert pages >= 0, "a sample needs more pages than its worst case"
         self.reserved_pages += pages - sequence.reserved_pages
         sequence.reserved_pages = pages
@@ -503,19 +533,20 @@ class Scheduler:
         if self.kv.budget is None:
             return []
         compactions: list[Compaction] = []
-        freed_pages: list[int] = []
+        unused_pages: list[int] = []
         for group in self._through:
             if group.num_open and group.compacted_pages:
-                compactions.append(self._compact_prompt(group, freed_pages))
+                compactions.append(self._compact_prompt(group, unused_pages))
         for sequence in self._running:
             if sequence.forked and sequence.token_ids and sequence.until == sequence.position:
-                compactions.append(self._compact(sequence, freed_pages))
-        self.pool.free(freed_pages)
+                compactions.append(self._compact(sequence, unused_pages))
+        self.pool.free(unused_pages)
         return compactions
 
-    def _compact_prompt(self, group: LiveGroup, given_up: list[int]) -> Compaction:
-        """Compact a group's prompt before any sample has forked. given_up: receives the pages that
-        become free."""
+    def _compact_prompt(self, group: LiveGroup, unused_pages: list[int]) -> Compaction:
+        """Compact a group's prompt, before any sample has forked, into the pages allocated for that.
+        unused_pages: receives the pages that are to be freed: the prompt's, which the group and its
+        leader hold once each."""
         length = len(group.request.prompt_ids)
         compaction = Compaction(
             group.state_slot,
@@ -525,21 +556,23 @@ class Scheduler:
             kept=group.footprint.base,
             position=length - 1,
         )
-        given_up += group.leader.pages + group.prompt_pages
+        unused_pages += group.leader.pages + group.prompt_pages
         group.leader.pages = []
         group.prompt_pages, group.compacted_pages = group.compacted_pages, []
         return compaction
 
-    def _compact(self, sequence: Sequence, given_up: list[int]) -> Compaction:
-        """Compact a sample into the first of its own pages, and new ones if these are too few."""
+    def _compact(self, sequence: Sequence, unused_pages: list[int]) -> Compaction:
+        """Compact a sample into the first of its own pages, and into new ones if these are too few:
+        shared pages are never written. unused_pages: receives the pages that are to be freed."""
         num_cached = sequence.cached_len
         pages = sequence.pages
         num_kept = self.kv.kept(num_cached)
         num_needed = num_pages(num_kept, self.pool.page_size)
         shared_pages = pages[: sequence.num_shared]
         own_pages = pages[sequence.num_shared :]
-        targets = own_pages[:num_needed] + self.pool.allocate(max(0, num_needed - len(own_pages)))
-        given_up += shared_pages + own_pages[num_needed:]
+        new_pages = self.pool.allocate(max(0, num_needed - len(own_pages)))
+        targets = own_pages[:num_needed] + new_pages
+        unused_pages += shared_pages + own_pages[num_needed:]
         if sequence.group.tail_writer is sequence:
             sequence.group.tail_writer = None
         sequence.pages = list(targets)
