@@ -25,12 +25,7 @@ from lowroll.objectives.surrogate import (
 
 
 def acr(
-    tokens: ObjectiveInput,
-    *,
-    cap: float,
-    eps_low: float,
-    eps_high: float,
-    dual_clip: float | None,
+    tokens: ObjectiveInput, *, cap: float, eps_low: float, eps_high: float, dual_clip: float | None
 ) -> TokenValues:
     """Return each token's value and the statistics; `cap` is C, infinity gives `decoupled`."""
     weight_N = truncate(tokens.weight_N, cap)

@@ -88,13 +88,16 @@ def aipo(
     else:
         scale_N = ratio_N
     above_N = ratio_N > token_mask_high
-    masked_N = (ratio_N < token_mask_low) | _tokens_outside_bounds(
-        tokens, (geo_mask_low, geo_mask_high), (sequence_mask_low, sequence_mask_high)
+    masked_N = (ratio_N < token_mask_low) | _in_masked_sequence(
+        tokens,
+        geometric=(geo_mask_low, geo_mask_high),
+        extremes=(sequence_mask_low, sequence_mask_high),
     )
     if mode == "mask":
         masked_N = masked_N | above_N
     kept_N = ~masked_N
     value_N = torch.where(kept_N, scale_N * advantages_N * learner_N, 0)
+    # only mode "truncate" keeps tokens above, and only a token's own ratio is cut there
     truncated_N = above_N & kept_N & (ratio_type == "token")
     statistics = {
         "policy/ratio_mean": masked_mean(ratio_N, sequences.mask_N),
@@ -111,22 +114,25 @@ def _check_bounds(name: str, low: float, high: float) -> None:
 
 
 def _sequence_scale(tokens: ObjectiveInput, clip_high: float) -> Tensor:
-    """Return min(exp(sum l), clip_high) / |o| for each sequence's tokens, the sum capped at 10
+    """Return min(exp(sum l), clip_high) / |o| of each token's sequence o, [N], the sum capped at 10
     before exp."""
     sequences = tokens.sequences
-    ratio_S = exp_ratio(sequence_sum(tokens.log_ratio_N, sequences).clamp(max=10)).clamp(
-        max=clip_high
-    )
-    return (ratio_S / token_counts(sequences)).to(tokens.ratio_N.dtype)[sequences.segments_N]
+    log_ratio_S = sequence_sum(tokens.log_ratio_N, sequences).clamp(max=10)
+    ratio_S = exp_ratio(log_ratio_S).clamp(max=clip_high)
+    scale_S = (ratio_S / token_counts(sequences)).to(tokens.ratio_N.dtype)
+    return scale_S[sequences.segments_N]
 
 
-def _tokens_outside_bounds(
+def _in_masked_sequence(
     tokens: ObjectiveInput, geometric: tuple[float, float], extremes: tuple[float, float]
 ) -> Tensor:
-    """Return the tokens of sequences whose geometric mean or extreme ratios leave their bounds,
-    bool [N]."""
+    """Return the tokens of sequences that are masked as a whole, bool [N]: because the geometric
+    mean of their ratios, or any ratio, leaves its bounds (low, high)."""
     sequences: Sequences = tokens.sequences
     mean_S = exp_ratio(sequence_mean(tokens.log_ratio_N, sequences))
+    low, high = geometric
+    mean_outside_S = (mean_S < low) | (mean_S > high)
     ratio_N = tokens.ratio_N.detach()
-    extreme_S = sequence_any((ratio_N < extremes[0]) | (ratio_N > extremes[1]), sequences)
-    return ((mean_S < geometric[0]) | (mean_S > geometric[1]) | extreme_S)[sequences.segments_N]
+    low, high = extremes
+    any_outside_S = sequence_any((ratio_N < low) | (ratio_N > high), sequences)
+    return (mean_outside_S | any_outside_S)[sequences.segments_N]

@@ -32,10 +32,9 @@ def gspo(
     """Return each token's value and the statistics; `cap` applies where the sampler's log-probs are
     given."""
     log_ratio_N = tokens.log_ratio_N
-    sequence_ratio_S = exp_ratio(sequence_mean(log_ratio_N, tokens.sequences)).to(log_ratio_N.dtype)
-    ratio_N = (
-        sequence_ratio_S[tokens.sequences.segments_N] * (log_ratio_N - log_ratio_N.detach()).exp()
-    )
+    ratio_S = exp_ratio(sequence_mean(log_ratio_N, tokens.sequences)).to(log_ratio_N.dtype)
+    own_gradient_N = (log_ratio_N - log_ratio_N.detach()).exp()  # 1, with each token's gradient
+    ratio_N = ratio_S[tokens.sequences.segments_N] * own_gradient_N
     weight_N = truncate(tokens.weight_N, cap) if tokens.has_behavior else tokens.weight_N
     clipped = clip(ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high)
     statistics = policy_statistics(tokens, clipped, ratio_N)

@@ -54,9 +54,8 @@ def ipo(
     else:
         outside_N = prob_change_N.abs() > width
     scale_N = ratio_N.clamp(max=ratio_cap)
-    value_N = (
-        torch.where(outside_N, 0, A_N * scale_N * learner_N) - kl_tau * tokens.log_ratio_N.square()
-    )
+    policy_N = torch.where(outside_N, 0, A_N * scale_N * learner_N)
+    value_N = policy_N - kl_tau * tokens.log_ratio_N.square()
     statistics = {
         "policy/ratio_mean": masked_mean(ratio_N, sequences.mask_N),
         "policy/ratio_max": masked_max(ratio_N, sequences.mask_N),

@@ -46,8 +46,8 @@ SHORTEST = 2  # responses of up to 2^SHORTEST tokens are one class
 def mismatch(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
-    """Return the table above as {"mismatch/<name>": value}, for [B, T] tensors or packed [N] with
-    `segments`.
+    """Return the statistics of the module's docstring as {"mismatch/<name>": value}, for log-probs
+    [B, T] or packed [N] with `segments`.
 
     `learner` usually has the parameters that made the rollouts. `pearson` is absent for constant
     probabilities, and everything without tokens.
@@ -82,54 +82,48 @@ def mismatch(
         "pearson": pearson(learner_N.exp(), behavior_N.exp(), mask_N),
     }
     values = as_floats({f"mismatch/{name}": value for name, value in statistics.items()})
-    return {
-        name: value
-        for name, value in values.items()
-        if name != "mismatch/pearson" or value == value
-    }
+    if math.isnan(values["mismatch/pearson"]):  # of constant probabilities
+        del values["mismatch/pearson"]
+    return values
 
 
 def spread(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
-    """Return the distribution of l - b over tokens, and of its mean over a sequence; {} without
+    """Return how widely l - b is distributed over tokens, and its mean over sequences; {} without
     tokens.
 
-    "spread/token_std", "spread/token_p99" (of |l - b|), and the same of "sequence".
+    "spread/token_std" is the standard deviation, "spread/token_p99" the 99th percentile of |l - b|;
+    "spread/sequence_std" and "spread/sequence_p99" are those of the mean of l - b of a sequence.
     """
     sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     if not bool(sequences.mask_N.any()):
         return {}
-    log_ratio_N, has_tokens_S = (
-        learner_N - behavior_N,
-        sequence_sum(sequences.mask_N, sequences) > 0,
+    log_ratio_N = learner_N - behavior_N
+    has_tokens_S = sequence_sum(sequences.mask_N, sequences) > 0
+    of_tokens = log_ratio_N[sequences.mask_N]
+    of_sequences = sequence_mean(log_ratio_N, sequences)[has_tokens_S]
+    return as_floats(
+        {
+            "spread/token_std": of_tokens.std(correction=0),
+            "spread/token_p99": _percentile(of_tokens.abs(), 0.99),
+            "spread/sequence_std": of_sequences.std(correction=0),
+            "spread/sequence_p99": _percentile(of_sequences.abs(), 0.99),
+        }
     )
-    levels = {
-        "token": log_ratio_N[sequences.mask_N],
-        "sequence": sequence_mean(log_ratio_N, sequences)[has_tokens_S],
-    }
-    values = {
-        f"spread/{name}_{statistic}": value
-        for name, x in levels.items()
-        for statistic, value in (("std", x.std(correction=0)), ("p99", _percentile(x.abs(), 0.99)))
-    }
-    return as_floats(values)
 
 
 def _usable_tokens(
     learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None
 ) -> tuple[Sequences, Tensor, Tensor]:
-    """Return the sequences without unusable tokens, and both log-probs in float64, 0 under the
-    mask."""
+    """Return the sequences, and the learner's and the sampler's log-probs [N] in float64, detached.
+    Tokens without a finite behaviour log-prob are masked too; masked log-probs are 0."""
     sequences = sequences_of(mask, segments)
-    learner_N, behavior_N = (
-        flatten("learner", learner.detach(), mask),
-        flatten("behavior", behavior.detach(), mask),
-    )
+    learner_N = flatten("learner", learner.detach(), mask)
+    behavior_N = flatten("behavior", behavior.detach(), mask)
     sequences = sequences.drop(~behavior_N.isfinite())
-    learner_N, behavior_N = (
-        torch.where(sequences.mask_N, x_N, 0).double() for x_N in (learner_N, behavior_N)
-    )
+    learner_N = torch.where(sequences.mask_N, learner_N, 0).double()
+    behavior_N = torch.where(sequences.mask_N, behavior_N, 0).double()
     return sequences, learner_N, behavior_N
 
 
@@ -140,21 +134,19 @@ def by_length(
     length_64 has the responses of 33 to 64 tokens, the first class those of at most 4."""
     sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     log_ratio_N = learner_N - behavior_N
-    statistics: dict[str, Tensor] = {}
     weight_N = exp_ratio(log_ratio_N)
     has_tokens_S = sequence_sum(sequences.mask_N, sequences) > 0
+    # a class is a power of two: the least that is not below the length
     power_S = token_counts(sequences).double().log2().ceil().long().clamp(min=SHORTEST)
+    statistics: dict[str, Tensor] = {}
     for power in power_S[has_tokens_S].unique().tolist():
-        mask_N = sequences.mask_N & (power_S == power)[sequences.segments_N]
-        statistics |= {
-            f"mismatch/length_{2**power}/{name}": value
-            for name, value in (
-                ("kl_k1", masked_mean(-log_ratio_N, mask_N)),
-                ("kl_k3", masked_mean(weight_N - log_ratio_N - 1, mask_N)),
-                ("logp_diff_max", masked_max(log_ratio_N.abs(), mask_N)),
-                ("ess", effective_sample_size(weight_N, mask_N)),
-            )
-        }
+        in_class_S = power_S == power
+        mask_N = sequences.mask_N & in_class_S[sequences.segments_N]
+        prefix = f"mismatch/length_{2**power}"
+        statistics[f"{prefix}/kl_k1"] = masked_mean(-log_ratio_N, mask_N)
+        statistics[f"{prefix}/kl_k3"] = masked_mean(weight_N - log_ratio_N - 1, mask_N)
+        statistics[f"{prefix}/logp_diff_max"] = masked_max(log_ratio_N.abs(), mask_N)
+        statistics[f"{prefix}/ess"] = effective_sample_size(weight_N, mask_N)
     return as_floats(statistics) if statistics else {}
 
 
@@ -169,11 +161,11 @@ def by_staleness(
     """Return {"mismatch/staleness_<n>/<name>": value} for each n in `staleness`, the tokens' age in
     versions."""
     sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
+    log_ratio_N = learner_N - behavior_N
     age_N = flatten("staleness", staleness, mask)
     statistics: dict[str, Tensor] = {}
     for age in age_N[sequences.mask_N].unique().tolist():
         mask_N = sequences.mask_N & (age_N == age)
-        log_ratio_N = learner_N - behavior_N
         name = f"mismatch/staleness_{int(age)}"
         statistics[f"{name}/kl_k1"] = masked_mean(-log_ratio_N, mask_N)
         statistics[f"{name}/logp_diff_mean"] = masked_mean(log_ratio_N.abs(), mask_N)
@@ -193,10 +185,9 @@ def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
 def pearson(x_N: Tensor, y_N: Tensor, mask_N: Tensor) -> Tensor:
     """Return the correlation under the mask; NaN when either side is constant (to float64
     rounding)."""
-    x_N, y_N = x_N - masked_mean(x_N, mask_N), y_N - masked_mean(y_N, mask_N)
-    std_x, std_y = (
-        masked_mean(x_N.square(), mask_N).sqrt(),
-        masked_mean(y_N.square(), mask_N).sqrt(),
-    )
+    x_N = x_N - masked_mean(x_N, mask_N)
+    y_N = y_N - masked_mean(y_N, mask_N)
+    std_x = masked_mean(x_N.square(), mask_N).sqrt()
+    std_y = masked_mean(y_N.square(), mask_N).sqrt()
     is_constant = torch.minimum(std_x, std_y) < 1e-12
     return torch.where(is_constant, torch.nan, masked_mean(x_N * y_N, mask_N) / (std_x * std_y))

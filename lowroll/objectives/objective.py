@@ -94,6 +94,7 @@ class Objective:
             behavior=behavior if self.needs_behavior else None,
             teacher=teacher if options.get("teacher_tau") else None,
         )
+        # some functions divide by the weights' mean over the batch, which `counts` has
         if "counts" in inspect.signature(self.function).parameters:
             options["counts"] = counts
         value_N, statistics = self.function(tokens, **options)
@@ -121,8 +122,8 @@ class Objective:
         segments: Tensor | None = None,
         **options: Any,
     ) -> CorrectionWeights | None:
-        """Return the weights and rejections of these tokens; None if it never rejects for
-        mismatch."""
+        """Return the weights and rejections of these tokens; None if the objective never rejects
+        for mismatch."""
         judge = self.judge
         if judge is None:
             return None
@@ -132,13 +133,13 @@ class Objective:
             behavior=behavior,
             mask=mask,
             segments=segments,
+            # a verdict does not depend on them
             advantages=torch.zeros_like(learner, requires_grad=False),
         )
-        options = self._complete(options)
+        all_options = self._complete(options)
         judge_parameters = inspect.signature(judge).parameters
-        return judge(
-            tokens, **{name: value for name, value in options.items() if name in judge_parameters}
-        )
+        judge_options = {k: value for k, value in all_options.items() if k in judge_parameters}
+        return judge(tokens, **judge_options)
 
     def count(
         self,
@@ -161,6 +162,7 @@ class Objective:
             raise ValueError(
                 f"proximal, behavior: objective {self.name} needs both to normalise its weights"
             )
+        # the weights compare the proximal policy with the sampler: the learner does not enter
         verdict = self.verdict(
             learner=proximal,
             proximal=proximal,

@@ -112,8 +112,8 @@ def aggregate(
     counts: Denominators | None = None,
     max_length: float | None = None,
 ) -> Tensor:
-    """Reduce token values to a scalar under `mode`; masked values may be anything. No tokens: 0
-    with zero gradient.
+    """Return the sum of the unmasked token values x_N, times their weights under `mode`: a scalar.
+    Masked values may be anything. Without tokens it is 0 with zero gradient.
 
     `counts` replaces the numbers of tokens and sequences, but not the |o_b| of seq-mean-token-mean.
     `max_length` (tokens) is the divisor of "constant".
@@ -122,7 +122,7 @@ def aggregate(
         raise ValueError(f"reduce: unknown mode {mode!r}; expected one of {', '.join(MODES)}")
     mask_N = sequences.mask_N
     num_sequences = max(sequences.num_sequences if counts is None else counts.num_sequences, 1)
-    weight_N: Tensor
+    weight_N: Tensor  # [N], or a scalar where all tokens have the same
     if mode == "token-mean":
         if counts is None:
             num_tokens = mask_N.sum()
@@ -169,15 +169,15 @@ def sequence_any(flag_N: Tensor, sequences: Sequences) -> Tensor:
 
 
 def sequence_from(flag_N: Tensor, sequences: Sequences) -> Tensor:
-    """Return the tokens from their sequence's first unmasked flagged token on, bool [N]. A
-    sequence's tokens must be in order."""
+    """Return, bool [N], the tokens from their sequence's first unmasked flagged token on; none of a
+    sequence without such a token. A sequence's tokens must be in order."""
+    beyond_all = len(flag_N)  # stands for no position
     position_N = torch.arange(len(flag_N), device=flag_N.device)
-    flagged_position_N = torch.where(flag_N & sequences.mask_N, position_N, len(flag_N))
-    first_position_S = position_N.new_full((sequences.num_sequences,), len(flag_N))
-    first_position_S = first_position_S.scatter_reduce(
+    flagged_position_N = torch.where(flag_N & sequences.mask_N, position_N, beyond_all)
+    first_flagged_S = position_N.new_full((sequences.num_sequences,), beyond_all).scatter_reduce(
         0, sequences.segments_N, flagged_position_N, "amin"
     )
-    return position_N >= first_position_S[sequences.segments_N]
+    return position_N >= first_flagged_S[sequences.segments_N]
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

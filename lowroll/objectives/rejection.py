@@ -21,12 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowroll.objectives.reduce import (
-    masked_mean,
-    sequence_any,
-    sequences_of,
-    token_counts,
-)
+from lowroll.objectives.reduce import masked_mean, sequence_any, sequences_of, token_counts
 from lowroll.objectives.surrogate import as_floats, exp_ratio, flatten
 
 
@@ -40,12 +35,13 @@ def rejection(
     kept: Tensor | None = None,
     veto: float | None = None,
 ) -> dict[str, float]:
-    """Return the statistics above of packed tokens [N]. rewards: [S], NaN where there is none;
-    kept: bool [N], None for an objective that never rejects."""
+    """Return the statistics of the module's docstring of packed tokens [N]. rewards: [S], NaN where
+    there is none; kept: the tokens that are not rejected, bool [N], None for an objective that
+    never rejects."""
     sequences = sequences_of(mask, segments)
     log_weight_N = flatten("learner", learner, mask) - flatten("behavior", behavior, mask)
     log_weight_N = log_weight_N.detach().double()
-    sequences = sequences.drop(~log_weight_N.isfinite())
+    sequences = sequences.drop(~log_weight_N.isfinite())  # all that follows is over usable tokens
     statistics = {"mismatch/weight_mean": masked_mean(exp_ratio(log_weight_N), sequences.mask_N)}
     if veto is not None:
         low_N = log_weight_N < math.log(veto)
@@ -53,13 +49,14 @@ def rejection(
     if kept is None:
         return as_floats(statistics)
     has_tokens_S = sequence_any(torch.ones_like(kept), sequences)
-    rejected_S = has_tokens_S & ~sequence_any(kept, sequences)
+    rejected_S = has_tokens_S & ~sequence_any(kept, sequences)  # as a whole
     if bool(rejected_S.any()):
         length_S = token_counts(sequences).double()
         length_ratio = masked_mean(length_S, rejected_S) / masked_mean(length_S, has_tokens_S)
         statistics["correction/rejected_length_ratio"] = length_ratio
     scored_S = has_tokens_S & rewards.isfinite()
-    if bool((rejected_S & scored_S).any()):
-        reward_gap = masked_mean(rewards, rejected_S & scored_S) - masked_mean(rewards, scored_S)
+    rejected_scored_S = rejected_S & scored_S
+    if bool(rejected_scored_S.any()):
+        reward_gap = masked_mean(rewards, rejected_scored_S) - masked_mean(rewards, scored_S)
         statistics["correction/rejected_reward_gap"] = reward_gap
     return as_floats(statistics)

@@ -127,8 +127,9 @@ def judge(
     bypass: bool = False,
     repair: str | None = None,
 ) -> CorrectionWeights:
-    """Weigh or reject every token, by the options in the module docstring. ValueError for an
-    unknown weight, rule or repair, bounds that reject everything, and repair without a veto."""
+    """Return every token's weight, and whether it is rejected, by the options in the module
+    docstring. ValueError for an unknown weight, rule or repair, bounds that reject everything, and
+    repair without a veto."""
     if repair not in REPAIRS:
         raise ValueError(f"repair: unknown {repair!r}; expected mask or None")
     if repair is not None and veto is None:
@@ -137,11 +138,10 @@ def judge(
         raise ValueError(f"weight: unknown {weight!r}; expected one of {', '.join(WEIGHTS)}")
     sequences = tokens.sequences
     log_weight_N = tokens.log_weight_N
-    if bypass:
+    if bypass:  # every weight is 1, and rejections use the learner's mismatch
+        weight = "none"
         log_weight_N = (tokens.log_ratio_N + tokens.log_weight_N).detach()
-    weight_N, cut_N = _bounded_weights(
-        log_weight_N, sequences, "none" if bypass else weight, cap, icepop
-    )
+    weight_N, cut_N = _bounded_weights(log_weight_N, sequences, weight, cap, icepop)
     rejected_N = torch.zeros_like(sequences.mask_N)
     repaired_N: Tensor | None = None
     if veto is not None:
@@ -152,21 +152,24 @@ def judge(
             rejected_N = sequence_any(anomaly_N, sequences)[sequences.segments_N]
         else:
             rejected_N = repaired_N = sequence_from(anomaly_N, sequences)
+    d_N = -log_weight_N  # behavior - proximal, of which rules bound a statistic
     for rule, bound in (reject or {}).items():
-        rejected_N = rejected_N | _rejected_by_rule(rule, bound, -log_weight_N, sequences)
+        rejected_N = rejected_N | _rejected_by_rule(rule, bound, d_N, sequences)
     return CorrectionWeights(weight_N, cut_N, ~rejected_N, sequences, repaired_N)
 
 
 def _bounded_weights(
     log_weight_N: Tensor, sequences: Sequences, weight: str, cap: float, icepop: Bounds | None
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's weight, and where its bounds changed it (bool)."""
+    """Return each token's weight [N], and where the cap or the bounds of icepop changed it, bool
+    [N]."""
     if weight == "none":
         return torch.ones_like(log_weight_N), torch.zeros_like(log_weight_N, dtype=torch.bool)
-    uncapped_N = exp_ratio(log_weight_N)
     if weight == "sequence":
         product_S = exp_ratio(sequence_sum(log_weight_N, sequences)).to(log_weight_N.dtype)
         uncapped_N = product_S[sequences.segments_N]
+    else:
+        uncapped_N = exp_ratio(log_weight_N)
     if icepop is None:
         weight_N = truncate(uncapped_N, cap)
     else:
@@ -185,8 +188,8 @@ def correct(
     eps_high: float,
     dual_clip: float | None,
 ) -> TokenValues:
-    """Return each token's value and the statistics: the clipped surrogate under these weights, 0
-    for rejected tokens."""
+    """Return each token's value, its weight times the clipped surrogate or 0 if it is rejected, and
+    the statistics. counts: of the batch, for `normalize`."""
     sequences, weight_N = tokens.sequences, verdict.weight_N
     if normalize:
         weight_N = weight_N / _mean_weight(verdict, counts)
@@ -194,6 +197,7 @@ def correct(
         tokens.ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )
     value_N = torch.where(verdict.kept_N, weight_N * clipped.value_N, 0)
+    # no cap here: what the bounds changed is in the verdict
     statistics = policy_statistics(tokens, clipped) | weight_statistics(tokens, weight_N, math.inf)
     statistics["correction/truncated_fraction"] = masked_mean(verdict.cut_N, sequences.mask_N)
     statistics |= rejection_statistics(verdict.kept_N, sequences)
@@ -218,22 +222,23 @@ def _mean_weight(verdict: CorrectionWeights, counts: Denominators | None) -> flo
 
 
 def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
-    """Return the fractions of tokens that `repair` masks, and of responses that it shortens."""
-    saved_S = sequence_any(~repaired_N, sequences)
-    repaired_S = sequence_any(repaired_N, sequences) & saved_S
-    active_S = sequence_any(torch.ones_like(repaired_N), sequences)
+    """Return the fraction of tokens that `repair` masks in responses of which it keeps a beginning,
+    and the fraction of such responses. repaired_N: all tokens that it masks, bool [N]."""
+    has_kept_S = sequence_any(~repaired_N, sequences)
+    shortened_S = sequence_any(repaired_N, sequences) & has_kept_S
+    has_tokens_S = sequence_any(torch.ones_like(repaired_N), sequences)
+    cut_off_N = repaired_N & has_kept_S[sequences.segments_N]
     return {
-        "correction/repaired_fraction": masked_mean(
-            repaired_N & saved_S[sequences.segments_N], sequences.mask_N
-        ),
-        "correction/repaired_sequence_fraction": masked_mean(repaired_S, active_S),
+        "correction/repaired_fraction": masked_mean(cut_off_N, sequences.mask_N),
+        "correction/repaired_sequence_fraction": masked_mean(shortened_S, has_tokens_S),
     }
 
 
 def _rejected_by_rule(
     rule: str, bound: float | Bounds, d_N: Tensor, sequences: Sequences
 ) -> Tensor:
-    """Return the tokens that a rule rejects, bool [N]. NaNs are kept, so that they show."""
+    """Return the tokens that a rule (a level and an estimator of `kl`, such as seq_mean_k1) rejects
+    by d = behavior - proximal, bool [N]. NaNs are kept, so that they show."""
     if rule not in RULES:
         raise ValueError(f"reject: unknown rule {rule!r}; expected one of {', '.join(RULES)}")
     level, estimator = rule.rsplit("_", 1)
@@ -249,9 +254,12 @@ def _rejected_by_rule(
     if level == "token":
         return (statistic_N < low) | (statistic_N > high)
     if level == "seq_max":
-        return sequence_any(statistic_N > high, sequences)[sequences.segments_N]
-    statistic_S = (sequence_sum if level == "seq_sum" else sequence_mean)(statistic_N, sequences)
-    return ((statistic_S < low) | (statistic_S > high))[sequences.segments_N]
+        rejected_S = sequence_any(statistic_N > high, sequences)
+    else:
+        reduced = sequence_sum if level == "seq_sum" else sequence_mean
+        statistic_S = reduced(statistic_N, sequences)
+        rejected_S = (statistic_S < low) | (statistic_S > high)
+    return rejected_S[sequences.segments_N]
 
 
 def checked_bounds(name: str, bounds: float | Bounds) -> Bounds:

@@ -63,10 +63,14 @@ def judge_sparse(
     veto: float | None = 1e-4,
     repair: str | None = None,
 ) -> CorrectionWeights:
-    """Weigh or reject every token, by the options of `sparse`."""
+    """Return the weight xi of every token, and which tokens are rejected, by the options of
+    `sparse`."""
     reject = None
     if token_rs is not None:
         low, high = checked_bounds("token_rs", token_rs)
-        reject = {"token_k1": (1 / high, 1 / low if low else math.inf)}  # k1's bounds are on 1 / xi
+        # the bounds of k1 are on behavior / proximal, which is 1 / xi
+        lowest_inverse = 1 / high
+        highest_inverse = 1 / low if low else math.inf
+        reject = {"token_k1": (lowest_inverse, highest_inverse)}
     cap = math.inf if xi_cap is None else xi_cap
     return judge(tokens, cap=cap, reject=reject, veto=veto, repair=repair)

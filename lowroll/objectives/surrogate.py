@@ -50,7 +50,7 @@ class ObjectiveInput:
     advantages_N: Tensor
     teacher_N: Tensor | None  # log-probs
     has_behavior: bool
-    num_dropped: Tensor
+    num_dropped: Tensor  # int64 scalar: the unmasked tokens without a finite behavior
 
 
 # what an objective returns: each token's value [N], and the statistics
@@ -82,10 +82,12 @@ def prepare(
     behavior: Tensor | None = None,
     teacher: Tensor | None = None,
 ) -> ObjectiveInput:
-    """Check shapes, flatten, clean masked entries, drop unusable tokens, and take the ratios.
+    """Check the tensors of an objective, and return them flat, [N], with their ratios.
 
-    All tensors are [B, T], or packed [N] with `segments`; half precision is computed in float32.
-    ValueError names the tensor whose shape differs.
+    All are [B, T], or packed [N] with `segments`; half precision is computed in float32. An
+    unmasked token without a finite `behavior` is masked and counted, and every masked entry becomes
+    0. At least one of proximal and behavior must be given. ValueError names the tensor whose shape
+    differs.
     """
     sequences = sequences_of(mask, segments)
     tensors = {
@@ -95,37 +97,33 @@ def prepare(
         "behavior": behavior,
         "teacher": teacher,
     }
-    flat_tensors = {
-        name: flatten(name, x if name == "learner" else x.detach(), mask)
-        for name, x in tensors.items()
-        if x is not None
-    }
+    flat: dict[str, Tensor] = {}
+    for name, x in tensors.items():
+        if x is not None:  # only the learner carries gradient
+            flat[name] = flatten(name, x if name == "learner" else x.detach(), mask)
     num_dropped = torch.zeros((), dtype=torch.int64, device=mask.device)
-    if "behavior" in flat_tensors:
-        unusable_N = sequences.mask_N & ~flat_tensors["behavior"].isfinite()
+    if "behavior" in flat:
+        unusable_N = sequences.mask_N & ~flat["behavior"].isfinite()
         sequences = sequences.drop(unusable_N)
         num_dropped = unusable_N.sum()
-    clean_tensors = {
-        name: torch.where(sequences.mask_N, x_N, 0) for name, x_N in flat_tensors.items()
-    }
-    anchor_N = (
-        clean_tensors["proximal"] if "proximal" in clean_tensors else clean_tensors["behavior"]
-    )
-    log_ratio_N = clean_tensors["learner"] - anchor_N
-    log_weight_N = torch.zeros_like(anchor_N)
-    if "proximal" in clean_tensors and "behavior" in clean_tensors:
-        log_weight_N = clean_tensors["proximal"] - clean_tensors["behavior"]
+    clean = {name: torch.where(sequences.mask_N, x_N, 0) for name, x_N in flat.items()}
+    anchor_N = clean["proximal"] if "proximal" in clean else clean["behavior"]
+    log_ratio_N = clean["learner"] - anchor_N
+    if "proximal" in clean and "behavior" in clean:
+        log_weight_N = clean["proximal"] - clean["behavior"]
+    else:
+        log_weight_N = torch.zeros_like(anchor_N)
     return ObjectiveInput(
-        sequences,
-        clean_tensors["learner"],
-        log_ratio_N,
-        exp_ratio(log_ratio_N),
-        log_weight_N,
-        exp_ratio(log_weight_N),
-        clean_tensors["advantages"],
-        clean_tensors.get("teacher"),
-        "behavior" in clean_tensors,
-        num_dropped,
+        sequences=sequences,
+        learner_N=clean["learner"],
+        log_ratio_N=log_ratio_N,
+        ratio_N=exp_ratio(log_ratio_N),
+        log_weight_N=log_weight_N,
+        weight_N=exp_ratio(log_weight_N),
+        advantages_N=clean["advantages"],
+        teacher_N=clean.get("teacher"),
+        has_behavior="behavior" in clean,
+        num_dropped=num_dropped,
     )
 
 
@@ -148,7 +146,8 @@ def clip(
     dual_clip: float | None = None,
     stretch_N: Tensor | None = None,
 ) -> Clipped:
-    """Return the clipped surrogate by token. stretch_N: multiplies the bound 1 + eps_high (ACR)."""
+    """Return the clipped surrogate by token (module docstring). stretch_N: multiplies the bound
+    1 + eps_high (ACR). ValueError for a bound that is out of its range."""
     if not 0 <= eps_low <= 1:
         raise ValueError(f"eps_low: {eps_low} must lie in [0, 1]")
     if not eps_high >= 0:
@@ -166,7 +165,8 @@ def clip(
         dual_N = (advantages_N < 0) & (ratio_N > dual_clip)
         bound_N = torch.where(dual_N, dual_clip, bound_N)
     # where, not minimum: at a tie minimum would send half of the gradient to the bound.
-    value_N = torch.where(above_N | below_N | dual_N, bound_N, ratio_N) * advantages_N
+    is_clipped_N = above_N | below_N | dual_N
+    value_N = torch.where(is_clipped_N, bound_N, ratio_N) * advantages_N
     return Clipped(value_N, above_N, below_N, dual_N)
 
 

@@ -203,8 +203,12 @@ def forms(algorithm: str) -> tuple[str, ...]:
 
 
 def pair(algorithm: str, correction: str) -> ObjectiveRow:
-    """Return the row of an algorithm under a correction. ValueError for unknown names or an
-    unsupported pair."""
+    """Return the row of an algorithm under a correction.
+
+    Where the algorithm has a form of its own under the correction, it is the algorithm's row with
+    the correction's log-probs. Else it is the correction's row with the algorithm's values of the
+    options that it takes. ValueError for unknown names or an unsupported pair.
+    """
     for kind, name, choices in (
         ("algorithm", algorithm, tuple(ALGORITHMS)),
         ("correction", correction, tuple(CORRECTIONS)),
@@ -221,6 +225,7 @@ def pair(algorithm: str, correction: str) -> ObjectiveRow:
             f"use {', '.join(other_names)} or {last_name}"
         )
     if base.applies is not None and correction in base.applies:
+        # the algorithm's options win over those that belong to the correction
         options = {**base.applies[correction], **base.options}
         return dataclasses.replace(
             base, log_probs=corrected.log_probs, options=options, fixed=corrected.fixed

@@ -22,11 +22,7 @@ from __future__ import annotations
 
 import torch
 
-from lowroll.objectives.reduce import (
-    masked_mean,
-    sequence_any,
-    sequence_mean,
-)
+from lowroll.objectives.reduce import masked_mean, sequence_any, sequence_mean
 from lowroll.objectives.surrogate import (
     ObjectiveInput,
     TokenValues,
@@ -51,12 +47,11 @@ def tbpo(
         raise ValueError(f"cap: {cap} must be 1 or more; weights are kept in [1/cap, cap]")
     if not eps_negative > 0:
         raise ValueError(f"eps_negative: {eps_negative} must be positive")
-    sequences, dtype = tokens.sequences, tokens.log_ratio_N.dtype
-    ratio_S = exp_ratio(sequence_mean(tokens.log_ratio_N, sequences)).to(dtype)
-    mismatch_S = exp_ratio(sequence_mean(tokens.log_weight_N, sequences)).to(dtype)
-    ratio_N = (
-        ratio_S[sequences.segments_N] * (tokens.log_ratio_N - tokens.log_ratio_N.detach()).exp()
-    )
+    sequences, log_ratio_N = tokens.sequences, tokens.log_ratio_N
+    ratio_S = exp_ratio(sequence_mean(log_ratio_N, sequences)).to(log_ratio_N.dtype)
+    mismatch_S = exp_ratio(sequence_mean(tokens.log_weight_N, sequences)).to(log_ratio_N.dtype)
+    own_gradient_N = (log_ratio_N - log_ratio_N.detach()).exp()  # 1, with each token's gradient
+    ratio_N = ratio_S[sequences.segments_N] * own_gradient_N
     weight_N = mismatch_S.clamp(1 / cap, cap)[sequences.segments_N]
     # For A < 0 the upper bound is the dual clip's; below it only the band remains.
     clipped = clip(
@@ -64,11 +59,10 @@ def tbpo(
     )
     cut_N = ((mismatch_S > cap) | (mismatch_S < 1 / cap))[sequences.segments_N]
     outside_S = sequence_any(clipped.above_N | clipped.below_N | clipped.dual_N, sequences)
+    has_tokens_S = sequence_any(torch.ones_like(cut_N), sequences)
     statistics = policy_statistics(tokens, clipped, ratio_N) | weight_statistics(
         tokens, weight_N, cap
     )
     statistics["correction/truncated_fraction"] = masked_mean(cut_N, sequences.mask_N)
-    statistics["policy/band_masked_fraction"] = masked_mean(
-        outside_S, sequence_any(torch.ones_like(cut_N), sequences)
-    )
+    statistics["policy/band_masked_fraction"] = masked_mean(outside_S, has_tokens_S)
     return weight_N * clipped.value_N, statistics

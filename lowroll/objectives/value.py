@@ -46,11 +46,11 @@ def value_loss(
     error_N = (values_N - returns_N).square()
     clipped_N = torch.zeros_like(sequences.mask_N)
     if clip is not None:
-        bounded_N = (
-            torch.maximum(torch.minimum(values_N.detach(), old_N + clip), old_N - clip) - returns_N
-        ).square()
-        clipped_N = bounded_N > error_N
-        error_N = torch.where(clipped_N, bounded_N, error_N)
+        at_most_N = torch.minimum(values_N.detach(), old_N + clip)
+        bounded_N = torch.maximum(at_most_N, old_N - clip)
+        bounded_error_N = (bounded_N - returns_N).square()
+        clipped_N = bounded_error_N > error_N
+        error_N = torch.where(clipped_N, bounded_error_N, error_N)
     loss = aggregate(error_N / 2, sequences, mode=reduce, counts=counts, max_length=max_length)
     statistics = {
         "critic/loss": masked_mean(error_N / 2, sequences.mask_N),
