@@ -48,9 +48,21 @@ class PagedDecode:
         return self.cache.recurrent.decoded(layer, inputs, self.rows)
 
 
+@dataclass(frozen=True)
+class _LaterChunks:
+    """Chunks that attend over stored keys of their sequences too, gathered together."""
+
+    num_queries: int
+    slots_T: Tensor  # of all tokens of their sequences, up to the chunks' ends
+    attend: Attend
+
+
 class PagedAttention:
-    """`attend` for the prompts of one step, fresh ones first. selector: the policy's device side,
-    if it watches."""
+    """`attend` for the prompts of one step.
+
+    fresh: chunks from position 0, whose tokens come first and attend over their own keys alone.
+    later: chunks behind stored keys. selector: the policy's device side, if it watches.
+    """
 
     def __init__(
         self,
@@ -70,20 +82,21 @@ class PagedAttention:
         if self.exact is not None:
             fresh, later = [], []  # it reads all of them in place
         self.num_fresh = sum(c.num_tokens for c in fresh)
-        self.fresh: Attend | None = (
-            varlen([c.num_tokens for c in fresh], device, cache.windows) if fresh else None
-        )
-        # queries, the slots of all their tokens, attention
-        self.later: list[tuple[int, Tensor, Attend]] = []
+        self.fresh: Attend | None = None
+        if fresh:
+            self.fresh = varlen([c.num_tokens for c in fresh], device, cache.windows)
+        self.later: list[_LaterChunks] = []
         for portion in portions(later):
             lengths = [c.num_tokens for c in portion]
             totals = [c.stop for c in portion]
             slots_T = upload(torch.cat([c.slots(page_size) for c in portion]), device)
             attend = suffixes(lengths, totals, device, windows=cache.windows)
-            self.later.append((sum(lengths), slots_T, attend))
+            self.later.append(_LaterChunks(sum(lengths), slots_T, attend))
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """Store the chunks' keys and values; return the attention [T, H, d] of their queries."""
         q_THd, k_TGd, v_TGd, sinks_H = inputs
+        # attention sees them as the cache stores them, perhaps rounded
         k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
         if self.exact is not None:
             return self.exact(layer, q_THd)
@@ -92,11 +105,12 @@ class PagedAttention:
         if self.fresh is not None:
             fresh = AttentionInputs(q_THd, k_TGd, v_TGd, sinks_H).tokens(slice(start))
             outputs.append(self.fresh(layer, fresh))
-        for count, slots_T, attend in self.later:
-            q_CHd = q_THd[start : start + count]
-            stored = AttentionInputs(q_CHd, *self.cache.read(layer, slots_T), sinks_H)
-            outputs.append(attend(layer, stored))
-            start += count
+        for chunks in self.later:
+            stop = start + chunks.num_queries
+            stored_k, stored_v = self.cache.read(layer, chunks.slots_T)
+            stored = AttentionInputs(q_THd[start:stop], stored_k, stored_v, sinks_H)
+            outputs.append(chunks.attend(layer, stored))
+            start = stop
         if self.selector is not None:
             self.selector.prefilled(layer, q_THd, self.chunks)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -53,17 +53,16 @@ class KVCache:
         self.released = False
         self.windows = spec.windows  # of layers, empty for none
         self.recurrent: RecurrentStates | None = None  # of layers with a state in place of keys
-        leading_shape = (num_pages, page_size, spec.num_kv_heads)
-        columns = self.columns(spec, dtype)
-        shapes = [
-            ((*leading_shape, width) if has_keys else (0, *leading_shape[1:], width), column_dtype)
-            for width, column_dtype in columns
-            for has_keys in spec.layers_with_keys
-        ]
+        shapes = []  # all layers of the first column, then of the next
+        for width, column_dtype in self.columns(spec, dtype):
+            for has_keys in spec.layers_with_keys:
+                num_layer_pages = num_pages if has_keys else 0
+                shape = (num_layer_pages, page_size, spec.num_kv_heads, width)
+                shapes.append((shape, column_dtype))
         all_buffers, self.virtual_memory = _allocate(shapes, self.device)
         self.buffers = [
-            all_buffers[i : i + spec.num_layers]
-            for i in range(0, len(all_buffers), spec.num_layers)
+            all_buffers[start : start + spec.num_layers]
+            for start in range(0, len(all_buffers), spec.num_layers)
         ]
         self.keys, self.values = self.buffers[:2]
 
@@ -186,7 +185,8 @@ class KVCache:
 def _allocate(
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
 ) -> tuple[list[Tensor], VirtualMemory | None]:
-    """Allocate buffers of zeros, in one piece of virtual memory where the device has it."""
+    """Allocate buffers of zeros, of these shapes and dtypes. Where the device has virtual memory,
+    they lie in one piece of it, which is returned too, each from a multiple of 512 bytes on."""
     if device.type != "cuda" or not virtual_memory_works(device):
         return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes], None
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]

@@ -53,24 +53,25 @@ class Workload:
         return min(max_batch, self.groups * self.n)
 
     def tokens(self, page_size: int, max_batch: int, kv: CachePolicy = DENSE) -> int:
-        """Return the slots with which no sample waits for a page, if no prompt is longer than
-        stated."""
+        """Return the slots, in whole pages, with which no sample waits for a page, if no prompt is
+        longer than stated. The module's docstring derives the number."""
         rows = self.rows(max_batch)
         groups = min(self.groups, rows)
-        freed_groups = groups if self.groups * self.n > rows else 0
-        shared_pages = self.prompt // page_size
-        tail_tokens = min(self.prompt, page_size - 1)
-        own_pages = num_pages(tail_tokens + self.response - 1, page_size)
-        pages = (groups + freed_groups) * shared_pages + 1
+        # if groups take turns, pages of ended ones stay for later prompts with the same prefix
+        cached_groups = groups if self.groups * self.n > rows else 0
+        full_prompt_pages = self.prompt // page_size
+        max_tail_tokens = min(self.prompt, page_size - 1)  # of any prompt, also a shorter one
+        own_pages = num_pages(max_tail_tokens + self.response - 1, page_size)
+        group_pages = (groups + cached_groups) * full_prompt_pages + 1  # 1: a tail without a writer
         longest_pages = num_pages(self.longest, page_size)
-        request_footprint = footprint(kv, self.prompt, self.response, page_size)
-        if request_footprint.compacted:
-            pages += groups * (request_footprint.compacted + 1)
-        if request_footprint.evicts:
-            own_pages = max(request_footprint.writer, min(own_pages, request_footprint.writer + 1))
-            pages += groups
-            longest_pages += request_footprint.writer + request_footprint.compacted
-        return max(pages + rows * own_pages, longest_pages) * page_size
+        needs = footprint(kv, self.prompt, self.response, page_size)
+        if needs.compacted:
+            group_pages += groups * (needs.compacted + 1)
+        if needs.evicts:
+            own_pages = max(needs.writer, min(own_pages, needs.writer + 1))
+            group_pages += groups  # each group may hold a tail that no sample owns
+            longest_pages += needs.writer + needs.compacted
+        return max(group_pages + rows * own_pages, longest_pages) * page_size
 
 
 def capacity(
@@ -86,17 +87,17 @@ def capacity(
 ) -> int:
     """Return the tokens of a cache that holds these workloads one after the other.
 
-    Without any: `max_batch` samples of moderate length, and one of `context` tokens. free: bytes.
-    most: a limit in bytes instead of a share of `free`; samples of unknown length may then be long.
+    free: bytes of free memory, of which the cache takes a share at most. most: a limit in bytes
+    instead of that share. Without workloads, `max_batch` samples are assumed, of `context` tokens
+    with `most`, else of moderate length beside one of `context` tokens.
     """
-    max_tokens = (free // SHARE if most is None else most) // bytes_per_token
+    max_bytes = free // SHARE if most is None else most
+    max_tokens = max_bytes // bytes_per_token
     if workloads:
-        return min(
-            max(workload.tokens(page_size, max_batch, kv) for workload in workloads), max_tokens
-        )
+        wanted = max(workload.tokens(page_size, max_batch, kv) for workload in workloads)
+        return min(wanted, max_tokens)
     if most is not None:
         return min(max_batch * kv.peak(0, context), max_tokens)
     tokens_per_row = kv.peak(0, min(context, UNKNOWN_ROW))
-    return min(
-        max(context, max_batch * tokens_per_row), UNKNOWN_BYTES // bytes_per_token, max_tokens
-    )
+    wanted = max(context, max_batch * tokens_per_row)
+    return min(wanted, UNKNOWN_BYTES // bytes_per_token, max_tokens)

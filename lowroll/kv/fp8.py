@@ -113,29 +113,36 @@ class Float8Cache(KVCache):
 
 
 def key_energy(model: Transformer) -> Tensor:
-    """Return the square of each key channel as the weights give it, float32 [L, G, d], in the
-    kernels' order."""
+    """Return how large the weights make each key channel, float32 [L, G, d]: the square of its norm
+    gain, without a norm on keys of its bias, else 0. Channels have the kernels' order."""
     spec = model.spec
+    size = spec.num_kv_heads * spec.head_dim
     energies = []
     for block in model.blocks:
         assert isinstance(block, Block)
-        energy = torch.zeros(spec.num_kv_heads * spec.head_dim, device=model.device)
+        energy = torch.zeros(size, device=model.device)
         if block.k_norm is not None:
             gain = block.k_norm.gain.detach().float()
-            energy = (gain if block.norms_whole else gain.repeat(spec.num_kv_heads)).square()
+            if not block.norms_whole:  # one gain for all heads
+                gain = gain.repeat(spec.num_kv_heads)
+            energy = gain.square()
         elif block.qkv.bias is not None:
-            size = spec.num_kv_heads * spec.head_dim  # of k, and of v behind it
-            energy = block.qkv.bias.detach()[-2 * size : -size].float().square()
+            key_bias = block.qkv.bias.detach()[-2 * size : -size]  # in front of that of the values
+            energy = key_bias.float().square()
         energy_Gd = energy.view(spec.num_kv_heads, spec.head_dim)
-        energies.append(energy_Gd if block.order is None else energy_Gd[:, block.order])
+        if block.order is not None:
+            energy_Gd = energy_Gd[:, block.order]
+        energies.append(energy_Gd)
     return torch.stack(energies)
 
 
 def fine_channels(energy_LGd: Tensor) -> Tensor:
-    """Return the F channels of the most energetic pairs, int64 [L, G, F]; of equal ones the
-    slower."""
+    """Return the F channels of the most energetic pairs, int64 [L, G, F]; of equal ones the slower.
+    Pair p is the channels p and p + d / 2, later pairs are slower, and a stable sort of the
+    reversed pairs meets these first."""
     pairs_LGp = energy_LGd.unflatten(-1, (2, -1)).sum(-2)
-    half = pairs_LGp.shape[-1]
-    order_LGp = half - 1 - pairs_LGp.flip(-1).argsort(dim=-1, descending=True, stable=True)
-    best_LGf = order_LGp[..., : min(FINE, 2 * half) // 2]
-    return torch.cat([best_LGf, best_LGf + half], -1)
+    num_pairs = pairs_LGp.shape[-1]
+    reversed_order_LGp = pairs_LGp.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    order_LGp = num_pairs - 1 - reversed_order_LGp
+    best_LGf = order_LGp[..., : min(FINE, 2 * num_pairs) // 2]
+    return torch.cat([best_LGf, best_LGf + num_pairs], -1)

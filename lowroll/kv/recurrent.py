@@ -23,10 +23,10 @@ from lowroll.model.spec import ModelSpec
 
 
 class RecurrentStates:
-    """The states of all recurrent layers, zeros at first.
+    """The states of all recurrent layers, by slot, zeros at first.
 
     conv_LNCK: the last K - 1 inputs of each layer's convolution, in the model's dtype. rule_LNHkv:
-    the states of the delta rule, float32.
+    the states of the delta rule, float32. row: of a layer in both, by its number in the model.
     """
 
     def __init__(

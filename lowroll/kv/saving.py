@@ -33,26 +33,32 @@ class Stored:
 
 
 def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
-    """Return the tokens stored for a prompt and a response of so many tokens."""
+    """Return the tokens stored for a prompt and a response of so many tokens. Each iteration adds
+    the tokens up to the next compaction."""
     cached = peak = kv.after_prompt(prompt)
+    # the last token's key is never stored: before it alone, nothing is evicted
     evictions = int(cached < prompt and response > 1)
-    total, remaining = 0, response
+    total = 0
+    remaining = response
     while remaining:
         added = min(kv.room(cached), remaining)
-        total += added * cached + added * (added + 1) // 2
-        cached, remaining = cached + added, remaining - added
+        total += added * cached + added * (added + 1) // 2  # cached + 1, ..., cached + added
+        cached += added
+        remaining -= added
         peak = max(peak, cached)
         if not kv.room(cached):
-            total -= cached - kv.kept(cached)
-            cached = kv.kept(cached)
-            evictions += remaining > 1  # the last token's key is never stored: no eviction
+            kept = kv.kept(cached)
+            total -= cached - kept  # a full cache counts as compacted
+            cached = kept
+            evictions += remaining > 1
     return Stored(peak, cached, total, evictions)
 
 
 def saving(kv: CachePolicy, lengths: Iterable[tuple[int, int]]) -> dict[str, float]:
-    """Return `saving_peak`, `saving_final`, `saving_mean`, and `evictions` a response, for (prompt,
-    response) tokens; all 0 of none."""
-    bounded, dense = [], []
+    """Return `saving_peak`, `saving_final` and `saving_mean`, and the mean number of `evictions` of
+    a response. lengths: (prompt tokens, response tokens) of each; without any, all are 0."""
+    bounded: list[Stored] = []
+    dense: list[Stored] = []
     for prompt, response in lengths:
         whole = prompt + response
         dense_total = response * prompt + response * (response + 1) // 2

@@ -29,9 +29,11 @@ def refuse(
     dtype_key: str = "kv_dtype",
 ) -> None:
     """Raise ValueError when the model has windows, recurrent layers or sinks and the cache is not
-    the dense one, unrounded: compacted keys no longer lie at their positions, layers with a state
-    have none, policies score keys without sinks, and the kernels of 8-bit keys read all of a row.
-    The keys: the settings' names."""
+    the dense one, unrounded. policy_key, dtype_key: the names of the settings in the message.
+
+    Compacted keys no longer lie at their positions, layers with a state have no keys, policies
+    score keys without sinks, and the kernels of 8-bit keys read all keys of a row.
+    """
     layers = why_not(spec)
     if layers is None:
         return

@@ -92,7 +92,8 @@ class HeavyHitters(Selector):
                 score_GN += attended(q_cHd[None], k_1GNd, last_c[None])[0]
 
     def _prompt_score(self, layer: int, chunk: PromptChunk) -> Tensor:
-        """Return the tensor that sums the scores [G, stop] of a prompt's keys."""
+        """Return the tensor, to add to in place, of the scores [G, stop] of a prompt's keys: a view
+        of score_LSGN, or for more keys a longer copy in `long`."""
         if chunk.stop <= self.most:
             return self.score_LSGN[layer, chunk.slot, :, : chunk.stop]
         earlier_GN = self.long.get((layer, chunk.slot), self.score_LSGN[layer, chunk.slot])

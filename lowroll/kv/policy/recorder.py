@@ -121,7 +121,9 @@ class CompactionRecorder:
         return pack_evictions(history.numbers_LGT, history.after)
 
     def _trace(self, rows: Sequence[Dropped], kept_LBGK: Tensor) -> None:
-        """Find the positions that stayed and those that were dropped."""
+        """Find the positions of the keys that stay and of those that are dropped. Key n of a row is
+        one that its last compaction left, whose position is in held_LSGK, or was added since: these
+        are the last ones, without gaps."""
         device = self.held_LSGK.device
         row_values = [(r.slot, r.length, r.position, self._num_held.get(r.slot, 0)) for r in rows]
         slots_B, *columns = upload(torch.tensor(row_values).t().contiguous(), device)
@@ -136,7 +138,8 @@ class CompactionRecorder:
 
         gone_LBGN = (n_N < length_B11).expand_as(position_LBGN).scatter(3, kept_LBGK, False)
         max_gone = max(row.length - row.kept for row in rows)
-        index_LBGN = (gone_LBGN.cumsum(3) - 1).masked_fill(~gone_LBGN, max_gone)  # behind the last
+        # the dropped positions of a row move to its front; what stays goes behind the last
+        index_LBGN = (gone_LBGN.cumsum(3) - 1).masked_fill(~gone_LBGN, max_gone)
         gone_LBGE = position_LBGN.new_zeros(*position_LBGN.shape[:3], max_gone + 1)
         gone_LBGE.scatter_(3, index_LBGN, position_LBGN)
         self._num_held |= {row.slot: row.kept for row in rows}

@@ -68,6 +68,7 @@ def redundancy(k_BGNd: Tensor, lengths_B: Tensor, zero_first: bool = False) -> T
         cos_BGRN = unit_BGNd[:, :, i_R] @ unit_BGNd.transpose(2, 3)
         is_pair_BRN = live_BN[:, i_R, None] & live_BN[:, None] & (i_R[:, None] != n_N)
         cos_BGRN = cos_BGRN.masked_fill(~is_pair_BRN[:, None], 0)
+        # the last duplicate of each key i; -1, which is no key, without any
         newest_BGR1 = torch.where(cos_BGRN > DUPLICATE, n_N, -1).amax(-1, keepdim=True)
         if zero_first:
             newest_BGR1 = newest_BGR1.clamp(min=0)
