@@ -175,36 +175,41 @@ class RankGroup(Ranks):
             )
 
     def deal(self, costs: Sequence[float]) -> list[int | None]:
-        """Deal passes of like costs side by side in lockstep. Else the costliest remaining pass
-        goes to the least loaded rank (LPT, Graham 1969: at most 4/3 of the optimum)."""
-        costliest = sorted(range(len(costs)), key=lambda i: -costs[i])
+        """Return this rank's passes. In lockstep, passes of like costs run side by side. Else the
+        costliest remaining pass goes to the least loaded rank (LPT, Graham 1969: at most 4/3 of the
+        optimum)."""
+        costliest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
         if self.lockstep:
-            passes: list[int | None] = []
-            for first in range(0, len(costs), self.size):
-                number = first + self._position(first // self.size)
-                passes.append(costliest[number] if number < len(costs) else None)
-            return passes
+            return self._deal_rounds(costliest_first)
         loads = [0.0] * self.size
         own_passes: list[int] = []
-        for pass_index in costliest:
+        for pass_index in costliest_first:
             least_loaded = loads.index(min(loads))
             loads[least_loaded] += costs[pass_index]
             if least_loaded == self.rank:
                 own_passes.append(pass_index)
         return [*sorted(own_passes)]
 
-    def _position(self, iteration: int) -> int:
-        """Return this rank's position, back and forth, so that none always gets the costliest."""
-        return self.size - 1 - self.rank if iteration % 2 else self.rank
+    def _deal_rounds(self, passes: Sequence[int]) -> list[int | None]:
+        """Return this rank's pass of each round of `size` passes, in their order; None where the
+        last round has too few. Every other round is dealt from the last rank on, so that none
+        always gets the costliest."""
+        own_passes: list[int | None] = []
+        for start in range(0, len(passes), self.size):
+            is_reversed = start // self.size % 2 == 1
+            position = start + (self.size - 1 - self.rank if is_reversed else self.rank)
+            own_passes.append(passes[position] if position < len(passes) else None)
+        return own_passes
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
-        """Gather the bits as integers, zero on all ranks but one, so that values are exact."""
+        """Return the values of all ranks. Their bits are summed as integers, and all ranks but one
+        have zeros, so that they arrive exact."""
         lengths = list(sizes.values())
-        flat = torch.zeros(len(values), sum(lengths))
-        for rank_values, row in zip(values, flat, strict=True):
+        flat = torch.zeros(len(values), sum(lengths))  # one line a kind, all samples behind another
+        for own_values, row in zip(values, flat, strict=True):
             for sample, sample_row in zip(sizes, row.split(lengths), strict=True):
-                if sample in rank_values:
-                    sample_row.copy_(rank_values[sample])
+                if sample in own_values:
+                    sample_row.copy_(own_values[sample])
         with self._together("what the passes found"):
             dist.all_reduce(flat.view(torch.int32))
         return [dict(zip(sizes, row.split(lengths), strict=True)) for row in flat]
@@ -221,6 +226,8 @@ class RankGroup(Ranks):
                 gradient.copy_(piece.view_as(gradient))
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
+        """Send data from the leading rank, and return it on every rank. The store has its length
+        under a key for each call, which the others wait for; the bytes come by broadcast."""
         self._told += 1
         key = f"told/{self._told}"
         payload = bytearray(data or b"")
@@ -270,8 +277,9 @@ class RankGroup(Ranks):
             raise self._failure(what, error, time.monotonic() - start_time) from None
 
     def _failure(self, what: str, error: RuntimeError, waited_s: float) -> TransportError:
-        """Return the error with the missing ranks: those without a failure of their own within
-        ROLL_CALL_S. The store's rank stays longer, to answer the others."""
+        """Return an error that names the missing ranks: DeadlineExceeded after a wait of about the
+        deadline, else RankLost. A living rank fails at the same wait and notes it in the store;
+        those that have not within ROLL_CALL_S are missing."""
         first_line = str(error).strip().partition("\n")[0]
         self._store.set_timeout(timedelta(seconds=ROLL_CALL_S))
         try:
@@ -279,8 +287,9 @@ class RankGroup(Ranks):
             with suppress(DeadlineExceeded):
                 wait_until(lambda: not self._absent("failed"), "the others", ROLL_CALL_S)
             absent_ranks = self._names(self._absent("failed"))
+            # the store ends with the leading rank: it stays to answer the others
             time.sleep(ROLL_CALL_S / 2 if self.leads else 0)
-        except RuntimeError:
+        except RuntimeError:  # the store does not answer
             absent_ranks = "rank 0, at which all meet"
         lost_ranks = absent_ranks or "a rank (all failed alike)"
         if waited_s >= 0.9 * self.deadline_s:

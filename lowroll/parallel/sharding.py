@@ -72,20 +72,13 @@ class Sharded(RankGroup):
         return set()
 
     def shard(self, model: Transformer) -> Transformer:
+        """Replace the model's parameters by this rank's shards of them, and return it. ValueError
+        for low-bit weights, before anything changes."""
         _check_not_low_bit(model)
         dtype = model.dtype
-        whole_parameters = set()
-        for _, linear in model.linears():
-            if isinstance(linear.weight, QTensor):  # of a dense format
-                matrix = linear.weight.tensors["weight"]
-                _set_weight(linear, nn.Parameter(matrix, requires_grad=False))
-                self._named.add(linear)
-            if linear.adapter is not None:
-                whole_parameters |= set(linear.adapter.to(self.device).parameters())
-        for name, p in model.named_parameters():
-            if is_fixed(name):  # passes would read a part in the model's dtype
-                p.data = p.data.to(self.device)
-                whole_parameters.add(p)
+        self._unwrap_dense(model)
+        whole_parameters = self._keep_whole(model)
+        # blocks first: the model itself then takes what is left
         for module in (*model.blocks, model):
             learning_parameters = []
             for p in module.parameters():
@@ -99,12 +92,33 @@ class Sharded(RankGroup):
             )
             fully_shard(module, mesh=self._mesh, mp_policy=policy, ignored_params=whole_parameters)
             assert isinstance(module, FSDPModule)
+            # gradients are sums over the ranks, not means
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         self._dtypes.update((id(p), dtype) for p in model.parameters())
         self._models.append(model)
         model.read_blocks = self._read_blocks
         return model
+
+    def _unwrap_dense(self, model: Transformer) -> None:
+        """Replace the QTensors of dense formats by plain parameters, and note their layers."""
+        for _, linear in model.linears():
+            if isinstance(linear.weight, QTensor):
+                matrix = linear.weight.tensors["weight"]
+                _set_weight(linear, nn.Parameter(matrix, requires_grad=False))
+                self._named.add(linear)
+
+    def _keep_whole(self, model: Transformer) -> set[nn.Parameter]:
+        """Move adapters and routers' corrections, which are not sharded, to the ranks' device."""
+        whole_parameters: set[nn.Parameter] = set()
+        for _, linear in model.linears():
+            if linear.adapter is not None:
+                whole_parameters |= set(linear.adapter.to(self.device).parameters())
+        for name, p in model.named_parameters():
+            if is_fixed(name):  # passes would read a part in the model's dtype
+                p.data = p.data.to(self.device)
+                whole_parameters.add(p)
+        return whole_parameters
 
     def forget(self) -> None:
         for model in self._models:
@@ -135,28 +149,30 @@ class Sharded(RankGroup):
     def on_whole(
         self, work: Callable[[int, Tensor], Tensor], parts: Sequence[Tensor], heights: Sequence[int]
     ) -> list[Tensor]:
-        """Give matrix i to rank i."""
-        sizes = [part.numel() for part in parts] + [0] * (self.size - len(parts))
-        has_matrix = self.rank < len(parts)
+        """Give matrix i to rank i, in pieces from all ranks; it comes back in pieces."""
+        # entries that this rank exchanges with each rank: of its shards, and of its own matrix
+        shard_sizes = [part.numel() for part in parts] + [0] * (self.size - len(parts))
         piece_sizes = [0] * self.size
+        has_matrix = self.rank < len(parts)
         if has_matrix:
             width = parts[self.rank].shape[1]
-            row_slices = (rows_of(r, self.size, heights[self.rank]) for r in range(self.size))
-            piece_sizes = [(rank_rows.stop - rank_rows.start) * width for rank_rows in row_slices]
-        buffer = torch.cat([part.flatten() for part in parts])
-        matrix = buffer.new_empty(sum(piece_sizes))
+            for rank in range(self.size):
+                rank_rows = rows_of(rank, self.size, heights[self.rank])
+                piece_sizes[rank] = (rank_rows.stop - rank_rows.start) * width
+        shards = torch.cat([part.flatten() for part in parts])
+        matrix = shards.new_empty(sum(piece_sizes))
         with self._together("matrices to those who work on them"):
-            dist.all_to_all_single(matrix, buffer, piece_sizes, sizes)
+            dist.all_to_all_single(matrix, shards, piece_sizes, shard_sizes)
         if has_matrix:
             matrix = work(self.rank, matrix.view(-1, width)).flatten()
         with self._together("matrices that come back"):
-            dist.all_to_all_single(buffer, matrix, sizes, piece_sizes)
-        results = buffer.split(sizes[: len(parts)])
-        return [piece.view_as(part) for piece, part in zip(results, parts, strict=True)]
+            dist.all_to_all_single(shards, matrix, shard_sizes, piece_sizes)
+        results = shards.split(shard_sizes[: len(parts)])
+        return [result.view_as(part) for result, part in zip(results, parts, strict=True)]
 
     def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
         """Return the whole model, frozen, on the leading rank; None on the others. Adapters and
-        codes are shared."""
+        aligned codes, which are whole already, are shared."""
         whole_model = None
         if self.leads:
             dtype = self.dtype(next(model.parameters()))
@@ -173,7 +189,7 @@ class Sharded(RankGroup):
         return whole_model
 
     def _name(self, mirror: Transformer, model: Transformer) -> None:
-        """Restore QTensors of dense formats."""
+        """Make the mirror's weights QTensors where the model's were before it was sharded."""
         for (_, mirror_linear), (_, linear) in zip(mirror.linears(), model.linears(), strict=True):
             if linear in self._named and isinstance(mirror_linear.weight, Tensor):
                 qtensor = over(mirror_linear.weight)
@@ -181,23 +197,27 @@ class Sharded(RankGroup):
                 _set_weight(mirror_linear, qtensor)
 
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
-        """Refill block by block; frozen weights stay."""
+        """Copy the weights that learn into a mirror again, block by block."""
         self._copy(mirror, model, [module for module in (*model.blocks, model) if _learns(module)])
 
     @torch.no_grad()
     def _copy(
         self, mirror: Transformer | None, model: Transformer, modules: list[nn.Module]
     ) -> None:
+        """Gather the modules one after the other on all ranks, and copy their parameters into the
+        mirror on the rank that has one. modules: blocks of the model, and the model itself."""
         self.forget()
         targets = {} if mirror is None else dict(mirror.named_parameters())
         for module in modules:
             prefix = f"blocks.{module.layer}." if isinstance(module, Block) else ""
             with _gathered(module):
                 for name, parameter in module.named_parameters():
-                    if not isinstance(parameter, DTensor) and prefix + name in targets:
-                        target = targets[prefix + name]
-                        if target is not parameter:
-                            target.copy_(parameter, non_blocking=True)
+                    target = targets.get(prefix + name)
+                    # a DTensor is not gathered: it belongs to a block inside the model
+                    is_gathered = not isinstance(parameter, DTensor)
+                    # adapters are the same parameters in the mirror
+                    if target is not None and is_gathered and target is not parameter:
+                        target.copy_(parameter, non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -42,19 +42,22 @@ def make(
     eps: float,
     sizes: Mapping[int, int],
 ) -> Any:
-    """Return the library's optimizer. Its `moved` sums the squared 2-norm of the updates,
-    without weight decay, until set to 0. sizes: entries of the whole parameter, by the id of the
-    held part."""
+    """Return the library's optimizer, with an attribute `moved`: the sum of the squared 2-norms of
+    all updates, without weight decay, since it was set to 0. sizes: entries of the whole parameter,
+    by the id of the part that this rank holds."""
 
     class Measured(find()):  # type: ignore[misc]
         moved = 0.0
 
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            """Return the library's, which decides on 8 bits by the whole parameter's size."""
             config: dict[str, Any] = super().get_config(gindex, pindex, group)
             p = group["params"][pindex]
-            return config | {"min_8bit_size": 0 if sizes[id(p)] >= SMALLEST else p.numel() + 1}
+            always, never = 0, p.numel() + 1
+            return config | {"min_8bit_size": always if sizes[id(p)] >= SMALLEST else never}
 
         def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+            """Update a parameter, and measure its distance from where decay alone would be."""
             if not p.numel():
                 return
             decayed = p.detach() * (1 - group["lr"] * group["weight_decay"])
@@ -78,9 +81,10 @@ def moments(p: Tensor, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dty
 
 
 def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
-    """Return this rank's blocks of a parameter, out of all blocks from so many shards. ValueError
-    when its parts begin within a block."""
+    """Return this rank's blocks out of all blocks of a parameter. shards: the number of ranks that
+    saved them. ValueError when parts of that or of this number of ranks begin within a block."""
     size = ranks.size if ranks.is_part(p) else 1
+    rank = ranks.rank if size > 1 else 0
     block_counts = _block_counts(p, size)
     if size != shards and not (_ends_with_blocks(p, size) and _ends_with_blocks(p, shards)):
         raise ValueError(
@@ -88,17 +92,19 @@ def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
             f"{shards} ranks, in blocks of {BLOCK} that {size} cannot share; go on with "
             f"{shards} (train.gpus={shards}), or with another optimizer from the weights"
         )
-    first_block = sum(block_counts[: ranks.rank]) if size > 1 else 0
-    return absmax[first_block : first_block + block_counts[ranks.rank if size > 1 else 0]]
+    first_block = sum(block_counts[:rank])
+    return absmax[first_block : first_block + block_counts[rank]]
 
 
 def _block_counts(p: Tensor, shards: int) -> list[int]:
+    """Return the blocks of each of so many parts of a parameter."""
     width = p.numel() // max(1, len(p))
     part_ranges = (rows_of(rank, shards, len(p)) for rank in range(shards))
     return [-(-(part_rows.stop - part_rows.start) * width // BLOCK) for part_rows in part_ranges]
 
 
 def _ends_with_blocks(p: Tensor, shards: int) -> bool:
+    """Return whether each of so many parts ends where a block does."""
     num_entries = rows_of(0, shards, len(p)).stop * (p.numel() // max(1, len(p)))
     return num_entries % BLOCK == 0 or num_entries == p.numel()
 

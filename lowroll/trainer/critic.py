@@ -32,14 +32,7 @@ from lowroll.objectives.reduce import Denominators
 from lowroll.objectives.value import value_loss
 from lowroll.parallel.ranks import ALONE, PerToken, Ranks
 from lowroll.trainer.optim import Optimizer, OptimSettings, check_saved
-from lowroll.trainer.packing import (
-    MicrobatchSchedule,
-    PackedBatch,
-    check,
-    collate,
-    cost,
-    gather,
-)
+from lowroll.trainer.packing import MicrobatchSchedule, PackedBatch, check, collate, cost, gather
 from lowroll.types import RunFailed, Sample
 
 NO_VARIANCE = 1e-12  # of returns: the rounding of equal ones
@@ -106,15 +99,17 @@ class Critic:
         return self.optimizer.num_steps < self.settings.warmup_steps
 
     def judge(self, samples: Sequence[Sample], portions: Sequence[Sequence[int]]) -> CriticOutput:
-        """Return values, advantages and returns, in the portions that an update will read: equal
-        weights then give bitwise equal values. ValueError for a sample without a reward or that the
-        critic cannot read; RunFailed for a non-finite value."""
+        """Return values, advantages and returns, in the portions that an update will run: equally
+        packed, equal weights give bitwise equal values. ValueError for a sample without a reward or
+        that the critic cannot read; RunFailed for a non-finite value."""
         check(samples, self.body.spec.vocab_size, self.body.spec.max_position)
         values = self._run(samples, portions)
+        # lists in the order of the portions
         indices = [i for portion in portions for i in portion]
         sample_values = [values[i].tolist() for i in indices]
         masks = [samples[i].loss_mask for i in indices]
-        advantages, returns = [], []
+        advantages: list[list[float]] = []
+        returns: list[list[float]] = []
         for i, token_values, mask in zip(indices, sample_values, masks, strict=True):
             reward = _reward(i, samples[i])
             if not all(map(math.isfinite, token_values)):
@@ -133,21 +128,18 @@ class Critic:
         metrics = explained_variance(sample_values, returns, masks)
         if self.settings.whiten:
             advantages = whiten(advantages, masks)
-
-        def by_sample(lists: list[list[float]]) -> PerToken:
-            return {
-                i: torch.tensor(token_values)
-                for i, token_values in zip(indices, lists, strict=True)
-            }
-
-        return CriticOutput(values, by_sample(advantages), by_sample(returns), metrics)
+        return CriticOutput(
+            values, _by_sample(indices, advantages), _by_sample(indices, returns), metrics
+        )
 
     def update(
         self, samples: Sequence[Sample], minibatch: Sequence[int], judged: CriticOutput
     ) -> dict[str, float]:
-        """Make one update towards a minibatch's returns; returns its metrics."""
+        """Make one update towards a minibatch's returns, and return its metrics. Samples that
+        `judge` did not run have no loss, but count among the sequences."""
         active = [i for i in minibatch if i in judged.returns]
-        counts = Denominators(sum(map(sum, (samples[i].loss_mask for i in active))), len(minibatch))
+        num_tokens = sum(sum(samples[i].loss_mask) for i in active)
+        counts = Denominators(num_tokens, len(minibatch))
 
         def loss(packed: PackedBatch, values_N: Tensor) -> tuple[Tensor, dict[str, float]]:
             return value_loss(
@@ -175,10 +167,7 @@ class Critic:
         """Return this rank's weights and moments by file and name, and the counters. Live tensors,
         not copies."""
         moments, counters = self.optimizer.state()
-        return {
-            "critic": self.optimizer.weights(),
-            "critic_optimizer": moments,
-        }, counters
+        return {"critic": self.optimizer.weights(), "critic_optimizer": moments}, counters
 
     @torch.no_grad()
     def restore(
@@ -202,9 +191,9 @@ class Critic:
         portions: Sequence[Sequence[int]],
         loss: Callable[[PackedBatch, Tensor], Tensor] | None = None,
     ) -> PerToken:
-        """Return the values of the samples, each portion packed by itself. With `loss(packed,
-        values_N)`, a micro-batch's share of the loss, accumulate its gradient. Each rank runs its
-        share, and gets all values."""
+        """Run the samples, each portion packed by itself, and return the values of all. Each rank
+        runs its share. With `loss(packed, values_N)`, a micro-batch's share of the loss, accumulate
+        its gradient."""
         costs = [cost(sample, self.body.spec, outputs=1) for sample in samples]
         portion_lists = ([portion] for portion in portions)
         capacity = self.settings.tokens_per_microbatch
@@ -215,10 +204,17 @@ class Critic:
                 hidden_TD = self.body(packed.ids_T, packed.pos_T, self.body.causal(packed.lengths))
                 values_N = hidden_TD[packed.index_N].float() @ self.weight_D + self.bias
                 if loss is not None:
-                    (loss(packed, values_N) if counts else 0 * values_N.sum()).backward()
+                    # a pass that only keeps the ranks in step still runs backward, with gradient 0
+                    share = loss(packed, values_N) if counts else 0 * values_N.sum()
+                    share.backward()
             if counts:
                 values.append((packed, values_N.detach()))
         return walk.gathered(values)[0]
+
+
+def _by_sample(indices: Sequence[int], lists: Sequence[Sequence[float]]) -> PerToken:
+    """Return the token values of each sample by its index, float32."""
+    return {i: torch.tensor(values) for i, values in zip(indices, lists, strict=True)}
 
 
 def _reward(i: int, sample: Sample) -> float:
@@ -234,13 +230,13 @@ def explained_variance(
     returns: Sequence[Sequence[float]],
     masks: Sequence[Sequence[int]],
 ) -> dict[str, float]:
-    """Return 1 - Var(G - V) / Var(G) over the unmasked tokens; nothing if G does not vary."""
-    pairs = [
-        pair
-        for V, G, mask in zip(values, returns, masks, strict=True)
-        for *pair, m in zip(V, G, mask, strict=True)
-        if m
-    ]
+    """Return the metric 1 - Var(G - V) / Var(G) over the unmasked tokens; {} if the returns G do
+    not vary."""
+    pairs = []
+    for V, G, mask in zip(values, returns, masks, strict=True):
+        for value, token_return, is_learned in zip(V, G, mask, strict=True):
+            if is_learned:
+                pairs.append((value, token_return))
     V_N, G_N = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).unbind(1)
     if not len(G_N) or (total := G_N.var(correction=0).item()) < NO_VARIANCE:
         return {}

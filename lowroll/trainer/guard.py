@@ -122,10 +122,13 @@ class Guard:
         self.stage: list[float] | None = None
 
     def look(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """Return a step's `guard/*` metrics, and messages: alarms at a streak's ends, then the
-        action."""
+        """Take a step's metrics, act if need be, and return its `guard/*` metrics and messages.
+
+        A streak is steps with alarms in a row. Alarms are reported at its first step and when it
+        reaches `patience`, where the guard acts and a new streak begins.
+        """
         stage = [metrics.get(name, 0.0) for name in STAGE]
-        if self.stage not in (None, stage):
+        if self.stage not in (None, stage):  # other rollouts than before
             self._forget()
         self.stage = stage
         alarms = self._alarms(metrics)
@@ -185,6 +188,8 @@ class Guard:
             setattr(self, name, state[name])
 
     def _alarms(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Return what is wrong with a step's metrics, by the name of the alarm, and advance the
+        average of a finite KL. A comparison with a missing metric, NaN, raises no alarm."""
         settings = self.settings
         alarms: dict[str, str] = {}
         nonfinite = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
@@ -264,8 +269,8 @@ class Guard:
 def rescale(
     options: Mapping[str, Any], power: float, names: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Return the objective's options with every bound (or those of `names`) nearer to its neutral
-    value for power < 1, else wider.
+    """Return a copy of the objective's options in which every bound (or only those of `names`) is
+    nearer to its neutral value for power < 1, and farther for power > 1.
 
     A clip range eps becomes eps * power, and so does an upper bound of a k2 or k3 rejection. A
     bound on a ratio (a cap, a mask, a veto, k1's bounds) becomes bound ** power. None stays.
@@ -275,8 +280,10 @@ def rescale(
         value = options[name]
         if value is None:
             continue
-        if name in _DISTANCE_OPTIONS:
-            changed[name] = min(1.0, value * power) if name == "eps_low" else value * power
+        if name == "eps_low":
+            changed[name] = min(1.0, value * power)  # 1 - eps_low stays a ratio
+        elif name in _DISTANCE_OPTIONS:
+            changed[name] = value * power
         elif name in _RATIO_OPTIONS:
             changed[name] = _raise_bound(value, power)
         elif name == "reject":

@@ -34,9 +34,9 @@ RMS = 0.2  # of an update, relative to the learning rate
 
 
 def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
-    """Return the weights that Muon trains (linear layers and adapters), with the rows of each
-    stacked matrix. AdamW trains embedding and lm_head, which are tables of vectors, and norms and
-    biases."""
+    """Return the names of the weights that Muon trains (linear layers and adapters), each with the
+    heights of the matrices that are stacked in it. AdamW trains embedding and lm_head, which are
+    tables of vectors, and norms and biases."""
     heights_by_name: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
         heights_by_name[f"{name}.weight"] = tuple(linear.parts.values())
@@ -45,23 +45,21 @@ def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
                 heights_by_name |= {
                     f"{name}.adapter.{side}.{part}": (len(p),) for part, p in parts.items()
                 }
-    return {
-        name: rows for name, rows in heights_by_name.items() if name in model.trainable_parameters()
-    }
+    trainable = model.trainable_parameters()
+    return {name: heights for name, heights in heights_by_name.items() if name in trainable}
 
 
 def orthogonalize(x_NK: Tensor) -> Tensor:
-    """Return nearly a matrix's orthogonal factor, in its dtype; zero stays zero."""
+    """Return nearly a matrix's orthogonal factor, [N, K] in its dtype; zero stays zero."""
     a, b, c = COEFFICIENTS
-    dtype = x_NK.dtype
     is_tall = x_NK.shape[0] > x_NK.shape[1]
-    x = x_NK.float().t() if is_tall else x_NK.float()
+    x = x_NK.float().t() if is_tall else x_NK.float()  # wide: the Gram matrix is the smaller one
     x = x / torch.linalg.vector_norm(x).clamp_min(1e-30)
     x = x.bfloat16() if x.is_cuda else x
     for _ in range(ITERATIONS):
         gram = x @ x.t()
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.t() if is_tall else x).to(dtype)
+    return (x.t() if is_tall else x).to(x_NK.dtype)
 
 
 class Muon:
@@ -100,16 +98,18 @@ class Muon:
         return functools.reduce(torch.add, squares)
 
     def _updates(self, names: Sequence[str], rate: float, squares: list[Tensor]) -> list[Tensor]:
-        """Return the updates of one round. squares: receives the squared 2-norms of this rank's."""
+        """Return the updates (this rank's shards) of one round's tensors. squares: receives the
+        squared 2-norm of each matrix that this rank orthogonalizes."""
 
         def update(i: int, direction_NK: Tensor) -> Tensor:
+            """Orthogonalize the matrices stacked in whole tensor i, each by itself."""
             update_NK = torch.empty_like(direction_NK)
             heights = list(self.rows[names[i]])
-            for piece, target in zip(
-                direction_NK.split(heights), update_NK.split(heights), strict=True
-            ):
-                size = rate * RMS * max(piece.shape) ** 0.5
-                target.copy_(orthogonalize(piece).mul_(size))
+            directions = direction_NK.split(heights)
+            targets = update_NK.split(heights)  # views: what they receive is in update_NK
+            for direction, target in zip(directions, targets, strict=True):
+                size = rate * RMS * max(direction.shape) ** 0.5
+                target.copy_(orthogonalize(direction).mul_(size))
                 squares.append(torch.linalg.vector_norm(target).square())
             return update_NK
 

@@ -124,19 +124,20 @@ class Optimizer:
         self.settings = settings
         self.params = dict(params)
         self.ranks = ranks
+        # the parameters of which each rank holds a shard
         self.parts = {name for name, p in self.params.items() if ranks.is_part(p)}
         # on CUDA: the first gradient since the last update, in its own dtype
         self._waiting: dict[str, Tensor] = {}
-        self.masters = {
-            name: ranks.part(p) if name in self.parts else _make_master(name, p, self._waiting)
-            for name, p in self.params.items()
-        }
-        # parameters that are the rounding of another tensor
-        self.lows = {
-            name: p
-            for name, p in self.params.items()
-            if name not in self.parts and p is not self.masters[name]
-        }
+        # the float32 tensors that are updated: shards, parameters, or copies of low-precision ones
+        self.masters: dict[str, Tensor] = {}
+        self.lows: dict[str, nn.Parameter] = {}  # parameters that are the rounding of their master
+        for name, p in self.params.items():
+            if name in self.parts:
+                self.masters[name] = ranks.part(p)
+                continue
+            self.masters[name] = _make_master(name, p, self._waiting)
+            if self.masters[name] is not p:
+                self.lows[name] = p
         self.num_steps = 0  # training steps begun, for the schedule
         self.num_updates = 0  # updates applied: AdamW's t
         self.refused_in_a_row = 0
@@ -151,6 +152,7 @@ class Optimizer:
             settings.weight_decay,
             ranks if self.parts else ALONE,
         )
+        # the masters that AdamW updates
         self.others = {name: m for name, m in self.masters.items() if name not in rows}
         self.adamw = self._make_adamw()
         self.rate = settings.learning_rate
@@ -189,11 +191,11 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, refuse: bool = False) -> dict[str, float]:
-        """Clip, step and clear the gradients; returns optim/grad_norm (before clipping),
-        update_norm and skipped.
+        """Clip the gradients, apply them and clear them. Return optim/grad_norm (before clipping),
+        optim/update_norm and optim/skipped.
 
-        When the norm is not finite, or with `refuse` (a non-finite loss), only the refusal count
-        changes. A missing gradient counts as 0.
+        When the norm is not finite, or with `refuse` (a non-finite loss), nothing is applied, and
+        only the count of refusals changes. A missing gradient counts as 0.
         """
         gradients = self._gradients()
         norm = torch.linalg.vector_norm(self._norms(gradients))
@@ -216,8 +218,9 @@ class Optimizer:
         return metrics
 
     def _gradients(self) -> list[Tensor]:
-        """Return every parameter's gradient, summed over the ranks: unconverted for a fused step
-        with one rank, else the masters'."""
+        """Return every parameter's gradient, in the order of `masters`, summed over the ranks: for
+        one rank's fused step those that wait, in their own dtype, else the masters' float32
+        ones."""
         all_waiting = self._waiting.keys() == self.masters.keys() == self.others.keys()
         if self.ranks.size == 1 and all_waiting and self._fuses():
             return [self._waiting[name] for name in self.masters]
@@ -225,16 +228,18 @@ class Optimizer:
             self.masters[name].grad = gradient.float()
         self._waiting.clear()
         for name in self.parts:
-            param_gradient = self.params[name].grad
+            sharded_gradient = self.params[name].grad
             self.params[name].grad = None
-            self.masters[name].grad = (
-                None if param_gradient is None else self.ranks.part(param_gradient)
-            )
-        for master in self.masters.values():
+            self.masters[name].grad = None
+            if sharded_gradient is not None:
+                self.masters[name].grad = self.ranks.part(sharded_gradient)
+        gradients: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        gradients = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
+            gradients[name] = master.grad
         self.ranks.forget()
+        # the backward pass has summed those of shards over the ranks
         self.ranks.add([g for name, g in gradients.items() if name not in self.parts])
         return list(gradients.values())
 
@@ -248,40 +253,44 @@ class Optimizer:
         return torch.where(is_sharded_P.to(norms_P.device), whole_norms_P, norms_P)
 
     def _own(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Return those gradients, of all parameters, that AdamW reads."""
         return [g for name, g in zip(self.masters, gradients, strict=True) if name in self.others]
 
     def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:
-        """Clip, step and round; returns the update's 2-norm (with shards, a whole parameter counts
-        once a rank)."""
-        unfused = {} if self._fuses() else self.others
+        """Clip, update the masters, and round them to the parameters; the fused step does all three
+        itself. Return the update's 2-norm (with shards, a whole parameter counts once a rank).
+        norm: of all gradients. at: addresses of those of the fused step, if uploaded already."""
+        is_fused = self._fuses()
+        unfused = {} if is_fused else self.others
         most = self.settings.max_grad_norm
         clipped_here = self.muon.params | unfused
         if most is not None and clipped_here:
             nn.utils.clip_grads_with_norm_(clipped_here.values(), most, norm)
-        moved = self.muon.step(self.rate)
+        moved = self.muon.step(self.rate)  # the square of the norm
         if unfused:
             self.adamw.step()
         for name in clipped_here.keys() & self.lows.keys():
             self.lows[name].copy_(self.masters[name])
-        if self._fuses():
-            clip = torch.ones_like(norm)
-            if most is not None:
-                clip = (most / (norm + 1e-6)).clamp(max=1.0)
-            fused = self._fused_adamw()
-            if at is None:
-                at = fused.addresses(self._own(gradients))
-            moved = moved + fused.step(
-                at,
-                clip,
-                rate=self.rate,
-                betas=self.settings.betas,
-                eps=self.settings.eps,
-                t=self.num_updates,
-            )
-            return self._total(moved).sqrt().item()
-        return math.hypot(self._total(moved).sqrt().item(), self._adamw_norm())
+        if not is_fused:
+            return math.hypot(self._total(moved).sqrt().item(), self._adamw_norm())
+        clip = torch.ones_like(norm)
+        if most is not None:
+            clip = (most / (norm + 1e-6)).clamp(max=1.0)
+        fused = self._fused_adamw()
+        if at is None:
+            at = fused.addresses(self._own(gradients))
+        moved = moved + fused.step(
+            at,
+            clip,
+            rate=self.rate,
+            betas=self.settings.betas,
+            eps=self.settings.eps,
+            t=self.num_updates,
+        )
+        return self._total(moved).sqrt().item()
 
     def _total(self, squares: Tensor) -> Tensor:
+        """Sum a squared norm over the ranks if they hold shards."""
         return self.ranks.total(squares) if self.parts else squares
 
     def _fuses(self) -> bool:
@@ -293,6 +302,7 @@ class Optimizer:
         )
 
     def _fused_adamw(self) -> Tensors:
+        """Return the tensors of the fused step, with moments of 0 where AdamW has none yet."""
         groups = {id(m): group for group in self.adamw.param_groups for m in group["params"]}
         if self._fused is None:
             for m in self.others.values():
@@ -312,24 +322,26 @@ class Optimizer:
         return self._fused
 
     def _adamw_norm(self) -> float:
-        """Return the 2-norm of AdamW's last update without weight decay, from the moments."""
+        """Return the 2-norm of AdamW's last update without weight decay, from the moments: of
+        rate * (m / bias1) / (sqrt(v / bias2) + eps)."""
         if not self.others:
             return 0.0
         if self.in_8_bits:
             squared_norm = torch.tensor(self.adamw.moved, dtype=torch.float64)
             self.adamw.moved = 0.0
             return math.sqrt(self._total(squared_norm))
-        b1, b2 = (1 - beta**self.num_updates for beta in self.settings.betas)
+        bias1, bias2 = (1 - beta**self.num_updates for beta in self.settings.betas)
         rate = self.adamw.param_groups[0]["lr"]
         norms = []
-        for moments in (self.adamw.state[master] for master in self.others.values()):
-            direction = (moments["exp_avg_sq"] / b2).sqrt_().add_(self.settings.eps)
-            norms.append(
-                torch.linalg.vector_norm(torch.div(moments["exp_avg"], direction, out=direction))
-                * (rate / b1)
-            )
+        for master in self.others.values():
+            moments = self.adamw.state[master]
+            scratch = (moments["exp_avg_sq"] / bias2).sqrt_().add_(self.settings.eps)
+            direction = torch.div(moments["exp_avg"], scratch, out=scratch)
+            norms.append(torch.linalg.vector_norm(direction) * (rate / bias1))
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        return (self._total(norm.square()).sqrt() if self.parts else norm).item()
+        if self.parts:
+            norm = self._total(norm.square()).sqrt()
+        return norm.item()
 
     def zero_grad(self) -> None:
         """Drop the accumulated gradients and their memory."""
@@ -406,6 +418,8 @@ class Optimizer:
                 self._revive(name, master, saved, shards)
 
     def _revive(self, name: str, master: Tensor, saved: dict[str, Tensor], shards: int) -> None:
+        """Give a parameter's optimizer this rank's part of the saved moments. shards: the number of
+        ranks whose 8-bit blocks they have."""
         p = self.params[name]
         local_moments = {}
         for kind, whole in saved.items():
@@ -455,9 +469,9 @@ def check_saved(
 
 
 def _make_master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tensor:
-    """Return AdamW's float32 tensor: the parameter itself, or a master that a hook feeds with
-    gradients. On CUDA the hook leaves the first gradient in `waiting`, in half of the memory; a
-    second one makes both float32."""
+    """Return the float32 tensor that the optimizer updates: the parameter itself, or a copy, its
+    master, to whose `grad` a hook moves and sums the gradients in float32. On CUDA the hook leaves
+    the first one unconverted in `waiting`, in half of the memory, until a second one comes."""
     if param.dtype == torch.float32:
         return param
     master = param.detach().float().clone()

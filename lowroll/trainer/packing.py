@@ -48,17 +48,11 @@ class PackedBatch:
 
     @cached_property
     def ids_T(self) -> Tensor:
-        """int64."""
-        return self._put(
-            _concatenate_numbers(
-                "q",
-                [
-                    token_ids
-                    for sample in self.chosen
-                    for token_ids in (sample.prompt_ids, sample.rollout.token_ids[:-1])
-                ],
-            )
-        )
+        """int64, of each sequence the prompt and the response without its last token."""
+        pieces: list[Sequence[int]] = []
+        for sample in self.chosen:
+            pieces += [sample.prompt_ids, sample.rollout.token_ids[:-1]]
+        return self._put(_concatenate_numbers("q", pieces))
 
     @cached_property
     def pos_T(self) -> Tensor:
@@ -152,8 +146,9 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
 def balance(
     lengths: Sequence[int], costs: Sequence[float], capacity: int, parts: int
 ) -> list[MicroBatch]:
-    """Pack as `first_fit`, into micro-batches of equal cost; their number is a multiple of `parts`,
-    if there are enough sequences."""
+    """Pack sequences into micro-batches of at most `capacity` tokens (a longer one has its own) and
+    about equal cost. Their number is a multiple of `parts`, if there are enough sequences: the
+    least from that of `first_fit` on with which all fit."""
     num_bins = len(first_fit(lengths, capacity))
     while True:
         num_bins = min(len(lengths), -(-num_bins // parts) * parts)
@@ -166,8 +161,8 @@ def balance(
 def _fill_bins(
     lengths: Sequence[int], costs: Sequence[float], capacity: int, num_bins: int
 ) -> list[MicroBatch] | None:
-    """Put the costliest remaining sequence into the cheapest bin that it fits in; None if one fits
-    in no bin."""
+    """Put the sequences, costliest first, each into the cheapest of `num_bins` bins that it fits
+    in. Return None if one fits in no bin."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads, bin_costs = [0] * num_bins, [0.0] * num_bins
     for i in sorted(range(len(lengths)), key=lambda i: -costs[i]):
@@ -184,20 +179,21 @@ def _fill_bins(
 
 
 def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
-    """Return the multiplications of a sample's forward pass. outputs: numbers computed from the
-    hidden state before each response token."""
+    """Return the multiplications of a sample's forward pass: of the layers' products, of attention,
+    and of the head. outputs: numbers computed from the hidden state before each response token."""
     num_tokens = num_fed(sample)
     query_size = spec.num_heads * spec.head_dim
     key_size = spec.num_kv_heads * spec.head_dim
     mixture = spec.mixture
     mixture_size = mixture.experts_per_token * mixture.expert_size + mixture.shared_size
-    mixtures = spec.layers_with_experts
-    mlp_sizes = mixtures * mixture_size + (spec.num_layers - mixtures) * spec.intermediate_size
+    num_mixtures = spec.layers_with_experts
+    num_dense = spec.num_layers - num_mixtures
+    mlp_sizes = num_mixtures * mixture_size + num_dense * spec.intermediate_size
+    # a token's products, in rows of hidden_size: q and o, k and v; gate, up and down
     layers_cost = spec.num_layers * (2 * query_size + 2 * key_size) + 3 * mlp_sizes
     windows = spec.windows or (0,) * spec.num_layers
-    # scores and values of all keys before a query, num_tokens / 2, or of those of its window
     keys = sum(_seen_keys(num_tokens, window) for window in windows)
-    attention_cost = 2 * keys * query_size
+    attention_cost = 2 * keys * query_size  # of a token: scores and values
     head_cost = len(sample.rollout.token_ids) * outputs * spec.hidden_size
     return float(num_tokens * (spec.hidden_size * layers_cost + attention_cost) + head_cost)
 
@@ -216,20 +212,24 @@ def pack(
     costs: Sequence[float] = (),
     parts: int = 1,
 ) -> list[list[int]]:
-    """Pack each portion by itself into micro-batches of sample indices. With several `parts`
-    (ranks) each portion fills a number of them proportional to its cost; costs[i] is that of sample
-    i."""
+    """Pack each portion of samples by itself, and return the micro-batches of all portions as
+    sample indices.
+
+    parts: the number of ranks. With several, a portion's micro-batches are a multiple of its share
+    of the ranks, which is by its cost. costs[i]: of sample i, read with several ranks only.
+    """
     portions = list(portions)
     total = sum(costs[i] for portion in portions for i in portion) if parts > 1 else 0.0
-    packed = []
+    packed: list[list[int]] = []
     for portion in portions:
         lengths = [num_fed(samples[i]) for i in portion]
         if parts == 1 or not portion:
             bins = first_fit(lengths, capacity)
         else:
             portion_costs = [costs[i] for i in portion]
-            num_bins = min(parts, math.ceil(parts * sum(portion_costs) / total))
-            bins = balance(lengths, portion_costs, capacity, num_bins)
+            own_parts = min(parts, math.ceil(parts * sum(portion_costs) / total))
+            bins = balance(lengths, portion_costs, capacity, own_parts)
+        # a micro-batch's indices are positions in the portion
         packed += [[portion[i] for i in microbatch.indices] for microbatch in bins]
     return packed
 
@@ -256,18 +256,18 @@ class MicrobatchSchedule:
         ]
 
     def dealt(self, device: torch.device) -> Iterator[tuple[PackedBatch, bool]]:
-        """Yield this rank's micro-batches and whether each counts. One that does not is the
-        smallest sample, run to keep the ranks in step."""
-        samples, costs = self.samples, self.costs
+        """Yield this rank's micro-batches, each with whether it counts. One that does not is the
+        smallest sample, run only to keep the ranks in step: its results must not be used."""
+        samples = self.samples
         smallest = min(range(len(samples)), key=lambda i: num_fed(samples[i]))
-        for number in self.ranks.deal(
-            [sum(costs[i] for i in microbatch) for microbatch in self.microbatches]
-        ):
+        costs = [sum(self.costs[i] for i in microbatch) for microbatch in self.microbatches]
+        for number in self.ranks.deal(costs):
             indices = [smallest] if number is None else self.microbatches[number]
             yield collate(samples, indices, device), number is not None
 
     def gathered(self, *found: Iterable[tuple[PackedBatch, Tensor]]) -> list[PerToken]:
-        """Return the values of all samples, for each kind, from each rank's micro-batches [N]."""
+        """Return the token values of all samples, one mapping a kind, out of what all ranks found.
+        found: for each kind of value, this rank's micro-batches with their values [N]."""
         values_by_kind: list[PerToken] = []
         for kind in found:
             values_by_kind.append({})
@@ -291,11 +291,12 @@ def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:
         samples_by_group.setdefault(group, []).append(i)
     whole_groups = list(samples_by_group.values())
     parts = min(parts, len(whole_groups))
-    bounds = [len(whole_groups) * p // parts for p in range(parts + 1)] if parts else [0]
-    return [
-        [i for group in whole_groups[a:b] for i in group]
-        for a, b in zip(bounds, bounds[1:], strict=False)
-    ]
+    minibatches = []
+    for part in range(parts):
+        first = len(whole_groups) * part // parts
+        stop = len(whole_groups) * (part + 1) // parts
+        minibatches.append([i for group in whole_groups[first:stop] for i in group])
+    return minibatches
 
 
 def num_fed(sample: Sample) -> int:
@@ -341,9 +342,9 @@ def collate(
 
 def _ranges(starts: Tensor, sizes: Tensor) -> Tensor:
     """Return starts[s], starts[s] + 1, ... for sizes[s] numbers, concatenated over s."""
-    return torch.arange(int(sizes.sum())) + (starts - sizes.cumsum(0) + sizes).repeat_interleave(
-        sizes
-    )
+    offsets = sizes.cumsum(0) - sizes  # where the numbers of each s begin
+    shifts = (starts - offsets).repeat_interleave(sizes)
+    return torch.arange(int(sizes.sum())) + shifts
 
 
 def _concatenate_numbers(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:

@@ -62,7 +62,7 @@ class Probe:
 
     def silent(self, options: Mapping[str, Any]) -> dict[str, float]:
         """Return the shares of tokens, and of whole sequences, without a gradient under these
-        options."""
+        options of the objective."""
         packed = self.packed
         objective = self.settings.objective
         batch_tensors = {
@@ -71,6 +71,7 @@ class Probe:
             "behavior": packed.behavior_N,
             "proximal": self.learner_N,
         }
+        # at the learner as it is, R = 1; an advantage of 0 or a KL term would hide the rest
         learner_N = self.learner_N.clone().requires_grad_(True)
         advantages_N = torch.where(packed.advantages_N == 0, 1, packed.advantages_N)
         if "kl_tau" in options:
@@ -80,7 +81,7 @@ class Probe:
                 learner=learner_N,
                 counts=objective.count(**batch_tensors, **options),
                 advantages=advantages_N,
-                teacher=self.learner_N + advantages_N / 2,
+                teacher=self.learner_N + advantages_N / 2,  # agrees with the sign of A
                 **batch_tensors,
                 **options,
             )

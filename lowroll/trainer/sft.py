@@ -132,10 +132,8 @@ def sft_step(
 
     forward = PackedForward(model, samples, settings.tokens_per_microbatch, settings.logprob_chunk)
     trace = forward.run([range(len(samples))], likelihood)
-    loss = (
-        -sum(values.double().sum().item() for values in trace.log_probs.values())
-        / counts.num_tokens
-    )
+    log_likelihood = sum(values.double().sum().item() for values in trace.log_probs.values())
+    loss = -log_likelihood / counts.num_tokens
     metrics = {"sft/loss": loss, "sft/tokens": float(counts.num_tokens), "optim/lr": rate}
     metrics |= optimizer.update(refuse=not math.isfinite(loss))
     derived_tensors.renew(model)
@@ -196,22 +194,28 @@ def epochs(size: int, seed: int) -> Iterator[int]:
 def demonstrations(
     envs: Sequence[tuple[Demonstrator, float]], count: int, seed: int = 0
 ) -> list[Demonstration]:
-    """Return `count` gold answers of the train splits of weighted environments, at most one a task.
-    Tasks without an answer are skipped. ValueError names the environments if none has any."""
+    """Return gold answers of tasks of the train splits, `count` if there are as many, at most one a
+    task. envs: environments with their weights in the draw.
+
+    Tasks without an answer are skipped, and an environment is left after 2 * count tasks, since an
+    endless one may have no answers. ValueError names the environments if none has any.
+    """
     rng = random.Random(f"demonstrations/{seed}")
     examples: list[Demonstration] = []
-    next_indices = [0] * len(envs)
-    open_envs = list(range(len(envs)))
+    next_tasks = [0] * len(envs)
+    open_envs = list(range(len(envs)))  # those that may have further tasks, by index
     while open_envs and len(examples) < count:
-        env_index = rng.choices(open_envs, [envs[e][1] for e in open_envs])[0]
-        env = envs[env_index][0]
-        index = next_indices[env_index]
-        next_indices[env_index] += 1
+        open_weights = [envs[e][1] for e in open_envs]
+        drawn = rng.choices(open_envs, open_weights)[0]
+        env, _ = envs[drawn]
+        task = next_tasks[drawn]
+        next_tasks[drawn] += 1
         size = env.size("train")
-        if (size is not None and index >= size) or index >= 2 * count:
-            open_envs.remove(env_index)
+        is_exhausted = size is not None and task >= size
+        if is_exhausted or task >= 2 * count:
+            open_envs.remove(drawn)
             continue
-        prompt = env.prompt(index, "train")
+        prompt = env.prompt(task, "train")
         try:
             examples.append(Demonstration(prompt.messages, env.gold(prompt), env.tools))
         except NotImplementedError:

@@ -157,9 +157,10 @@ class PackedForward:
         portions: Iterable[Sequence[int]],
         objective: Callable[[PackedBatch, Tensor], Tensor] | None = None,
     ) -> PassOutput:
-        """Run samples, each portion packed by itself. With `objective(packed, learner_N)`, a
-        micro-batch's share of J, accumulate the gradient of -J; without, the log-probs are bitwise
-        the same. Each rank runs its share and gets all results; the gradient stays its own."""
+        """Run the samples, each portion packed by itself, and return the results of all. Each rank
+        runs its share of the micro-batches. With `objective(packed, learner_N)`, a micro-batch's
+        share of J, accumulate the gradient of -J, which stays the rank's own; without, the
+        log-probs are bitwise the same."""
         costs = [
             cost(sample, self.model.spec, self.model.spec.vocab_size) for sample in self.samples
         ]
@@ -167,7 +168,7 @@ class PackedForward:
         walk = MicrobatchSchedule(
             self.samples, by_temperature, self.tokens_per_microbatch, costs, self.ranks
         )
-        transfers: list[tuple[PackedBatch, Tensor]] = []
+        transfers: list[tuple[PackedBatch, Tensor]] = []  # log-probs and entropies, [2, N]
         last_copy_event = None
         for packed, counts in walk.dealt(self.model.device):
             with torch.set_grad_enabled(objective is not None):
@@ -181,7 +182,7 @@ class PackedForward:
                     exact=self.model.exact,
                 )
                 del hidden_TD
-                if counts:
+                if counts:  # else the pass only keeps the ranks in step, and has gradient 0
                     logp_entropy_2N = torch.stack((learner_N.detach(), entropy_N))
                     transfers.append((packed, logp_entropy_2N.to("cpu", non_blocking=True)))
                     last_copy_event = _record_event(self.model.device)
@@ -190,11 +191,11 @@ class PackedForward:
                     (-J).backward()
         if last_copy_event is not None:
             last_copy_event.synchronize()
-        values_by_kind = (
-            [(packed, logp_entropy_2N[kind]) for packed, logp_entropy_2N in transfers]
-            for kind in range(2)
+        log_probs, entropy = walk.gathered(
+            [(packed, logp_entropy_2N[0]) for packed, logp_entropy_2N in transfers],
+            [(packed, logp_entropy_2N[1]) for packed, logp_entropy_2N in transfers],
         )
-        return PassOutput(*walk.gathered(*values_by_kind))
+        return PassOutput(log_probs, entropy)
 
     def _temperature(self, index: int) -> float:
         sample_temperature = self.samples[index].temperature
@@ -259,13 +260,14 @@ def learn(
     teacher: Transformer | None = None,
     on_update: Callable[[int, int], object] | None = None,
 ) -> dict[str, float]:
-    """Update the model from a batch and return its metrics (names as in `lowroll.metrics.names`).
+    """Update the model from a batch, one update a minibatch, and return the metrics (names as in
+    `lowroll.metrics.names`).
 
     `reference` is the frozen model of the KL term; None with LoRA means the adapter off. A `critic`
-    is updated too, and turns rewards into token advantages; without, samples bring their own.
-    `teacher` is the frozen model of AIPO's teacher_tau. `on_update(done, total)` is called after
-    each update. Raises ValueError, before anything changes, for an unusable batch, and
-    TrainingDiverged.
+    is updated too, and turns rewards into token advantages (without, samples bring their own);
+    while it warms up, the policy is only measured. `teacher` is the frozen model of AIPO's
+    teacher_tau. `on_update(done, total)` is called after each update. ValueError, before anything
+    changes, for an unusable batch; TrainingDiverged as `_refuse_divergence`.
     """
     samples = batch.samples
     _check_inputs(model, batch, settings, reference, teacher)
@@ -279,6 +281,7 @@ def learn(
         optimizer.ranks,
     )
     minibatches = split_groups([sample.group for sample in samples], settings.minibatches)
+    # the samples with a token to learn from, by minibatch
     active = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]
     all_active = list(chain.from_iterable(active))
     value_estimates = None if critic is None else critic.judge(samples, active)
@@ -297,13 +300,13 @@ def learn(
     learning_rate = optimizer.begin_step() if updates_policy else 0.0
     if critic is not None:
         critic.optimizer.begin_step()
-    distances: dict[str, float] = {}
+    mismatch_metrics: dict[str, float] = {}
     for minibatch in plan:
         objective = _MinibatchObjective(samples, minibatch, settings, anchors, advantages)
         record, log_probs = _accumulate(forward, objective)
         if not records:  # of the policy before its first update, while the device is busy
             learner = log_probs if anchors.proximal is None else anchors.proximal
-            distances = _mismatch_metrics(batch, all_active, learner, settings)
+            mismatch_metrics = _mismatch_metrics(batch, all_active, learner, settings)
         if updates_policy:
             record |= optimizer.update(refuse=not math.isfinite(record["policy/objective"]))
             derived_tensors.renew(model)
@@ -318,7 +321,7 @@ def learn(
     metrics = _merge_records(records) | {"optim/lr": learning_rate}
     if value_estimates is not None:
         metrics |= value_estimates.metrics
-    return metrics | distances
+    return metrics | mismatch_metrics
 
 
 def _check_inputs(
@@ -328,6 +331,7 @@ def _check_inputs(
     reference: Transformer | None,
     teacher: Transformer | None,
 ) -> None:
+    """Raise ValueError for an unusable batch, or a missing reference or teacher."""
     samples = batch.samples
     check(samples, model.spec.vocab_size, model.spec.max_position)
     if settings.replay_kv:
@@ -342,11 +346,8 @@ def _check_inputs(
             raise ValueError(
                 f"sample {i} ({sample.prompt.id}): temperature: must be finite and above 0, is {temperature}"
             )
-    if (
-        settings.kl_coef
-        and reference is None
-        and all(linear.adapter is None for _, linear in model.linears())
-    ):
+    has_adapter = any(linear.adapter is not None for _, linear in model.linears())
+    if settings.kl_coef and reference is None and not has_adapter:
         raise ValueError(
             "reference: kl_coef needs a frozen reference model, or a LoRA model whose base is one"
         )
@@ -400,9 +401,12 @@ def _anchors(
     reference: Transformer | None,
     teacher: Transformer | None,
 ) -> FixedPolicyLogProbs:
-    """Run a pass without gradient for each fixed policy that is read, packed as the updates."""
+    """Run a pass without gradient for each fixed policy that is read, packed as the updates. In a
+    single update the learner itself is the proximal policy, which needs no pass unless the weights'
+    mean over the batch must be known before."""
     portions = list(chain.from_iterable(minibatch.portions for minibatch in plan))
     proximal_lp = reference_lp = teacher_lp = None
+    # only the learner attends to what the sampler's cache held
     dense = replace(forward, replay_kv=False)
     if len(plan) > 1 or settings.normalizes:
         proximal_lp = forward.run(portions).log_probs
@@ -419,8 +423,9 @@ def _anchors(
 def _mismatch_metrics(
     batch: Batch, active: Sequence[int], learner: PerToken, settings: LearnSettings
 ) -> dict[str, float]:
-    """Return the mismatch between sampler and learner, what it rejects where the sampler's cache is
-    not exact, and the staleness of tokens where the orchestrator gave the learner's version."""
+    """Return the mismatch of sampler and learner on the active samples, by length too, by staleness
+    where the orchestrator gave the learner's version, and with what it rejects where some sample's
+    cache was not exact. learner: its log-probs before the first update."""
     if not active:
         return {}
     packed = collate(batch.samples, active)
@@ -434,13 +439,21 @@ def _mismatch_metrics(
     version = batch.stats.get("rollout/learner_version")
     if version is not None:
         metrics |= by_staleness(**policies, staleness=packed.staleness_N(int(version)))
-    if all(sample.rollout.behavior.exact_kv for sample in packed.chosen):
-        return metrics
+    if not all(sample.rollout.behavior.exact_kv for sample in packed.chosen):
+        metrics |= _rejection_metrics(packed, policies, settings)
+    return metrics
+
+
+def _rejection_metrics(
+    packed: PackedBatch, policies: Mapping[str, Tensor], settings: LearnSettings
+) -> dict[str, float]:
+    """Return the statistics of what the objective rejects before the first update, when the learner
+    is the proximal policy. policies: learner, behavior, mask and segments, [N]."""
     options = settings.objective.options | dict(settings.options)
     verdict = settings.objective.verdict(**policies, proximal=policies["learner"], **options)
     scores = [sample.score for sample in packed.chosen]
     rewards = [score.reward if isinstance(score, Score) else math.nan for score in scores]
-    return metrics | rejection(
+    return rejection(
         **policies,
         rewards=torch.tensor(rewards, dtype=torch.float64),
         kept=None if verdict is None else verdict.kept_N,
@@ -451,6 +464,7 @@ def _mismatch_metrics(
 def _refuse_divergence(
     step: int, record: Mapping[str, float], optimizer: Optimizer, critic: Critic | None
 ) -> None:
+    """Raise TrainingDiverged after MAX_REFUSALS refused updates in a row of policy or critic."""
     if optimizer.refused_in_a_row >= MAX_REFUSALS:
         raise TrainingDiverged(
             f"step {step}: objective {record['policy/objective']}, gradient norm "
@@ -544,7 +558,8 @@ class _MinibatchObjective:
 def _accumulate(
     forward: PackedForward, objective: _MinibatchObjective
 ) -> tuple[dict[str, float], PerToken]:
-    """Accumulate a minibatch's gradient. Return its statistics and the learner's log-probs."""
+    """Accumulate a minibatch's gradient by micro-batches. Return the statistics of the whole, and
+    the learner's log-probs."""
     with_gradient, forward_only = objective.minibatch.portions
     output = forward.run([with_gradient], lambda packed, learner_N: objective(packed, learner_N)[0])
     output |= forward.run([forward_only])
