@@ -26,12 +26,8 @@ def plan_passes(
 def _plan_pass(
     prompts: deque[LiveGroup], budget: int, longest: int | None, may_exceed: bool
 ) -> list[PrefillChunk]:
-    """Return the chunks of one pass, in the order of the queue, and advance their groups. Prompts
-    that end in it leave the queue; the others stay at its front.
-
-    The chunks have at most `budget` tokens together; with `may_exceed` the first may have more.
-    longest: tokens of a chunk; None: whole prompts.
-    """
+    """Return the chunks of one pass, in the queue's order; prompts that end in it leave the queue.
+    The chunks have at most `budget` tokens; with `may_exceed` the first alone may have more."""
     chunks: list[PrefillChunk] = []
     unfinished: list[LiveGroup] = []
     while prompts:

@@ -226,11 +226,8 @@ class Decoder:
 
     def upload(self, sequences: list[Sequence], size: int) -> None:
         """Bring the state and the page tables of these rows, padded up to `size` with dead ones, up
-        to date on the device.
-
-        The steps have advanced the device's state themselves. So it is uploaded only if the host
-        differs: other rows, another last token than the device drew, or another end.
-        """
+        to date on the device. Its steps have advanced the state themselves, so that is uploaded for
+        other rows, another last token than the device drew, or another end only."""
         self.step_1.zero_()
         last_tokens = [s.last_token for s in sequences]
         until = [s.until for s in sequences]
@@ -280,9 +277,7 @@ class Decoder:
     def _copy_new_pages(self, sequences: list[Sequence]) -> bool:
         """Copy pages that are new into the host's tables by slot, and return whether there are any.
         A sequence keeps its earlier pages until it is compacted, so only the new ones are read."""
-        slots: list[int] = []
-        columns: list[int] = []
-        pages: list[int] = []
+        slots, columns, pages = list[int](), list[int](), list[int]()
         for sequence in sequences:
             known = self._known[sequence.slot]
             is_same_table = (

@@ -45,12 +45,9 @@ class Grammar:
         self._states: dict[int, _SampleState] = {}  # by sample
 
     def allowed(self, sample: int, token_ids: Many[int], width: int) -> bytes:
-        """Return the ids that may follow a sample's tokens, as a mask of `width` bytes with one bit
-        for each id, the lowest id first.
-
-        Where no token can follow (the grammar has ended, the vocabulary lacks one that fits, or a
-        limit was reached), only the end-of-sequence ids are allowed.
-        """
+        """Return the ids that may follow a sample's tokens, one bit each, the lowest first, in
+        `width` bytes. Where none can follow (the grammar has ended, the vocabulary lacks one that
+        fits, or a limit was reached), it is the end-of-sequence ids."""
         state = self._advance(sample, token_ids)
         matcher = state.matcher
         has_consumed_all = len(state.consumed_ids) == len(token_ids)
@@ -136,11 +133,9 @@ class Grammars:
 
 
 def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]]) -> Tensor:
-    """Return float32 logits [B, V] in which the ids that a row's grammar excludes are -inf.
-
-    rows: for each of the N rows with a grammar its number, the grammar, the sample and the
-    response's tokens. The input is left unchanged, and returned when there are no such rows.
-    """
+    """Return float32 logits in which the ids that a row's grammar excludes are -inf. rows: of each
+    of the N rows with a grammar its number, the grammar, the sample and the response's tokens. The
+    input is left unchanged, and returned when there are no such rows."""
     vocab_size = logits_BV.shape[1]
     width = -(-vocab_size // 8)  # W bytes have a bit for each id
     masks = bytearray()

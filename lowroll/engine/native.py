@@ -45,14 +45,7 @@ from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer, token
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.table import DEFAULT
-from lowroll.types import (
-    MAX_TOP_LOGPROBS,
-    BehaviorTag,
-    Group,
-    PolicySpan,
-    Request,
-    Rollout,
-)
+from lowroll.types import MAX_TOP_LOGPROBS, BehaviorTag, Group, PolicySpan, Request, Rollout
 from lowroll.weights.publish import beside, digest, rollout_copy, rollout_load
 from lowroll.weights.sync.update import UpdateReceiver, WeightUpdate
 
@@ -313,7 +306,8 @@ class NativeEngine:
         return self.scheduler.finished()
 
     def _advance(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Plan and run one step and commit its tokens. A failed step drops everything in flight."""
+        """Plan and run one step and commit its tokens. A failed step drops everything in flight.
+        meanwhile: as `Runner.run`."""
         plan = self.scheduler.plan()
         try:
             results = self.runner.run(plan, meanwhile)
@@ -321,6 +315,7 @@ class NativeEngine:
             self._give_up()
             raise
         for result in results:
+            # the span of the weights that drew the tokens, for their tag
             self.scheduler.policy = self.behavior.policy[-1 if result.large_batch else 0]
             num_before = len(result.sequence.token_ids)
             self.scheduler.commit_run(
@@ -654,15 +649,17 @@ class NativeEngine:
         """Return the tokens of the KV cache: the given number, or what workloads and free memory
         allow. NoRoom when the given number does not fit."""
         bytes_per_token = self.storage.bytes_per_token(self.spec, self.model.dtype)
-        free_bytes, state_bytes = free_memory(self.model.device), self._policy_bytes
+        free_bytes = free_memory(self.model.device)  # None: the system does not say
+        state_bytes = self._policy_bytes
         if cache_tokens is None:
+            assumed_free = UNKNOWN_FREE if free_bytes is None else free_bytes
             return capacity(
                 workloads,
                 page_size=page_size,
                 max_batch=self._max_batch,
                 context=self.context,
                 bytes_per_token=bytes_per_token,
-                free=max(0, (UNKNOWN_FREE if free_bytes is None else free_bytes) - state_bytes),
+                free=max(0, assumed_free - state_bytes),
                 kv=self.kv,
                 most=self._budget(free_bytes, state_bytes),
             )
@@ -679,7 +676,8 @@ class NativeEngine:
         return cache_tokens
 
     def _budget(self, free: int | None, beside: int) -> int | None:
-        """Return the bytes that memory_share leaves for the cache; None without one."""
+        """Return the bytes that memory_share leaves for the cache; None without it. free: bytes, or
+        None if unknown. beside: bytes of the policy's state."""
         device = self.model.device
         total_bytes = total_memory(device)
         if self._share is None or total_bytes is None:

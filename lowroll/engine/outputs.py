@@ -68,13 +68,9 @@ def behavior_salt(behavior: BehaviorTag) -> bytes:
 
 
 def give_up(pool: PagePool, sequence: Sequence, salt: bytes) -> None:
-    """Free the pages of a sample that ends. Where the pool keeps turns, its full pages are offered
-    to later turns of the conversation.
-
-    They are not offered while another sample may still write into the page at the prompt's end, or
-    if some keys are of other weights: `salt` is that of the current ones. Only a dense cache keeps
-    turns.
-    """
+    """Free the pages of a sample that ends. Where the pool keeps turns, full pages are offered to
+    later turns, unless another sample may still write into the page at the prompt's end, or some
+    key is of other weights: `salt` is of the current ones. For the dense cache."""
     group = sequence.group
     is_prompt_final = not group.num_unforked
     is_of_these_weights = group.page_keys is not None and group.salt == salt

@@ -71,8 +71,8 @@ class ShortPasses:
         )
 
     def run(self, ids: list[int], chunks: Sequence[PromptChunk]) -> Tensor:
-        """Return the final hidden states [P, D] of the chunks' last tokens. The next pass overwrites
-        them. ids: of all chunks, one after the other."""
+        """Return the final hidden states [P, D] of the chunks' last tokens, which the next pass
+        overwrites. ids: of all chunks, one after the other."""
         num_tokens, num_chunks = len(ids), len(chunks)
         size = next(size for size in SIZES if size >= num_tokens)
         tokens_3T = torch.zeros(3, size, dtype=torch.int64)
@@ -82,7 +82,7 @@ class ShortPasses:
         slots_T.fill_(NO_SLOT)
         slots_T[:num_tokens] = torch.cat([c.slots(self.cache.page_size) for c in chunks])
         ends_P = torch.tensor(list(accumulate(chunk.num_tokens for chunk in chunks)))
-        # the padding is the sequence from the last prompt's end to `size`; those behind it are empty
+        # the padding is a sequence from the last prompt's end to `size`; later ones are empty
         bounds = torch.full(self._bounds.shape, size, dtype=torch.int32)
         bounds[0] = 0
         bounds[1 : num_chunks + 1] = ends_P

@@ -81,11 +81,8 @@ def agreed(sequence: Sequence, token_ids: Many[int]) -> int:
 def plan_checks(
     samples: Iterable[Sequence], budget: int, chunk: int | None
 ) -> tuple[list[Check], int]:
-    """Return the pieces of drafts that run in a step, and the number of their tokens.
-
-    The pieces have at most `budget` tokens together, unless the first alone has more. None is
-    longer than `chunk`; None is no limit.
-    """
+    """Return the pieces of drafts that run in a step, and the number of their tokens: at most
+    `budget`, unless the first piece alone has more. chunk: the longest piece; None: no limit."""
     checks: list[Check] = []
     num_tokens = 0
     for sequence in samples:

@@ -262,11 +262,8 @@ class Runner:
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> tuple[PrefillTokens | None, Tensor | None]:
         """Run chunks of prompts and of drafts, and a step of the rows `beside` them, in one pass.
-
-        Return the drawn tokens, one of each row `beside` and of each sample whose prompt is through
-        (None if there are no such rows), and the hidden states [T, D] of all tokens of the checks
-        (None without checks).
-        """
+        Return a token of each row `beside` and of each sample whose prompt is through, and the
+        hidden states [T, D] of all tokens of the checks; None where there are none."""
         hidden_TD = self._forward(prefills, checks, beside)
         # the samples that draw from each row: all of a group, behind its prompt's last token
         samples_by_row: list[tuple[Sequence, ...]] = [(sequence,) for sequence in beside]
@@ -378,12 +375,9 @@ class Runner:
     def _forward(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> Tensor:
-        """Run chunks of prompts and of drafts, and the last token of each row `beside` them.
-
-        Return the hidden states [rows, D] of the rows `beside`, then of the last token of each
-        chunk that ends its prompt, in the order of `prefills`, then of all tokens of the checks.
-        Without any of these it is one row that nobody reads.
-        """
+        """Run chunks of prompts and of drafts, and the last token of each row `beside` them. Return
+        the hidden states of the rows `beside`, then of the last token of each chunk that ends its
+        prompt, in the order of `prefills`, then of all tokens of the checks."""
         pieces = [
             _Piece(chunk.sequence, chunk.start, chunk.sequence.prompt_ids[chunk.start : chunk.stop])
             for chunk in prefills

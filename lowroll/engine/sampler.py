@@ -99,12 +99,7 @@ def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tup
     token, the noise counter. Returns ids int64 [B] and log-probs float32 [B].
     """
     return draw(
-        logits_BV,
-        params.keys_B,
-        positions_B,
-        params.temperature_B,
-        params.greedy_B,
-        params.filters,
+        logits_BV, params.keys_B, positions_B, params.temperature_B, params.greedy_B, params.filters
     )
 
 
@@ -168,12 +163,10 @@ def likeliest(logp_BV: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 def _likeliest_ids(logp_CV: Tensor, most: int) -> Tensor:
-    """Return the ids [C, K] of the `most` largest float32 log-probs, the lower id first among
-    equals.
+    """Return the ids [C, K] of the `most` largest float32 log-probs, the lower first among equals.
 
-    `topk` leaves the order of equal values open, so each token gets an integer of its own: above,
-    the log-prob's bits, turned so that integers have the order of the floats; below, a number that
-    is larger for lower ids.
+    `topk` leaves the order of equals open, so each token gets an integer of its own: above, the
+    log-prob's bits in an order of integers; below, a number that is larger for lower ids.
     """
     bits_CV = (logp_CV + 0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
     # the bits of negative floats grow with their magnitude: flip all but the sign
@@ -211,13 +204,9 @@ class TopLogprobs:
     def told(
         self, tokens_BS: list[list[int]], logprobs_BS: list[list[float]]
     ) -> list[list[list[tuple[int, float]]] | None]:
-        """Return the (id, log-prob) pairs of each row at each step, or None for a row that does not
-        ask for them.
-
-        tokens_BS, logprobs_BS: the drawn tokens of the S steps and their recorded log-probs. A
-        drawn token has its recorded log-prob among the pairs too: on a GPU another kernel has
-        summed it, so that the ranked one can differ in the last bits.
-        """
+        """Return the (id, log-prob) pairs of each row at each step, None for a row that does not
+        ask. tokens_BS, logprobs_BS: the drawn tokens of the S steps with their recorded log-probs,
+        which they have among the pairs too: on a GPU another kernel has summed these."""
         pairs_by_row: list[list[list[tuple[int, float]]] | None] = [None] * len(tokens_BS)
         if not self.asking:
             return pairs_by_row

@@ -50,15 +50,7 @@ from lowroll.engine.stops import stop_reason
 from lowroll.kv.pages import PagePool, page_keys
 from lowroll.kv.policy.base import CachePolicy, footprint, num_pages, prompt_slot
 from lowroll.kv.policy.dense import DENSE
-from lowroll.types import (
-    BehaviorTag,
-    Evictions,
-    FinishReason,
-    Group,
-    PolicySpan,
-    Request,
-    Rollout,
-)
+from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, PolicySpan, Request, Rollout
 
 if TYPE_CHECKING:
     from lowroll.engine.grammar import Grammar
@@ -251,11 +243,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Compact full caches, admit samples that fit, choose what runs, and allocate pages for the
-        keys that it writes.
-
-        Prompts run if they are due, if no row decodes, or beside drafts' pieces, which run in the
-        first pass of prompts.
-        """
+        keys that it writes."""
         compactions = self._compact_all()
         self._admit()
         # a sample without a token waits for its prompt, which is still running
@@ -338,10 +326,7 @@ class Scheduler:
         tops: list[list[tuple[int, float]]] | None = None,
     ) -> None:
         """Commit several drawn tokens of a sample, up to its end or to the first that differs from
-        its draft. logprobs, tops: of the tokens, as `commit` takes them.
-
-        Where the sample cannot end within them, all tokens behind the first are appended at once.
-        """
+        its draft. Where it cannot end within them, all behind the first are appended at once."""
         group = sequence.group
         if sequence.draft:
             token_ids = token_ids[: agreed(sequence, token_ids)]
@@ -403,11 +388,8 @@ class Scheduler:
             self._running[sequence] = None
 
     def _admit_leader(self, group: LiveGroup) -> bool:
-        """Start a group's prompt, with its first sample, if their pages fit; return whether they do.
-
-        The prompt's pages come from the prefix cache where possible, and are allocated at once, as
-        are those of its compaction. The leader's own pages are reserved.
-        """
+        """Allocate the prompt's pages, from the prefix cache where possible, and those of its
+        compaction; reserve the leader's own. Return whether they fit: if not, nothing happens."""
         prompt_ids, page_size = group.request.prompt_ids, self.pool.page_size
         page_needs = group.footprint
         # the last tokens always run, for their logits and the policy: not from the cache
@@ -455,12 +437,9 @@ class Scheduler:
     def _fork_all(
         self, rows: list[Sequence]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Give each admitted sample whose prompt is through its page table. Return the copies that
-        this needs, as (source, target): of slots, for the policy's state, and of pages.
-
-        Also keep the state after a prompt for samples that are admitted later, since the leader's
-        slot, which has it now, goes on to change.
-        """
+        """Give admitted samples their page tables. Return the copies (source, target) that this
+        needs, of slots and of pages. A prompt's state is also copied for samples that are admitted
+        later, since the leader's slot, which has it, goes on to change."""
         slot_copies: list[tuple[int, int]] = []
         page_copies: list[tuple[int, int]] = []
         for sequence in rows:
@@ -478,12 +457,9 @@ class Scheduler:
         return slot_copies, page_copies
 
     def _fork(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Give an admitted sample its page table. Return the page copy that it needs, as [(source,
-        target)], or [].
-
-        The tail, the prompt's last page if that is not full, has one writer at a time. The writer
-        shares all pages of the prompt; any other sample shares the full ones and copies the tail.
-        """
+        """Give an admitted sample its page table, and return the page copies (source, target) that
+        it needs. The tail's writer shares all pages of the prompt; any other sample shares the full
+        ones and copies the tail."""
         group = sequence.group
         if group.tail_writer is None:
             group.tail_writer = sequence
@@ -544,9 +520,8 @@ class Scheduler:
         return compactions
 
     def _compact_prompt(self, group: LiveGroup, unused_pages: list[int]) -> Compaction:
-        """Compact a group's prompt, before any sample has forked, into the pages allocated for that.
-        unused_pages: receives the pages that are to be freed: the prompt's, which the group and its
-        leader hold once each."""
+        """Compact a group's prompt, before any sample has forked, into the pages kept for that.
+        unused_pages: receives the prompt's pages, once for the group and once for its leader."""
         length = len(group.request.prompt_ids)
         compaction = Compaction(
             group.state_slot,
