@@ -293,28 +293,33 @@ def known_collapse(correction: str, rollouts: Rollouts) -> Collapse | None:
     )
 
 
+# the sampler's settings that truncate it, with the values at which they do not
+_NOT_TRUNCATED = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+}
+
+
 def rollouts_of(cfg: RunSettings) -> Rollouts:
+    """Return the properties of a run's rollouts and learner, from its settings."""
     rollout = cfg.rollout
-    neutral_values = {
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "min_tokens": 0,
-    }
-    truncations = {
-        name: getattr(rollout, name)
-        for name in neutral_values
-        if getattr(rollout, name) != neutral_values[name]
-    }
-    second_format = (
-        rollout.large_batch_weights if rollout.large_batch_weights != rollout.weights else None
-    )
-    # a dense second format is LoRA's own base
+    truncated = []
+    for name, neutral_value in _NOT_TRUNCATED.items():
+        value = getattr(rollout, name)
+        if value != neutral_value:
+            truncated.append(f"{name} {value}")
+    second_format = rollout.large_batch_weights
+    if second_format == rollout.weights:
+        second_format = None
+    # a dense second format is LoRA's own base, so it separates nothing from the learner
     second_is_low_bit = second_format is not None and not is_dense(second_format)
+    weights = f"{rollout.weights}+{second_format}" if second_is_low_bit else rollout.weights
     return Rollouts(
-        f"{rollout.weights}+{second_format}" if second_is_low_bit else rollout.weights,
-        truncated=tuple(f"{name} {value}" for name, value in truncations.items()),
+        weights,
+        truncated=tuple(truncated),
         noisy=cfg.noise is not None and cfg.noise.learner == "clean",
         exact=bool(rollout.exact),
         aligned=cfg.forward in ("aligned", rollout.weights) and second_format is None,

@@ -53,10 +53,11 @@ def read(path: str | FilePath) -> Document:
 def build(document: Document, overrides: Overrides = ()) -> RunConfig:
     """Rename old keys, apply overrides, check and resolve."""
     notes = carry_over(document)
-    for key, value, written_key, note in renamed_overrides(override_pairs(overrides)):
-        _apply_override(document, key, value, Mark("override", written_key))
-        if note:
-            notes.append(note)
+    for override in renamed_overrides(override_pairs(overrides)):
+        mark = Mark("override", override.written_key)
+        _apply_override(document, override.key, override.value, mark)
+        if override.note:
+            notes.append(override.note)
     notes += carry_over(document)  # of an override of a whole section
     anchor(document)
     cfg = validate(RunConfig, document).resolved().with_origin(source=document.name)
@@ -91,21 +92,22 @@ def override_pairs(overrides: Overrides) -> list[tuple[str, Any]]:
 
 
 def _apply_override(document: Document, key: str, value: Any, mark: Mark) -> None:
-    """Write an override into the document, creating the sections that its key names."""
-    parts = key.replace("[", ".").replace("]", "").split(".")
+    """Write an override into the document, creating the sections that its key names. An item or a
+    key of a value in a short form first gives that value its long form. ConfigError for a key that
+    is not dotted names."""
+    parts = key.replace("[", ".").replace("]", "").split(".")  # env[0].id is env.0.id
     if not all(parts):
         raise ConfigError(mark.blame("not a dotted key"))
     path = tuple(int(part) if part.isdecimal() else part for part in parts)
-    if path[0] == "env" and len(path) > 1 and "env" not in document.value:
-        document.value["env"] = [{"id": "reverse-text"}]
-    if path[0] == "data" and len(path) > 1 and isinstance(document.value.get("data"), str):
-        document.value["data"] = {"path": document.value["data"]}
-    if (
-        len(path) > 1
-        and isinstance(path[1], int)
-        and isinstance(document.value.get(str(path[0])), dict)
-    ):
-        document.wrap(path[:1])
+    tree = document.value
+    if len(path) > 1:
+        top = str(path[0])
+        if top == "env" and "env" not in tree:  # the default, which the override changes
+            tree["env"] = [{"id": "reverse-text"}]
+        if top == "data" and isinstance(tree.get("data"), str):
+            tree["data"] = {"path": tree["data"]}
+        if isinstance(path[1], int) and isinstance(tree.get(top), dict):
+            document.wrap(path[:1])  # the one section becomes a list, of which the key has an index
     document.put(path, value, mark)
 
 
@@ -119,6 +121,8 @@ def _sort_key(line: str) -> tuple[str, int, str]:
 
 
 def _problem_lines(model: type[BaseModel], document: Document, details: ErrorDetails) -> list[str]:
+    """Return the lines for one of pydantic's errors: several for a check of several settings, and
+    for an unknown section with keys of another tool."""
     loc: Path = tuple(details["loc"])
     if details["type"] == "combination":
         return [_format_problem(document, *problem) for problem in details["ctx"]["problems"]]
@@ -128,25 +132,26 @@ def _problem_lines(model: type[BaseModel], document: Document, details: ErrorDet
             _format_problem(document, (key_path,), "unknown key" + hint)
             for key_path, hint in _unknown_key_hints(model, path, details["input"])
         ]
-    return [_format_problem(document, (path,), _error_text(model, loc, details))]
+    return [_format_problem(document, (path,), _error_text(loc, details))]
 
 
 def _document_path(loc: Path, value: Any) -> Path:
-    """Drop what pydantic adds: the index of a mapping that stands for a list, and the name of a
-    union's branch."""
+    """Return the path of pydantic's location `loc` in the document's `value`.
+
+    Pydantic adds parts that the document does not have: the index of a mapping that stands for a
+    list, and the name of a union's branch at the end.
+    """
     path: list[str | int] = []
+    node = value
     for part in loc:
-        if isinstance(value, dict):
-            if part in value:
-                value = value[part]
-            elif isinstance(part, int):
-                continue
-            else:
-                value = None
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            value = value[part]
+        if isinstance(node, dict):
+            if part not in node and isinstance(part, int):
+                continue  # the mapping itself stands for the list's only item
+            node = node.get(part)  # None for a missing key, which is named all the same
+        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+            node = node[part]
         else:
-            break
+            break  # a value without parts: what follows is the branch of a union
         path.append(part)
     return tuple(path)
 
@@ -163,7 +168,8 @@ def _format_problem(document: Document, paths: tuple[Path, ...], message: str) -
     return Mark(mark.where, dotted(paths[0])).blame(message)
 
 
-def _error_text(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
+def _error_text(loc: Path, details: ErrorDetails) -> str:
+    """Return the message for one of pydantic's errors, in the terms of a YAML file."""
     error_type = details["type"]
     context = details.get("ctx", {})
     value = details.get("input")
@@ -174,7 +180,8 @@ def _error_text(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str
         return "this key is required"
     if error_type == "literal_error":
         choices = _parse_choices(context["expected"])
-        message = f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}{got_text}"
+        one_of = "one of " if len(choices) > 1 else ""
+        message = f"must be {one_of}{', '.join(choices)}{got_text}"
         if isinstance(value, str):
             message += nearest(value.lower(), choices)
         return message
@@ -244,45 +251,46 @@ def _parse_choices(expected: str) -> list[str]:
 def _unknown_key_hints(
     model: type[BaseModel], path: Path, value: Any
 ) -> Iterator[tuple[Path, str]]:
-    """Yield an unknown key, or the foreign keys in an unknown section, with a suggestion: a near
-    key of its section, another tool's name, a key of this name elsewhere, or the nearest one
-    anywhere."""
+    """Yield an unknown key with a hint, or each of another tool's keys in an unknown section. The
+    hint is the first that there is: a dotted key's form in a file, another tool's name for a
+    setting, unless a key of the section is very near, or `_suggest_key`."""
     last_name = str(path[-1])
     if "." in last_name and ".".join(map(str, path)) in known_keys(model):
         nested_form = ": {".join(last_name.split(".")) + ": ..." + "}" * last_name.count(".")
         yield path, f"; with dots it is an override, in a file it is {nested_form}"
         return
-    known_section: type[BaseModel] | None = model
-    for part in path[:-1]:
-        if (
-            isinstance(part, str)
-            and known_section is not None
-            and part in known_section.model_fields
-        ):
-            known_section = section_in(known_section.model_fields[part].annotation)
-    section_keys: list[str] = []
-    if known_section is not None:
-        section_keys = list(known_section.model_fields)
+    section_keys = _keys_of_section(model, path[:-1])
     foreign_paths: list[Path] = []
     if model is RunConfig:
         foreign_paths = list(foreign_keys(path, value))
     if foreign_paths and not nearest(last_name, section_keys, cutoff=0.85):
-        yield from ((foreign_path, f"; {explain(foreign_path)}") for foreign_path in foreign_paths)
+        for foreign_path in foreign_paths:
+            yield foreign_path, f"; {explain(foreign_path)}"
         return
     yield path, _suggest_key(model, last_name, section_keys)
 
 
+def _keys_of_section(model: type[BaseModel], path: Path) -> list[str]:
+    """Return the keys of the section at `path`, or none if it is a table. Indices of lists, and
+    names that no section has, are skipped."""
+    section: type[BaseModel] | None = model
+    for part in path:
+        if isinstance(part, str) and section is not None and part in section.model_fields:
+            section = section_in(section.model_fields[part].annotation)
+    return [] if section is None else list(section.model_fields)
+
+
 def _suggest_key(model: type[BaseModel], word: str, here: list[str]) -> str:
-    """Return a hint at the key that was probably meant, or ""."""
+    """Return a hint at the key that was probably meant, or "". The key of that name in another
+    section comes before a near one in the word's own section, whose keys are `here`."""
     key_by_last_name = last_names(model)
     if word in key_by_last_name:
         return f" (did you mean {key_by_last_name[word]}?)"
     if hint := nearest(word, here):
         return hint
-    if model is RunConfig and (
-        close_names := get_close_matches(word, key_by_last_name, n=1, cutoff=0.75)
-    ):
-        return f" (did you mean {key_by_last_name[close_names[0]]}?)"
+    if model is RunConfig:
+        for close_name in get_close_matches(word, key_by_last_name, n=1, cutoff=0.75):
+            return f" (did you mean {key_by_last_name[close_name]}?)"
     return ""
 
 

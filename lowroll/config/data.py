@@ -121,9 +121,12 @@ def named(env: EnvConfig) -> EnvConfig:
 
 
 def default_name(env: EnvConfig) -> str:
-    """Return the name, or the id, of which an absolute path keeps its last part, since metrics are
-    named by it."""
-    return env.name or (PurePath(env.id).name if PurePath(env.id).is_absolute() else env.id)
+    """Return the environment's name, else its id. Of an absolute path only the last part, since
+    metrics are named by it."""
+    if env.name:
+        return env.name
+    path = PurePath(env.id)
+    return path.name if path.is_absolute() else env.id
 
 
 def env_problems(env: tuple[EnvConfig, ...], held_out: EvalConfig) -> Iterator[Problem]:

@@ -62,29 +62,27 @@ class Document:
         it."""
         if path in self.marks:
             return self.marks[path]
-        marks_beneath = (
-            mark for written_path, mark in self.marks.items() if written_path[: len(path)] == path
-        )
-        marks_above = (
-            self.marks[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.marks
-        )
-        return next(marks_beneath, None) or next(marks_above, None)
+        for written_path, mark in self.marks.items():
+            if written_path[: len(path)] == path:
+                return mark
+        for end in range(len(path) - 1, 0, -1):
+            if path[:end] in self.marks:
+                return self.marks[path[:end]]
+        return None
 
     def wrap(self, path: Path) -> None:
+        """Replace the value at a marked path by a list that holds it alone; what was written
+        beneath it keeps its marks, at index 0."""
         mark = self.marks[path]
-        node = self.value
+        parent: Any = self.value
         for depth, part in enumerate(path[:-1]):
-            node = _get_child(node, part, path[: depth + 1], mark)
-        _set_child(node, path[-1], [_get_child(node, path[-1], path, mark)], path, mark)
-        depth_of_list = len(path)
-        inner_marks = {
-            old_path: mark
-            for old_path, mark in self.marks.items()
-            if old_path[:depth_of_list] == path and len(old_path) > depth_of_list
-        }
-        for old_path, mark in inner_marks.items():
-            del self.marks[old_path]
-            self.marks[(*path, 0, *old_path[depth_of_list:])] = mark
+            parent = _get_child(parent, part, path[: depth + 1], mark)
+        item = _get_child(parent, path[-1], path, mark)
+        _set_child(parent, path[-1], [item], path, mark)
+        inner_paths = [p for p in self.marks if p[: len(path)] == path and len(p) > len(path)]
+        inner_marks = {inner_path: self.marks.pop(inner_path) for inner_path in inner_paths}
+        for inner_path, inner_mark in inner_marks.items():
+            self.marks[(*path, 0, *inner_path[len(path) :])] = inner_mark
 
     def move(self, old: Path, new: Path, mark: Mark) -> None:
         """Move a value, with all marks beneath it, between sections. mark: where it was written."""

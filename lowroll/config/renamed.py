@@ -36,14 +36,19 @@ GONE: dict[str, Gone] = {
 
 
 def carry_over(document: Document) -> list[str]:
-    """Rename old keys and drop removed ones; return a note for each. ConfigError names both when
-    both are given, and a removed key with another value."""
+    """Rename old keys and drop removed ones in the document; return a note for each.
+
+    ConfigError names both keys when an old and its new one are given, and a removed key whose value
+    is not the one that still works.
+    """
     notes = []
     for old, removed in GONE.items():
-        if not _is_present(document.value, _key_path(old)):
+        old_path = _key_path(old)
+        if not _is_present(document.value, old_path):
             continue
-        mark = document.marks.get(_key_path(old)) or Mark(document.name, old)
-        if document.drop(_key_path(old)) != removed.value and removed.value is not None:
+        mark = document.marks.get(old_path) or Mark(document.name, old)
+        value = document.drop(old_path)
+        if removed.value is not None and value != removed.value:
             raise ConfigError(
                 mark.blame(f"the key is gone, and only {removed.value} works: {removed.instead}")
             )
@@ -61,22 +66,31 @@ def carry_over(document: Document) -> list[str]:
     return notes
 
 
-def renamed_overrides(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, str, str]]:
-    """Yield overrides by new names: (key, value, the key as it was written, a note or "").
-    ConfigError names both when an old and a new name are given."""
-    written_keys: dict[str, str] = {}
-    for key, value in pairs:
-        current_key = _current_name(key)
-        first_key = written_keys.setdefault(current_key, key)
-        if first_key != key:
-            old, new = sorted((first_key, key), key=lambda name: name == current_key)
+class Override(NamedTuple):
+    """An override by its new name, the key as written, and a note if they differ, else ""."""
+
+    key: str
+    value: Any
+    written_key: str
+    note: str
+
+
+def renamed_overrides(pairs: list[tuple[str, Any]]) -> Iterator[Override]:
+    """Yield the overrides, (key, value) each, by their new names. ConfigError names both keys when
+    two different ones are names of the same setting."""
+    written_keys: dict[str, str] = {}  # by the new name
+    for written_key, value in pairs:
+        key = _current_name(written_key)
+        first_key = written_keys.setdefault(key, written_key)
+        if first_key != written_key:
+            old, new = first_key, written_key
+            if first_key == key:
+                old, new = written_key, first_key
             raise ConfigError(Mark("override", old).blame(_given_twice_message(new)))
-        yield (
-            current_key,
-            value,
-            key,
-            "" if current_key == key else Mark("override", key).blame(_rename_note(current_key)),
-        )
+        note = ""
+        if written_key != key:
+            note = Mark("override", written_key).blame(_rename_note(key))
+        yield Override(key, value, written_key, note)
 
 
 def renamed_tree(tree: dict[str, Any]) -> dict[str, Any]:

@@ -90,11 +90,12 @@ class RunConfig(RunSettings):
     def resolved(self) -> RunConfig:
         """Return the run with every `auto` and null filled in, except device, dtype and the sizes
         of the learner's passes, which depend on the machine. Idempotent."""
-        algorithm = ALGORITHMS[self.algorithm]
-        advantage = algorithm.advantage if self.advantage_function is None else CUSTOM
+        default_advantage = ALGORITHMS[self.algorithm].advantage
+        if self.advantage_function is not None:
+            default_advantage = CUSTOM
         correction, reason = correction_of(self)
         options = pair(self.algorithm, correction).options
-        # a correction that does not clip or cap has no bounds and no cap
+        # a correction that does not clip has bounds of None
         defaults = {"cap": CAP, **dict.fromkeys(BOUNDS), **options}
         loss_update = {
             name: defaults[name]
@@ -106,21 +107,22 @@ class RunConfig(RunSettings):
             loss_update[correction] = getattr(self.loss, correction).model_copy(
                 update=chosen_thresholds
             )
+        kv = self.rollout.kv and self.rollout.kv.resolved()
+        held_out_envs = self.eval.env and tuple(map(named, self.eval.env))
+        # `env` has the environment of data and rewards, so those are cleared
         copy = self.model_copy(
             update={
-                "advantage": self.advantage or advantage,
+                "advantage": self.advantage or default_advantage,
                 "correction": correction,
                 "loss": self.loss.model_copy(update=loss_update),
                 "train": self.train.model_copy(update={"forward": self.forward}),
-                "rollout": self.rollout.with_kv(self.rollout.kv and self.rollout.kv.resolved()),
+                "rollout": self.rollout.with_kv(kv),
                 "dapo": self.dapo.model_copy(update={"dynamic_sampling": self.samples_dynamically}),
                 "env": tuple(named(env) for env in _all_environments(self)),
                 "data": None,
                 "reward_funcs": (),
                 "reward_weights": None,
-                "eval": self.eval.model_copy(
-                    update={"env": self.eval.env and tuple(map(named, self.eval.env))}
-                ),
+                "eval": self.eval.model_copy(update={"env": held_out_envs}),
             }
         )
         copy._chosen = self._chosen or tuple(chosen_thresholds)

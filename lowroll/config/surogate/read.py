@@ -80,8 +80,13 @@ def load_sections(document: Document, overrides: Overrides = ()) -> RunConfig:
 def combine(
     documents: Mapping[str, Document], overrides: Overrides = (), role: str = ""
 ) -> RunConfig:
-    """Return the run of three documents. role: of a process started by hand with only one of them."""
-    files, problems = {}, []
+    """Return the run of three documents. role: of a process started by hand with only one of them.
+
+    Raises one ConfigError with the problems of all files; where there are none, with those between
+    files.
+    """
+    files: Files = {}
+    problems: list[str] = []
     for section, model in MODELS.items():
         try:
             files[section] = File(documents[section], validate(model, documents[section]))
@@ -91,9 +96,11 @@ def combine(
         problems = list(rules.disagreements(files))
     if problems:
         raise ConfigError("\n".join(problems))
-    overrides = overrides if isinstance(overrides, Mapping) else list(overrides)
+    if not isinstance(overrides, Mapping):
+        overrides = list(overrides)  # they are read twice
     run, noted_settings = _run(files, role)
-    preview = build(deepcopy(run), overrides)  # for overrides of the engine
+    # which keys are used depends on the engine and the weights, which overrides may change
+    preview = build(deepcopy(run), overrides)
     if preview.rollout.engine == "vllm":
         _put_vllm(run, files, attach=preview.launcher == "none" and not role)
     else:
@@ -225,17 +232,15 @@ def _idle_notes(files: Files, cfg: RunConfig) -> Iterator[str]:
     """Yield one line on written settings without effect in one process."""
     if cfg.launcher != "none":
         return
-    acting = ATTACHED if cfg.rollout.vllm.url is not None else ()
+    skipped = ATTACHED if cfg.rollout.vllm.url is not None else ()
     if cfg.rollout.engine == "vllm":
-        acting = (*acting, "client.timeout")
-    idle = [
-        mark
-        for section, keys in ROLES_ALONE.items()
-        for key in keys
-        if key != "max_async_level" and key not in acting
-        if (mark := files[section].written(key)) is not None
-    ]
+        skipped = (*skipped, "client.timeout")
+    skipped = (*skipped, "max_async_level")  # which has a note of its own
+    idle = []
+    for section, keys in ROLES_ALONE.items():
+        for key in keys:
+            mark = files[section].written(key)
+            if mark is not None and key not in skipped:
+                idle.append(f"{mark.key} ({mark.where})")
     if idle:
-        yield "no effect in one process: " + ", ".join(
-            f"{mark.key} ({mark.where})" for mark in idle
-        )
+        yield f"no effect in one process: {', '.join(idle)}"

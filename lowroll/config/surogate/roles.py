@@ -122,7 +122,8 @@ def _orchestrate(orch: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
 
 
 def _given(orch: Document, cfg: RunConfig, overrides: list[tuple[str, Any]]) -> str:
-    """Return the file with its resolved paths, and the overrides, as YAML."""
+    """Return the file with its resolved paths, and the overrides, as YAML. `orch` is changed.
+    Environments of share 0 are skipped, as `cfg` has none of them."""
     tree = orch.value
     envs = _as_sections(tree["env"])
     ratios = (tree.get("buffer") or {}).get("env_ratios")

@@ -90,14 +90,15 @@ def disagreements(files: Files) -> Iterator[str]:
 
 
 def _different_values(files: Files, places: tuple[tuple[str, str], ...]) -> Iterator[str]:
-    """Yield the places, (file, key), whose written value is not that of the first one."""
-    written = [
-        (mark, files[section][key])
-        for section, key in places
-        if (mark := files[section].written(key)) and files[section][key] not in (None, -1)
-    ]
-    for mark, value in written[1:]:
-        first_mark, first_value = written[0]
+    """Yield a line for each of the places, (section, key), whose value is not that of the first one
+    with a value. Places that are not written, or are null or -1, have none."""
+    values: list[tuple[Mark, Any]] = []
+    for section, key in places:
+        mark, value = files[section].written(key), files[section][key]
+        if mark is not None and value not in (None, -1):
+            values.append((mark, value))
+    for mark, value in values[1:]:
+        first_mark, first_value = values[0]
         if value != first_value:
             yield mark.blame(
                 f"{value} disagrees with {first_mark.where}: {first_mark.key}: {first_value}"
@@ -117,20 +118,19 @@ def settings(files: Files, role: str) -> Iterator[Setting]:
 
 
 def _lengths(files: Files) -> Iterator[Setting]:
-    """Yield the tokens of a packed row, of a sequence and of a response."""
+    """Yield the tokens of a packed row, of a sequence and of a response. The trainer's and the
+    orchestrator's length each stand for the other's where only one is written."""
     train, infer, orch = (files[section] for section in SECTIONS)
-    longest, mark = orch["seq_len"], orch.mark("seq_len")
-    row_tokens, row_mark = longest, mark
-    if train.written("sequence_len"):
-        row_tokens, row_mark = train["sequence_len"], train.mark("sequence_len")
-        if not orch.written("seq_len"):
-            longest, mark = row_tokens, row_mark
-    yield Setting(
-        "train.tokens_per_microbatch", row_tokens * train["per_device_train_batch_size"], row_mark
-    )
-    if infer["max_model_len"] is not None and infer["max_model_len"] < longest:
-        longest, mark = infer["max_model_len"], infer.mark("max_model_len")
-    yield Setting("rollout.max_model_len", longest, mark)
+    row = (train, "sequence_len") if train.written("sequence_len") else (orch, "seq_len")
+    longest_of = (orch, "seq_len") if orch.written("seq_len") else row
+    row_file, row_key = row
+    row_tokens = row_file[row_key] * train["per_device_train_batch_size"]
+    yield Setting("train.tokens_per_microbatch", row_tokens, row_file.mark(row_key))
+    file, key = longest_of
+    if infer["max_model_len"] is not None and infer["max_model_len"] < file[key]:
+        file, key = infer, "max_model_len"  # no sequence is longer than an engine takes
+    longest = file[key]
+    yield Setting("rollout.max_model_len", longest, file.mark(key))
     max_tokens = orch["sampling.max_tokens"]
     note = ""
     if max_tokens is None:
@@ -233,15 +233,17 @@ def _evaluation(orch: File) -> Iterator[Setting]:
 
 
 def _processes(files: Files, role: str) -> Iterator[Setting]:
+    """Yield how the roles reach each other. A key of orch.yaml that is not written has the value of
+    its counterpart in another file."""
     train, infer, orch = (files[section] for section in SECTIONS)
-    for key, second, other in (
+    for key, other_file, other_key in (
         ("max_async_level", train, "max_async_level"),
         ("rollout_transport.type", train, "transport_type"),
         ("weight_broadcast.type", infer, "weight_broadcast_type"),
     ):
         target = ORCH[key].to[0]
-        if not orch.written(key) and second.written(other):
-            yield Setting(target, second[other], second.mark(other))
+        if not orch.written(key) and other_file.written(other_key):
+            yield Setting(target, other_file[other_key], other_file.mark(other_key))
         else:
             yield Setting(target, orch[key], orch.mark(key))
     for key in ("host", "port"):

@@ -102,23 +102,29 @@ class TrainFile(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainFile:
-        asked = [name for name in BASES if getattr(self, name)]
-        problem: tuple[tuple[Path, ...], str] | None = None
-        if len(asked) > 1:
-            problem = ((asked[1],),), f"beside {asked[0]}: the base has one format"
-        elif asked and not self.lora:
-            problem = ((asked[0],), ("lora",)), "is the base of an adapter; it needs lora: true"
-        elif asked and RECIPES.get(self.recipe) not in (None, BASES[asked[0]]):
-            problem = (
-                (("recipe",), (asked[0],)),
-                f"{self.recipe} on a base of {asked[0]}: the learner multiplies with what the base "
-                "holds; write recipe: bf16",
+        """Return the file itself. A validation error for bases that cannot work together, or with
+        the file's recipe."""
+        bases = [name for name in BASES if getattr(self, name)]
+        if not bases:
+            return self
+        base = bases[0]
+        if len(bases) > 1:
+            keys: tuple[Path, ...] = ((bases[1],),)
+            text = f"beside {base}: the base has one format"
+        elif not self.lora:
+            keys = ((base,), ("lora",))
+            text = "is the base of an adapter; it needs lora: true"
+        elif RECIPES.get(self.recipe) not in (None, BASES[base]):
+            keys = (("recipe",), (base,))
+            text = (
+                f"{self.recipe} on a base of {base}: the learner multiplies with what the base "
+                "holds; write recipe: bf16"
             )
-        if problem is not None:
-            raise PydanticCustomError(
-                "combination", "{text}", {"text": problem[1], "problems": [problem]}
-            )
-        return self
+        else:
+            return self
+        raise PydanticCustomError(
+            "combination", "{text}", {"text": text, "problems": [(keys, text)]}
+        )
 
 
 # the format of the rollouts and of the base, and that of the learner's forward
