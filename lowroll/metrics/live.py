@@ -251,14 +251,18 @@ class LiveView:
 
 
 def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return a step's evaluations by environment: reward, sampling and step."""
+    """Return a step's evaluations by environment: reward, sampling and step. One after the step
+    replaces the environment's one before it."""
     decoding = drawn_at(record.get("eval/temperature"))
     words: dict[str, str] = {}
-    for suffix, when in (("_before", "before step"), (None, "step")):
+    for wanted_suffix, when in (("_before", "before step"), (None, "step")):
         for name, value in record.items():
             match = _EVAL_METRIC.fullmatch(name)
-            if match and match[2] == "reward" and match[3] == suffix:
-                words[match[1]] = f"{_number(value, '.3f')} ({decoding}, {when} {record['step']})"
+            if match is None:
+                continue
+            env, kind, suffix = match.groups()
+            if kind == "reward" and suffix == wanted_suffix:
+                words[env] = f"{_number(value, '.3f')} ({decoding}, {when} {record['step']})"
     return words
 
 

@@ -266,22 +266,23 @@ def reward_plot(records: Sequence[Record]) -> Plot:
 
 
 def evaluated(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Return the run's evaluation rewards: metric, environment, and sampling."""
-    names = {
-        name.removesuffix("_before")
-        for record in records
-        for name in record
-        if name.startswith("eval/")
+    """Return the run's evaluation rewards by name: the metric (eval/<environment>/reward or
+    .../sampled_reward), its environment, and how it was sampled."""
+    names = {name.removesuffix("_before") for record in records for name in record}
+    sampling_by_kind = {
+        "reward": drawn_at(_first_value(records, "eval/temperature")),
+        "sampled_reward": drawn_at(_first_value(records, "rollout/temperature")),
     }
-    sampling_by_metric = {
-        metric: drawn_at(next((r[source] for r in records if source in r), None))
-        for metric, source in (
-            ("reward", "eval/temperature"),
-            ("sampled_reward", "rollout/temperature"),
-        )
-    }
-    matches = (_EVAL_METRIC.fullmatch(name) for name in sorted(names))
-    return [(match[0], match[1], sampling_by_metric[match[2]]) for match in matches if match]
+    rewards = []
+    for name in sorted(names):
+        if match := _EVAL_METRIC.fullmatch(name):
+            env, kind = match.groups()
+            rewards.append((name, env, sampling_by_kind[kind]))
+    return rewards
+
+
+def _first_value(records: Sequence[Record], name: str) -> Any:
+    return next((record[name] for record in records if name in record), None)
 
 
 def middle(metric: str) -> str:
@@ -392,6 +393,7 @@ def draw(records: Sequence[Record], plot: Plot) -> str:
 
 
 def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequence[Curve]) -> None:
+    """Draw the lines on the axes, and those of another unit on a second axis at the right."""
     right_axes = axes.twinx() if any(line.right for line in lines) else None
     series_by_line = {line: series(records, line.metric) for line in lines}
     if plot.log:
@@ -399,15 +401,15 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
             line: (steps, [max(abs(value), plot.floor) for value in values])
             for line, (steps, values) in series_by_line.items()
         }
-    covering = _covering_lines(series_by_line, plot)
+    covered_by_covering = _covering_lines(series_by_line, plot)
     for colour, line in zip(_colour_cycle(len(lines)), lines, strict=True):
         steps, values = series_by_line[line]
         line_axes = right_axes if line.right and right_axes else axes
         style: Any = "--" if line.right else "-"
         width = 1.6
-        if line in covering:
-            style = (0, (2.5, 2.5))
-        elif line in covering.values():
+        if line in covered_by_covering:
+            style = (0, (2.5, 2.5))  # dashes, through which the covered line is seen
+        elif line in covered_by_covering.values():
             width = 3.2  # stays visible under the dashes of the line that covers it
         if line.points:
             line_axes.plot(
@@ -481,30 +483,32 @@ def _set_bottom(axes: Axes, bottom: float) -> None:
 def _covering_lines(
     data: Mapping[Curve, tuple[list[float], list[float]]], plot: Plot
 ) -> dict[Curve, Curve]:
-    """Return the lines that would cover an earlier one of the same axis, and that one."""
-
-    def heights(line: Curve) -> list[float]:
-        return [math.log(value) if plot.log and value > 0 else value for value in data[line][1]]
-
-    covered: dict[Curve, Curve] = {}
+    """Return every line that would be drawn over an earlier one of the same axis, with the earliest
+    line there. data: the steps and values of each line, in the order of drawing."""
+    covered: dict[Curve, Curve] = {}  # by the line that covers it
     for right in (False, True):
         lines = [line for line in data if line.right == right and not line.points and data[line][1]]
-        bottom = [] if plot.log or plot.bottom is None else [plot.bottom]
-        all_heights = [*bottom, *(height for line in lines for height in heights(line))]
-        resolution = (
-            _SAME_HEIGHT * (max(all_heights) - min(all_heights) or 1.0) if all_heights else 0.0
-        )
+        heights = {line: _heights_on_axis(data[line][1], plot.log) for line in lines}
+        extremes = [height for line in lines for height in heights[line]]
+        if not extremes:
+            continue
+        if not plot.log and plot.bottom is not None:
+            extremes.append(plot.bottom)
+        resolution = _SAME_HEIGHT * (max(extremes) - min(extremes) or 1.0)
         for position, line in enumerate(lines):
-            candidates = (
-                other
-                for other in lines[:position]
-                if data[other][0] == data[line][0]
-                and max(abs(a - b) for a, b in zip(heights(line), heights(other), strict=True))
-                <= resolution
-            )
-            if (other := next(candidates, None)) is not None:
-                covered[line] = covered.get(other, other)
+            for earlier in lines[:position]:
+                if data[earlier][0] != data[line][0]:  # other steps
+                    continue
+                pairs = zip(heights[line], heights[earlier], strict=True)
+                if max(abs(a - b) for a, b in pairs) <= resolution:
+                    covered[line] = covered.get(earlier, earlier)
+                    break
     return covered
+
+
+def _heights_on_axis(values: Sequence[float], log: bool) -> list[float]:
+    """Return the values as heights, with equal distances where the axis has them."""
+    return [math.log(value) if log and value > 0 else value for value in values]
 
 
 def _log_scale(axes: Axes) -> None:
@@ -528,6 +532,7 @@ def _power_label(value: float, _: object) -> str:
 
 
 def _draw_band(axes: Axes, records: Sequence[Record], colour: str) -> None:
+    """Shade one standard deviation of the rewards around their mean."""
     rows = [
         (r["step"], r["reward/mean"], r["reward/std"])
         for r in records
@@ -535,13 +540,11 @@ def _draw_band(axes: Axes, records: Sequence[Record], colour: str) -> None:
     ]
     if len(rows) > 1:
         steps, means, deviations = (list(column) for column in zip(*rows, strict=True))
-        lows, highs = (
-            with_gaps(
-                records, steps, [m + sign * d for m, d in zip(means, deviations, strict=True)]
-            )
-            for sign in (-1, 1)
-        )
-        axes.fill_between(lows[0], lows[1], highs[1], color=colour, alpha=0.13, linewidth=0)
+        lows = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
+        highs = [mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
+        xs, low_ys = with_gaps(records, steps, lows)
+        _, high_ys = with_gaps(records, steps, highs)
+        axes.fill_between(xs, low_ys, high_ys, color=colour, alpha=0.13, linewidth=0)
 
 
 def _draw_stack(axes: Axes, records: Sequence[Record], lines: Sequence[Curve]) -> None:

@@ -250,20 +250,25 @@ class _RecordsFile:
 
 
 def _scan(path: Path) -> _RecordsFile:
-    """Read a records file and drop damaged lines, with a warning."""
+    """Read a records file and drop damaged lines, with a warning. Of two different records of one
+    step neither is kept."""
     if not path.exists():
         return _RecordsFile()
-    records_file, problems = _RecordsFile(read_file(path)), []
+    records_file = _RecordsFile(read_file(path))
     *lines, torn_line = records_file.data.split(b"\n")
     if torn_line:
         log.warning("%s: dropped a torn last line of %d bytes", path, len(torn_line))
-    last_step, seen_checksum, repeated_steps = -1, False, set[int]()
+    problems: list[str] = []
+    repeated_steps: set[int] = set()
+    last_step = -1
+    seen_checksum = False
     for number, line in enumerate(lines, 1):
         try:
-            content, has_sum = unseal(line)
+            content, has_checksum = unseal(line)
             step = _step_of(content)
+            # only lines of older versions have no checksum, and those are the first of a file
             follows = last_step < step <= last_step + 1 + len(lines)
-            if not has_sum and (seen_checksum or not follows):
+            if not has_checksum and (seen_checksum or not follows):
                 raise ValueError(f"step {step} without a checksum does not follow step {last_step}")
         except ValueError as error:
             problems.append(f"{path}:{number}: not a record: {error}")
@@ -274,18 +279,22 @@ def _scan(path: Path) -> _RecordsFile:
             )
             repeated_steps.add(step)
         records_file.in_order &= step > last_step
-        last_step, seen_checksum = max(last_step, step), seen_checksum or has_sum
+        last_step = max(last_step, step)
+        seen_checksum |= has_checksum
         records_file.lines[step] = line
     for step in repeated_steps:  # it is unknown which of the two is right
         del records_file.lines[step]
+    if problems or torn_line or len(records_file.lines) != len(lines):
+        records_file.in_order = False
+    _log_problems(path, problems)
+    return records_file
+
+
+def _log_problems(path: Path, problems: list[str]) -> None:
     for problem in problems[:_MAX_LOGGED]:
         log.warning("%s", problem)
     if len(problems) > _MAX_LOGGED:
         log.warning("%s: %d more damaged lines", path, len(problems) - _MAX_LOGGED)
-    records_file.in_order &= (
-        not problems and not torn_line and len(records_file.lines) == len(lines)
-    )
-    return records_file
 
 
 def _step_of(content: bytes) -> int:

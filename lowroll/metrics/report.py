@@ -168,30 +168,16 @@ def _header_section(
 
 
 def _change_section(records: Sequence[Record], supervised: bool, notes: list[str]) -> str:
-    """Return the section on rewards before and after the run."""
+    """Return the section on rewards before and after the run, or "" without any."""
     rows = []
 
     def row(label: str, hint: str, metric: str, edge: int) -> None:
         steps, values = series(records, metric)
-        if not values:
-            return
-        edge = max(1, min(edge, len(values) // 2))
-        cells = [
-            (statistics.fmean(part), averaged_steps)
-            for part, averaged_steps in (
-                (values[:edge], steps[:edge]),
-                (values[-edge:], steps[-edge:]),
+        if values:
+            rows.append(
+                f"<tr><th>{escape(label, 120)}<small>{escape(hint, 120)}</small></th>"
+                f"{_before_and_after(steps, values, edge)}</tr>"
             )
-        ]
-        value_cells = [
-            f"<td class=num><b>{value:.3f}</b><small>{_describe_steps(averaged_steps)}</small></td>"
-            for value, averaged_steps in cells
-        ]
-        if len(values) == 1:
-            value_cells[int(steps[0] < 1)] = "<td>not measured</td>"
-        rows.append(
-            f"<tr><th>{escape(label, 120)}<small>{escape(hint, 120)}</small></th>{''.join(value_cells)}</tr>"
-        )
 
     if supervised:
         row("loss on demonstrations", "negative log-prob, nats a token", "sft/loss", _EDGE_STEPS)
@@ -211,6 +197,25 @@ def _change_section(records: Sequence[Record], supervised: bool, notes: list[str
     if not rows:
         return ""
     return f"<section class=wide><h2>Before and after</h2><table class=change>{header}{''.join(rows)}</table></section>"
+
+
+def _before_and_after(steps: list[float], values: list[float], edge: int) -> str:
+    """Return two cells: the means of the first and of the last `edge` values, at most half of them
+    each. A single value counts as before the run if it is of step 0, else as after it."""
+    edge = max(1, min(edge, len(values) // 2))
+    before = _mean_cell(steps[:edge], values[:edge])
+    after = _mean_cell(steps[-edge:], values[-edge:])
+    if len(values) == 1:
+        if steps[0] < 1:
+            after = "<td>not measured</td>"
+        else:
+            before = "<td>not measured</td>"
+    return before + after
+
+
+def _mean_cell(steps: list[float], values: list[float]) -> str:
+    mean = statistics.fmean(values)
+    return f"<td class=num><b>{mean:.3f}</b><small>{_describe_steps(steps)}</small></td>"
 
 
 def _describe_steps(steps: Sequence[float]) -> str:

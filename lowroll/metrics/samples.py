@@ -61,6 +61,8 @@ def _evenly_spaced(items: list[Any], count: int) -> list[Any]:
 
 
 def _pick_samples(samples: list[Record]) -> list[tuple[str, Record]]:
+    """Return samples with labels: scored ones from the best to the worst, then some without a
+    score. A single scored one is labelled the best."""
     scored = sorted(
         (s for s in samples if s["score"]["type"] == "Score"),
         key=lambda s: -float(s["score"]["reward"]),
@@ -74,12 +76,11 @@ def _pick_samples(samples: list[Record]) -> list[tuple[str, Record]]:
 
 
 def _sample_details(label: str, sample: Record) -> str:
-    rollout, score, behavior = sample["rollout"], sample["score"], sample["rollout"]["behavior"]
-    prompt, scored = sample["prompt"], score["type"] == "Score"
-    turns = rollout.get("turns")
-    logprobs = [float(value) for value in rollout["logprobs"]]
-    if turns:
-        logprobs = [p for turn in turns for p in logprobs[turn["start"] : turn["end"]]]
+    """Return a rollout as a folded block: its reward, prompt, response, and facts."""
+    rollout, score = sample["rollout"], sample["score"]
+    behavior, prompt = rollout["behavior"], sample["prompt"]
+    scored = score["type"] == "Score"
+    logprobs = _drawn_logprobs(rollout)
     reward = f"{float(score['reward']):.3f}" if scored else f"{score['kind']}: {score['message']}"
     versions = ", ".join(map(str, sorted({span["version"] for span in behavior["policy"]})))
     mean_log_prob = f"{statistics.fmean(logprobs):.3f}" if logprobs else "-"
@@ -103,6 +104,15 @@ def _sample_details(label: str, sample: Record) -> str:
         f"\n<h4>{name}</h4>\n<pre>{escape(text, _MAX_TEXT_LENGTH)}</pre>" for name, text in texts
     )
     return f"<details class=sample><summary>{title}</summary>{body}<p>{escape(facts, 400)}</p></details>"
+
+
+def _drawn_logprobs(rollout: Record) -> list[float]:
+    """Return the log-probs of the drawn tokens: of a conversation, those within its turns."""
+    logprobs = [float(value) for value in rollout["logprobs"]]
+    turns = rollout.get("turns")
+    if not turns:
+        return logprobs
+    return [logprob for turn in turns for logprob in logprobs[turn["start"] : turn["end"]]]
 
 
 def _turns(sample: Record) -> str:

@@ -125,7 +125,7 @@ class _Thread:
         try:
             self.waiting.put_nowait(item)
         except queue.Full:
-            if item is None:
+            if item is None:  # the end has to arrive, in place of the oldest record
                 self.waiting.get_nowait()
                 self.waiting.put_nowait(None)
             if not self.behind:
