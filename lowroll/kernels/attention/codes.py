@@ -41,20 +41,23 @@ def encode(k_TGd: Tensor, v_TGd: Tensor, channels_GF: Tensor) -> Codes:
     head."""
     k_TGd, v_TGd = k_TGd.float(), v_TGd.float()
     bytes_TG2 = torch.stack([_scale_bytes(k_TGd), _scale_bytes(v_TGd)], -1)
-    inverse_TG2 = ((254 - bytes_TG2) << 23).view(torch.float32)
-    k_TGd = k_TGd * inverse_TG2[..., :1]
-    keys_TGd = k_TGd.to(E4M3)
+    inverse_TG2 = _power_of_two(254 - bytes_TG2)  # the byte e + 127 becomes -e + 127
+    scaled_k_TGd = k_TGd * inverse_TG2[..., :1]
+    scaled_v_TGd = v_TGd * inverse_TG2[..., 1:]
+    keys_TGd = scaled_k_TGd.to(E4M3)
     channels_TGF = channels_GF.expand(len(k_TGd), *channels_GF.shape)
-    residual_TGF = k_TGd.gather(2, channels_TGF) - keys_TGd.float().gather(2, channels_TGF)
+    residual_TGF = scaled_k_TGd.gather(2, channels_TGF) - keys_TGd.float().gather(2, channels_TGF)
     return Codes(
         keys_TGd.view(torch.uint8),
-        (v_TGd * inverse_TG2[..., 1:]).to(E4M3).view(torch.uint8),
+        scaled_v_TGd.to(E4M3).view(torch.uint8),
         (residual_TGF * FINER).to(E4M3).view(torch.uint8),
         bytes_TG2.to(torch.uint8),
     )
 
 
 def _scale_bytes(x_TGd: Tensor) -> Tensor:
+    """Return the bytes e + 127 of the scales, int32 [T, G]: amax's own exponent byte less 8, and
+    one more where its mantissa is over that of 448."""
     bits_TG = x_TGd.abs().amax(-1).view(torch.int32)
     return (((bits_TG + CARRY) >> 23) - 8).clamp(min=LEAST)
 
@@ -75,4 +78,5 @@ def decode_values(values_TGd: Tensor, scales_TG2: Tensor, dtype: torch.dtype) ->
 
 
 def _power_of_two(bytes_TG1: Tensor) -> Tensor:
+    """Return 2^e, float32, of bytes e + 127, which are the exponent of that number."""
     return (bytes_TG1.int() << 23).view(torch.float32)

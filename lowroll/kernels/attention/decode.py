@@ -202,6 +202,7 @@ def _plain(
     window: int,
     sinks_H: Tensor | None,
 ) -> Tensor:
+    """Compute `paged_decode` in plain torch, over copies of the rows' pages."""
     page = keys_pPGd.shape[1]
     live_B = lengths_B > 0
     table_BN = table_BN[:, : max(1, -(-int(lengths_B.max()) // page))]
@@ -216,15 +217,23 @@ def _plain(
     q_BGRd = q_BHd.reshape(q_BHd.shape[0], k_BGd.shape[1], -1, q_BHd.shape[-1])
     k_BGLd, v_BGLd = (gather_pages(pages, table_BN) for pages in (keys_pPGd, values_pPGd))
     mask = allowed_BL[:, None, None]
-    if sinks_H is not None:  # a key and a value of zeros, and the sink in place of its score
+    if sinks_H is not None:
+        # a sink is one more key of zeros, so its score is the mask's number, with a value of zeros
         k_BGLd, v_BGLd = (F.pad(x, (0, 0, 0, 1)) for x in (k_BGLd, v_BGLd))
-        hidden_BGRL = ~mask.expand(*q_BGRd.shape[:3], -1)
-        added_BGRL = q_BGRd.new_zeros(hidden_BGRL.shape).masked_fill_(hidden_BGRL, -torch.inf)
-        sinks_GR1 = sinks_H.to(q_BGRd.dtype).view(k_BGd.shape[1], -1, 1)
-        mask = torch.cat([added_BGRL, sinks_GR1.expand(len(q_BGRd), -1, -1, -1)], 3)
+        mask = _mask_with_sinks(mask, q_BGRd, sinks_H)
     o_BGRd = F.scaled_dot_product_attention(q_BGRd, k_BGLd, v_BGLd, attn_mask=mask, scale=scale)
     o_BHd = o_BGRd.reshape(q_BHd.shape)
     return o_BHd if live_B.all() else o_BHd.masked_fill(~live_B[:, None, None], 0.0)
+
+
+def _mask_with_sinks(allowed_B11L: Tensor, q_BGRd: Tensor, sinks_H: Tensor) -> Tensor:
+    """Return the numbers to add to the scores of L keys and a sink, [B, G, R, L + 1]: 0 for an
+    allowed key, -inf for another one, and the head's sink."""
+    batch, kv_heads, group = q_BGRd.shape[:3]
+    hidden_BGRL = ~allowed_B11L.expand(batch, kv_heads, group, -1)
+    added_BGRL = q_BGRd.new_zeros(hidden_BGRL.shape).masked_fill_(hidden_BGRL, -torch.inf)
+    sinks_GR1 = sinks_H.to(q_BGRd.dtype).view(kv_heads, group, 1)
+    return torch.cat([added_BGRL, sinks_GR1.expand(batch, -1, -1, -1)], 3)
 
 
 def newest_slots(table_BN: Tensor, lengths_B: Tensor, page: int) -> Tensor:
@@ -238,14 +247,12 @@ def _launch(rows: int, kv_heads: int, row_bytes: int) -> tuple[int, int, int, in
     """Return (splits, tokens of a block, stages, warps). Every other stage holds page numbers, the
     rest keys and values, at most 80 KiB together."""
     splits = max(1, min(MAX_SPLITS, PROGRAMS // (rows * kv_heads)))
-    stages = 5
-    max_tokens = (80 * 1024) // ((stages - 1) // 2 * 2 * row_bytes)
-    return (
-        splits,
-        max(16, min(64 if splits <= 4 else 32, 1 << (max_tokens.bit_length() - 1))),
-        stages,
-        4,
-    )
+    stages, warps = 5, 4
+    token_bytes = 2 * row_bytes  # of a key and a value
+    max_tokens = (80 * 1024) // ((stages - 1) // 2 * token_bytes)
+    power_of_two = 1 << (max_tokens.bit_length() - 1)
+    wanted = 64 if splits <= 4 else 32
+    return splits, max(16, min(wanted, power_of_two)), stages, warps
 
 
 def packed_heads(x_THd: Tensor) -> Tensor:

@@ -125,6 +125,7 @@ def _plain(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
+    """Compute `paged_decode8` in plain torch, over decoded copies of the rows' slots."""
     page = cache_pP.keys_TGd.shape[1]
     live_B = lengths_B > 0
     table_BN = table_BN[:, : max(1, -(-int(lengths_B.max()) // page))].long()

@@ -94,15 +94,19 @@ def queries_of(heads: int, kv_heads: int, d: int, size: int) -> int:
 def tile(
     lengths_S: Tensor, before_S: Tensor, origin_S: Tensor, queries: int, most: int
 ) -> QueryTiles:
-    """Return at most `most` tiles of packed sequences, without a wait. All int32.
+    """Cut packed sequences into tiles of up to `queries` tokens, without a wait for the device.
+    Return `most` tiles, the last ones empty; `most` has to be enough. All int32.
 
-    lengths_S: queries. before_S: keys before each first query. origin_S: as in `QueryTiles`.
+    lengths_S: query tokens of each sequence. before_S: keys before its first query. origin_S: as in
+    `QueryTiles`.
     """
     tiles_S = (lengths_S + (queries - 1)) // queries
     ends_S = tiles_S.cumsum(0)
     index_I = torch.arange(most, device=lengths_S.device)
+    # an empty tile counts as one of the last sequence
     sequence_I = torch.searchsorted(ends_S, index_I, right=True).clamp(max=len(lengths_S) - 1)
-    skipped_I = (index_I - (ends_S - tiles_S)[sequence_I]) * queries
+    first_tile_S = ends_S - tiles_S
+    skipped_I = (index_I - first_tile_S[sequence_I]) * queries  # the sequence's tokens before it
     starts_S = lengths_S.cumsum(0) - lengths_S
     remaining_I = lengths_S[sequence_I] - skipped_I
     count_I = torch.where(index_I < ends_S[-1], remaining_I.clamp(min=0, max=queries), 0)

@@ -32,11 +32,13 @@ class _FastForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run `plain` on the saved inputs, and differentiate that."""
+        needed_grads = ctx.needs_input_grad[2:]  # without those of `plain` and `fast`
         saved = iter(ctx.saved_tensors)
-        needed_grads = ctx.needs_input_grad[2:]
-        inputs: list[Any] = []
-        for value, is_tensor, needed in zip(ctx.others, ctx.are_tensors, needed_grads, strict=True):
-            inputs.append(next(saved).detach().requires_grad_(needed) if is_tensor else value)
+        inputs: list[Any] = list(ctx.others)
+        for index, is_tensor in enumerate(ctx.are_tensors):
+            if is_tensor:
+                inputs[index] = next(saved).detach().requires_grad_(needed_grads[index])
         with torch.enable_grad():
             outputs = ctx.plain(*inputs)
         if not isinstance(outputs, tuple):
@@ -46,8 +48,10 @@ class _FastForward(torch.autograd.Function):
             if grad is not None and output.requires_grad:
                 used_outputs.append(output)
                 used_grads.append(grad)
-        differentiable = [x for x, needed in zip(inputs, needed_grads, strict=True) if needed]
-        input_grads = iter(
-            torch.autograd.grad(used_outputs, differentiable, used_grads, allow_unused=True)
-        )
-        return None, None, *(next(input_grads) if needed else None for needed in needed_grads)
+        needed = [index for index, is_needed in enumerate(needed_grads) if is_needed]
+        needed_inputs = [inputs[index] for index in needed]
+        computed = torch.autograd.grad(used_outputs, needed_inputs, used_grads, allow_unused=True)
+        input_grads: list[Tensor | None] = [None] * len(inputs)
+        for index, input_grad in zip(needed, computed, strict=True):
+            input_grads[index] = input_grad
+        return None, None, *input_grads

@@ -70,6 +70,7 @@ def _launch(
 
 
 def _plain(buffers: Buffers, table_BP: Tensor, kept_BGK: Tensor, slots_BK: Tensor) -> None:
+    """Move a layer's kept keys in plain torch; a buffer's are all read before any is written."""
     page_size, num_heads = buffers[0].shape[1:3]
     pages_BGP = table_BP[:, None].expand(-1, num_heads, -1)
     pages_BGK = pages_BGP.gather(2, kept_BGK // page_size).long()

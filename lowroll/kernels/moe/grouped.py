@@ -72,7 +72,9 @@ def experts(
         clamped_gate=clamped_gate,
         blocked=down.block,
     )
-    h_PF, scale_P1 = (h_PF, None) if down.packed else _operand(h_PF, down)
+    scale_P1 = None
+    if not down.packed:  # for packed codes the first product has put them in order (`blocked`)
+        h_PF, scale_P1 = _operand(h_PF, down)
     y_PD = _launch(h_PF, scale_P1, down, groups, x_TD.dtype, to_slots=True)
     return combine(y_PD, weights_TS, x_TD.dtype)
 

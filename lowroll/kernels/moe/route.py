@@ -115,6 +115,7 @@ class _Choose(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TS: Tensor, _experts_grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the chosen experts' weights again in plain torch, and differentiate that."""
         *inputs, experts_TS = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         with torch.enable_grad():

@@ -138,7 +138,8 @@ def keep(
 def _plain(
     logits_BV: Tensor, filters: Filters, temperature_B: Tensor | None, greedy_B: Tensor | None
 ) -> Kept:
-    """Filter in plain torch, by a sort."""
+    """Filter in plain torch: top-k and top-p by a sort, of the rows that use them where that can be
+    known, then min-p, whose floor holds where it is the higher one."""
     rows, tokens = logits_BV.shape
     is_ranked_B = (filters.top_k_B < tokens) | (filters.top_p_B < 1)
     if greedy_B is not None:

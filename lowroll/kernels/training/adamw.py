@@ -79,10 +79,11 @@ class Tensors:
             raise ValueError(
                 "gradients: expected all of them in float32, or all in the dtype of the copies"
             )
-        rows = [
-            [*(x.data_ptr() for x in (p, g, m, v)), 0 if low is None else low.data_ptr(), p.numel()]
-            for (p, m, v, low), g in zip(self.kept, gradients, strict=True)
-        ]
+        rows = []
+        for (master, first, second, low), gradient in zip(self.kept, gradients, strict=True):
+            pointers = [x.data_ptr() for x in (master, gradient, first, second)]
+            low_pointer = 0 if low is None else low.data_ptr()
+            rows.append([*pointers, low_pointer, master.numel()])
         table = torch.tensor(rows, dtype=torch.int64)
         if self.device.type == "cuda":
             table = table.pin_memory().to(self.device, non_blocking=True)
