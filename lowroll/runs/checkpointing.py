@@ -63,21 +63,23 @@ class Checkpointing:
         return checkpoint
 
     def _refuse_other_run(self, checkpoint: Checkpoint) -> None:
-        """Raise ValueError when a checkpoint's settings or inputs are not this run's.
-
-        Older checkpoints lack two keys, and are refused for that only after all other reasons,
-        which say more to the user.
-        """
+        """Raise ValueError when a checkpoint's settings or inputs are not this run's, or when it
+        lacks a piece."""
         meta, cfg = checkpoint.meta, self.home.cfg
-        check_pieces("checkpoint", {"read": None, "cache_tokens": None, **meta}, META)
+        # Older checkpoints lack two pieces. They are refused for that last, as the other reasons
+        # say more to the user.
+        later_pieces = {"read": None, "cache_tokens": None}
+        check_pieces("checkpoint", {**later_pieces, **meta}, META)
         saved_settings = yaml.safe_load(meta["config"])
         may_change = self._may_change(checkpoint, saved_settings)
         identity.refuse_other_settings(saved_settings, cfg, may_change)
         saved_inputs = meta.get("read")
-        if saved_inputs is not None:  # the teacher is compared once it is loaded (`take`)
+        if saved_inputs is not None:
+            # `take` compares the teacher, which is loaded later
             saved_inputs = {k: v for k, v in saved_inputs.items() if k != identity.TEACHER}
         identity.refuse_other_files(saved_inputs, self._own_inputs)
-        check_pieces("checkpoint", meta, SFT_META if self.home.command == "sft" else META)
+        needed = SFT_META if self.home.command == "sft" else META
+        check_pieces("checkpoint", meta, needed)
 
     def _refuse_fewer_steps(self, checkpoint: Checkpoint) -> None:
         cfg = self.home.cfg

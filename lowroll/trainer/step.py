@@ -423,38 +423,41 @@ def _anchors(
 def _mismatch_metrics(
     batch: Batch, active: Sequence[int], learner: PerToken, settings: LearnSettings
 ) -> dict[str, float]:
-    """Return the mismatch of sampler and learner on the active samples, by length too, by staleness
-    where the orchestrator gave the learner's version, and with what it rejects where some sample's
-    cache was not exact. learner: its log-probs before the first update."""
+    """Return the mismatch of sampler and learner on the active samples: of all, and by length.
+
+    Add that by staleness if the orchestrator gave the learner's version, and the statistics of
+    rejected samples if a cache was bounded or rounded. learner: its log-probs before the first
+    update.
+    """
     if not active:
         return {}
     packed = collate(batch.samples, active)
-    policies = {
+    per_token = {
         "learner": gather(learner, packed),
         "behavior": packed.behavior_N,
         "mask": packed.mask_N,
         "segments": packed.segments_N,
     }
-    metrics = mismatch(**policies) | by_length(**policies)
+    metrics = mismatch(**per_token) | by_length(**per_token)
     version = batch.stats.get("rollout/learner_version")
     if version is not None:
-        metrics |= by_staleness(**policies, staleness=packed.staleness_N(int(version)))
+        metrics |= by_staleness(**per_token, staleness=packed.staleness_N(int(version)))
     if not all(sample.rollout.behavior.exact_kv for sample in packed.chosen):
-        metrics |= _rejection_metrics(packed, policies, settings)
+        metrics |= _rejection_metrics(packed, per_token, settings)
     return metrics
 
 
 def _rejection_metrics(
-    packed: PackedBatch, policies: Mapping[str, Tensor], settings: LearnSettings
+    packed: PackedBatch, per_token: Mapping[str, Tensor], settings: LearnSettings
 ) -> dict[str, float]:
     """Return the statistics of what the objective rejects before the first update, when the learner
-    is the proximal policy. policies: learner, behavior, mask and segments, [N]."""
+    is the proximal policy. per_token: learner, behavior, mask and segments, [N]."""
     options = settings.objective.options | dict(settings.options)
-    verdict = settings.objective.verdict(**policies, proximal=policies["learner"], **options)
+    verdict = settings.objective.verdict(**per_token, proximal=per_token["learner"], **options)
     scores = [sample.score for sample in packed.chosen]
     rewards = [score.reward if isinstance(score, Score) else math.nan for score in scores]
     return rejection(
-        **policies,
+        **per_token,
         rewards=torch.tensor(rewards, dtype=torch.float64),
         kept=None if verdict is None else verdict.kept_N,
         veto=options.get("veto"),

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 SILENT_S = 30.0  # without a heartbeat until a warning
 GONE_S = 1800.0  # until others stop waiting for a restart
+LONGEST_STEP_S = 86_400.0  # wait for what another role makes; its heartbeat says if it is gone
 VARIABLE = "LOWROLL_SILENT_S"  # replaces SILENT_S, for tests
 
 

@@ -41,7 +41,13 @@ from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.roles.agreement import check_engines, check_trainer
 from lowroll.runs.roles.channels import sender
-from lowroll.runs.roles.heartbeat import GONE_S, Heartbeat, HeartbeatMonitor, silent_s
+from lowroll.runs.roles.heartbeat import (
+    GONE_S,
+    LONGEST_STEP_S,
+    Heartbeat,
+    HeartbeatMonitor,
+    silent_s,
+)
 from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.run_paths import ORCHESTRATOR, TRAINER, RunPaths
 from lowroll.runs.roles.versions import RolloutPool, Versions
@@ -200,7 +206,7 @@ class Orchestration:
         wait_until(
             has_begun,
             f"a sign of life of the trainer in {self.paths.heartbeat(TRAINER)} (lowroll train)",
-            GONE_S * 48,
+            LONGEST_STEP_S,
             self.alive,
         )
 
@@ -272,23 +278,24 @@ class Orchestration:
         self._commit()
         tell("the trainer has learned from every batch; nothing is left to make")
 
-    def _make_after(self, made: int) -> None:
-        """Make the batches after the step `made`, and wait until all are committed."""
+    def _make_after(self, last_made: int) -> None:
+        """Make the batches after the step `last_made`, with the evaluations between them, and wait
+        until the trainer has committed all. A step that raises NoSignal ends the channel early."""
         try:
             if (ended := self.channel.spool.ended()) is not None:
                 raise NoSignal(ended)  # recorded before this process was started
-            for step in range(made + 1, self.last + 1):
+            for step in range(last_made + 1, self.last + 1):
                 self._evaluate_after(step - 1)
                 self.step(step)
         except NoSignal as reason:
             tell(f"no batch follows: {reason}")
             self.channel.end(str(reason))
-        else:
+        else:  # all steps were made
             self._evaluate_after(self.last)
         if unjudged := self.batches.orchestrator.errors.unjudged():
             log.warning(unjudged)
         self.heartbeat.update(phase="waiting", doing="for the last checkpoint")
-        self.channel.drain(GONE_S * 48)
+        self.channel.drain(LONGEST_STEP_S)
 
     def step(self, step: int) -> None:
         """Make the batch of a step once its weights are there."""
@@ -371,7 +378,7 @@ class Orchestration:
         wait_until(
             has_spoken,
             "the trainer's word about what it has received",
-            GONE_S * 48,
+            LONGEST_STEP_S,
             self.alive,
         )
         cursor = self.channel.cursor()

@@ -54,10 +54,15 @@ STORE = 80 << 20  # bytes of our own cluster's object store, which carries nothi
 
 
 def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, ActorProcess]:
-    """Return the roles' processes, placed and not started. ValueError names a node that does not see
-    the run folder, RunFailed a role without a node."""
+    """Return the roles' processes: their actors have nodes, and nothing is started.
+
+    Closing `stack` ends the processes, then frees what was reserved, removes the file of variables
+    and leaves the cluster. ValueError names a node that does not see the run folder, RunFailed a
+    role without a node.
+    """
     stack.enter_context(_connect_cluster(cfg))
-    meeting_arguments = (os.getcwd(), *stack.enter_context(role_variables(cfg, paths)))
+    variables_path, word = stack.enter_context(role_variables(cfg, paths))
+    meeting_arguments = (os.getcwd(), variables_path, word)
     demand_by_role = demands(cfg, _cluster_gpus())
     deadline_s = cfg.ray.node_deadline
     group = stack.enter_context(_reserve_group(demand_by_role, deadline_s))

@@ -27,7 +27,7 @@ from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder, resumes_by_config
 from lowroll.runs.learner import Learner, Policy
 from lowroll.runs.roles.channels import TrainerChannel, receiver
-from lowroll.runs.roles.heartbeat import GONE_S, Heartbeat, HeartbeatMonitor
+from lowroll.runs.roles.heartbeat import LONGEST_STEP_S, Heartbeat, HeartbeatMonitor
 from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.rank_follower import MirrorPublisher, OrderSender, join_ranks
 from lowroll.runs.roles.ranks import RankEnvironment
@@ -120,7 +120,7 @@ class Training:
             checkpoints,
             self.channel,
             self.publisher,
-            deadline_s=GONE_S * 48,
+            deadline_s=LONGEST_STEP_S,
             whole=self.publisher.whole,
         )
         self._ended = time.monotonic()  # the previous step
