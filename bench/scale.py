@@ -142,7 +142,7 @@ class Learner:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Learner:
-        self.spool.progress.say(Cursor(0, 0, 1))
+        self.spool.progress.report(Cursor(0, 0, 1))
         self._thread.start()
         return self
 
@@ -156,7 +156,7 @@ class Learner:
                 self.stats = _header(self.spool.path(step))["stats"]
                 self._publish(step)  # every one: the orchestrator waits for each in its turn
                 self.step = step
-                self.spool.progress.say(Cursor(step, step, 1))
+                self.spool.progress.report(Cursor(step, step, 1))
 
     def _publish(self, version: int) -> None:
         """Write a manifest and the marker: fakes read no weights."""

@@ -89,9 +89,10 @@ def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
         refuse_tree(tree)
     has_variables = any(tree.free_symbols or tree.has(AppliedUndef) for tree in gold_trees)
     if not has_variables:
-        is_same = all(map(same_tree, gold_trees, answer_trees))
-        is_reversed = all(map(same_tree, gold_trees, answer_trees[::-1]))
-        return 1.0 if is_same or is_reversed else None
+        for sides in (answer_trees, answer_trees[::-1]):
+            if all(map(same_tree, gold_trees, sides)):
+                return 1.0
+        return None
     gold_difference = _difference(*gold_trees)
     answer_difference = _difference(*answer_trees)
     factor = _constant_ratio(gold_difference, answer_difference)

@@ -94,9 +94,9 @@ class SplitRows(Generic[T]):
             return index % size
         epoch, position = divmod(index, size)
         if self._epoch != epoch:
-            self._epoch_order = list(range(size))
-            Random(f"{self.seed}/{epoch}").shuffle(self._epoch_order)
-            self._epoch = epoch
+            order = list(range(size))
+            Random(f"{self.seed}/{epoch}").shuffle(order)
+            self._epoch_order, self._epoch = order, epoch
         return self._epoch_order[position]
 
     @cached_property

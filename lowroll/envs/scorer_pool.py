@@ -513,6 +513,8 @@ def _parse_result(reply: dict[str, Any], size: int, responds: bool) -> Result | 
     if size and "scores" in reply:
         return _parse_group_scores(reply["scores"], size)
     kind = reply.get("error")
+    if not isinstance(reply.get("extra"), dict | None):
+        return None
     if responds and kind not in ("exception", "memory", "invalid"):
         return _parse_messages(reply)
     return _parse_score(reply)
@@ -521,7 +523,7 @@ def _parse_result(reply: dict[str, Any], size: int, responds: bool) -> Result | 
 def _parse_score(reply: dict[str, Any]) -> Score | ScoreError | None:
     reward, metrics, kind = reply.get("reward"), reply.get("metrics"), reply.get("error")
     extra = reply.get("extra")
-    if extra is not None and not isinstance(extra, dict):
+    if not isinstance(extra, dict | None):
         return None
     if kind == "exception" or kind == "memory" or kind == "invalid":
         return ScoreError(kind, str(reply.get("message")))

@@ -7,7 +7,7 @@
 (Shazeer et al. 2017, arXiv 1701.06538, with the softmax before the choice as in Qwen3-MoE.) Router
 logits are float32 sums (`kernels.moe.route`, which has the scores by sigmoids too). The correction
 of sigmoids for the choice has no gradient: training balances no load, and leaves it as it is. With
-`expert_bias`, R x and all products have a bias; with a `clamped_gate`, the SwiGLU is
+`has_biases`, R x and all products have a bias; with a `clamped_gate`, the SwiGLU is
 `kernels.fused.swiglu.clamped_swiglu`.
 
 All experts are stacked in one `Linear` with the parts "experts.7.gate_proj" and so on: formats and

@@ -172,7 +172,7 @@ def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, f
         metrics["eval/temperature"] = first["eval/temperature"]
     metrics |= then
     if first or then:
-        metrics["time/eval"] = first.get("time/eval", 0) + then.get("time/eval", 0)
+        metrics["time/eval"] = sum(values["time/eval"] for values in (first, then) if values)
     return metrics
 
 

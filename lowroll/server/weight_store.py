@@ -183,10 +183,10 @@ class WeightStore:
             )
         number = number_of(version)
         names = [version] if number is None else [version, folder_name(number), f"step_{number}"]
-        folders = [self.folder / name for name in names if _is_published(self.folder / name)]
-        if not folders:
+        folders = (self.folder / name for name in names)
+        folder = next((folder for folder in folders if _is_published(folder)), None)
+        if folder is None:
             raise wrong_field("version", f"there is no {version}", 404)
-        folder = folders[0]
         if not os.path.lexists(folder / STABLE):  # no broadcast, or one that is being written
             if "broadcast" in (read_meta(folder) or {}):
                 raise wrong_field("version", f"there is no {version} yet: no {STABLE}", 404)

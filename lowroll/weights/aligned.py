@@ -36,9 +36,9 @@ def align(model: Transformer, format: str) -> Transformer:
     another one."""
     for name, linear in model.linears():
         base = linear.weight
+        expected_format = get_format(format).of(name).name  # ValueError before anything is aligned
         if not isinstance(base, QTensor) or get_format(base.format).dense:
             continue
-        expected_format = get_format(format).of(name).name
         if base.format != expected_format:
             raise ValueError(
                 f"{name}: the base is {base.format}, and the forward is to be {expected_format}"

@@ -38,6 +38,7 @@ def _check_resumed(planner: Planner, cfg: RunConfig) -> MemoryPlan:
         for change in _release_cache(planner, cfg):
             if _fits(planner, cfg, change):
                 hint = f"; it would fit with {_describe(change)}"
+                break
         raise ValueError(
             f"resume: a run keeps the KV cache that it began with: {plan.problem}{hint}"
         )
