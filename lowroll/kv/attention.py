@@ -95,21 +95,23 @@ class PagedAttention:
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Store the chunks' keys and values; return the attention [T, H, d] of their queries."""
-        q_THd, k_TGd, v_TGd, sinks_H = inputs
+        q_THd = inputs.q_THd
         # attention sees them as the cache stores them, perhaps rounded
-        k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
+        k_TGd, v_TGd = self.cache.write(layer, self.slots_T, inputs.k_TGd, inputs.v_TGd)
         if self.exact is not None:
             return self.exact(layer, q_THd)
         outputs = []
         start = self.num_fresh
         if self.fresh is not None:
-            fresh = AttentionInputs(q_THd, k_TGd, v_TGd, sinks_H).tokens(slice(start))
-            outputs.append(self.fresh(layer, fresh))
+            stored = inputs._replace(k_TGd=k_TGd, v_TGd=v_TGd)
+            outputs.append(self.fresh(layer, stored.tokens(slice(start))))
         for chunks in self.later:
             stop = start + chunks.num_queries
-            stored_k, stored_v = self.cache.read(layer, chunks.slots_T)
-            stored = AttentionInputs(q_THd[start:stop], stored_k, stored_v, sinks_H)
-            outputs.append(chunks.attend(layer, stored))
+            gathered_k, gathered_v = self.cache.read(layer, chunks.slots_T)
+            chunk_inputs = inputs._replace(
+                q_THd=q_THd[start:stop], k_TGd=gathered_k, v_TGd=gathered_v
+            )
+            outputs.append(chunks.attend(layer, chunk_inputs))
             start = stop
         if self.selector is not None:
             self.selector.prefilled(layer, q_THd, self.chunks)

@@ -20,7 +20,6 @@ PRE_NORMS = (
     ("post_attention_norm", "post_attention_layernorm"),
 )
 FULL, SLIDING = "full_attention", "sliding_attention"
-ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 
 @dataclass(frozen=True)
