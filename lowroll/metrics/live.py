@@ -143,6 +143,11 @@ class LiveView:
             words = [f"step {record.get('step', 0):>4}/{self.total_steps}", *_evals(record)]
             self._console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
 
+    def show(self, record: Mapping[str, Any]) -> str:
+        """Show a finished step, and return its line for the log."""
+        self.step(record)
+        return self.line()
+
     def line(self) -> str:
         record = self._record
         words = [

@@ -85,12 +85,8 @@ def _train(training_run: Run, first_step: int, stack: ExitStack) -> RunResult:
     stop = stack.enter_context(polite_stop())
     training_run.watch(view, stop)
 
-    def show(record: Record) -> str:
-        view.step(record)
-        return view.line()
-
     try:
-        signal = run_steps(training_run, first_step, last_step, cfg.ckpt.interval, show, stop)
+        signal = run_steps(training_run, first_step, last_step, cfg.ckpt.interval, view.show, stop)
     except NoSignal as reason:
         training_run.end(reason)
         return RunResult(home.path, read(home.path), ended=str(reason))

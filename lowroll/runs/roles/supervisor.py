@@ -339,8 +339,7 @@ class Display:
             if record["step"] > self.step:
                 self.step = record["step"]
                 recorded_steps.add(self.step)
-                self.view.step(record)
-                log.info("%s", self.view.line())
+                log.info("%s", self.view.show(record))
         for step, evaluation in read_evaluations(self.run).items():
             if self.evaluations.get(step) != evaluation and max(1, step) <= self.step:
                 self.evaluations[step] = evaluation

@@ -74,12 +74,8 @@ def train(
         view.asked_to_stop = stop
         role.watch(view)
 
-        def show(record: Record) -> str:
-            view.step(record)
-            return view.line()
-
         try:
-            signal = run_steps(role, first_step, last_step, cfg.ckpt.interval, show, stop)
+            signal = run_steps(role, first_step, last_step, cfg.ckpt.interval, view.show, stop)
         except ChannelClosed as reason:
             role.finish(role.learner.made)
             role.orders.send("end")
