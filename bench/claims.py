@@ -54,6 +54,7 @@ CLAIMS = (
     Claim("QuRL, Table 1", "the same of FP8 collapses", "bf16", "fp8 naive", "55.4 / 0.0"),
     Claim("QaRL, Table 1", "uncorrected 4-bit rollouts fall behind", "bf16", "int4 naive"),
     Claim("QuRL, Table 1", "ACR mends INT8", "int8 acr", "int8 naive", "53.6 / 48.8"),
+    Claim("QuRL, Table 1", "ACR mends FP8", "fp8 acr", "fp8 naive"),
     Claim("QuRL, Eq. 9", "ACR mends INT4", "int4 acr", "int4 naive"),
     Claim("FlashRL; QuRL, Table 1", "TIS mends INT8", "int8 tis", "int8 naive", "51.4 / 48.8"),
     Claim("FlashRL", "TIS mends INT4", "int4 tis", "int4 naive"),
@@ -76,6 +77,7 @@ CLAIMS = (
         "88.5 / 88.1",
     ),
     Claim("QeRL, Table 1", "noise gains on NVFP4", "nvfp4 lora noise", "nvfp4 lora", "90.8 / 88.5"),
+    Claim("lowroll", "LoRA learns more from NVFP4 than all weights", "nvfp4 lora", "nvfp4 acr"),
     Claim("lowroll", "INT8 with ACR costs nothing", "bf16", "int8 acr", within=0.03),
     Claim("lowroll", "rotated INT8 costs nothing", "bf16", "int8_rotated acr", within=0.03),
 )
@@ -155,13 +157,14 @@ def table(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     for claim in CLAIMS:
         found = pairs(claim, runs)
         scored = [size for pair in found if (size := held_out(claim, pair)) is not None]
+        without_score = len(found) - len(scored)
         rows.append(
             (
                 claim.source,
                 claim.says,
                 claim.reports or "-",
                 f"{claim.better} - {claim.worse}",
-                str(len(found)),
+                f"{len(found)}, {len(scored)} scored" if without_score else str(len(found)),
                 *judged(claim, [drawn(pair) for pair in found]),
                 claim.score,
                 *judged(claim, scored),

@@ -21,16 +21,23 @@ from bench.targets import batch_of, rollout
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results"
 WINDOW = 10
-FULL_WEIGHTS = (
+EIGHT_BITS = (
     "bf16",
-    "int8 naive",
-    "int8 acr",
     "int8_rotated acr",
+    "int8 acr",
+    "int8 tis",
+    "int8 naive",
+    "fp8 acr",
     "fp8 naive",
-    "int4 naive",
-    "int4 tis",
-    "int4 acr",
+)
+FOUR_BITS = (
+    "bf16",
+    "bf16 lora",
+    "nvfp4 lora",
+    "nvfp4 acr",
     "int4 aligned tbpo",
+    "int4 acr",
+    "int4 naive",
 )
 LEARNT = ("bf16", "int8_rotated acr", "int8 acr", "int8 naive", "fp8 naive")
 FORMATS = ("bf16", "fp8", "int8", "nvfp4")
@@ -168,7 +175,8 @@ def main() -> None:
     orchestrated(FOLDER / "scale.png", json.loads((BASELINES / "scale.json").read_text())["rows"])
     runs = json.loads((RESULTS / "curves.json").read_text())["runs"]
     kl = ("mismatch/kl_k3", "KL of the rollouts to the learner, nats")
-    picture(FOLDER / "formats.png", runs, FULL_WEIGHTS, kl, True)
+    picture(FOLDER / "eight_bits.png", runs, EIGHT_BITS, kl, True)
+    picture(FOLDER / "four_bits.png", runs, FOUR_BITS, kl, True)
     picture(
         FOLDER / "caches.png",
         json.loads((RESULTS / "sparse.json").read_text())["runs"],

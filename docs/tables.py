@@ -11,6 +11,7 @@ import ast
 import inspect
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -124,6 +125,32 @@ def algorithms() -> str:
     )
 
 
+# the stored arms that a row of `correction: auto` rests on, by its rollouts and forward
+SEEN = {
+    ("a bounded cache (rollout.kv.policy)", "any"): ("sparse", ("rkv capped", "rkv naive")),
+    ("dense, an 8-bit cache (rollout.kv.dtype)", "any"): ("sparse", ("fp8 cache",)),
+    ("dense", "any"): ("curves", ("bf16", "bf16 lora")),
+    ("low-bit", "aligned"): ("curves", ("int4 aligned tbpo", "int4 naive")),
+    ("low-bit", "dense, LoRA on the same base"): ("curves", ("nvfp4 lora",)),
+    ("low-bit", "dense"): (
+        "curves",
+        ("int8 acr", "int8 naive", "fp8 acr", "fp8 naive", "nvfp4 acr"),
+    ),
+}
+
+
+def _seen(file: str, arms: tuple[str, ...]) -> str:
+    """Return the reward of some arms' rollouts, of the first and last ten steps, means over seeds."""
+    runs = json.loads((RESULTS / f"{file}.json").read_text())["runs"]
+
+    def mean(arm: str, steps: slice) -> float:
+        curves = [run["curves"]["reward/mean"] for run in runs if run["variant"] == arm]
+        return statistics.fmean(value for curve in curves for value in curve[steps])
+
+    first, last = slice(10), slice(-10, None)
+    return ", ".join(f"`{arm}` {mean(arm, first):.2f} to {mean(arm, last):.2f}" for arm in arms)
+
+
 def auto() -> str:
     from lowroll.config import from_mapping
     from lowroll.config.auto import AUTO
@@ -137,9 +164,20 @@ def auto() -> str:
             if options.get(name) is not None
         )
         under = "" if row.gspo == row.correction else f" (`{row.gspo}` under gspo)"
-        rows.append((row.price, row.forward, f"`{row.correction}`{under}", shown, row.source))
+        seen = SEEN.get((row.price, row.forward))
+        evidence = _seen(*seen) if seen else "-"
+        correction = f"`{row.correction}`{under}"
+        rows.append((row.price, row.forward, correction, shown, row.source, evidence))
     return table(
-        ("rollouts", "learner's forward", "correction", "thresholds (grpo)", "source"), rows
+        (
+            "rollouts",
+            "learner's forward",
+            "correction",
+            "thresholds (grpo)",
+            "source",
+            "reward of rollouts",
+        ),
+        rows,
     )
 
 
@@ -714,13 +752,14 @@ def _learnt() -> tuple[str, ...]:
     runs = json.loads((RESULTS / "curves.json").read_text())["runs"]
     rows = {arm: dict(zip(HEAD, (arm, *row), strict=True)) for arm, *row in summary(runs)}
 
-    def reward(arm: str) -> str:
-        return f"{rows[arm]['reward, first 10 steps']} to {rows[arm]['last 10']}"
+    def accuracy(arm: str) -> str:
+        return rows[arm]["held out, greedy"].split()[0]
 
+    before = runs[0]["warm_start"]["greedy"]
     return (
-        "SmolLM2-135M, GRPO, reward of INT8 rollouts, first and last 10 steps",
-        f"{reward('int8 acr')} (`correction: acr`)",
-        f"{reward('int8 naive')} (one clipped ratio); {reward('bf16')} with bfloat16 rollouts",
+        f"SmolLM2-135M, GRPO, held-out accuracy after INT8 rollouts (before: {before:.3f})",
+        f"{accuracy('int8 acr')} (`correction: acr`), {accuracy('int8_rotated acr')} (rotated INT8)",
+        f"{accuracy('int8 naive')} (one clipped ratio); {accuracy('bf16')} with bfloat16 rollouts",
         "-",
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from lowroll import Engine, Request, score
 from lowroll.kv.policy.table import make
 from lowroll.model import hf
+from lowroll.model.attention import AttentionInputs
 from lowroll.model.replay import replayed
 from tests.fixtures.engines import prompt
 from tests.fixtures.evictions import random_evictions, sees
@@ -93,7 +94,7 @@ def test_attention_and_gradient_are_those_of_a_mask_and_repeat_bitwise(dtype: to
     found = []
     for _ in range(2):
         qkv = inputs(dtype)
-        got = replayed(LENGTHS, evictions, "cuda")(1, *qkv)
+        got = replayed(LENGTHS, evictions, "cuda")(1, AttentionInputs(*qkv))
         (got * weight).sum().backward()
         found.append([got.detach(), *(x.grad for x in qkv)])
     for x, y in zip(*found, strict=True):
