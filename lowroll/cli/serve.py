@@ -440,7 +440,7 @@ def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -
     else:
         model = hf.load(folder, device, get_format(format).dtype, format)
     if model.spec.mixture.num_experts:  # experts take none: attention's alone
-        return lora.attach(model, rank, alpha, lora.TARGETS[:4])
+        return lora.attach(model, rank, alpha, lora.attention_targets(model.spec))
     return lora.attach(model, rank, alpha)
 
 

@@ -126,7 +126,7 @@ def key_energy(model: Transformer) -> Tensor:
             if not block.norms_whole:  # one gain for all heads
                 gain = gain.repeat(spec.num_kv_heads)
             energy = gain.square()
-        elif block.qkv.bias is not None:
+        elif block.latent is None and block.qkv.bias is not None:
             key_bias = block.qkv.bias.detach()[-2 * size : -size]  # in front of that of the values
             energy = key_bias.float().square()
         energy_Gd = energy.view(spec.num_kv_heads, spec.head_dim)

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowroll.kernels.quantize.rows import Product
 from lowroll.model.attention import Attend, AttentionInputs
 from lowroll.model.families.base import DeltaSpec
 from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.recurrence import convolve, delta_rule
+from lowroll.model.stream import Stream, dense
 
 UNIT_EPS = 1e-6  # added to the squared length of q and k
 
@@ -116,7 +116,7 @@ class GatedDeltaNet(nn.Module):
         self.norm_weight = vector(sizes.value_dim)  # norm.weight
         self.o = layers.linear(sizes.values, {"out_proj": hidden_size}, False, device, dtype)
 
-    def forward(self, x_TD: Tensor, recur: Recur) -> Tensor | Product:
+    def forward(self, x_TD: Tensor, recur: Recur) -> Stream:
         """Return what the layer adds to the residual stream [T, D]."""
         qkv_TC, z_THv, beta_TH, decay_TH = self.project(x_TD)
         weight_CK = self.conv_weight.squeeze(1)
@@ -127,7 +127,7 @@ class GatedDeltaNet(nn.Module):
     def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return qkv [T, C], the gate z [T, H, v], and beta and decay [T, H], float32."""
         sizes = self.sizes
-        qkvz = _dense(self.qkvz(self.qkvz.read(x_TD)), x_TD.dtype)
+        qkvz = dense(self.qkvz(self.qkvz.read(x_TD)))
         ba = F.linear(x_TD, self.ba_weight)
         if sizes.grouped:  # the checkpoint's order: a key head, with the value heads that it serves
             heads = sizes.value_heads // sizes.key_heads
@@ -160,7 +160,3 @@ def _ungrouped(x_TN: Tensor, sizes: DeltaSpec, widths: list[int]) -> list[Tensor
 
 def _to_unit_length(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt()
-
-
-def _dense(y: Tensor | Product, dtype: torch.dtype) -> Tensor:
-    return y.dense(dtype) if isinstance(y, Product) else y

@@ -38,7 +38,8 @@ from lowroll.types import printable
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # of gated delta nets
 _DELTA_NAMES = ("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "out_proj")
-_NAMES = (*TARGETS, *FUSED, *_DELTA_NAMES)
+_LATENT_NAMES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+_NAMES = (*TARGETS, *FUSED, *_DELTA_NAMES, *_LATENT_NAMES)
 # PEFT config keys that are read or have no effect; others must be neutral
 _KNOWN_KEYS = {
     "peft_type",
@@ -57,14 +58,18 @@ _KNOWN_KEYS = {
     "qalora_group_size",
 }
 _NEUTRAL_VALUES: tuple[object, ...] = (None, False, "none", "", [], {})
-_LORA_A_AFTER_NORM = tuple(
-    f"{part}.lora_A.weight" for part in _NAMES if part not in ("o_proj", "out_proj", "down_proj")
-)
+# matrices that do not read a norm of the residual stream
+_ELSEWHERE = ("o_proj", "out_proj", "down_proj", "q_b_proj", "kv_b_proj")
+_LORA_A_AFTER_NORM = tuple(f"{part}.lora_A.weight" for part in _NAMES if part not in _ELSEWHERE)
 _FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 _PEFT_MODULES = {
     "qkv": "self_attn",
     "o": "self_attn",
+    "latent.qkv_a": "self_attn",
+    "latent.q_b": "self_attn",
+    "latent.kv_b": "self_attn",
+    "latent.o": "self_attn",
     "delta.qkvz": "linear_attn",
     "delta.o": "linear_attn",
     "gate_up": "mlp",
@@ -124,7 +129,8 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
     if spec.mixture.num_experts and (expert_targets := sorted(set(targets) & set(_EXPERT_PARTS))):
         raise ValueError(
             f"lora_target_modules: {', '.join(expert_targets)} are experts' matrices in "
-            f"{spec.architecture}, which take no adapter; choose out of {', '.join(TARGETS[:4])}"
+            f"{spec.architecture}, which take no adapter; choose out of "
+            f"{', '.join(attention_targets(spec))}"
         )
     parts = list(features_read(spec))
     present: set[str] = set()  # the names that adapted parts have, here or where they are not fused
@@ -139,6 +145,13 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
         raise ValueError(f"lora_rank: expected at least 1, got {rank}")
     if not math.isfinite(alpha):
         raise ValueError(f"lora_alpha: expected a finite number, got {alpha}")
+
+
+def attention_targets(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the matrices of attention, which take an adapter in every model."""
+    if spec.latent is None:
+        return TARGETS[:4]
+    return tuple(spec.latent.in_features(spec.num_heads, spec.hidden_size))
 
 
 def adapted_parts(parts: Iterable[str], targets: Sequence[str]) -> list[str]:

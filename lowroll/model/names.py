@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lowroll.model.families.base import LatentSpec
 from lowroll.model.spec import ModelSpec
 
 # the matrices that some checkpoints hold as one, and their parts elsewhere
@@ -15,6 +16,7 @@ FUSED = {
 }
 LINEARS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
     *("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj"),
     *("gate_proj", "up_proj", "down_proj"),
     *FUSED,
@@ -65,6 +67,8 @@ def hf_names(spec: ModelSpec, prefix: str = "model.") -> Iterator[Names]:
 def _mixer_names(spec: ModelSpec, i: int, layer: str) -> Iterator[Names]:
     if spec.layers and spec.layers[i].mixer == "delta":
         return _delta_names(spec, f"{layer}.linear_attn")
+    if spec.latent is not None:
+        return _latent_names(spec, spec.latent, f"{layer}.self_attn")
     return _attention_names(spec, f"{layer}.self_attn")
 
 
@@ -81,6 +85,17 @@ def _delta_names(spec: ModelSpec, net: str) -> Iterator[Names]:
     yield "delta.dt_bias", [f"{net}.dt_bias"], (heads,)
     yield "delta.norm_weight", [f"{net}.norm.weight"], (sizes.value_dim,)
     yield "delta.o.weight", [f"{net}.out_proj.weight"], (hidden, sizes.values)
+
+
+def _latent_names(spec: ModelSpec, sizes: LatentSpec, attention: str) -> Iterator[Names]:
+    norms = {"q_b": ("q_norm", "q_a_layernorm"), "kv_b": ("kv_norm", "kv_a_layernorm")}
+    matrices = sizes.matrices(spec.num_heads, spec.hidden_size)
+    for name, (parts, in_features) in matrices.items():
+        if name in norms:  # in front of the matrix
+            norm, hf_norm = norms[name]
+            yield f"latent.{norm}.weight", [f"{attention}.{hf_norm}.weight"], (in_features,)
+        stored = [f"{attention}.{part}.weight" for part in parts]
+        yield f"latent.{name}.weight", stored, (sum(parts.values()), in_features)
 
 
 def _attention_names(spec: ModelSpec, attention: str) -> Iterator[Names]:
@@ -167,11 +182,17 @@ def features_read(spec: ModelSpec) -> dict[str, int]:
     """Return the in features of each kind of matrix by HF name ("q_proj", ...); of the down
     projections of a mixture those of an expert's (`widths_of_down`)."""
     mlp_size = spec.mixture.expert_size if spec.mixture.num_experts else spec.intermediate_size
-    kinds = (*stored_parts(spec, "qkv"), "o_proj", *stored_parts(spec, "gate_up"), "down_proj")
-    kinds += () if spec.delta is None else (*spec.delta.input_parts, "out_proj")
-    in_features = dict.fromkeys(kinds, spec.hidden_size)
-    in_features |= {"o_proj": spec.num_heads * spec.head_dim, "down_proj": mlp_size}
-    return in_features | ({} if spec.delta is None else {"out_proj": spec.delta.values})
+    hidden = spec.hidden_size
+    if spec.latent is not None:
+        attention = spec.latent.in_features(spec.num_heads, hidden)
+    else:
+        attention = dict.fromkeys(stored_parts(spec, "qkv"), hidden)
+        attention["o_proj"] = spec.num_heads * spec.head_dim
+    mlp = {**dict.fromkeys(stored_parts(spec, "gate_up"), hidden), "down_proj": mlp_size}
+    if spec.delta is None:
+        return attention | mlp
+    delta = {**dict.fromkeys(spec.delta.input_parts, hidden), "out_proj": spec.delta.values}
+    return attention | mlp | delta
 
 
 def widths_of_down(spec: ModelSpec) -> set[int]:
@@ -216,6 +237,9 @@ def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
         "gate_proj": mlp_size,
         "up_proj": mlp_size,
     }
+    if spec.latent is not None:
+        for parts, _ in spec.latent.matrices(spec.num_heads, spec.hidden_size).values():
+            rows_by_part |= parts
     return rows_by_part.get(part, whole)
 
 

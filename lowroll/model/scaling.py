@@ -80,9 +80,10 @@ def scale(model: Transformer, s: float) -> Transformer:
 
 def _mixer_readers(block: Block) -> list[nn.Parameter | QTensor]:
     """Return the matrices that read the norm in front of attention."""
-    if block.delta is None:
-        return [block.qkv.weight]
-    return [block.delta.qkvz.weight, block.delta.ba_weight]
+    if block.delta is not None:
+        return [block.delta.qkvz.weight, block.delta.ba_weight]
+    assert block.mixer_reader is not None
+    return [block.mixer_reader.weight]
 
 
 def _mlp_readers(block: Block) -> list[nn.Parameter | QTensor]:

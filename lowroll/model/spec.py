@@ -24,6 +24,7 @@ from lowroll.model.families.base import (
     SLIDING,
     DeltaSpec,
     Family,
+    LatentSpec,
     LayerSpec,
     MixtureSpec,
     Rope,
@@ -68,6 +69,7 @@ _NUMBER_KEYS = (  # of older files
     "full_attention_interval",
 )
 _LAYER_LISTS = ("layer_types", "no_rope_layers")
+_NOT_SAVED = ("quantization_config", "auto_map")  # formats, and code that no folder has
 _OTHER_KEYS = (
     "rms_norm_eps",
     "hidden_act",
@@ -114,6 +116,7 @@ class ModelSpec:
     attention_gate: bool = False  # q_proj also makes a gate of attention's output
     attention_sinks: bool = False  # a logit a query head, in every softmax, without a value
     delta: DeltaSpec | None = None  # of the layers that are gated delta nets
+    latent: LatentSpec | None = None  # of all layers' attention, where it is by latents
     embedding_scale: float = 1.0
     query_scale: float = 1.0  # beside 1 / sqrt(head_dim)
     update_scale: float = 1.0  # of what attention and MLP add to the residual stream
@@ -149,7 +152,8 @@ class ModelSpec:
     @property
     def adds_plainly(self) -> bool:
         """Whether a block's stream is x + f(norm(x)), as calibration assumes."""
-        return self.norms == PRE_NORMS and self.update_scale == 1.0 and self.delta is None
+        others = (self.delta, self.latent)  # than plain attention
+        return self.norms == PRE_NORMS and self.update_scale == 1.0 and others == (None, None)
 
     @property
     def num_parameters(self) -> int:
@@ -164,6 +168,8 @@ class ModelSpec:
     @property
     def _attention(self) -> int:
         """The parameters of one layer's attention."""
+        if self.latent is not None:
+            return self.latent.num_parameters(self.num_heads, self.hidden_size)
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         qkv = q * (1 + self.attention_gate) + 2 * kv
         head_norms = {"": 0, "head": 2 * self.head_dim, "whole": q + kv}[self.qk_norm]
@@ -249,12 +255,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a config dictionary. ValueError names the key."""
-    if "auto_map" in config:
-        raise ValueError("auto_map: the repository brings its own code, and lowroll runs none")
     config, prefix = _text_part(config)
     if config.get("is_encoder_decoder") or config.get("add_cross_attention"):
         raise ValueError("is_encoder_decoder, add_cross_attention: only decoders are supported")
     family = _family(config)
+    if "auto_map" in config and not family.brings_code:
+        raise ValueError("auto_map: the repository brings its own code, and lowroll runs none")
     values = _parse_with_transformers(config, family)
     activation = values[family.activation_key]
     if activation != family.activation:
@@ -263,6 +269,7 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
             f"{family.activation}"
         )
     described = family.describe(values)
+    latent = described.get("latent")
     if "ropes" not in described:
         described["ropes"] = (rope_of(values),)
     spec = ModelSpec(
@@ -273,14 +280,14 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         num_layers=integer(values, "num_hidden_layers"),
         num_heads=integer(values, "num_attention_heads"),
         num_kv_heads=integer(values, "num_key_value_heads", integer(values, "num_attention_heads")),
-        head_dim=head_dim(values),
+        head_dim=latent.head_dim if latent is not None else head_dim(values),
         norm_eps=positive(values, "rms_norm_eps"),
         max_position=integer(values, "max_position_embeddings"),
         tie_embeddings=flag(values, "tie_word_embeddings"),
         eos_ids=token_ids(config, "eos_token_id"),
         stored_prefix=prefix,
         unused=(*UNUSED, *described.pop("unused", ())),
-        config={key: value for key, value in config.items() if key != "quantization_config"},
+        config={key: value for key, value in config.items() if key not in _NOT_SAVED},
         **described,
     )
     if spec.num_heads % spec.num_kv_heads:

@@ -20,65 +20,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowroll.kernels.batch_invariant import product
-from lowroll.kernels.batch_invariant import rows as invariant
 from lowroll.kernels.batch_invariant.heads import rotate_heads as invariant_heads
-from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.rope import rotate_heads
-from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
+from lowroll.kernels.quantize.rows import QuantizedRows, quantize_rows
 from lowroll.model import logprobs
 from lowroll.model.attention import Attend, AttentionInputs, exact_varlen, varlen
 from lowroll.model.delta_net import GatedDeltaNet, Mixing, packed_recurrence
 from lowroll.model.experts import Experts
 from lowroll.model.families.base import LayerSpec
+from lowroll.model.latent_attention import LatentAttention
 from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.linear import Linear
 from lowroll.model.names import is_fixed, stored_parts
 from lowroll.model.recompute import remake
 from lowroll.model.rope import head_order, inverse_frequencies, magnitudes, rotations
 from lowroll.model.spec import ModelSpec
+from lowroll.model.stream import RMSNorm, Stream, dense
 from lowroll.quant import mixed
 from lowroll.quant.formats import QTensor
-
-Stream = Tensor | Product  # the reader applies a low-bit product's scales
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * (weight + offset), with float32 statistics. `noise` (`weights.noise`) is added
-    to the weight, in float32."""
-
-    def __init__(
-        self,
-        size: int,
-        eps: float,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        offset: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
-        self.eps = eps
-        self.offset = offset
-        self.noise: Tensor | None = None
-        self.exact = False  # see `Transformer.be_exact`
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.add(x, None)[1]
-        assert isinstance(normed, Tensor)
-        return normed
-
-    def add(
-        self, x_TD: Tensor, update_TD: Tensor | Product | None, rows: str | None = None
-    ) -> tuple[Tensor, Tensor | QuantizedRows]:
-        """Return (x + update, its norm) in one pass. rows: the kind of quantized rows that the norm
-        is returned as; None: a plain tensor."""
-        add = invariant.add_rms_norm if self.exact else add_rms_norm
-        return add(x_TD, update_TD, self.gain, self.eps, rows)
-
-    @property
-    def gain(self) -> Tensor:
-        if self.noise is not None:
-            return self.weight.float() + (self.noise + self.offset)
-        return self.weight.float() + self.offset if self.offset else self.weight
 
 
 class Block(nn.Module):
@@ -118,7 +77,10 @@ class Block(nn.Module):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.delta: GatedDeltaNet | None = None
-        if layer_spec.mixer == "delta":
+        self.latent: LatentAttention | None = None
+        if spec.latent is not None:
+            self.latent = LatentAttention(layer, spec, device, dtype, layers)
+        elif layer_spec.mixer == "delta":
             assert spec.delta is not None
             self.delta = GatedDeltaNet(
                 layer, hidden, spec.delta, spec.norm_eps, device, dtype, layers
@@ -185,21 +147,42 @@ class Block(nn.Module):
         update_TD: the previous block's; None in front of the first. wanted_P: the tokens that go on
         after attention, so that the results are [P, D]; keys and values of all are written.
         """
-        mixer_rows = None if self.delta is not None else self.qkv.row_kind
+        reader = self.mixer_reader
+        mixer_rows = None if reader is None else reader.row_kind
         mlp_rows = None if self.experts is not None else self.gate_up.row_kind
         x_TD, normed = self._add(x_TD, update_TD, self.input_norm, mixer_rows)
-        if self.delta is None:
-            mixed_TD = self.attention(normed, cos, sin, attend, wanted_P)
-        else:
-            assert isinstance(normed, Tensor)
-            mixed_TD = self.delta(normed, attend.recur)  # type: ignore[attr-defined]
-            if wanted_P is not None:
-                mixed_TD = dense(mixed_TD)[wanted_P]
+        mixed_TD = self._mix(normed, cos, sin, attend, wanted_P)
         mixed_TD = self._scaled(mixed_TD, self.attention_out_norm)
         if wanted_P is not None:
             x_TD = x_TD[wanted_P]
         x_TD, normed = self._add(x_TD, mixed_TD, self.post_attention_norm, mlp_rows)
         return x_TD, self._scaled(self.mlp(normed), self.mlp_out_norm)
+
+    @property
+    def mixer_reader(self) -> Linear | None:
+        """The matrix of attention that reads the norm in front of it; None in a recurrent layer,
+        which reads plain activations."""
+        if self.delta is not None:
+            return None
+        return self.qkv if self.latent is None else self.latent.qkv_a
+
+    def _mix(
+        self,
+        normed: Tensor | QuantizedRows,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        wanted_P: Tensor | None,
+    ) -> Stream:
+        """Return what attention or the recurrent layer adds to the residual stream; the arguments
+        are those of `attention`."""
+        if self.latent is not None:
+            return self.latent(normed, cos[self.rope], sin[self.rope], attend, wanted_P)
+        if self.delta is None:
+            return self.attention(normed, cos, sin, attend, wanted_P)
+        assert isinstance(normed, Tensor)
+        mixed_TD = self.delta(normed, attend.recur)  # type: ignore[attr-defined]
+        return mixed_TD if wanted_P is None else dense(mixed_TD)[wanted_P]
 
     @property
     def pre_norms(self) -> tuple[RMSNorm, RMSNorm]:
@@ -324,11 +307,6 @@ class Block(nn.Module):
             return self.down.after_swiglu(gate_up)
         assert isinstance(gate_up, Tensor)
         return self.down.after_update(gate_up, update)
-
-
-def dense(stream: Stream) -> Tensor:
-    """Return a product as a plain tensor, with its scales applied."""
-    return stream.dense() if isinstance(stream, Product) else stream
 
 
 # the call of a block: (block, x, update, cos, sin, attend) -> (x, update)

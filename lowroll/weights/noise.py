@@ -36,7 +36,8 @@ from torch import Tensor
 
 from lowroll.model import scaling
 from lowroll.model.spec import ModelSpec
-from lowroll.model.transformer import Block, RMSNorm, Transformer
+from lowroll.model.stream import RMSNorm
+from lowroll.model.transformer import Block, Transformer
 
 
 @dataclass(frozen=True)

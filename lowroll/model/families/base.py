@@ -111,6 +111,48 @@ class DeltaSpec:
         return hidden_size * matrices + vectors
 
 
+@dataclass(frozen=True)
+class LatentSpec:
+    """The sizes of multi-head latent attention. query_rank, kv_rank: of the latents that queries,
+    and keys and values, are made of; query_rank 0: queries are made directly. A head of q and k has
+    nope_dim numbers without positions, then rope_dim rotated ones; one of v has value_dim."""
+
+    query_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """The numbers of a head of q and k."""
+        return self.nope_dim + self.rope_dim
+
+    def matrices(self, heads: int, hidden_size: int) -> dict[str, tuple[dict[str, int], int]]:
+        """Return (the rows of the stacked matrices by their names in checkpoints, the in features)
+        of each linear layer, in the order of files."""
+        queries, latents = heads * self.head_dim, self.kv_rank + self.rope_dim
+        low_rank = {"q_a_proj": self.query_rank} if self.query_rank else {"q_proj": queries}
+        q_b = {"q_b": ({"q_b_proj": queries}, self.query_rank)} if self.query_rank else {}
+        keys_and_values = heads * (self.nope_dim + self.value_dim)
+        return {
+            "qkv_a": ({**low_rank, "kv_a_proj_with_mqa": latents}, hidden_size),
+            **q_b,
+            "kv_b": ({"kv_b_proj": keys_and_values}, self.kv_rank),
+            "o": ({"o_proj": hidden_size}, heads * self.value_dim),
+        }
+
+    def in_features(self, heads: int, hidden_size: int) -> dict[str, int]:
+        """Return the in features of each matrix by its name in checkpoints."""
+        matrices = self.matrices(heads, hidden_size).values()
+        return {part: features for parts, features in matrices for part in parts}
+
+    def num_parameters(self, heads: int, hidden_size: int) -> int:
+        matrices = self.matrices(heads, hidden_size).values()
+        norms = self.query_rank + self.kv_rank
+        return norms + sum(sum(parts.values()) * features for parts, features in matrices)
+
+
 class ClampedGate(NamedTuple):
     """The constants of a SwiGLU whose inputs are clamped (`kernels.fused.swiglu.clamped_swiglu`)."""
 
@@ -177,6 +219,8 @@ class Family:
     activation_key, activation: where the MLP's activation stands, and the one that is supported.
     inside: model type and architecture of a model of images and text whose `text_config` it is,
     with its tensors at `model.language_model`. lacks: required keys that it does not have.
+    brings_code: its published folders name code of their own, from before transformers had the
+    family, in place of which transformers' computation is that of this package.
     """
 
     model_type: str
@@ -187,6 +231,7 @@ class Family:
     activation: str = "silu"
     inside: tuple[str, str] | None = None
     lacks: tuple[str, ...] = ()
+    brings_code: bool = False
 
 
 def head_dim(values: Values) -> int:
@@ -244,13 +289,13 @@ def _scaling(values: Values, rope: Values) -> RopeScaling | None:
     )
 
 
+def yarn_magnitude(scale: float, weight: float = 1.0) -> float:
+    """Return YaRN's factor of cos and sin for contexts `scale` times as long."""
+    return 1.0 if scale <= 1 else 0.1 * weight * log(scale) + 1.0
+
+
 def _yarn(values: Values, rope: Values) -> RopeScaling:
     """Return YaRN's scaling (Peng et al. 2023, arXiv 2309.00071), read as transformers reads it."""
-
-    def magnitude(scale: float, weight: float = 1.0) -> float:
-        """Return the paper's factor of cos and sin for contexts `scale` times as long."""
-        return 1.0 if scale <= 1 else 0.1 * weight * log(scale) + 1.0
-
     original = integer(
         rope, "original_max_position_embeddings", integer(values, "max_position_embeddings")
     )
@@ -258,10 +303,10 @@ def _yarn(values: Values, rope: Values) -> RopeScaling:
     if rope.get("attention_factor") is not None:
         attention_factor = positive(rope, "attention_factor")
     elif rope.get("mscale") and rope.get("mscale_all_dim"):
-        numerator = magnitude(factor, positive(rope, "mscale"))
-        attention_factor = numerator / magnitude(factor, positive(rope, "mscale_all_dim"))
+        numerator = yarn_magnitude(factor, positive(rope, "mscale"))
+        attention_factor = numerator / yarn_magnitude(factor, positive(rope, "mscale_all_dim"))
     else:
-        attention_factor = magnitude(factor)
+        attention_factor = yarn_magnitude(factor)
     return RopeScaling(
         "yarn",
         factor=factor,

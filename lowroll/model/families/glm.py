@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from lowroll.model.config_values import count, flag, integer, positive
-from lowroll.model.families.base import SigmoidScores, Values, rope_of
+from lowroll.model.families.base import MixtureSpec, SigmoidScores, Values, rope_of
 from lowroll.model.families.llama import experts
 
 KEYS = (
@@ -45,27 +45,40 @@ def glm4(values: Values) -> dict[str, Any]:
 
 
 def glm4_moe(values: Values) -> dict[str, Any]:
+    return {
+        "mixture": corrected_mixture(values),
+        "qkv_bias": flag(values, "attention_bias"),
+        "qk_norm": "head" if flag(values, "use_qk_norm") else "",
+        "ropes": (rope_of(values, partial=True),),
+        "unused": layers_of_drafts(values),
+    }
+
+
+def corrected_mixture(values: Values) -> MixtureSpec:
+    """Return a mixture whose routers are corrected sigmoids."""
+    mixture = shared_mixture(values)
+    scores = _scores(values, mixture.num_experts, mixture.experts_per_token)
+    return replace(mixture, scores=scores)
+
+
+def shared_mixture(values: Values) -> MixtureSpec:
+    """Return a mixture behind dense layers, with experts that take every token."""
     mixture = experts(values)
     layers = integer(values, "num_hidden_layers")
     dense = count(values, "first_k_dense_replace")
     if dense >= layers:
         raise ValueError(f"first_k_dense_replace: {dense} of {layers} layers leave none to experts")
-    drafts = count(values, "num_nextn_predict_layers")
+    shared_size = integer(values, "n_shared_experts") * mixture.expert_size
+    return replace(mixture, dense_layers=dense, shared_size=shared_size, shared_gate=False)
+
+
+def layers_of_drafts(values: Values) -> tuple[str, ...]:
+    """Return the prefixes of the tensors of layers that draft tokens, behind the last one."""
+    layers = integer(values, "num_hidden_layers")
+    drafts = count(values, "num_nextn_predict_layers", 0)
     if drafts > layers:
         raise ValueError(f"num_nextn_predict_layers: {drafts} layers of drafts behind {layers}")
-    return {
-        "mixture": replace(
-            mixture,
-            dense_layers=dense,
-            shared_size=integer(values, "n_shared_experts") * mixture.expert_size,
-            shared_gate=False,
-            scores=_scores(values, mixture.num_experts, mixture.experts_per_token),
-        ),
-        "qkv_bias": flag(values, "attention_bias"),
-        "qk_norm": "head" if flag(values, "use_qk_norm") else "",
-        "ropes": (rope_of(values, partial=True),),
-        "unused": tuple(f"model.layers.{layers + i}." for i in range(drafts)),
-    }
+    return tuple(f"model.layers.{layers + i}." for i in range(drafts))
 
 
 def _scores(values: Values, num_experts: int, choices: int) -> SigmoidScores:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from lowroll.model.families import gemma, glm, gpt_oss, granite, llama, olmo, phi, qwen3_5, smollm3
+from lowroll.model.families import (
+    deepseek,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    llama,
+    olmo,
+    phi,
+    qwen3_5,
+    smollm3,
+)
 from lowroll.model.families.base import Family
 
 _ROWS = (
@@ -44,6 +55,21 @@ _ROWS = (
     Family("glm", "GlmForCausalLM", glm.glm),
     Family("glm4", "Glm4ForCausalLM", glm.glm4),
     Family("glm4_moe", "Glm4MoeForCausalLM", glm.glm4_moe, glm.KEYS),
+    Family(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        deepseek.deepseek_v2,
+        deepseek.KEYS,
+        brings_code=True,
+    ),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        deepseek.deepseek_v3,
+        deepseek.KEYS,
+        brings_code=True,
+    ),
+    Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", deepseek.glm4_moe_lite, deepseek.KEYS),
     Family("gpt_oss", "GptOssForCausalLM", gpt_oss.gpt_oss, gpt_oss.KEYS),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ROWS}

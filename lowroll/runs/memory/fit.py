@@ -11,6 +11,7 @@ from typing import Any
 
 from lowroll.config import RunConfig
 from lowroll.config.document import dotted
+from lowroll.model.lora import attention_targets
 from lowroll.runs.assembly import engines
 from lowroll.runs.memory.plan import MemoryPlan, Planner, shown
 
@@ -205,7 +206,7 @@ def _train_adapter(planner: Planner, cfg: RunConfig) -> list[Change]:
         return []
     change: dict[tuple[str, ...], Any] = {("train", "lora"): True}
     if planner.model.spec.mixture.num_experts:  # its matrices take no adapter
-        change["train", "lora_target_modules"] = ("q_proj", "k_proj", "v_proj", "o_proj")
+        change["train", "lora_target_modules"] = attention_targets(planner.model.spec)
     return [change]
 
 
