@@ -148,7 +148,9 @@ def master(family: Family, version: int) -> Transformer:
     source = theirs(family.name, 0 if family.adapted else version, family.device)
     model = hf.load(folder_of(source), family.device, family.dtype)
     if family.adapted:
-        targets = lora.TARGETS[:4] if model.spec.mixture.num_experts else lora.TARGETS
+        targets = (
+            lora.attention_targets(model.spec) if model.spec.mixture.num_experts else lora.TARGETS
+        )
         lora.attach(model, rank=3, alpha=6, targets=targets)
         generator = torch.Generator().manual_seed(version % 3)
         for _, linear in model.linears():

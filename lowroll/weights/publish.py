@@ -304,7 +304,8 @@ def fingerprint(tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> 
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-_LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in ("qkv", "qkvz", "o", "gate_up", "down"))
+_LINEARS = ("qkv", "qkvz", "qkv_a", "q_b", "kv_b", "o", "gate_up", "down")
+_LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in _LINEARS)
 
 
 def _engine_weight(name: str, linear: Linear, format: str) -> QTensor:

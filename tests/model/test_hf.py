@@ -380,7 +380,9 @@ def test_every_wrong_type_in_a_config_is_named(model_type: str) -> None:
     }
     spec_from_config(config)
     # of older files, or of those of the hub alone
-    others = {"attn_output_gate": True, "output_gate_type": "swish"}
+    others: dict[str, Any] = {"attn_output_gate": True, "output_gate_type": "swish"}
+    others |= {"scoring_func": None, "topk_method": None, "mlp_layer_types": None}
+    others |= {"first_k_dense_replace": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 1}
     config |= {key: others.get(key, 6) for key in row.keys if key not in config}
     answered = 0
     for key in config:

@@ -50,6 +50,7 @@ def test_logits_stay(tmp_path: Path, family: str, s: float) -> None:
                 (
                     "qkv.weight",
                     "qkvz.weight",
+                    "qkv_a.weight",
                     "ba_weight",
                     "gate_up.weight",
                     "router.weight",

@@ -61,7 +61,11 @@ def test_gradients_of_adapters_are_those_of_peft(family: str, tmp_path: Path) ->
     base = hf_model(family)
     base.save_pretrained(tmp_path / "m")
     ours = hf.load(tmp_path / "m")
-    parts = lora.TARGETS[:4] if ours.spec.mixture.num_experts else [*features_read(ours.spec)]
+    parts = (
+        lora.attention_targets(ours.spec)
+        if ours.spec.mixture.num_experts
+        else [*features_read(ours.spec)]
+    )
     config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=[*parts], task_type="CAUSAL_LM")
     theirs = peft.get_peft_model(base, config).eval()
     torch.manual_seed(4)

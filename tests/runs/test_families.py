@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from lowroll.metrics.record import reproducible
 from lowroll.model import hf
+from lowroll.model.lora import attention_targets
+from lowroll.model.spec import read_spec
 from lowroll.quant.formats import QTensor
 from lowroll.runs import demo
 from tests.fixtures.gpt_oss import published
@@ -23,11 +25,11 @@ from tests.fuzz_runs import train
 
 FORMATS = ("int8", "fp8", "int4", "nvfp4", "mxfp4", "nf4", "bf16")
 CASES = list(zip(FAMILIES, cycle(FORMATS), strict=False))
-LORA = {
-    "lora": True,
-    "lora_rank": 3,
-    "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
-}
+
+
+def adapter_of(model: Path) -> dict[str, Any]:
+    targets = list(attention_targets(read_spec(model)))
+    return {"lora": True, "lora_rank": 3, "lora_target_modules": targets}
 
 
 def model_of(family: str, folder: Path) -> Path:
@@ -61,9 +63,8 @@ def tree(model: Path, weights: str, **learner: Any) -> dict[str, Any]:
 def test_a_run_is_resumed_bit_for_bit_and_exported(
     family: str, weights: str, learner: str, tmp_path: Path
 ) -> None:
-    settings = tree(
-        model_of(family, tmp_path / "m"), weights, **(LORA if learner == "lora" else {})
-    )
+    folder = model_of(family, tmp_path / "m")
+    settings = tree(folder, weights, **(adapter_of(folder) if learner == "lora" else {}))
     whole = train(settings, tmp_path / "whole")
     copy_stopped_after(tmp_path / "whole", 1, tmp_path / "cut")
     again = train(settings, tmp_path / "cut", resume=True)
@@ -90,7 +91,7 @@ def test_a_run_on_published_experts_is_resumed_and_exported(learner: str, tmp_pa
     tokenizer = demo.build_tokenizer()
     folder = published(tmp_path / "m", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(folder)
-    settings = tree(folder, "stored", **(LORA if learner == "lora" else {}))
+    settings = tree(folder, "stored", **(adapter_of(folder) if learner == "lora" else {}))
     whole = train(settings, tmp_path / "whole")
     copy_stopped_after(tmp_path / "whole", 1, tmp_path / "cut")
     again = train(settings, tmp_path / "cut", resume=True)

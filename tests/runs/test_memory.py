@@ -234,9 +234,11 @@ PASSES = [
 ]
 
 
+LATENT = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite")
 FAMILIES = [
     *("smollm3", "mistral-window", "qwen2-window", "olmo2", "olmo3", "gemma3", "granite"),
     *("glm4-moe", "gpt-oss"),
+    *LATENT,
 ]
 PASSES += [
     pytest.param(name, dtype, kind, checkpointing, id=f"{name}-{dtype}-{kind}-{checkpointing}")
@@ -253,6 +255,8 @@ def wide(family: str) -> dict[str, Any]:
     """The configuration of a family, of four layers of WIDE's sizes."""
     names = ("hidden_size", "intermediate_size", "num_attention_heads")
     heads = {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4}
+    if family in LATENT:
+        heads["num_key_value_heads"] = WIDE["num_attention_heads"]
     model = hf_model(family, vocab_size=1000, **{name: WIDE[name] for name in names}, **heads)
     return {**model.config.to_dict(), "architectures": [type(model).__name__]}
 
@@ -275,8 +279,9 @@ def test_what_a_backward_pass_keeps(
     }
     if isinstance(config, str):
         config = wide(config)
-    if spec_from_config(config).mixture.num_experts:
-        train["lora_target_modules"] = list(lora.TARGETS[:4])
+    spec = spec_from_config(config)
+    if spec.mixture.num_experts:
+        train["lora_target_modules"] = list(lora.attention_targets(spec))
     settings = {"model": ".", "device": "cpu", "rollout": {"weights": "int8"}, "train": train}
     cfg = from_mapping(settings).resolved()
     compute = Compute(torch.device("cpu"), dtype)
@@ -329,7 +334,9 @@ def test_a_dry_run_plans_every_family(family: str, model: Path, tmp_path: Path) 
     for path in model.iterdir():
         if "token" in path.name or path.suffix == ".jinja":
             shutil.copy(path, source)
-    targets = list(lora.TARGETS[:4] if family in MIXTURES else lora.TARGETS)
+    targets = list(lora.TARGETS)
+    if family in MIXTURES:
+        targets = list(lora.attention_targets(read_spec(source)))
     for train in ({}, {"lora": True, "lora_rank": 4, "lora_target_modules": targets}):
         found = look_at_run(from_mapping(tree(source, tmp_path / "out", train=train)))
         assert found.problems == []
