@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lowroll.model.attention import Attend
 from lowroll.model.recompute import remaking
-from lowroll.model.transformer import Block, Stream, Transformer, run_block, whole
+from lowroll.model.stream import Stream
+from lowroll.model.transformer import Block, Transformer, run_block, whole
 
 
 def apply(model: Transformer, activation_checkpointing: bool | float = False) -> Transformer:

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from lowroll.model.linear import Linear
-from lowroll.model.transformer import Block, Stream, Transformer
+from lowroll.model.stream import Stream
+from lowroll.model.transformer import Block, Transformer
 from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.grid import Grid, Gridded
 from lowroll.quant.groups import split

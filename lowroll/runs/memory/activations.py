@@ -30,7 +30,7 @@ import torch
 from lowroll.config import RunConfig
 from lowroll.kernels.fused import avx2 as heads
 from lowroll.kernels.training.logprobs import AT_ONCE
-from lowroll.model.families.base import PRE_NORMS
+from lowroll.model.families.base import PRE_NORMS, LatentSpec
 from lowroll.model.logprobs import KEPT
 from lowroll.model.replay import MOST_MARKED
 from lowroll.model.spec import ModelSpec
@@ -63,7 +63,7 @@ class Learning:
     def of(cls, cfg: RunConfig, compute: Compute, model: Transformer) -> Learning:
         """Return a run's learner. model: its shapes."""
         train = cfg.train
-        low = dict.fromkeys(("qkv", "o", "gate_up", "down"), 0)
+        low: dict[str, int] = {}
         for name, linear in model.linears():  # a layer has the same adapter in all blocks
             layer = name.rpartition(".")[2]
             low[layer] = train.lora_rank * len(adapted(cfg, linear))
@@ -185,6 +185,8 @@ class Learning:
     def _attention(self) -> int:
         """Return the bytes of a token in attention, as in the table above."""
         spec, item = self.spec, self.item
+        if spec.latent is not None:
+            return self._latent_attention(spec.latent)
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         qkv_bytes = (q + 2 * kv) * item
         kept_bytes = (2 * q + 2 * kv) * item  # q, k and v as rotated, and the output
@@ -201,6 +203,19 @@ class Learning:
             statistics = 2 if is_whole else spec.num_heads + spec.num_kv_heads
             kept_bytes += copies * FLOAT * (q + kv) + FLOAT * statistics
         return kept_bytes
+
+    def _latent_attention(self, sizes: LatentSpec) -> int:
+        """Return the bytes of a token in latent attention."""
+        heads, ranks = self.spec.num_heads, sizes.query_rank + sizes.kv_rank
+        numbers = 4 * heads * sizes.head_dim  # q, k, v and the output
+        if sizes.value_dim < sizes.head_dim:
+            numbers += heads * sizes.value_dim  # the output without the zeros
+        keeps_input = self.fused or self.item == FLOAT  # of norms, as in `_norms_after`
+        numbers += (1 + keeps_input) * ranks  # what the products read, and the norms in front
+        statistics = heads + 1 + (sizes.query_rank > 0)  # log-sum-exp, 1 / rms
+        if not self.fused:  # as `_norm_extra`
+            statistics += ((self.item < FLOAT) + (not self.lora)) * ranks
+        return numbers * self.item + FLOAT * statistics
 
     def _mlp(self, mlp_size: int) -> int:
         """Return the bytes of a token in a dense MLP, as in the table above."""
