@@ -18,12 +18,14 @@ pytestmark = pytest.mark.skipif(
     not rows.supports_device(CPU), reason="needs a CPU with AVX2 and a C++ compiler"
 )
 FAMILIES = ("qwen3", "llama-biases", "qwen2-tied", "qwen3-moe", "phi3-partial", "glm")
+FAMILIES += ("deepseek-v2",)
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("exact") / "m", request.param, **HEADS)
+    heads = {**HEADS, "num_key_value_heads": 2} if request.param == "deepseek-v2" else HEADS
+    return hf_folder(tmp_path_factory.mktemp("exact") / "m", request.param, **heads)
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])

@@ -10,9 +10,7 @@ from typing import Any
 
 from lowroll.model.config_values import count, flag, integer, layer_list, positive
 from lowroll.model.families.base import LatentSpec, Values, rope_of, yarn_magnitude
-from lowroll.model.families.glm import (
-    KEYS as GLM_KEYS,
-)
+from lowroll.model.families.glm import KEYS as GLM_KEYS
 from lowroll.model.families.glm import corrected_mixture, layers_of_drafts, shared_mixture
 
 KEYS = (
@@ -84,6 +82,11 @@ def _latent(values: Values, interleaved: bool) -> dict[str, Any]:
         rope_dim=integer(values, "qk_rope_head_dim"),
         value_dim=integer(values, "v_head_dim"),
     )
+    if latent.nope_dim % 2 or latent.rope_dim % 2:
+        raise ValueError(
+            f"qk_nope_head_dim, qk_rope_head_dim: {latent.nope_dim} and {latent.rope_dim}; heads are "
+            "made of pairs"
+        )
     if latent.value_dim > latent.head_dim:
         raise ValueError(
             f"v_head_dim: {latent.value_dim} are more than the {latent.head_dim} of a head's keys"
