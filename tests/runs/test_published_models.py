@@ -24,22 +24,30 @@ CASES = {
     "qwen3_5_0_8b_fp8": "qwen3.5-0.8b",
     "gemma3_270m_int8": "gemma-3-270m",
     "glm4_9b_nvfp4": "glm-4-9b",
+    "glm4_7_flash_nvfp4": "glm-4.7-flash",
     "gpt_oss_20b_mxfp4": "gpt-oss-20b",
 }
 # parameters of the text model, counted by hand from the sizes: embeddings, attention, recurrence,
-# MLPs and norms, and 45 times 128 corrections of routers
+# MLPs and norms, and corrections of routers
 PARAMETERS = {
     "qwen3.5-0.8b": 752_393_024,
     "gemma-3-270m": 268_098_176,
     "glm-4-9b": 9_400_279_040,
     "glm-4.5-air": 106_852_251_264,
     "gpt-oss-20b": 20_914_757_184,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,
+    "moonlight-16b-a3b": 15_960_110_208,
+    "glm-4.7-flash": 29_943_393_920,
 }
 # Of the bases that stay in codes: the weights in codes, the bits of one with its share of a scale, and
 # the bytes of the adapter of rank 32. It has rows and columns of every matrix in float32, and in
 # bfloat16 the copies that products read, in which the parts of qkv are beside each other.
 GLM_SUMS = 8192 + 2 * 4352 + 8192 + 31488 + 17792
 GLM_COPIES = 3 * 8704 + 8192 + 31488 + 17792
+FLASH_REST = (768 + 5120) + (512 + 8960) + (5120 + 2048)  # behind the latents
+FLASH_SUMS = (2048 + 768) + (2048 + 576) + FLASH_REST
+FLASH_COPIES = 2 * (2048 + 768 + 576) + FLASH_REST
 GPT_OSS_SUMS = 2 * (2880 + 4096) + 2 * (2880 + 512)
 GPT_OSS_COPIES = 3 * (2880 + 5120) + 6976
 IN_CODES = {
@@ -47,6 +55,11 @@ IN_CODES = {
         9_400_279_040 - 2 * 151_552 * 4096,  # all but two embeddings
         4 + 8 / 16,
         40 * 32 * (4 * GLM_SUMS + 2 * GLM_COPIES),
+    ),
+    "glm4_7_flash_nvfp4": (
+        29_943_393_920 - 2 * 154_880 * 2048,
+        4 + 8 / 16,
+        47 * 32 * (4 * FLASH_SUMS + 2 * FLASH_COPIES),
     ),
     "gpt_oss_20b_mxfp4": (
         24 * 32 * 3 * 2880 * 2880,  # experts

@@ -18,7 +18,10 @@ from lowroll.model import hf
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 # settings of ours, for models that no paper of low-bit rollouts has trained
-OURS = ("gemma3_270m_int8", "glm4_9b_nvfp4", "gpt_oss_20b_mxfp4", "qwen3_5_0_8b_fp8")
+OURS = (
+    *("gemma3_270m_int8", "glm4_9b_nvfp4", "glm4_7_flash_nvfp4"),
+    *("gpt_oss_20b_mxfp4", "qwen3_5_0_8b_fp8"),
+)
 PAPERS = [path.stem for path in RECIPES if path.stem not in OURS]
 
 
