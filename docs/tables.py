@@ -208,13 +208,14 @@ SHOWN_CONFIG = {
     "intermediate_size": 512,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
     "use_sliding_window": True,
     "sliding_window": 4096,
     "max_window_layers": 0,
     "moe_intermediate_size": 512,
     "num_experts": 16,
+    "num_experts_per_tok": 4,
     "residual_multiplier": 0.5,
 }
 
