@@ -81,8 +81,9 @@ class LatentAttention(nn.Module):
     def project(self, x_TD: Tensor | QuantizedRows, cos: Tensor, sin: Tensor) -> AttentionInputs:
         """Return q, k and v, all [T, H, d]."""
         sizes = self.sizes
+        query_size = sizes.query_rank or self.heads * sizes.head_dim
         q, latent, k_rope = dense(self.qkv_a(x_TD)).split(
-            [next(iter(self.qkv_a.parts.values())), sizes.kv_rank, sizes.rope_dim], dim=1
+            [query_size, sizes.kv_rank, sizes.rope_dim], dim=1
         )
         if self.q_norm is not None and self.q_b is not None:
             q = _normed_product(q, self.q_norm, self.q_b)

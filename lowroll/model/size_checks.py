@@ -62,14 +62,24 @@ def _describe_model(spec: ModelSpec) -> str:
 
 def _sizes(spec: ModelSpec) -> dict[str, int]:
     """Return the sizes of a model by their keys in a config.json."""
+    latent: dict[str, int] = {}
+    if spec.latent is not None:
+        latent = {
+            "q_lora_rank": spec.latent.query_rank,
+            "kv_lora_rank": spec.latent.kv_rank,
+            "qk_nope_head_dim": spec.latent.nope_dim,
+            "qk_rope_head_dim": spec.latent.rope_dim,
+            "v_head_dim": spec.latent.value_dim,
+        }
     return {
+        **latent,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
         "num_hidden_layers": spec.num_layers,
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
+        "head_dim": 0 if latent else spec.head_dim,
         "num_experts": spec.mixture.num_experts,
         "moe_intermediate_size": spec.mixture.expert_size,
     }

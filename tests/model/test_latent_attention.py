@@ -122,6 +122,15 @@ def test_layers_of_drafts_and_code_are_not_read(tmp_path: Path) -> None:
     assert "auto_map" not in json.loads((tmp_path / "saved" / "config.json").read_text())
 
 
+@pytest.mark.parametrize("key", ["kv_lora_rank", "qk_nope_head_dim"])
+def test_sizes_beyond_the_files_are_named(key: str, tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "m", "deepseek-v3")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: 10**9}))
+    with pytest.raises(ValueError, match=f"{key}: 1,000,000,000 makes a model of"):
+        hf.load(folder)
+
+
 def test_code_of_other_families_is_refused() -> None:
     config = {**hf_config("glm4-moe-lite").to_dict(), "architectures": ["Glm4MoeLiteForCausalLM"]}
     spec_from_config(config)
