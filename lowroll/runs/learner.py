@@ -36,6 +36,7 @@ from lowroll.runs.checkpointing import Checkpointing, State, Tensors
 from lowroll.runs.monitor import Monitor
 from lowroll.runs.policy_gap import excerpt, newest_batch, publish_adapter
 from lowroll.runs.stages import Stages
+from lowroll.runs.suspects import suspects
 from lowroll.trainer.guard import Guard
 from lowroll.trainer.loop import Trainer
 from lowroll.trainer.muon import hidden_matrices
@@ -121,6 +122,7 @@ class Learner:
         self.model = model = policy.model
         self.compute = compute = policy.compute
         self.ranks = ranks = policy.ranks
+        self.chat = policy.chat
         self.checkpoints = checkpoints
         self.home = checkpoints.home
         self.whole = whole or model
@@ -245,6 +247,11 @@ class Learner:
     def _first_look(self, batch: Batch) -> dict[str, float]:
         initial_mismatch = probe(self.model, batch, self.trainer.settings, self.ranks)
         metrics = self.monitor.first_look(initial_mismatch, self.stages.now)
+        if initial_mismatch is not None and self.ranks.size == 1:
+            weights = self.compute.format(self.cfg.rollout.weights)
+            found = suspects(self.cfg, self.model, batch, initial_mismatch, self.chat, weights)
+            for line in found:
+                log.warning("first batch: %s", line)
         self._agree()
         self._set_options()
         return metrics

@@ -16,6 +16,7 @@ from lowroll.kv.policy.base import CachePolicy
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.interfaces import Progress
+from lowroll.runs.arrival import ArrivalCheck
 from lowroll.runs.assembly import engines, trainer
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory.plan import Planner
@@ -54,6 +55,7 @@ class RolloutEngine:
         # The owner may set this: it is called before the engine is replaced, with what is in flight.
         self.before_end: Callable[[], object] = lambda: None
         self.watch = self._watch()
+        self.arrival = self._arrival()
 
     def _first_engine(self, cache_tokens: int | None) -> Engine:
         wanted_tokens = cache_tokens or self.planner.plan(self.cfg).cache_tokens or None
@@ -92,8 +94,11 @@ class RolloutEngine:
         return self.engine.so_far(handle)
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Load a version's weights into the engine; return `weights/*`."""
+        """Load a version's weights into the engine; return `weights/*`. NotArrived when they are not
+        there afterwards."""
         self.update(version)
+        if self.arrival is not None:
+            self.arrival.check(version)
         return {} if self.watch is None else self.watch.measure()
 
     def update(self, version: int) -> None:
@@ -143,7 +148,7 @@ class RolloutEngine:
             realign(self.model, self.compute.format(weights))
         self.before_end()
         self.engine.close()
-        del self.engine, self.watch
+        del self.engine, self.watch, self.arrival
         gc.collect()  # the engine and its scheduler hold each other
         try:
             self.engine = engines.make(cfg, self.compute, self.model, self.chat, weights)
@@ -160,6 +165,12 @@ class RolloutEngine:
             )
         self.weights = weights
         self.watch = self._watch()
+        self.arrival = self._arrival()
+
+    def _arrival(self) -> ArrivalCheck | None:
+        """Return the test of published weights; None for an engine that has a test of its own."""
+        is_native = self.cfg.rollout.engine == "native"
+        return ArrivalCheck(self.model, self.engine) if is_native else None
 
     def _watch(self) -> WeightWatch | AdapterWatch | None:
         """Return the measurement of `weights/*`; None where the engine shows no weights."""

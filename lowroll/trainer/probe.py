@@ -27,10 +27,11 @@ from lowroll.types import Batch
 
 @dataclass(frozen=True)
 class Probe:
-    """A batch and the learner's log-probs of it, [N]."""
+    """A batch, the learner's log-probs of it and the entropies of its distributions, [N]."""
 
     packed: PackedBatch
     learner_N: Tensor
+    entropy_N: Tensor
     settings: LearnSettings
 
     @property
@@ -115,4 +116,6 @@ def probe(
         ranks,
     )
     packed = collate(batch.samples, active, model.device)
-    return Probe(packed, gather(forward.run([active]).log_probs, packed), settings)
+    output = forward.run([active])
+    learner_N, entropy_N = gather(output.log_probs, packed), gather(output.entropy, packed)
+    return Probe(packed, learner_N, entropy_N, settings)

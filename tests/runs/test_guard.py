@@ -306,9 +306,9 @@ def test_the_share_that_an_objective_would_silence() -> None:
     batch = packed([1, 1, -1, 0], [-2, -2 - math.log(4), -2 + math.log(4), -2], [0, 0, 1, 1])
 
     def silent(correction: str, **options: Any) -> tuple[float, float]:
-        values = Probe(batch, learner_N, LearnSettings(select("grpo", correction), options)).silent(
-            options
-        )
+        values = Probe(
+            batch, learner_N, -learner_N, LearnSettings(select("grpo", correction), options)
+        ).silent(options)
         return values["spread/silent_fraction"], values["spread/silent_sequence_fraction"]
 
     assert silent("acr") == silent("none") == silent("tbpo") == silent("decoupled") == (0, 0)
@@ -322,7 +322,7 @@ def test_the_share_that_an_objective_would_silence() -> None:
         0,
     )
     assert silent("ipo", kl_tau=1.0, width=0.2) == (0.25, 0)  # d = 0, .10, -.41, 0
-    assert Probe(batch, learner_N, LearnSettings(select("grpo", "acr"))).spread[
+    assert Probe(batch, learner_N, -learner_N, LearnSettings(select("grpo", "acr"))).spread[
         "spread/sequence_std"
     ] == pytest.approx(math.log(2))
 
@@ -332,14 +332,14 @@ def test_a_band_that_is_narrower_than_the_spread_is_named() -> None:
     learner_N = torch.tensor([-2.0, -2.0])
     for correction, said in (("tbpo", True), ("acr", False)):
         cfg = from_mapping({"model": "m", "correction": correction})
-        found = Probe(batch, learner_N, LearnSettings(select("grpo", correction))).findings(
-            cfg.objective_options
-        )
+        found = Probe(
+            batch, learner_N, -learner_N, LearnSettings(select("grpo", correction))
+        ).findings(cfg.objective_options)
         assert "std 0.01 a token and 0.01 a sequence" in found[0]
         assert (len(found) == 2) == said
     assert (
         "25.0 times closer"
-        in Probe(batch, learner_N, LearnSettings(select("grpo", "tbpo"))).findings(
+        in Probe(batch, learner_N, -learner_N, LearnSettings(select("grpo", "tbpo"))).findings(
             {"eps_high": 4e-4}
         )[1]
     )

@@ -1,0 +1,290 @@
+"""Faults of a set-up that show in a run's first batch, named before the first update.
+
+With l the learner's log-prob of a sampled token, b the recorded one, w = exp(l - b) and H the entropy
+of the learner's distribution there:
+
+    coverage    E[w] is 1 when the sampler can draw every token. With top-p, top-k or min-p behind
+                recorded log-probs that were renormalized it is the share of the mass that was kept.
+    surprise    E[-l - H] is 0 for tokens drawn from the distribution that l is of. It is negative when
+                the sampler was narrower than what was recorded (a hidden top-p, a lower temperature),
+                positive when it was wider. A mismatch of KL k can move it by up to sqrt(2 k) standard
+                deviations of -l - H.
+    distance    mean |l - b| is explained by rounding: the dtype's, and the rounding of formats, measured
+                by the learner in their arithmetic. A larger distance is explained by scoring an excerpt
+                again with variants of the learner: other temperatures, rotary bases and scalings of positions. The
+                first that comes close is named.
+    prompts     a model finds prompts as unlikely as random text when they are not in its own tokens, and
+                a template's marks are single tokens of its own tokenizer.
+
+All are estimates from one batch: a finding is a warning, and ends no run. Each needs SIGMAS standard
+errors. The rollouts' own settings are respected: what they cut, evict or add as noise is not a fault.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowroll.config import RunConfig
+from lowroll.config.auto import Rollouts, rollouts_of
+from lowroll.model.families.base import Rope, yarn_magnitude
+from lowroll.model.rope import inverse_frequencies, magnitudes
+from lowroll.model.scoring import score
+from lowroll.model.spec import ModelSpec
+from lowroll.model.tokenizer import ChatTokenizer
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import get_format
+from lowroll.quant.table import is_dense
+from lowroll.runs.policy_gap import excerpt
+from lowroll.trainer.probe import Probe
+from lowroll.types import Batch
+from lowroll.weights import aligned
+
+SIGMAS = 6.0
+LEAST_TOKENS = 200  # for the statistics of a sampler
+LARGEST_KL = 0.05  # above it E[w] hangs on tokens that a batch does not have
+LEAST_SURPRISE = 0.02  # nats
+ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}  # mean |l - b|, nats
+NEAR = 4.0  # a variant explains a distance that it makes so many times smaller
+BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # rotary bases of published models
+TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
+EXCERPT = 512  # tokens that variants score
+PROMPTS = 8
+AS_RANDOM = 0.8  # of ln(vocabulary), nats a prompt token
+MARK = re.compile(r"<\|[^|<>\s]{1,40}\|>")
+
+
+def suspects(
+    cfg: RunConfig,
+    model: Transformer,
+    batch: Batch,
+    first: Probe,
+    chat: ChatTokenizer,
+    weights: str,
+) -> list[str]:
+    """Return a sentence for each fault that the batch, drawn from the model as it is, shows. weights:
+    the format of the rollouts, by its own name."""
+    rollouts = rollouts_of(cfg)
+    found = [] if rollouts.truncated else sampler_suspects(first)
+    found += prompt_suspects(model, batch, chat)
+    if not _differs_by_design(rollouts):
+        found += distance_suspects(model, batch, weights)
+    return found
+
+
+def _differs_by_design(rollouts: Rollouts) -> bool:
+    """Return whether the rollouts' log-probs are another distribution's than the learner's."""
+    return bool(
+        rollouts.truncated or rollouts.noisy or rollouts.forgets or rollouts.low_bit_cache
+    ) or (rollouts.low_bit and "+" in rollouts.weights)
+
+
+# -- the sampler ----------------------------------------------------------------------------------
+
+
+def sampler_suspects(first: Probe) -> list[str]:
+    """Return what the tokens say of how they were drawn: coverage and surprise."""
+    mask_N = first.packed.mask_N & first.packed.behavior_N.isfinite()
+    l_n = first.learner_N[mask_N].double()
+    b_n = first.packed.behavior_N[mask_N].double()
+    if len(l_n) < LEAST_TOKENS:
+        return []
+    weight_n = (l_n - b_n).clamp(-20, 20).exp()
+    kl = (weight_n - (l_n - b_n) - 1).mean().item()
+    missing, missing_error = _mean(1 - weight_n)
+    if kl < LARGEST_KL and missing > SIGMAS * missing_error + 2 * kl:
+        return [
+            f"sampler: the recorded log-probs leave out {missing:.1%} of the learner's distribution: the "
+            "rollouts were cut (top_p, top_k or min_p of the engine's own defaults?), and no setting of "
+            "this run says so"
+        ]
+    surprise_n = -l_n - first.entropy_N[mask_N].double()
+    surprise, surprise_error = _mean(surprise_n)
+    by_mismatch = math.sqrt(2 * max(kl, 0.0)) * surprise_n.std().item()
+    if abs(surprise) < SIGMAS * surprise_error + by_mismatch + LEAST_SURPRISE:
+        return []
+    narrower = surprise < 0
+    return [
+        f"sampler: the drawn tokens are {abs(surprise):.2g} nats {'likelier' if narrower else 'less likely'} "
+        f"than draws from the recorded distribution are: the engine samples from a "
+        f"{'narrower' if narrower else 'wider'} one (a hidden top_p or top_k, or another temperature) "
+        "than the one whose log-probs it returns"
+    ]
+
+
+def _mean(x_n: Tensor) -> tuple[float, float]:
+    """Return the mean and its standard error."""
+    return x_n.mean().item(), x_n.std().item() / math.sqrt(len(x_n))
+
+
+# -- the distance ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What another learner would be, the context in which the model is one, and its temperature."""
+
+    words: str
+    within: Callable[[], AbstractContextManager[object]]
+    temperature: float
+
+
+def distance_suspects(model: Transformer, batch: Batch, weights: str) -> list[str]:
+    """Return what explains a distance between recorded and the learner's log-probs that is larger
+    than rounding. weights: the rollouts' format."""
+    chosen = excerpt(batch, EXCERPT)
+    if chosen is None:
+        return []
+    mask_N = torch.tensor([bit for sample in chosen.samples for bit in sample.loss_mask]).bool()
+    if not bool(mask_N.any()):
+        return []
+    recorded_N = torch.tensor(
+        [logprob for sample in chosen.samples for logprob in sample.rollout.logprobs]
+    )[mask_N]
+
+    def scored(temperature: float) -> Tensor:
+        return _scored(model, chosen, temperature)[mask_N]
+
+    learner_N = scored(batch.temperature)
+    distance = _distance(learner_N, recorded_N)
+    dtypes = (model.dtype, get_format(weights).dtype or model.dtype)
+    rounding = max(ROUNDING.get(dtype, ROUNDING[torch.bfloat16]) for dtype in dtypes)
+    if distance <= rounding:
+        return []
+    with _in_format(model, weights):
+        explained = max(rounding, 2 * _distance(scored(batch.temperature), learner_N))
+    if distance <= explained:
+        return []
+    head = (
+        f"distance: the engine's log-probs are {distance:.2g} nats a token from the learner's "
+        f"(mean |l - b|), and rounding explains {explained:.2g}: "
+    )
+    for variant in variants(model, batch.temperature):
+        with variant.within():
+            left = _distance(scored(variant.temperature), recorded_N)
+        if left < max(explained, distance / NEAR):
+            return [f"{head}they are those of {variant.words} ({left:.2g} nats)"]
+    if distance < ROUNDING[torch.bfloat16]:
+        return [f"{head}one side seems to compute in half precision, the other in {model.dtype}"]
+    return [
+        f"{head}no other rotary base or temperature explains the rest, so these are other weights, or "
+        "the same ones read in another way; `lowroll diagnose` measures each side"
+    ]
+
+
+def variants(model: Transformer, temperature: float) -> Iterator[Variant]:
+    """Yield the variants of a learner that are tried."""
+    for other in TEMPERATURES:
+        if other != temperature:
+            words = f"temperature {other:g} (here: {temperature:g})"
+            yield Variant(words, nullcontext, other)
+    for words, ropes in _other_ropes(model.spec.ropes):
+        spec = replace(model.spec, ropes=ropes)
+        yield Variant(words, partial(_with_ropes, model, spec), temperature)
+
+
+def _other_ropes(ropes: tuple[Rope, ...]) -> Iterator[tuple[str, tuple[Rope, ...]]]:
+    """Yield what a model would be called whose positions are rotated otherwise, and its ropes."""
+    bases = {rope.theta for rope in ropes}
+    own = " and ".join(f"{base:g}" for base in sorted(bases))
+    for theta in BASES:
+        if bases != {theta}:
+            words = f"a model whose rotary base is {theta:g} (here: {own})"
+            yield words, tuple(replace(rope, theta=theta) for rope in ropes)
+    if any(rope.scaling for rope in ropes):
+        words = "a model whose rotary positions are not scaled (rope_scaling)"
+        yield words, tuple(replace(rope, scaling=None) for rope in ropes)
+    for size in {yarn_magnitude(rope.scaling.factor) for rope in ropes if rope.scaling} | {1.0}:
+        other = tuple(_of_magnitude(rope, size) for rope in ropes)
+        if other != ropes:
+            words = (
+                f"a model whose cos and sin are multiplied by {size:.3g} (YaRN's attention_factor)"
+            )
+            yield words, other
+
+
+def _of_magnitude(rope: Rope, size: float) -> Rope:
+    if rope.scaling is None or rope.scaling.kind != "yarn":
+        return rope
+    return replace(rope, scaling=replace(rope.scaling, magnitude=size))
+
+
+@contextmanager
+def _with_ropes(model: Transformer, spec: ModelSpec) -> Iterator[None]:
+    """Rotate as another spec says in the block."""
+    saved = model.freqs, model.magnitudes
+    model.freqs, model.magnitudes = inverse_frequencies(spec).to(model.device), magnitudes(spec)
+    try:
+        yield
+    finally:
+        model.freqs, model.magnitudes = saved
+
+
+@contextmanager
+def _in_format(model: Transformer, weights: str) -> Iterator[None]:
+    """Run the block in the other arithmetic of learner and rollouts: an aligned learner's dense
+    forward, a dense learner's in the rollouts' format."""
+    if any(linear.aligned is not None for _, linear in model.linears()):
+        with aligned.suspended(model):
+            yield
+    elif is_dense(weights):
+        yield
+    else:
+        with aligned.suspended(model):
+            aligned.align(model, weights)
+            yield
+
+
+def _scored(model: Transformer, batch: Batch, temperature: float) -> Tensor:
+    """Return the learner's log-probs of all response tokens, on the CPU."""
+    sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
+    prompt_lens = [len(sample.prompt_ids) for sample in batch.samples]
+    return torch.cat(score(model, sequences, prompt_lens, temperature)).cpu()
+
+
+def _distance(a_N: Tensor, b_N: Tensor) -> float:
+    difference_N = (a_N - b_N).double().abs()
+    return difference_N[difference_N.isfinite()].mean().item()
+
+
+# -- the prompts ----------------------------------------------------------------------------------
+
+
+def prompt_suspects(model: Transformer, batch: Batch, chat: ChatTokenizer) -> list[str]:
+    """Return what the prompts say of the tokenizer and the chat template."""
+    distinct = {tuple(sample.prompt_ids): None for sample in batch.samples}
+    prompts = [list(ids) for ids in distinct if len(ids) > 1][:PROMPTS]
+    if not prompts:
+        return []
+    found = []
+    for mark, count in foreign_marks(prompts, chat).items():
+        found.append(
+            f"chat template: it writes {mark}, which this tokenizer cuts into {count} tokens: the template "
+            "is of another model"
+        )
+    nats = -torch.cat(score(model, prompts, [1] * len(prompts))).mean().item()
+    random = math.log(model.spec.vocab_size)
+    if nats > AS_RANDOM * random:
+        found.append(
+            f"tokenizer: the model finds the prompts as unlikely as random tokens ({nats:.1f} nats a token; "
+            f"of {random:.1f}): it is untrained, or this is not its tokenizer"
+        )
+    return found
+
+
+def foreign_marks(prompts: list[list[int]], chat: ChatTokenizer) -> dict[str, int]:
+    """Return the marks like <|user|> that stand in all prompts and are no single tokens, with their
+    numbers of tokens."""
+    texts = [chat.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
+    common = set.intersection(*(set(MARK.findall(text)) for text in texts))
+    sizes = {
+        mark: len(chat.tokenizer.encode(mark, add_special_tokens=False)) for mark in sorted(common)
+    }
+    return {mark: size for mark, size in sizes.items() if size > 1}
