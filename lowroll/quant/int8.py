@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.matmul import w8a8_float32, w8a8_onednn
+from lowroll.kernels.matmul import w8a8_float32, w8a8_onednn, w8a8_vnni
 from lowroll.kernels.matmul.w8a8 import multiply
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
@@ -68,7 +68,14 @@ class Int8(Gridded):
         self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Tensor:
         # integer sums are exact in any batch
+        if w8a8_vnni.supports(x_MK):
+            packed = q.derive("vnni", _pack_vnni)
+            return w8a8_vnni.linear(x_MK, packed, bias_N, self.rotation_width(q.shape[1]))
         return self.product(quantize_rows(x_MK, self.rows), q, bias_N).dense()
+
+    def rotation_width(self, num_in: int) -> int:
+        """Return the width of the blocks that rows are rotated in; 1: they are not."""
+        return 1
 
     def product(
         self, rows: QuantizedRows, q: QTensor, bias_N: Tensor | None, exact: bool = False
@@ -90,3 +97,7 @@ def _round_to_code(x: Tensor) -> Tensor:
 
 def pack(q: QTensor) -> w8a8_onednn.Packed:
     return w8a8_onednn.pack(q.tensors["codes"], q.tensors["scale"])
+
+
+def _pack_vnni(q: QTensor) -> w8a8_vnni.Packed:
+    return w8a8_vnni.pack(q.tensors["codes"], q.tensors["scale"])

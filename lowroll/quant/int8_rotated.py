@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels.quantize.rotation import rotate
+from lowroll.kernels.quantize.rotation import rotate, width
 from lowroll.kernels.quantize.rows import ROTATED
 from lowroll.quant.formats import QTensor
 from lowroll.quant.int8 import Int8
@@ -35,6 +35,9 @@ class Int8Rotated(Int8):
 
     def turned(self, w_NK: Tensor) -> Tensor:
         return rotate(w_NK)
+
+    def rotation_width(self, num_in: int) -> int:
+        return width(num_in)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return rotate(super().dequantize(q, torch.float32)).to(dtype)

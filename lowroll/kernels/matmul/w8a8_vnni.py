@@ -1,0 +1,82 @@
+"""int8 rows times int8 weights on a CPU with AVX-512 VNNI: `w8a8_vnni.cpp` for torch, from float32
+rows to float32 products in one call.
+
+    y[m, n] = (sum_k x^[m, k] w[n, k]) * scale[n] * row[m] + bias[n]      x^, row: `kernels.quantize.rows`
+
+Bits are those of `quantize_rows` and `w8a8_onednn`: sums are exact, and what follows is rounded
+after each operation. oneDNN's call costs more than its product for few rows (docs/LOG.md).
+
+Legend: `kernels.matmul`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.kernels import cxx
+from lowroll.kernels.build import fields, pointer
+from lowroll.kernels.support import Support, no
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+TILE = 32  # channels
+MULTIPLE = 32  # of K
+LEAST = 512  # features of a row, from which `quantize.avx2` rounds too
+MOST = 64  # rows, up to which it is not slower than oneDNN
+
+
+class VnniArguments(ctypes.Structure):
+    _fields_ = [
+        *fields(ctypes.c_void_p, "x", "w", "scale", "bias", "y"),
+        *fields(ctypes.c_int, "M", "N", "K", "width", "threads"),
+    ]
+
+
+class Packed(NamedTuple):
+    codes: Tensor  # uint8 [tiles, K / 4, TILE, 4], each with 128 added
+    scale_N: Tensor
+
+
+@cache
+def supports_device(device: torch.device) -> Support:
+    support = cxx.supports(SOURCE, device, "int8 rows are multiplied by oneDNN")
+    if support and not cxx.library(SOURCE).vnni_supports():
+        return no("needs a CPU with AVX-512 VNNI")
+    return support
+
+
+def supports(x_MK: Tensor) -> bool:
+    """Return whether it multiplies these rows, without gradients."""
+    if x_MK.dtype != torch.float32 or not x_MK.device.type == "cpu":
+        return False
+    num_rows, num_in = x_MK.shape
+    fits = 0 < num_rows <= MOST and num_in >= LEAST and num_in % MULTIPLE == 0
+    if not fits or (x_MK.requires_grad and torch.is_grad_enabled()):
+        return False
+    return bool(supports_device(x_MK.device))
+
+
+def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
+    """Return codes and scales in the kernel's layout. Channels that a tile lacks have codes of 0."""
+    num_out, num_in = codes_NK.shape
+    codes_NK = F.pad(codes_NK, (0, 0, 0, -num_out % TILE))
+    tiles = codes_NK.view(torch.uint8).bitwise_xor(128)  # codes + 128, by the sign bit
+    tiles = tiles.view(-1, TILE, num_in // 4, 4).transpose(1, 2).contiguous()
+    return Packed(tiles, scale_N.flatten().contiguous())
+
+
+def linear(x_MK: Tensor, packed: Packed, bias_N: Tensor | None, width: int) -> Tensor:
+    """Return y_MN. width: of the rotation's blocks; 1: rows are not rotated."""
+    x_MK = x_MK.contiguous()
+    bias_N = None if bias_N is None else bias_N.float().contiguous()
+    (num_rows, num_in), num_out = x_MK.shape, len(packed.scale_N)
+    y_MN = torch.empty(num_rows, num_out)
+    pointers = [pointer(t) for t in (x_MK, packed.codes, packed.scale_N, bias_N, y_MN)]
+    cxx.run(SOURCE, "vnni_linear", VnniArguments(*pointers, num_rows, num_out, num_in, width))
+    return y_MN
