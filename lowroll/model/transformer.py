@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from lowroll.kernels.batch_invariant import product
 from lowroll.kernels.batch_invariant.heads import rotate_heads as invariant_heads
 from lowroll.kernels.fused.rope import rotate_heads
+from lowroll.kernels.matmul import ordered
 from lowroll.kernels.quantize.rows import QuantizedRows, quantize_rows
 from lowroll.model import logprobs
 from lowroll.model.attention import Attend, AttentionInputs, exact_varlen, varlen
@@ -39,6 +41,7 @@ from lowroll.model.stream import RMSNorm, Stream, dense
 from lowroll.quant import mixed
 from lowroll.quant.formats import QTensor
 
+COMPACT_HEAD_ROWS = 4  # more rows hide the reading of float32 (docs/LOG.md)
 
 class Block(nn.Module):
     """Attention and SwiGLU (or experts), each with a residual, and with norms before, after or on
@@ -447,10 +450,22 @@ class Transformer(nn.Module):
         """Return logits [T, V], float32 on CUDA in half precision (`logprobs.logits`), else in the
         model's dtype."""
         if self.exact:
+            if (compact := self._compact_head(hidden_TD)) is not None:
+                return ordered.compact_product(hidden_TD, compact)
             return product.linear(hidden_TD, self.lm_head_weight, dtype=torch.float32)
         if self.head is None or hidden_TD.is_cuda:
             return logprobs.logits(hidden_TD, self.lm_head_weight)
         return self.head.linear(hidden_TD)
+
+    def _compact_head(self, hidden_TD: Tensor) -> ordered.Compact | None:
+        """Return the head in the fewest bytes that give the same logits, for a few rows of an exact
+        engine on a CPU; None where there is none, or where many rows hide the reading."""
+        if self.head is None or hidden_TD.device.type != "cpu" or hidden_TD.requires_grad:
+            return None
+        if not 0 < len(hidden_TD) <= COMPACT_HEAD_ROWS:
+            return None
+        compact = self.head.derive("compact", lambda q: ordered.compact(q.tensors["weight"]))
+        return cast(ordered.Compact | None, compact)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """Yield every quantizable linear layer by name (not lm_head or embedding)."""

@@ -7,27 +7,34 @@
 // Rows of x and of w are read where they lie. A tile of w stays in the first cache while the rows of a block of x,
 // which stays in the second, are multiplied with it, a few at a time; the next tile is fetched meanwhile.
 //
+// W may be stored in fewer bytes that stand for the same floats: bfloat16, or whole numbers of a byte with a float for 32
+// of them. Then each tile is decoded before it is multiplied.
+//
 // Where K is small, nearly all of that time goes to adding up the lanes of a sum. Then a vector holds one lane of many
 // columns instead (`across`): no shuffle is needed to add the lanes of all of them. The order is the same, so each bit
 // is.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include "../avx2.h"
 
 #define WIDE __attribute__((target("avx512f")))
 
+enum Kind { FLOATS, BFLOAT16, BLOCKS };
+
 struct Problem {
     const float* x;         // rows of K, x_stride apart
-    const float* w;         // rows of K, w_stride apart
+    const float* w;         // rows of K, w_stride apart; of another kind bytes, w_stride of them a row
     const float* bias;      // [N], or null
     float* y;               // [M, N]
     int64_t x_stride, w_stride;
-    int M, N, K, wide, across, threads;
+    int M, N, K, wide, across, kind, threads;
 };
 
 constexpr int LANES = 16;
+constexpr int GROUP = 32;           // whole numbers of BLOCKS with one scale; K is a multiple of it
 constexpr int64_t BLOCK = 1 << 16;  // numbers of a block of x, which stays in the second cache
 constexpr int64_t LONGEST = 256;    // rows of it
 constexpr int64_t PANEL = 1 << 18;  // numbers of the rows of w that all blocks meet, one after the other
@@ -66,6 +73,7 @@ static INLINE __m256 add_ones(__m256 a, __m256 b) {
 
 struct Avx2 {
     static constexpr int ROWS = 2, COLUMNS = 3;     // whose sums fit in the registers
+    static constexpr bool DECODES = false;
 
     // sums += lanes k .. k + 15; of those, the ones in `mask` unless they are WHOLE.
     template <int R, bool WHOLE>
@@ -198,6 +206,35 @@ static INLINE WIDE __m512 add_lanes_of_8(const __m512* v) {
 
 struct Avx512 {
     static constexpr int ROWS = 4, COLUMNS = 6;
+    static constexpr bool DECODES = true;           // one row is multiplied with w as it is stored
+
+    // Numbers k .. k + 15 of a row of w that is stored in another kind.
+    template <int KIND> static INLINE WIDE __m512 decode(const float* row, int k, int K) {
+        if constexpr (KIND == BFLOAT16) {
+            const __m256i bits = _mm256_loadu_si256((const __m256i*)((const uint16_t*)row + k));
+            return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+        } else {
+            const int8_t* codes = (const int8_t*)row;
+            const __m512i numbers = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(codes + k)));
+            float scale;
+            memcpy(&scale, codes + K + k / GROUP * sizeof(float), sizeof(float));
+            return _mm512_mul_ps(_mm512_cvtepi32_ps(numbers), _mm512_set1_ps(scale));
+        }
+    }
+
+    // One row of x times a tile of w that is stored in another kind.
+    template <int KIND>
+    static WIDE void multiply_stored(const float* x, const float* const* tile, int K, const float* bias, float* out) {
+        __m512 sums[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) sums[i] = _mm512_setzero_ps();
+        for (int k = 0; k < K; k += LANES) {
+            const __m512 a = _mm512_loadu_ps(x + k);
+#pragma GCC unroll 6
+            for (int c = 0; c < COLUMNS; ++c) sums[c] = _mm512_fmadd_ps(a, decode<KIND>(tile[c], k, K), sums[c]);
+        }
+        _mm256_storeu_ps(out, _mm256_add_ps(_mm512_castps512_ps256(add_lanes_of_8(sums)), _mm256_loadu_ps(bias)));
+    }
 
     template <int R, bool WHOLE>
     static INLINE WIDE void step(const float* const* x, const float* const* w, int k, __mmask16 mask, __m512* sums) {
@@ -297,16 +334,56 @@ template <class Call> static INLINE void with_constant(int count, Call call) {
     }
 }
 
+// Row n of a w of another kind: bfloat16, or K whole numbers and the scales behind them.
+static INLINE const float* row_of(const Problem& p, int n) { return (const float*)((const char*)p.w + n * p.w_stride); }
+
+static INLINE void decode(const Problem& p, int n, float* out) {
+    const char* row = (const char*)row_of(p, n);
+    if (p.kind == BFLOAT16) {
+        for (int k = 0; k < p.K; k += 8) {
+            const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(row + 2 * k)));
+            _mm256_storeu_ps(out + k, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16)));
+        }
+        return;
+    }
+    const char* scales = row + p.K;
+    for (int k = 0; k < p.K; k += 8) {
+        float scale;
+        memcpy(&scale, scales + k / GROUP * sizeof(float), sizeof(float));
+        const __m256i codes = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(row + k)));
+        _mm256_storeu_ps(out + k, _mm256_mul_ps(_mm256_cvtepi32_ps(codes), _mm256_set1_ps(scale)));
+    }
+}
+
+// The floats of row n of w, in `room` where they have to be decoded.
+static INLINE const float* floats(const Problem& p, int n, float* room) {
+    if (p.kind == FLOATS) return p.w + n * p.w_stride;
+    decode(p, n, room);
+    return room;
+}
+
 // Rows m .. m + rows - 1 of x times a tile of w, of which `columns` from n on are asked for; `ahead` is the next tile.
 template <class Set>
 static void multiply_tile(const Problem& p, int m, int rows, int n, int columns, const Ahead& ahead) {
     constexpr int C = Set::COLUMNS;
+    static thread_local std::vector<float> room;
+    const bool stored = Set::DECODES && p.kind != FLOATS && rows == 1;
+    if (p.kind != FLOATS && room.size() < (size_t)C * p.K) room.resize((size_t)C * p.K);
     const float* w[C];
     float bias[Set::ROWS * C + 8] = {}, out[Set::ROWS * C + 8];     // whole vectors
     for (int c = 0; c < C; ++c) {
         const int at = n + least(c, columns - 1);                   // the last row again where there is none
-        w[c] = p.w + at * p.w_stride;
+        w[c] = stored ? row_of(p, at) : floats(p, at, room.data() + c * (int64_t)p.K);
         for (int r = 0; r < Set::ROWS; ++r) bias[r * C + c] = p.bias ? p.bias[at] : 0;
+    }
+    if constexpr (Set::DECODES) {
+        if (stored) {
+            const float* x = p.x + m * p.x_stride;
+            if (p.kind == BFLOAT16) Set::template multiply_stored<BFLOAT16>(x, w, p.K, bias, out);
+            else Set::template multiply_stored<BLOCKS>(x, w, p.K, bias, out);
+            memcpy(p.y + m * (int64_t)p.N + n, out, sizeof(float) * columns);
+            return;
+        }
     }
     const int groups = (rows + Set::ROWS - 1) / Set::ROWS, few = rows / groups, more = rows % groups;
     const int each = (ahead.count + groups - 1) / groups;
@@ -330,7 +407,7 @@ template <class Set> static void multiply_panel(const Problem& p, int m, int row
     constexpr int C = Set::COLUMNS;
     for (; n < end; n += C) {
         const float* next[C];
-        const int left = std::max(0, least(C, end - n - C));
+        const int left = p.kind == FLOATS ? std::max(0, least(C, end - n - C)) : 0;
         for (int i = 0; i < left; ++i) next[i] = p.w + (n + C + i) * p.w_stride;
         multiply_tile<Set>(p, m, rows, n, least(C, end - n), {next, left});
     }

@@ -4,7 +4,8 @@
     y[m, n] = tree(s_0 .. s_15) + bias[n]           lanes j and j + 8 first, then j + 4, j + 2, j + 1
 
 BLAS picks the order by rows, alignment and threads. Here the bits of y[m, n] depend on x[m, :],
-w[n, :] and bias[n] alone, with AVX2 and with AVX-512.
+w[n, :] and bias[n] alone, with AVX2 and with AVX-512. `Compact` rows of w are the same floats in fewer
+bytes: a product of few rows takes the time of reading w.
 
 Legend: `kernels.matmul`.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +28,25 @@ from lowroll.kernels.support import Support
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 DEEPEST = 64  # K of a product that may go across
+FLOATS, BFLOAT16, BLOCKS = range(3)  # kinds of the rows of w
+GROUP = 32  # numbers of BLOCKS that share a scale
+SAMPLED = 64  # rows that say at once that most matrices are no compact ones
 
 
 class OrderedArguments(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_void_p, "x", "w", "bias", "y"),
         *fields(ctypes.c_int64, "x_stride", "w_stride"),
-        *fields(ctypes.c_int, "M", "N", "K", "wide", "across", "threads"),
+        *fields(ctypes.c_int, "M", "N", "K", "wide", "across", "kind", "threads"),
     ]
+
+
+class Compact(NamedTuple):
+    """A matrix [N, K] of float32 numbers in fewer bytes. rows: bfloat16 [N, K], or bytes
+    [N, K + K / 8], whole numbers and behind them a float32 scale for GROUP of them."""
+
+    kind: int
+    rows: Tensor
 
 
 def supports_device(device: torch.device) -> Support:
@@ -52,6 +65,53 @@ def goes_across(M: int, N: int, K: int) -> bool:
     bits at 1.3 to 3 times the speed. Fewer columns leave lanes empty, and AVX2 transposes w too
     slowly for few rows."""
     return K <= DEEPEST and N >= 128 and (has_avx512() or M > 2 or K <= 32)
+
+
+def compact(w_NK: Tensor) -> Compact | None:
+    """Return a float32 matrix in the fewest bytes that stand for the same numbers, bit for bit; None
+    where that is float32. Trained in bfloat16, a matrix is such numbers; read from a GGUF file in
+    Q8_0 it is blocks."""
+    if w_NK.shape[1] % GROUP:
+        return None
+    for make, restore in ((_blocks, _floats_of_blocks), (_bfloat16, Tensor.float)):
+        for rows_NK in (w_NK[:SAMPLED], w_NK):
+            made = make(rows_NK)
+            if not torch.equal(restore(made).view(torch.int32), rows_NK.view(torch.int32)):
+                break
+        else:
+            return Compact(BLOCKS if make is _blocks else BFLOAT16, made)
+    return None
+
+
+def _bfloat16(w_NK: Tensor) -> Tensor:
+    return w_NK.bfloat16()
+
+
+def _blocks(w_NK: Tensor) -> Tensor:
+    """Return whole numbers up to 127 in magnitude and scales, as of `quant.blocks.Q8_0`."""
+    w_NGS = w_NK.unflatten(1, (-1, GROUP))
+    scale_NG = (w_NGS.abs().amax(-1) / torch.full((), 127.0)).half().float()
+    divisor_NG = torch.where(scale_NG == 0, 1.0, scale_NG)
+    codes_NK = (w_NGS / divisor_NG[..., None]).round().clamp(-127, 127).to(torch.int8).flatten(1)
+    return torch.cat([codes_NK, scale_NG.view(torch.int8)], dim=1)
+
+
+def _floats_of_blocks(rows: Tensor) -> Tensor:
+    num_in = rows.shape[1] // (GROUP + 4) * GROUP
+    scale_NG = rows[:, num_in:].contiguous().view(torch.float32)
+    return (rows[:, :num_in].float().unflatten(1, (-1, GROUP)) * scale_NG[..., None]).flatten(1)
+
+
+def compact_product(x_MK: Tensor, w: Compact) -> Tensor:
+    """Return x times the transpose of w, float32 [M, N] on a CPU, with the bits of `product`."""
+    (M, K), N = x_MK.shape, w.rows.shape[0]
+    x_MK = contiguous_rows(x_MK)
+    y_MN = torch.empty(M, N)
+    pointers = [pointer(t) for t in (x_MK, w.rows, None, y_MN)]
+    sizes = x_MK.stride(0), w.rows[0].nbytes, M, N, K
+    arguments = OrderedArguments(*pointers, *sizes, has_avx512(), False, w.kind)
+    cxx.run(SOURCE, "ordered_product", arguments)
+    return y_MN
 
 
 def product(
@@ -80,6 +140,6 @@ def product(
     if y_MN.numel():
         pointers = [pointer(t) for t in (x_MK, w_NK, bias_N, y_MN)]
         sizes = x_MK.stride(0), w_NK.stride(0), M, N, K
-        flags = has_avx512(), goes_across(M, N, K)
+        flags = has_avx512(), goes_across(M, N, K), FLOATS
         cxx.run(SOURCE, "ordered_product", OrderedArguments(*pointers, *sizes, *flags))
     return y_MN if added_MN is None else y_MN.add_(added_MN)
