@@ -1,0 +1,167 @@
+"""Decoding on a few CPU cores beside llama.cpp, at the same bits, with one row and with several.
+
+    python -m bench.llama --gguf FILE [--model FOLDER] [--rows 1,16] [--formats q4_1 ...]
+                          [--prompt 64] [--new 128] [--rounds 9] [--threads 2] [--out FOLDER]
+
+    ours    greedy, every token's log-prob recorded, in an exact engine (the default of a run on a CPU),
+            one engine for each format
+    peer    llama.cpp by llama-cpp-python: greedy, no log-probs, its rows in one `llama_batch`, built for
+            this processor. Against 4 bits it runs the file's own, against 8 bits Q8_0 that it makes of
+            the file. LOWROLL_LLAMA_PYTHON is the Python of an environment that has it; without it the
+            peer's columns stay empty
+
+Both sides live at the same time and take turns. Tokens/s are of what follows the first token of a
+row, by the clock and by the processor, which says more where other work shares the cores. --gguf is a
+file whose linear layers are in 4 bits; --model its folder for ours, where one has been made.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.harness import BASELINES, Row, SomeOf, finish, parser_of, released, say, speed_row
+from bench.peer import Peer, PeerFailed
+from bench.samples import random_ids
+from lowroll import Engine, Request
+
+# each format of ours, and whether the peer runs Q8_0 instead of the file's own bits
+FORMATS = {
+    "q4_1": False,
+    "nvfp4": False,
+    "int4": False,
+    "q8_0": True,
+    "int8": True,
+    "int8_rotated": True,
+}
+AIMS = {1: 1.5, 16: 3.0}  # tokens/s over the peer's, by rows
+WARM = 1  # rounds that are not counted
+CALL_S = 600.0
+Turn = Mapping[str, float]  # seconds and cpu
+
+
+def decode(engine: Engine, prompts: list[list[int]], new_tokens: int) -> Turn:
+    """Draw `new_tokens` tokens behind each prompt; return the seconds of all but the first, and the
+    processor's."""
+    engine.pool.clear_prefixes()  # every turn runs its prompts
+    for ids in prompts:
+        engine.add(Request(ids, max_tokens=new_tokens, temperature=0, ignore_eos=True))
+    finished = engine.step()  # all prompts, and the first token of each
+    began, spent = time.perf_counter(), time.process_time()
+    while len(finished) < len(prompts):
+        finished += engine.step()
+    turn = {"seconds": time.perf_counter() - began, "cpu": time.process_time() - spent}
+    drawn = {len(rollout.logprobs) for _, group in finished for rollout in group.rollouts}
+    assert drawn == {new_tokens}, f"the engine drew {drawn} tokens instead of {new_tokens}"
+    return turn
+
+
+def peer(args: Any, rows: int, eight_bits: bool) -> Peer | None:
+    """Return llama.cpp in a process, or None without LOWROLL_LLAMA_PYTHON."""
+    python = os.environ.get("LOWROLL_LLAMA_PYTHON")
+    if not python:
+        return None
+    settings = {
+        "gguf": str(args.gguf),
+        "quantize": eight_bits,
+        "rows": rows,
+        "length": args.prompt + args.new,
+        "threads": args.threads,
+    }
+    return Peer(settings, [python, "-m", "bench.llama_worker"])
+
+
+def compare(args: Any, format: str, rows: int) -> list[Row]:
+    """Run both sides in turns; return the rows by clock and by processor."""
+    length = args.prompt + args.new
+    engine = Engine(
+        args.model or args.gguf,
+        format,
+        device="cpu",
+        exact=True,
+        max_batch=rows,
+        cache_tokens=rows * (length + 16),
+    )
+    prompts = random_ids(engine.spec.vocab_size, rows, args.prompt).tolist()
+    order = {"prompts": prompts, "new_tokens": args.new}
+    turns: dict[str, list[Turn]] = {"ours": [], "peer": []}
+    note = "llama.cpp: LOWROLL_LLAMA_PYTHON names no Python"
+    with ExitStack() as stack:
+        try:
+            other = peer(args, rows, FORMATS[format])
+            stack.enter_context(other or nullcontext())
+            for i in range(args.rounds + WARM):
+                for name, turn in _turns(engine, prompts, args.new, other, order):
+                    say(f"{format}, {rows} rows, round {i}, {name}: {dict(turn)}")
+                    turns[name] += [turn] if i >= WARM else []
+            note = note if other is None else ""
+        except PeerFailed as error:
+            note, turns["peer"] = f"llama.cpp: {error}", []
+    bits = "Q8_0" if FORMATS[format] else "the file's own"
+    title = f"{Path(args.gguf).stem} {format} over llama.cpp ({bits}), {rows} rows"
+    tokens = rows * (args.new - 1)
+    return [
+        _row(f"{title}: {what}", tokens, unit, key, turns, AIMS.get(rows) if aimed else None, note)
+        for what, unit, key, aimed in (
+            ("clock", "tokens/s", "seconds", True),
+            ("processor", "tokens/s of a core", "cpu", False),
+        )
+    ]
+
+
+def _turns(
+    engine: Engine, prompts: list[list[int]], new: int, other: Peer | None, order: dict[str, Any]
+) -> Iterator[tuple[str, Turn]]:
+    if other is not None:
+        yield "peer", other.ask(order, "a turn of llama.cpp", CALL_S)
+    yield "ours", decode(engine, prompts, new)
+
+
+def _row(
+    name: str,
+    tokens: int,
+    unit: str,
+    key: str,
+    turns: Mapping[str, list[Turn]],
+    aim: float | None,
+    note: str,
+) -> Row:
+    ours, theirs = ([turn[key] for turn in turns[side]] for side in ("ours", "peer"))
+    if not ours:
+        return Row(name, unit, None, aim=aim, note=note)
+    found = speed_row(name, tokens, unit, ours, theirs or None, aim=aim)
+    return Row(**{**vars(found), "note": note})
+
+
+def main() -> int:
+    parser = parser_of(
+        __doc__,
+        out=BASELINES,
+        rows=[1, 16],
+        formats=SomeOf(FORMATS),
+        prompt=64,
+        new=128,
+        rounds=9,
+        threads=2,
+        model=None,
+    )
+    parser.add_argument("--gguf", type=Path, required=True, help="the file that llama.cpp reads")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    found: list[Row] = []
+    for format in args.formats:
+        for rows in args.rows:
+            with released():
+                found += compare(args, format, rows)
+    settings = {name: getattr(args, name) for name in ("prompt", "new", "rounds", "threads")}
+    return finish("Decoding beside llama.cpp", "llama", found, args.out, **settings)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
