@@ -16,7 +16,16 @@ from lowroll.kernels.attention import avx2 as attention_avx2
 from lowroll.kernels.attention import paged
 from lowroll.kernels.fused import avx2 as fused_avx2
 from lowroll.kernels.launch import triton_supports_device
-from lowroll.kernels.matmul import gemv, limbs, streamed, w4_avx2, w4a16, w8a8, w8a8_onednn
+from lowroll.kernels.matmul import (
+    gemv,
+    limbs,
+    streamed,
+    w4_avx2,
+    w4a16,
+    w8a8,
+    w8a8_onednn,
+    w8a8_vnni,
+)
 from lowroll.kernels.moe import grouped, routed
 from lowroll.kernels.sampling import avx2 as sampling_avx2
 from lowroll.kernels.support import YES, Support, cuda_supports, no
@@ -111,6 +120,13 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     "int8 product": (
         _triton_kernel("matmul/gemv", f"up to {gemv.MOST[torch.int8]} rows"),
         _triton_kernel("matmul/integers"),
+        Kernel(
+            "matmul/w8a8_vnni.cpp",
+            "C++",
+            f"rows of {w8a8_vnni.LEAST} features or more, in whole {w8a8_vnni.MULTIPLE}s; on a CPU "
+            f"with AMX up to {w8a8_vnni.MOST_BESIDE_AMX}",
+            w8a8_vnni.supports_device,
+        ),
         Kernel("matmul/w8a8_onednn", "oneDNN", "", w8a8_onednn.supports_device),
         Kernel("torch._int_mm", "torch", "", cuda_supports),
         _torch_kernel("float32 products of 1,024 columns, which are exact"),

@@ -41,7 +41,7 @@ from lowroll.model.stream import RMSNorm, Stream, dense
 from lowroll.quant import mixed
 from lowroll.quant.formats import QTensor
 
-COMPACT_HEAD_ROWS = 4  # more rows hide the reading of float32 (docs/LOG.md)
+COMPACT_HEAD_ROWS = 4  # more rows take longer than reading float32 (docs/LOG.md)
 
 class Block(nn.Module):
     """Attention and SwiGLU (or experts), each with a residual, and with norms before, after or on

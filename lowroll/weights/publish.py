@@ -192,8 +192,9 @@ def _refill_linears(
 
 
 def _renew_derived(rollout: Transformer) -> None:
-    """Renew what was made of the head and of the adapters."""
-    if rollout.head is not None:
+    """Renew what was made of the head, unless it was not written, and of the adapters."""
+    head_name = "embedding" if rollout.lm_head is None else "lm_head"
+    if rollout.head is not None and head_name not in rollout.shared:
         rollout.head.renew()
     for _, linear in rollout.linears():
         if linear.adapter is not None:

@@ -33,16 +33,16 @@ struct Rows {
     int8_t* codes;          // [M, K]
     float* scale;           // [M]
     int* sum;               // [M], of the codes, times 128
-    float* rotated;         // [M, K], if rows are rotated
 };
 
 static WIDE void round_row(const Problem& p, const Rows& rows, int m) {
+    static thread_local std::vector<float> rotated;
     const float* x = p.x + m * (int64_t)p.K;
     int8_t* codes = rows.codes + m * (int64_t)p.K;
     if (p.width > 1) {
-        float* rotated = rows.rotated + m * (int64_t)p.K;
-        rotate(x, rotated, p.K, p.width);
-        x = rotated;
+        if (rotated.size() < (size_t)p.K) rotated.resize(p.K);
+        rotate(x, rotated.data(), p.K, p.width);
+        x = rotated.data();
     }
     encode(x, codes, rows.scale + m, p.K);
     int sum = 0;
@@ -100,14 +100,12 @@ static void multiply_rows(const Problem& p, const Rows& rows, int m, int count, 
 extern "C" int vnni_supports() { return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"); }
 
 extern "C" void vnni_linear(const Problem* p, Parallel parallel) {
-    static thread_local std::vector<float> floats;      // grow with the largest call
-    static thread_local std::vector<int8_t> codes;
+    static thread_local std::vector<int8_t> codes;      // grow with the largest call
+    static thread_local std::vector<float> scales;
     static thread_local std::vector<int> sums;
-    const size_t numbers = p->M * (size_t)p->K;
-    if (floats.size() < numbers + p->M) floats.resize(numbers + p->M);
-    if (codes.size() < numbers) codes.resize(numbers);
-    if (sums.size() < (size_t)p->M) sums.resize(p->M);
-    const Rows rows{codes.data(), floats.data(), sums.data(), floats.data() + p->M};
+    if (codes.size() < p->M * (size_t)p->K) codes.resize(p->M * (size_t)p->K);
+    if (sums.size() < (size_t)p->M) scales.resize(p->M), sums.resize(p->M);
+    const Rows rows{codes.data(), scales.data(), sums.data()};
     share(parallel, p->threads, p->M, FEW, [&](int m) { round_row(*p, rows, m); });
     const int tiles = (p->N + TILE - 1) / TILE, blocks = (p->M + ROWS - 1) / ROWS;
     share(parallel, p->threads, tiles * blocks, 1, [&](int i) {

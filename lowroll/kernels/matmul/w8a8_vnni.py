@@ -4,7 +4,8 @@ rows to float32 products in one call.
     y[m, n] = (sum_k x^[m, k] w[n, k]) * scale[n] * row[m] + bias[n]      x^, row: `kernels.quantize.rows`
 
 Bits are those of `quantize_rows` and `w8a8_onednn`: sums are exact, and what follows is rounded
-after each operation. oneDNN's call costs more than its product for few rows (docs/LOG.md).
+after each operation. It takes a third to nine tenths of oneDNN's time, whose call costs more than
+its product for few rows (docs/LOG.md).
 
 Legend: `kernels.matmul`.
 """
@@ -28,7 +29,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 TILE = 32  # channels
 MULTIPLE = 32  # of K
 LEAST = 512  # features of a row, from which `quantize.avx2` rounds too
-MOST = 64  # rows, up to which it is not slower than oneDNN
+MOST_BESIDE_AMX = 64  # rows; oneDNN multiplies more of them by AMX where there is one
 
 
 class VnniArguments(ctypes.Structure):
@@ -51,12 +52,19 @@ def supports_device(device: torch.device) -> Support:
     return support
 
 
+@cache
+def has_amx() -> bool:
+    return bool(torch.cpu.get_capabilities().get("amx_int8"))
+
+
 def supports(x_MK: Tensor) -> bool:
     """Return whether it multiplies these rows, without gradients."""
     if x_MK.dtype != torch.float32 or not x_MK.device.type == "cpu":
         return False
     num_rows, num_in = x_MK.shape
-    fits = 0 < num_rows <= MOST and num_in >= LEAST and num_in % MULTIPLE == 0
+    if num_rows == 0 or num_rows > MOST_BESIDE_AMX and has_amx():
+        return False
+    fits = num_in >= LEAST and num_in % MULTIPLE == 0
     if not fits or (x_MK.requires_grad and torch.is_grad_enabled()):
         return False
     return bool(supports_device(x_MK.device))

@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from lowroll.config import RunConfig
-from lowroll.kernels.matmul import limbs, w4_avx2, w8a8_onednn
+from lowroll.kernels.matmul import limbs, w4_avx2, w8a8_onednn, w8a8_vnni
 from lowroll.model import lora
 from lowroll.model.experts import StackedLinear
 from lowroll.model.linear import Linear
@@ -214,7 +214,8 @@ def _dense_copy_bytes(
     if form.dense:  # a large matrix is packed
         return dense_bytes if size >= PACK_FROM else 0
     if isinstance(form, Int8) and w8a8_onednn.supports_device(compute.device):
-        return size  # int8 codes in oneDNN's order
+        is_packed_twice = w8a8_vnni.supports_device(compute.device) and w8a8_vnni.has_amx()
+        return 2 * size if is_packed_twice else size  # codes in tiles, in oneDNN's order
     return MASTER * size
 
 

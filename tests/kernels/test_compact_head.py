@@ -1,0 +1,80 @@
+"""A matrix in the fewest bytes that stand for the same floats: the bits of its products, and what has
+no such form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowroll import Engine, Request
+from lowroll.kernels.matmul import ordered
+from lowroll.model import initialize
+from lowroll.model import transformer as module
+from lowroll.model.exact import why_not
+from lowroll.model.spec import spec_from_config
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import quantize
+from lowroll.runs.demo import CONFIG
+
+CPU = torch.device("cpu")
+MAKERS = {
+    ordered.BFLOAT16: lambda w_NK: w_NK.bfloat16().float(),
+    ordered.BLOCKS: lambda w_NK: quantize(w_NK, "q8_0").dequantize(),
+}
+
+
+@pytest.fixture(autouse=True)
+def needs_the_kernel() -> None:
+    if not (found := ordered.supports_device(CPU)):
+        pytest.skip(found.why_not)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("wide", [True, False])
+def test_bits_are_those_of_the_floats(
+    kind: int, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if wide and not ordered.has_avx512():
+        pytest.skip("needs AVX-512")
+    monkeypatch.setattr(ordered, "has_avx512", lambda: wide)
+    torch.manual_seed(0)
+    for shape in ((1, 32), (300, 576), (7, 64), (1001, 96)):
+        w_NK = MAKERS[kind](torch.randn(shape) * torch.randn(shape[0], 1).exp())
+        compact = ordered.compact(w_NK)
+        assert compact is not None and compact.kind == kind
+        assert compact.rows.nbytes < w_NK.nbytes
+        for num_rows in (1, 3, 4, 17):
+            x_MK = torch.randn(num_rows, shape[1])
+            assert torch.equal(ordered.compact_product(x_MK, compact), ordered.product(x_MK, w_NK))
+
+
+def test_other_matrices_have_no_compact_form() -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(200, 64).bfloat16().float()
+    late = exact.clone()
+    late[150, 3] += 1e-4  # behind the sample
+    zero = MAKERS[ordered.BLOCKS](torch.randn(4, 64))
+    zero[1, 5] = -0.0  # whole numbers have one zero; bfloat16 has too few digits
+    for w_NK in (torch.randn(200, 64), late, exact[:, :48], zero):
+        assert ordered.compact(w_NK.contiguous()) is None
+
+
+def test_an_exact_engine_draws_the_same_with_and_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = spec_from_config({**CONFIG, "vocab_size": 264, "head_dim": 32})
+    if reason := why_not(spec, CPU, torch.float32):
+        pytest.skip(reason)
+    model = initialize(Transformer(spec), seed=0)
+    with torch.no_grad():
+        model.lm_head_weight.copy_(model.lm_head_weight.bfloat16())
+    requests = [Request([5, 6, 7], max_tokens=12, seed=3, id="a")]
+    drawn = []
+    for most in (module.COMPACT_HEAD_ROWS, 0):
+        monkeypatch.setattr(module, "COMPACT_HEAD_ROWS", most)
+        engine = Engine(model, "fp32", device="cpu", exact=True, cache_tokens=256)
+        (group,) = engine.generate(requests)
+        drawn.append((group.rollouts[0].token_ids, group.rollouts[0].logprobs))
+        assert engine.model.head is not None
+        assert ("compact" in engine.model.head.packed) == (most > 0)
+    assert drawn[0] == drawn[1]
