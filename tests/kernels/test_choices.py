@@ -696,6 +696,7 @@ CASES_OF = {
 # no case reaches them: tests of their own do
 APART = {
     "AdamW",
+    "matmul/w8a8_vnni.cpp",
     "matmul/w8a8_onednn",
     "matmul/w4_avx2.cpp",
     "matmul/limbs.cpp",
