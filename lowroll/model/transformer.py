@@ -43,6 +43,7 @@ from lowroll.quant.formats import QTensor
 
 COMPACT_HEAD_ROWS = 4  # more rows take longer than reading float32 (docs/LOG.md)
 
+
 class Block(nn.Module):
     """Attention and SwiGLU (or experts), each with a residual, and with norms before, after or on
     both sides (`ModelSpec.norms`)."""
