@@ -1,7 +1,7 @@
 """Faults of a set-up, injected into a run, and what lowroll says of them: `python -m bench.faults`.
 
 A run of one step is made with each fault, and with none in several formats. What counts is what is said
-in the first step: warnings of `runs.suspects` and `trainer.guard`, or the error of `runs.arrival` that
+in the first step: warnings of `runs.suspects` and `trainer.guard`, or the error of `runs.rollouts` that
 ends the run after the first update. A fault is named when its own word stands in one of them. Runs learn
 with AdamW at 1e-5 (LoRA: 1e-4).
 
@@ -40,12 +40,12 @@ from lowroll.runs.rollouts import RolloutEngine
 from lowroll.types import Group, Request
 
 SETTINGS: dict[str, Any] = {
-    "env": [{"id": "arithmetic", "args": {"system": "Compute.", "max_steps": 3}}],
+    "env": [{"id": "records"}],
     "batch_size": 24,
     "rollouts_per_example": 8,
     "rollout": {
         "weights": "dense",
-        "max_tokens": 40,
+        "max_tokens": 48,
         "max_batch": 24,
         "cache_tokens": 8192,
     },

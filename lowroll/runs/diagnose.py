@@ -81,7 +81,8 @@ ALIGNABLE = (
 FAR = 0.1  # nats a token
 TOO_FAR = (
     " A KL of {kl:.2g} nats a token is more than a correction can pay for: give the rollouts more bits, "
-    "by a budget (rollout.weights: {{max_kl: 0.02}}) or a wider format; until then correction acr"
+    "by a budget (rollout.weights: {{max_kl: 0.02}}) or a wider format, or train LoRA on their base; until then "
+    "correction acr"
 )
 NEGLIGIBLE = 1e-4  # nats, for the worst token
 _MISMATCH_METRICS = ("kl_k1", "kl_k3", "logp_diff_mean", "logp_diff_max", "ess")

@@ -11,18 +11,20 @@ from contextlib import contextmanager
 
 from lowroll.config import RunConfig
 from lowroll.engine.base import Engine, EngineStats, InFlight, PartialSample
+from lowroll.engine.native import NativeEngine
+from lowroll.engine.remote.verify import NotArrived
 from lowroll.kv.capacity import NoRoom
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.interfaces import Progress
-from lowroll.runs.arrival import ArrivalCheck
 from lowroll.runs.assembly import engines, trainer
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory.plan import Planner
 from lowroll.types import Group, Request
 from lowroll.weights.aligned import realign
 from lowroll.weights.noise import Noise, share
+from lowroll.weights.publish import first_difference
 from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,6 @@ class RolloutEngine:
         # The owner may set this: it is called before the engine is replaced, with what is in flight.
         self.before_end: Callable[[], object] = lambda: None
         self.watch = self._watch()
-        self.arrival = self._arrival()
 
     def _first_engine(self, cache_tokens: int | None) -> Engine:
         wanted_tokens = cache_tokens or self.planner.plan(self.cfg).cache_tokens or None
@@ -97,8 +98,7 @@ class RolloutEngine:
         """Load a version's weights into the engine; return `weights/*`. NotArrived when they are not
         there afterwards."""
         self.update(version)
-        if self.arrival is not None:
-            self.arrival.check(version)
+        self._check_arrival(version)
         return {} if self.watch is None else self.watch.measure()
 
     def update(self, version: int) -> None:
@@ -148,7 +148,7 @@ class RolloutEngine:
             realign(self.model, self.compute.format(weights))
         self.before_end()
         self.engine.close()
-        del self.engine, self.watch, self.arrival
+        del self.engine, self.watch
         gc.collect()  # the engine and its scheduler hold each other
         try:
             self.engine = engines.make(cfg, self.compute, self.model, self.chat, weights)
@@ -165,12 +165,20 @@ class RolloutEngine:
             )
         self.weights = weights
         self.watch = self._watch()
-        self.arrival = self._arrival()
 
-    def _arrival(self) -> ArrivalCheck | None:
-        """Return the test of published weights; None for an engine that has a test of its own."""
-        is_native = self.cfg.rollout.engine == "native"
-        return ArrivalCheck(self.model, self.engine) if is_native else None
+    def _check_arrival(self, version: int) -> None:
+        """Compare one block of the engine, another at each version, with what the learner's weights
+        make of it. vLLM has a test of its own (`engine.remote.verify`)."""
+        if not isinstance(self.engine, NativeEngine):
+            return
+        block = version % self.model.spec.num_layers
+        has_noise = self.engine.behavior.noise_sigma > 0
+        name = first_difference(self.model, self.engine.model, block, has_noise)
+        if name is not None:
+            raise NotArrived(
+                f"update to version {version}: {name} of the engine is not what the learner's weights "
+                "make of it: the engine still draws from older weights"
+            )
 
     def _watch(self) -> WeightWatch | AdapterWatch | None:
         """Return the measurement of `weights/*`; None where the engine shows no weights."""

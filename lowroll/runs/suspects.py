@@ -8,11 +8,11 @@ of the learner's distribution there:
     surprise    E[-l - H] is 0 for tokens drawn from the distribution that l is of. It is negative when
                 the sampler was narrower than what was recorded (a hidden top-p, a lower temperature),
                 positive when it was wider. A mismatch of KL k can move it by up to sqrt(2 k) standard
-                deviations of -l - H.
-    distance    mean |l - b| is explained by rounding: the dtype's, and the rounding of formats, measured
-                by the learner in their arithmetic. A larger distance is explained by scoring an excerpt
-                again with variants of the learner: other temperatures, rotary bases and scalings of positions. The
-                first that comes close is named.
+                deviations of -l - H; a rare token that was not drawn by Bernstein's bound.
+    distance    mean |l - b| is explained by the rounding of the dtype, with the learner in the rollouts'
+                arithmetic; formats that round activations may be as far again as their price. For a
+                larger one an excerpt is scored by variants of the learner: other temperatures, rotary
+                bases and scalings of positions. The nearest is named when it comes close.
     prompts     a model finds prompts as unlikely as random text when they are not in its own tokens, and
                 a template's marks are single tokens of its own tokenizer.
 
@@ -22,6 +22,7 @@ errors. The rollouts' own settings are respected: what they cut, evict or add as
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -44,21 +45,23 @@ from lowroll.quant.formats import get_format
 from lowroll.quant.table import is_dense
 from lowroll.runs.policy_gap import excerpt
 from lowroll.trainer.probe import Probe
-from lowroll.types import Batch
+from lowroll.types import Batch, Sample
 from lowroll.weights import aligned
+
+log = logging.getLogger(__name__)
 
 SIGMAS = 6.0
 LEAST_TOKENS = 200  # for the statistics of a sampler
-LARGEST_KL = 0.05  # above it E[w] hangs on tokens that a batch does not have
-LEAST_SURPRISE = 0.02  # nats
-ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}  # mean |l - b|, nats
+LARGEST_KL = 0.2  # above it E[w] hangs on tokens that a batch does not have
+ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.08}  # mean |l - b|, nats
 NEAR = 4.0  # a variant explains a distance that it makes so many times smaller
 BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # rotary bases of published models
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
-EXCERPT = 512  # tokens that variants score
+EXCERPT = 512  # tokens that variants score, or one longer sample
 PROMPTS = 8
+PROMPT_TOKENS = 256  # of each
 AS_RANDOM = 0.8  # of ln(vocabulary), nats a prompt token
-MARK = re.compile(r"<\|[^|<>\s]{1,40}\|>")
+MARK = re.compile(r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|<(?:start|end)_of_turn>")
 
 
 def suspects(
@@ -72,11 +75,10 @@ def suspects(
     """Return a sentence for each fault that the batch, drawn from the model as it is, shows. weights:
     the format of the rollouts, by its own name."""
     rollouts = rollouts_of(cfg)
-    found = [] if rollouts.truncated else sampler_suspects(first)
-    found += prompt_suspects(model, batch, chat)
-    if not _differs_by_design(rollouts):
-        found += distance_suspects(model, batch, weights)
-    return found
+    found = [] if rollouts.truncated else sampler_suspects(first, model.spec.vocab_size)
+    if not found and not _differs_by_design(rollouts):
+        found += distance_suspects(model, batch, first, weights)
+    return found + prompt_suspects(model, batch, chat)
 
 
 def _differs_by_design(rollouts: Rollouts) -> bool:
@@ -89,7 +91,7 @@ def _differs_by_design(rollouts: Rollouts) -> bool:
 # -- the sampler ----------------------------------------------------------------------------------
 
 
-def sampler_suspects(first: Probe) -> list[str]:
+def sampler_suspects(first: Probe, vocab_size: int) -> list[str]:
     """Return what the tokens say of how they were drawn: coverage and surprise."""
     mask_N = first.packed.mask_N & first.packed.behavior_N.isfinite()
     l_n = first.learner_N[mask_N].double()
@@ -108,7 +110,9 @@ def sampler_suspects(first: Probe) -> list[str]:
     surprise_n = -l_n - first.entropy_N[mask_N].double()
     surprise, surprise_error = _mean(surprise_n)
     by_mismatch = math.sqrt(2 * max(kl, 0.0)) * surprise_n.std().item()
-    if abs(surprise) < SIGMAS * surprise_error + by_mismatch + LEAST_SURPRISE:
+    largest = math.log(vocab_size)
+    by_rare_tokens = SIGMAS**2 * largest / (6 * len(l_n))
+    if abs(surprise) < SIGMAS * surprise_error + by_mismatch + by_rare_tokens:
         return []
     narrower = surprise < 0
     return [
@@ -136,47 +140,69 @@ class Variant:
     temperature: float
 
 
-def distance_suspects(model: Transformer, batch: Batch, weights: str) -> list[str]:
+def distance_suspects(model: Transformer, batch: Batch, first: Probe, weights: str) -> list[str]:
     """Return what explains a distance between recorded and the learner's log-probs that is larger
-    than rounding. weights: the rollouts' format."""
-    chosen = excerpt(batch, EXCERPT)
+    than rounding. weights: the rollouts' format. Samples with a temperature of their own and long
+    ones are left out where others are scored."""
+    mask_N = first.packed.mask_N
+    dtypes = (model.dtype, get_format(weights).dtype or model.dtype)
+    rounding = max(ROUNDING.get(dtype, ROUNDING[torch.bfloat16]) for dtype in dtypes)
+    if _distance(first.learner_N[mask_N], first.packed.behavior_N[mask_N]) <= rounding:
+        return []
+    plain = [sample for sample in batch.samples if sample.temperature is None]
+    shortest = min((_length(sample) for sample in plain), default=0)
+    chosen = excerpt(replace(batch, samples=plain), max(EXCERPT, shortest))
     if chosen is None:
         return []
-    mask_N = torch.tensor([bit for sample in chosen.samples for bit in sample.loss_mask]).bool()
-    if not bool(mask_N.any()):
+    try:
+        return _explained(model, chosen, weights, rounding)
+    except (torch.OutOfMemoryError, MemoryError, ValueError) as error:
+        log.info("first batch: the distance of the rollouts was not looked into: %s", error)
         return []
+
+
+def _explained(model: Transformer, chosen: Batch, weights: str, rounding: float) -> list[str]:
+    """Return the cause of the distance of a few samples, if it is larger than rounding."""
+    mask_N = torch.tensor([bit for sample in chosen.samples for bit in sample.loss_mask]).bool()
     recorded_N = torch.tensor(
         [logprob for sample in chosen.samples for logprob in sample.rollout.logprobs]
-    )[mask_N]
+    )
+    if not bool(mask_N.any()):
+        return []
 
     def scored(temperature: float) -> Tensor:
         return _scored(model, chosen, temperature)[mask_N]
 
-    learner_N = scored(batch.temperature)
-    distance = _distance(learner_N, recorded_N)
-    dtypes = (model.dtype, get_format(weights).dtype or model.dtype)
-    rounding = max(ROUNDING.get(dtype, ROUNDING[torch.bfloat16]) for dtype in dtypes)
-    if distance <= rounding:
-        return []
+    recorded_N = recorded_N[mask_N]
+    learner_N = scored(chosen.temperature)
     with _in_format(model, weights):
-        explained = max(rounding, 2 * _distance(scored(batch.temperature), learner_N))
-    if distance <= explained:
-        return []
-    head = (
-        f"distance: the engine's log-probs are {distance:.2g} nats a token from the learner's "
-        f"(mean |l - b|), and rounding explains {explained:.2g}: "
-    )
-    for variant in variants(model, batch.temperature):
-        with variant.within():
-            left = _distance(scored(variant.temperature), recorded_N)
-        if left < max(explained, distance / NEAR):
-            return [f"{head}they are those of {variant.words} ({left:.2g} nats)"]
+        format_N = scored(chosen.temperature)
+        distance = _distance(format_N, recorded_N)
+        if get_format(weights).rounds_activations:
+            rounding = max(rounding, 2 * _distance(format_N, learner_N))
+        if distance <= rounding:
+            return []
+        head = (
+            f"distance: the engine's log-probs are {distance:.2g} nats a token from the learner's "
+            f"(mean |l - b|), and rounding explains {rounding:.2g}: "
+        )
+        tried: dict[str, float] = {}
+        for variant in variants(model, chosen.temperature):
+            with variant.within():
+                tried[variant.words] = _distance(scored(variant.temperature), recorded_N)
+    words = min(tried, key=tried.__getitem__)
+    if tried[words] < max(rounding, distance / NEAR):
+        return [f"{head}they are those of {words} ({tried[words]:.2g} nats)"]
     if distance < ROUNDING[torch.bfloat16]:
-        return [f"{head}one side seems to compute in half precision, the other in {model.dtype}"]
+        return [f"{head}it is of the size of half precision, and the learner has {model.dtype}"]
     return [
         f"{head}no other rotary base or temperature explains the rest, so these are other weights, or "
         "the same ones read in another way; `lowroll diagnose` measures each side"
     ]
+
+
+def _length(sample: Sample) -> int:
+    return len(sample.prompt_ids) + len(sample.rollout.token_ids)
 
 
 def variants(model: Transformer, temperature: float) -> Iterator[Variant]:
@@ -229,17 +255,11 @@ def _with_ropes(model: Transformer, spec: ModelSpec) -> Iterator[None]:
 
 @contextmanager
 def _in_format(model: Transformer, weights: str) -> Iterator[None]:
-    """Run the block in the other arithmetic of learner and rollouts: an aligned learner's dense
-    forward, a dense learner's in the rollouts' format."""
-    if any(linear.aligned is not None for _, linear in model.linears()):
-        with aligned.suspended(model):
-            yield
-    elif is_dense(weights):
-        yield
-    else:
-        with aligned.suspended(model):
+    """Run the learner in the rollouts' arithmetic in the block."""
+    with aligned.suspended(model):
+        if not is_dense(weights):
             aligned.align(model, weights)
-            yield
+        yield
 
 
 def _scored(model: Transformer, batch: Batch, temperature: float) -> Tensor:
@@ -267,9 +287,10 @@ def prompt_suspects(model: Transformer, batch: Batch, chat: ChatTokenizer) -> li
     for mark, count in foreign_marks(prompts, chat).items():
         found.append(
             f"chat template: it writes {mark}, which this tokenizer cuts into {count} tokens: the template "
-            "is of another model"
+            "may be of another model"
         )
-    nats = -torch.cat(score(model, prompts, [1] * len(prompts))).mean().item()
+    beginnings = [ids[:PROMPT_TOKENS] for ids in prompts]
+    nats = -torch.cat(score(model, beginnings, [1] * len(prompts))).mean().item()
     random = math.log(model.spec.vocab_size)
     if nats > AS_RANDOM * random:
         found.append(

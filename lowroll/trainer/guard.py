@@ -41,7 +41,8 @@ TIGHTENING = 0.5  # the power on the objective's bounds, each time that they are
 ALARMS = ("ess", "kl", "rejected", "ratio", "nonfinite")
 TOO_FAR = (
     "weights pay for that with most of the batch; let the rollouts have more bits (a wider format, or "
-    "a budget: rollout.weights {max_kl: 0.02}) or a larger cache, and ask lowroll diagnose for the cause"
+    "a budget: rollout.weights {max_kl: 0.02}) or a larger cache, or train LoRA on their base (train.lora), "
+    "and ask lowroll diagnose for the cause"
 )
 STAGE = ("rollout/noise_sigma", "rollout/stage")  # a change of these restarts the baseline
 STATE = (

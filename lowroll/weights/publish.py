@@ -33,6 +33,8 @@ from lowroll.weights.noise import Noise, draw, noisy_norms
 
 log = logging.getLogger(__name__)
 
+COMPARED_ROWS = 4096  # of an embedding
+
 
 def quantize_base(model: Transformer, format: str) -> Transformer:
     """Replace every linear weight by its QTensor, for good: the frozen base of LoRA. Weights that are
@@ -199,6 +201,40 @@ def _renew_derived(rollout: Transformer) -> None:
     for _, linear in rollout.linears():
         if linear.adapter is not None:
             linear.adapter.renew()
+
+
+@torch.no_grad()
+def first_difference(
+    master: Transformer, rollout: Transformer, block: int, noisy: bool = False
+) -> str | None:
+    """Return the first tensor of one block, or outside all blocks, that is not what `publish` makes of
+    the master; None where all are. Of dense tensors COMPARED_ROWS rows count. A frozen low-bit base
+    is not compared, nor are `noisy` norms."""
+    prefix = f"blocks.{block}."
+    noisy_names = {f"{name}.weight" for name, _ in noisy_norms(rollout)} if noisy else set()
+    master_parameters = dict(master.named_parameters())
+    for name, target in rollout.named_parameters():
+        is_here = name.startswith(prefix) or not name.startswith("blocks.")
+        if not is_here or name in rollout.shared | noisy_names or name.endswith(_LINEAR_WEIGHTS):
+            continue
+        expected = master_parameters[name][:COMPARED_ROWS]
+        if ".adapter." not in name:
+            expected = expected.to(dtype_of(name, rollout.dtype))
+        if not torch.equal(target[:COMPARED_ROWS], expected.to(target.dtype)):
+            return name
+    for (name, engine_linear), (_, master_linear) in zip(
+        rollout.linears(), master.linears(), strict=True
+    ):
+        codes = engine_linear.weight
+        is_frozen = isinstance(master_linear.weight, QTensor) and master_linear.aligned is None
+        if not name.startswith(prefix) or f"{name}.weight" in rollout.shared or is_frozen:
+            continue
+        assert isinstance(codes, QTensor)
+        expected_codes = quantized(name, master_linear, codes.format)
+        for part, tensor in expected_codes.tensors.items():
+            if not torch.equal(codes.tensors[part], tensor):
+                return f"{name}.weight"
+    return None
 
 
 def norms_without_noise(rollout: Transformer) -> list[str]:

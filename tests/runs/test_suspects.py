@@ -35,14 +35,14 @@ LOGITS_V = torch.linspace(0, 6, 50)
 
 def test_an_honest_sampler_is_not_suspected() -> None:
     logp_V, ids_N, entropy_N = draws(LOGITS_V, 4000)
-    assert sampler_suspects(probe_of(logp_V[ids_N], logp_V[ids_N], entropy_N)) == []
+    assert sampler_suspects(probe_of(logp_V[ids_N], logp_V[ids_N], entropy_N), len(LOGITS_V)) == []
 
 
 @pytest.mark.parametrize(("sharper", "word"), [(1.3, "narrower"), (0.7, "wider")])
 def test_another_temperature_shows_in_the_surprise(sharper: float, word: str) -> None:
     logp_V, _, entropy_N = draws(LOGITS_V, 4000)
     _, ids_N, _ = draws(LOGITS_V * sharper, 4000)
-    (line,) = sampler_suspects(probe_of(logp_V[ids_N], logp_V[ids_N], entropy_N))
+    (line,) = sampler_suspects(probe_of(logp_V[ids_N], logp_V[ids_N], entropy_N), len(LOGITS_V))
     assert word in line
 
 
@@ -52,11 +52,11 @@ def test_renormalized_log_probs_say_how_much_was_cut() -> None:
     kept_V[logp_V < logp_V.sort().values[-12]] = -torch.inf  # the 12 likeliest are left
     cut_V, ids_N, _ = draws(kept_V, 4000)
     missing = 1 - logp_V[~kept_V.isinf()].exp().sum().item()
-    (line,) = sampler_suspects(probe_of(logp_V[ids_N], cut_V[ids_N], entropy_N))
+    (line,) = sampler_suspects(probe_of(logp_V[ids_N], cut_V[ids_N], entropy_N), len(LOGITS_V))
     assert f"leave out {missing:.1%}" in line
 
 
 def test_a_small_batch_is_not_judged() -> None:
     logp_V, _, entropy_N = draws(LOGITS_V, LEAST_TOKENS - 1)
     _, ids_N, _ = draws(LOGITS_V * 3, LEAST_TOKENS - 1)
-    assert sampler_suspects(probe_of(logp_V[ids_N], logp_V[ids_N], entropy_N)) == []
+    assert sampler_suspects(probe_of(logp_V[ids_N], logp_V[ids_N], entropy_N), len(LOGITS_V)) == []
