@@ -25,7 +25,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.runs import budget
-from lowroll.runs.assembly import caches, configuration, engines, models, prompts
+from lowroll.runs.assembly import configuration, engines, models, prompts
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.attempt import RunResult, attempt, run_steps, tell
 from lowroll.runs.batches import BatchSource, RunEnvironments
@@ -135,7 +135,7 @@ class Run:
         cfg = self.home.cfg
         engines.check(cfg)
         outline = models.outline("model", cfg.model, self.compute)
-        caches.refuse(cfg, outline.spec)
+        engines.refuse(cfg, outline.spec)
         prompts.check_stages(cfg, outline.spec)
         return outline
 

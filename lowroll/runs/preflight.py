@@ -29,7 +29,6 @@ from lowroll.quant.budget import is_budget
 from lowroll.quant.table import EIGHT_BITS, STORED
 from lowroll.runs import budget, format_search, hub, sft
 from lowroll.runs.assembly import (
-    caches,
     engines,
     environments,
     models,
@@ -193,7 +192,7 @@ def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
     model = _outline("model", cfg.model, compute, found)
     models.refuse_backward(cfg, compute, model.spec)
     models.refuse_scale(cfg)
-    caches.refuse(cfg, model.spec)
+    engines.refuse(cfg, model.spec)
     if cfg.rollout.exact:
         exact.refuse(model.spec, compute.device, compute.dtype)
     if cfg.train.lora:

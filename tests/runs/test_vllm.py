@@ -12,13 +12,15 @@ import torch
 import yaml
 
 from lowroll.checkpoint.store import Store
-from lowroll.config import from_mapping
+from lowroll.config import RunConfig, from_mapping
 from lowroll.config.vllm import VllmConfig
 from lowroll.metrics.record import read
-from lowroll.model import hf
+from lowroll.model import hf, lora
 from lowroll.model.linear import Linear
+from lowroll.model.spec import read_spec
+from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor
-from lowroll.runs.assembly import models, vllm
+from lowroll.runs.assembly import engines, models, vllm
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.diagnose import diagnose
 from lowroll.runs.evaluate import evaluate
@@ -26,6 +28,7 @@ from lowroll.runs.preflight import Findings, look_at_run
 from lowroll.transport.rollout_log import read_rollouts
 from tests.fixtures.foreign import stand_in
 from tests.fixtures.runs import copy_stopped_after, settings, train
+from tests.fixtures.tiny import hf_folder
 
 LORA = {"lora": True, "lora_rank": 2, "learning_rate": 1e-2}
 STEPS = 3
@@ -198,6 +201,32 @@ def test_a_dry_run_starts_nothing(
     monkeypatch.setenv(vllm.PYTHON, "/bin/false")
     (problem,) = look().problems
     assert problem.startswith("LOWROLL_VLLM_PYTHON: /bin/false has no vLLM")
+
+
+def test_an_adapter_that_vllm_does_not_apply_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a dry run, and before a vLLM is made."""
+    made = stand_in(monkeypatch)
+    latent = hf_folder(tmp_path / "m", "deepseek-v3")
+    spec = read_spec(latent)
+    targets = list(lora.attention_targets(spec))
+
+    def cfg(targets: list[str], engine: str = "vllm", adapts: bool = True) -> RunConfig:
+        changed = {**LORA, "lora": adapts, "lora_target_modules": targets}
+        return from_mapping(tree(latent, tmp_path / "run", engine, train=changed))
+
+    told = "train.lora_target_modules: vLLM loads an adapter of kv_b_proj"
+    assert any(problem.startswith(told) for problem in look_at_run(cfg(targets)).problems)
+    compute = Compute.of(cfg(targets))
+    shapes = Transformer(spec, "meta", compute.dtype)
+    chat = models.chat_of(from_mapping(tree(model, tmp_path / "run")))
+    with pytest.raises(ValueError, match=told):
+        engines.make(cfg(targets), compute, shapes, chat)
+    assert made == []
+    engines.refuse(cfg(targets, engine="native"), spec)
+    engines.refuse(cfg(targets, adapts=False), spec)
+    engines.refuse(cfg([target for target in targets if target != "kv_b_proj"]), spec)
 
 
 @pytest.mark.slow

@@ -4,9 +4,10 @@ A row of ENGINES is a module that builds an engine:
 
     make(cfg, compute, model, chat, weights, workloads)
 
-For one beside the learner's process it has two functions more:
+For one beside the learner's process it has three functions more:
 
     check(cfg)                   raises ValueError when the engine cannot be started or reached
+    refuse(cfg, spec)            raises ValueError for what it does not support of a model
     begin(cfg, model, engine)    sends the learner's weights, as version 0
 """
 
@@ -23,7 +24,7 @@ from lowroll.kv.capacity import Workload
 from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
-from lowroll.runs.assembly import capabilities, prompts
+from lowroll.runs.assembly import caches, capabilities, prompts
 from lowroll.runs.assembly.compute import Compute
 from lowroll.weights.noise import Noise
 from lowroll.weights.sync.update import WeightUpdate
@@ -44,6 +45,7 @@ def make(
 ) -> Engine:
     """Build a rollout engine with the weights of `model` as version 0, in the format `weights` or
     the run's, with a cache for `workloads`. The caller closes it."""
+    refuse(cfg, model.spec)
     weight_format = compute.format(weights or cfg.rollout.weights)
     module = _engine_module(cfg)
     engine: Engine = module.make(cfg, compute, model, chat, weight_format, workloads)
@@ -70,6 +72,13 @@ def check(cfg: RunConfig) -> None:
     """Raise ValueError when the engine cannot be started or reached."""
     if cfg.rollout.engine != "native":
         _engine_module(cfg).check(cfg)
+
+
+def refuse(cfg: RunConfig, spec: ModelSpec) -> None:
+    """Raise ValueError for settings that the engine does not support of this model."""
+    caches.refuse(cfg, spec)
+    if cfg.rollout.engine != "native":
+        _engine_module(cfg).refuse(cfg, spec)
 
 
 def _engine_module(cfg: RunConfig) -> Any:

@@ -25,7 +25,6 @@ def make(
     """Build the engine over the learner's weights in the format `weights`, with a cache for
     `workloads`."""
     rollout = cfg.rollout
-    caches.refuse(cfg, model.spec)
     # The second format, for large batches, belongs to the run's own.
     is_run_format = weights == compute.format(rollout.weights)
     return NativeEngine(

@@ -40,6 +40,8 @@ from lowroll.weights.sync.base import Kind
 from lowroll.weights.sync.update import WeightUpdate
 
 PYTHON = "LOWROLL_VLLM_PYTHON"
+# of latent attention: vLLM loads an adapter of this matrix and applies it nowhere (issue #48974)
+NOT_ADAPTED = "kv_b_proj"
 _VLLM_PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 
 
@@ -105,6 +107,15 @@ def check(cfg: RunConfig) -> None:
         token(vllm)
 
 
+def refuse(cfg: RunConfig, spec: ModelSpec) -> None:
+    """Raise ValueError for an adapter that vLLM would not apply."""
+    if cfg.train.lora and spec.latent is not None and NOT_ADAPTED in cfg.train.lora_target_modules:
+        raise ValueError(
+            f"train.lora_target_modules: vLLM loads an adapter of {NOT_ADAPTED} and applies it "
+            "nowhere; leave it out, or take rollout.engine: native"
+        )
+
+
 def context(cfg: RunConfig, spec: ModelSpec) -> int:
     max_model_len = cfg.rollout.max_model_len or spec.max_position
     return min(spec.max_position, max_model_len, cfg.train.longest)
@@ -131,6 +142,7 @@ def serve(cfg: RunConfig, log: Path, socket: Path) -> VllmEngine:
     """Start a vLLM for a learner in another process, and wait until it serves the initial model.
     socket: the folder of its socket."""
     check(cfg)
+    refuse(cfg, read_spec(resolve(cfg.model, weights=False)))
     compute = Compute.of(cfg)
     weights = compute.format(cfg.rollout.weights)
     return _start(cfg, compute, lambda: models.learner(cfg, compute), weights, log, socket=socket)

@@ -13,6 +13,7 @@ from lowroll.config import RunConfig
 from lowroll.config.document import dotted
 from lowroll.model.lora import attention_targets
 from lowroll.runs.assembly import engines
+from lowroll.runs.assembly.vllm import NOT_ADAPTED
 from lowroll.runs.memory.plan import MemoryPlan, Planner, shown
 
 NAMED = 4  # most settings offered, each enough by itself
@@ -206,7 +207,10 @@ def _train_adapter(planner: Planner, cfg: RunConfig) -> list[Change]:
         return []
     change: dict[tuple[str, ...], Any] = {("train", "lora"): True}
     if planner.model.spec.mixture.num_experts:  # its matrices take no adapter
-        change["train", "lora_target_modules"] = attention_targets(planner.model.spec)
+        targets = attention_targets(planner.model.spec)
+        if cfg.rollout.engine == "vllm":
+            targets = tuple(target for target in targets if target != NOT_ADAPTED)
+        change["train", "lora_target_modules"] = targets
     return [change]
 
 
