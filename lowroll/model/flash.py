@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+WIDEST = 256  # numbers of a head, on CUDA
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -142,7 +143,7 @@ def _by_head(*x_SCHd: Tensor) -> list[Tensor]:
 
 def flashes(dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether torch's attention of packed sequences on CUDA takes such heads."""
-    return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+    return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= WIDEST
 
 
 def attend_packed(

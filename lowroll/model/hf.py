@@ -79,6 +79,7 @@ def load(
     if (folder / "adapter_config.json").is_file():
         return _load_adapted(folder, device, dtype, weights)
     spec, layout, files = read_headers(folder)
+    size_checks.check_heads(folder / "config.json", spec, device)
     if dtype is None:
         dtype = dtype_on(torch.device(device))
     folder_format = own_format(folder, spec, layout, dtype)

@@ -1,5 +1,5 @@
-"""Checks of a config.json's sizes against the weight files and the memory, before any allocation: a
-hundred bytes can claim a billion layers.
+"""Checks of a config.json's sizes against the weight files, the memory and the kernels, before any
+allocation: a hundred bytes can claim a billion layers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 
 from lowroll.model.config_values import expert_count_key
 from lowroll.model.device import total_memory
+from lowroll.model.flash import WIDEST
 from lowroll.model.spec import ModelSpec
 
 LEAST_BITS = 4  # of a stored weight, whatever the format
@@ -51,6 +52,17 @@ def check_memory(path: Path, spec: ModelSpec, bits: float, device: torch.device 
             f"{path}: {_describe_model(spec)}, at least {needed_bytes / 1e9:,.1f} GB in memory, and {device} has "
             f"{memory / 1e9:,.1f} GB"
         )
+
+
+def check_heads(path: Path, spec: ModelSpec, device: torch.device | str) -> None:
+    """Raise ValueError for heads of latent attention that are too wide for the device's kernels."""
+    latent = spec.latent
+    if latent is None or torch.device(device).type != "cuda" or latent.head_dim <= WIDEST:
+        return
+    raise ValueError(
+        f"{path}: qk_nope_head_dim + qk_rope_head_dim: {latent.nope_dim} + {latent.rope_dim}; on CUDA "
+        f"attention takes heads of up to {WIDEST} numbers"
+    )
 
 
 def _describe_model(spec: ModelSpec) -> str:

@@ -213,6 +213,7 @@ def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transf
             folder / "config.json", spec, size_checks.LEAST_BITS, compute.device
         )
         found.notes.append(f"{key}: {source} is a hub id; its weights are not looked at")
+    size_checks.check_heads(folder / "config.json", spec, compute.device)
     return Transformer(spec, "meta", compute.dtype)
 
 

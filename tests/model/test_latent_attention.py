@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM
 import lowroll
 from lowroll import Request, score
 from lowroll.kv.policy.table import make
-from lowroll.model import hf, lora
-from lowroll.model.spec import spec_from_config
+from lowroll.model import hf, lora, size_checks
+from lowroll.model.spec import read_spec, spec_from_config
+from lowroll.runs import preflight
+from lowroll.runs.assembly.compute import Compute
 from lowroll.weights.publish import digest, quantize_base
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.sequences import forward, random_sequences
@@ -156,6 +158,30 @@ def test_blocks_of_fp8_are_read_as_deepseek_names_them(tmp_path: Path) -> None:
 
 
 # -- refusals --------------------------------------------------------------------------------------
+
+
+def test_heads_that_are_too_wide_for_cuda_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By both sizes, when a model of them is loaded there and in a dry run."""
+
+    def folder(name: str, nope: int) -> Path:
+        sizes = {"qk_nope_head_dim": nope, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        return hf_folder(tmp_path / name, "deepseek-v3", **sizes)
+
+    fits, wide = folder("fits", 192), folder("wide", 194)
+    told = r"config.json: qk_nope_head_dim \+ qk_rope_head_dim: 194 \+ 64; on CUDA .* 256 numbers"
+    size_checks.check_heads(fits, read_spec(fits), "cuda:0")
+    size_checks.check_heads(wide, read_spec(wide), "cpu")
+    monkeypatch.setattr(hf, "Transformer", lambda *_: pytest.fail("a model was made"))
+    with pytest.raises(ValueError, match=told):
+        hf.load(wide, "cuda:0")
+    compute = Compute(torch.device("cuda", 0), torch.bfloat16)
+    with pytest.raises(ValueError, match=told):
+        preflight._outline("model", str(wide), compute, preflight.Findings())
+    assert (
+        preflight._outline("model", str(fits), compute, preflight.Findings()).spec.head_dim == 256
+    )
 
 
 @pytest.mark.parametrize(
