@@ -6,7 +6,9 @@
     y = W_o attention(q, [k, r], v)
 
 Attention gets whole heads: caches hold keys and values as of any other model, and not the smaller
-latent. Where values are shorter than keys, zeros fill them up, and the output is cut again.
+latent. Where values are shorter than keys, zeros fill them up, and the output is cut again. A
+head's numbers are laid out in pairs p, p + d / 2, as in other models: half of those without
+positions, the firsts of rotated pairs, the other half, the seconds. Scores do not depend on it.
 
 Legend: T tokens, D hidden size, H heads, d numbers of a head of q and k, r those of them that are
 rotated, v numbers of a head of values.
@@ -94,11 +96,11 @@ class LatentAttention(nn.Module):
         k_nope, v_THv = kv.unflatten(1, (self.heads, -1)).split(
             [sizes.nope_dim, sizes.value_dim], dim=2
         )
-        q_THd = torch.cat([q_nope, self._rotate(q_rope, cos, sin)], dim=2)
+        q_THd = _laid_out(q_nope, self._rotate(q_rope, cos, sin))
         if self.query_scale != 1:
             q_THd = q_THd * self.query_scale
         k_T1r = self._rotate(k_rope[:, None], cos, sin)
-        k_THd = torch.cat([k_nope, k_T1r.expand(-1, self.heads, -1)], dim=2)
+        k_THd = _laid_out(k_nope, k_T1r.expand(-1, self.heads, -1))
         v_THd = F.pad(v_THv, (0, sizes.head_dim - sizes.value_dim))
         return AttentionInputs(q_THd, k_THd, v_THd)
 
@@ -113,6 +115,13 @@ class LatentAttention(nn.Module):
             first, second = x_THr.chunk(2, dim=-1)
         rotated = [first * cos - second * sin, second * cos + first * sin]
         return torch.cat(rotated, dim=-1).to(x_THr.dtype)
+
+
+def _laid_out(nope_THn: Tensor, rotated_THr: Tensor) -> Tensor:
+    """Return heads [T, H, d] in pairs p, p + d / 2, of which the rotated ones are the last."""
+    nope_halves, rotated_halves = nope_THn.chunk(2, dim=2), rotated_THr.chunk(2, dim=2)
+    halves = zip(nope_halves, rotated_halves, strict=True)
+    return torch.cat([part for half in halves for part in half], dim=2)
 
 
 def _normed_product(x_TK: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:

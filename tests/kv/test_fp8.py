@@ -268,6 +268,22 @@ def test_energies_of_keys_are_in_the_order_of_kernels(family: str, tmp_path: Pat
     assert torch.equal(got_Gd, want_Gd if block.order is None else want_Gd[:, block.order])
 
 
+def test_fine_channels_of_latent_attention_are_its_slowest_rotated_pairs(tmp_path: Path) -> None:
+    """Keys at two positions differ in rotated channels alone, and each pair keeps its length."""
+    sizes = {"qk_nope_head_dim": 34, "qk_rope_head_dim": 20, "v_head_dim": 16}
+    model = hf.load(hf_folder(tmp_path / "m", "deepseek-v3", **sizes))
+    attention = model.blocks[0].latent
+    x_TD = torch.randn(1, model.spec.hidden_size).expand(2, -1)
+    cos, sin = model.rotations(torch.tensor([0, 1000]))
+    first_Gd, second_Gd = attention.project(x_TD, cos[0], sin[0]).k_TGd
+    pairs = [k_Gd.unflatten(1, (2, -1)) for k_Gd in (first_Gd, second_Gd)]
+    assert torch.allclose(pairs[0].norm(dim=1), pairs[1].norm(dim=1))
+    rotated = (first_Gd != second_Gd).any(0).nonzero()[:, 0].tolist()
+    assert rotated == [*range(17, 27), *range(27 + 17, 54)]
+    for channels_F in fine_channels(key_energy(model)).flatten(0, 1).tolist():
+        assert sorted(channels_F) == [*range(19, 27), *range(27 + 19, 54)]
+
+
 def test_a_policys_selector_sees_what_attention_sees(model: Transformer) -> None:
     engine = engine8(model)
     cache = cache_of(engine)
