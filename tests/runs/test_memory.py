@@ -347,6 +347,20 @@ def test_a_dry_run_plans_every_family(family: str, model: Path, tmp_path: Path) 
         assert problem.startswith("rollout.kv.policy: rkv ")
 
 
+@pytest.mark.parametrize("family", LATENT)
+def test_graphs_that_decode_latents_keep_the_keys_of_all_heads(family: str) -> None:
+    """Both pools: q, k and v, once as made and once as rotated."""
+    _, cfg = on("cuda", None)
+    spec = spec_from_config(wide(family))
+    compute = Compute(torch.device("cuda"), torch.bfloat16)
+    model = Transformer(spec, "meta", torch.bfloat16)
+    planned = [activations.graphs(cfg, compute, model, samples) for samples in (100, 101)]
+    rest = 4 * spec.vocab_size + 2 * 4 * spec.hidden_size
+    rest += 2 * 3 * spec.mixture.experts_per_token * spec.hidden_size
+    heads = 2 * 3 * spec.num_heads * spec.head_dim
+    assert planned[1] - planned[0] == 2 * (rest + 2 * heads)
+
+
 # -- which settings would fit ----------------------------------------------------------------------
 
 

@@ -335,23 +335,30 @@ def generating(
 
 def _pass_bytes(spec: ModelSpec, item: int, tokens: int) -> int:
     """Return the temporary bytes of a block in a forward pass."""
-    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     slots, intermediate = spec.mixture.experts_per_token, spec.mixture.expert_size
     mlp = slots * (spec.hidden_size * 2 + intermediate)
     if spec.layers_with_experts < spec.num_layers:
         mlp = max(mlp, (3 if spec.activation == "silu" else 4) * spec.intermediate_size)
-    return tokens * item * (3 * spec.hidden_size + max(2 * heads, mlp))
+    return tokens * item * (3 * spec.hidden_size + max(_head_numbers(spec), mlp))
+
+
+def _head_numbers(spec: ModelSpec) -> int:
+    """Return the numbers of a token's q, k and v, made and then rotated."""
+    return 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
 
 
 def graphs(cfg: RunConfig, compute: Compute, model: Transformer, samples: int) -> int:
     """Return the bytes that graphs keep between steps. Decoding: the largest batch's logits and
-    rows, in two pools. Short prompt passes: a block's, with a dequantized matrix."""
+    rows, of latent attention q, k and v too, in two pools. Short prompt passes: a block's, with a
+    dequantized matrix."""
     if compute.device.type != "cuda":
         return 0
     spec = model.spec
     intermediate = spec.mixture.experts_per_token * spec.hidden_size or spec.intermediate_size
     item = compute.dtype.itemsize
     sample_bytes = FLOAT * spec.vocab_size + item * (4 * spec.hidden_size + 3 * intermediate)
+    if spec.latent is not None:
+        sample_bytes += item * _head_numbers(spec)
     prefill_bytes = _pass_bytes(spec, item, MOST_SHORT) + _dequantized_bytes(cfg, compute, model)
     return 2 * samples * sample_bytes + prefill_bytes
 
