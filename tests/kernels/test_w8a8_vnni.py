@@ -49,6 +49,19 @@ def test_bits_are_those_of_separate_calls(format: str, shape: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_blocks_of_rows_have_the_bits_of_all_rows_at_once(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    q, x_MK = weight(format, 47, 640), torch.randn(150, 640)
+    bias = torch.randn(47)
+    whole = q.linear(x_MK, bias)
+    for at_once in (1, 8, 67, 149):
+        monkeypatch.setattr(w8a8_vnni, "AT_ONCE", at_once)
+        assert torch.equal(q.linear(x_MK, bias), whole)
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_row_that_is_not_finite_is_nan_alone(format: str) -> None:
     q, x_MK = weight(format, 40, 512), torch.randn(3, 512)
     x_MK[1, 7] = float("nan")

@@ -21,7 +21,8 @@ struct Problem {
     const float* scale;     // [N]
     const float* bias;      // [N], or null
     float* y;               // [M, N]
-    int M, N, K, width, threads;
+    int8_t* scratch;        // what `Rows` of at_once rows take: K + 8 bytes a row, K a multiple of 4
+    int M, N, K, width, at_once, threads;
 };
 
 constexpr int TILE = 32;    // channels
@@ -99,18 +100,24 @@ static void multiply_rows(const Problem& p, const Rows& rows, int m, int count, 
 
 extern "C" int vnni_supports() { return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"); }
 
-extern "C" void vnni_linear(const Problem* p, Parallel parallel) {
-    static thread_local std::vector<int8_t> codes;      // grow with the largest call
-    static thread_local std::vector<float> scales;
-    static thread_local std::vector<int> sums;
-    if (codes.size() < p->M * (size_t)p->K) codes.resize(p->M * (size_t)p->K);
-    if (sums.size() < (size_t)p->M) scales.resize(p->M), sums.resize(p->M);
-    const Rows rows{codes.data(), scales.data(), sums.data()};
-    share(parallel, p->threads, p->M, FEW, [&](int m) { round_row(*p, rows, m); });
-    const int tiles = (p->N + TILE - 1) / TILE, blocks = (p->M + ROWS - 1) / ROWS;
-    share(parallel, p->threads, tiles * blocks, 1, [&](int i) {
-        const int last = least(p->M, (i % blocks + 1) * ROWS);
+// Up to at_once rows.
+static void multiply_block(const Problem& p, Parallel parallel) {
+    float* scales = (float*)(p.scratch + p.M * (int64_t)p.K);
+    const Rows rows{p.scratch, scales, (int*)(scales + p.M)};
+    share(parallel, p.threads, p.M, FEW, [&](int m) { round_row(p, rows, m); });
+    const int tiles = (p.N + TILE - 1) / TILE, blocks = (p.M + ROWS - 1) / ROWS;
+    share(parallel, p.threads, tiles * blocks, 1, [&](int i) {
+        const int last = least(p.M, (i % blocks + 1) * ROWS);
         for (int m = i % blocks * ROWS; m < last; m += PANEL)
-            multiply_rows(*p, rows, m, least(PANEL, last - m), i / blocks);
+            multiply_rows(p, rows, m, least(PANEL, last - m), i / blocks);
     });
+}
+
+extern "C" void vnni_linear(const Problem* p, Parallel parallel) {
+    for (int m = 0; m < p->M; m += p->at_once) {
+        Problem block = *p;
+        block.x += m * (int64_t)p->K, block.y += m * (int64_t)p->N;
+        block.M = least(p->at_once, p->M - m);
+        multiply_block(block, parallel);
+    }
 }

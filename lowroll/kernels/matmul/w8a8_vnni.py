@@ -29,13 +29,14 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 TILE = 32  # channels
 MULTIPLE = 32  # of K
 LEAST = 512  # features of a row, from which `quantize.avx2` rounds too
+AT_ONCE = 1024  # rows, which bounds the memory of their codes
 MOST_BESIDE_AMX = 64  # rows; oneDNN multiplies more of them by AMX where there is one
 
 
 class VnniArguments(ctypes.Structure):
     _fields_ = [
-        *fields(ctypes.c_void_p, "x", "w", "scale", "bias", "y"),
-        *fields(ctypes.c_int, "M", "N", "K", "width", "threads"),
+        *fields(ctypes.c_void_p, "x", "w", "scale", "bias", "y", "scratch"),
+        *fields(ctypes.c_int, "M", "N", "K", "width", "at_once", "threads"),
     ]
 
 
@@ -85,6 +86,9 @@ def linear(x_MK: Tensor, packed: Packed, bias_N: Tensor | None, width: int) -> T
     bias_N = None if bias_N is None else bias_N.float().contiguous()
     (num_rows, num_in), num_out = x_MK.shape, len(packed.scale_N)
     y_MN = torch.empty(num_rows, num_out)
-    pointers = [pointer(t) for t in (x_MK, packed.codes, packed.scale_N, bias_N, y_MN)]
-    cxx.run(SOURCE, "vnni_linear", VnniArguments(*pointers, num_rows, num_out, num_in, width))
+    at_once = min(num_rows, AT_ONCE)
+    scratch = torch.empty(at_once, num_in + 8, dtype=torch.int8)  # codes, a scale, a sum
+    pointers = [pointer(t) for t in (x_MK, packed.codes, packed.scale_N, bias_N, y_MN, scratch)]
+    sizes = num_rows, num_out, num_in, width, at_once
+    cxx.run(SOURCE, "vnni_linear", VnniArguments(*pointers, *sizes))
     return y_MN
