@@ -15,6 +15,9 @@ from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import quantize
 from lowroll.runs.demo import CONFIG
+from lowroll.weights import aligned
+from lowroll.weights.sync.changes import Shadow
+from lowroll.weights.sync.update import WeightUpdate
 
 CPU = torch.device("cpu")
 MAKERS = {
@@ -78,3 +81,51 @@ def test_an_exact_engine_draws_the_same_with_and_without_it(
         assert engine.model.head is not None
         assert ("compact" in engine.model.head.packed) == (most > 0)
     assert drawn[0] == drawn[1]
+
+
+def learner(tied: bool) -> Transformer:
+    """A model of int8 codes, whose head is of bfloat16 numbers."""
+    spec = spec_from_config(
+        {**CONFIG, "vocab_size": 264, "head_dim": 32, "tie_word_embeddings": tied}
+    )
+    if reason := why_not(spec, CPU, torch.float32):
+        pytest.skip(reason)
+    model = initialize(Transformer(spec), seed=0).requires_grad_(True)
+    change_head(model, 0)
+    return aligned.align(model, "int8")
+
+
+@torch.no_grad()
+def change_head(model: Transformer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values_VD = torch.randn(model.lm_head_weight.shape, generator=generator)
+    model.lm_head_weight.copy_((values_VD / 50).bfloat16())
+
+
+def drawn(engine: Engine, num_requests: int) -> list[tuple[list[int], list[float]]]:
+    """The tokens and log-probs of the first two of so many requests, which end together."""
+    requests = [
+        Request([5, 6, 7 + i], max_tokens=6, seed=i, id=str(i), ignore_eos=True)
+        for i in range(num_requests)
+    ]
+    groups = engine.generate(requests)
+    return [(g.rollouts[0].token_ids, g.rollouts[0].logprobs) for g in groups[:2]]
+
+
+@pytest.mark.parametrize("kind", ["full", "codes"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_changed_head_is_read_anew(kind: str, tied: bool) -> None:
+    """Two rows read the compact form, and six the floats."""
+    model = learner(tied)
+    engine = Engine(model, "int8", device="cpu", exact=True, cache_tokens=512)
+    shadow = Shadow(model, "int8", torch.float32)
+    shadow.renew(0)
+    before = drawn(engine, 2)
+    assert engine.model.head is not None and engine.model.head.packed["compact"] is not None
+    change_head(model, 1)
+    stream, changes = shadow.changes()
+    codes = WeightUpdate(1, "codes", stream.items, changes=changes)
+    engine.update_weights(codes if kind == "codes" else WeightUpdate.local(model, 1))
+    few, many = drawn(engine, 2), drawn(engine, 6)
+    assert engine.model.head.packed["compact"] is not None
+    assert few == many and few != before
