@@ -176,7 +176,10 @@ def publish(
         if name in noise_by_name:
             value = value.float() + noise_by_name[name]
         target.copy_(value)
-    _renew_derived(rollout)
+    renew_head(rollout, targets.keys() - rollout.shared)
+    for _, linear in rollout.linears():
+        if linear.adapter is not None:
+            linear.adapter.renew()
 
 
 def _refill_linears(
@@ -193,14 +196,11 @@ def _refill_linears(
             _refill_codes(name, codes, master_linear, amax_by_name.get(name))
 
 
-def _renew_derived(rollout: Transformer) -> None:
-    """Renew what was made of the head, unless it was not written, and of the adapters."""
+def renew_head(rollout: Transformer, written: Set[str]) -> None:
+    """Renew what was made of the head, where it is among the names of written tensors."""
     head_name = "embedding" if rollout.lm_head is None else "lm_head"
-    if rollout.head is not None and head_name not in rollout.shared:
+    if rollout.head is not None and head_name in written:
         rollout.head.renew()
-    for _, linear in rollout.linears():
-        if linear.adapter is not None:
-            linear.adapter.renew()
 
 
 @torch.no_grad()

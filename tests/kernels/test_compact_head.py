@@ -129,3 +129,21 @@ def test_a_changed_head_is_read_anew(kind: str, tied: bool) -> None:
     few, many = drawn(engine, 2), drawn(engine, 6)
     assert engine.model.head.packed["compact"] is not None
     assert few == many and few != before
+
+
+def test_changes_of_codes_keep_the_form_of_a_head_that_stays() -> None:
+    model = learner(tied=True)
+    engine = Engine(model, "int8", device="cpu", exact=True, cache_tokens=512)
+    shadow = Shadow(model, "int8", torch.float32)
+    shadow.renew(0)
+    before = drawn(engine, 2)
+    assert engine.model.head is not None
+    compact = engine.model.head.packed["compact"]
+    with torch.no_grad():
+        for _, linear in model.linears():
+            linear.weight.mul_(-1)
+    aligned.refresh(model)
+    stream, changes = shadow.changes()
+    engine.update_weights(WeightUpdate(1, "codes", stream.items, changes=changes))
+    assert engine.model.head.packed["compact"] is compact
+    assert drawn(engine, 2) != before

@@ -24,7 +24,7 @@ from lowroll.model.names import dtype_of
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.weights.noise import noisy_norms
-from lowroll.weights.publish import fingerprint
+from lowroll.weights.publish import fingerprint, renew_head
 from lowroll.weights.sync.base import Gap
 
 STRIDE = 65535  # the longest gap
@@ -162,13 +162,12 @@ def apply(
 
 
 def _renew_derived(rollout: Transformer, changed: Set[str]) -> None:
-    """Renew what was made of the changed tensors, and of the head."""
+    """Renew what was made of the changed tensors."""
     for name, linear in rollout.linears():
         assert isinstance(linear.weight, QTensor)
         if any(f"{name}.weight.{part}" in changed for part in linear.weight.tensors):
             linear.weight.renew()
-    if rollout.head is not None:
-        rollout.head.renew()
+    renew_head(rollout, changed)
 
 
 def _targets(rollout: Transformer) -> dict[str, Tensor]:
