@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
-from lowroll.kernels.matmul import w8a8_vnni
+from lowroll.kernels import cxx
+from lowroll.kernels.matmul import ordered, w8a8_onednn, w8a8_vnni
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.quant.formats import QTensor, get_format, quantize
 from lowroll.quant.int8 import Int8
@@ -16,7 +19,7 @@ FORMATS = ("int8", "int8_rotated")
 
 @pytest.fixture(autouse=True)
 def needs_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(w8a8_vnni, "has_amx", lambda: False)
+    monkeypatch.setattr(w8a8_onednn, "has_amx", lambda: False)
     if not (found := w8a8_vnni.supports_device(CPU)):
         pytest.skip(found.why_not)
 
@@ -81,7 +84,7 @@ def test_new_codes_are_packed_again(format: str) -> None:
 def test_many_rows_are_left_to_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     x_MK = torch.randn(w8a8_vnni.MOST_BESIDE_AMX + 1, 512)
     assert w8a8_vnni.supports(x_MK)
-    monkeypatch.setattr(w8a8_vnni, "has_amx", lambda: True)
+    monkeypatch.setattr(w8a8_onednn, "has_amx", lambda: True)
     assert not w8a8_vnni.supports(x_MK) and w8a8_vnni.supports(x_MK[1:])
 
 
@@ -94,3 +97,16 @@ def test_other_calls_are_left_to_other_kernels() -> None:
         torch.randn(2, 512, requires_grad=True),
     ):
         assert not w8a8_vnni.supports(x_MK), x_MK.shape
+
+
+@pytest.mark.parametrize(("module", "name"), [(ordered, "has_avx512"), (w8a8_vnni, "_has_vnni")])
+def test_nothing_is_built_for_a_cpu_without_it(
+    module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, lambda: False)
+    monkeypatch.setattr(cxx, "supports", lambda *_: pytest.fail("a build"))
+    w8a8_vnni.supports_device.cache_clear()
+    try:
+        assert not w8a8_vnni.supports_device(CPU)
+    finally:
+        w8a8_vnni.supports_device.cache_clear()

@@ -47,7 +47,7 @@ def supports_device(device: torch.device) -> Support:
     kernel."""
     if device.type != "cpu":
         return NO_CPU
-    if not torch.cpu._is_amx_tile_supported():
+    if not w8a8_onednn.has_amx():
         return no("three products of bytes are slower than one of floats on a CPU without AMX")
     if not (support := w8a8_onednn.supports_device(device)):
         return support

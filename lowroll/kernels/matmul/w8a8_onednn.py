@@ -58,6 +58,12 @@ def _multiply(shifted_MK: Tensor, packed: Packed, scale: float) -> Tensor:
 
 
 @cache
+def has_amx() -> bool:
+    """Return whether oneDNN multiplies matrices of bytes by the CPU's tiles."""
+    return bool(torch.cpu.get_capabilities().get("amx_int8"))
+
+
+@cache
 def supports_device(device: torch.device) -> Support:
     """Return whether oneDNN accumulates without saturating (without VNNI it adds pairs in 16 bits)."""
     if device.type != "cpu":

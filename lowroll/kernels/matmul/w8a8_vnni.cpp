@@ -98,8 +98,6 @@ static void multiply_rows(const Problem& p, const Rows& rows, int m, int count, 
     }
 }
 
-extern "C" int vnni_supports() { return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"); }
-
 // Up to at_once rows.
 static void multiply_block(const Problem& p, Parallel parallel) {
     float* scales = (float*)(p.scratch + p.M * (int64_t)p.K);

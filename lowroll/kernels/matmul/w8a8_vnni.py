@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lowroll.kernels import cxx
 from lowroll.kernels.build import fields, pointer
+from lowroll.kernels.matmul import ordered, w8a8_onednn
 from lowroll.kernels.support import Support, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -47,15 +48,15 @@ class Packed(NamedTuple):
 
 @cache
 def supports_device(device: torch.device) -> Support:
-    support = cxx.supports(SOURCE, device, "int8 rows are multiplied by oneDNN")
-    if support and not cxx.library(SOURCE).vnni_supports():
+    """Return whether the device is a CPU with AVX-512 VNNI, which ATEN_CPU_CAPABILITY has not taken
+    away, and a compiler can build the kernel. No other CPU's compiler is asked."""
+    if device.type == "cpu" and not (ordered.has_avx512() and _has_vnni()):
         return no("needs a CPU with AVX-512 VNNI")
-    return support
+    return cxx.supports(SOURCE, device, "int8 rows are multiplied by oneDNN")
 
 
-@cache
-def has_amx() -> bool:
-    return bool(torch.cpu.get_capabilities().get("amx_int8"))
+def _has_vnni() -> bool:
+    return bool(torch.cpu.get_capabilities().get("avx512_vnni"))
 
 
 def supports(x_MK: Tensor) -> bool:
@@ -63,7 +64,7 @@ def supports(x_MK: Tensor) -> bool:
     if x_MK.dtype != torch.float32 or not x_MK.device.type == "cpu":
         return False
     num_rows, num_in = x_MK.shape
-    if num_rows == 0 or num_rows > MOST_BESIDE_AMX and has_amx():
+    if num_rows == 0 or num_rows > MOST_BESIDE_AMX and w8a8_onednn.has_amx():
         return False
     fits = num_in >= LEAST and num_in % MULTIPLE == 0
     if not fits or (x_MK.requires_grad and torch.is_grad_enabled()):

@@ -214,7 +214,7 @@ def _dense_copy_bytes(
     if form.dense:  # a large matrix is packed
         return dense_bytes if size >= PACK_FROM else 0
     if isinstance(form, Int8) and w8a8_onednn.supports_device(compute.device):
-        is_packed_twice = w8a8_vnni.supports_device(compute.device) and w8a8_vnni.has_amx()
+        is_packed_twice = w8a8_vnni.supports_device(compute.device) and w8a8_onednn.has_amx()
         return 2 * size if is_packed_twice else size  # codes in tiles, in oneDNN's order
     return MASTER * size
 
