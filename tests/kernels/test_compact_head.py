@@ -18,6 +18,7 @@ from lowroll.runs.demo import CONFIG
 from lowroll.weights import aligned
 from lowroll.weights.sync.changes import Shadow
 from lowroll.weights.sync.update import WeightUpdate
+from tests.fixtures.live import Live
 
 CPU = torch.device("cpu")
 MAKERS = {
@@ -41,7 +42,7 @@ def test_bits_are_those_of_the_floats(
         pytest.skip("needs AVX-512")
     monkeypatch.setattr(ordered, "has_avx512", lambda: wide)
     torch.manual_seed(0)
-    for shape in ((1, 32), (300, 576), (7, 64), (1001, 96)):
+    for shape in ((1, 32), (300, 576), (7, 64), (2100, 96)):
         w_NK = MAKERS[kind](torch.randn(shape) * torch.randn(shape[0], 1).exp())
         compact = ordered.compact(w_NK)
         assert compact is not None and compact.kind == kind
@@ -53,13 +54,22 @@ def test_bits_are_those_of_the_floats(
 
 def test_other_matrices_have_no_compact_form() -> None:
     torch.manual_seed(0)
-    exact = torch.randn(200, 64).bfloat16().float()
+    exact = torch.randn(1200, 64).bfloat16().float()
     late = exact.clone()
-    late[150, 3] += 1e-4  # behind the sample
+    late[1150, 3] += 1e-4  # behind the first chunk
     zero = MAKERS[ordered.BLOCKS](torch.randn(4, 64))
     zero[1, 5] = -0.0  # whole numbers have one zero; bfloat16 has too few digits
     for w_NK in (torch.randn(200, 64), late, exact[:, :48], zero):
         assert ordered.compact(w_NK.contiguous()) is None
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_no_second_float32_copy_is_made(kind: int) -> None:
+    w_NK = MAKERS[kind](torch.randn(20 * ordered.AT_ONCE, 64))
+    with Live() as live:
+        compact = ordered.compact(w_NK)
+        assert compact is not None and live.live == compact.rows.nbytes
+        assert live.peak < 0.75 * w_NK.nbytes
 
 
 def test_an_exact_engine_draws_the_same_with_and_without_it(

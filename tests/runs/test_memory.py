@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from bench.memory import CASES, MEASURED, planner
-from lowroll import Engine
+from lowroll import Engine, Request
 from lowroll.config import RunConfig, from_mapping
 from lowroll.config.rollout import KvConfig
 from lowroll.kv.capacity import Workload
 from lowroll.kv.policy.table import make
 from lowroll.model import lora
+from lowroll.model.exact import why_not
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.spec import read_spec, spec_from_config
 from lowroll.model.transformer import Transformer, initialize
@@ -208,6 +209,27 @@ def test_the_state_of_a_cache_policy_is_in_the_plan(model: Path, tmp_path: Path)
         ).stats()
         assert replayed.phases["generate"]["policy's state"] == recording.policy_bytes
         assert (recording.policy_bytes > engine.policy_bytes) == (name != "dense")
+
+
+def test_the_compact_head_of_an_exact_engine_is_in_the_plan() -> None:
+    """The bytes of the copy that a head of bfloat16 numbers is decoded from."""
+    config = {**WIDE, "head_dim": 32}
+    model = initialize(Transformer(spec_from_config(config)), 0)
+    with torch.no_grad():
+        model.lm_head_weight.copy_(model.lm_head_weight.bfloat16())
+    shapes = Transformer(model.spec, "meta", torch.float32)
+    for exact in (True, False):
+        if exact and (reason := why_not(model.spec, torch.device("cpu"), torch.float32)):
+            pytest.skip(reason)
+        rollout = {"weights": "int8", "exact": exact}
+        cfg = from_mapping({"model": ".", "device": "cpu", "rollout": rollout}).resolved()
+        engine = Engine(model, "int8", device="cpu", exact=exact, cache_tokens=512)
+        engine.generate([Request([5, 6, 7], max_tokens=3, ignore_eos=True)])
+        assert engine.model.head is not None
+        compact = engine.model.head.packed.get("compact")
+        assert (compact is not None) == exact
+        planned = weights.compact_head(cfg, Compute.of(cfg), shapes)
+        assert planned == (compact.rows.nbytes if exact else 0)
 
 
 def test_packed_weights_count_as_long_as_they_live() -> None:

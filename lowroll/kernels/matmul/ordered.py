@@ -13,6 +13,7 @@ Legend: `kernels.matmul`.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +31,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 DEEPEST = 64  # K of a product that may go across
 FLOATS, BFLOAT16, BLOCKS = range(3)  # kinds of the rows of w
 GROUP = 32  # numbers of BLOCKS that share a scale
-SAMPLED = 64  # rows that say at once that most matrices are no compact ones
+AT_ONCE = 1024  # rows that are made compact; the first say that most matrices are no compact ones
 
 
 class OrderedArguments(ctypes.Structure):
@@ -73,14 +74,28 @@ def compact(w_NK: Tensor) -> Compact | None:
     Q8_0 it is blocks."""
     if w_NK.shape[1] % GROUP:
         return None
-    for make, restore in ((_blocks, _floats_of_blocks), (_bfloat16, Tensor.float)):
-        for rows_NK in (w_NK[:SAMPLED], w_NK):
-            made = make(rows_NK)
-            if not torch.equal(restore(made).view(torch.int32), rows_NK.view(torch.int32)):
-                break
-        else:
-            return Compact(BLOCKS if make is _blocks else BFLOAT16, made)
+    if (rows := _same_numbers(w_NK, _blocks, _floats_of_blocks)) is not None:
+        return Compact(BLOCKS, rows)
+    if (rows := _same_numbers(w_NK, _bfloat16, Tensor.float)) is not None:
+        return Compact(BFLOAT16, rows)
     return None
+
+
+def _same_numbers(
+    w_NK: Tensor, make: Callable[[Tensor], Tensor], restore: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """Return the compact rows of a matrix, made in chunks that bound the memory; None where they
+    stand for other bits."""
+    rows = None
+    for start in range(0, len(w_NK), AT_ONCE):
+        chunk_NK = w_NK[start : start + AT_ONCE]
+        made = make(chunk_NK)
+        if not torch.equal(restore(made).view(torch.int32), chunk_NK.view(torch.int32)):
+            return None
+        if rows is None:
+            rows = made.new_empty(len(w_NK), made.shape[1])
+        rows[start : start + AT_ONCE] = made
+    return rows
 
 
 def _bfloat16(w_NK: Tensor) -> Tensor:

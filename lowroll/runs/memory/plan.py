@@ -218,6 +218,7 @@ class Planner:
             "rollouts' weights": weights.engine(cfg, compute, model),
             "second format": weights.large_batch(cfg, model),
             "dense copies": weights.dense_copies(cfg, compute, model),
+            "compact head": weights.compact_head(cfg, compute, model),
             "policy's state": state,
             "graphs, kernels": graphs(cfg, compute, model, self._samples(cfg)) + kernels,
         }

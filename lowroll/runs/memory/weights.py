@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from lowroll.config import RunConfig
-from lowroll.kernels.matmul import limbs, w4_avx2, w8a8_onednn, w8a8_vnni
+from lowroll.kernels.matmul import limbs, ordered, w4_avx2, w8a8_onednn, w8a8_vnni
 from lowroll.model import lora
 from lowroll.model.experts import StackedLinear
 from lowroll.model.linear import Linear
@@ -19,6 +19,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import PACK_FROM
 from lowroll.quant.formats import Format, get_format
 from lowroll.quant.int8 import Int8
+from lowroll.runs.assembly import exactness
 from lowroll.runs.assembly.compute import Compute
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import hidden_matrices
@@ -217,6 +218,16 @@ def _dense_copy_bytes(
         is_packed_twice = w8a8_vnni.supports_device(compute.device) and w8a8_onednn.has_amx()
         return 2 * size if is_packed_twice else size  # codes in tiles, in oneDNN's order
     return MASTER * size
+
+
+def compact_head(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
+    """Return the most bytes of the head's copy that an exact engine on a CPU decodes from
+    (`Transformer.logits`), in bfloat16. Only the values say whether there is one, or a smaller."""
+    format = compute.format(cfg.rollout.weights)
+    is_exact = exactness.of_engine(cfg, compute, model.spec, format)
+    if not is_exact or compute.device.type != "cpu" or model.spec.hidden_size % ordered.GROUP:
+        return 0
+    return torch.bfloat16.itemsize * model.lm_head_weight.numel()
 
 
 def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
