@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lowroll.kernels.batch_invariant import product
 from lowroll.kernels.batch_invariant.heads import rotate_heads as invariant_heads
 from lowroll.kernels.fused.rope import rotate_heads
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import ordered
 from lowroll.kernels.quantize.rows import QuantizedRows, quantize_rows
 from lowroll.model import logprobs
@@ -463,7 +464,7 @@ class Transformer(nn.Module):
         engine on a CPU; None where there is none, or where many rows hide the reading."""
         if self.head is None or hidden_TD.device.type != "cpu" or hidden_TD.requires_grad:
             return None
-        if not 0 < len(hidden_TD) <= COMPACT_HEAD_ROWS:
+        if not 0 < len(hidden_TD) <= COMPACT_HEAD_ROWS or triton_supports(hidden_TD):
             return None
         compact = self.head.derive("compact", lambda q: ordered.compact(q.tensors["weight"]))
         return cast(ordered.Compact | None, compact)

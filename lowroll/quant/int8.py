@@ -7,9 +7,10 @@
 Ties round to even. Weight scales follow compressed-tensors, activation scales vLLM's dynamic kernel
 (QuRL section 3.1; algorithms B1). Integer sums make a row bitwise independent of its batch.
 
-A CPU with VNNI multiplies in oneDNN, by unsigned activations (q_x + 128, zero point 128), as signed
-ones fall back to a reference loop (docs/LOG.md). Other CPUs multiply floats in parts whose sums are
-exact (`kernels.matmul.w8a8_float32`).
+On a CPU with AVX-512 VNNI one call rounds and multiplies float32 rows (`kernels.matmul.w8a8_vnni`),
+beside AMX only a few of them. Other rows of a CPU with VNNI are multiplied in oneDNN, by unsigned
+activations (q_x + 128, zero point 128), as signed ones fall back to a reference loop (docs/LOG.md).
+Other CPUs multiply floats in parts whose sums are exact (`kernels.matmul.w8a8_float32`).
 
 Legend: `quant`.
 """

@@ -8,6 +8,7 @@ import torch
 
 from lowroll import Engine, Request
 from lowroll.kernels.matmul import ordered
+from lowroll.kernels.support import YES
 from lowroll.model import initialize
 from lowroll.model import transformer as module
 from lowroll.model.exact import why_not
@@ -91,6 +92,14 @@ def test_an_exact_engine_draws_the_same_with_and_without_it(
         assert engine.model.head is not None
         assert ("compact" in engine.model.head.packed) == (most > 0)
     assert drawn[0] == drawn[1]
+
+
+def test_an_interpreted_kernel_multiplies_the_head_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(learner(True), "int8", device="cpu", exact=True, cache_tokens=256)
+    hidden_TD = torch.randn(2, engine.model.spec.hidden_size)
+    assert engine.model._compact_head(hidden_TD) is not None
+    monkeypatch.setattr(module, "triton_supports", lambda _: YES)
+    assert engine.model._compact_head(hidden_TD) is None
 
 
 def learner(tied: bool) -> Transformer:

@@ -10,6 +10,7 @@ import torch
 from lowroll.kernels import cxx
 from lowroll.kernels.matmul import ordered, w8a8_onednn, w8a8_vnni
 from lowroll.kernels.quantize.rows import quantize_rows
+from lowroll.kernels.support import YES
 from lowroll.quant.formats import QTensor, get_format, quantize
 from lowroll.quant.int8 import Int8
 
@@ -86,6 +87,12 @@ def test_many_rows_are_left_to_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     assert w8a8_vnni.supports(x_MK)
     monkeypatch.setattr(w8a8_onednn, "has_amx", lambda: True)
     assert not w8a8_vnni.supports(x_MK) and w8a8_vnni.supports(x_MK[1:])
+
+
+def test_rows_of_an_interpreted_kernel_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert w8a8_vnni.supports(torch.randn(2, 512))
+    monkeypatch.setattr(w8a8_vnni, "triton_supports", lambda _: YES)
+    assert not w8a8_vnni.supports(torch.randn(2, 512))
 
 
 def test_other_calls_are_left_to_other_kernels() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lowroll.kernels import cxx
 from lowroll.kernels.build import fields, pointer
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import ordered, w8a8_onednn
 from lowroll.kernels.support import Support, no
 
@@ -61,7 +62,7 @@ def _has_vnni() -> bool:
 
 def supports(x_MK: Tensor) -> bool:
     """Return whether it multiplies these rows, without gradients."""
-    if x_MK.dtype != torch.float32 or not x_MK.device.type == "cpu":
+    if x_MK.dtype != torch.float32 or x_MK.device.type != "cpu" or triton_supports(x_MK):
         return False
     num_rows, num_in = x_MK.shape
     if num_rows == 0 or num_rows > MOST_BESIDE_AMX and w8a8_onednn.has_amx():
