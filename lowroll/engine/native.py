@@ -46,7 +46,13 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.table import DEFAULT
 from lowroll.types import MAX_TOP_LOGPROBS, BehaviorTag, Group, PolicySpan, Request, Rollout
-from lowroll.weights.publish import beside, digest, rollout_copy, rollout_load
+from lowroll.weights.publish import (
+    beside,
+    digest,
+    first_difference,
+    rollout_copy,
+    rollout_load,
+)
 from lowroll.weights.sync.update import UpdateReceiver, WeightUpdate
 
 log = logging.getLogger(__name__)
@@ -511,6 +517,11 @@ class NativeEngine:
             for name, linear in self.model.linears()
             if isinstance(linear.weight, QTensor)
         }
+
+    def first_difference(self, master: Transformer, block: int) -> str | None:
+        """Return the first tensor of a block that is not what publishing a learner in this process
+        makes of it (`weights.publish.first_difference`)."""
+        return first_difference(master, self.model, block, self.behavior.noise_sigma > 0)
 
     def _policy(self, version: int) -> tuple[PolicySpan, ...]:
         """Return a span for the weights of few rows, and one for those of many if there are

@@ -24,7 +24,6 @@ from lowroll.runs.memory.plan import Planner
 from lowroll.types import Group, Request
 from lowroll.weights.aligned import realign
 from lowroll.weights.noise import Noise, share
-from lowroll.weights.publish import first_difference
 from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
@@ -172,8 +171,7 @@ class RolloutEngine:
         if not isinstance(self.engine, NativeEngine):
             return
         block = version % self.model.spec.num_layers
-        has_noise = self.engine.behavior.noise_sigma > 0
-        name = first_difference(self.model, self.engine.model, block, has_noise)
+        name = self.engine.first_difference(self.model, block)
         if name is not None:
             raise NotArrived(
                 f"update to version {version}: {name} of the engine is not what the learner's weights "
