@@ -230,7 +230,8 @@ def first_difference(
         if not name.startswith(prefix) or f"{name}.weight" in rollout.shared or is_frozen:
             continue
         assert isinstance(codes, QTensor)
-        expected_codes = quantized(name, master_linear, codes.format)
+        expected_codes = codes.clone()
+        _refill_codes(name, expected_codes, master_linear, None)
         for part, tensor in expected_codes.tensors.items():
             if not torch.equal(codes.tensors[part], tensor):
                 return f"{name}.weight"

@@ -112,6 +112,7 @@ def test_three_publications_move_nothing_and_reach_every_step(
             WeightUpdate.local(nudge(master, seed=version, size=0.05), version, noise)
         )
         assert addresses(engine.model) == held
+        assert engine.first_difference(master, version % master.spec.num_layers) is None
         got, logprobs = drawn(engine)
         fresh = Engine(master, weights=format, cache_tokens=4096, max_batch=16, noisy=True)
         fresh.update_weights(WeightUpdate.local(master, version, noise))

@@ -20,7 +20,14 @@ from lowroll.quant.int8 import Int8
 from lowroll.types import Group
 from lowroll.weights import aligned
 from lowroll.weights.noise import Noise
-from lowroll.weights.publish import beside, digest, publish, quantize_base, rollout_copy
+from lowroll.weights.publish import (
+    beside,
+    digest,
+    first_difference,
+    publish,
+    quantize_base,
+    rollout_copy,
+)
 from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.formats import FEW, LAYOUTS
 from tests.fixtures.masters import nudge, pointers, tensors
@@ -401,3 +408,44 @@ def test_quantizing_a_base_names_a_bad_weight(folder: Path) -> None:
         quantize_base(model, "int8")
     with pytest.raises(ValueError, match="int9"):
         quantize_base(hf.load(folder), "int9")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_that_did_not_arrive_is_named(
+    folder: Path, format: str, dtype: torch.dtype
+) -> None:
+    master = hf.load(folder, dtype=dtype)
+    rollout = rollout_copy(master, format, dtype)
+    last = master.spec.num_layers - 1
+    nudge(master, seed=1, size=0.05)
+    assert first_difference(master, rollout, last) is not None
+    publish(master, rollout)
+    assert all(first_difference(master, rollout, block) is None for block in range(last + 1))
+    with torch.no_grad():
+        master.blocks[last].down.weight.mul_(2)
+    assert first_difference(master, rollout, last) == f"blocks.{last}.down.weight"
+    assert first_difference(master, rollout, 0) is None  # another block is not looked at
+    publish(master, rollout)
+    with torch.no_grad():
+        master.norm.weight += 1
+    assert first_difference(master, rollout, 0) == "norm.weight"
+
+
+def test_an_adapter_that_did_not_arrive_is_named(folder: Path) -> None:
+    master = lora_learner(folder)
+    rollout = rollout_copy(master, "int8", master.dtype)
+    assert first_difference(master, rollout, 1) is None
+    nudge(master, seed=1, size=0.05)
+    name = first_difference(master, rollout, 1)
+    assert name is not None and name.startswith("blocks.1.") and ".adapter." in name
+    publish(master, rollout)
+    assert first_difference(master, rollout, 1) is None
+
+
+def test_norms_with_noise_are_not_compared(folder: Path) -> None:
+    master = hf.load(folder)
+    rollout = rollout_copy(master, "int8", master.dtype, noisy=True)
+    publish(master, rollout, Noise(1, 0.02))
+    assert first_difference(master, rollout, 0, noisy=True) is None
+    assert first_difference(master, rollout, 0) == "blocks.0.input_norm.weight"
