@@ -123,8 +123,8 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         Kernel(
             "matmul/w8a8_vnni.cpp",
             "C++",
-            f"rows of {w8a8_vnni.LEAST} features or more, in whole {w8a8_vnni.MULTIPLE}s; on a CPU "
-            f"with AMX up to {w8a8_vnni.MOST_BESIDE_AMX}",
+            f"from {w8a8_vnni.LEAST} features, in whole {w8a8_vnni.MULTIPLE}s; with AMX up to "
+            f"{w8a8_vnni.MOST_BESIDE_AMX} rows",
             w8a8_vnni.supports_device,
         ),
         Kernel("matmul/w8a8_onednn", "oneDNN", "", w8a8_onednn.supports_device),
