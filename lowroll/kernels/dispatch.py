@@ -123,7 +123,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         Kernel(
             "matmul/w8a8_vnni.cpp",
             "C++",
-            f"from {w8a8_vnni.LEAST} features, in whole {w8a8_vnni.MULTIPLE}s; with AMX up to "
+            f"{w8a8_vnni.LEAST} features or more, in {w8a8_vnni.MULTIPLE}s; beside AMX up to "
             f"{w8a8_vnni.MOST_BESIDE_AMX} rows",
             w8a8_vnni.supports_device,
         ),
