@@ -31,13 +31,12 @@ from bench.harness import RESULTS, SomeOf, here, merged, parser_of, print_table,
 from lowroll import run
 from lowroll.engine.base import Engine
 from lowroll.engine.native import NativeEngine
-from lowroll.engine.remote import NotArrived
 from lowroll.model.families.base import Rope
 from lowroll.model.folder import resolve
 from lowroll.model.rope import inverse_frequencies
 from lowroll.runs.assembly import engines
 from lowroll.runs.rollouts import RolloutEngine
-from lowroll.types import Group, Request
+from lowroll.types import Group, Request, RunFailed
 
 SETTINGS: dict[str, Any] = {
     "env": [{"id": "records"}],
@@ -299,7 +298,7 @@ def said(fault: Fault, model: str, change: dict[str, Any]) -> dict[str, Any]:
         try:
             with fault.inject(folder):
                 first = run(tree).records[0]
-        except NotArrived as error:
+        except RunFailed as error:
             ended, first = str(error), {}
         finally:
             logger.removeHandler(handler)

@@ -19,6 +19,7 @@ from lowroll.types import BehaviorTag, FinishReason, Group, Request
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lowroll.model.transformer import Transformer
     from lowroll.quant.formats import QTensor
     from lowroll.weights.sync.base import Kind
     from lowroll.weights.sync.update import WeightUpdate
@@ -162,6 +163,11 @@ class Engine(Protocol):
     def linear_weights(self) -> Mapping[str, QTensor]:
         """Return the linear weights by name, for reading only: updates refill their storages. Empty
         when they are in another process."""
+        ...
+
+    def first_difference(self, master: Transformer, block: int) -> str | None:
+        """Return the first tensor of a block that is not what publishing the learner `master` makes of
+        it (`weights.publish.first_difference`); None where all are, or in another process."""
         ...
 
     def reset_prefix_cache(self) -> None:

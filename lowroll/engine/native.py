@@ -519,8 +519,8 @@ class NativeEngine:
         }
 
     def first_difference(self, master: Transformer, block: int) -> str | None:
-        """Return the first tensor of a block that is not what publishing a learner in this process
-        makes of it (`weights.publish.first_difference`)."""
+        """Return the first tensor of a block that is not what publishing the learner makes of it; None
+        where all are."""
         return first_difference(master, self.model, block, self.behavior.noise_sigma > 0)
 
     def _policy(self, version: int) -> tuple[PolicySpan, ...]:

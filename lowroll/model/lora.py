@@ -147,6 +147,10 @@ def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> N
         raise ValueError(f"lora_alpha: expected a finite number, got {alpha}")
 
 
+# of latent attention: vLLM loads an adapter of this matrix and applies it nowhere (issue #48974)
+NOT_IN_VLLM = "kv_b_proj"
+
+
 def attention_targets(spec: ModelSpec) -> tuple[str, ...]:
     """Return the matrices of attention, which take an adapter in every model."""
     if spec.latent is None:

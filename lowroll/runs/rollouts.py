@@ -11,8 +11,6 @@ from contextlib import contextmanager
 
 from lowroll.config import RunConfig
 from lowroll.engine.base import Engine, EngineStats, InFlight, PartialSample
-from lowroll.engine.native import NativeEngine
-from lowroll.engine.remote.verify import NotArrived
 from lowroll.kv.capacity import NoRoom
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.model.tokenizer import ChatTokenizer
@@ -21,7 +19,7 @@ from lowroll.orchestrator.interfaces import Progress
 from lowroll.runs.assembly import engines, trainer
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory.plan import Planner
-from lowroll.types import Group, Request
+from lowroll.types import Group, Request, RunFailed
 from lowroll.weights.aligned import realign
 from lowroll.weights.noise import Noise, share
 from lowroll.weights.watch import AdapterWatch, WeightWatch
@@ -94,7 +92,7 @@ class RolloutEngine:
         return self.engine.so_far(handle)
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Load a version's weights into the engine; return `weights/*`. NotArrived when they are not
+        """Load a version's weights into the engine; return `weights/*`. RunFailed when they are not
         there afterwards."""
         self.update(version)
         self._check_arrival(version)
@@ -168,12 +166,10 @@ class RolloutEngine:
     def _check_arrival(self, version: int) -> None:
         """Compare one block of the engine, another at each version, with what the learner's weights
         make of it. vLLM has a test of its own (`engine.remote.verify`)."""
-        if not isinstance(self.engine, NativeEngine):
-            return
         block = version % self.model.spec.num_layers
         name = self.engine.first_difference(self.model, block)
         if name is not None:
-            raise NotArrived(
+            raise RunFailed(
                 f"update to version {version}: {name} of the engine is not what the learner's weights "
                 "make of it: the engine still draws from older weights"
             )

@@ -31,6 +31,7 @@ from lowroll.weights.sync.base import Broadcast
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lowroll.model.transformer import Transformer
     from lowroll.quant.formats import QTensor
     from lowroll.weights.sync.update import WeightUpdate
 
@@ -319,6 +320,9 @@ class EnginePool:
 
     def linear_weights(self) -> Mapping[str, QTensor]:
         return {}
+
+    def first_difference(self, master: Transformer, block: int) -> str | None:
+        return None
 
     def reset_prefix_cache(self) -> None:
         name, token = "reset_prefix_cache", self.options.admin_token

@@ -22,7 +22,7 @@ from lowroll.config.vllm import VllmConfig
 from lowroll.engine.base import Engine
 from lowroll.engine.remote.vllm_engine import VllmEngine
 from lowroll.kv.capacity import Workload
-from lowroll.model import hf
+from lowroll.model import hf, lora
 from lowroll.model.device import pick_device
 from lowroll.model.folder import resolve
 from lowroll.model.headers import low_bit_format
@@ -40,8 +40,6 @@ from lowroll.weights.sync.base import Kind
 from lowroll.weights.sync.update import WeightUpdate
 
 PYTHON = "LOWROLL_VLLM_PYTHON"
-# of latent attention: vLLM loads an adapter of this matrix and applies it nowhere (issue #48974)
-NOT_ADAPTED = "kv_b_proj"
 _VLLM_PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 
 
@@ -109,9 +107,13 @@ def check(cfg: RunConfig) -> None:
 
 def refuse(cfg: RunConfig, spec: ModelSpec) -> None:
     """Raise ValueError for an adapter that vLLM would not apply."""
-    if cfg.train.lora and spec.latent is not None and NOT_ADAPTED in cfg.train.lora_target_modules:
+    if (
+        cfg.train.lora
+        and spec.latent is not None
+        and lora.NOT_IN_VLLM in cfg.train.lora_target_modules
+    ):
         raise ValueError(
-            f"train.lora_target_modules: vLLM loads an adapter of {NOT_ADAPTED} and applies it "
+            f"train.lora_target_modules: vLLM loads an adapter of {lora.NOT_IN_VLLM} and applies it "
             "nowhere; leave it out, or take rollout.engine: native"
         )
 

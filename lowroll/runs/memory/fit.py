@@ -11,9 +11,8 @@ from typing import Any
 
 from lowroll.config import RunConfig
 from lowroll.config.document import dotted
-from lowroll.model.lora import attention_targets
+from lowroll.model.lora import NOT_IN_VLLM, attention_targets
 from lowroll.runs.assembly import engines
-from lowroll.runs.assembly.vllm import NOT_ADAPTED
 from lowroll.runs.memory.plan import MemoryPlan, Planner, shown
 
 NAMED = 4  # most settings offered, each enough by itself
@@ -209,7 +208,7 @@ def _train_adapter(planner: Planner, cfg: RunConfig) -> list[Change]:
     if planner.model.spec.mixture.num_experts:  # its matrices take no adapter
         targets = attention_targets(planner.model.spec)
         if cfg.rollout.engine == "vllm":
-            targets = tuple(target for target in targets if target != NOT_ADAPTED)
+            targets = tuple(target for target in targets if target != NOT_IN_VLLM)
         change["train", "lora_target_modules"] = targets
     return [change]
 
