@@ -570,6 +570,16 @@ def claims() -> str:
     return table(HEAD, verdicts(json.loads((RESULTS / "curves.json").read_text())["runs"]))
 
 
+def faults() -> str:
+    """Return what `python -m bench.faults` stored: a line a fault, and what was said."""
+    from bench.faults import HEAD
+    from bench.faults import table as rows_of
+
+    record = json.loads((RESULTS / "faults.json").read_text())
+    head = f"{record['date']}, {record['machine']['cpu']}, torch {record['machine']['torch']}."
+    return f"{head}\n\n" + table(HEAD, rows_of(record["runs"]))
+
+
 def race() -> str:
     """Return what `python -m bench.race` stored: a line a side, means over the seeds with their range,
     and what was tried of TRL."""
@@ -794,6 +804,7 @@ PARTS: dict[str, Callable[[], str]] = {
         scale,
         curves,
         claims,
+        faults,
         race,
         cache_runs,
         fidelity,

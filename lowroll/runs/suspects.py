@@ -10,8 +10,8 @@ of the learner's distribution there:
                 positive when it was wider. A mismatch of KL k can move it by up to sqrt(2 k) standard
                 deviations of -l - H; a rare token that was not drawn by Bernstein's bound.
     distance    mean |l - b| is explained by the rounding of the dtype, with the learner in the rollouts'
-                arithmetic; formats that round activations may be as far again as their price. For a
-                larger one an excerpt is scored by variants of the learner: other temperatures, rotary
+                arithmetic; where activations are rounded, on both sides, by some more than what rounding them
+                once costs. For a larger one an excerpt is scored by variants of the learner: other temperatures, rotary
                 bases and scalings of positions. The nearest is named when it comes close.
     prompts     a model finds prompts as unlikely as random text when they are not in its own tokens, and
                 a template's marks are single tokens of its own tokenizer.
@@ -54,6 +54,9 @@ SIGMAS = 6.0
 LEAST_TOKENS = 200  # for the statistics of a sampler
 LARGEST_KL = 0.2  # above it E[w] hangs on tokens that a batch does not have
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.08}  # mean |l - b|, nats
+TWICE_ROUNDED = 1.35  # times the price of rounding activations once
+UNEXPLAINED = 1.5  # times that, without a cause
+CLEARLY = 0.8  # of the distance, which a variant has at most
 NEAR = 4.0  # a variant explains a distance that it makes so many times smaller
 BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # rotary bases of published models
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
@@ -178,8 +181,8 @@ def _explained(model: Transformer, chosen: Batch, weights: str, rounding: float)
     with _in_format(model, weights):
         format_N = scored(chosen.temperature)
         distance = _distance(format_N, recorded_N)
-        if get_format(weights).rounds_activations:
-            rounding = max(rounding, 2 * _distance(format_N, learner_N))
+        if get_format(weights).rounds_activations:  # engine and learner round them independently
+            rounding = max(rounding, TWICE_ROUNDED * _distance(format_N, learner_N))
         if distance <= rounding:
             return []
         head = (
@@ -191,8 +194,10 @@ def _explained(model: Transformer, chosen: Batch, weights: str, rounding: float)
             with variant.within():
                 tried[variant.words] = _distance(scored(variant.temperature), recorded_N)
     words = min(tried, key=tried.__getitem__)
-    if tried[words] < max(rounding, distance / NEAR):
+    if tried[words] < max(rounding, distance / NEAR) and tried[words] < CLEARLY * distance:
         return [f"{head}they are those of {words} ({tried[words]:.2g} nats)"]
+    if distance < UNEXPLAINED * rounding and get_format(weights).rounds_activations:
+        return []
     if distance < ROUNDING[torch.bfloat16]:
         return [f"{head}it is of the size of half precision, and the learner has {model.dtype}"]
     return [
