@@ -119,10 +119,16 @@ def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
 
 
 def scores(model: Transformer, batch: Batch) -> Tensor:
+    """Return `token_scores` of the dense forward, without noise, at the batch's temperature."""
+    with aligned.suspended(model), noise.muted(model):
+        return token_scores(model, batch, batch.temperature)
+
+
+def token_scores(model: Transformer, batch: Batch, temperature: float) -> Tensor:
+    """Return the log-probs [N] of a batch's response tokens as the model is, on the CPU."""
     sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
     prompt_lens = [len(sample.prompt_ids) for sample in batch.samples]
-    with aligned.suspended(model), noise.muted(model):
-        return torch.cat(score(model, sequences, prompt_lens, batch.temperature)).cpu()
+    return torch.cat(score(model, sequences, prompt_lens, temperature)).cpu()
 
 
 def gap_between(learner: Tensor, policy: Tensor) -> PolicyGap:

@@ -43,7 +43,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 from lowroll.quant.table import is_dense
-from lowroll.runs.policy_gap import excerpt
+from lowroll.runs.policy_gap import excerpt, token_scores
 from lowroll.trainer.probe import Probe
 from lowroll.types import Batch, Sample
 from lowroll.weights import aligned
@@ -54,8 +54,8 @@ SIGMAS = 6.0
 LEAST_TOKENS = 200  # for the statistics of a sampler
 LARGEST_KL = 0.2  # above it E[w] hangs on tokens that a batch does not have
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.08}  # mean |l - b|, nats
-TWICE_ROUNDED = 1.35  # times the price of rounding activations once
-UNEXPLAINED = 1.5  # times that, without a cause
+ROUNDED_TWICE = 1.35  # what rounding activations on both sides costs, in that of one side
+UNEXPLAINED = 1.5  # times that, from which on a distance without a cause is told
 CLEARLY = 0.8  # of the distance, which a variant has at most
 NEAR = 4.0  # a variant explains a distance that it makes so many times smaller
 BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # rotary bases of published models
@@ -167,22 +167,22 @@ def distance_suspects(model: Transformer, batch: Batch, first: Probe, weights: s
 def _explained(model: Transformer, chosen: Batch, weights: str, rounding: float) -> list[str]:
     """Return the cause of the distance of a few samples, if it is larger than rounding."""
     mask_N = torch.tensor([bit for sample in chosen.samples for bit in sample.loss_mask]).bool()
-    recorded_N = torch.tensor(
-        [logprob for sample in chosen.samples for logprob in sample.rollout.logprobs]
-    )
     if not bool(mask_N.any()):
         return []
+    recorded_N = torch.tensor(
+        [logprob for sample in chosen.samples for logprob in sample.rollout.logprobs]
+    )[mask_N]
+    rounds_activations = get_format(weights).rounds_activations
 
     def scored(temperature: float) -> Tensor:
-        return _scored(model, chosen, temperature)[mask_N]
+        return token_scores(model, chosen, temperature)[mask_N]
 
-    recorded_N = recorded_N[mask_N]
     learner_N = scored(chosen.temperature)
     with _in_format(model, weights):
         format_N = scored(chosen.temperature)
         distance = _distance(format_N, recorded_N)
-        if get_format(weights).rounds_activations:  # engine and learner round them independently
-            rounding = max(rounding, TWICE_ROUNDED * _distance(format_N, learner_N))
+        if rounds_activations:  # engine and learner round them independently
+            rounding = max(rounding, ROUNDED_TWICE * _distance(format_N, learner_N))
         if distance <= rounding:
             return []
         head = (
@@ -196,7 +196,7 @@ def _explained(model: Transformer, chosen: Batch, weights: str, rounding: float)
     words = min(tried, key=tried.__getitem__)
     if tried[words] < max(rounding, distance / NEAR) and tried[words] < CLEARLY * distance:
         return [f"{head}they are those of {words} ({tried[words]:.2g} nats)"]
-    if distance < UNEXPLAINED * rounding and get_format(weights).rounds_activations:
+    if rounds_activations and distance < UNEXPLAINED * rounding:
         return []
     if distance < ROUNDING[torch.bfloat16]:
         return [f"{head}it is of the size of half precision, and the learner has {model.dtype}"]
@@ -265,13 +265,6 @@ def _in_format(model: Transformer, weights: str) -> Iterator[None]:
         if not is_dense(weights):
             aligned.align(model, weights)
         yield
-
-
-def _scored(model: Transformer, batch: Batch, temperature: float) -> Tensor:
-    """Return the learner's log-probs of all response tokens, on the CPU."""
-    sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
-    prompt_lens = [len(sample.prompt_ids) for sample in batch.samples]
-    return torch.cat(score(model, sequences, prompt_lens, temperature)).cpu()
 
 
 def _distance(a_N: Tensor, b_N: Tensor) -> float:
