@@ -7,11 +7,12 @@ same number of updates; only what its row of `ARMS` says differs. On a GPU learn
 in bfloat16, with float32 masters.
 
     lowroll fetch smollm2
-    python -m bench.curves [--steps 80] [--seeds 3] [--jobs 6] [--device auto] [--only ARM ...]
-                           [--out FOLDER] [--work FOLDER] [--seconds S] [--change JSON]
+    python -m bench.curves [--steps 80] [--seeds 3] [--first-seed 0] [--jobs 6] [--device auto]
+                           [--only ARM ...] [--out FOLDER] [--work FOLDER] [--seconds S] [--change JSON]
 
 merges each run into `curves.json` of the folder as it ends, and makes no run again that stands there
-with the same settings and steps. `--work` keeps the warm-started model, logs and run folders.
+with the same settings and steps. `--work` keeps the warm-started model, logs and run folders. A
+warm start on a GPU does not repeat to the bit: new pairs of arms get seeds that no stored run has.
 `bench.claims` compares the arms; `docs/tables.py` and `python -m bench.pictures` make the tables and
 pictures of docs/results.md.
 """

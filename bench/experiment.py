@@ -70,7 +70,7 @@ class Experiment:
         self, doc: str | None, steps: int, seeds: int, jobs: int
     ) -> argparse.ArgumentParser:
         """Return the command's options."""
-        parser = options(doc, self.arms, steps=steps, seeds=seeds, jobs=jobs)
+        parser = options(doc, self.arms, steps=steps, seeds=seeds, jobs=jobs, first_seed=0)
         parser.add_argument(
             "--seconds", type=float, default=math.inf, help="when runs end, done or not"
         )
@@ -95,7 +95,8 @@ class Experiment:
         about = made_here(args.device, steps=args.steps, settings=settings)
         runs = self.stored(path, about)
         have = {key(one) for one in runs if is_whole(one, args.steps)}
-        wanted = [(arm, seed) for seed in range(args.seeds) for arm in args.only]
+        seeds = range(args.first_seed, args.first_seed + args.seeds)
+        wanted = [(arm, seed) for seed in seeds for arm in args.only]
         jobs = sorted(
             set(wanted) - have, key=lambda job: (job[0] != self.slowest, wanted.index(job))
         )
@@ -109,7 +110,8 @@ class Experiment:
         )
         for last in side_by_side(work, jobs, args.jobs):
             runs = [one for one in runs if key(one) != key(last)]
-            runs.append({**last, "arm": self.arms[last["variant"]], "warm_start": before})
+            beside = {"warm_start": before, "device": about["machine"]["device"]}
+            runs.append({**last, "arm": self.arms[last["variant"]], **beside})
             store(path, about, runs, self.arms)
             say(
                 f"{len(runs)}: {last['variant']}, seed {last['seed']}, {last['seconds']} s, "

@@ -14,8 +14,8 @@ The settings of TRL that a device has are tried for two steps each before the ra
 largest micro-batch that fits; the fastest races. What could not be set up is said, and never counted.
 
     python -m bench.race [--steps 12] [--seeds 1] [--score 0.7] [--device auto] [--only SIDE ...]
-                         [--peer-python PATH] [--peer-setting NAME] [--vllm-path FOLDER]
-                         [--subject FOLDER] [--change JSON] [--out FOLDER]
+                         [--peer-python PATH] [--peer-setting NAME] [--peer-rows R] [--vllm-path FOLDER]
+                         [--subject FOLDER] [--shape NAME] [--change JSON] [--out FOLDER]
 
 One side runs at a time, as a worker of `bench.peer`; the sides of a seed take turns, and another one
 is first in the next seed. A side says
@@ -26,8 +26,10 @@ is first in the next seed. A side says
      "reward": 0.4, "kl": 1e-4, "score": 0.33}       drawn for it, their mean reward; KL and score where known
     {"end": true, "peak_bytes": 3e9, "folder": "x"}  the model that it ends with, as a folder of transformers
 
- `--subject` is a folder to start from without SFT. `make trl` installs TRL into
-.venv-trl. Every record of every run is stored in `race.json`; `docs/tables.py` makes a table of it.
+`--subject` is a folder to start from without SFT; `--shape` starts from random weights of `bench.shapes`,
+which learn nothing and show the seconds of a step alone. `make trl` installs TRL into .venv-trl. Every
+record of every run is stored in `race.json`, `race-gpu.json` or `race-gpu-SHAPE.json`, of which
+`docs/tables.py` makes tables.
 """
 
 from __future__ import annotations
@@ -52,8 +54,11 @@ from bench.harness import device_of, merged, print_table, release, say
 from bench.peer import VLLM, Peer, PeerFailed, vllm_path
 from bench.race_table import HEAD, columns, summary
 from bench.race_trl import SETTINGS as PEER_SETTINGS
+from bench.shapes import SHAPES, random_model
 from bench.worker import on_gpu
 from lowroll.config import RunConfig, from_mapping
+from lowroll.model import hf
+from lowroll.model.folder import resolve
 from lowroll.runs.assembly import environments, models, trainer
 from lowroll.runs.demo import reward_of
 from lowroll.trainer.optim import learning_rate
@@ -90,6 +95,11 @@ SETTINGS: dict[str, Any] = {
     "ckpt": {"interval": 10_000, "keep_last": 1},
     "sft": {"steps": 12, "batch_size": 16, "learning_rate": 5e-5},
 }
+ON_GPU: dict[str, Any] = {  # where a step takes seconds: more of each, and scores that say more
+    "batch_size": 256,
+    "train": {"learning_rate": 1e-5},
+    "eval": {"num_examples": 512, "interval": 2},
+}
 TRL = "trl"
 SIDES: dict[str, dict[str, Any]] = {
     "lowroll int8_rotated": {"rollout": {"weights": "int8_rotated"}},
@@ -106,14 +116,29 @@ def settings(
     side: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the configuration of a side and a seed, as a user's YAML file would say it."""
-    tree = merged(merged(SETTINGS, change), SIDES[side])
+    tree = merged(common(device, change), SIDES[side])
     return merged(tree, own_settings(side, seed, steps, folder, device))
+
+
+def common(device: str, change: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that all sides share on a device."""
+    return merged(SETTINGS if device == "cpu" else merged(SETTINGS, ON_GPU), change)
 
 
 def warm_start(folder: Path, model: str, device: str, change: Mapping[str, Any]) -> Run:
     """Write the model after its SFT as `folder/model`; return what is recorded of it."""
     cfg = from_mapping(settings("lowroll dense", 0, 1, folder, device, change))
     return subject.warm(cfg, model, folder)
+
+
+def shaped(folder: Path, shape: str, model: str, device: str) -> Run:
+    """Write random weights of a shape with the tokenizer of `model` as `folder/model`; return what is
+    recorded of them."""
+    tokenizer = resolve(model)
+    stored = json.loads((tokenizer / "config.json").read_text())
+    config = SHAPES[shape] | {"eos_token_id": stored["eos_token_id"]}
+    hf.save(random_model(config, device), folder / "model", tokenizer_from=tokenizer)
+    return {"shape": shape, "weights": "random", "tokenizer": model}
 
 
 def judged(tree: Mapping[str, Any], model: Path) -> float:
@@ -263,8 +288,11 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     raise PeerFailed(f"no setting of TRL runs: {reasons}")
 
 
-def tried(launcher: Launcher, cfg: RunConfig, folder: Path, names: Sequence[str]) -> list[Trial]:
-    """Try settings of TRL for some steps without evaluations."""
+def tried(
+    launcher: Launcher, cfg: RunConfig, folder: Path, names: Sequence[str], rows: int
+) -> list[Trial]:
+    """Try settings of TRL for some steps without evaluations, beginning with `rows` rows a pass; 0:
+    all of an update."""
     order = plain(cfg, folder) | {"interval": None, "steps": TRIAL_STEPS}
 
     def attempt(setting: str, micro: int) -> float:
@@ -274,8 +302,8 @@ def tried(launcher: Launcher, cfg: RunConfig, folder: Path, names: Sequence[str]
         return seconds
 
     update = cfg.batch_size // cfg.train.minibatches
-    rows = gcd(update, CPU_ROWS) if launcher.device == "cpu" else update
-    return [trial for name in names for trial in fitting(attempt, name, rows)]
+    most = gcd(update, rows or update)
+    return [trial for name in names for trial in fitting(attempt, name, most)]
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -307,7 +335,8 @@ def race(
     tree = config(TRL, 0)
     if TRL in args.only:
         names = [args.peer_setting] if args.peer_setting else candidates(launcher.device)
-        trials = tried(launcher, from_mapping(tree), folder / "trial", names)
+        rows = args.peer_rows or (CPU_ROWS if launcher.device == "cpu" else 0)
+        trials = tried(launcher, from_mapping(tree), folder / "trial", names, rows)
     for seed in range(args.seeds):
         for side in turn(args.only, seed):
             with keeping_failures(runs, side, seed):
@@ -328,7 +357,10 @@ def race(
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's options."""
-    made = options(__doc__, SIDES, steps=12, seeds=1, score=0.7, peer_setting=None)
+    made = options(__doc__, SIDES, steps=12, seeds=1, score=0.7, peer_setting=None, peer_rows=0)
+    made.add_argument(
+        "--shape", choices=list(SHAPES), help="random weights of a shape, without SFT"
+    )
     made.add_argument("--peer-python", default=str(PEER_PYTHON), help="the Python that has TRL")
     made.add_argument("--vllm-path", help="where a vLLM is unpacked; default: LOWROLL_VLLM_PATH")
     made.add_argument("--model", default=MODEL, help="what SFT begins with")
@@ -346,13 +378,20 @@ def main(words: Sequence[str] | None = None) -> int:
         p.error(f"--peer-setting: {args.peer_setting!r} is none of {', '.join(PEER_SETTINGS)}")
     args.device = device_of(p, args.device).type
     launcher, last = Launcher(args.device, args.peer_python, vllm_path(args.vllm_path)), []
+    place = "gpu" if args.device == "cuda" else ""
+    path = args.out / f"{'-'.join(filter(None, ('race', place, args.shape)))}.json"
     with tempfile.TemporaryDirectory() as scratch:
         folder, change = Path(scratch), json.loads(args.change)
         about = made_here(
-            args.device, steps=args.steps, score=args.score, settings=merged(SETTINGS, change)
+            args.device,
+            steps=args.steps,
+            score=args.score,
+            settings=common(args.device, change),
         )
         if args.subject:
             (folder / "model").symlink_to(args.subject.resolve())
+        elif args.shape:
+            about["warm_start"] = shaped(folder, args.shape, args.model, args.device)
         else:
             about["warm_start"] = warm_start(folder, args.model, args.device, change)
             say(f"SFT: {about['warm_start']}")
@@ -362,12 +401,12 @@ def main(words: Sequence[str] | None = None) -> int:
         def keep(runs: list[Run], trials: list[dict[str, Any]]) -> None:
             last[:] = runs
             spent = {"seconds": round(time.monotonic() - began), "trials": trials}
-            store(args.out / "race.json", about | spent, list(runs), SIDES)
+            store(path, about | spent, list(runs), SIDES)
 
         race(launcher, folder, args, keep)
     head = [name.format(score=args.score) for name in HEAD]
     print_table(head, summary(last, args.score), SUMMED)
-    print(args.out / "race.json")
+    print(path)
     return 1 if any("failed" in run for run in last) else 0
 
 

@@ -31,7 +31,7 @@ from lowroll.envs import Environment, table
 from lowroll.envs.outcome import judge
 from lowroll.types import Prompt
 
-EVAL_ROWS = 64  # prompts that are evaluated together
+EVAL_ROWS = 256  # prompts that are evaluated together
 MEASURED = 16  # rollouts of which the mismatch is measured, where training keeps no log-probs
 
 

@@ -225,6 +225,7 @@ def test_a_stopped_command_goes_on_where_it_was(
     args = argparse.Namespace(
         steps=2,
         seeds=1,
+        first_seed=0,
         jobs=1,
         device="cpu",
         only=["dense"],
@@ -239,9 +240,12 @@ def test_a_stopped_command_goes_on_where_it_was(
     args.seeds = 2
     both = sparse.EXPERIMENT.main(args)
     assert asked == [("dense", 0), ("dense", 1)] and both[0] == first[0]
+    assert {one["device"] for one in both} == {"cpu"}
     assert (work / "model" / "model.safetensors").stat().st_mtime_ns == warm
     stored = json.loads((tmp_path / "sparse.json").read_text())
     assert stored["runs"] == both
     assert all(one["warm_start"]["sft_steps"] == 1 for one in both)
     assert all(len(run["curves"]["reward/mean"]) == 2 for run in both)
     assert set(both[1]["after"]) == {"dense", "greedy", "own"}
+    args.first_seed = args.seeds = 1  # seed 1 alone, which is there
+    assert sparse.EXPERIMENT.main(args) == both and len(asked) == 2
