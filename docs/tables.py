@@ -581,21 +581,27 @@ def faults() -> str:
 
 
 def race() -> str:
-    """Return what `python -m bench.race` stored: a line a side, means over the seeds with their range,
-    and what was tried of TRL."""
-    path = RESULTS / "race.json"
-    if not path.is_file():
+    """Return what `python -m bench.race` stored on each kind of machine: a line a side, means over the
+    seeds with their range, and what was tried of TRL."""
+    paths = sorted(RESULTS.glob("race*.json"))
+    if not paths:
         return "Nothing of this is stored in bench/results/ yet: run `python -m bench.race`.\n"
+    return "\n\n".join(_race(json.loads(path.read_text())) for path in paths)
+
+
+def _race(record: Mapping[str, Any]) -> str:
+    """Return the table of a race."""
     from bench.race_table import HEAD
 
-    record = json.loads(path.read_text())
     machine, score = record["machine"], record["score"]
     seeds = len({run["seed"] for run in record["runs"]})
     place = machine["cpu"] if machine["device"] == "cpu" else machine["device"]
+    began = record.get("warm_start", {})
+    subject = f"{began['shape']}, random weights" if "shape" in began else "SmolLM2-135M after SFT"
     head = (
-        f"{record['date']}, {place}, {machine['threads']} threads, torch {machine['torch']}, "
-        f"{record['steps']} steps, {seeds} seeds, {record['seconds']} s in all. Greedy score of the "
-        f"model that all sides start from: {record['before']:.3f}."
+        f"{record['date']}, {subject}, {place}, {machine['threads']} threads, "
+        f"torch {machine['torch']}, {record['steps']} steps, {seeds} seeds, {record['seconds']} s in "
+        f"all. Greedy score of the model that all sides start from: {record['before']:.3f}."
     )
     lines = [head, "", table([name.format(score=score) for name in HEAD], _raced(record)), ""]
     lines += [f"- TRL with {_trial(trial)}" for trial in record["trials"]]

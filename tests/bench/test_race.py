@@ -135,6 +135,10 @@ def test_the_documents_have_the_race_that_is_stored(
     assert "| trl | not run: no wheel |" in shown
     assert "`fp32`, 8 rows a pass: 3 s a step" in shown
     assert "`bf16`, 8 rows a pass: not run: no kernel" in shown
+    shape = {**whole, "warm_start": {"shape": "qwen2.5-1.5b"}}
+    (tmp_path / "race-gpu-qwen2.5-1.5b.json").write_text(json.dumps(shape))
+    both = tables.race()
+    assert both.count("| seconds to 0.5 |") == 2 and "qwen2.5-1.5b, random weights" in both
 
 
 def test_another_side_is_first_in_each_seed() -> None:
@@ -201,6 +205,10 @@ def test_a_setting_gets_the_largest_micro_batch_that_fits() -> None:
 
 
 def test_a_device_has_its_own_settings() -> None:
+    assert race.common("cpu", {}) == race.SETTINGS
+    assert race.common("cuda", {"batch_size": 8})["batch_size"] == 8
+    assert race.common("cuda", {})["rollout"] == race.SETTINGS["rollout"]
+    assert race.common("cuda", {})["batch_size"] > race.SETTINGS["batch_size"]
     assert race.candidates("cpu") == ["fp32", "bf16"]
     assert race.candidates("cuda") == ["bf16", "bf16 vllm"]
 
@@ -321,6 +329,25 @@ def test_a_peer_that_fails_is_stored_with_the_reason(
     status, stored = raced(subject, tmp_path, "--only", "trl")
     (run,) = stored["runs"]
     assert status == 1 and "the peer lost its way" in run["failed"] and "curves" not in run
+
+
+@pytest.mark.slow
+def test_a_race_begins_with_random_weights_of_a_shape(
+    subject: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tokenizer that knows fewer tokens than the shape has."""
+    wide = {**race.SHAPES["smollm2-135m"], "hidden_size": 32, "intermediate_size": 64}
+    wide |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setitem(race.SHAPES, "smollm2-135m", wide)
+    faked(tmp_path, monkeypatch)
+    options = ["--steps", "1", "--device", "cpu", "--out", str(tmp_path), "--model", str(subject)]
+    options += ["--shape", "smollm2-135m", "--peer-rows", "4", "--change", json.dumps(SMALL)]
+    assert race.main([*options, "--only", "trl", "lowroll dense"]) == 0
+    stored = json.loads((tmp_path / "race-smollm2-135m.json").read_text())
+    assert stored["warm_start"]["shape"] == "smollm2-135m"
+    assert {one["micro"] for one in stored["trials"]} == {4}
+    ours = next(run for run in stored["runs"] if run["variant"] == "lowroll dense")
+    assert ours["curves"]["tokens"][1] == 8 * 6
 
 
 @pytest.mark.slow
