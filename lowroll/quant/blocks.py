@@ -7,8 +7,8 @@
 d and m are float16, and weights are rounded, halves to even, by the stored values (ggml rounds by
 the d before it is stored, halves away from zero). A matrix from such a file is recovered bit for
 bit where each block uses the ends of its grid, as llama.cpp's do without an importance matrix
-(`keeps`). compressed-tensors has no words for these formats, so no folder holds them. No kernel
-reads them.
+(`keeps`). compressed-tensors has no words for these formats, so no folder holds them. An exact
+engine on a CPU decodes them within the product (`ordered.Compact`); others multiply a dense copy.
 
 Legend: `quant`.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowroll.kernels.matmul import ordered
 from lowroll.quant.formats import QTensor, WeightOnly, divide, get_format
 from lowroll.quant.groups import join, pack, split, unpack
 from lowroll.quant.table import OWN
@@ -30,6 +31,7 @@ class BlockFormat(WeightOnly):
     """The base of the three formats."""
 
     group = GROUP
+    compact_bits: float  # of a weight in `compact`
 
     def grid(self, w_NGS: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scale and the minimum, if any, of each group: float32 [N, G]."""
@@ -55,6 +57,17 @@ class BlockFormat(WeightOnly):
         """Return the whole numbers that a scale multiplies: float32 [N, K]."""
         raise NotImplementedError
 
+    def compact(self, q: QTensor) -> ordered.Compact:
+        """Return the same numbers for `ordered.compact_product`. K is a multiple of GROUP."""
+        raise NotImplementedError
+
+    def linear(
+        self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
+    ) -> Tensor:
+        if exact and takes_compact(x_MK, q.shape):
+            return ordered.compact_product(x_MK, q.derive("compact", self.compact), bias_N)
+        return super().linear(x_MK, q, bias_N, exact)
+
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         w_NGS = split(self.unpack(q.tensors["codes"], q.shape[1]), GROUP)
         w_NGS = w_NGS * q.tensors["scale"].float()[..., None]
@@ -65,12 +78,19 @@ class BlockFormat(WeightOnly):
 
 class Block4(BlockFormat):
     middle = 0.0  # the code of 0
+    compact_bits = 6.0
 
     def pack(self, q_NK: Tensor) -> Tensor:
         return pack((q_NK + self.middle).clamp(0, 15).to(torch.uint8))
 
     def unpack(self, codes: Tensor, num_in: int) -> Tensor:
         return unpack(codes, tuple(code - self.middle for code in CODES), num_in)
+
+    def compact(self, q: QTensor) -> ordered.Compact:
+        codes_NK = unpack(q.tensors["codes"], CODES, q.shape[1]).to(torch.uint8)
+        scale_NG = q.tensors["scale"].float()
+        low_NG = q.tensors["low"].float() if "low" in q.tensors else -self.middle * scale_NG
+        return ordered.nibbles(codes_NK, scale_NG, low_NG)
 
 
 class Q4_0(Block4):
@@ -98,6 +118,7 @@ class Q8_0(BlockFormat):
     name = "q8_0"
     summary = "W8A16, GGUF's Q8_0: groups of 32, a scale"
     bits = 8.5
+    compact_bits = 9.0
     fallback = OWN
 
     def grid(self, w_NGS: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -108,6 +129,17 @@ class Q8_0(BlockFormat):
 
     def unpack(self, codes: Tensor, num_in: int) -> Tensor:
         return codes.float()
+
+    def compact(self, q: QTensor) -> ordered.Compact:
+        return ordered.blocks(q.tensors["codes"], q.tensors["scale"].float())
+
+
+def takes_compact(x_MK: Tensor, shape: tuple[int, int]) -> bool:
+    """Return whether an engine multiplies x with such a matrix by `ordered.compact_product`. A learner
+    does not: it needs the dense matrix for its gradients."""
+    if not torch.is_inference_mode_enabled() or x_MK.device.type != "cpu":
+        return False
+    return x_MK.shape[0] > 0 and shape[1] % GROUP == 0
 
 
 def keeps(name: str, w_NK: Tensor) -> bool:

@@ -53,6 +53,49 @@ def test_bits_are_those_of_the_floats(
             assert torch.equal(ordered.compact_product(x_MK, compact), ordered.product(x_MK, w_NK))
 
 
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0"])
+@pytest.mark.parametrize("wide", [True, False])
+def test_blocks_are_multiplied_as_they_are_stored(
+    name: str, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of the dense copy, which an engine does not make."""
+    if wide and not ordered.has_avx512():
+        pytest.skip("needs AVX-512")
+    monkeypatch.setattr(ordered, "has_avx512", lambda: wide)
+    torch.manual_seed(0)
+    for shape in ((1, 32), (300, 576), (7, 64), (13, 96)):
+        w_NK = torch.randn(shape) * torch.randn(shape[0], 1).exp()
+        w_NK[0, :32] = 0.0  # a scale of 0
+        codes = quantize(w_NK, name)
+        dense_NK, bias_N = codes.dequantize(), torch.randn(shape[0])
+        for num_rows in (1, 3, 4, 17):
+            x_MK = torch.randn(num_rows, 2 * shape[1])[:, : shape[1]]
+            for bias in (None, bias_N):
+                with torch.inference_mode():
+                    y_MN = codes.linear(x_MK, bias, exact=True)
+                expected_MN = ordered.product(x_MK, dense_NK, bias)
+                assert torch.equal(y_MN.view(torch.int32), expected_MN.view(torch.int32))
+        assert not any(key.startswith("dense") for key in codes.packed)
+
+
+def test_blocks_that_are_no_whole_groups_have_a_dense_copy() -> None:
+    codes, x_MK = quantize(torch.randn(5, 40), "q4_1"), torch.randn(2, 40)
+    with torch.inference_mode():
+        y_MN = codes.linear(x_MK, None, exact=True)
+    assert torch.equal(y_MN, ordered.product(x_MK, codes.dequantize()))
+
+
+def test_new_weights_are_decoded_anew() -> None:
+    codes, x_MK = quantize(torch.randn(8, 64), "q4_1"), torch.randn(2, 64)
+    with torch.inference_mode():
+        codes.linear(x_MK, None, exact=True)
+    other = torch.randn(8, 64)
+    codes.quantize_(other)
+    with torch.inference_mode():
+        y_MN = codes.linear(x_MK, None, exact=True)
+    assert torch.equal(y_MN, ordered.product(x_MK, quantize(other, "q4_1").dequantize()))
+
+
 def test_other_matrices_have_no_compact_form() -> None:
     torch.manual_seed(0)
     exact = torch.randn(1200, 64).bfloat16().float()

@@ -7,8 +7,9 @@
 // Rows of x and of w are read where they lie. A tile of w stays in the first cache while the rows of a block of x,
 // which stays in the second, are multiplied with it, a few at a time; the next tile is fetched meanwhile.
 //
-// W may be stored in fewer bytes that stand for the same floats: bfloat16, or whole numbers of a byte with a float for 32
-// of them. Then each tile is decoded before it is multiplied.
+// W may be stored in fewer bytes that stand for the same floats: bfloat16, or 32 whole numbers q of a byte or of 4 bits
+// with their scale s, q s, or with a minimum m, q s + m of two roundings. Then each tile is decoded before it is
+// multiplied.
 //
 // Where K is small, nearly all of that time goes to adding up the lanes of a sum. Then a vector holds one lane of many
 // columns instead (`across`): no shuffle is needed to add the lanes of all of them. The order is the same, so each bit
@@ -22,7 +23,7 @@
 
 #define WIDE __attribute__((target("avx512f")))
 
-enum Kind { FLOATS, BFLOAT16, BLOCKS };
+enum Kind { FLOATS, BFLOAT16, BLOCKS, NIBBLES };
 
 struct Problem {
     const float* x;         // rows of K, x_stride apart
@@ -34,7 +35,7 @@ struct Problem {
 };
 
 constexpr int LANES = 16;
-constexpr int GROUP = 32;           // whole numbers of BLOCKS with one scale; K is a multiple of it
+constexpr int GROUP = 32;           // whole numbers with one scale; K is a multiple of it
 constexpr int64_t BLOCK = 1 << 16;  // numbers of a block of x, which stays in the second cache
 constexpr int64_t LONGEST = 256;    // rows of it
 constexpr int64_t PANEL = 1 << 18;  // numbers of the rows of w that all blocks meet, one after the other
@@ -53,6 +54,25 @@ struct Ahead {
 static INLINE void fetch(const Ahead& ahead, int k) {
     for (int i = 0; i < ahead.count; ++i) _mm_prefetch((const char*)(ahead.rows[i] + k), _MM_HINT_T0);
 }
+
+// -- compact rows -----------------------------------------------------------------------------------------------------
+
+// A group of whole numbers in a row of BLOCKS or NIBBLES, whose scales follow all numbers. Byte i of NIBBLES has number i
+// in its low half and number i + 16 in its high half.
+struct Group {
+    const __m128i* codes;
+    float scale, low;
+
+    Group(int kind, const float* row, int k, int K) {
+        const char* bytes = (const char*)row;
+        const bool half = kind == NIBBLES;
+        const char* scales = bytes + (half ? K / 2 + k / GROUP * 2 * sizeof(float) : K + k / GROUP * sizeof(float));
+        codes = (const __m128i*)(bytes + (half ? k / 2 : k));
+        memcpy(&scale, scales, sizeof(float));
+        low = 0;
+        if (half) memcpy(&low, scales + sizeof(float), sizeof(float));
+    }
+};
 
 // -- AVX2 -------------------------------------------------------------------------------------------------------------
 
@@ -74,6 +94,32 @@ static INLINE __m256 add_ones(__m256 a, __m256 b) {
 struct Avx2 {
     static constexpr int ROWS = 2, COLUMNS = 3;     // whose sums fit in the registers
     static constexpr bool DECODES = false;
+
+    // out = the floats of a compact row.
+    template <int KIND> static void decode(const float* row, int K, float* out) {
+        for (int k = 0; k < K; k += 8) {
+            __m256 numbers;
+            if constexpr (KIND == BFLOAT16) {
+                const __m128i bits = _mm_loadu_si128((const __m128i*)((const uint16_t*)row + k));
+                numbers = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+            } else {
+                const int within = k % GROUP;
+                const Group group(KIND, row, k - within, K);
+                const char* codes = (const char*)group.codes + within % (KIND == NIBBLES ? LANES : GROUP);
+                const __m128i bytes = _mm_loadl_epi64((const __m128i*)codes);
+                if constexpr (KIND == BLOCKS) {
+                    numbers = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+                } else {
+                    const __m128i half = within < LANES ? bytes : _mm_srli_epi16(bytes, 4);
+                    const __m128i four = _mm_and_si128(half, _mm_set1_epi8(15));
+                    numbers = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(four));
+                }
+                numbers = _mm256_mul_ps(numbers, _mm256_set1_ps(group.scale));
+                if constexpr (KIND == NIBBLES) numbers = _mm256_add_ps(numbers, _mm256_set1_ps(group.low));
+            }
+            _mm256_storeu_ps(out + k, numbers);
+        }
+    }
 
     // sums += lanes k .. k + 15; of those, the ones in `mask` unless they are WHOLE.
     template <int R, bool WHOLE>
@@ -208,30 +254,53 @@ struct Avx512 {
     static constexpr int ROWS = 4, COLUMNS = 6;
     static constexpr bool DECODES = true;           // one row is multiplied with w as it is stored
 
-    // Numbers k .. k + 15 of a row of w that is stored in another kind.
-    template <int KIND> static INLINE WIDE __m512 decode(const float* row, int k, int K) {
+    // Numbers k .. k + 31 of a compact row.
+    template <int KIND> static INLINE WIDE void decode(const float* row, int k, int K, __m512* numbers) {
         if constexpr (KIND == BFLOAT16) {
-            const __m256i bits = _mm256_loadu_si256((const __m256i*)((const uint16_t*)row + k));
-            return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-        } else {
-            const int8_t* codes = (const int8_t*)row;
-            const __m512i numbers = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(codes + k)));
-            float scale;
-            memcpy(&scale, codes + K + k / GROUP * sizeof(float), sizeof(float));
-            return _mm512_mul_ps(_mm512_cvtepi32_ps(numbers), _mm512_set1_ps(scale));
+            for (int h = 0; h < 2; ++h) {
+                const __m256i bits = _mm256_loadu_si256((const __m256i*)((const uint16_t*)row + k + 16 * h));
+                numbers[h] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+            }
+            return;
+        }
+        const Group group(KIND, row, k, K);
+        const __m512 scale = _mm512_set1_ps(group.scale);
+        if constexpr (KIND == BLOCKS) {
+            for (int h = 0; h < 2; ++h) {
+                const __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128(group.codes + h));
+                numbers[h] = _mm512_mul_ps(_mm512_cvtepi32_ps(codes), scale);
+            }
+        } else {    // looked up among the 16 numbers that there are, by the low four bits of a lane
+            const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+            const __m512 levels = _mm512_add_ps(_mm512_mul_ps(codes, scale), _mm512_set1_ps(group.low));
+            const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(group.codes));
+            numbers[0] = _mm512_permutexvar_ps(pairs, levels);
+            numbers[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), levels);
         }
     }
 
-    // One row of x times a tile of w that is stored in another kind.
+    template <int KIND> static WIDE void decode(const float* row, int K, float* out) {
+        for (int k = 0; k < K; k += GROUP) {
+            __m512 numbers[2];
+            decode<KIND>(row, k, K, numbers);
+            for (int h = 0; h < 2; ++h) _mm512_storeu_ps(out + k + 16 * h, numbers[h]);
+        }
+    }
+
+    // One row of x times a tile of compact rows of w.
     template <int KIND>
     static WIDE void multiply_stored(const float* x, const float* const* tile, int K, const float* bias, float* out) {
         __m512 sums[8];
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) sums[i] = _mm512_setzero_ps();
-        for (int k = 0; k < K; k += LANES) {
-            const __m512 a = _mm512_loadu_ps(x + k);
+        for (int k = 0; k < K; k += GROUP) {
+            const __m512 a[2] = {_mm512_loadu_ps(x + k), _mm512_loadu_ps(x + k + 16)};
 #pragma GCC unroll 6
-            for (int c = 0; c < COLUMNS; ++c) sums[c] = _mm512_fmadd_ps(a, decode<KIND>(tile[c], k, K), sums[c]);
+            for (int c = 0; c < COLUMNS; ++c) {
+                __m512 b[2];
+                decode<KIND>(tile[c], k, K, b);
+                for (int h = 0; h < 2; ++h) sums[c] = _mm512_fmadd_ps(a[h], b[h], sums[c]);
+            }
         }
         _mm256_storeu_ps(out, _mm256_add_ps(_mm512_castps512_ps256(add_lanes_of_8(sums)), _mm256_loadu_ps(bias)));
     }
@@ -334,31 +403,23 @@ template <class Call> static INLINE void with_constant(int count, Call call) {
     }
 }
 
-// Row n of a w of another kind: bfloat16, or K whole numbers and the scales behind them.
-static INLINE const float* row_of(const Problem& p, int n) { return (const float*)((const char*)p.w + n * p.w_stride); }
-
-static INLINE void decode(const Problem& p, int n, float* out) {
-    const char* row = (const char*)row_of(p, n);
-    if (p.kind == BFLOAT16) {
-        for (int k = 0; k < p.K; k += 8) {
-            const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(row + 2 * k)));
-            _mm256_storeu_ps(out + k, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16)));
-        }
-        return;
-    }
-    const char* scales = row + p.K;
-    for (int k = 0; k < p.K; k += 8) {
-        float scale;
-        memcpy(&scale, scales + k / GROUP * sizeof(float), sizeof(float));
-        const __m256i codes = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(row + k)));
-        _mm256_storeu_ps(out + k, _mm256_mul_ps(_mm256_cvtepi32_ps(codes), _mm256_set1_ps(scale)));
+template <class Call> static INLINE void with_kind(int kind, Call call) {
+    switch (kind) {
+        case BFLOAT16: return call(std::integral_constant<int, BFLOAT16>());
+        case BLOCKS: return call(std::integral_constant<int, BLOCKS>());
+        default: return call(std::integral_constant<int, NIBBLES>());
     }
 }
 
+// Row n of w, whose stride is one of bytes where it is compact.
+static INLINE const float* row_of(const Problem& p, int n) {
+    return p.kind == FLOATS ? p.w + n * p.w_stride : (const float*)((const char*)p.w + n * p.w_stride);
+}
+
 // The floats of row n of w, in `room` where they have to be decoded.
-static INLINE const float* floats(const Problem& p, int n, float* room) {
-    if (p.kind == FLOATS) return p.w + n * p.w_stride;
-    decode(p, n, room);
+template <class Set> static INLINE const float* floats(const Problem& p, int n, float* room) {
+    if (p.kind == FLOATS) return row_of(p, n);
+    with_kind(p.kind, [&](auto KIND) LAMBDA { Set::template decode<KIND()>(row_of(p, n), p.K, room); });
     return room;
 }
 
@@ -373,14 +434,13 @@ static void multiply_tile(const Problem& p, int m, int rows, int n, int columns,
     float bias[Set::ROWS * C + 8] = {}, out[Set::ROWS * C + 8];     // whole vectors
     for (int c = 0; c < C; ++c) {
         const int at = n + least(c, columns - 1);                   // the last row again where there is none
-        w[c] = stored ? row_of(p, at) : floats(p, at, room.data() + c * (int64_t)p.K);
+        w[c] = stored ? row_of(p, at) : floats<Set>(p, at, room.data() + c * (int64_t)p.K);
         for (int r = 0; r < Set::ROWS; ++r) bias[r * C + c] = p.bias ? p.bias[at] : 0;
     }
     if constexpr (Set::DECODES) {
         if (stored) {
             const float* x = p.x + m * p.x_stride;
-            if (p.kind == BFLOAT16) Set::template multiply_stored<BFLOAT16>(x, w, p.K, bias, out);
-            else Set::template multiply_stored<BLOCKS>(x, w, p.K, bias, out);
+            with_kind(p.kind, [&](auto KIND) LAMBDA { Set::template multiply_stored<KIND()>(x, w, p.K, bias, out); });
             memcpy(p.y + m * (int64_t)p.N + n, out, sizeof(float) * columns);
             return;
         }

@@ -7,6 +7,11 @@ BLAS picks the order by rows, alignment and threads. Here the bits of y[m, n] de
 w[n, :] and bias[n] alone, with AVX2 and with AVX-512. `Compact` rows of w are the same floats in fewer
 bytes: a product of few rows takes the time of reading w.
 
+    bfloat16    [K]
+    blocks      whole numbers int8 [K], and float32 scales [K / 32] of 32 of them: q s
+    nibbles     whole numbers of 4 bits [K / 2], and float32 [K / 32, 2]: scale and minimum, q s + m of
+                two roundings; byte i of a group's 16 has number i in its low half, i + 16 in its high half
+
 Legend: `kernels.matmul`.
 """
 
@@ -29,8 +34,8 @@ from lowroll.kernels.support import Support
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 DEEPEST = 64  # K of a product that may go across
-FLOATS, BFLOAT16, BLOCKS = range(3)  # kinds of the rows of w
-GROUP = 32  # numbers of BLOCKS that share a scale
+FLOATS, BFLOAT16, BLOCKS, NIBBLES = range(4)  # kinds of the rows of w
+GROUP = 32  # whole numbers that share a scale
 AT_ONCE = 1024  # rows that are made compact; the first say that most matrices are no compact ones
 
 
@@ -43,8 +48,8 @@ class OrderedArguments(ctypes.Structure):
 
 
 class Compact(NamedTuple):
-    """A matrix [N, K] of float32 numbers in fewer bytes. rows: bfloat16 [N, K], or bytes
-    [N, K + K / 8], whole numbers and behind them a float32 scale for GROUP of them."""
+    """A matrix [N, K] of float32 numbers in fewer bytes; K is a multiple of GROUP. rows: bfloat16 [N, K],
+    or bytes [N, -1], whole numbers and behind them their scales."""
 
     kind: int
     rows: Tensor
@@ -108,7 +113,21 @@ def _blocks(w_NK: Tensor) -> Tensor:
     scale_NG = (w_NGS.abs().amax(-1) / torch.full((), 127.0)).half().float()
     divisor_NG = torch.where(scale_NG == 0, 1.0, scale_NG)
     codes_NK = (w_NGS / divisor_NG[..., None]).round().clamp(-127, 127).to(torch.int8).flatten(1)
-    return torch.cat([codes_NK, scale_NG.view(torch.int8)], dim=1)
+    return blocks(codes_NK, scale_NG).rows
+
+
+def blocks(codes_NK: Tensor, scale_NG: Tensor) -> Compact:
+    """Return the matrix q s of whole numbers, int8, with a float32 scale for GROUP of them."""
+    return Compact(BLOCKS, torch.cat([codes_NK, scale_NG.view(torch.int8)], dim=1))
+
+
+def nibbles(codes_NK: Tensor, scale_NG: Tensor, low_NG: Tensor) -> Compact:
+    """Return the matrix q s + m of whole numbers 0 .. 15, uint8, with a float32 scale and minimum for
+    GROUP of them."""
+    low_NGS, high_NGS = codes_NK.unflatten(1, (-1, 2, GROUP // 2)).unbind(2)
+    codes_NB = (high_NGS << 4 | low_NGS).flatten(1)
+    scales_NB = torch.stack([scale_NG, low_NG], dim=-1).flatten(1).view(torch.uint8)
+    return Compact(NIBBLES, torch.cat([codes_NB, scales_NB], dim=1))
 
 
 def _floats_of_blocks(rows: Tensor) -> Tensor:
@@ -117,12 +136,14 @@ def _floats_of_blocks(rows: Tensor) -> Tensor:
     return (rows[:, :num_in].float().unflatten(1, (-1, GROUP)) * scale_NG[..., None]).flatten(1)
 
 
-def compact_product(x_MK: Tensor, w: Compact) -> Tensor:
-    """Return x times the transpose of w, float32 [M, N] on a CPU, with the bits of `product`."""
+def compact_product(x_MK: Tensor, w: Compact, bias_N: Tensor | None = None) -> Tensor:
+    """Return x times the transpose of w, plus bias, float32 [M, N] on a CPU, with the bits of
+    `product`."""
     (M, K), N = x_MK.shape, w.rows.shape[0]
     x_MK = contiguous_rows(x_MK)
+    bias_N = None if bias_N is None else bias_N.contiguous()
     y_MN = torch.empty(M, N)
-    pointers = [pointer(t) for t in (x_MK, w.rows, None, y_MN)]
+    pointers = [pointer(t) for t in (x_MK, w.rows, bias_N, y_MN)]
     sizes = x_MK.stride(0), w.rows[0].nbytes, M, N, K
     arguments = OrderedArguments(*pointers, *sizes, has_avx512(), False, w.kind)
     cxx.run(SOURCE, "ordered_product", arguments)

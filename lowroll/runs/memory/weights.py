@@ -16,6 +16,7 @@ from lowroll.model import lora
 from lowroll.model.experts import StackedLinear
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
+from lowroll.quant.blocks import BlockFormat
 from lowroll.quant.dense import PACK_FROM
 from lowroll.quant.formats import Format, get_format
 from lowroll.quant.int8 import Int8
@@ -190,24 +191,34 @@ def large_batch(cfg: RunConfig, model: Transformer) -> int:
 def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     """Return the bytes of the engine's copies beside the codes: on CUDA for `keep_dense`, on a CPU
     for its products."""
-    format = get_format(compute.format(cfg.rollout.weights))
+    asked = compute.format(cfg.rollout.weights)
+    format = get_format(asked)
     item = (format.dtype or compute.dtype).itemsize
+    is_exact = exactness.of_engine(cfg, compute, model.spec, asked) and not cfg.train.lora
     return sum(
-        _dense_copy_bytes(cfg, compute, model, format.of(name), linear, item)
+        _dense_copy_bytes(cfg, compute, model, format.of(name), linear, item, is_exact)
         for name, linear in model.linears()
     )
 
 
 def _dense_copy_bytes(
-    cfg: RunConfig, compute: Compute, model: Transformer, form: Format, linear: Linear, item: int
+    cfg: RunConfig,
+    compute: Compute,
+    model: Transformer,
+    form: Format,
+    linear: Linear,
+    item: int,
+    is_exact: bool,
 ) -> int:
     """Return the bytes of a layer's copy beside its codes in the format `form`. item: bytes of a
-    dense weight."""
+    dense weight. is_exact: the engine is, and multiplies the codes themselves."""
     size = _num_weights(linear)
     dense_bytes = item * size
     if compute.device.type == "cuda":
         is_kept = cfg.rollout.keep_dense and form.bits < 8 and not isinstance(linear, StackedLinear)
         return dense_bytes if is_kept else 0
+    if isinstance(form, BlockFormat) and is_exact and linear.weight.shape[1] % ordered.GROUP == 0:
+        return int(size * form.compact_bits / 8)
     if form.bits < 8:
         matrix = _product_shape(linear, model)
         has_kernel = w4_avx2.supports_matrix(form.kernel, matrix, compute.device)
