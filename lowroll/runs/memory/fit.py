@@ -1,4 +1,4 @@
-"""The search for settings with which a run fits: each change is planned before it is suggested.
+"""Settings with which a run would fit: each change is planned before it is suggested.
 
 A single setting comes first, in its mildest value that fits. Otherwise several are added, the
 cheapest first, and unneeded ones are left out.
@@ -6,7 +6,7 @@ cheapest first, and unneeded ones are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lowroll.config import RunConfig
@@ -17,33 +17,23 @@ from lowroll.runs.memory.plan import MemoryPlan, Planner, shown
 
 NAMED = 4  # most settings offered, each enough by itself
 Change = Mapping[tuple[str, ...], Any]  # values by sections and key
+RELEASE_CACHE: Change = {("rollout", "release_cache"): True}
 
 
 def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> MemoryPlan:
     """Return the plan of a run. ValueError when it does not fit: by how much, and which settings
     would. cached: cache tokens of a resumed run, which keeps them."""
     if cached is not None:
-        return _check_resumed(planner, engines.with_rollout(cfg, cache_tokens=cached))
+        cfg = engines.with_rollout(cfg, cache_tokens=cached)
     plan = planner.plan(cfg)
-    if plan.missing:
+    if not plan.missing:
+        return plan
+    if cached is None:
         raise ValueError(f"{plan.problem}; {advice(planner, cfg)}")
-    return plan
-
-
-def _check_resumed(planner: Planner, cfg: RunConfig) -> MemoryPlan:
-    """Return the plan of a resumed run. ValueError when it does not fit; only
-    rollout.release_cache can help, because the cache has its size already."""
-    plan = planner.plan(cfg)
-    if plan.missing:
-        hint = ""
-        for change in _release_cache(planner, cfg):
-            if _fits(planner, cfg, change):
-                hint = f"; it would fit with {_describe(change)}"
-                break
-        raise ValueError(
-            f"resume: a run keeps the KV cache that it began with: {plan.problem}{hint}"
-        )
-    return plan
+    hint = ""  # no other setting changes what a cache of this size takes
+    if _fits(planner, cfg, RELEASE_CACHE):
+        hint = f"; it would fit with {_describe(RELEASE_CACHE)}"
+    raise ValueError(f"resume: a run keeps the KV cache that it began with: {plan.problem}{hint}")
 
 
 def advice(planner: Planner, cfg: RunConfig) -> str:
@@ -59,8 +49,8 @@ def advice(planner: Planner, cfg: RunConfig) -> str:
 
 def fitting_alone(planner: Planner, cfg: RunConfig) -> Iterator[Change]:
     """Yield, for each setting, the mildest value with which the run fits."""
-    for knob in KNOBS:
-        for change in knob(planner, cfg):
+    for knob in _knobs(planner, cfg):
+        for change in knob:
             if _fits(planner, cfg, change):
                 yield change
                 break
@@ -90,9 +80,9 @@ def _add_changes(planner: Planner, cfg: RunConfig) -> tuple[list[Change], Memory
     most."""
     changes: list[Change] = []
     plan = planner.plan(cfg)
-    for knob in KNOBS:
+    for knob in _knobs(planner, cfg):
         savings: list[tuple[Change, MemoryPlan]] = []
-        for change in knob(planner, cfg):
+        for change in knob:
             new_plan = changed(planner, cfg, *changes, change)
             if new_plan is not None and new_plan.peak < plan.peak:
                 savings.append((change, new_plan))
@@ -134,96 +124,44 @@ def _yaml(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
+def _knobs(planner: Planner, cfg: RunConfig) -> list[list[Change]]:
+    """Return the changes of each setting, the cheapest setting first, from the mildest value on.
+
+    One that changes nothing saves nothing, so it is never suggested.
+    """
+    rollout, train = cfg.rollout, cfg.train.sized()
+    longest = max((work.prompt + work.response for work in planner.workloads), default=1)
+    recomputed = train.activation_checkpointing or 0
+    values: dict[tuple[str, ...], Sequence[Any]] = {
+        ("rollout", "cache_tokens"): [None],
+        ("rollout", "vllm", "gpu_memory_utilization"): [0.4, 0.3, 0.2],
+        ("rollout", "release_cache"): [True],
+        ("train", "weight_metrics"): [False],
+        ("rollout", "keep_dense"): [False],
+        ("train", "logprob_chunk"): _halves(train.logprob_chunk or 0, 128),
+        ("train", "activation_checkpointing"): [
+            *(share for share in (0.25, 0.5, 0.75, 1.0) if share > recomputed),
+            True,
+        ],
+        ("train", "tokens_per_microbatch"): _halves(train.together, longest),
+        ("rollout", "max_batch"): _halves(rollout.max_batch, 8),
+        ("train", "optimizer"): ["adamw8bit"],
+    }
+    knobs: list[list[Change]] = [[{key: value} for value in values[key]] for key in values]
+    return knobs if train.lora else [*knobs, [_train_adapter(planner, cfg)]]
+
+
 def _halves(first: int, least: int) -> list[int]:
     """Return the halves of a value, down to `least`."""
-    values, value = [], first // 2
-    while value >= max(1, least):
-        values.append(value)
-        value //= 2
-    return values
+    halves = (first >> times for times in range(1, first.bit_length()))
+    return [value for value in halves if value >= least]
 
 
-def _smaller_cache(planner: Planner, cfg: RunConfig) -> list[Change]:
-    if cfg.rollout.cache_tokens is None:
-        return []
-    return [{("rollout", "cache_tokens"): None}]
-
-
-def _less_vllm_memory(planner: Planner, cfg: RunConfig) -> list[Change]:
-    if cfg.rollout.engine == "native":
-        return []
-    key, vllm = ("rollout", "vllm", "gpu_memory_utilization"), cfg.rollout.vllm
-    return [
-        {key: memory_share}
-        for memory_share in (0.4, 0.3, 0.2)
-        if memory_share < vllm.gpu_memory_utilization
-    ]
-
-
-def _release_cache(planner: Planner, cfg: RunConfig) -> list[Change]:
-    return [] if cfg.rollout.release_cache else [{("rollout", "release_cache"): True}]
-
-
-def _without_weight_metrics(planner: Planner, cfg: RunConfig) -> list[Change]:
-    return [{("train", "weight_metrics"): False}] if cfg.train.weight_metrics else []
-
-
-def _without_dense_copies(planner: Planner, cfg: RunConfig) -> list[Change]:
-    return [{("rollout", "keep_dense"): False}] if cfg.rollout.keep_dense else []
-
-
-def _smaller_chunks(planner: Planner, cfg: RunConfig) -> list[Change]:
-    return [
-        {("train", "logprob_chunk"): n} for n in _halves(cfg.train.sized().logprob_chunk or 0, 128)
-    ]
-
-
-def _more_checkpointing(planner: Planner, cfg: RunConfig) -> list[Change]:
-    current = cfg.train.sized().activation_checkpointing or False
-    if current is True:
-        return []
-    larger_shares = [share for share in (0.25, 0.5, 0.75, 1.0) if share > current]
-    values: list[float | bool] = [*larger_shares, True]
-    return [{("train", "activation_checkpointing"): value} for value in values]
-
-
-def _smaller_microbatch(planner: Planner, cfg: RunConfig) -> list[Change]:
-    shortest = max((work.prompt + work.response for work in planner.workloads), default=1)
-    sizes = _halves(cfg.train.together, shortest)
-    return [{("train", "tokens_per_microbatch"): n} for n in sizes]
-
-
-def _smaller_batch(planner: Planner, cfg: RunConfig) -> list[Change]:
-    return [{("rollout", "max_batch"): n} for n in _halves(cfg.rollout.max_batch, 8)]
-
-
-def _smaller_optimizer(planner: Planner, cfg: RunConfig) -> list[Change]:
-    return [] if cfg.train.optimizer == "adamw8bit" else [{("train", "optimizer"): "adamw8bit"}]
-
-
-def _train_adapter(planner: Planner, cfg: RunConfig) -> list[Change]:
-    if cfg.train.lora:
-        return []
+def _train_adapter(planner: Planner, cfg: RunConfig) -> Change:
     change: dict[tuple[str, ...], Any] = {("train", "lora"): True}
     if planner.model.spec.mixture.num_experts:  # its matrices take no adapter
         targets = attention_targets(planner.model.spec)
         if cfg.rollout.engine == "vllm":
             targets = tuple(target for target in targets if target != NOT_IN_VLLM)
         change["train", "lora_target_modules"] = targets
-    return [change]
-
-
-# The changes, the cheapest first.
-KNOBS: tuple[Callable[[Planner, RunConfig], list[Change]], ...] = (
-    _smaller_cache,
-    _less_vllm_memory,
-    _release_cache,
-    _without_weight_metrics,
-    _without_dense_copies,
-    _smaller_chunks,
-    _more_checkpointing,
-    _smaller_microbatch,
-    _smaller_batch,
-    _smaller_optimizer,
-    _train_adapter,
-)
+    return change
