@@ -13,7 +13,7 @@ from lowroll.config import RunConfig
 from lowroll.envs import Environment
 from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.evaluate import evaluate as evaluate_env
-from lowroll.orchestrator.interfaces import EngineClient, Judge, PhaseProgress, Scorer, Tokenizer
+from lowroll.orchestrator.interfaces import EngineClient, Judge, PhaseProgress, Tokenizer
 from lowroll.orchestrator.settings import SamplingSettings
 from lowroll.runs.assembly import orchestrator, prompts
 
@@ -83,71 +83,41 @@ class Evaluations:
     def _measure(
         self, now: RunConfig, version: int, sampled: bool, next_step: int
     ) -> dict[str, float]:
+        """Return `eval/*`, and where `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn
+        like the rollouts."""
         began = time.monotonic()
+        own = orchestrator.eval_sampling(now)
+        as_rollouts = orchestrator.sampling(now)
+        metrics = {"eval/temperature": own.temperature}
         with self.rollouts.without_noise(version):
-            metrics = held_out(
-                now,
-                self.envs,
-                Conversations(self.rollouts, self.scorer, self.chat),
-                self.scorer,
-                self.chat,
-                sampled=sampled,
-                max_prompt_tokens=prompts.longest(now, self.spec),
-                max_sequence_tokens=prompts.sequence(now, self.spec),
-                step=next_step,
-                on_phase=self.on_phase,
-            )
+            for env in self.envs.values():
+                env_metrics = self._measure_env(env, now, own, next_step)
+                metrics |= env_metrics
+                if sampled:
+                    if as_rollouts != own:  # equal ones are drawn once
+                        env_metrics = self._measure_env(env, now, as_rollouts, next_step)
+                    metrics |= _as_sampled(env.name, env_metrics)
         return metrics | {"time/eval": time.monotonic() - began}
 
-
-def held_out(
-    cfg: RunConfig,
-    envs: Mapping[str, Environment],
-    engine: EngineClient,
-    scorer: Scorer,
-    chat: Tokenizer,
-    *,
-    max_prompt_tokens: int | None,
-    max_sequence_tokens: int | None = None,
-    step: int = 1,
-    sampled: bool = False,
-    on_phase: PhaseProgress | None = None,
-) -> dict[str, float]:
-    """Return `eval/*` of the engine's policy on the test splits, drawn as `cfg.eval` says.
-
-    With `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn like the rollouts of `cfg`.
-    """
-    eval_sampling = orchestrator.eval_sampling(cfg)
-    rollout_sampling = orchestrator.sampling(cfg)
-
-    def measure(env: Environment, sampling: SamplingSettings) -> dict[str, float]:
+    def _measure_env(
+        self, env: Environment, now: RunConfig, sampling: SamplingSettings, next_step: int
+    ) -> dict[str, float]:
         return evaluate_env(
             env,
-            engine,
-            scorer,
-            chat,
-            num_examples=cfg.eval.count(env.size("test")),
-            rollouts_per_example=cfg.eval.rollouts_per_example,
+            Conversations(self.rollouts, self.scorer, self.chat),
+            self.scorer,
+            self.chat,
+            num_examples=now.eval.count(env.size("test")),
+            rollouts_per_example=now.eval.rollouts_per_example,
             sampling=sampling,
-            seed=cfg.seed,
-            max_prompt_tokens=max_prompt_tokens,
-            max_sequence_tokens=max_sequence_tokens,
-            max_error_rate=cfg.score.max_error_rate,
-            step=step,
-            max_steps=cfg.train.max_steps,
-            on_phase=on_phase and partial(_report_phase, on_phase),
+            seed=now.seed,
+            max_prompt_tokens=prompts.longest(now, self.spec),
+            max_sequence_tokens=prompts.sequence(now, self.spec),
+            max_error_rate=now.score.max_error_rate,
+            step=next_step,
+            max_steps=now.train.max_steps,
+            on_phase=self.on_phase and partial(_report_phase, self.on_phase),
         )
-
-    metrics = {"eval/temperature": eval_sampling.temperature}
-    for env in envs.values():
-        env_metrics = measure(env, eval_sampling)
-        sampled_metrics = env_metrics
-        if sampled and rollout_sampling != eval_sampling:  # equal ones are drawn once
-            sampled_metrics = measure(env, rollout_sampling)
-        metrics |= env_metrics
-        if sampled:
-            metrics |= _as_sampled(env.name, sampled_metrics)
-    return metrics
 
 
 def _as_sampled(env: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -149,7 +149,7 @@ def test_what_stays_is_planned_to_the_byte(
         optimizer.update()
         assert parts["optimiser"] == sum(t.nbytes for t in optimizer.state()[0].values())
         names = sum(p.numel() for p in learner.trainable_parameters().values())
-        assert weights.learning_size(cfg, outline(cfg, model)) == names
+        assert sum(weights.learning_sizes(cfg, outline(cfg, model))) == names
 
 
 def outline(cfg: RunConfig, model: Path) -> Transformer:
@@ -542,7 +542,7 @@ def test_a_run_begins_with_its_plan(
 
 def test_micro_batches_say_how_long_gradients_stay() -> None:
     planner, cfg = on("cuda", None, MEASURED[0])
-    compute, size = planner.compute, weights.learning_size(cfg, planner.model)
+    compute, size = planner.compute, sum(weights.learning_sizes(cfg, planner.model))
     assert [weights.gradient(cfg, compute, n) for n in (1, 2, 3, 9)] == [
         (0, 2),
         (2, 4),

@@ -85,7 +85,9 @@ class MemoryPlan:
         all_parts = self.phases.values()
         names = dict.fromkeys(name for parts in all_parts for name, size in parts.items() if size)
         rows = [["", *self.phases]]
-        rows += [[name, *(_format_cell(parts, name) for parts in all_parts)] for name in names]
+        for name in names:
+            sizes = (parts.get(name, 0) for parts in all_parts)
+            rows.append([name, *(shown(size) if size else "" for size in sizes)])
         rows.append(["all", *(shown(self.total(phase)) for phase in self.phases)])
         name_width = max(len(name) for name, *_ in rows)
         for name, *cells in rows:
@@ -147,7 +149,8 @@ class Planner:
         """
         device = str(self.compute.device)
         has_engines = self.share.engines > 0
-        permanent = self._learner(cfg) | (self._engines(cfg) if has_engines else self._kernels())
+        permanent = self._learner(cfg)
+        permanent |= self._engines(cfg) if has_engines else {"kernels": _kernels(self.compute)}
         phases = {"load": _loading_bytes(cfg, self.compute, self.model)}
         if has_engines:
             phases["generate"] = permanent | self._generating(cfg)
@@ -195,9 +198,6 @@ class Planner:
         parts["before, for weights/*"] = weights.watch(cfg, compute, model)
         return parts
 
-    def _kernels(self) -> dict[str, int]:
-        return {"kernels": KERNELS if self.compute.device.type == "cuda" else 0}
-
     def _engines(self, cfg: RunConfig) -> dict[str, int]:
         """Return the permanent bytes by part of this device's engines, without caches."""
         if cfg.rollout.engine != "native":
@@ -206,7 +206,6 @@ class Planner:
 
     def _engine(self, cfg: RunConfig) -> dict[str, int]:
         compute, model, rollout = self.compute, self.model, cfg.rollout
-        kernels = KERNELS if compute.device.type == "cuda" else 0
         state = policy_bytes(
             caches.policy(cfg),
             model.spec,
@@ -220,23 +219,17 @@ class Planner:
             "dense copies": weights.dense_copies(cfg, compute, model),
             "compact head": weights.compact_head(cfg, compute, model),
             "policy's state": state,
-            "graphs, kernels": graphs(cfg, compute, model, self._samples(cfg)) + kernels,
+            "graphs, kernels": graphs(cfg, compute, model, self._samples(cfg)) + _kernels(compute),
         }
 
     def _vllm(self, cfg: RunConfig) -> dict[str, int]:
         """Return the bytes by part of a vLLM that the run starts."""
         vllm, on_cuda = cfg.rollout.vllm, self.compute.device.type == "cuda"
-        parts = self._kernels()
+        parts = {"kernels": _kernels(self.compute)}
         if on_cuda and vllm.url is None and vllm.devices is None:
-            parts["vLLM"] = self.share.engines * round(
-                vllm.gpu_memory_utilization * (self.total or 0)
-            )
+            memory = round(vllm.gpu_memory_utilization * (self.total or 0))
+            parts["vLLM"] = self.share.engines * memory
         return parts
-
-    @property
-    def _prompts(self) -> int:
-        """The prompt tokens of the largest workload."""
-        return max((work.groups * work.prompt for work in self.workloads), default=0)
 
     def _samples(self, cfg: RunConfig) -> int:
         max_samples = max((work.groups * work.n for work in self.workloads), default=1 << 62)
@@ -261,7 +254,8 @@ class Planner:
         """Return the temporary bytes of the engine's step, with a place for its cache."""
         if cfg.rollout.engine != "native":
             return {}
-        size = generating(cfg, self.compute, self.model, self._prompts, self._samples(cfg))
+        prompts = max((work.groups * work.prompt for work in self.workloads), default=0)
+        size = generating(cfg, self.compute, self.model, prompts, self._samples(cfg))
         return {CACHE: 0, "prompts and logits": size}
 
     def _bytes_per_token(self, cfg: RunConfig) -> int:
@@ -300,7 +294,7 @@ def plan_sft(cfg: RunConfig, compute: Compute, model: Transformer, longest: int)
     permanent = {
         "learner's weights": weights.learner(cfg, compute, model),
         "optimiser": weights.optimizer(cfg, compute, model),
-        "graphs, kernels": KERNELS if compute.device.type == "cuda" else 0,
+        "graphs, kernels": _kernels(compute),
     }
     phases = {
         "load": _loading_bytes(cfg, compute, model),
@@ -328,9 +322,9 @@ def learning(
     spec = model.spec
     estimator = Learning.of(cfg, compute, model)
     bytes_before, bytes_after = weights.gradient(cfg, compute, num_passes)  # of a parameter
-    num_parameters = weights.learning_size(cfg, model)
-    gradients_before = bytes_before * num_parameters  # the last pass
-    gradients_after = bytes_after * num_parameters
+    learning_sizes = weights.learning_sizes(cfg, model)
+    gradients_before = bytes_before * sum(learning_sizes)  # the last pass
+    gradients_after = bytes_after * sum(learning_sizes)
     head_gradient = 0
     if has_head and not cfg.train.lora:
         head_gradient = compute.dtype.itemsize * spec.vocab_size * spec.hidden_size
@@ -339,7 +333,7 @@ def learning(
         held_parts["replayed caches"] = replay(cfg, compute, spec, pass_tokens)
     update_bytes = head_gradient
     if compute.device.type != "cuda":
-        update_bytes = 4 * FLOAT * weights.largest_learning(cfg, model)
+        update_bytes = 4 * FLOAT * max(learning_sizes, default=0)
     at_block = {
         "gradients": gradients_before + head_gradient,
         **held_parts,
@@ -384,8 +378,8 @@ def _rollout_dtype(cfg: RunConfig, compute: Compute) -> torch.dtype:
     return get_format(compute.format(cfg.rollout.weights)).dtype or compute.dtype
 
 
-def _format_cell(parts: Mapping[str, int], name: str) -> str:
-    return shown(parts[name]) if parts.get(name) else ""
+def _kernels(compute: Compute) -> int:
+    return KERNELS if compute.device.type == "cuda" else 0
 
 
 def shown(size: int) -> str:

@@ -84,11 +84,11 @@ def adapter_sizes(cfg: RunConfig, model: Transformer) -> list[int]:
 def adapter_copies(cfg: RunConfig, model: Transformer, item: int) -> int:
     """Return the bytes of the copies that products read in place of A and B: [L, K] and the
     block-diagonal [N, L] (`model.adapter`)."""
-    rank, total = cfg.train.lora_rank, 0
-    for _, linear in model.linears():
-        columns = rank * len(adapted(cfg, linear))
-        total += columns * (linear.in_features + sum(linear.parts.values()))
-    return item * total
+    columns = sum(
+        len(adapted(cfg, linear)) * (linear.in_features + sum(linear.parts.values()))
+        for _, linear in model.linears()
+    )
+    return item * cfg.train.lora_rank * columns
 
 
 def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
@@ -96,11 +96,11 @@ def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     item, format = compute.dtype.itemsize, compute.format(cfg.rollout.weights)
     if cfg.train.lora:
         adapter = MASTER * sum(adapter_sizes(cfg, model)) + adapter_copies(cfg, model, item)
-        dense = other_size(model) * item + linear_bytes(model, format) + adapter
-        dense += turned_codes(cfg, compute, model)
+        base = other_size(model) * item + linear_bytes(model, format)
+        weights = base + adapter + turned_codes(cfg, compute, model)
     else:
-        dense = (linear_size(model) + other_size(model)) * item
-    return dense + codes(cfg, compute, model)
+        weights = frozen(compute, model)
+    return weights + codes(cfg, compute, model)
 
 
 def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
@@ -109,12 +109,11 @@ def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     if compute.dtype != torch.float32 or not limbs.supports_device(compute.device):
         return 0
     format = get_format(compute.format(cfg.rollout.weights))
-    sizes = (
+    return sum(
         _num_weights(linear)
         for name, linear in model.linears()
-        if isinstance(format.of(name), Int8)
+        if isinstance(format.of(name), Int8) and _num_weights(linear) >= limbs.LEAST
     )
-    return sum(size for size in sizes if size >= limbs.LEAST)
 
 
 def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
@@ -138,23 +137,17 @@ def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
         is_hidden = kind == "muon"  # all of its matrices are
         return sum(_moment_bytes(kind, size, is_hidden) for size in adapter_sizes(cfg, model))
     hidden = hidden_matrices(model) if kind == "muon" else {}
-    total = 0
-    for name, parameter in model.trainable_parameters().items():
-        size = parameter.numel()
-        total += _master_bytes(compute) * size + _moment_bytes(kind, size, name in hidden)
-    return total
+    return sum(
+        _master_bytes(compute) * p.numel() + _moment_bytes(kind, p.numel(), name in hidden)
+        for name, p in model.trainable_parameters().items()
+    )
 
 
-def learning_size(cfg: RunConfig, model: Transformer) -> int:
+def learning_sizes(cfg: RunConfig, model: Transformer) -> list[int]:
+    """Return the number of weights of every parameter that learns."""
     if cfg.train.lora:
-        return sum(adapter_sizes(cfg, model))
-    return sum(p.numel() for p in model.trainable_parameters().values())
-
-
-def largest_learning(cfg: RunConfig, model: Transformer) -> int:
-    if cfg.train.lora:
-        return max(adapter_sizes(cfg, model), default=0)
-    return max(p.numel() for p in model.parameters())
+        return adapter_sizes(cfg, model)
+    return [p.numel() for p in model.trainable_parameters().values()]
 
 
 def gradient(cfg: RunConfig, compute: Compute, micro_batches: int) -> tuple[int, int]:
