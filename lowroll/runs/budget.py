@@ -54,8 +54,7 @@ def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool)
             )
         return with_weights(cfg, named(cfg.rollout.weights, cfg, compute, chat))
     # A run that has made a step and lost its file is refused by `settled`.
-    has_choice = resume and (path.is_file() or home.has_steps())
-    if not has_choice:
+    if not (resume and (path.is_file() or home.has_steps())):
         _search_formats(home, compute, chat)
     return settled(cfg, home.path, compute)
 

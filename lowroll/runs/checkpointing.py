@@ -78,8 +78,7 @@ class Checkpointing:
             # `take` compares the teacher, which is loaded later
             saved_inputs = {k: v for k, v in saved_inputs.items() if k != identity.TEACHER}
         identity.refuse_other_files(saved_inputs, self._own_inputs)
-        needed = SFT_META if self.home.command == "sft" else META
-        check_pieces("checkpoint", meta, needed)
+        check_pieces("checkpoint", meta, SFT_META if self.home.command == "sft" else META)
 
     def _refuse_fewer_steps(self, checkpoint: Checkpoint) -> None:
         cfg = self.home.cfg

@@ -291,9 +291,8 @@ def learner_points(
             aligned.align(model, last_point)
         learner_scores = scored()
     if _rounds_activations(model):
-        is_adapter = model.weight_format is not None
-        if is_adapter and last_point == "dense":
-            # The base is the codes' matrices already, and its dense forward rounds nothing.
+        if model.weight_format is not None and last_point == "dense":
+            # An adapter's base is the codes' matrices already; its dense forward rounds nothing.
             points["quantized"] = learner_scores
         else:
             with aligned.dequantized(model):

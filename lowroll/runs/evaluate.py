@@ -96,8 +96,7 @@ def evaluate(
             )
             settings = {"cache": cache.resolved().model_dump(mode="json")}
             asker = _Asker(cfg, env_configs, envs, scorer, each or {}, out, on_phase, settings)
-            about = {"weights": format, "kv": cache.name}
-            answers += asker.ask(engine, chat, limits, about)
+            answers += asker.ask(engine, chat, limits, {"weights": format, "kv": cache.name})
     return _make_rows(cfg, answers, out)
 
 

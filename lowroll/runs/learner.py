@@ -217,8 +217,7 @@ class Learner:
 
     def checkpoint(self, step: int) -> None:
         ranks = self.ranks if self.trainer.in_parts else ALONE
-        tokens = self.publisher.cache_tokens
-        self.checkpoints.save(step, self._state, ranks, cache_tokens=tokens)
+        self.checkpoints.save(step, self._state, ranks, cache_tokens=self.publisher.cache_tokens)
 
     def _state(self) -> tuple[Tensors, State]:
         tensors, state = self.trainer.state()
@@ -249,8 +248,7 @@ class Learner:
         metrics = self.monitor.first_look(initial_mismatch, self.stages.now)
         if initial_mismatch is not None and self.ranks.size == 1:
             weights = self.compute.format(self.cfg.rollout.weights)
-            found = suspects(self.cfg, self.model, batch, initial_mismatch, self.chat, weights)
-            for line in found:
+            for line in suspects(self.cfg, self.model, batch, initial_mismatch, self.chat, weights):
                 log.warning("first batch: %s", line)
         self._agree()
         self._set_options()

@@ -161,8 +161,7 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     findings.attempt(lambda: RunFolder(cfg, "sft").check(resume, overwrite))
     compute = findings.attempt(lambda: Compute.of(cfg))
     if compute is not None:
-        existing_run = Path(cfg.output_dir)
-        cfg = findings.attempt(lambda: budget.settled(cfg, existing_run, compute)) or cfg
+        cfg = findings.attempt(lambda: budget.settled(cfg, Path(cfg.output_dir), compute)) or cfg
     model = findings.attempt(lambda: _learner(cfg, compute, findings)) if compute else None
     chat = findings.attempt(lambda: models.chat_of(cfg)) if model else None
     findings.attempt(lambda: _check_settings(cfg))
@@ -246,52 +245,34 @@ def _ask(
         found.problems.append(f"env {env.name!r}: its train split has no task")
         return
     try:
-        own_answers = [(prompt, env.gold(prompt)) for prompt in prompts]
+        responses = [(prompt, env.gold(prompt)) for prompt in prompts]
+        answers = "of its own answers"
     except Exception as error:  # the run never uses own answers, so this is only a note
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")
         found.notes.append(
             f"env {env.name!r}: it gives no answer of its own, so its scorer was tried on the "
             f"prompts alone ({reason})"
         )
-        _score_prompts(env, cfg, prompts, found, chat)
-        return
-    results = _score_by_worker(env, cfg, own_answers, found, chat)
-    errors = _failures(results)
-    if len(errors) > cfg.score.max_error_rate * len(results):
-        found.problems.append(
-            f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} of its own "
-            f"answers ({errors[0].kind}: {errors[0].message})"
+        responses = [(prompt, "some text") for prompt in prompts]
+        answers = ""
+    results = _score_by_worker(env, cfg, responses, found, chat)
+    errors = [result for result in results if isinstance(result, ScoreError) and result.failed]
+    if errors:
+        failure = (
+            f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} "
+            f"{answers or 'responses'} ({errors[0].kind}: {errors[0].message})"
         )
+        if answers and len(errors) > cfg.score.max_error_rate * len(results):
+            found.problems.append(failure)
+        elif not answers:  # of arbitrary text only a wrong type is the scorer's fault
+            has_wrong_type = any(error.kind == "invalid" for error in errors)
+            (found.problems if has_wrong_type else found.notes).append(failure)
     rejected = sum(not isinstance(result, ScoreError) and result.reward < 1 for result in results)
-    if rejected:
+    if answers and rejected:
         found.notes.append(
             f"env {env.name!r}: {rejected} of {len(results)} of its own answers score below 1 "
             "(lowroll.envs.make(...).validate() shows them)"
         )
-
-
-def _score_prompts(
-    env: Environment,
-    cfg: RunConfig,
-    prompts: list[Prompt],
-    found: Findings,
-    chat: ChatTokenizer | None,
-) -> None:
-    """Score arbitrary responses: a wrong type is a problem, an exception is a note."""
-    responses = [(prompt, "some text") for prompt in prompts]
-    results = _score_by_worker(env, cfg, responses, found, chat)
-    errors = _failures(results)
-    if errors:
-        has_wrong_type = any(error.kind == "invalid" for error in errors)
-        messages = found.problems if has_wrong_type else found.notes
-        messages.append(
-            f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} responses "
-            f"({errors[0].kind}: {errors[0].message})"
-        )
-
-
-def _failures(results: list[Score | ScoreError]) -> list[ScoreError]:
-    return [result for result in results if isinstance(result, ScoreError) and result.failed]
 
 
 def _score_by_worker(

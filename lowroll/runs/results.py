@@ -131,8 +131,7 @@ def rows_of(measured: Sequence[EngineAnswers], seed: int = 0) -> list[dict[str, 
     """
     answers_by_engine: dict[tuple[str, ...], list[EngineAnswers]] = {}
     for answers in measured:
-        engine = tuple(answers.about.values())
-        answers_by_engine.setdefault(engine, []).append(answers)
+        answers_by_engine.setdefault(tuple(answers.about.values()), []).append(answers)
     first, *others = answers_by_engine.values()
     rows = _rows_of_engine(first, None, seed)
     for engine_answers in others:
@@ -238,8 +237,7 @@ def folder_of(
     or newer file in the model's folder makes it another model."""
     model_files: list[list[Any]] = []
     if model is not None:
-        entries = sorted(os.scandir(model), key=lambda entry: entry.name)
-        for entry in entries:
+        for entry in sorted(os.scandir(model), key=lambda entry: entry.name):
             status = entry.stat()
             model_files.append([entry.name, status.st_size, status.st_mtime_ns])
     tree = cfg.model_dump(mode="json")

@@ -73,8 +73,7 @@ class RolloutEngine:
     @property
     def cache_tokens(self) -> int | None:
         """The size of the KV cache of lowroll's own engine."""
-        is_native = self.cfg.rollout.engine == "native"
-        return self.engine.stats().cache_tokens if is_native else None
+        return self.engine.stats().cache_tokens if self.cfg.rollout.engine == "native" else None
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
         return self.engine.generate(requests, on_progress=on_progress)

@@ -123,8 +123,7 @@ def eval_workload(
     if not examples:
         examples = max(cfg.eval.count(env.size("test")) for env in envs.values())
     lengths = _first_lengths(envs, "test", min(examples, prompts.LOOKED_AT), chat)
-    n = cfg.eval.rollouts_per_example
-    return _workload(cfg, spec, examples, n, lengths, _max_turns(envs))
+    return _workload(cfg, spec, examples, cfg.eval.rollouts_per_example, lengths, _max_turns(envs))
 
 
 def _workload(

@@ -69,12 +69,10 @@ def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
     if rollouts.truncated or rollouts.noisy:  # these alone raise the KL's level
         settings = replace(settings, kl_above=None)
     budget_kl = parse(budget).max_kl if budget else None
-    is_default_level = settings.kl_above == GuardSettings.kl_above
-    if budget_kl and is_default_level:
+    if budget_kl and settings.kl_above == GuardSettings.kl_above:
         settings = replace(settings, kl_above=KL_ALARM_OVER_BUDGET * budget_kl)
     # An adapter's base and an aligned learner share the engine's codes: no format is nearer.
-    has_nearer_format = not cfg.train.lora and cfg.train.forward == "dense"
-    chooses_again = bool(budget) and has_nearer_format
+    chooses_again = bool(budget) and not cfg.train.lora and cfg.train.forward == "dense"
     return Guard(settings, cfg.rollout.weights, cfg.train.lora, chooses_again)
 
 

@@ -132,8 +132,7 @@ class Learning:
         else:
             peak = self._mlp_backward(tokens)
         if self.checkpointing is True:  # the block first runs forward again, and keeps all
-            forward_numbers = self._not_made_again(mixes)
-            peak += tokens * (self.block(tokens, mixes) + self.item * forward_numbers)
+            peak += tokens * (self.block(tokens, mixes) + self.item * self._not_made_again(mixes))
         return peak
 
     def _mlp_backward(self, tokens: int) -> int:

@@ -339,8 +339,7 @@ def learning(
         **held_parts,
         "a block's gradients": estimator.backward(pass_tokens),
     }
-    at_update = {"gradients": gradients_after, "update": update_bytes}
-    moments = [at_block, at_update]
+    moments = [at_block, {"gradients": gradients_after, "update": update_bytes}]
     if has_head:
         logits_bytes = logits(cfg, compute, spec, pass_tokens, learns=not cfg.train.lora)
         moments.append({"gradients": gradients_before, **held_parts, "logits": logits_bytes})
@@ -358,8 +357,7 @@ def _loading_bytes(cfg: RunConfig, compute: Compute, model: Transformer) -> dict
     format = compute.format(cfg.rollout.weights)
     code_bytes = weights.linear_bytes(model, format)  # checks the shapes too
     if cfg.train.uaq_scale is not None and not get_format(format).dense:
-        extra_bytes = max(0, dense_bytes - code_bytes)
-        return {"learner's weights": learner, "before quantizing": extra_bytes}
+        return {"learner's weights": learner, "before quantizing": max(0, dense_bytes - code_bytes)}
     arriving_bytes = min(AHEAD + weights.largest(model) * item, dense_bytes)
     return {"learner's weights": learner, "arriving": arriving_bytes}
 

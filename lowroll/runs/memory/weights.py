@@ -214,8 +214,7 @@ def _dense_copy_bytes(
         return int(size * form.compact_bits / 8)
     if form.bits < 8:
         matrix = _product_shape(linear, model)
-        has_kernel = w4_avx2.supports_matrix(form.kernel, matrix, compute.device)
-        return 0 if has_kernel else dense_bytes
+        return 0 if w4_avx2.supports_matrix(form.kernel, matrix, compute.device) else dense_bytes
     if form.dense:  # a large matrix is packed
         return dense_bytes if size >= PACK_FROM else 0
     if isinstance(form, Int8) and w8a8_onednn.supports_device(compute.device):

@@ -90,8 +90,7 @@ def orchestrate(cfg: RunConfig) -> int:
                 raise Stopped
 
         try:
-            role = Orchestration(cfg, paths, stack, heartbeat, lock.attempt, alive)
-            role.run()
+            Orchestration(cfg, paths, stack, heartbeat, lock.attempt, alive).run()
         except Stopped:
             log.warning("stopped; what was sent is in %s", paths.spool)
             return stop.signal
@@ -100,12 +99,12 @@ def orchestrate(cfg: RunConfig) -> int:
 
 def overheard(urls: Sequence[str]) -> list[str]:
     """Return the URLs that reach another machine unencrypted."""
-    unencrypted = []
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme != "https" and not _is_this_machine(parts.hostname or ""):
-            unencrypted.append(url)
-    return unencrypted
+    parts = {url: urlsplit(url) for url in urls}
+    return [
+        url
+        for url, part in parts.items()
+        if part.scheme != "https" and not _is_this_machine(part.hostname or "")
+    ]
 
 
 class Orchestration:
@@ -212,17 +211,15 @@ class Orchestration:
 
     def _pool(self, cfg: RunConfig) -> RolloutPool:
         """Connect to the engines of `client`, else to those registered in the run folder."""
-        client = cfg.client
+        client, found = cfg.client, cfg.client.elastic
         token, admin_token = self.tokens
         elastic = None
-        if client.elastic.hostname is not None:
-            elastic = Elastic(
-                client.elastic.hostname, client.elastic.port, client.elastic.sync_interval
-            )
+        if found.hostname is not None:
+            elastic = Elastic(found.hostname, found.port, found.sync_interval)
         if client.base_url or elastic is not None:  # engines that others started
             urls = list(client.base_url)
             token = os.environ.get(client.api_key_var) or token
-            for url in overheard(urls or [f"http://{client.elastic.hostname}"]):
+            for url in overheard(urls or [f"http://{found.hostname}"]):
                 tell(
                     f"warning: the admin's token goes to {url} unencrypted: whoever reads it there can "
                     "give the engine other weights; use a private network, or https before the engine"
@@ -306,8 +303,8 @@ class Orchestration:
             began = time.monotonic()
             self.versions.at_least(self.needs(step), step - 1)
             self._waited_s = time.monotonic() - began
-        if step == 1:
-            self._evaluate_before()
+        if step == 1 and not self._recorded(0):
+            self._record(0, around(self.batches.before(1, self.versions.version), {}))
         self.heartbeat.update(phase="generating", doing="")
         faultpoint(f"orchestrate.step/{step}")
         self.batches.step(step, step - 1)
@@ -386,11 +383,6 @@ class Orchestration:
         return cursor
 
     # -- evaluations -------------------------------------------------------------------------------
-
-    def _evaluate_before(self) -> None:
-        if self._recorded(0):
-            return
-        self._record(0, around(self.batches.before(1, self.versions.version), {}))
 
     def _evaluate_after(self, step: int) -> None:
         """Evaluate after a step if due: at a level above 0 the newest policy by then."""
