@@ -60,7 +60,6 @@ def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool)
 
 
 def _search_formats(home: RunFolder, compute: Compute, chat: ChatTokenizer) -> None:
-    """Search formats for the run's budget, and write them into its file."""
     from lowroll.runs import format_search  # imported only for such a run
 
     budget, path = home.cfg.rollout.weights, home.path / FILE
@@ -162,12 +161,12 @@ def _choices_up_to(kept: Mapping[str, object], step: int) -> list[dict[str, obje
     choices = kept.get("again", [])
     if not isinstance(choices, list):
         return []
-    early_choices = []
-    for choice in choices:
-        choice_step = choice.get("step") if isinstance(choice, dict) else None
-        if isinstance(choice_step, int) and choice_step <= step:
-            early_choices.append(choice)
-    return early_choices
+    well_formed = [
+        choice
+        for choice in choices
+        if isinstance(choice, dict) and isinstance(choice.get("step"), int)
+    ]
+    return [choice for choice in well_formed if choice["step"] <= step]
 
 
 def stored(cfg: RunConfig, dtype: torch.dtype) -> str:

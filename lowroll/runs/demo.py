@@ -184,7 +184,6 @@ def reward_of(
 def metrics_of(
     cfg: RunConfig, model: Path, weights: str, temperature: float, count: int, samples: int = 1
 ) -> dict[str, float]:
-    """Return `held_out_metrics` of a model folder in a weight format."""
     compute, chat = Compute.of(cfg), models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
     with closing(engines.make(cfg, compute, master, chat, weights)) as engine:
@@ -218,9 +217,7 @@ def held_out_metrics(
     return {name.removeprefix(f"eval/{env.name}/"): value for name, value in metrics.items()}
 
 
-def engine_speed(
-    cfg: RunConfig, model: Path, formats: tuple[str, ...], rounds: int = 5
-) -> dict[str, float]:
+def engine_speed(cfg: RunConfig, model: Path, formats: tuple[str, ...]) -> dict[str, float]:
     """Return each format's median tokens a second on the run's kind of batch."""
     compute = Compute.of(cfg)
     chat = models.tokenizer(model)
@@ -239,7 +236,7 @@ def engine_speed(
             for i in range(cfg.num_groups)
         ]
 
-    return _measure_in_turns(engine_by_format, requests, rounds)
+    return _measure_in_turns(engine_by_format, requests, rounds=5)
 
 
 def larger_speed(cfg: RunConfig, formats: tuple[str, ...]) -> tuple[float, dict[str, float]]:
@@ -384,7 +381,6 @@ def clear(folder: Path, cfg: RunConfig) -> None:
 
 
 def rewards(cfg: RunConfig, model: Path) -> dict[str, float]:
-    """Return held-out rewards: by the rollouts' engine, by the fp32 engine, and sharpened."""
     compute, chat = Compute.of(cfg), models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
     dense_engine = engines.make(cfg, compute, master, chat, "fp32")

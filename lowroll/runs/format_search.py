@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -95,7 +96,6 @@ def allocate_under(model: Transformer, budget: str, calibration: Calibration) ->
 
 
 def refuse_model(cfg: RunConfig) -> None:
-    """Raise ValueError for a model that takes no chosen formats."""
     models.refuse_adapter("model", cfg.model)
     folder = resolve(cfg.model, weights=False)
     if (spec := read_spec(folder)).mixture.num_experts:
@@ -209,12 +209,10 @@ def register(budget: str, found: Allocation, dtype: torch.dtype) -> str:
 
 def report(budget: str, found: Allocation) -> list[str]:
     total = sum(found.sizes.values())
-    shares: dict[str, int] = {}
+    shares = Counter[str]()
     for layer, name in found.assignment.items():
-        shares[name] = shares.get(name, 0) + found.sizes[layer]
-    shares_text = ", ".join(
-        f"{name} {size / total:.0%}" for name, size in sorted(shares.items(), key=lambda s: -s[1])
-    )
+        shares[name] += found.sizes[layer]
+    shares_text = ", ".join(f"{name} {size / total:.0%}" for name, size in shares.most_common())
     dense_layers = [layer for layer, name in found.assignment.items() if name == OWN]
     lines = [
         f"rollout.weights: {budget}: {found.bits:.3g} bits a weight, {found.nbytes / 1e6:.1f} MB of "

@@ -166,11 +166,12 @@ def _last_metrics(run: Path) -> dict[str, Any]:
     records = read(run)
     if not records:
         return {}
-    metrics: dict[str, Any] = {}
-    for record in records:
-        for key, value in record.items():
-            if key.startswith(SHOWN) and value is not None:
-                metrics[key] = f"{value:.4g}"
+    metrics = {  # a later record replaces an earlier one
+        key: f"{value:.4g}"
+        for record in records
+        for key, value in record.items()
+        if key.startswith(SHOWN) and value is not None
+    }
     return {"step": records[-1]["step"], **dict(sorted(metrics.items())[:MOST_SHOWN])}
 
 

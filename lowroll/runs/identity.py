@@ -284,29 +284,19 @@ def refuse_to_remove(gone: Iterable[Path], cfg: RunConfig) -> None:
 
 def _differences(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the differences of two settings as deep as they can be named: (key, before, after)."""
-    if _is_unchanged(before, after):
-        return
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         for i, (old, new) in enumerate(zip(before, after, strict=True)):
             yield from _differences(f"{key}[{i}]", old, new)
     elif isinstance(before, dict) and isinstance(after, dict):
         for name in dict.fromkeys((*before, *after)):
             yield from _differences(f"{key}.{name}", before.get(name), after.get(name))
-    else:
+    elif before != after and not _is_moved_file(before, after):
         yield key, before, after
 
 
-def _is_unchanged(before: object, after: object) -> bool:
-    """Return whether two settings are equal, or differ only in the folders of files of one name
-    that are there now: digests cover what these hold."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        return before.keys() == after.keys() and all(
-            _is_unchanged(before[key], after[key]) for key in before
-        )
-    if isinstance(before, list) and isinstance(after, list):
-        return len(before) == len(after) and all(map(_is_unchanged, before, after))
-    if before == after:
-        return True
+def _is_moved_file(before: object, after: object) -> bool:
+    """Return whether two settings are paths of files of one name, the later of which is there:
+    digests cover what the files hold."""
     if not isinstance(before, str) or not isinstance(after, str):
         return False
     is_same_name = os.path.basename(before) == os.path.basename(after)

@@ -48,25 +48,24 @@ MOST_SHORT = 1024  # of a pass that is a graph (`engine.prefill_graphs`)
 
 @dataclass(frozen=True)
 class Learning:
-    """What decides how much of a token a block keeps. low: columns of l, by layer."""
+    """What decides how much of a token a block keeps. low: columns of l in a block."""
 
     spec: ModelSpec
     item: int
     fused: bool
     lora: bool
-    low: dict[str, int]
+    low: int
     checkpointing: bool | float
     dense: int  # bytes of the largest matrix dequantized for a product; 0: none
     turned: bool = False  # a CPU kernel rotates heads and copies v
 
     @classmethod
     def of(cls, cfg: RunConfig, compute: Compute, model: Transformer) -> Learning:
-        """Return a run's learner. model: its shapes."""
         train = cfg.train
-        low: dict[str, int] = {}
-        for name, linear in model.linears():  # a layer has the same adapter in all blocks
-            layer = name.rpartition(".")[2]
-            low[layer] = train.lora_rank * len(adapted(cfg, linear))
+        # A layer has the same adapter in all blocks.
+        num_adapted = {
+            name.rpartition(".")[2]: len(adapted(cfg, linear)) for name, linear in model.linears()
+        }
         item = compute.dtype.itemsize
         forward_format = get_format(compute.format(cfg.forward_weights or cfg.rollout.weights))
         dequantizes = not forward_format.dense and (train.lora or train.forward != "dense")
@@ -75,7 +74,7 @@ class Learning:
             item=item,
             fused=compute.device.type == "cuda",
             lora=train.lora,
-            low=low,
+            low=train.lora_rank * sum(num_adapted.values()),
             checkpointing=train.sized().activation_checkpointing or False,
             dense=largest(model) * item if dequantizes else 0,
             turned=_uses_rotation_kernel(compute, model.spec),
@@ -103,7 +102,7 @@ class Learning:
 
     @property
     def _kinds(self) -> list[tuple[bool, int]]:
-        """The model's kinds of blocks: (whether it has experts, how many such blocks there are)."""
+        """(has experts, number of blocks) of each kind of blocks."""
         mixtures = self.spec.layers_with_experts
         kinds = [(True, mixtures), (False, self.spec.num_layers - mixtures)]
         return [(mixes, count) for mixes, count in kinds if count]
@@ -117,7 +116,7 @@ class Learning:
             + self._norms_after()
             + self._attention()
             + mlp
-            + self.item * sum(self.low.values())
+            + self.item * self.low
         )
 
     def backward(self, tokens: int) -> int:
@@ -125,8 +124,6 @@ class Learning:
         return max(self._block_backward(tokens, mixes) for mixes, _ in self._kinds)
 
     def _block_backward(self, tokens: int, mixes: bool) -> int:
-        """Return the bytes beside `kept` while one block, with experts if it `mixes`, runs
-        backward."""
         if mixes:
             peak = tokens * self.item * self._experts_backward() + self.dense
         else:
@@ -182,7 +179,6 @@ class Learning:
         return norms * norm_bytes
 
     def _attention(self) -> int:
-        """Return the bytes of a token in attention, as in the table above."""
         spec, item = self.spec, self.item
         if spec.latent is not None:
             return self._latent_attention(spec.latent)
@@ -204,7 +200,6 @@ class Learning:
         return kept_bytes
 
     def _latent_attention(self, sizes: LatentSpec) -> int:
-        """Return the bytes of a token in latent attention."""
         heads, ranks = self.spec.num_heads, sizes.query_rank + sizes.kv_rank
         numbers = 4 * heads * sizes.head_dim  # q, k, v and the output
         if sizes.value_dim < sizes.head_dim:
@@ -217,7 +212,6 @@ class Learning:
         return numbers * self.item + FLOAT * statistics
 
     def _mlp(self, mlp_size: int) -> int:
-        """Return the bytes of a token in a dense MLP, as in the table above."""
         if self._keeps_all_of_mlp:
             numbers = 4
         else:
@@ -225,7 +219,6 @@ class Learning:
         return numbers * mlp_size * self.item
 
     def _experts(self, tokens: int) -> int:
-        """Return the bytes of a token in a mixture of experts, the shared one included."""
         mixture, hidden, item = self.spec.mixture, self.spec.hidden_size, self.item
         slots, intermediate = mixture.experts_per_token, mixture.expert_size
         kept_bytes = slots * (2 * intermediate + hidden) * item  # gate, up and what down gives

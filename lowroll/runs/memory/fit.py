@@ -37,7 +37,6 @@ def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> Memory
 
 
 def advice(planner: Planner, cfg: RunConfig) -> str:
-    """Name the settings that would fit, as text."""
     single_changes = list(fitting_alone(planner, cfg))
     if single_changes:
         return "it would fit with " + ", or with ".join(map(_describe, single_changes[:NAMED]))
@@ -112,7 +111,6 @@ def changed(planner: Planner, cfg: RunConfig, *changes: Change) -> MemoryPlan | 
 
 
 def _describe(change: Change) -> str:
-    """Format a change as `key: value`."""
     return ", ".join(f"{dotted(key)}: {_yaml(value)}" for key, value in change.items())
 
 
@@ -152,7 +150,6 @@ def _knobs(planner: Planner, cfg: RunConfig) -> list[list[Change]]:
 
 
 def _halves(first: int, least: int) -> list[int]:
-    """Return the halves of a value, down to `least`."""
     halves = (first >> times for times in range(1, first.bit_length()))
     return [value for value in halves if value >= least]
 

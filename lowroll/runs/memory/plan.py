@@ -77,7 +77,7 @@ class MemoryPlan:
         )
 
     def lines(self) -> list[str]:
-        """Return the table as text: a row a part, a column a phase."""
+        """Return the table: a row a part, a column a phase."""
         free_text = "" if self.free is None else f" of {shown(self.free)} that are free"
         text_lines = [
             f"memory on {self.device}: {shown(self.peak)}{free_text}, while it {PHASES[self.largest]}"
@@ -137,7 +137,6 @@ class Planner:
         beside: Mapping[str, Transformer],
         share: Share = Share(),
     ) -> Planner:
-        """Return a planner with the currently free memory."""
         device = compute.device
         free, total = free_memory(device), total_memory(device)
         return cls(compute, model, workloads, beside, free, total, share)
@@ -223,7 +222,6 @@ class Planner:
         }
 
     def _vllm(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the bytes by part of a vLLM that the run starts."""
         vllm, on_cuda = cfg.rollout.vllm, self.compute.device.type == "cuda"
         parts = {"kernels": _kernels(self.compute)}
         if on_cuda and vllm.url is None and vllm.devices is None:

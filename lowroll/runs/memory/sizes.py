@@ -48,7 +48,6 @@ def chosen_for_sft(
 def _choose_sizes(
     cfg: RunConfig, compute: Compute, longest: int, plan: Callable[[RunConfig], MemoryPlan]
 ) -> RunConfig:
-    """Return the settings with all sizes chosen by the plan, on a CPU; elsewhere by default."""
     default_cfg = cfg.sized()
     candidates = [default_cfg.train]
     if compute.device.type == "cpu":
@@ -73,8 +72,6 @@ def _choose_sizes(
 
 def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], MemoryPlan]) -> TrainConfig:
     """Return the first of the steps, from the largest to the smallest, that fits, or the last."""
-    if len(steps) == 1:
-        return steps[0]
     bound = max(CPU_BYTES, round(SLACK * resident(plan(steps[-1]))))
     for train in steps:
         planned = plan(train)

@@ -35,7 +35,6 @@ def linear_size(model: Transformer) -> int:
 
 
 def other_size(model: Transformer) -> int:
-    """Return the number of all other weights."""
     return sum(p.numel() for p in model.parameters()) - linear_size(model)
 
 
@@ -244,8 +243,8 @@ def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     code_bytes = 0
     for name, linear in model.linears():
         rows, columns = linear.weight.shape
-        tensors = format.of(name).empty((rows, columns), META).tensors
-        code_bytes += max(tensor.nbytes for tensor in tensors.values())  # without the scales
+        codes = format.of(name).empty((rows, columns), META)
+        code_bytes += max(tensor.nbytes for tensor in codes.tensors.values())  # not the scales
     return linear_size(model) * compute.dtype.itemsize + code_bytes
 
 
