@@ -92,7 +92,7 @@ class RunResult:
 
 
 class StepRunner(Protocol):
-    """What `run_steps` runs."""
+    """The steps of a run, for `run_steps`."""
 
     def step(self, step: int) -> Record: ...
 

@@ -43,8 +43,6 @@ class BatchEngine(EvaluationEngine, Protocol):
 
 
 class RunEnvironments:
-    """The environments of training and of evaluation."""
-
     def __init__(self, cfg: RunConfig) -> None:
         self.envs = environments.make(cfg.env, cfg.seed)
         self.held_out = self.envs

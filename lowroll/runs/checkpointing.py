@@ -161,6 +161,5 @@ class Checkpointing:
         log.info("checkpoint of step %d", step)
 
     def seconds(self) -> dict[str, float]:
-        """Return `time/checkpoint` of a save since the last call, else {}."""
         seconds, self._seconds = self._seconds, {}
         return seconds

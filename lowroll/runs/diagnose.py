@@ -250,7 +250,8 @@ class DrawnSequences:
 
 
 def draw(engine: Engine, requests: list[Request], temperature: float) -> DrawnSequences:
-    """Draw the rollouts and have the engine score them."""
+    """Draw rollouts, and score them by the engine. ValueError when it cannot, or nothing was
+    drawn."""
     if not engine.capabilities.scores:
         raise ValueError("diagnose: this engine cannot score given tokens")
     pairs = [
@@ -302,7 +303,6 @@ def learner_points(
 
 
 def _rounds_activations(model: Transformer) -> bool:
-    """Return whether an aligned model rounds the activations of some layer."""
     aligned_codes = [linear.aligned for _, linear in model.linears() if linear.aligned is not None]
     return any(get_format(codes.format).rounds_activations for codes in aligned_codes)
 

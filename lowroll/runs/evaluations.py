@@ -28,7 +28,7 @@ COMPARED = ("reward", "pass_at_1")
 
 class EvaluationEngine(EngineClient, Protocol):
     def without_noise(self, version: int) -> AbstractContextManager[None]:
-        """Draw from a version's weights without noise in the block; afterwards the engine has the
+        """Draw from a version's weights without noise in the block. Afterwards the engine has the
         bits of a fresh one."""
         ...
 

@@ -62,7 +62,6 @@ _STEP_FOLDER = re.compile(r"step_[0-9]{6,}")
 
 
 def resumes_by_config(cfg: RunConfig) -> bool:
-    """Return whether `ckpt.resume_step` resumes a begun run."""
     resume_step = cfg.ckpt.resume_step
     return resume_step is not None and (
         resume_step >= 0 or RunFolder(cfg, "grpo").made_by() is not None

@@ -151,8 +151,6 @@ class Run:
         return Planner.now(self.compute, outline, workloads, other_models)
 
     def watch(self, view: LiveView, stop: Stop) -> None:
-        """Report progress to a live view, and respect a request to stop."""
-
         def phase(name: str, done: int, total: int) -> None:
             view.phase(name, done, total)
             stop.check()
@@ -166,7 +164,6 @@ class Run:
         self.stop, view.asked_to_stop = stop, stop
 
     def begin(self) -> int:
-        """Describe a new run in its folder; return the first step."""
         self.learner.drawn = self.batches.state()
         self.home.begin(self.learner.about())
         return 1
@@ -212,7 +209,6 @@ class Run:
         )
 
     def finish(self, step: int) -> None:
-        """Save the last checkpoint, and the trained model or adapter."""
         self.batches.orchestrator.rollout_buffer.recall()
         if unjudged := self.batches.orchestrator.errors.unjudged():
             log.warning(unjudged)

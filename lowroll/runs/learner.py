@@ -224,7 +224,6 @@ class Learner:
         return tensors, {"trainer": state, "orchestrator": self.drawn} | self.monitor.state()
 
     def finish(self, step: int) -> None:
-        """Save the last checkpoint, and the trained model or adapter."""
         self.checkpoint(step)
         self.home.publish(partial(self._save_final, step))
 

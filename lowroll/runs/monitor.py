@@ -142,7 +142,7 @@ class Monitor:
 
 
 def fallen_to(state: Mapping[str, Any]) -> str | None:
-    """Return the rollouts' fallback format in a checkpoint's state."""
+    """Return a checkpoint's fallback format, if any."""
     return _format_of(state.get("guard") or {})
 
 

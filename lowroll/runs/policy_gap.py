@@ -132,7 +132,6 @@ def token_scores(model: Transformer, batch: Batch, temperature: float) -> Tensor
 
 
 def gap_between(learner: Tensor, policy: Tensor) -> PolicyGap:
-    """Return the gap between two models by their log-probs."""
     metrics = mismatch(
         learner=policy[None], behavior=learner[None], mask=torch.ones_like(learner[None])
     )

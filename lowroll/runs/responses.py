@@ -118,7 +118,6 @@ class Responses:
                 self._take(entry)
 
     def _take(self, entry: dict[str, Any]) -> None:
-        """Take over a line of responses, or of the scores of earlier ones."""
         id = entry["id"]
         if entry["kind"] == "drawn":
             responses = [ExampleResponse(**fields) for fields in entry["responses"]]

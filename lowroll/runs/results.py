@@ -159,7 +159,6 @@ def _rows_of_engine(
 
 
 def _make_row(one: EngineAnswers, seed: int) -> dict[str, Any]:
-    """Return the row of one environment, as by `rows_of`, without differences."""
     responses = [response for example in one.examples for response in example.responses]
     scored = [response.score for response in responses if isinstance(response.score, Score)]
     shares = list(one.shares.values())

@@ -107,8 +107,6 @@ class RolloutEngine:
 
     @contextmanager
     def without_noise(self, version: int) -> Iterator[None]:
-        """Draw from a version's weights without noise in the block; afterwards lowroll's engine
-        has the bits of a fresh one."""
         has_noise = self.engine.behavior.noise_sigma > 0
         if has_noise:
             self._load(version, noise=None)
@@ -174,7 +172,6 @@ class RolloutEngine:
             )
 
     def _watch(self) -> WeightWatch | AdapterWatch | None:
-        """Return the measurement of `weights/*`; None where the engine shows no weights."""
         if not self.cfg.train.weight_metrics:
             return None
         if self.cfg.train.lora:

@@ -68,7 +68,6 @@ def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) ->
 
 
 def settings(cfg: RunConfig) -> SftSettings:
-    """Return the learner's settings, with those of its optimiser."""
     optim = _SFT_OPTIM(cfg.sft, cfg.train, total_steps=cfg.sft.steps)
     return _SFT(cfg.sft, cfg.train.sized(), cfg, optim=optim)
 
@@ -107,12 +106,10 @@ class SftRun:
         self.checkpoints.identify(digest(self.learner.model))
 
     def begin(self) -> int:
-        """Describe a new run in its folder; return the first step."""
         self.home.begin(_describe_run(self.cfg, self.compute, self.learner))
         return 1
 
     def resume(self) -> int:
-        """Continue from the newest undamaged checkpoint, or begin again; return the next step."""
         checkpoint = self.checkpoints.take()
         if checkpoint is None:
             return self.begin()
@@ -135,7 +132,6 @@ class SftRun:
         self.checkpoints.save(step, self.learner.state)
 
     def finish(self, step: int) -> None:
-        """Save the last checkpoint, and the trained model or adapter."""
         self.checkpoint(step)
         self.home.publish(partial(publish, self.cfg, self.learner, step))
 

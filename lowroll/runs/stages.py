@@ -13,7 +13,7 @@ class Stages:
         self.now = cfg
 
     def enter(self, step: int) -> bool:
-        """Apply the settings of a step. Return False without stages."""
+        """Apply the settings of a step; False without stages."""
         if self.cfg.stages:
             self.now = self.cfg.at(step)
         return bool(self.cfg.stages)

@@ -127,7 +127,6 @@ def sampler_suspects(first: Probe, vocab_size: int) -> list[str]:
 
 
 def _mean(x_n: Tensor) -> tuple[float, float]:
-    """Return the mean and its standard error."""
     return x_n.mean().item(), x_n.std().item() / math.sqrt(len(x_n))
 
 
@@ -260,7 +259,6 @@ def _with_ropes(model: Transformer, spec: ModelSpec) -> Iterator[None]:
 
 @contextmanager
 def _in_format(model: Transformer, weights: str) -> Iterator[None]:
-    """Run the learner in the rollouts' arithmetic in the block."""
     with aligned.suspended(model):
         if not is_dense(weights):
             aligned.align(model, weights)

@@ -72,7 +72,6 @@ def _describe_rollouts(cfg: RunConfig, compute: Compute) -> str:
 
 
 def _describe_correction(cfg: RunConfig) -> str:
-    """Name the correction, with the reason of `auto`."""
     prefix = "correction: "
     reasons = [note.removeprefix(prefix) for note in cfg.notes if note.startswith(prefix)]
     return reasons[0] if reasons else cfg.correction

@@ -71,7 +71,7 @@ def outline(key: str, source: str, compute: Compute) -> Transformer:
 
 
 def beside(cfg: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return the setting and the source of the run's other models, by name."""
+    """Return (setting, source) of the run's other models, by name."""
     sources = {}
     if asks_reference(cfg):
         sources["reference"] = "model", cfg.model

@@ -22,8 +22,6 @@ def make(
     weights: str,
     workloads: Sequence[Workload],
 ) -> NativeEngine:
-    """Build the engine over the learner's weights in the format `weights`, with a cache for
-    `workloads`."""
     rollout = cfg.rollout
     # The second format, for large batches, belongs to the run's own.
     is_run_format = weights == compute.format(rollout.weights)

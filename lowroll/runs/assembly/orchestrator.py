@@ -60,7 +60,6 @@ def sampling(cfg: RunConfig) -> SamplingSettings:
 
 
 def eval_sampling(cfg: RunConfig) -> SamplingSettings:
-    """Return the evaluation's own sampler, with the rollouts' length and stops."""
     return _EVAL_SAMPLING(
         cfg.eval, max_tokens=cfg.rollout.max_tokens, stop_strings=cfg.rollout.stop
     )

@@ -66,8 +66,7 @@ def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
 
 @dataclass(frozen=True)
 class _SequenceLimit:
-    """A limit on a prompt with its response. key: the setting of it. owner: what has it, in
-    words."""
+    """A limit on a prompt with its response: the setting `key`, of `owner` in words."""
 
     tokens: int
     longest_prompt: int  # tokens that leave space for a whole response
@@ -76,7 +75,6 @@ class _SequenceLimit:
 
 
 def _tightest_limit(cfg: RunConfig, spec: ModelSpec) -> _SequenceLimit:
-    """Return the limit that leaves a prompt the fewest tokens."""
     rollout = cfg.rollout
 
     def limit(tokens: int, key: str, owner: str) -> _SequenceLimit:

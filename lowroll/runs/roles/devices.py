@@ -41,7 +41,6 @@ class Placement:
         )
 
     def line(self) -> str:
-        """Describe the placement in one line."""
         if not self.ranks:
             return "devices: the learner and the engines share one"
         assignments = [f"rank {rank}: GPU {gpu}" for rank, gpu in enumerate(self.ranks)]

@@ -26,7 +26,6 @@ VARIABLE = "LOWROLL_SILENT_S"  # replaces SILENT_S, for tests
 
 
 def silent_s() -> float:
-    """Return the seconds without a heartbeat until a warning."""
     return float(os.environ.get(VARIABLE, SILENT_S))
 
 
@@ -63,7 +62,6 @@ class Heartbeat:
         self.update(phase="ended", doing="")
 
     def update(self, **told: object) -> None:
-        """Update the report, and write it at once."""
         self.report |= told
         self._write()
 
@@ -172,7 +170,6 @@ class HeartbeatMonitor:
             )
 
     def describe_silence(self, cause: str) -> str:
-        """Describe the role's silence; cause: a possible reason."""
         return (
             f"the {self.name} gives no sign of life for {self.silent_for:.0f} s: it {cause}; last it "
             f"said: {self.describe_report()}"

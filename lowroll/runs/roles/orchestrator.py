@@ -98,7 +98,6 @@ def orchestrate(cfg: RunConfig) -> int:
 
 
 def overheard(urls: Sequence[str]) -> list[str]:
-    """Return the URLs that reach another machine unencrypted."""
     parts = {url: urlsplit(url) for url in urls}
     return [
         url
@@ -329,7 +328,6 @@ class Orchestration:
             self.batches.orchestrator.committed(cursor.committed)
 
     def needs(self, step: int) -> int:
-        """Return the oldest version that a batch may be drawn from."""
         return max(0, step - 1 - self.level)
 
     def _go_on(self) -> int:

@@ -97,7 +97,6 @@ class OrderSender:
             self.ranks.tell(json.dumps(asdict(Order(do, step))).encode() + b"\n" + payload)
 
     def send_batch(self, batch: Batch) -> None:
-        """Have the others learn from a batch."""
         self.send("learn", batch.step, batch)
 
 
@@ -117,8 +116,6 @@ def follow(cfg: RunConfig, environment: RankEnvironment) -> None:
 
 
 class Follower:
-    """A rank that follows orders."""
-
     def __init__(self, cfg: RunConfig, ranks: Ranks, heartbeat: Heartbeat, begin: Begin) -> None:
         self.ranks = ranks
         self.heartbeat = heartbeat
@@ -170,7 +167,6 @@ class OrderReceiver:
         return Order(**json.loads(line))
 
     def receive(self, deadline_s: float) -> Batch:
-        """Return the batch of the last order."""
         assert self._batch is not None
         return self._batch
 

@@ -188,7 +188,6 @@ class RankSupervisor:
         return any(rank.process.is_alive() for rank in self.ranks)
 
     def _print_log(self) -> None:
-        """Print what is new in rank 0's log."""
         if self._log_size() == self._printed:
             return
         with self.ranks[0].process.log.open("rb") as file:
@@ -203,7 +202,6 @@ class RankSupervisor:
         return log.stat().st_size if log.exists() else 0
 
     def close(self) -> None:
-        """End all ranks."""
         for rank in reversed(self.ranks):
             rank.process.kill()
         self._meeting_point.close()

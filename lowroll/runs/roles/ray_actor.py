@@ -282,7 +282,6 @@ class ActorProcess(RoleProcess):
         return reply
 
     def leave(self) -> None:
-        """End the actor and its process."""
         import ray
 
         if self.actor is not None:
@@ -290,7 +289,6 @@ class ActorProcess(RoleProcess):
         self.actor, self.node = None, {}
 
     def is_node_lost(self) -> bool:
-        """Return whether the cluster has given up the actor's node."""
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}

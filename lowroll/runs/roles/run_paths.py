@@ -42,8 +42,6 @@ def new_tokens() -> dict[str, str]:
 
 
 class RunPaths:
-    """The paths below a run folder."""
-
     def __init__(self, run: str | Path) -> None:
         self.run = Path(run)
         self.roles = self.run / "roles"
@@ -60,7 +58,6 @@ class RunPaths:
         return self.run / "logs" / f"{role}.log"
 
     def lock(self, role: str) -> Path:
-        """Return the folder that a role locks."""
         return self.run if role == TRAINER else self.roles / role
 
     def engines(self) -> list[str]:

@@ -234,7 +234,6 @@ class Supervisor:
         role.start_at = time.monotonic() + pause_s
 
     def _restart_after_full_disk(self, role: Role, why: str) -> None:
-        """Schedule a restart. RunFailed after `ckpt.wait_for_space` seconds of full disks."""
         waited = role.budget.count_full_disk()
         if waited >= self.disk_deadline_s:
             raise RunFailed(

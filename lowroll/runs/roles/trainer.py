@@ -184,7 +184,6 @@ class Training:
         return record
 
     def drop(self, step: int) -> None:
-        """Save a checkpoint before a step that had not begun."""
         if step > 1:
             self.learner.enter(step - 1)
             self.checkpoint(step - 1)
