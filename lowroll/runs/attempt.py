@@ -1,8 +1,8 @@
 """One attempt at a run of any kind: its folder, log and steps.
 
-with attempt(cfg, "grpo", resume) as folder:       lock and check output_dir, begin a log
+with attempt(cfg, "grpo", resume) as folder:
     with polite_stop() as stop:
-        run_steps(steps, first, last, every, show, stop)     to the last step or a signal
+        run_steps(steps, first, last, every, show, stop)
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     rollout_weights.json    in the run folder: the budget, the format of each layer, the measurements,
                             and what was chosen again during the run (`again`)
 
-The search (`format_search`) measures on the dense model's responses to the run's first prompts. A
-resumed run reads its file; checkpoints hold later choices (`trainer.guard`).
-Settings then name a mixed format (`quant.mixed`); config.yaml keeps what the user wrote.
+A resumed run reads its file; checkpoints hold later choices (`trainer.guard`). Settings then name a
+mixed format (`quant.mixed`); config.yaml keeps what the user wrote.
 """
 
 from __future__ import annotations

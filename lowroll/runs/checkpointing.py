@@ -1,9 +1,7 @@
 """The checkpoints that a run resumes from and writes.
 
-`Checkpointing` finds the newest undamaged checkpoint and checks that it is this run's.
-`learner.Learner.restore` loads weights and moments from it (`trainer.state`), and
-`batches.BatchSource.restore` the orchestrator's ledger, so that the next step draws what it would
-have drawn.
+`Checkpointing` finds the newest undamaged checkpoint and checks that it is this run's;
+`learner.Learner.restore` and `batches.BatchSource.restore` load from it.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@ Tokens are drawn once, and their log-probs taken at points from the engine to th
     decode    recorded by the engine while it drew them, under its KV cache
     prefill   the engine's weights again, a whole sequence at a time, without any cache
     aligned   the learner's forward in the engine's low-bit arithmetic (`weights.aligned`)
-    quantized the learner's forward on the matrices that the codes stand for, activations unrounded;
-              taken where the format rounds activations (`Format.rounds_activations`)
-    dense     the learner's forward on its own weights; with `train.forward: fp8` or `nvfp4` and other
-              rollouts the forward in that format, under its name
+    quantized the same on the matrices that the codes stand for, where the format rounds activations
+    dense     the learner's own forward; named `fp8` or `nvfp4` where `train.forward` is that and
+              the rollouts have another format
 
 Each step has one cause:
 
@@ -18,15 +17,13 @@ Each step has one cause:
     aligned -> quantized   rounding
     quantized -> dense     weights (where the format leaves activations alone, from aligned)
 
-Rounding amplifies: another order of sums differs by 1e-7, which flips codes of activations, and
-these flip more in later layers, until the rounding errors of both sides are independent.
-
-In `prefill` a prompt attends to exact keys; decoding's other order of sums counts as kv and is
-small. `staleness` is 0: engine and learner hold the newest checkpoint.
+Rounding amplifies: an order of sums that differs by 1e-7 flips codes of activations, layer by
+layer, until the rounding errors of both sides are independent. `staleness` is 0: engine and learner
+hold the newest checkpoint.
 
 In kl_k1, mean(from - to), the causes add up exactly, with signs; a cause's share is its mean |from
 - to| over the sum of all. The tokens are those of `decode`, so k3 estimates a KL divergence only
-for the whole. Rollouts are drawn without truncation and noise.
+for the whole.
 """
 
 from __future__ import annotations

@@ -3,13 +3,10 @@
     quantize_folder    dense folder -> low-bit folder in a rollout format
     export_run         run folder -> merged   one dense model with the learner's logits
                                      adapter  the LoRA adapter, in PEFT's format
-                                     rollout  what the engine samples from, bit for bit (rung P10)
+                                     rollout  what the engine samples from, bit for bit, without noise
 
-`rollout` is without noise; of a LoRA run it is the adapter, with its quantized base in the folder
-`base`. `merged` adds the adapter to the dequantized base it was trained on. `PolicyGap`
-(`runs.policy_gap`) is a policy's distance from the learner on the run's rollouts.
-
-An adapter folder, which states its base (`model.adapter_base`), may replace the run.
+`rollout` of a LoRA run is the adapter, with its quantized base in the folder `base`. An adapter
+folder, which states its base (`model.adapter_base`), may replace the run.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """The identity of a checkpoint's run: its settings and its other inputs, which a resumed run must
 share.
 
-    model                        what config.json says, key by key, and the files of its tokenizer and
-                                 chat template
-    train.teacher, critic.model  what their config.json says
+    model                        config.json by key, the files of its tokenizer and chat template
+    train.teacher, critic.model  config.json by key
     sft.data                     of a supervised run
-    env                          the Python file that an environment is, and every file that one of its
-                                 arguments names, those of its reward functions too
+    env                          its Python file, and every file that one of its arguments names
     advantage_function           its file, and those that its arguments name
 
 are recorded by values and SHA-256 digests; weights have digests of their own (`weights.publish`).
-Not covered: modules that an environment's file imports, folders, data sets of the hub, versions of
-packages.
+Not covered: modules that an environment's file imports, folders, data sets of the hub, packages.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ it.
                  over half of the batch
     guard        after every step: bounds are tightened, or the rollouts get another format
                  (`trainer.guard`)
-
-Both decide about later steps, by reproducible metrics and the state here alone.
 """
 
 from __future__ import annotations

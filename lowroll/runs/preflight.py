@@ -1,9 +1,9 @@
 """The checks of `--dry-run`: what would end a run before its first step, found in seconds without
 writing.
 
-Environments are made and their data read; a few of their own answers go through a real scoring
-worker. Of models only the configuration, the tokenizer and the headers of the weights are read; of
-a hub id that is not cached, the small files. All problems are collected.
+Environments are made, and a few of their own answers go through a real scoring worker. Of models
+only the configuration, the tokenizer and the headers of the weights are read. All problems are
+collected.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ evaluation continues.
     {"kind": "drawn", "id", ...}   the responses to one example
     {"kind": "scored", "id", ...}  their scores
 
-Each line has a checksum seeded with its number (`checkpoint.line_checksum`). A torn last line is removed
-when the file is reopened.
+Each line has a checksum seeded with its number (`checkpoint.line_checksum`).
 """
 
 from __future__ import annotations

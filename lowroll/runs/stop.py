@@ -1,8 +1,8 @@
 """The request to stop: SIGINT, SIGTERM and SIGHUP let a run finish its step and write a checkpoint.
 
-first signal the step ends as usual; one that still generates or scores after DROP_S is dropped
-second signal has its usual effect (within a second it counts as the first one: terminals, shells
-and wrappers often send two) END_S later the process ends without a checkpoint
+first signal     the step ends as usual; one that still generates or scores after DROP_S is dropped
+second signal    its usual effect; within ECHO_S it counts as the first, as shells often send two
+END_S later      the process ends without a checkpoint
 """
 
 from __future__ import annotations

@@ -5,19 +5,18 @@ of the learner's distribution there:
 
     coverage    E[w] is 1 when the sampler can draw every token. With top-p, top-k or min-p behind
                 recorded log-probs that were renormalized it is the share of the mass that was kept.
-    surprise    E[-l - H] is 0 for tokens drawn from the distribution that l is of. It is negative when
-                the sampler was narrower than what was recorded (a hidden top-p, a lower temperature),
-                positive when it was wider. A mismatch of KL k can move it by up to sqrt(2 k) standard
-                deviations of -l - H; a rare token that was not drawn by Bernstein's bound.
+    surprise    E[-l - H] is 0 for tokens drawn from the distribution that l is of, negative when the
+                sampler was narrower than what was recorded, positive when it was wider. A mismatch of
+                KL k can move it by up to sqrt(2 k) standard deviations of -l - H; a rare token that
+                was not drawn by Bernstein's bound.
     distance    mean |l - b| is explained by the rounding of the dtype, with the learner in the rollouts'
-                arithmetic; where activations are rounded, on both sides, by some more than what rounding them
-                once costs. For a larger one an excerpt is scored by variants of the learner: other temperatures, rotary
-                bases and scalings of positions. The nearest is named when it comes close.
+                arithmetic. For a larger one variants of the learner score an excerpt: other
+                temperatures, rotary bases and scalings of positions. One that comes close is named.
     prompts     a model finds prompts as unlikely as random text when they are not in its own tokens, and
                 a template's marks are single tokens of its own tokenizer.
 
-All are estimates from one batch: a finding is a warning, and ends no run. Each needs SIGMAS standard
-errors. The rollouts' own settings are respected: what they cut, evict or add as noise is not a fault.
+All are estimates from one batch, each needs SIGMAS standard errors, and a finding is a warning. What
+the rollouts' own settings cut, evict or add as noise is no fault.
 """
 
 from __future__ import annotations

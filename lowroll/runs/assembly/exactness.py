@@ -1,12 +1,9 @@
 """Whether a run's engine and learner compute exactly (`model.exact`).
 
 `rollout.exact` decides. By default exactness is on where it costs next to nothing (`python -m
-bench.exact`):
-
-- Engines on a CPU: decoding is no slower, and a request has the same bits in any batch. Also a learner
-  that multiplies in the rollouts' low-bit format; one of dense weights would take a seventh longer.
-- On a GPU an engine and a LoRA learner that multiply the same INT8 codes: a whole step is faster. The
-  engine alone is not: 256 rows would be an eighth slower.
+bench.exact`): engines on a CPU, and their learners that multiply in the rollouts' low-bit format (one
+of dense weights would take a seventh longer); on a GPU an engine and a LoRA learner that multiply the
+same INT8 codes (the engine alone would be an eighth slower at 256 rows).
 """
 
 from __future__ import annotations

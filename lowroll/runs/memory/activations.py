@@ -1,5 +1,5 @@
 """The memory of a learner's pass, by arithmetic on a block's shapes: what autograd keeps, tensor by
-tensor, and temporary bytes. A test counts the real tensors.
+tensor, and temporary bytes.
 
 On CUDA the kernels keep less than plain torch (`fused`); norms and SwiGLU's output are recomputed
 (`model.recompute`).
@@ -16,8 +16,7 @@ On CUDA the kernels keep less than plain torch (`fused`); norms and SwiGLU's out
 
 Not counted: masks of windows without flash attention, on a CPU and in float32.
 
-Legend: T tokens, D hidden size, q = H d, kv = G d, F intermediate size, S choices a token, V
-vocabulary, C rows of logits at a time.
+Legend: D hidden size, q = H d, kv = G d, F intermediate size.
 """
 
 from __future__ import annotations

@@ -6,11 +6,10 @@ CPU.
     activation_checkpointing    false, true
 
 The first that fits is taken: shorter chunks first, then smaller micro-batches, and recomputing
-last, because only it costs time. A run whose whole batch fits, or on another device, keeps the
-defaults.
+last, because only it costs time. Elsewhere the defaults stay.
 
-The bound is CPU_BYTES of resident memory, or slightly more than the smallest passes need. It
-depends on free memory only if nothing else fits, so that a resumed run chooses the same sizes.
+The bound is CPU_BYTES of resident memory, or slightly more than the smallest passes need. Free
+memory counts only if nothing else fits, so that a resumed run chooses the same sizes.
 """
 
 from __future__ import annotations

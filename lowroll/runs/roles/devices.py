@@ -1,8 +1,7 @@
 """The assignment of GPUs to a launcher's children. No torch.
 
-The learner's ranks have the first GPUs, one each. The engines have the others, each as many as it
-needs, and share them if there are too few; without others they share the learner's. A single GPU
-is shared by all.
+The learner's ranks have the first GPUs, one each. The engines share the others, or without others
+the learner's, each as many as it needs. A single GPU is shared by all.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     rank 0        learn + batch    checkpoint    ...    finish    end
     the others    the same calls on a learner of the same kind, whose run folder writes nothing
 
-Rank 0 sends an order before it acts, so all ranks make the same calls. Only rank 0 reads the
-channel, writes and broadcasts.
+Only rank 0 reads the channel, writes and broadcasts.
 """
 
 from __future__ import annotations

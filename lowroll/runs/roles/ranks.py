@@ -5,8 +5,8 @@ torchrun, srun or `lowroll train` with `train.gpus` above 1 set the environment.
     rank 0         the trainer                                       log logs/trainer-rank0.log
     rank 1, ...    which follow it (`runs.roles.rank_follower`)      log logs/trainer-rank1.log, ...
 
-When one ends or is silent all end, and a launcher restarts the command from the checkpoint. The
-first signal goes to rank 0, which finishes the step and releases the others.
+When one ends or is silent all end. The first signal goes to rank 0, which finishes the step and
+releases the others.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def _make_processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> Mappin
 
 
 def await_unlocked(folder: Path) -> None:
-    """Raise RunLockedError when a process runs in the folder. Those of a launcher that has just
-    died get DYING_S to end."""
+    """Raise RunLockedError when a process runs in the folder, and DYING_S have passed for those of
+    a launcher that has just died."""
     deadline = time.monotonic() + DYING_S
     while True:
         try:
