@@ -160,11 +160,14 @@ def build_model(folder: Path, seed: int, config: Mapping[str, Any]) -> Path:
         return hf.save(initialize(Transformer(spec), seed), folder, tokenizer_from=parts)
 
 
-def settings(folder: Path, seed: int, device: str) -> RunConfig:
+def settings(
+    base: Mapping[str, Any], model: str | Path, folder: Path, seed: int, device: str
+) -> RunConfig:
+    """Return a demo's settings, for a model and a run in `folder`."""
     return from_mapping(
         {
-            **SETTINGS,
-            "model": str(folder / "model"),
+            **base,
+            "model": str(model),
             "output_dir": str(folder / "run"),
             "seed": seed,
             "device": device,
@@ -295,7 +298,7 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     console = Console()
     began = time.monotonic()
     folder = Path(output_dir)
-    cfg = settings(folder, seed, device)
+    cfg = settings(SETTINGS, folder / "model", folder, seed, device)
     clear(folder, cfg)
     untrained = build_model(folder / "untrained", seed, CONFIG)
     console.print(
@@ -404,9 +407,7 @@ def summary(
 ) -> None:
     """Print what the run changed. before, after: as by `rewards`."""
     rollout_format = cfg.rollout.weights.upper()
-    table = Table(title="What was measured in this run")
-    for name in ("", "before", "after"):
-        table.add_column(name)
+    table = Table("", "before", "after", title="What was measured in this run")
     for name, label in (
         ("sampled", f"held-out reward, {cfg.eval.num_examples} prompts, sampled at T = 1"),
         ("fp32", "the same, fp32 engine"),

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lowroll.config import RunConfig, from_mapping
+from lowroll.config import RunConfig
 from lowroll.metrics.report import write_report
 from lowroll.model import hf
 from lowroll.model.folder import resolve
@@ -56,19 +56,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def settings(folder: Path, seed: int, device: str) -> RunConfig:
-    return from_mapping(
-        {
-            **SETTINGS,
-            "model": MODEL,
-            "output_dir": str(folder / "run"),
-            "seed": seed,
-            "device": device,
-            "dtype": "float32",
-        }
-    )
-
-
 def answers(cfg: RunConfig, model: Path) -> list[tuple[str, str]]:
     """Return some held-out prompts and a model's answers, drawn as in training."""
     compute, chat = Compute.of(cfg), models.tokenizer(model)
@@ -93,7 +80,7 @@ def main(output_dir: str = "outputs/demo-real", seed: int = 0, device: str = "au
     console = Console()
     began = time.monotonic()
     model, folder = resolve(MODEL), Path(output_dir)
-    cfg = settings(folder, seed, device)
+    cfg = demo.settings(SETTINGS, MODEL, folder, seed, device)
     demo.clear(folder, cfg)
     rewards_before, answers_before = demo.rewards(cfg, model), answers(cfg, model)
     console.print(
@@ -126,9 +113,8 @@ def main(output_dir: str = "outputs/demo-real", seed: int = 0, device: str = "au
 def _print_answers(
     console: Console, before: list[tuple[str, str]], after: list[tuple[str, str]]
 ) -> None:
-    table = Table(title="Answers to held-out prompts, sampled at T = 1", show_lines=True)
-    for name in ("prompt", "before", "after"):
-        table.add_column(name)
+    title = "Answers to held-out prompts, sampled at T = 1"
+    table = Table("prompt", "before", "after", title=title, show_lines=True)
     for (prompt, answer_before), (_, answer_after) in zip(before, after, strict=True):
         table.add_row(*(escape(text) for text in (prompt, answer_before, answer_after)))
     console.print(table)

@@ -134,10 +134,9 @@ def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, f
     metrics are kept as `<name>_before`, and `then` after it. Either is {} where none was due."""
     # These end eval/<env>/<name>, and eval/<env>/sampled_<name>.
     compared_endings = tuple(f"{separator}{name}" for separator in "/_" for name in COMPARED)
-    metrics: dict[str, float] = {}
-    for name, value in first.items():
-        if name.endswith(compared_endings):
-            metrics[f"{name}_before"] = value
+    metrics = {
+        f"{name}_before": value for name, value in first.items() if name.endswith(compared_endings)
+    }
     if first:
         metrics["eval/temperature"] = first["eval/temperature"]
     metrics |= then

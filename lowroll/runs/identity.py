@@ -223,11 +223,11 @@ def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) 
             "resume: the checkpoint is of an older lowroll and does not say what the run reads "
             "(tokenizer, data): continue it there, or begin a run with the model that it exports"
         )
-    comparable = {}
-    for name, value in now.items():
-        is_recent = CONFIG in name or ADVANTAGES in name  # older checkpoints lack these inputs
-        if name in saved or not is_recent:
-            comparable[name] = value
+    comparable = {  # older checkpoints lack some inputs
+        name: value
+        for name, value in now.items()
+        if name in saved or not (CONFIG in name or ADVANTAGES in name)
+    }
     _raise_if_changed(
         "the run does not read what it began with", saved, comparable, _describe_input
     )

@@ -267,9 +267,7 @@ def leave(
 def failures(measured: Sequence[EngineAnswers]) -> dict[str, list[Failure]]:
     """Return the examples of each environment to which some engine gave an unsolved response, with
     all engines' attempts."""
-    failures_by_env: dict[str, list[Failure]] = {}
-    for answers in measured:
-        failures_by_env.setdefault(answers.env, [])
+    failures_by_env: dict[str, list[Failure]] = {answers.env: [] for answers in measured}
     for name, env_failures in failures_by_env.items():
         per_engine = [answers for answers in measured if answers.env == name]
         # All engines have the same examples, in one order.

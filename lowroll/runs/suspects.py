@@ -278,12 +278,11 @@ def prompt_suspects(model: Transformer, batch: Batch, chat: ChatTokenizer) -> li
     prompts = [list(ids) for ids in distinct if len(ids) > 1][:PROMPTS]
     if not prompts:
         return []
-    found = []
-    for mark, count in foreign_marks(prompts, chat).items():
-        found.append(
-            f"chat template: it writes {mark}, which this tokenizer cuts into {count} tokens: the template "
-            "may be of another model"
-        )
+    found = [
+        f"chat template: it writes {mark}, which this tokenizer cuts into {count} tokens: the template "
+        "may be of another model"
+        for mark, count in foreign_marks(prompts, chat).items()
+    ]
     beginnings = [ids[:PROMPT_TOKENS] for ids in prompts]
     nats = -torch.cat(score(model, beginnings, [1] * len(prompts))).mean().item()
     random = math.log(model.spec.vocab_size)

@@ -72,11 +72,9 @@ def _choose_sizes(
 def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], MemoryPlan]) -> TrainConfig:
     """Return the first of the steps, from the largest to the smallest, that fits, or the last."""
     bound = max(CPU_BYTES, round(SLACK * resident(plan(steps[-1]))))
-    for train in steps:
-        planned = plan(train)
-        if resident(planned) <= bound and not planned.missing:
-            return train
-    return steps[-1]
+    plans = ((train, plan(train)) for train in steps)
+    fitting = (train for train, now in plans if resident(now) <= bound and not now.missing)
+    return next(fitting, steps[-1])
 
 
 def ladder(train: TrainConfig, longest: int) -> Iterator[TrainConfig]:

@@ -46,21 +46,21 @@ class Versions:
 
     def at_least(self, version: int, most: int) -> int:
         """Load and return the newest version up to `most`; wait until `version` is there."""
-        newest = self.broadcasts.newest(most)
-        if newest is None or newest.version < version:
-            if version == 0:
-                return self.version
-            newest = self.broadcasts.wait(version, self.deadline_s, self.alive)
-        return self._take(newest, lambda: self.broadcasts.newest(most))
+        return self._await(version, lambda: self.broadcasts.newest(most))
 
     def exactly(self, version: int) -> int:
         """Load and return this version; wait until it is there."""
-        broadcast = self.broadcasts.at(version)
-        if broadcast is None:
+        return self._await(version, lambda: self.broadcasts.at(version))
+
+    def _await(self, version: int, allowed: Callable[[], Broadcast | None]) -> int:
+        """Load what `allowed` finds of at least this version; wait until it is there. Version 0 is
+        what the engines have without a broadcast."""
+        broadcast = allowed()
+        if broadcast is None or broadcast.version < version:
             if version == 0:
                 return self.version
             broadcast = self.broadcasts.wait(version, self.deadline_s, self.alive)
-        return self._take(broadcast, lambda: self.broadcasts.at(version))
+        return self._take(broadcast, allowed)
 
     def newer(self, most: int) -> int | None:
         """Load and return a newer version up to `most`, or rewritten weights of the same one; None
