@@ -51,9 +51,9 @@ class RunEnvironments:
 
 
 class BatchSource:
-    """The producer of a run's batches. cfg: with the cache size filled in. `stack` closes the
-    scoring workers. rollout_log, weights, journal: as `Orchestrator`'s. alone: the learner is in
-    this process."""
+    """The producer of a run's batches. cfg: with the cache size. `stack` closes the scoring
+    workers. rollout_log, weights, journal: as `Orchestrator`'s. alone: the learner is in this
+    process."""
 
     def __init__(
         self,

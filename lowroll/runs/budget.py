@@ -120,7 +120,7 @@ def again(
 ) -> tuple[str, dict[str, dict[str, int]]] | None:
     """Search again with the learner's weights, on its responses to a step, and record the result
     in the run's file. Return the format's name, and the sizes of its layers by format and layer;
-    None without samples, or when nothing meets the budget."""
+    None when nothing was found."""
     from lowroll.runs import format_search  # imported only for such a run
 
     calibration = format_search.calibration_of(samples)

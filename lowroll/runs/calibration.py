@@ -120,8 +120,8 @@ def first_requests(
     n: int,
 ) -> list[Request]:
     """Return requests of `n` responses each to `texts` or, without any, to the run's first
-    `num_prompts` prompts, less those that are too long. They have the run's sampling, but leave no
-    token out: log-probs are to be those of the whole distribution."""
+    `num_prompts` prompts, less those that are too long. They have the run's sampling without cuts:
+    log-probs are to be those of the whole distribution."""
     run_sampling = orchestrator.sampling(cfg)
     sampling = replace(
         run_sampling, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_tokens=0

@@ -57,10 +57,10 @@ def evaluate(
 
     weights: formats or budgets; "dense" is the run's own dtype. The default is dense and
     rollout.weights or, where that is not set, the model's own low-bit format. kv: caches; the
-    default is dense and rollout.kv. All use the same prompts and seeds; the first unbounded cache
-    sets everyone's size. A staged run has the lengths of its last stage. each: responses to an
-    example by environment, in place of eval.rollouts_per_example. Results go to `out`, from which
-    a killed evaluation continues. The engine is always lowroll's own.
+    default is dense and rollout.kv. All use the same prompts, seeds and cache size, which the
+    first unbounded cache sets; a staged run has the lengths of its last stage. each: responses to
+    an example by environment, in place of eval.rollouts_per_example. out: the folder of the
+    results, from which a killed evaluation continues.
     """
     requested_weights = weights or ["dense", _rollouts(cfg)]
     cfg = engines.with_rollout(cfg.resolved().at(cfg.train.max_steps), engine="native")

@@ -203,7 +203,7 @@ def _save_merged(
 
 def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
     """Save the engine's model; of one with an adapter the adapter, and its base in the folder
-    `base`. Return what other tools cannot do with it. source: the folder of the tokenizer."""
+    `base`. Return what other tools cannot do with it. source: of the tokenizer."""
     adapters = {name: linear.adapter for name, linear in rollout.linears()}
     if all(adapter is None for adapter in adapters.values()):
         hf.save(rollout, out, tokenizer_from=source)

@@ -124,7 +124,7 @@ def _place(cfg: RunConfig, found: Findings) -> devices.Placement | None:
 
 def _with_formats(cfg: RunConfig, found: Findings) -> RunConfig:
     """Return the settings with the folder's format for `stored`, and 8 bits in place of a budget,
-    whose search needs a run. Roles refuse both."""
+    whose search needs a run."""
     weights = cfg.rollout.weights
     if cfg.launcher != "none" or not (weights == STORED or is_budget(weights)):
         return cfg

@@ -218,7 +218,7 @@ def _paired_difference(
     side: Sequence[EngineAnswers], base: Sequence[EngineAnswers], seed: int
 ) -> dict[str, float]:
     """Return the difference of an engine's pass@1 (`side`) to the first one's (`base`), over the
-    examples that both scored: the mean of the environments' means, and its interval."""
+    examples that both scored, and its interval."""
     differences_by_env = []
     for answers, base_answers in zip(side, base, strict=True):
         shares, base_shares = answers.shares, base_answers.shares
@@ -232,8 +232,8 @@ def _paired_difference(
 def folder_of(
     cfg: RunConfig, each: Mapping[str, int], model: Path | None, server: str | None = None
 ) -> Path:
-    """Return the default folder of an evaluation, which the same model and settings share. Another
-    or newer file in the model's folder makes it another model."""
+    """Return the default folder of an evaluation. Other settings, or another or newer file in the
+    model's folder, have another one."""
     model_files: list[list[Any]] = []
     if model is not None:
         for entry in sorted(os.scandir(model), key=lambda entry: entry.name):

@@ -135,8 +135,8 @@ class RolloutEngine:
         return self.engine.stats().virtual_memory_bytes
 
     def change_format(self, weights: str) -> None:
-        """Replace the engine by one of another format, once the old one has released its memory.
-        The new one has a smaller cache where the old size does not fit beside it."""
+        """Replace the engine by one of another format, with a smaller cache where the old size
+        does not fit beside it."""
         cfg = self.cfg
         if cfg.train.forward == "aligned":
             realign(self.model, self.compute.format(weights))
@@ -161,8 +161,8 @@ class RolloutEngine:
         self.watch = self._watch()
 
     def _check_arrival(self, version: int) -> None:
-        """Compare one block of the engine, another at each version, with what the learner's weights
-        make of it. vLLM has a test of its own (`engine.remote.verify`)."""
+        """Compare one block of the engine, another at each version, with what the learner's
+        weights make of it."""
         block = version % self.model.spec.num_layers
         name = self.engine.first_difference(self.model, block)
         if name is not None:

@@ -97,7 +97,7 @@ class SftRun:
     """The parts of one supervised run. ValueError when the checkpoint to resume is another
     run's."""
 
-    def __init__(self, home: RunFolder, resume: bool = False) -> None:
+    def __init__(self, home: RunFolder, resume: bool) -> None:
         self.cfg = home.cfg
         self.home = home
         self.checkpoints = Checkpointing(home, resume)
@@ -209,9 +209,8 @@ def _describe_run(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapp
 
 
 def plain(cfg: RunConfig) -> RunConfig:
-    """Return the settings without what belongs to the run that follows: update-aware scaling, the
-    aligned forward, low-bit gradients, a rollout budget and `rollout.exact`. ValueError for an
-    adapter on the base of a budget."""
+    """Return the settings without what belongs to the run that follows, such as the aligned
+    forward and a rollout budget. ValueError for an adapter on the base of a budget."""
     dense_settings = {"uaq_scale": None, "forward": "dense", "backward": "dense"}
     if is_budget(cfg.rollout.weights):
         if cfg.train.lora:

@@ -44,7 +44,7 @@ from lowroll.quant.formats import get_format
 from lowroll.quant.table import is_dense
 from lowroll.runs.policy_gap import excerpt, token_scores
 from lowroll.trainer.probe import Probe
-from lowroll.types import Batch, Sample
+from lowroll.types import Batch
 from lowroll.weights import aligned
 
 log = logging.getLogger(__name__)
@@ -143,15 +143,16 @@ class Variant:
 
 def distance_suspects(model: Transformer, batch: Batch, first: Probe, weights: str) -> list[str]:
     """Return what explains a distance between recorded and the learner's log-probs that is larger
-    than rounding. weights: the rollouts' format. Samples with a temperature of their own and long
-    ones are left out where others are scored."""
+    than rounding. weights: the rollouts' format. Samples with a temperature of their own are left
+    out."""
     mask_N = first.packed.mask_N
     dtypes = (model.dtype, get_format(weights).dtype or model.dtype)
     rounding = max(ROUNDING.get(dtype, ROUNDING[torch.bfloat16]) for dtype in dtypes)
     if _distance(first.learner_N[mask_N], first.packed.behavior_N[mask_N]) <= rounding:
         return []
     plain = [sample for sample in batch.samples if sample.temperature is None]
-    shortest = min((_length(sample) for sample in plain), default=0)
+    lengths = (len(sample.prompt_ids) + len(sample.rollout.token_ids) for sample in plain)
+    shortest = min(lengths, default=0)
     chosen = excerpt(replace(batch, samples=plain), max(EXCERPT, shortest))
     if chosen is None:
         return []
@@ -202,10 +203,6 @@ def _explained(model: Transformer, chosen: Batch, weights: str, rounding: float)
         f"{head}no other rotary base or temperature explains the rest, so these are other weights, or "
         "the same ones read in another way; `lowroll diagnose` measures each side"
     ]
-
-
-def _length(sample: Sample) -> int:
-    return len(sample.prompt_ids) + len(sample.rollout.token_ids)
 
 
 def variants(model: Transformer, temperature: float) -> Iterator[Variant]:

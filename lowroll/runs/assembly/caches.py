@@ -26,9 +26,9 @@ def longest_prompt(cfg: RunConfig, cache_tokens: int) -> int:
     """Return the longest prompt up to which a cache of this size holds every prompt with a whole
     response; 0 or less when there is none.
 
-    Pages grow with a prompt's length, except where prompts begin to be compacted: samples that are
-    compacted while they decode need more pages than those of a longer prompt. So prompts that stay
-    whole and compacted ones are searched apart.
+    Pages grow with a prompt's length, but samples that are compacted while they decode need more
+    pages than those of a longer prompt. So prompts that stay whole and compacted ones are searched
+    apart.
     """
     rollout = cfg.rollout
     if not rollout.cache.evicts:

@@ -15,12 +15,10 @@ from lowroll.runs.folder import ENVIRONMENTS
 def read(
     config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object]
 ) -> tuple[RunConfig, dict[Path, str]]:
-    """Return the settings, and the texts of files that they need: environments, reward functions
-    and data of a notebook or script need one in `output_dir/environments`, which is not written
-    here.
+    """Return the settings, and the texts of files that they need in `output_dir/environments`:
+    environments, reward functions and data of a notebook or script.
 
-    The settings are built twice where they hold Python objects: only the first ones, with
-    placeholders, say what `output_dir` is.
+    With Python objects the settings are built twice: the first ones say what `output_dir` is.
     """
     python_objects: list[Any] = []
     texts: dict[Path, str] = {}

@@ -44,7 +44,7 @@ def make(
     workloads: Sequence[Workload] = (),
 ) -> Engine:
     """Build a rollout engine with the weights of `model` as version 0, in the format `weights` or
-    the run's, with a cache for `workloads`. The caller closes it."""
+    the run's. The caller closes it."""
     refuse(cfg, model.spec)
     weight_format = compute.format(weights or cfg.rollout.weights)
     module = _engine_module(cfg)
@@ -98,7 +98,7 @@ def workloads(
     """Return a run's workloads in its engine: the batch of each stage and, if it evaluates, the
     examples. Empty when the cache size is set.
 
-    The longest of an environment's first prompts stands for all. A longer one still fits, but
+    The longest of an environment's first prompts stands for all: a longer one still fits, but
     others may wait.
     """
     if cfg.rollout.cache_tokens is not None:
@@ -127,8 +127,8 @@ def eval_workload(
 def _workload(
     cfg: RunConfig, spec: ModelSpec, groups: int, n: int, lengths: Iterable[int], turns: int
 ) -> Workload:
-    """Return the workload of `groups` prompts with `n` conversations of at most `turns` turns each.
-    lengths: of prompts, in tokens; longer ones than the run allows are passed over."""
+    """Return the workload of `groups` prompts with `n` conversations of at most `turns` turns
+    each. lengths: of prompts, in tokens."""
     longest, response = prompts.longest(cfg, spec), cfg.rollout.max_tokens
     prompt = max((length for length in lengths if length <= longest), default=longest)
     # The environment's messages, between the turns, are taken to be as long as responses.

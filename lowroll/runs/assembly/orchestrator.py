@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lowroll.advantages.group import Estimator
-from lowroll.config import EnvConfig, RunConfig
+from lowroll.config import RunConfig
 from lowroll.config.data import BufferConfig, EvalConfig, FilterConfig, ScoreConfig
 from lowroll.config.processes import AsynchronyConfig
 from lowroll.config.rollout import RolloutConfig
@@ -89,7 +88,7 @@ def settings(
         sampling=sampling(cfg),
         sampling_seed=cfg.rollout.seed,
         temperature_schedule=_temperature_schedule(cfg),
-        env_weights=_env_weights(cfg.env),
+        env_weights={env.name or env.id: env.weight for env in cfg.env},
         advantage=cfg.advantage or "grpo",
         estimator=own,
         max_prompt_tokens=prompts.longest(cfg, spec),
@@ -109,10 +108,6 @@ def _temperature_schedule(cfg: RunConfig) -> TemperatureSchedule | None:
     return TemperatureSchedule(
         schedule.start_temperature, schedule.end_temperature, cfg.train.max_steps, schedule.type
     )
-
-
-def _env_weights(envs: tuple[EnvConfig, ...]) -> Mapping[str, float]:
-    return {env.name or env.id: env.weight for env in envs}
 
 
 def _make_filter(section: FilterConfig, vocab_size: int) -> Filter:

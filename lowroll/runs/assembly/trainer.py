@@ -59,9 +59,9 @@ def critic_optim(cfg: RunConfig) -> OptimSettings:
 
 
 def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
-    """Return the mismatch guard; None where it is off. budget: of the rollouts' format; twice its
-    KL is an alarm, and the format is chosen again where all weights learn. Under LoRA a fallback
-    leads to dense rollouts at once, because a wider format would only round the base again."""
+    """Return the mismatch guard; None where it is off. budget: of the rollouts' format; a multiple
+    of its KL is an alarm, and the format is chosen again where all weights learn. Under LoRA a
+    fallback is dense at once: a wider format would only round the base again."""
     if cfg.guard is None:
         return None
     settings = _GUARD(cfg.guard)

@@ -293,8 +293,8 @@ def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learn
 
 def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> int:
     """Return the bytes of replayed caches (`model.replay`): which compaction dropped each key,
-    copies of what precedes the first, and the keys and values gathered for a group of stretches,
-    each with its marks."""
+    copies of what precedes the first, and the gathered keys and values of a group of stretches,
+    with marks."""
     cache = cfg.rollout.cache
     if not (cfg.train.replay_kv and cache.evicts):
         return 0

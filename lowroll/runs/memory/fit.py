@@ -74,9 +74,8 @@ def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, MemoryPl
 
 
 def _add_changes(planner: Planner, cfg: RunConfig) -> tuple[list[Change], MemoryPlan]:
-    """Add one change of each knob that saves memory, until the run fits. Return the changes and
-    the plan with them: of a knob the mildest with which the run fits, else the one that saves
-    most."""
+    """Add one change of each setting that saves memory, until the run fits: the mildest with which
+    it fits, else the one that saves most. Return the changes and the plan with them."""
     changes: list[Change] = []
     plan = planner.plan(cfg)
     for knob in _knobs(planner, cfg):

@@ -161,24 +161,28 @@ class Planner:
         cached_phases = ["generate"]
         if not cfg.rollout.release_cache:
             cached_phases += ["learn", "publish"]
-        usable_tokens = self._usable_tokens(cfg)
-        cache_tokens, usable_by = cfg.rollout.cache_tokens, ""
+        usable_tokens, usable_by = self._usable(cfg)
+        cache_tokens = cfg.rollout.cache_tokens
         if cache_tokens is None:
             taken_bytes = max(sum(phases[name].values()) for name in cached_phases)
             cache_tokens = self._fitting_tokens(cfg, taken_bytes, usable_tokens)
-            usable_by = self._together(cfg)
+        else:
+            usable_by = ""
         for name in cached_phases:
             phases[name][CACHE] = cache_tokens * self._bytes_per_token(cfg)
         return MemoryPlan(phases, self.free, device, cache_tokens, usable_tokens, usable_by)
 
-    def _together(self, cfg: RunConfig) -> str:
-        """Describe the samples of the workload that takes the largest cache."""
+    def _usable(self, cfg: RunConfig) -> tuple[int, str]:
+        """Return the tokens of a cache with which no sample waits for a page, and the samples that
+        would fill it, in words."""
         page_size, max_batch, kv = cfg.rollout.page_size, cfg.rollout.max_batch, caches.policy(cfg)
-        if not self.workloads:
-            return ""
-        largest = max(self.workloads, key=lambda work: work.tokens(page_size, max_batch, kv))
+        sizes = [(work.tokens(page_size, max_batch, kv), work) for work in self.workloads]
+        if not sizes:
+            return 0, ""
+        tokens, largest = max(sizes, key=lambda size: size[0])
         lengths_text = f"{largest.prompt:,} + {largest.response:,} tokens"
-        return f"at most {largest.rows(max_batch):,} samples of {lengths_text} are drawn together"
+        rows = f"{largest.rows(max_batch):,}"
+        return tokens, f"at most {rows} samples of {lengths_text} are drawn together"
 
     def _learner(self, cfg: RunConfig) -> dict[str, int]:
         """Return the permanent bytes by part of the learner and the other models."""
@@ -234,8 +238,8 @@ class Planner:
         return min(cfg.rollout.max_batch, max_samples)
 
     def _learning(self, cfg: RunConfig) -> dict[str, int]:
-        """Return the bytes by part of the learning policy, or of the critic if that is more: they
-        learn one after the other. A critic has all weights dense."""
+        """Return the bytes by part of the learning policy, or of the critic if that is more, as
+        they learn in turns."""
         compute, minibatches = self.compute, cfg.train.minibatches
         tokens = max(_batch_tokens(stage_cfg, self.workloads) for stage_cfg in cfg.each_stage())
         candidates = [learning(cfg, compute, self.model, tokens, minibatches)]
@@ -261,17 +265,9 @@ class Planner:
         dtype = _rollout_dtype(cfg, self.compute)
         return self.share.engines * layout.bytes_per_token(self.model.spec, dtype)
 
-    def _usable_tokens(self, cfg: RunConfig) -> int:
-        """Return the tokens of a cache with which no sample waits for a page."""
-        rollout, kv = cfg.rollout, caches.policy(cfg)
-        return max(
-            (work.tokens(rollout.page_size, rollout.max_batch, kv) for work in self.workloads),
-            default=0,
-        )
-
     def _fitting_tokens(self, cfg: RunConfig, taken_bytes: int, usable_tokens: int) -> int:
         """Return the tokens of a cache beside `taken_bytes`: whole pages, at most `usable_tokens`,
-        and at least those of the longest sample alone, even where they do not fit."""
+        and at least those of the longest sample alone, fitting or not."""
         page_size, kv = cfg.rollout.page_size, caches.policy(cfg)
         lone_samples = [replace(work, groups=1, n=1, longest=0) for work in self.workloads]
         least_tokens = max((work.tokens(page_size, 1, kv) for work in lone_samples), default=0)

@@ -5,10 +5,8 @@ The roles:
     orchestrator   `lowroll orchestrate`; versions: the weights that engines draw from
     trainer        `lowroll train`; rank_follower: its ranks other than rank 0
     channels       the transport of rollouts
-    run_paths      their files, names and tokens
-    heartbeat      their heartbeats
-    limits         settings that they refuse
-    agreement      settings that they must share
+    run_paths, heartbeat    their files, names, tokens and signs of life
+    limits, agreement       settings that they refuse, and that they must share
 
 Their supervision:
     role           a role and its process, which local and ray implement

@@ -7,7 +7,7 @@ the learner's, each as many as it needs. A single GPU is shared by all.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,10 +53,10 @@ class Placement:
         return f"devices: {'; '.join(assignments)} (the learner's are {sharing_text})"
 
 
-def visible(environ: Mapping[str, str] = os.environ) -> list[str]:
+def visible() -> list[str]:
     """Return this process's GPUs: CUDA_VISIBLE_DEVICES, else all of the machine."""
-    if VISIBLE in environ:
-        return [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
+    if VISIBLE in os.environ:
+        return [name.strip() for name in os.environ[VISIBLE].split(",") if name.strip()]
     names = (path.name[6:] for path in Path("/dev").glob("nvidia[0-9]*"))
     return sorted(names, key=int)
 
@@ -99,7 +99,7 @@ def check_ranks(cfg: RunConfig) -> None:
 
 def own_first(local: int, gpus: Sequence[str]) -> dict[str, str]:
     """Return the environment of a machine's `local`th rank: its own GPU first, then the others',
-    which NCCL reaches directly. ValueError without a GPU for it."""
+    which NCCL reaches. ValueError without a GPU for it."""
     if len(gpus) < 2 and not local:
         return {}
     if local >= len(gpus):

@@ -22,6 +22,7 @@ from lowroll.runs.folder import LOGS
 from lowroll.runs.roles.heartbeat import Heartbeat
 from lowroll.runs.roles.limits import refuse_budget
 from lowroll.runs.roles.run_paths import ENGINE, RunPaths
+from lowroll.runs.stop import SIGNALS
 from lowroll.types import RunFailed
 
 if TYPE_CHECKING:
@@ -105,8 +106,7 @@ def _exit_on_signals() -> Iterator[None]:
     def end(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous_handlers = {number: signal.signal(number, end) for number in numbers}
+    previous_handlers = {number: signal.signal(number, end) for number in SIGNALS}
     try:
         yield
     finally:

@@ -128,8 +128,8 @@ def die_with_parent() -> None:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Return a socket that reserves a port: the system gives it to nobody else, but a process that
-    names it may listen there."""
+    """Return a socket whose port the system gives to nobody else; a process that names it may
+    listen there."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((host, 0))

@@ -180,8 +180,7 @@ class Orchestration:
         self.trainer.check()
 
     def check_needed(self) -> None:
-        """Check as `alive` in waits for weights. FrameGone when the trainer needs batches that are
-        gone."""
+        """Check as `alive` does. FrameGone when the trainer needs batches that are gone."""
         self.alive()
         self.channel.check()
 
@@ -276,7 +275,7 @@ class Orchestration:
 
     def _make_after(self, last_made: int) -> None:
         """Make the batches after the step `last_made`, with the evaluations between them, and wait
-        until the trainer has committed all. A step that raises NoSignal ends the channel early."""
+        until the trainer has committed all. NoSignal ends the channel early."""
         try:
             if (ended := self.channel.spool.ended()) is not None:
                 raise NoSignal(ended)  # recorded before this process was started
@@ -331,8 +330,8 @@ class Orchestration:
         return max(0, step - 1 - self.level)
 
     def _go_on(self) -> int:
-        """Restore the state after the newest batch in the spool where the trainer can go on with
-        it, else after the trainer's checkpoint, without later batches. Return the step."""
+        """Restore the state after the newest batch in the spool, or where the trainer cannot go on
+        with it, after the trainer's checkpoint. Return the step."""
         cursor = self._cursor()
         spool = self.channel.spool
         newest = spool.newest()

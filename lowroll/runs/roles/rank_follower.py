@@ -195,8 +195,8 @@ class ReadOnlyFolder(RunFolder):
 
 
 class MirrorPublisher:
-    """The publisher of a learner whose engines are elsewhere (`runs.learner.Publisher`). whole: the
-    gathered weights, on `device` of the leading rank."""
+    """The publisher of a learner whose engines are elsewhere. whole: the gathered weights, on
+    `device` of the leading rank."""
 
     cache_tokens = None
     hidden_bytes = 0

@@ -54,11 +54,10 @@ STORE = 80 << 20  # bytes of our own cluster's object store, which carries nothi
 
 
 def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, ActorProcess]:
-    """Return the roles' processes: their actors have nodes, and nothing is started.
+    """Return the roles' processes: their actors have nodes, and nothing is started. Closing
+    `stack` ends and frees all of it.
 
-    Closing `stack` ends the processes, then frees what was reserved, removes the file of variables
-    and leaves the cluster. ValueError names a node that does not see the run folder, RunFailed a
-    role without a node.
+    ValueError names a node that does not see the run folder, RunFailed a role without a node.
     """
     stack.enter_context(_connect_cluster(cfg))
     variables_path, word = stack.enter_context(role_variables(cfg, paths))
@@ -256,7 +255,7 @@ def _cluster_gpus() -> float:
 
 @contextmanager
 def _reserve_group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterator[Any]:
-    """Reserve a placement group, with a bundle for each role, for the block."""
+    """Reserve a bundle for each role for the block."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -280,8 +279,8 @@ def _reserve_group(wanted: dict[str, tuple[float, float]], deadline_s: float) ->
 
 @contextmanager
 def role_variables(cfg: RunConfig, paths: RunPaths) -> Iterator[tuple[str, str]]:
-    """Write the roles' environment variables, with tokens, and a word into a file for this user
-    alone; yield its path and the word. Secrets do not go through Ray."""
+    """Write the roles' environment variables and a word into a file for this user alone, because
+    secrets do not go through Ray; yield its path and the word."""
     names = {THREADS, cfg.client.api_key_var, *cfg.ray.pass_env}
     names.update(name for env in (*cfg.env, *(cfg.eval.env or ())) for name in env.pass_env)
     inherited = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED)}

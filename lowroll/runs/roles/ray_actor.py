@@ -162,8 +162,8 @@ class ActorProcess(RoleProcess):
         return self._meet() and not self._is_left()
 
     def _meet(self) -> bool:
-        """Return whether the actor has reported a usable node; create it if there is none.
-        ValueError for a node that cannot run the role, RunFailed when none reported in time."""
+        """Return whether the actor has reported a usable node; create it if there is none. Errors
+        as of `is_placed`, and ValueError for a node that cannot run the role."""
         if self.node:
             return True
         if self.actor is None:
@@ -227,8 +227,8 @@ class ActorProcess(RoleProcess):
         return self.exit is None and self.pid > 0
 
     def _ask_for_exit(self) -> None:
-        """Set `exit` when the actor says how the process ended. This never waits: one question is
-        open at a time, and the next call looks at it again."""
+        """Set `exit` when the actor says how the process ended. This never waits: the next call
+        looks at an open question again."""
         if self._ends is None:
             if time.monotonic() < self._ask_at:
                 return

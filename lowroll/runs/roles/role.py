@@ -107,7 +107,7 @@ class RestartBudget:
 
     def count_full_disk(self) -> float:
         """Take back a start that ended with a full disk. Return the seconds since the first of
-        such ends, each within WINDOW_S of the one before."""
+        such ends in a row, each within WINDOW_S of the next."""
         now = time.monotonic()
         if self.full_disks and now - self.full_disks[-1] > WINDOW_S:
             self.full_disks.clear()

@@ -67,8 +67,8 @@ class RunPaths:
         return [f"{ENGINE}-{n}" for n in sorted(int(n) for n in numbers if n.isdigit())]
 
     def tokens(self) -> tuple[str, str]:
-        """Return the tokens of clients and admin: the environment's, else those of a file that the
-        first call makes for this user alone. ValueError for one token alone, or a short one."""
+        """Return the tokens of clients and admin: the environment's, else those of a file, which
+        the first call makes. ValueError for one token alone, or a short one."""
         env_tokens = [os.environ.get(name, "") for name in (TOKEN, ADMIN)]
         if any(env_tokens):
             for name, token in zip((TOKEN, ADMIN), env_tokens, strict=True):

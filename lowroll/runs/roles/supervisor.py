@@ -52,8 +52,8 @@ def launch(
     cfg: RunConfig,
     texts: Mapping[Path, str] | None = None,
     *,
-    resume: bool = False,
-    overwrite: bool = False,
+    resume: bool,
+    overwrite: bool,
 ) -> RunResult:
     """Make a run by its roles, in a folder as of `lowroll.run`. texts: files of a notebook or
     script that the roles need.
@@ -283,7 +283,7 @@ class Supervisor:
 
     def _engine_port(self, engine: Role) -> int:
         """Return the port that the orchestrator knows, at first 0 for any. If it is taken or of
-        another machine, return 0 and restart the orchestrator, which finds the engine again."""
+        another machine, return 0, and have a restarted orchestrator find the engine."""
         address = engine.process.address
         host, port = self.addresses.get(engine.name, ("", 0))
         if not port or (host == address and engine.process.is_port_free(port)):
@@ -319,8 +319,8 @@ class Display:
         }
 
     def show(self, roles: Sequence[Role], records: bool) -> None:
-        """Show what is new of the roles, and with `records` of the run folder, when its records
-        are of this launch."""
+        """Show what is new of the roles, and with `records`, which are of this launch then, of the
+        run folder."""
         files = [self.run / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
         sizes = [path.stat().st_size if path.is_file() else 0 for path in files]
         if records and sizes != self._sizes:

@@ -18,7 +18,7 @@ from lowroll.config import RunConfig
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, read
 from lowroll.model.transformer import Transformer
-from lowroll.parallel.ranks import ALONE, Ranks
+from lowroll.parallel.ranks import Ranks
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.runs.assembly import models
 from lowroll.runs.assembly.compute import Compute
@@ -95,7 +95,7 @@ class Training:
         paths: RunPaths,
         heartbeat: Heartbeat,
         resume: bool,
-        ranks: Ranks = ALONE,
+        ranks: Ranks,
     ) -> None:
         cfg = home.cfg
         self.home = home
@@ -140,8 +140,7 @@ class Training:
         return 1
 
     def go_on(self) -> int:
-        """Continue from the newest undamaged checkpoint, else from the first batch; return the next
-        step."""
+        """Continue from the newest undamaged checkpoint, else begin again; return the next step."""
         checkpoint = self.learner.restore()
         committed = 0 if checkpoint is None else checkpoint.step
         spool = Spool(self.paths.spool)
@@ -160,8 +159,7 @@ class Training:
         self.heartbeat.update(phase="waiting", step=committed)
 
     def _check(self) -> None:
-        """Check in waits for a batch for a stop, which drops a step that has not begun, and for
-        trouble elsewhere."""
+        """Check in waits for a batch for a stop, which drops the step, and for trouble elsewhere."""
         if self.stop:
             raise StepDropped
         self.orchestrator.check()

@@ -73,8 +73,8 @@ class Versions:
         return self._take(newest, lambda: self.broadcasts.newest(most))
 
     def _take(self, broadcast: Broadcast, allowed: Callable[[], Broadcast | None]) -> int:
-        """Have the engines load a broadcast; return its version. If it is superseded meanwhile (a
-        trainer may serve its newest version alone), load the one that `allowed` finds then."""
+        """Have the engines load a broadcast; return its version. If it is superseded meanwhile,
+        because a trainer may serve its newest alone, load what `allowed` finds then."""
         while self.held != broadcast:
             self._go_back(broadcast.version)
             try:
@@ -96,7 +96,7 @@ class Versions:
 
     def _go_back(self, version: int) -> None:
         """Forget the taken versions from the oldest on that the trainer has undone, and retract
-        what was drawn from them. version: the one that is loaded next."""
+        what was drawn from them. version: loaded next."""
         undone = [old for old, taken in self._taken.items() if self._is_gone(taken, version)]
         if not undone:
             return
@@ -135,7 +135,7 @@ class RolloutPool(EnginePool):
         return self.capabilities.kv
 
     def stats(self) -> EngineStats:
-        """Return what batches record. Engines are asked only where they count replays."""
+        """Return what batches record. Engines are asked only for their replays."""
         stats = EngineStats(
             self.server.behavior.weights,
             self.server.weight_bits,
