@@ -30,7 +30,7 @@ def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> Memory
         return plan
     if cached is None:
         raise ValueError(f"{plan.problem}; {advice(planner, cfg)}")
-    hint = ""  # no other setting changes what a cache of this size takes
+    hint = ""  # no other setting that saves memory here may change at a resumption
     if _fits(planner, cfg, RELEASE_CACHE):
         hint = f"; it would fit with {_describe(RELEASE_CACHE)}"
     raise ValueError(f"resume: a run keeps the KV cache that it began with: {plan.problem}{hint}")
