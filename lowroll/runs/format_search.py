@@ -96,6 +96,7 @@ def allocate_under(model: Transformer, budget: str, calibration: Calibration) ->
 
 
 def refuse_model(cfg: RunConfig) -> None:
+    """Raise ValueError for a model that takes no chosen formats."""
     models.refuse_adapter("model", cfg.model)
     folder = resolve(cfg.model, weights=False)
     if (spec := read_spec(folder)).mixture.num_experts:

@@ -69,11 +69,13 @@ def update(
 
 
 def check(cfg: RunConfig) -> None:
+    """Raise ValueError when the engine cannot be started or reached."""
     if cfg.rollout.engine != "native":
         _engine_module(cfg).check(cfg)
 
 
 def refuse(cfg: RunConfig, spec: ModelSpec) -> None:
+    """Raise ValueError for settings that the engine does not support of this model."""
     caches.refuse(cfg, spec)
     if cfg.rollout.engine != "native":
         _engine_module(cfg).refuse(cfg, spec)

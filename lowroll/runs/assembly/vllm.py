@@ -91,6 +91,7 @@ def token(vllm: VllmConfig) -> str | None:
 
 
 def check(cfg: RunConfig) -> None:
+    """Raise ValueError when vLLM cannot be started or reached."""
     vllm = cfg.rollout.vllm
     if vllm.folder is not None and not Path(vllm.folder).is_dir():
         raise ValueError(f"rollout.vllm.folder: {vllm.folder} is no folder")
@@ -105,6 +106,7 @@ def check(cfg: RunConfig) -> None:
 
 
 def refuse(cfg: RunConfig, spec: ModelSpec) -> None:
+    """Raise ValueError for an adapter that vLLM would not apply."""
     if (
         cfg.train.lora
         and spec.latent is not None
@@ -182,6 +184,7 @@ def _start(
 
 
 def begin(cfg: RunConfig, model: Transformer, engine: Engine) -> None:
+    """Send the learner's weights. ValueError names what the installed vLLM lacks."""
     capabilities, needed_tokens = engine.capabilities, context(cfg, model.spec)
     if capabilities.context_length < needed_tokens:
         raise ValueError(

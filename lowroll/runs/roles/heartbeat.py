@@ -26,6 +26,7 @@ VARIABLE = "LOWROLL_SILENT_S"  # replaces SILENT_S, for tests
 
 
 def silent_s() -> float:
+    """Return the seconds without a heartbeat until a warning."""
     return float(os.environ.get(VARIABLE, SILENT_S))
 
 
