@@ -30,7 +30,7 @@ from lowroll.config.document import (
 )
 from lowroll.config.foreign import explain, foreign_keys
 from lowroll.config.paths import anchor
-from lowroll.config.renamed import carry_over, renamed_overrides
+from lowroll.config.renamed import carry_over, rename_note, renamed_overrides
 from lowroll.config.resolve import RunConfig
 from lowroll.config.section import Section
 from lowroll.types import HUB_NAME, nearest
@@ -53,11 +53,10 @@ def read(path: str | FilePath) -> Document:
 def build(document: Document, overrides: Overrides = ()) -> RunConfig:
     """Rename old keys, apply overrides, check and resolve."""
     notes = carry_over(document)
-    for override in renamed_overrides(override_pairs(overrides)):
-        mark = Mark("override", override.written_key)
-        _apply_override(document, override.key, override.value, mark)
-        if override.note:
-            notes.append(override.note)
+    for key, value, mark in renamed_overrides(override_pairs(overrides)):
+        _apply_override(document, key, value, mark)
+        if mark.key != key:
+            notes.append(mark.blame(rename_note(key)))
     notes += carry_over(document)  # of an override of a whole section
     anchor(document)
     cfg = validate(RunConfig, document).resolved().with_origin(source=document.name)
@@ -107,7 +106,7 @@ def _apply_override(document: Document, key: str, value: Any, mark: Mark) -> Non
         if top == "data" and isinstance(tree.get("data"), str):
             tree["data"] = {"path": tree["data"]}
         if isinstance(path[1], int) and isinstance(tree.get(top), dict):
-            document.wrap(path[:1])  # the one section becomes a list, of which the key has an index
+            document.wrap(top)  # the one section becomes a list, of which the key has an index
     document.put(path, value, mark)
 
 
@@ -115,9 +114,7 @@ def _sort_key(line: str) -> tuple[str, int, str]:
     """Return the sort key of a problem line: its file and the line number there."""
     file_name, _, after_name = line.partition(":")
     line_number = after_name.partition(":")[0]
-    if not line_number.isdecimal():
-        return file_name, 0, line
-    return file_name, int(line_number), line
+    return file_name, int(line_number) if line_number.isdecimal() else 0, line
 
 
 def _problem_lines(model: type[BaseModel], document: Document, details: ErrorDetails) -> list[str]:
@@ -159,13 +156,12 @@ def _document_path(loc: Path, value: Any) -> Path:
 def _format_problem(document: Document, paths: tuple[Path, ...], message: str) -> str:
     """Return `file:line: key: message` for the first written key, otherwise for the nearest
     section."""
-    for key_path in paths:
-        if key_path in document.marks:
-            return document.marks[key_path].blame(message)
-    mark = document.mark(paths[0])
-    if mark is None:
-        return f"{document.name}: {dotted(paths[0])}: {message}"
-    return Mark(mark.where, dotted(paths[0])).blame(message)
+    written_marks = [document.marks[path] for path in paths if path in document.marks]
+    if written_marks:
+        return written_marks[0].blame(message)
+    section_mark = document.mark(paths[0])
+    where = document.name if section_mark is None else section_mark.where
+    return Mark(where, dotted(paths[0])).blame(message)
 
 
 def _error_text(loc: Path, details: ErrorDetails) -> str:
@@ -175,21 +171,18 @@ def _error_text(loc: Path, details: ErrorDetails) -> str:
     value = details.get("input")
     got_text = f", got {_describe_value(value)}"
     if error_type == "missing":
-        if isinstance(loc[-1], int):
-            return f"needs {loc[-1] + 1} entries"
-        return "this key is required"
+        part = loc[-1]
+        return f"needs {part + 1} entries" if isinstance(part, int) else "this key is required"
     if error_type == "literal_error":
-        choices = _parse_choices(context["expected"])
+        # pydantic has "'a', 'b' or 'c'"
+        parts = context["expected"].replace(" or ", ", ").split(", ")
+        choices = [part.strip().strip("'") for part in parts]
         one_of = "one of " if len(choices) > 1 else ""
-        message = f"must be {one_of}{', '.join(choices)}{got_text}"
-        if isinstance(value, str):
-            message += nearest(value.lower(), choices)
-        return message
+        hint = nearest(value.lower(), choices) if isinstance(value, str) else ""
+        return f"must be {one_of}{', '.join(choices)}{got_text}{hint}"
     if error_type in _EXPECTED_TYPES:
-        message = f"must be {_EXPECTED_TYPES[error_type]}{got_text}"
-        if isinstance(value, str) and _is_number(value):
-            message += " (drop the quotes)"
-        return message
+        hint = " (drop the quotes)" if isinstance(value, str) and _is_number(value) else ""
+        return f"must be {_EXPECTED_TYPES[error_type]}{got_text}{hint}"
     if error_type in _BOUND_SIGNS:
         sign, limit_name = _BOUND_SIGNS[error_type]
         return f"must be {sign} {context[limit_name]}{got_text}"
@@ -243,11 +236,6 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _parse_choices(expected: str) -> list[str]:
-    """Parse pydantic's "'a', 'b' or 'c'" into ["a", "b", "c"]."""
-    return [choice.strip().strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
-
-
 def _unknown_key_hints(
     model: type[BaseModel], path: Path, value: Any
 ) -> Iterator[tuple[Path, str]]:
@@ -260,9 +248,7 @@ def _unknown_key_hints(
         yield path, f"; with dots it is an override, in a file it is {nested_form}"
         return
     section_keys = _keys_of_section(model, path[:-1])
-    foreign_paths: list[Path] = []
-    if model is RunConfig:
-        foreign_paths = list(foreign_keys(path, value))
+    foreign_paths = list(foreign_keys(path, value)) if model is RunConfig else []
     if foreign_paths and not nearest(last_name, section_keys, cutoff=0.85):
         for foreign_path in foreign_paths:
             yield foreign_path, f"; {explain(foreign_path)}"
@@ -322,8 +308,6 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple, list, Annotated):
-        for argument in typing.get_args(annotation):
-            section = section_in(argument)
-            if section is not None:
-                return section
+        sections = map(section_in, typing.get_args(annotation))
+        return next((section for section in sections if section is not None), None)
     return None

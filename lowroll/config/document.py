@@ -21,8 +21,7 @@ Path = tuple[str | int, ...]
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
 _NULL = re.compile(r"|~|null|Null|NULL")
-_TRUE = re.compile(r"true|True|TRUE")
-_FALSE = re.compile(r"false|False|FALSE")
+_BOOLEAN = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,99})")
 _HEX = re.compile(r"0x[0-9a-fA-F]{1,32}|0o[0-7]{1,48}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -60,49 +59,34 @@ class Document:
     def mark(self, path: Path) -> Mark | None:
         """Return the mark of a path, of the first key beneath it, or of the nearest section above
         it."""
-        if path in self.marks:
-            return self.marks[path]
-        for written_path, mark in self.marks.items():
-            if written_path[: len(path)] == path:
-                return mark
-        for end in range(len(path) - 1, 0, -1):
-            if path[:end] in self.marks:
-                return self.marks[path[:end]]
-        return None
+        inner_paths = (written for written in self.marks if written[: len(path)] == path)
+        outer_paths = (path[:end] for end in range(len(path) - 1, 0, -1))
+        candidates = (path, *inner_paths, *outer_paths)
+        return next((self.marks[one] for one in candidates if one in self.marks), None)
 
-    def wrap(self, path: Path) -> None:
-        """Replace the value at a marked path by a list that holds it alone; what was written
-        beneath it keeps its marks, at index 0."""
-        mark = self.marks[path]
-        parent: Any = self.value
-        for depth, part in enumerate(path[:-1]):
-            parent = _get_child(parent, part, path[: depth + 1], mark)
-        item = _get_child(parent, path[-1], path, mark)
-        _set_child(parent, path[-1], [item], path, mark)
-        inner_paths = [p for p in self.marks if p[: len(path)] == path and len(p) > len(path)]
-        inner_marks = {inner_path: self.marks.pop(inner_path) for inner_path in inner_paths}
-        for inner_path, inner_mark in inner_marks.items():
-            self.marks[(*path, 0, *inner_path[len(path) :])] = inner_mark
+    def marks_at(self, path: Path) -> dict[Path, Mark]:
+        """Return the marks of a path and of all beneath it, by the rest of their paths."""
+        length = len(path)
+        return {one[length:]: mark for one, mark in self.marks.items() if one[:length] == path}
+
+    def wrap(self, key: str) -> None:
+        """Replace the section at a top key by a list of it alone, whose marks then have index 0."""
+        marks = self.marks_at((key,))
+        self.put((key,), [self.value[key]], marks.pop((), Mark(self.name, key)))
+        self.marks |= {(key, 0, *rest): mark for rest, mark in marks.items()}
 
     def move(self, old: Path, new: Path, mark: Mark) -> None:
-        """Move a value, with all marks beneath it, between sections. mark: where it was written."""
-        moved_marks = {
-            path: kept_mark for path, kept_mark in self.marks.items() if path[: len(old)] == old
-        }
+        """Move a value, with its marks, between sections. mark: where it was written."""
+        marks = self.marks_at(old)
         self.put(new, self.drop(old), mark)
-        self.marks |= {
-            (*new, *path[len(old) :]): kept_mark for path, kept_mark in moved_marks.items()
-        }
+        self.marks |= {(*new, *rest): kept_mark for rest, kept_mark in marks.items()}
 
     def drop(self, path: Path) -> Any:
-        """Remove and return a value of sections, with all marks beneath it."""
+        """Remove and return a value of sections, with its marks."""
         node: Any = self.value
         for part in path[:-1]:
             node = node[part]
-        for path_beneath in [
-            marked_path for marked_path in self.marks if marked_path[: len(path)] == path
-        ]:
-            del self.marks[path_beneath]
+        self._drop_marks(path)
         return node.pop(path[-1])
 
     def put(self, path: Path, value: Any, mark: Mark) -> None:
@@ -111,45 +95,40 @@ class Document:
         for depth, part in enumerate(path[:-1]):
             child = _get_child(node, part, path[: depth + 1], mark)
             if child is None:
-                child = {}
-                _set_child(node, part, child, path[: depth + 1], mark)
+                child = node[part] = {}
             node = child
-        _set_child(node, path[-1], value, path, mark)
-        for old_path in [old_path for old_path in self.marks if old_path[: len(path)] == path]:
-            del self.marks[old_path]
+        _get_child(node, path[-1], path, mark)
+        node[path[-1]] = value
+        self._drop_marks(path)
         self.marks[path] = mark
+
+    def _drop_marks(self, path: Path) -> None:
+        for rest in self.marks_at(path):
+            del self.marks[(*path, *rest)]
 
 
 def dotted(path: Path) -> str:
     """Format a path: ("env", 0, "id") -> "env[0].id"."""
-    text = ""
-    for part in path:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        else:
-            text += f".{part}" if text else part
-    return text
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".")
 
 
 def parse(text: str, name: str) -> Document:
     """Read one YAML mapping. ConfigError names the file, the line and the key."""
-    document = Document({}, name=name)
     node = _compose(text, name)
     if node is None:
-        return document
+        return Document({}, name=name)
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{name}:{node.start_mark.line + 1}: a mapping of keys is needed here")
-    document.value = _to_plain_value(node, (), document.marks, name)
-    return document
+    marks: dict[Path, Mark] = {}
+    return Document(_to_dict(node, (), marks, name), marks, name)
 
 
 def parse_value(text: str, mark: Mark) -> Any:
     """Parse the value of an override. ConfigError names its mark."""
     try:
         node = _compose(text, mark.key)
-        if node is None:
-            return None
-        return _to_plain_value(node, (), {}, mark.key)
+        return None if node is None else _to_plain_value(node, (), {}, mark.key)
     except ConfigError as error:
         message = str(error).removeprefix(f"{mark.key}:1: ").removeprefix(f"{mark.key}: ")
         raise ConfigError(mark.blame(message)) from None
@@ -160,7 +139,7 @@ def resolve_plain(text: str) -> Any:
     differently."""
     if _NULL.fullmatch(text):
         return None
-    if _TRUE.fullmatch(text) or _FALSE.fullmatch(text):
+    if _BOOLEAN.fullmatch(text):
         return text[0] in "tT"
     if _YES_OR_NO.fullmatch(text):
         boolean = "true" if text.lower() in ("yes", "on") else "false"
@@ -184,9 +163,7 @@ def resolve_plain(text: str) -> Any:
 
 
 def clip(text: str) -> str:
-    if len(text) <= 60:
-        return text
-    return text[:60] + "..."
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _compose(text: str, name: str) -> yaml.Node | None:
@@ -273,22 +250,12 @@ def _to_dict(
 
 
 def _get_child(node: Any, part: str | int, path: Path, mark: Mark) -> Any:
-    """Return the value at a key or an index of a node. ConfigError for an impossible one."""
+    """Return the value at a key (None: absent) or an index. ConfigError for an impossible one."""
     if isinstance(node, dict) and isinstance(part, str):
         return node.get(part)
     if isinstance(node, list) and isinstance(part, int) and part < len(node):
         return node[part]
     raise ConfigError(mark.blame(f"{dotted(path[:-1])} has no {part}"))
-
-
-def _set_child(node: Any, part: str | int, value: Any, path: Path, mark: Mark) -> None:
-    """Set the value at a key or an index of a node. ConfigError for an impossible one."""
-    if isinstance(node, dict) and isinstance(part, str):
-        node[part] = value
-    elif isinstance(node, list) and isinstance(part, int) and part < len(node):
-        node[part] = value
-    else:
-        raise ConfigError(mark.blame(f"{dotted(path[:-1])} has no {part}"))
 
 
 class ConfigDumper(yaml.SafeDumper):
@@ -304,9 +271,8 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
         plain = resolve_plain(text) == text
     except ValueError:
         plain = False
-    style = None if plain else "'"
-    if not text.isprintable():
-        style = '"'
+    quotes = None if plain else "'"
+    style = quotes if text.isprintable() else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

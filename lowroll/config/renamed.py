@@ -1,8 +1,7 @@
 """Renamed and removed keys of the configuration.
 
 An old name works for one version, in files, overrides and run folders, with a note; then its row is
-removed. Old and new together are refused. A key that became a constant is dropped with a note while
-it has the constant's value; another value is refused.
+removed. A key that became a constant is dropped with a note, unless it has another value.
 """
 
 from __future__ import annotations
@@ -42,55 +41,38 @@ def carry_over(document: Document) -> list[str]:
     is not the one that still works.
     """
     notes = []
-    for old, removed in GONE.items():
+    for old in (*GONE, *RENAMED):
         old_path = _key_path(old)
         if not _is_present(document.value, old_path):
             continue
         mark = document.marks.get(old_path) or Mark(document.name, old)
-        value = document.drop(old_path)
-        if removed.value is not None and value != removed.value:
-            raise ConfigError(
-                mark.blame(f"the key is gone, and only {removed.value} works: {removed.instead}")
-            )
-        notes.append(mark.blame(f"the key is gone, and ignored: {removed.instead}"))
-    for old, new in RENAMED.items():
-        old_path = _key_path(old)
-        new_path = _key_path(new)
-        if not _is_present(document.value, old_path):
+        if old in GONE:
+            instead, constant = GONE[old]
+            if document.drop(old_path) != constant and constant is not None:
+                raise ConfigError(
+                    mark.blame(f"the key is gone, and only {constant} works: {instead}")
+                )
+            notes.append(mark.blame(f"the key is gone, and ignored: {instead}"))
             continue
-        mark = document.marks.get(old_path) or Mark(document.name, old)
-        if _is_present(document.value, new_path):
+        new = RENAMED[old]
+        if _is_present(document.value, _key_path(new)):
             raise ConfigError(mark.blame(_given_twice_message(new)))
-        document.move(old_path, new_path, mark)
-        notes.append(mark.blame(_rename_note(new)))
+        document.move(old_path, _key_path(new), mark)
+        notes.append(mark.blame(rename_note(new)))
     return notes
 
 
-class Override(NamedTuple):
-    """An override by its new name, the key as written, and a note if they differ, else ""."""
-
-    key: str
-    value: Any
-    written_key: str
-    note: str
-
-
-def renamed_overrides(pairs: list[tuple[str, Any]]) -> Iterator[Override]:
-    """Yield the overrides, (key, value) each, by their new names. ConfigError names both keys when
-    two different ones are names of the same setting."""
+def renamed_overrides(pairs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Mark]]:
+    """Yield the overrides, (key, value) each, by their new names, with marks of the written ones.
+    ConfigError names both keys when two different ones are names of the same setting."""
     written_keys: dict[str, str] = {}  # by the new name
     for written_key, value in pairs:
         key = _current_name(written_key)
         first_key = written_keys.setdefault(key, written_key)
         if first_key != written_key:
-            old, new = first_key, written_key
-            if first_key == key:
-                old, new = written_key, first_key
+            old, new = (written_key, first_key) if first_key == key else (first_key, written_key)
             raise ConfigError(Mark("override", old).blame(_given_twice_message(new)))
-        note = ""
-        if written_key != key:
-            note = Mark("override", written_key).blame(_rename_note(key))
-        yield Override(key, value, written_key, note)
+        yield key, value, Mark("override", written_key)
 
 
 def renamed_tree(tree: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +102,7 @@ def _is_present(value: Any, path: Path) -> bool:
     return True
 
 
-def _rename_note(new: str) -> str:
+def rename_note(new: str) -> str:
     return f"its name is {new} now; the old one works in this version, and not in the next"
 
 
