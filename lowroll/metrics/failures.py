@@ -6,12 +6,11 @@ Responses are untrusted data: every text is escaped and cut.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowroll.metrics.page import escape, page, transcript
+from lowroll.metrics.page import escape, gold_answer, page, transcript
 
 MOST = 100  # examples shown of a set
 LONGEST = 8000  # characters of a text
@@ -89,8 +88,11 @@ def _failure_details(one: Failure) -> str:
     solved_counts = " · ".join(
         f"{result.name} {result.solved}/{result.count}" for result in one.attempts
     )
+    scorer_data = {
+        key: value for key, value in one.info.items() if key not in ("row", "split", "place")
+    }
     question = escape(" ".join(str(one.messages[-1].get("content", "")).split()), _SUMMARY_LENGTH)
-    texts = [("asked", transcript(one.messages)), ("gold answer", _gold_answer(one.info))]
+    texts = [("asked", transcript(one.messages)), ("gold answer", gold_answer(scorer_data))]
     for attempt in one.attempts:
         if attempt.wrong is not None:
             note = f", {attempt.note}" if attempt.note else ""
@@ -101,12 +103,3 @@ def _failure_details(one: Failure) -> str:
     )
     summary = f"<b>{escape(solved_counts, 200)}</b><i>{escape(one.id, 80)}</i>{question}"
     return f"<details class=sample><summary>{summary}</summary>{body}</details>\n"
-
-
-def _gold_answer(info: dict[str, Any]) -> str:
-    scorer_data = {
-        key: value for key, value in info.items() if key not in ("row", "split", "place")
-    }
-    if "answer" in scorer_data:
-        return str(scorer_data["answer"])
-    return json.dumps(scorer_data, ensure_ascii=False) if scorer_data else "none is stored"

@@ -153,7 +153,7 @@ class LiveView:
         words = [
             f"step {record.get('step', 0):>4}/{self.total_steps}",
             f"reward {_number(record.get('reward/mean'), '.3f')} {sparkline(self._rewards, 8)}".rstrip(),
-            f"kl {_number(_kl(record), '.1e')}",
+            f"kl {_number(record.get('mismatch/kl_k3'), '.1e')}",
             f"entropy {_number(_entropy(record), '.3f')}",
             f"len {_number(record.get('rollout/length_mean'), '.1f')}",
             f"gen {_number(record.get('perf/generate_tokens_per_second'), '.0f')} tok/s",
@@ -241,7 +241,7 @@ class LiveView:
             ]
         return [
             reward,
-            cell("kl to behaviour", _kl(record), ".1e"),
+            cell("kl to behaviour", record.get("mismatch/kl_k3"), ".1e"),
             cell("entropy", _entropy(record), ".3f"),
             cell("grad norm", record.get("optim/grad_norm"), ".3g"),
             cell("length", record.get("rollout/length_mean"), ".1f", " tokens"),
@@ -297,26 +297,23 @@ def kv_words(record: Mapping[str, Any]) -> list[str]:
     if "kv/saving_peak" not in record:
         return []
     words = [f"kv {_number(_percent(record['kv/saving_peak']), '.0f')} % saved"]
-    if (share := record.get("correction/rejected_sequence_fraction")) is not None:
-        words.append(f"rejected {_number(_percent(share), '.1f')} %")
-    if (share := record.get("correction/repaired_sequence_fraction")) is not None:
-        words.append(f"repaired {_number(_percent(share), '.1f')} %")
+    for kind in ("rejected", "repaired"):
+        if (share := record.get(f"correction/{kind}_sequence_fraction")) is not None:
+            words.append(f"{kind} {_number(_percent(share), '.1f')} %")
     return words
 
 
 def guard_words(record: Mapping[str, Any]) -> list[str]:
     """Return a step's alarms and the guard's actions so far, in two words each."""
-    nonzero_names = [name for name, value in record.items() if name.startswith("guard/") and value]
     action_words = {
         "guard/tightened": "tightened",
         "guard/fallbacks": "fell back",
         "guard/choices": "chose formats again",
     }
     return [
-        f"{action_words[name]} {record[name]:.0f}x"
-        if name in action_words
-        else name.replace("/", ": ")
-        for name in nonzero_names
+        f"{action_words[name]} {value:.0f}x" if name in action_words else name.replace("/", ": ")
+        for name, value in record.items()
+        if name.startswith("guard/") and value
     ]
 
 
@@ -339,10 +336,6 @@ def duration(seconds: float) -> str:
     if total_seconds < 3600:
         return f"{total_seconds // 60}m{total_seconds % 60:02d}s"
     return f"{total_seconds // 3600}h{total_seconds % 3600 // 60:02d}m"
-
-
-def _kl(record: Mapping[str, Any]) -> object:
-    return record.get("mismatch/kl_k3")
 
 
 def _entropy(record: Mapping[str, Any]) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,13 @@ def escape(value: object, limit: int) -> str:
 def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return chat messages as lines."""
     return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in messages)
+
+
+def gold_answer(info: Mapping[str, Any]) -> str:
+    """Return the answer in a scorer's data, else the data as JSON."""
+    if "answer" in info:
+        return str(info["answer"])
+    return json.dumps(info, ensure_ascii=False) if info else "none is stored"
 
 
 def page(title: str, body: str) -> str:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from lowroll.metrics.live import drawn_at
@@ -246,12 +247,14 @@ PLOTS: tuple[Plot, ...] = (
 
 def reward_plot(records: Sequence[Record]) -> Plot:
     """Return the plot of the rollouts' reward and every environment's evaluation."""
-    envs = sorted(
-        {name for record in records for name in record if re.fullmatch(r"reward/.+/mean", name)}
-    )
+    envs = {name for record in records for name in record if re.fullmatch(r"reward/.+/mean", name)}
     evals = evaluated(records)
     lines = [Curve("reward/mean", "rollouts")]
-    lines += [Curve(name, middle(name)) for name in envs if len(envs) > 1]
+    lines += [
+        Curve(name, name.removeprefix("reward/").removesuffix("/mean"))
+        for name in sorted(envs)
+        if len(envs) > 1
+    ]
     lines += [
         Curve(name, f"held out, {sampling}" + (f": {env}" if len(evals) > 2 else ""), points=True)
         for name, env, sampling in evals
@@ -270,23 +273,14 @@ def evaluated(records: Sequence[Record]) -> list[tuple[str, str, str]]:
     .../sampled_reward), its environment, and how it was sampled."""
     names = {name.removesuffix("_before") for record in records for name in record}
     sampling_by_kind = {
-        "reward": drawn_at(_first_value(records, "eval/temperature")),
-        "sampled_reward": drawn_at(_first_value(records, "rollout/temperature")),
+        kind: drawn_at(next((record[name] for record in records if name in record), None))
+        for kind, name in (
+            ("reward", "eval/temperature"),
+            ("sampled_reward", "rollout/temperature"),
+        )
     }
-    rewards = []
-    for name in sorted(names):
-        if match := _EVAL_METRIC.fullmatch(name):
-            env, kind = match.groups()
-            rewards.append((name, env, sampling_by_kind[kind]))
-    return rewards
-
-
-def _first_value(records: Sequence[Record], name: str) -> Any:
-    return next((record[name] for record in records if name in record), None)
-
-
-def middle(metric: str) -> str:
-    return metric.split("/", 1)[1].rsplit("/", 1)[0]
+    matches = filter(None, map(_EVAL_METRIC.fullmatch, sorted(names)))
+    return [(match[0], match[1], sampling_by_kind[match[2]]) for match in matches]
 
 
 def length_plot(records: Sequence[Record]) -> Plot:
@@ -312,14 +306,11 @@ def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[fl
     """Return steps and values of `metric` where recorded. A measurement before a step belongs to
     the previous step."""
     pairs = [
-        (record["step"], record[metric]) for record in records if record.get(metric) is not None
-    ]
-    metric_before = f"{metric}_before"
-    pairs = [
-        (record["step"] - 1, record[metric_before])
+        (record["step"] - is_before, record[name])
+        for name, is_before in ((f"{metric}_before", True), (metric, False))
         for record in records
-        if record.get(metric_before) is not None
-    ] + pairs
+        if record.get(name) is not None
+    ]
     return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
 
 
@@ -334,12 +325,8 @@ def with_gaps(
 
 def _isolated_indices(values: Sequence[float]) -> list[int]:
     """Return the indices of isolated values, which no line would show."""
-    is_number = [False, *(not math.isnan(value) for value in values), False]
-    return [
-        i - 1
-        for i in range(1, len(is_number) - 1)
-        if is_number[i] and not (is_number[i - 1] or is_number[i + 1])
-    ]
+    gaps = [True, *map(math.isnan, values), True]
+    return [i for i in range(len(values)) if gaps[i] and not gaps[i + 1] and gaps[i + 2]]
 
 
 def present(records: Sequence[Record], plot: Plot) -> list[Curve]:
@@ -402,28 +389,20 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
             for line, (steps, values) in series_by_line.items()
         }
     covered_by_covering = _covering_lines(series_by_line, plot)
-    for colour, line in zip(_colour_cycle(len(lines)), lines, strict=True):
+    for line, colour in zip(lines, cycle(_COLOURS), strict=False):
         steps, values = series_by_line[line]
         line_axes = right_axes if line.right and right_axes else axes
-        style: Any = "--" if line.right else "-"
-        width = 1.6
-        if line in covered_by_covering:
-            style = (0, (2.5, 2.5))  # dashes, through which the covered line is seen
-        elif line in covered_by_covering.values():
-            width = 3.2  # stays visible under the dashes of the line that covers it
+        style: Any = {"color": colour, "label": _label(line), "linewidth": 1.6}
         if line.points:
-            line_axes.plot(
-                steps,
-                values,
-                "o-",
-                color=colour,
-                label=_label(line),
-                markersize=4.5,
-                linewidth=1.4,
-                zorder=4,
-            )
-        else:
-            _draw_curve(line_axes, records, line, steps, values, colour, style, width)
+            style |= {"linewidth": 1.4, "marker": "o", "markersize": 4.5, "zorder": 4}
+            line_axes.plot(steps, values, **style)
+            continue
+        style["linestyle"] = "--" if line.right else "-"
+        if line in covered_by_covering:
+            style["linestyle"] = (0, (2.5, 2.5))  # dashes, through which the covered line is seen
+        elif line in covered_by_covering.values():
+            style["linewidth"] = 3.2  # stays visible under the dashes of the line that covers it
+        _draw_curve(line_axes, records, line, values, style)
         if line.metric == "reward/mean":
             _draw_band(axes, records, colour)
     if plot.log and any(value for _, values in series_by_line.values() for value in values):
@@ -435,32 +414,18 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
 
 
 def _draw_curve(
-    axes: Axes,
-    records: Sequence[Record],
-    line: Curve,
-    steps: list[float],
-    values: list[float],
-    colour: str,
-    style: Any,
-    width: float,
+    axes: Axes, records: Sequence[Record], line: Curve, values: list[float], style: dict[str, Any]
 ) -> None:
     """Draw a curve with gaps at lost records; a long one as its running mean over the faded values."""
+    steps = series(records, line.metric)[0]
     if len(steps) >= _SMOOTH_FROM and not line.right:
-        axes.plot(*with_gaps(records, steps, values), color=colour, linewidth=0.8, alpha=0.35)
+        gapped = with_gaps(records, steps, values)
+        axes.plot(*gapped, color=style["color"], linewidth=0.8, alpha=0.35)
         values = _running_mean(values, max(5, len(values) // 25))
     xs, ys = with_gaps(records, steps, values)
-    isolated = _isolated_indices(ys)
-    axes.plot(
-        xs,
-        ys,
-        linestyle=style,
-        marker="o" if isolated else None,
-        markersize=4,
-        markevery=isolated,
-        color=colour,
-        label=_label(line),
-        linewidth=width,
-    )
+    if isolated := _isolated_indices(ys):
+        style |= {"marker": "o", "markersize": 4, "markevery": isolated}
+    axes.plot(xs, ys, **style)
 
 
 def _finish_right_axis(axes: Axes, right_axes: Axes, unit: str) -> None:
@@ -488,7 +453,10 @@ def _covering_lines(
     covered: dict[Curve, Curve] = {}  # by the line that covers it
     for right in (False, True):
         lines = [line for line in data if line.right == right and not line.points and data[line][1]]
-        heights = {line: _heights_on_axis(data[line][1], plot.log) for line in lines}
+        heights = {
+            line: [math.log(value) if plot.log and value > 0 else value for value in data[line][1]]
+            for line in lines
+        }
         extremes = [height for line in lines for height in heights[line]]
         if not extremes:
             continue
@@ -504,11 +472,6 @@ def _covering_lines(
                     covered[line] = covered.get(earlier, earlier)
                     break
     return covered
-
-
-def _heights_on_axis(values: Sequence[float], log: bool) -> list[float]:
-    """Return the values as heights, with equal distances where the axis has them."""
-    return [math.log(value) if log and value > 0 else value for value in values]
 
 
 def _log_scale(axes: Axes) -> None:
@@ -534,14 +497,12 @@ def _power_label(value: float, _: object) -> str:
 def _draw_band(axes: Axes, records: Sequence[Record], colour: str) -> None:
     """Shade one standard deviation of the rewards around their mean."""
     rows = [
-        (r["step"], r["reward/mean"], r["reward/std"])
+        (r["step"], r["reward/mean"] - r["reward/std"], r["reward/mean"] + r["reward/std"])
         for r in records
         if r.get("reward/mean") is not None and r.get("reward/std") is not None
     ]
     if len(rows) > 1:
-        steps, means, deviations = (list(column) for column in zip(*rows, strict=True))
-        lows = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
-        highs = [mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
+        steps, lows, highs = (list(column) for column in zip(*rows, strict=True))
         xs, low_ys = with_gaps(records, steps, lows)
         _, high_ys = with_gaps(records, steps, highs)
         axes.fill_between(xs, low_ys, high_ys, color=colour, alpha=0.13, linewidth=0)
@@ -552,7 +513,7 @@ def _draw_stack(axes: Axes, records: Sequence[Record], lines: Sequence[Curve]) -
     steps = [record["step"] for record in records]
     bottoms = [0.0] * len(steps)
     width = 0.85 * min((b - a for a, b in zip(steps, steps[1:], strict=False)), default=1)
-    for colour, line in zip(_colour_cycle(len(lines)), lines, strict=True):
+    for line, colour in zip(lines, cycle(_COLOURS), strict=False):
         values = [float(record.get(line.metric) or 0.0) for record in records]
         tops = [low + value for low, value in zip(bottoms, values, strict=True)]
         if len(steps) >= _SMOOTH_FROM:
@@ -612,7 +573,3 @@ def _label(line: Curve) -> str:
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
     windows = (values[max(0, i - window + 1) : i + 1] for i in range(len(values)))
     return [sum(recent) / len(recent) for recent in windows]
-
-
-def _colour_cycle(count: int) -> list[str]:
-    return [_COLOURS[index % len(_COLOURS)] for index in range(count)]

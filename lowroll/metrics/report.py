@@ -9,9 +9,9 @@ from __future__ import annotations
 import html
 import json
 import os
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from lowroll.checkpoint.files import read_file, write_file
@@ -20,7 +20,6 @@ from lowroll.metrics.names import METRICS, find
 from lowroll.metrics.page import REPORT_FILE, escape, is_report, page
 from lowroll.metrics.plots import (
     PLOTS,
-    Plot,
     draw,
     evaluated,
     length_plot,
@@ -69,10 +68,12 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     if not os.access(out.parent, os.W_OK):  # fails before the plots are drawn
         raise ValueError(f"{out.parent}: cannot be written to; name another file with --out")
     records = read(run_dir)
-    notes: list[str] = []
-    if not records:
-        notes.append("no metrics yet: metrics.jsonl is absent or empty")
-    notes += _lost_notes(records)
+    notes = [] if records else ["no metrics yet: metrics.jsonl is absent or empty"]
+    if lost_steps := [record["step"] for record in records if record.get(LOST)]:
+        notes.append(
+            f"metrics.jsonl: the records of {spans(lost_steps)} are lost (damaged or missing on "
+            "disk); the curves have gaps there"
+        )
     about = _read_about(run_dir, notes)
     supervised = _is_supervised(about, records)
     title = _run_title(run_dir, about, supervised)
@@ -89,16 +90,6 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     ]
     write_file(out, page(escape(title, 200), "\n".join(body)).encode(errors="replace"))
     return out
-
-
-def _lost_notes(records: Sequence[Record]) -> list[str]:
-    steps = [record["step"] for record in records if record.get(LOST)]
-    if not steps:
-        return []
-    return [
-        f"metrics.jsonl: the records of {spans(steps)} are lost (damaged or missing on disk); the curves have gaps "
-        "there"
-    ]
 
 
 def _read_about(run_dir: Path, notes: list[str]) -> Record:
@@ -142,24 +133,16 @@ def _run_title(run_dir: Path, about: Record, supervised: bool) -> str:
 def _header_section(
     run_dir: Path, title: str, about: Record, records: Sequence[Record], supervised: bool
 ) -> str:
-    omitted_names = {"title", "command", "algorithm"}
-    if supervised:
-        omitted_names |= set(_ROLLOUT_FACTS)
-    names = [
-        name
-        for name in dict.fromkeys([*_HEADER_FACTS, *about])
-        if about.get(name) and name not in omitted_names
-    ]
+    omitted_names = ("title", "command", "algorithm", *(_ROLLOUT_FACTS if supervised else ()))
     facts = "".join(
         f"<dt>{escape(name.replace('_', ' '), 40)}</dt><dd>{escape(about[name], 300)}</dd>"
-        for name in names
+        for name in dict.fromkeys([*_HEADER_FACTS, *about])
+        if about.get(name) and name not in omitted_names
     )
     name = about.get("title") or run_dir.resolve().name
-    step_range = "no steps"
-    if records:
-        step_range = f"steps {records[0]['step']} to {records[-1]['step']}"
-    num_lost = sum(bool(record.get(LOST)) for record in records)
-    if num_lost:
+    steps = [record["step"] for record in records]
+    step_range = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
+    if num_lost := sum(bool(record.get(LOST)) for record in records):
         step_range += f", {num_lost} of their records lost"
     return (
         f"<header><h1>{escape(title, 200)}</h1><p class=sub>{escape(name, 200)}, {step_range}</p><dl>{facts}</dl>"
@@ -183,13 +166,12 @@ def _change_section(records: Sequence[Record], supervised: bool, notes: list[str
         row("loss on demonstrations", "negative log-prob, nats a token", "sft/loss", _EDGE_STEPS)
     held_out = evaluated(records)
     for metric, env, sampling in held_out:
-        row(f"{env}: held out, {sampling}", "mean reward", metric, 1)
-        row(
+        label, pass_at_1 = (
             f"{env}: held out, {sampling}",
-            "share of right responses",
             metric.removesuffix("reward") + "pass_at_1",
-            1,
         )
+        row(label, "mean reward", metric, 1)
+        row(label, "share of right responses", pass_at_1, 1)
     row("training prompts, sampled", "mean reward", "reward/mean", _EDGE_STEPS)
     if records and not supervised and not held_out:
         notes.append("nothing was measured on held-out prompts: eval.interval was not set")
@@ -205,75 +187,70 @@ def _before_and_after(steps: list[float], values: list[float], edge: int) -> str
     edge = max(1, min(edge, len(values) // 2))
     before = _mean_cell(steps[:edge], values[:edge])
     after = _mean_cell(steps[-edge:], values[-edge:])
-    if len(values) == 1:
-        if steps[0] < 1:
-            after = "<td>not measured</td>"
-        else:
-            before = "<td>not measured</td>"
-    return before + after
+    if len(values) > 1:
+        return before + after
+    missing = "<td>not measured</td>"
+    return before + missing if steps[0] < 1 else missing + after
 
 
 def _mean_cell(steps: list[float], values: list[float]) -> str:
-    mean = statistics.fmean(values)
+    mean = fmean(values)
     return f"<td class=num><b>{mean:.3f}</b><small>{_describe_steps(steps)}</small></td>"
 
 
 def _describe_steps(steps: Sequence[float]) -> str:
-    first_step = f"{steps[0]:.0f}"
-    last_step = f"{steps[-1]:.0f}"
-    if first_step != last_step:
-        return f"steps {first_step} to {last_step}"
-    return f"after step {last_step}" if steps[0] else "before step 1"
+    if steps[0] != steps[-1]:
+        return f"steps {steps[0]:.0f} to {steps[-1]:.0f}"
+    return f"after step {steps[0]:.0f}" if steps[0] else "before step 1"
+
+
+def _last(values: Sequence[float]) -> float:
+    return values[-1]
+
+
+# metric, label, how its values become one, the form of that, and what it is
+_TILES: tuple[
+    tuple[str, str, Callable[[Sequence[float]], float], Callable[[float], str], str], ...
+] = (
+    ("mismatch/kl_k3", "mismatch KL", median, "{:.1e}".format, "median, nats"),
+    ("mismatch/ess", "effective sample size", min, "{:.3f}".format, "lowest"),
+    ("kv/saving_peak", "KV tokens saved", median, "{:.0%}".format, "median, at the peak"),
+    ("correction/rejected_sequence_fraction", "responses rejected", fmean, "{:.1%}".format, "mean"),
+    (
+        "spread/sequence_std",
+        "spread before learning",
+        median,
+        "{:.1e}".format,
+        "nats, std over sequences",
+    ),
+    (
+        "critic/explained_variance",
+        "critic: explained variance",
+        _last,
+        "{:.3f}".format,
+        "last step",
+    ),
+    ("perf/generate_tokens_per_second", "generation", median, "{:,.0f} tok/s".format, "median"),
+    ("perf/learn_tokens_per_second", "learning", median, "{:,.0f} tok/s".format, "median"),
+    ("rollout/tokens", "tokens generated", sum, "{:,.0f}".format, "in all"),
+    ("sft/tokens", "tokens learnt from", sum, "{:,.0f}".format, "in all"),
+    ("time/step", "time", sum, duration, "in all"),
+    ("time/step", "time a step", median, "{:.2f} s".format, "median"),
+    ("optim/skipped", "updates skipped", sum, "{:.0f}".format, "not finite"),
+    ("reward/error_rate", "score errors", fmean, "{:.1%}".format, "of the rollouts"),
+)
+_REJECTED = "correction/rejected_sequence_fraction"  # shown beside the mean of the weights
 
 
 def _tiles_section(records: Sequence[Record]) -> str:
-    tiles: list[tuple[str, str, str]] = []
-
-    def single(
-        name: str, label: str, form: str, reduce: Any = statistics.median, hint: str = "median"
-    ) -> None:
-        if values := series(records, name)[1]:
-            tiles.append((label, form.format(reduce(values)), hint))
-
-    single("mismatch/kl_k3", "mismatch KL", "{:.1e}", hint="median, nats")
-    single("mismatch/ess", "effective sample size", "{:.3f}", min, "lowest")
-    single("kv/saving_peak", "KV tokens saved", "{:.0%}", hint="median, at the peak")
-    if series(records, "mismatch/weight_mean")[0]:
-        single(
-            "correction/rejected_sequence_fraction",
-            "responses rejected",
-            "{:.1%}",
-            statistics.fmean,
-            "mean",
-        )
-    single(
-        "spread/sequence_std", "spread before learning", "{:.1e}", hint="nats, std over sequences"
-    )
-    single(
-        "critic/explained_variance",
-        "critic: explained variance",
-        "{:.3f}",
-        lambda values: values[-1],
-        "last step",
-    )
-    single("perf/generate_tokens_per_second", "generation", "{:,.0f} tok/s")
-    single("perf/learn_tokens_per_second", "learning", "{:,.0f} tok/s")
-    single("rollout/tokens", "tokens generated", "{:,.0f}", sum, "in all")
-    single("sft/tokens", "tokens learnt from", "{:,.0f}", sum, "in all")
-    if seconds := series(records, "time/step")[1]:
-        tiles.append(
-            ("time", duration(sum(seconds)), f"{statistics.median(seconds):.2f} s a step (median)")
-        )
-    single("optim/skipped", "updates skipped", "{:.0f}", sum, "not finite")
-    single("reward/error_rate", "score errors", "{:.1%}", statistics.fmean, "of the rollouts")
-    if not tiles:
-        return ""
-    cells = "".join(
-        f"<div class=tile><span>{html.escape(label)}</span><b>{html.escape(value)}</b>"
+    has_weights = bool(series(records, "mismatch/weight_mean")[0])
+    cells = [
+        f"<div class=tile><span>{html.escape(label)}</span><b>{form(reduce(values))}</b>"
         f"<small>{html.escape(hint)}</small></div>"
-        for label, value, hint in tiles
-    )
-    return f"<section class=tiles>{cells}</section>"
+        for name, label, reduce, form, hint in _TILES
+        if (values := series(records, name)[1]) and (has_weights or name != _REJECTED)
+    ]
+    return f"<section class=tiles>{''.join(cells)}</section>" if cells else ""
 
 
 def _plots(records: Sequence[Record], supervised: bool, notes: list[str]) -> str:
@@ -282,23 +259,17 @@ def _plots(records: Sequence[Record], supervised: bool, notes: list[str]) -> str
     for plot in (reward_plot(records), *PLOTS, length_plot(records)):
         if reason := silent(records, plot):
             titles_by_reason.setdefault(reason, []).append(plot.title)
-        else:
-            figures.append(_figure(records, plot))
+            continue
+        figures.append(
+            f"<figure><figcaption><b>{html.escape(plot.title)}</b> {html.escape(plot.caption)}"
+            f"</figcaption>{draw(records, plot)}</figure>"
+        )
     if records and not supervised:
         notes += [
             f"not plotted, because {reason}: {', '.join(titles)}"
             for reason, titles in titles_by_reason.items()
         ]
-    if not figures:
-        return ""
-    return f"<section class=plots>{''.join(figures)}</section>"
-
-
-def _figure(records: Sequence[Record], plot: Plot) -> str:
-    return (
-        f"<figure><figcaption><b>{html.escape(plot.title)}</b> {html.escape(plot.caption)}</figcaption>"
-        f"{draw(records, plot)}</figure>"
-    )
+    return f"<section class=plots>{''.join(figures)}</section>" if figures else ""
 
 
 def _guard_section(records: Sequence[Record]) -> str:
@@ -318,21 +289,17 @@ def _guard_section(records: Sequence[Record]) -> str:
         previous_words = words
     if not rows:
         return ""
-    omitted_note = ""
-    if len(rows) > _MAX_EVENTS:
-        omitted_note = f"<p>and {len(rows) - _MAX_EVENTS} more changes</p>"
+    num_omitted = len(rows) - _MAX_EVENTS
+    omitted_note = f"<p>and {num_omitted} more changes</p>" if num_omitted > 0 else ""
     return f"<section><h2>Guard</h2><table>{''.join(rows[:_MAX_EVENTS])}</table>{omitted_note}</section>"
 
 
 def _config_section(run_dir: Path, notes: list[str]) -> str:
-    path = run_dir / "config.yaml"
-    if not path.exists():
-        notes.append("config.yaml is absent")
-        return ""
     try:
-        text = read_file(path).decode(errors="replace")
+        text = read_file(run_dir / "config.yaml").decode(errors="replace")
     except OSError as error:
-        notes.append(f"config.yaml is unreadable: {error}")
+        is_absent = isinstance(error, FileNotFoundError)
+        notes.append(f"config.yaml is {'absent' if is_absent else f'unreadable: {error}'}")
         return ""
     return f"<details open><summary>Configuration</summary><pre>{escape(text, _MAX_CONFIG)}</pre></details>"
 
@@ -349,12 +316,9 @@ def _glossary_section(records: Sequence[Record], notes: list[str]) -> str:
     for metric in METRICS:
         if metric.name not in used_metrics:
             continue
-        last_value = next(
-            (record[metric.name] for record in reversed(records) if metric.name in record), None
-        )
-        value_text = "null" if last_value is None else f"{last_value:.4g}"
-        if "<" in metric.name:  # several metrics have this pattern
-            value_text = ""
+        # none for a pattern, which several metrics have
+        values = [record[metric.name] for record in records if metric.name in record]
+        value_text = "".join("null" if value is None else f"{value:.4g}" for value in values[-1:])
         rows.append(
             f"<tr><td><code>{html.escape(metric.name)}</code></td><td class=num>{value_text}</td>"
             f"<td>{html.escape(metric.unit)}</td><td>{html.escape(metric.meaning)}</td>"
@@ -370,6 +334,5 @@ def _glossary_section(records: Sequence[Record], notes: list[str]) -> str:
 
 
 def _notes(notes: Sequence[str]) -> str:
-    if not notes:
-        return ""
-    return f"<footer><ul>{''.join(f'<li>{escape(note, 600)}</li>' for note in notes)}</ul></footer>"
+    items = "".join(f"<li>{escape(note, 600)}</li>" for note in notes)
+    return f"<footer><ul>{items}</ul></footer>" if notes else ""

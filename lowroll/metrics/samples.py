@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.checkpoint.line_checksum import read_objects
-from lowroll.metrics.page import escape, transcript
+from lowroll.metrics.page import escape, gold_answer, transcript
 
 Record = dict[str, Any]
 STEPS = 5  # steps shown: the first, the last, and evenly spaced ones between
@@ -93,7 +93,7 @@ def _sample_details(label: str, sample: Record) -> str:
     title = f"<b>{escape(reward, 60)}</b><i>{label}</i>{_summary_line(last_message)} → {_summary_line(sample['text'])}"
     texts = [
         ("prompt", transcript(prompt["messages"])),
-        _gold_answer(prompt),
+        _gold_answer(prompt.get("info") or {}),
         response_text(sample),
     ]
     if not scored:
@@ -134,13 +134,9 @@ def _message_text(message: Record) -> str:
     return "\n".join([transcript([message]), *call_texts])
 
 
-def _gold_answer(prompt: Record) -> tuple[str, str]:
-    info = prompt.get("info") or {}
-    if "answer" in info:
-        return "gold answer", str(info["answer"])
-    if info:
-        return "what the scorer knows", json.dumps(info, ensure_ascii=False)
-    return "gold answer", "none is stored"
+def _gold_answer(info: Record) -> tuple[str, str]:
+    has_only_data = info and "answer" not in info
+    return "what the scorer knows" if has_only_data else "gold answer", gold_answer(info)
 
 
 def _summary_line(text: object) -> str:

@@ -38,6 +38,19 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+class PackageRun:
+    """A run object of a tracker's package with `log(metrics, step=)` and `finish()`."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self.run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
 @dataclass(frozen=True)
 class Tracked:
     """A run's facts for a tracker. `id` survives a resume; `step` is the last one made."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 
-from lowroll.metrics.trackers import Metrics, Tracked
+from lowroll.metrics.trackers import PackageRun, Tracked
 
 
-class Wandb:
-    """A Weights & Biases run with this run's id."""
-
-    def __init__(self, run: Tracked) -> None:
-        self.run = importlib.import_module("wandb").init(
+def begin(run: Tracked) -> PackageRun:
+    return PackageRun(
+        importlib.import_module("wandb").init(
             project=run.project,
             name=run.name,
             id=run.id,
@@ -19,12 +17,4 @@ class Wandb:
             dir=str(run.folder),
             config=dict(run.settings),
         )
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        self.run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-begin = Wandb
+    )
