@@ -83,16 +83,12 @@ def words(command: str) -> Iterator[tuple[str, str]]:
     command_parser = importlib.import_module(f"lowroll.cli.{command}").parser()
     for action in command_parser._actions:
         summary = (action.help or "").split("; ")[0]
-        is_positional = not action.option_strings
-        for option in action.option_strings:
-            if option.startswith("--"):
-                yield option, summary
-        if is_positional and action.choices:
-            for choice in action.choices:
-                yield str(choice), summary
+        choices = [] if action.option_strings else action.choices or []
+        for word in (*action.option_strings, *map(str, choices)):
+            if word.startswith("--") or word in choices:
+                yield word, summary
         if action.dest == "settings":
-            for key in _value_keys():
-                yield f"{key}=", "a setting"
+            yield from ((f"{key}=", "a setting") for key in _value_keys())
 
 
 def _value_keys() -> list[str]:
@@ -104,16 +100,12 @@ def _value_keys() -> list[str]:
     list_sections = {
         name for name, field in RunConfig.model_fields.items() if isinstance(field.default, tuple)
     }
-    value_keys = []
-    for key in all_keys:
-        is_section = any(other.startswith(f"{key}.") for other in all_keys)
-        if is_section or key.startswith("eval.env."):  # a list inside a section
-            continue
-        section = key.partition(".")[0]
-        if section in list_sections:
-            key = key.replace(".", ".0.", 1)
-        value_keys.append(key)
-    return value_keys
+    return [
+        key.replace(".", ".0.", 1) if key.partition(".")[0] in list_sections else key
+        for key in all_keys
+        if not any(other.startswith(f"{key}.") for other in all_keys)
+        and not key.startswith("eval.env.")  # a list inside a section
+    ]
 
 
 def _quoted(text: str) -> str:

@@ -10,7 +10,10 @@ import platform
 import re
 import shutil
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -166,7 +169,8 @@ def _device_facts(index: int) -> dict[str, Any]:
     try:
         properties = torch.cuda.get_device_properties(index)
     except RuntimeError as error:
-        return {"name": f"cuda:{index}", "error": _first_line(error)}
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        return {"name": f"cuda:{index}", "error": first_line}
     return {
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
@@ -204,10 +208,6 @@ def _kernel_answers(device: torch.device) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 # -- advice ------------------------------------------------------------------------------------------
 
 
@@ -215,35 +215,29 @@ def hints(found: dict[str, Any]) -> list[str]:
     """Return a few hints for faster runs, the most important first."""
     if "error" in found["torch"]:
         return ["torch cannot be imported, and nothing runs without it: install it again"]
-    all_hints = [*_cuda_hints(found), *_cpu_hints(found)]
-    return all_hints[:MOST_HINTS]
+    return [*_cuda_hints(found), *_cpu_hints(found)][:MOST_HINTS]
 
 
 def _cuda_hints(found: dict[str, Any]) -> list[str]:
     if found["device"] == "cpu":
         return [_explain_no_cuda(found)]
-    cuda_hints = []
-    if found["packages"]["triton"] is None:
-        cuda_hints.append(
-            "Triton is missing, so almost every kernel is plain torch: pip install triton"
-        )
-    if not _answer(found, "fp8 product", "torch._scaled_mm")["used"]:
-        cuda_hints.append("this GPU does not multiply FP8: take weights: int8 in the place of fp8")
     streamed = _answer(found, "4-bit product (nvfp4, mxfp4, int4)", "matmul/streamed.cu")
-    if streamed["used"]:
-        return cuda_hints
-    slow_note = (
-        "4-bit weights are dequantized for every product here, so they save memory, not time"
-    )
-    if "capability" in streamed["why_not"]:
-        cuda_hints.append(f"{slow_note}; weights: int8 is faster on this GPU")
+    if not streamed["used"] and "capability" in streamed["why_not"]:
+        remedy = "; weights: int8 is faster on this GPU"
     elif found["nvcc"] is None:
-        cuda_hints.append(
-            f"{slow_note}: install the CUDA toolkit, or set CUDA_HOME to where its nvcc is"
-        )
+        remedy = ": install the CUDA toolkit, or set CUDA_HOME to where its nvcc is"
     else:
-        cuda_hints.append(f"{slow_note}: nvcc is there and does not work (its words are above)")
-    return cuda_hints
+        remedy = ": nvcc is there and does not work (its words are above)"
+    fp8_is_used = _answer(found, "fp8 product", "torch._scaled_mm")["used"]
+    advice = {
+        "Triton is missing, so almost every kernel is plain torch: pip install triton": (
+            found["packages"]["triton"] is None
+        ),
+        "this GPU does not multiply FP8: take weights: int8 in the place of fp8": not fp8_is_used,
+        "4-bit weights are dequantized for every product here, so they save memory, not time"
+        f"{remedy}": not streamed["used"],
+    }
+    return [hint for hint, applies in advice.items() if applies]
 
 
 def _answer(found: dict[str, Any], product: str, kernel: str) -> dict[str, Any]:
@@ -272,16 +266,12 @@ def _cpu_hints(found: dict[str, Any]) -> list[str]:
     cores, threads = found["cpu"]["cores"], found["torch"]["threads"]
     omp_threads = found["cpu"]["OMP_NUM_THREADS"]
     omp_note = f" (OMP_NUM_THREADS={omp_threads})" if omp_threads else ""
-    if threads > cores:
-        cpu_hints.append(
-            f"torch has {threads} threads for {cores} cores{omp_note}: set OMP_NUM_THREADS={cores}"
-        )
-    if found["device"] != "cpu":
+    is_cpu = found["device"] == "cpu"
+    if threads > cores or (is_cpu and threads < cores):
+        use = f"has {threads} threads for" if threads > cores else f"uses {threads} of"
+        cpu_hints.append(f"torch {use} {cores} cores{omp_note}: set OMP_NUM_THREADS={cores}")
+    if not is_cpu:
         return cpu_hints
-    if threads < cores:
-        cpu_hints.append(
-            f"torch uses {threads} of {cores} cores{omp_note}: set OMP_NUM_THREADS={cores}"
-        )
     onednn = _answer(found, "int8 product", "matmul/w8a8_onednn")
     if not onednn["used"]:
         cpu_hints.append(f"weights: int8 is slower than float32 on this CPU: {onednn['why_not']}")
@@ -305,33 +295,28 @@ def show(found: dict[str, Any]) -> str:
 
 
 def _machine_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    lines = [(f"cuda:{i}", _device_text(device)) for i, device in enumerate(found["devices"])]
-    cpu = found["cpu"]
+    cpu, packages = found["cpu"], found["packages"]
+    total, free = found["memory"]["total"], found["memory"]["free"]
+    has_memory = total is not None and free is not None
     threads = found["torch"].get("threads", "unknown")
-    lines.append(("cpu", f"{cpu['name']}, cores: {cpu['cores']}, torch's threads: {threads}"))
-    if cpu["instructions"]:
-        lines.append(("", " ".join(cpu["instructions"])))
-    memory = found["memory"]
-    if memory["total"] is not None and memory["free"] is not None:
-        lines.append(
-            ("memory", f"{memory['free'] / GIB:.1f} of {memory['total'] / GIB:.1f} GiB free")
-        )
-    lines.append(("torch", _torch_text(found)))
-    if found["driver"]:
-        lines.append(("driver", found["driver"]))
-    lines.append(("triton", found["packages"]["triton"] or "not installed"))
-    lines.append(("nvcc", _nvcc_text(found["nvcc"])))
-    sandbox = found["sandbox"]
-    lines += _labelled_lines("sandbox", sandbox["by"] or sandbox["why_not"])
-    for name, purpose in OPTIONAL.items():
-        installed = found["packages"][name]
-        lines.append(("optional", f"{name} {installed or 'not installed'} ({purpose})"))
-    return lines
-
-
-def _labelled_lines(name: str, text: str) -> list[tuple[str, str]]:
-    first_line, *other_lines = _wrap_text(text, "")
-    return [(name, first_line), *(("", line) for line in other_lines)]
+    sandbox, *sandbox_lines = _wrap_text(found["sandbox"]["by"] or found["sandbox"]["why_not"], "")
+    lines = [
+        *((f"cuda:{i}", _device_text(device)) for i, device in enumerate(found["devices"])),
+        ("cpu", f"{cpu['name']}, cores: {cpu['cores']}, torch's threads: {threads}"),
+        ("", " ".join(cpu["instructions"])),
+        ("memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free" if has_memory else ""),
+        ("torch", _torch_text(found)),
+        ("driver", found["driver"]),
+        ("triton", packages["triton"] or "not installed"),
+        ("nvcc", _nvcc_text(found["nvcc"])),
+        ("sandbox", sandbox),
+        *(("", line) for line in sandbox_lines),
+        *(
+            ("optional", f"{name} {packages[name] or 'not installed'} ({purpose})")
+            for name, purpose in OPTIONAL.items()
+        ),
+    ]
+    return [(name, text) for name, text in lines if text]
 
 
 def _device_text(device: dict[str, Any]) -> str:
@@ -364,15 +349,10 @@ def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
     lines = []
     for product, answers in kernels.items():
         label, takes_by_default = product, ""
-        for answer in answers:
-            if not answer["used"]:
-                continue
-            name = answer["kernel"]
-            if answer["language"] != "torch":
-                name = f"{name} ({answer['language']})"
+        for answer in filter(itemgetter("used"), answers):
+            language = f" ({answer['language']})" if answer["language"] != "torch" else ""
             takes = answer["takes"] or takes_by_default
-            if takes:
-                name = f"{name}: {takes}"
+            name = f"{answer['kernel']}{language}{': ' if takes else ''}{takes}"
             lines.append(f"  {label:<{width}}  {name}")
             label, takes_by_default = "", "the rest"
     return lines
@@ -380,13 +360,10 @@ def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def _refused_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Return the unused faster kernels, by reason."""
-    refused: dict[str, list[str]] = {}
-    for answers in kernels.values():
-        for answer in answers:
-            if not answer["used"]:
-                names = refused.setdefault(answer["why_not"], [])
-                if answer["kernel"] not in names:
-                    names.append(answer["kernel"])
+    refused: dict[str, dict[str, None]] = {}
+    for answer in chain.from_iterable(kernels.values()):
+        if not answer["used"]:
+            refused.setdefault(answer["why_not"], {})[answer["kernel"]] = None
     lines = ["", "Not used here"] if refused else []
     for reason, names in refused.items():
         lines += [f"  {reason}:", *_wrap_text(", ".join(names), "    ")]
@@ -394,7 +371,5 @@ def _refused_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def _wrap_text(text: str, indent: str, first: str | None = None) -> list[str]:
-    from textwrap import wrap
-
     initial = indent if first is None else first
     return wrap(text, 96, initial_indent=initial, subsequent_indent=indent, break_on_hyphens=False)

@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -129,8 +130,6 @@ def refuse(parser: ArgumentParser, message: str) -> NoReturn:
 
 def _suggest_command(name: str, rest: Sequence[str]) -> str:
     """Return " (did you mean x?)" for an unknown command, or a file in its place."""
-    from difflib import get_close_matches
-
     if name.endswith((".yaml", ".yml")):
         return f" (did you mean lowroll grpo {' '.join((name, *rest))}?)"
     candidates = [MEANT[name]] if name in MEANT else get_close_matches(name, COMMANDS, n=1)
@@ -139,18 +138,15 @@ def _suggest_command(name: str, rest: Sequence[str]) -> str:
 
 def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
     """Explain what to write instead of an unknown option."""
-    from difflib import get_close_matches
-
     name = option.lstrip("-").partition("=")[0]
     options = [word for action in parser._actions for word in action.option_strings]
     similar_options = get_close_matches(f"--{name}", options, n=1, cutoff=0.75)
     refusal = f"{option}: {parser.prog} has no such option"
     if similar_options:
         return f"{refusal} (did you mean {similar_options[0]}?)"
-    if any(action.dest == "settings" for action in parser._actions):
-        advice = _explain_as_setting(option, words)
-        if advice is not None:
-            return f"{option}: {advice}"
+    takes_settings = any(action.dest == "settings" for action in parser._actions)
+    if takes_settings and (advice := _explain_as_setting(option, words)):
+        return f"{option}: {advice}"
     return f"{refusal}; {parser.prog} --help lists what there is"
 
 
@@ -172,17 +168,10 @@ def _explain_as_setting(option: str, words: Sequence[str]) -> str | None:
     inner_keys = [known for known in known_keys(RunConfig) if known.startswith(f"{key}.")]
     if inner_keys:
         return f"{key} is a section; a setting of it is written {inner_keys[0]}=..."
-    if not equals:
-        value = _following_value(option, words)
+    if not equals:  # its value follows, unless that is a setting of its own
+        following_words = words[words.index(option) + 1 :] if option in words else []
+        value = next((word for word in following_words[:1] if "=" not in word), "true")
     return f"a setting is written {key}={value}"
-
-
-def _following_value(option: str, words: Sequence[str]) -> str:
-    """Return the word after an option; "true" where none follows, or a setting of its own."""
-    following_words = words[words.index(option) + 1 :] if option in words else []
-    if not following_words or "=" in following_words[0]:
-        return "true"
-    return following_words[0]
 
 
 def usage() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lowroll.cli.ending import report_command
+from lowroll.cli.ending import conclude
 from lowroll.cli.settings import (
     add_dry_run,
     add_folder_options,
@@ -39,7 +39,4 @@ def run(arguments: argparse.Namespace) -> int:
     from lowroll.runs.sft import run_sft
 
     result = run_sft(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
-    if result.signal:
-        return 128 + result.signal
-    print(f"the trained model: {result.folder / 'final'}\nplots: {report_command(result.folder)}")
-    return 0
+    return conclude(result)

@@ -17,7 +17,9 @@ import logging
 import math
 import os
 import platform
+import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import islice
@@ -96,7 +98,7 @@ class Recorder:
         if content != records_file.data:
             write_file(self.path, content)
         self._mended = None
-        kept_steps = [kept for kept in (*records_file.lines, *lost_steps) if kept <= step]
+        kept_steps = (kept for kept in (*records_file.lines, *lost_steps) if kept <= step)
         self._last = max(kept_steps, default=-1)
 
 
@@ -151,12 +153,8 @@ def read_evaluations(folder: Path) -> dict[int, Record]:
 def forget_evaluations(folder: Path, step: int) -> None:
     """Remove the evaluations after a step to which the run has returned."""
     evaluations = read_evaluations(folder)
-    if any(evaluated_step > step for evaluated_step in evaluations):
-        kept_lines = [
-            _encode_record(record)
-            for evaluated_step, record in evaluations.items()
-            if evaluated_step <= step
-        ]
+    kept_lines = [_encode_record(record) for made, record in evaluations.items() if made <= step]
+    if len(kept_lines) < len(evaluations):
         write_file(Path(folder) / EVALUATIONS_FILE, b"".join(kept_lines))
 
 
@@ -208,23 +206,15 @@ def _versions_and_machine() -> dict[str, str]:
 def _versions() -> str:
     versions = [f"Python {platform.python_version()}"]
     for package in ("lowroll", "torch", "transformers", "math-verify"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            continue
     return ", ".join(versions)
 
 
 def _machine() -> str:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":", 1)[1].strip()
-            for line in cpuinfo.read_text().splitlines()
-            if "model name" in line
-        ]
-        model = names[0] if names else model
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    name = re.search(r"model name.*?: *(.*)", cpuinfo)
+    model = name[1] if name else platform.processor() or platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return f"{model}, {os.cpu_count()} cores, {memory:.0f} GB, {platform.system()}"
 
@@ -260,8 +250,7 @@ def _scan(path: Path) -> _RecordsFile:
         log.warning("%s: dropped a torn last line of %d bytes", path, len(torn_line))
     problems: list[str] = []
     repeated_steps: set[int] = set()
-    last_step = -1
-    seen_checksum = False
+    last_step, seen_checksum = -1, False
     for number, line in enumerate(lines, 1):
         try:
             content, has_checksum = unseal(line)
@@ -284,17 +273,12 @@ def _scan(path: Path) -> _RecordsFile:
         records_file.lines[step] = line
     for step in repeated_steps:  # it is unknown which of the two is right
         del records_file.lines[step]
-    if problems or torn_line or len(records_file.lines) != len(lines):
-        records_file.in_order = False
-    _log_problems(path, problems)
-    return records_file
-
-
-def _log_problems(path: Path, problems: list[str]) -> None:
+    records_file.in_order &= not torn_line and len(records_file.lines) == len(lines)
     for problem in problems[:_MAX_LOGGED]:
         log.warning("%s", problem)
     if len(problems) > _MAX_LOGGED:
         log.warning("%s: %d more damaged lines", path, len(problems) - _MAX_LOGGED)
+    return records_file
 
 
 def _step_of(content: bytes) -> int:
