@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lowroll.runs.attempt import RunResult
-
-
-def report_command(folder: Path) -> str:
-    return f"lowroll report {shlex.quote(str(folder))}"
 
 
 def conclude(result: RunResult) -> int:
@@ -20,5 +15,6 @@ def conclude(result: RunResult) -> int:
         return 128 + result.signal
     if result.ended:
         print(f"the run ended before its last step: {result.ended}")
-    print(f"trained weights: {result.folder / 'final'}\nplots: {report_command(result.folder)}")
+    plots = f"lowroll report {shlex.quote(str(result.folder))}"
+    print(f"trained weights: {result.folder / 'final'}\nplots: {plots}")
     return 0

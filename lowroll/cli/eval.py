@@ -192,12 +192,13 @@ def _before(
     from lowroll.envs.sets.table import PREFIX
 
     defaults: dict[str, object] = dict(preset.settings) if preset is not None else {}
-    files = [word for word in arguments.settings if word.endswith((".yaml", ".yml"))]
-    if preset is not None or not (files or arguments.train):
+    has_file = any(word.endswith((".yaml", ".yml")) for word in arguments.settings)
+    if preset is not None or not (has_file or arguments.train):
         defaults["train.tokens_per_microbatch"] = ROOM
-    if any(env["id"].startswith(PREFIX) for env in envs):
+    ids = [env["id"] for env in envs]
+    if any(id.startswith(PREFIX) for id in ids):
         defaults["eval.num_examples"] = None
-    if any(env["id"] == f"{PREFIX}livecodebench" for env in envs):
+    if f"{PREFIX}livecodebench" in ids:
         defaults["score.time_limit"] = PROGRAM_SECONDS
     return [f"{key}={json.dumps(value)}" for key, value in defaults.items()]
 

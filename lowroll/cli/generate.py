@@ -81,21 +81,15 @@ def run(arguments: argparse.Namespace) -> int:
     import lowroll
     from lowroll.model.tokenizer import ChatTokenizer
 
-    weights = arguments.weights
+    weights, device = arguments.weights, arguments.device or "auto"
     if is_budget(weights):
         from lowroll.model.device import pick_device
         from lowroll.runs.format_search import of_model
 
-        weights = of_model(arguments.model, weights, pick_device(arguments.device or "auto"))
-    engine = lowroll.Engine(
-        arguments.model,
-        weights=weights,
-        device=arguments.device or "auto",
-        max_batch=arguments.n,
-    )
-    description = f"{engine.stats().weights} weights"
+        weights = of_model(arguments.model, weights, pick_device(device))
+    engine = lowroll.Engine(arguments.model, weights=weights, device=device, max_batch=arguments.n)
     chat = ChatTokenizer(engine.tokenizer, template_kwargs=template_kwargs)
-    converse(engine, chat, arguments, description)
+    converse(engine, chat, arguments, f"{engine.stats().weights} weights")
     return 0
 
 
@@ -147,12 +141,19 @@ def answer(
     try:
         rollouts = engine.generate([request])[0].rollouts
     except ValueError as error:
-        raise ValueError(_as_option_error(str(error))) from None
+        # an engine names the field of its request, which is an option here
+        field, colon, message = str(error).partition(":")
+        if not (colon and field.startswith("requests[0].")):
+            raise
+        option = field.removeprefix("requests[0].").replace("_", "-")
+        raise ValueError(f"--{option}:{message}") from None
     seconds = time.monotonic() - started
     for rollout in rollouts:
-        print(_printable(chat.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)))
-        mean_log_prob = sum(rollout.logprobs) / max(1, len(rollout.logprobs))
+        text = chat.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+        # a model must not control the terminal
+        print("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))
         length = len(rollout.token_ids)
+        mean_log_prob = sum(rollout.logprobs) / max(1, length)
         print(
             f"  [{length} tokens, {rollout.finish_reason}, mean log-prob {mean_log_prob:.3f}]",
             file=sys.stderr,
@@ -162,18 +163,6 @@ def answer(
         f"  [{total / max(seconds, 1e-9):.1f} tokens/s, {shown}]",
         file=sys.stderr,
     )
-
-
-def _as_option_error(problem: str) -> str:
-    field, colon, message = problem.removeprefix("requests[0].").partition(":")
-    if colon and problem.startswith("requests[0]."):
-        return f"--{field.replace('_', '-')}:{message}"
-    return problem
-
-
-def _printable(text: str) -> str:
-    """Remove control characters: a model must not control the terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def _read_prompts() -> Iterator[str]:

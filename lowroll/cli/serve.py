@@ -10,8 +10,9 @@ import logging
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from lowroll.quant.budget import is_budget, parse
 from lowroll.quant.table import DEFAULT, FORMATS
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from lowroll.engine.native import NativeEngine
-    from lowroll.model.tokenizer import ChatTokenizer
     from lowroll.model.transformer import Transformer
-    from lowroll.server.limits import Credentials, ServerLimits, ServerState
+    from lowroll.server.limits import Credentials, ServerState
     from lowroll.weights.sync.client import WeightClient
 
 GRACE_S = 20.0  # batch systems kill 30 s or more after the signal
@@ -177,13 +177,12 @@ def _add_access(p: argparse._ArgumentGroup) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from lowroll.server.app import bind, run
+    from lowroll.server.limits import STATE
 
     role = None
     with ExitStack() as stack:
         if arguments.model.endswith((".yaml", ".yml")):
             role = EngineRole(arguments, stack)
-            if role.cfg.rollout.engine == "vllm":
-                role.serve_vllm()
             arguments = role.arguments
         elif arguments.settings:
             raise ValueError(f"{arguments.settings[0]}: a setting is of a run's YAML file")
@@ -199,9 +198,9 @@ def run(arguments: argparse.Namespace) -> int:
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
         def ready() -> None:
-            tell(app, address)
-            if role is not None:
-                role.show(address)
+            print(f"serving {app[STATE].name} at {address}/v1", flush=True)
+            if role is not None:  # the orchestrator finds it in the heartbeat
+                role.heartbeat.update(url=address, phase="serving")
 
         try:
             signal_number = asyncio.run(run(app, server_socket, ready, GRACE_S))
@@ -225,7 +224,6 @@ class EngineRole:
         die_with_parent()
         _refuse_model_options(arguments)
         arguments.settings = [arguments.model, *arguments.settings]
-        self.stack = stack
         self.cfg = read_role("serve", arguments).resolved()
         refuse_engine(self.cfg)
         self.paths = RunPaths(self.cfg.output_dir)
@@ -235,19 +233,9 @@ class EngineRole:
         heartbeat = Heartbeat(self.paths.heartbeat(self.name), self.name, attempt)
         self.heartbeat = stack.enter_context(heartbeat)
 
-    def engine(self) -> NativeEngine:
-        from lowroll.runs.roles import engine
-
-        return engine.build(self.cfg)
-
-    def serve_vllm(self) -> NoReturn:
-        from lowroll.runs.roles import engine
-
-        engine.serve_vllm(self.cfg, self.paths, self.name, self.heartbeat)
-
-    def show(self, address: str) -> None:
-        """Record the address in the heartbeat, where the orchestrator finds it."""
-        self.heartbeat.update(url=address, phase="serving")
+        self.make_engine = partial(engine.build, self.cfg)
+        if self.cfg.rollout.engine == "vllm":  # it does not return
+            engine.serve_vllm(self.cfg, self.paths, self.name, self.heartbeat)
 
 
 def _refuse_model_options(arguments: argparse.Namespace) -> None:
@@ -341,9 +329,9 @@ def serving(
     """Return the engine's loop, not started, and the model's facts for the routes."""
     from lowroll import __version__
     from lowroll.model.device import pick_device
-    from lowroll.model.tokenizer import load_tokenizer, tokenizer_home
+    from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer, tokenizer_home
     from lowroll.server.engine_thread import EngineThread
-    from lowroll.server.limits import ServerState
+    from lowroll.server.limits import ServerLimits, ServerState
     from lowroll.server.text import Vocabulary
 
     name = arguments.name or folder.resolve().name
@@ -351,26 +339,25 @@ def serving(
     tokenizer, tokenizer_folder = None, tokenizer_home(folder)
     if (tokenizer_folder / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(tokenizer_folder)
-    engine = role.engine() if role else make_engine(arguments, folder, tokenizer)
+    engine = role.make_engine() if role else make_engine(arguments, folder, tokenizer)
     engine.warm_up()
     print(words(engine, pick_device(arguments.device)), file=sys.stderr, flush=True)
+    chats = getattr(tokenizer, "chat_template", None)
+    limits = ServerLimits(
+        body=arguments.max_body_mb << 20,
+        n=arguments.max_n,
+        prompts=arguments.max_prompts,
+        requests=arguments.max_requests,
+    )
     return ServerState(
         EngineThread(engine),
-        _chat_tokenizer(tokenizer, arguments.tool_call_parser),
+        ChatTokenizer(tokenizer, arguments.tool_call_parser) if chats else None,
         name,
         engine.capabilities,
         None if tokenizer is None else Vocabulary(tokenizer),
-        limits(arguments),
+        limits,
         __version__,
     )
-
-
-def _chat_tokenizer(tokenizer: Any, tool_format: str | None) -> ChatTokenizer | None:
-    from lowroll.model.tokenizer import ChatTokenizer
-
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    return ChatTokenizer(tokenizer, tool_format)
 
 
 def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> NativeEngine:
@@ -413,9 +400,7 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
 
 def words(engine: NativeEngine, device: torch.device) -> str:
     capabilities, stats = engine.capabilities, engine.stats()
-    cache_kind = capabilities.kv_policy
-    if capabilities.kv_dtype:
-        cache_kind += f"+{capabilities.kv_dtype}"
+    cache_kind = "+".join(filter(None, (capabilities.kv_policy, capabilities.kv_dtype)))
     return (
         f"{stats.weights} weights, {cache_kind} cache of {stats.cache_tokens:,} tokens, context of "
         f"{capabilities.context_length:,}, on {device.type}"
@@ -450,24 +435,6 @@ def scaled(folder: Path, device: torch.device, arguments: argparse.Namespace) ->
 
     dtype = get_format(arguments.weights or DEFAULT).dtype
     return scaling.scale(hf.load(folder, device, dtype), arguments.uaq_scale)
-
-
-def limits(arguments: argparse.Namespace) -> ServerLimits:
-    from lowroll.server.limits import ServerLimits
-
-    return ServerLimits(
-        body=arguments.max_body_mb << 20,
-        n=arguments.max_n,
-        prompts=arguments.max_prompts,
-        requests=arguments.max_requests,
-    )
-
-
-def tell(app: web.Application, address: str) -> None:
-    """Print the line that announces readiness."""
-    from lowroll.server.limits import STATE
-
-    print(f"serving {app[STATE].name} at {address}/v1", flush=True)
 
 
 def _token(option: str, variable: str | None) -> str | None:

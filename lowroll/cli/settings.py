@@ -182,10 +182,9 @@ def _changed_settings(cfg: RunConfig) -> str:
 
 def _as_comment(line: str) -> str:
     """Return a line as a comment, wrapped where it is long."""
-    width = _COLUMNS - 4
-    if len(line) <= width:
-        return f"# {line}"
-    wrapped_lines = textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+    wrapped_lines = textwrap.wrap(
+        line, _COLUMNS - 4, break_long_words=False, break_on_hyphens=False
+    )
     return "# " + "\n#   ".join(wrapped_lines)
 
 

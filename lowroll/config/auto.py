@@ -306,14 +306,13 @@ _NOT_TRUNCATED = {
 def rollouts_of(cfg: RunSettings) -> Rollouts:
     """Return the properties of a run's rollouts and learner, from its settings."""
     rollout = cfg.rollout
-    truncated = []
-    for name, neutral_value in _NOT_TRUNCATED.items():
-        value = getattr(rollout, name)
-        if value != neutral_value:
-            truncated.append(f"{name} {value}")
-    second_format = rollout.large_batch_weights
-    if second_format == rollout.weights:
-        second_format = None
+    truncated = [
+        f"{name} {getattr(rollout, name)}"
+        for name, neutral_value in _NOT_TRUNCATED.items()
+        if getattr(rollout, name) != neutral_value
+    ]
+    has_second = rollout.large_batch_weights != rollout.weights
+    second_format = rollout.large_batch_weights if has_second else None
     # a dense second format is LoRA's own base, so it separates nothing from the learner
     second_is_low_bit = second_format is not None and not is_dense(second_format)
     weights = f"{rollout.weights}+{second_format}" if second_is_low_bit else rollout.weights

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path as FilePath
-from pkgutil import resolve_name
 
 from lowroll.config.build import Overrides, build, read
 from lowroll.config.document import ConfigError, Document, plain
 from lowroll.config.resolve import RunConfig
-
-SECTIONS = "lowroll.config.surogate.read:load_sections"  # imported only when needed
+from lowroll.config.surogate.read import load_sections
 
 
 def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
@@ -28,8 +26,7 @@ def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
     """
     document = read(path)
     if {"orch", "infer"} & document.value.keys():
-        cfg: RunConfig = resolve_name(SECTIONS)(document, overrides)
-        return cfg
+        return load_sections(document, overrides)
     return build(document, overrides)
 
 

@@ -28,6 +28,7 @@ READ: tuple[Path, ...] = (
 )
 FUNCTIONS: Path = ("reward_funcs",)
 FUNCTION = re.compile(r"\S+\.py:[A-Za-z_]\w*")
+IMPORT_PATH: Path = ("advantage_function", "import_path")
 KWARGS: Path = ("advantage_function", "kwargs")
 ENVIRONMENTS = (("env",), ("eval", "env"))
 
@@ -36,19 +37,16 @@ def anchor(document: Document) -> None:
     """Make the document's existing input paths absolute."""
     for path in READ:
         _resolve_in_place(document, path, _find_existing)
-    _resolve_in_place(document, ("advantage_function", "import_path"), _resolve_code_file)
-    _resolve_in_place(document, FUNCTIONS, _resolve_code_file)
-    for text_path in _text_paths(_value_at(document.value, FUNCTIONS), FUNCTIONS):
-        _resolve_in_place(document, text_path, _resolve_function)
-    for text_path in _text_paths(_value_at(document.value, KWARGS), KWARGS):
-        _resolve_in_place(document, text_path, _resolve_argument)
-    for path in ENVIRONMENTS:
-        for env_path in _section_paths(document, path):
-            _resolve_in_place(document, (*env_path, "id"), _resolve_code_file)
-            for text_path in _text_paths(
-                _value_at(document.value, (*env_path, "args")), (*env_path, "args")
-            ):
-                _resolve_in_place(document, text_path, _resolve_argument)
+    env_paths = [env for path in ENVIRONMENTS for env in _section_paths(document, path)]
+    for path in (IMPORT_PATH, *((*env_path, "id") for env_path in env_paths)):
+        _resolve_in_place(document, path, _resolve_code_file)
+    for path, find in (
+        (FUNCTIONS, _resolve_function),
+        (KWARGS, _resolve_argument),
+        *(((*env_path, "args"), _resolve_argument) for env_path in env_paths),
+    ):
+        for text_path in _text_paths(_value_at(document.value, path), path):
+            _resolve_in_place(document, text_path, find)
 
 
 def _section_paths(document: Document, path: Path) -> list[Path]:
@@ -56,9 +54,7 @@ def _section_paths(document: Document, path: Path) -> list[Path]:
     envs = _value_at(document.value, path)
     if isinstance(envs, dict):
         return [path]
-    if isinstance(envs, list):
-        return [(*path, i) for i in range(len(envs))]
-    return []
+    return [(*path, i) for i in range(len(envs))] if isinstance(envs, list) else []
 
 
 def _resolve_in_place(
@@ -76,13 +72,10 @@ def _resolve_in_place(
 def _search_folders(document: Document, path: Path) -> list[FilePath]:
     """Return the folders in which a path is looked up: the YAML file's and the working directory."""
     mark = document.mark(path)
-    working_dir = FilePath.cwd()
-    if mark is None or mark.where == "override":
-        return [working_dir]
-    file_name = mark.where.rpartition(":")[0]
-    if not file_name:
-        return [working_dir]
-    return [FilePath(file_name).absolute().parent, working_dir]
+    # a mark of an override, or of Python, has no line
+    file_name = mark.where.rpartition(":")[0] if mark is not None else ""
+    file_folders = [FilePath(file_name).absolute().parent] if file_name else []
+    return [*file_folders, FilePath.cwd()]
 
 
 def _find_existing(text: str, folders: list[FilePath]) -> str | None:

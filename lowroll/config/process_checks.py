@@ -71,32 +71,30 @@ def _ray_problems(cfg: RunSettings) -> Iterator[Problem]:
 def one_process_problems(cfg: RunSettings) -> list[str]:
     """List the settings that need roles (launcher: none), a line each."""
     asynchrony, client = cfg.asynchrony, cfg.client
-    messages = []
-    if cfg.rollout.engines > 1:
-        messages.append(
+    elsewhere = (
+        "a run in one process has an engine of its own; engines elsewhere are for launcher: local, "
+        "or `lowroll orchestrate`"
+    )
+    rows = (
+        (
+            cfg.rollout.engines > 1,
             f"rollout.engines: {cfg.rollout.engines}: one process has one engine; several are for "
-            "launcher: local"
-        )
-    if cfg.train.gpus > 1:
-        messages.append(
+            "launcher: local",
+        ),
+        (
+            cfg.train.gpus > 1,
             f"train.gpus: {cfg.train.gpus}: one process learns on one GPU; several are for launcher: "
-            "local, or `lowroll train`"
-        )
-    if asynchrony.strict_async_level and asynchrony.max_async_level:
-        messages.append(
+            "local, or `lowroll train`",
+        ),
+        (
+            asynchrony.strict_async_level and asynchrony.max_async_level,
             f"asynchrony.strict_async_level: rollouts {asynchrony.max_async_level} steps behind need "
-            "launcher: local; one process has the newest weights"
-        )
-    for key, is_set in (
-        ("client.base_url", bool(client.base_url)),
-        ("client.elastic.hostname", client.elastic.hostname is not None),
-    ):
-        if is_set:
-            messages.append(
-                f"{key}: a run in one process has an engine of its own; engines elsewhere are for "
-                "launcher: local, or `lowroll orchestrate`"
-            )
-    return messages
+            "launcher: local; one process has the newest weights",
+        ),
+        (client.base_url, f"client.base_url: {elsewhere}"),
+        (client.elastic.hostname is not None, f"client.elastic.hostname: {elsewhere}"),
+    )
+    return [message for is_set, message in rows if is_set]
 
 
 def one_process_notes(cfg: RunSettings) -> list[str]:

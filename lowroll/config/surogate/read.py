@@ -68,11 +68,7 @@ def load_sections(document: Document, overrides: Overrides = ()) -> RunConfig:
             raise ConfigError(f"{document.name}: {section}: this section is required")
         if not isinstance(value, dict | None):
             raise ConfigError(document.marks[(section,)].blame("must be a section of keys"))
-        marks = {
-            path[1:]: mark
-            for path, mark in document.marks.items()
-            if path[0] == section and len(path) > 1
-        }
+        marks = document.marks_at((section,))
         documents[section] = Document(value or {}, marks, document.name)
     return combine(documents, overrides)
 
@@ -136,7 +132,7 @@ def _run(files: Files, role: str) -> tuple[Document, list[rules.Setting]]:
         if setting.note:
             noted_settings.append(setting)
     marks = files["orch"].document.marks
-    run.marks |= {path: mark for path, mark in marks.items() if path[0] == "eval"}
+    run.marks |= {path: mark for path, mark in marks.items() if path[:1] == ("eval",)}
     _place_environments(run, files["orch"])
     return run, noted_settings
 
@@ -145,9 +141,8 @@ def _put(run: Document, source: File, source_key: str, key: str) -> None:
     """Copy a value of a file, with the marks beneath it, to a key of the run."""
     path, source_path = tuple(key.split(".")), tuple(source_key.split("."))
     run.put(path, source[source_key], source.mark(source_key))
-    for mark_path, mark in source.document.marks.items():
-        if mark_path[: len(source_path)] == source_path:
-            run.marks[path + mark_path[len(source_path) :]] = mark
+    for rest, mark in source.document.marks_at(source_path).items():
+        run.marks[path + rest] = mark
 
 
 def _place_environments(run: Document, orch: File) -> None:
@@ -191,16 +186,15 @@ def _put_vllm(run: Document, files: Files, attach: bool) -> None:
             _put(run, infer, key, f"rollout.vllm.{target}")
     if infer["dtype"] == "float16":
         _put(run, infer, "dtype", "rollout.vllm.dtype")
-    arguments = {}  # of `vllm serve`, with the keys that they come from
-    if infer["enforce_eager"]:
-        arguments["--enforce-eager"] = "enforce_eager"
-    if infer["enable_prefix_caching"] is True:
-        arguments["--enable-prefix-caching"] = "enable_prefix_caching"
-    elif infer["enable_prefix_caching"] is False:
-        arguments["--no-enable-prefix-caching"] = "enable_prefix_caching"
-    if arguments:
-        first_key = next(iter(arguments.values()))
-        run.put(("rollout", "vllm", "serve_args"), list(arguments), infer.mark(first_key))
+    serve_args = {  # by the keys and values that they come from
+        ("enforce_eager", True): "--enforce-eager",
+        ("enable_prefix_caching", True): "--enable-prefix-caching",
+        ("enable_prefix_caching", False): "--no-enable-prefix-caching",
+    }
+    used = {key: word for (key, value), word in serve_args.items() if infer[key] is value}
+    if used:
+        mark = infer.mark(next(iter(used)))
+        run.put(("rollout", "vllm", "serve_args"), list(used.values()), mark)
     urls = orch["client.base_url"]
     if attach and len(urls) == 1 and urls != [OWN_SERVER]:
         mark = orch.document.mark(("client", "base_url")) or orch.mark("client")
@@ -232,15 +226,16 @@ def _idle_notes(files: Files, cfg: RunConfig) -> Iterator[str]:
     """Yield one line on written settings without effect in one process."""
     if cfg.launcher != "none":
         return
-    skipped = ATTACHED if cfg.rollout.vllm.url is not None else ()
-    if cfg.rollout.engine == "vllm":
-        skipped = (*skipped, "client.timeout")
-    skipped = (*skipped, "max_async_level")  # which has a note of its own
-    idle = []
-    for section, keys in ROLES_ALONE.items():
-        for key in keys:
-            mark = files[section].written(key)
-            if mark is not None and key not in skipped:
-                idle.append(f"{mark.key} ({mark.where})")
+    skipped = (
+        "max_async_level",  # which has a note of its own
+        *(("client.timeout",) if cfg.rollout.engine == "vllm" else ()),
+        *(ATTACHED if cfg.rollout.vllm.url is not None else ()),
+    )
+    idle = [
+        f"{mark.key} ({mark.where})"
+        for section, keys in ROLES_ALONE.items()
+        for key in keys
+        if key not in skipped and (mark := files[section].written(key))
+    ]
     if idle:
         yield f"no effect in one process: {', '.join(idle)}"

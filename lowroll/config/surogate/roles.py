@@ -162,8 +162,8 @@ def _train(train: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
     given = read(given_file)
     if set(given.value) != {"of", "orch", "overrides"}:
         raise ConfigError(f"{given_file}: was not written by an orchestrator")
-    marks = {path[1:]: mark for path, mark in given.marks.items() if path[0] == "orch" and path[1:]}
-    orch = Document(given.value["orch"] | {"output_dir": run_folder}, marks, given_file)
+    tree = given.value["orch"] | {"output_dir": run_folder}
+    orch = Document(tree, given.marks_at(("orch",)), given_file)
     return combine(
         {"train": train, "orch": orch, "infer": Document({}, name="infer")},
         given.value["overrides"] | dict(overrides) | {"output_dir": run_folder},

@@ -92,11 +92,11 @@ def disagreements(files: Files) -> Iterator[str]:
 def _different_values(files: Files, places: tuple[tuple[str, str], ...]) -> Iterator[str]:
     """Yield a line for each of the places, (section, key), whose value is not that of the first one
     with a value. Places that are not written, or are null or -1, have none."""
-    values: list[tuple[Mark, Any]] = []
-    for section, key in places:
-        mark, value = files[section].written(key), files[section][key]
-        if mark is not None and value not in (None, -1):
-            values.append((mark, value))
+    values = [
+        (mark, files[section][key])
+        for section, key in places
+        if (mark := files[section].written(key)) and files[section][key] not in (None, -1)
+    ]
     for mark, value in values[1:]:
         first_mark, first_value = values[0]
         if value != first_value:
@@ -131,8 +131,7 @@ def _lengths(files: Files) -> Iterator[Setting]:
         file, key = infer, "max_model_len"  # no sequence is longer than an engine takes
     longest = file[key]
     yield Setting("rollout.max_model_len", longest, file.mark(key))
-    max_tokens = orch["sampling.max_tokens"]
-    note = ""
+    max_tokens, note = orch["sampling.max_tokens"], ""
     if max_tokens is None:
         max_tokens = max(1, longest // 2)
         note = f"sampling.max_tokens is not set: {max_tokens}, half of the sequence length"
@@ -174,16 +173,14 @@ def _switches(files: Files) -> Iterator[Setting]:
 
 def _precision(files: Files) -> Iterator[Setting]:
     train, infer = files["train"], files["infer"]
-    base = next((name for name in BASES if train[name]), None)
-    if base is not None:
-        yield Setting("rollout.weights", BASES[base], train.mark(base))
-    else:
-        yield Setting(
-            "rollout.weights",
-            "dense",
-            note="rollout.weights: dense, as the files name no format; rollout.weights=int8 asks "
-            "for INT8 rollouts",
-        )
+    dense = Setting(
+        "rollout.weights",
+        "dense",
+        note="rollout.weights: dense, as the files name no format; rollout.weights=int8 asks for "
+        "INT8 rollouts",
+    )
+    bases = [Setting("rollout.weights", BASES[n], train.mark(n)) for n in BASES if train[n]]
+    yield bases[0] if bases else dense
     if infer["dtype"] == "bfloat16":
         yield Setting("dtype", "bfloat16", infer.mark("dtype"))
 
@@ -213,11 +210,10 @@ def _unreachable_folder_note(train: File, orch: File) -> str:
 
 def _checkpoints(files: Files) -> Iterator[Setting]:
     orch = files["orch"]
-    missing = orch["ckpt.interval"] is None
-    note = "ckpt.interval is not set: 50" if missing else ""
-    yield Setting("ckpt.interval", orch["ckpt.interval"], orch.mark("ckpt.interval"), note)
-    for name in ("keep_last", "keep_interval"):
-        yield Setting(f"ckpt.{name}", orch[f"ckpt.{name}"], orch.mark(f"ckpt.{name}"))
+    for key in ("ckpt.interval", "ckpt.keep_last", "ckpt.keep_interval"):
+        yield Setting(key, orch[key], orch.mark(key))
+    if orch["ckpt.interval"] is None:
+        yield Setting("ckpt.interval", note="ckpt.interval is not set: 50")
 
 
 def _evaluation(orch: File) -> Iterator[Setting]:
