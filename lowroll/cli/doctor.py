@@ -139,7 +139,6 @@ def _version(package: str) -> str | None:
 
 
 def _sandbox() -> dict[str, str | None]:
-    """Return the isolation of a model's programs, or why there is none."""
     from lowroll.envs.sandbox import SandboxMissing, isolation
 
     try:
@@ -359,7 +358,6 @@ def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def _refused_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return the unused faster kernels, by reason."""
     refused: dict[str, dict[str, None]] = {}
     for answer in chain.from_iterable(kernels.values()):
         if not answer["used"]:

@@ -248,7 +248,6 @@ def title(cfg: RunConfig, server: str | None = None) -> str:
 
 
 def show(rows: Sequence[dict[str, Any]], title: str = "", out: Path | None = None) -> None:
-    """Print one row a format, cache and environment."""
     from rich.console import Console
     from rich.table import Column, Table
 

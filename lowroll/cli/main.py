@@ -129,7 +129,6 @@ def refuse(parser: ArgumentParser, message: str) -> NoReturn:
 
 
 def _suggest_command(name: str, rest: Sequence[str]) -> str:
-    """Return " (did you mean x?)" for an unknown command, or a file in its place."""
     if name.endswith((".yaml", ".yml")):
         return f" (did you mean lowroll grpo {' '.join((name, *rest))}?)"
     candidates = [MEANT[name]] if name in MEANT else get_close_matches(name, COMMANDS, n=1)

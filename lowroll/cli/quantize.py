@@ -133,7 +133,6 @@ def _chosen(arguments: argparse.Namespace, device: torch.device) -> str:
 def _make_calibration(
     arguments: argparse.Namespace, format: str, device: torch.device
 ) -> Callable[[Transformer], None]:
-    """Return the function that calibrates the loaded model; its text is read first."""
     from lowroll.model.folder import resolve
     from lowroll.model.spec import read_spec
     from lowroll.model.tokenizer import load_tokenizer
@@ -162,7 +161,6 @@ def _make_calibration(
 
 
 def _rescale(model: Transformer, format: str, sequences: list[list[int]]) -> None:
-    """Rescale the model's channels by AWQ, and print what that changed."""
     from lowroll.metrics.progress import phases
     from lowroll.weights import awq
 

@@ -172,7 +172,6 @@ def add_dry_run(parser: argparse.ArgumentParser, looks_at: str) -> None:
 
 
 def _changed_settings(cfg: RunConfig) -> str:
-    """Return the settings that differ from defaults, as a loadable file."""
     from lowroll.config.document import dump_short
 
     identity = {"model": cfg.model, "output_dir": cfg.output_dir}
@@ -181,7 +180,6 @@ def _changed_settings(cfg: RunConfig) -> str:
 
 
 def _as_comment(line: str) -> str:
-    """Return a line as a comment, wrapped where it is long."""
     wrapped_lines = textwrap.wrap(
         line, _COLUMNS - 4, break_long_words=False, break_on_hyphens=False
     )

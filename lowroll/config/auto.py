@@ -1,9 +1,8 @@
 """`correction: auto`: the choice of a correction by how the rollouts are made and by the learner's
 forward, and refused combinations.
 
-The first row of `AUTO` that applies is taken. Where a paper trained with such rollouts, its remedy
-is the row's; the reason is printed at the start of a run. `COLLAPSES` are combinations that a paper
-saw fail; they are refused unless `force: true` requests them for a comparison.
+The first row of `AUTO` that applies is taken; where a paper trained with such rollouts, its remedy
+is the row's. `COLLAPSES` are combinations that a paper saw fail, refused without `force: true`.
 
     QuRL       low-bit rollouts, a dense learner          acr; Fig. 2, Fig. 3, Tables 1 and 2 show the others fail
     QaRL       a learner in the rollouts' arithmetic      tbpo; Fig. 8 shows gspo drift
@@ -16,19 +15,15 @@ format (`rollout.large_batch_weights`) is low-bit rollouts that no learner share
 rounds beside dense rollouts (`train.forward: fp8`) is as far from them as a dense one from rollouts
 in its format.
 
-Another engine shares the learner's weights, but not its kernels. In bfloat16 its log-probs differ
-by a few hundredths of a nat, and more for single tokens, which Yao et al. (2025, "Your Efficient RL
-Framework Secretly Brings You Off-Policy RL Training") saw ruin runs on vLLM's rollouts, and
-corrected with truncated weights. A cache that only rounds its keys makes a smaller gap of the same
-kind.
+Another engine's kernels round otherwise: in bfloat16 by a few hundredths of a nat, and more for
+single tokens, which Yao et al. (2025, "Your Efficient RL Framework Secretly Brings You Off-Policy
+RL Training") saw ruin runs on vLLM's rollouts, and corrected with truncated weights. A cache that
+only rounds its keys makes a smaller gap of the same kind.
 
 Formats that round activations differ from a pretrained learner even where both share the codes
-(LoRA) or the learner is aligned: SmolLM2-135M in int8 by 0.03 to 0.05 nats a token, with an
-effective sample size of 0.92 to 0.95. A capped weight is sound there: the cap of 2 cuts 0.02 % of
-the summed weight. To a dense learner nvfp4 has 0.33 nats (0.4 to 0.5; 13 % cut), int4 0.64 (15 %
-cut), w4a8 0.70 (0.12; 30 %): no correction makes another policy's samples informative, so the
-choice stays and the guard says what helps (`guard.kl_above`). LoRA has no such gap where the format
-leaves activations alone (5e-7).
+(LoRA) or the learner is aligned. A capped weight suits int8's gap; nvfp4's, int4's and w4a8's are
+too wide for any correction, so the choice stays and the guard says what helps (`guard.kl_above`):
+docs/algorithms.md has the numbers.
 
 GSPO's ratio is a sequence's, so acr, reweight and sparse have no form under it; tbpo is its
 corrected form.

@@ -165,7 +165,6 @@ def _format_problem(document: Document, paths: tuple[Path, ...], message: str) -
 
 
 def _error_text(loc: Path, details: ErrorDetails) -> str:
-    """Return the message for one of pydantic's errors, in the terms of a YAML file."""
     error_type = details["type"]
     context = details.get("ctx", {})
     value = details.get("input")

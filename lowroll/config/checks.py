@@ -59,7 +59,6 @@ def problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _correction_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield a correction that the algorithm, the rollouts or a missing teacher exclude."""
     correction = correction_of(cfg)[0]
     yield from loss_problems(cfg.algorithm, correction, cfg.loss)
     collapse = known_collapse(cfg.correction, rollouts_of(cfg))
@@ -92,7 +91,6 @@ def _warmup_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _batch_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield sizes of batches, groups and minibatches that do not divide."""
     advantage = cfg.advantage or ALGORITHMS[cfg.algorithm].advantage
     if cfg.rollouts_per_example == 1 and advantage != "gae":
         yield (
@@ -115,7 +113,6 @@ def _batch_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _stage_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield the problems that only a later stage has."""
     yield from order_problems(cfg.stages, cfg.dapo.overlong_max)
     stage_cfg = cfg
     reported_messages = [message for _, message in _batch_problems(cfg)]
@@ -168,8 +165,6 @@ def _length_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _data_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield data together with environments, functions without data, and weights that do not match the
-    functions."""
     if cfg.data is not None and "env" in cfg.model_fields_set:
         yield (
             (("data",), ("env",)),
@@ -189,7 +184,6 @@ def _data_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _buffer_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield overlapping pools, fractions of no pool, and advantages given twice."""
     buffer = cfg.buffer
     easy_threshold, hard_threshold = buffer.easy_threshold, buffer.hard_threshold
     if (
@@ -222,7 +216,6 @@ def _buffer_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _advantage_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield an advantage function beside an estimator, and `custom` without one."""
     has_function = cfg.advantage_function is not None
     if has_function and cfg.algorithm == "ppo":
         yield (
@@ -239,7 +232,6 @@ def _advantage_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _critic_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield the settings that have no meaning with a critic, or without one."""
     if not cfg.has_critic:
         if cfg.advantage == "gae":
             yield (("advantage",), ("algorithm",)), "gae needs a critic; write algorithm: ppo"
@@ -356,8 +348,6 @@ def _mismatch_warnings(cfg: RunSettings) -> Iterator[str]:
 
 
 def _no_effect_notes(cfg: RunSettings) -> Iterator[str]:
-    """Yield the settings of engine, evaluation and rewards that have no effect or deserve a
-    second look."""
     if cfg.rollout.engine != "vllm" and cfg.rollout.vllm != VllmConfig():
         yield f"rollout.vllm: no effect, rollout.engine is {cfg.rollout.engine}"
     eval_cfg = cfg.eval

@@ -1,7 +1,7 @@
 """The sections of prompts and of their rewards: `env:`, `data:`, `eval:`, `score:`, `filters:`, `buffer:` and
 `advantage_function:`.
 
-`data:` with `reward_funcs:` and `reward_weights:` is the short form of an environment whose id is `data`.
+`data:`, `reward_funcs:`, `reward_weights:` are the short form of an environment whose id is `data`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ Environments = Annotated[
 
 
 def _greedy_or_drawn(value: float) -> float:
-    """Return a temperature that is 0 or within the bounds of a sampler."""
     low, high = TEMPERATURES
     if value != 0 and not low <= value <= high:
         raise PydanticCustomError(
@@ -232,7 +231,6 @@ class BufferConfig(Section):
 
 
 def _code(text: str) -> str:
-    """Return a text of the form path/to/file.py:function."""
     file, separator, function_name = text.partition(".py:")
     if not (file and separator and function_name.isidentifier()):
         raise PydanticCustomError(

@@ -185,7 +185,6 @@ def _compose(text: str, name: str) -> yaml.Node | None:
 
 
 def _refuse_unsafe_events(events: Iterator[yaml.Event], name: str) -> None:
-    """Refuse unneeded YAML before any node is built."""
     depth = documents = 0
     for event in events:
         line = event.start_mark.line + 1 if event.start_mark else 1

@@ -62,7 +62,6 @@ def bars_engine(cfg: RunSettings) -> tuple[Bar, ...]:
 
 
 def _learner_bars(cfg: RunSettings) -> tuple[Bar, ...]:
-    """Return the settings a learner needs to compute the bits of exact rollouts."""
     train = cfg.train
     has_unshared_noise = cfg.noise is not None and cfg.noise.learner == "clean"
     return (
@@ -168,7 +167,6 @@ def vllm_problems(cfg: RunSettings) -> Iterator[Problem]:
 
 
 def _vllm_changes_temperature(temperature: float) -> bool:
-    """Return whether vLLM would ignore or change this temperature."""
     return 0 < temperature < 0.01 or temperature > 2
 
 
@@ -183,7 +181,6 @@ _START_OPTIONS = (
 
 
 def _vllm_section_problems(cfg: RunSettings) -> Iterator[Problem]:
-    """Yield the settings of `rollout.vllm` that do not work together."""
     vllm = cfg.rollout.vllm
     start_options = [
         name for name in _START_OPTIONS if name in vllm.model_fields_set and vllm.url is not None

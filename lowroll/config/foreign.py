@@ -1,9 +1,7 @@
 """Keys of other tools (TRL, verl, prime-rl, slime, Surogate, vLLM), and their meaning here.
 
-`RENAMED` says what to write instead, `ABSENT` what is missing and its alternative, `NEEDLESS` why
-there is no such key. A key is looked up by its dotted end, so `n_gpus_per_node` also stands for
-`trainer.n_gpus_per_node`, and `rollout.n` for `actor_rollout_ref.rollout.n`. Other keys get the
-nearest known key.
+A key is looked up by its dotted end, so `n_gpus_per_node` also stands for
+`trainer.n_gpus_per_node`, and `rollout.n` for `actor_rollout_ref.rollout.n`.
 """
 
 from __future__ import annotations

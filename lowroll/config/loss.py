@@ -1,9 +1,8 @@
 """The `loss:` section: the policy objective, with a section for each correction that has its own
 options.
 
-Shared options have their defaults in `lowroll.objectives.table`. Names and defaults of a section
-are those of the function in `lowroll.objectives`, which a test checks. A changed section that the
-run's correction does not use gets a note.
+Shared options have their defaults in `lowroll.objectives.table`; a section's are those of the
+function in `lowroll.objectives`, which a test checks.
 """
 
 from __future__ import annotations
@@ -155,7 +154,6 @@ def loss_problems(algorithm: str, correction: str, loss: LossConfig) -> Iterator
 
 
 def _bounds_problems(loss: LossConfig) -> Iterator[Problem]:
-    """Yield pairs of bounds whose lower one is the larger one."""
     for name in ("token_mask", "geo_mask", "sequence_mask"):
         low, high = getattr(loss.aipo, f"{name}_low"), getattr(loss.aipo, f"{name}_high")
         if low > high:

@@ -1,9 +1,8 @@
 """The resolution of relative paths in a configuration.
 
-Inputs (models, environments' files and those that their arguments name, demonstrations) are looked
-up in the folder of the YAML file that names them, then in the working directory; those of an
-override or a Python mapping only in the latter. Existing paths become absolute, so that the run's
-config.yaml means the same everywhere. `output_dir` is relative to the working directory.
+Inputs are looked up in the folder of the YAML file that names them, then in the working directory;
+those of an override or a Python mapping only in the latter. Existing paths become absolute.
+`output_dir` is relative to the working directory.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ def anchor(document: Document) -> None:
 
 
 def _section_paths(document: Document, path: Path) -> list[Path]:
-    """Return the paths of the environments: one section, or a list of them."""
     envs = _value_at(document.value, path)
     if isinstance(envs, dict):
         return [path]
@@ -93,12 +91,10 @@ def _resolve_code_file(text: str, folders: list[FilePath]) -> str | None:
 
 
 def _resolve_function(text: str, folders: list[FilePath]) -> str | None:
-    """Resolve a function of a file, or the folder of a reward model."""
     return _resolve_code_file(text, folders) or _resolve_argument(text, folders)
 
 
 def _resolve_file(text: str, folders: list[FilePath]) -> str:
-    """Return an existing path of the file, else one in the first folder."""
     return _find_existing(text, folders) or str(folders[0] / text)
 
 

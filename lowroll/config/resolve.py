@@ -1,10 +1,7 @@
 """A run's configuration, checked and resolved: one frozen tree of settings that work together.
 
-Every section is a strict pydantic model: an unknown key, text for a number, a boolean for a count
-and a non-finite number are errors. `RunConfig` then checks the settings against each other and
-reports all problems at once. `null` means "the default of the algorithm"; `RunConfig.resolved()`
-fills all such gaps, `notes` gives reasons, and `dump()` writes the resolved tree as YAML that loads
-to the same tree.
+Every section is a strict pydantic model; `RunConfig` then checks the settings against each other
+and reports all problems at once.
 """
 
 from __future__ import annotations
@@ -55,8 +52,7 @@ class RunConfig(RunSettings):
 
     @property
     def given(self) -> str | None:
-        """The YAML text that an orchestrator started with orch.yaml alone leaves in the run's
-        folder for a trainer that has train.yaml alone (`surogate.roles.GIVEN`); else None."""
+        """The YAML text that an orchestrator leaves for a trainer (`surogate.roles`), or None."""
         return self._given
 
     @property
@@ -141,7 +137,6 @@ class RunConfig(RunSettings):
 
 
 def _all_environments(cfg: RunSettings) -> tuple[EnvConfig, ...]:
-    """Return the environments, with `data` as one of them."""
     if cfg.data is None:
         return cfg.env
     args = cfg.data.model_dump(mode="json", exclude_defaults=True)

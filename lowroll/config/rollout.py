@@ -8,9 +8,8 @@ sampler.
     rollout.kv: {policy: rkv, budget: 512, buffer: 128}
     rollout.kv: {dtype: fp8}
 
-A budget is kept as its text (`quant.budget`). The keys of `rollout.kv` beside `policy` and `dtype`
-are the policy's options. Their names, defaults and bounds are in `lowroll.kv.policy.table`; a
-missing or null one has its default.
+A budget is kept as its text (`quant.budget`). Other keys of `rollout.kv` are the policy's options,
+of `lowroll.kv.policy.table`.
 """
 
 from __future__ import annotations
@@ -176,7 +175,6 @@ def kv_problems(kv: KvConfig | None) -> Iterator[Problem]:
 
 
 def _bounded_policies_hint(policy: str) -> str:
-    """Return a hint at the policies with options, for a policy without any."""
     policies_with_options = [name for name, row in POLICIES.items() if row.options]
     return (
         "" if POLICIES[policy].options else f"; name a policy: {', '.join(policies_with_options)}"

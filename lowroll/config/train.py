@@ -1,8 +1,6 @@
 """The sections of the learner: `train:` and its `critic:`, `dapo:`, `stages:`, `guard:`, `ckpt:`
 and `sft:`.
 
-Names and defaults of the critic are those of `trainer.critic`; `trainer.guard` implements the
-guard's actions.
 """
 
 from __future__ import annotations
@@ -156,11 +154,9 @@ class GuardConfig(Section):
 
     Defaults: verl's guide wants an effective sample size above 0.3; QuRL (Fig. 3) saw the KL of its
     rollouts grow twelvefold, from 0.002 to 0.025, and single weights of 1e5 before a collapse.
-    Growth misses a run that starts too far away, so `kl_above` is a level: the formats that keep a
-    pretrained model near (SmolLM2-135M: int8 0.05 nats at an ESS of 0.92, fp8 0.04) are below it,
-    and the others above (nvfp4 0.33 at 0.41, w4a8 0.70 at 0.12: docs/results.md). A truncated
-    sampler (top_p 0.9 alone is worth up to 0.1 nats) and noise are far away by design, and have no
-    level. No model of ours comes near it.
+    Growth misses a run that starts too far away, so `kl_above` is a level between int8's 0.05 nats
+    and nvfp4's 0.33 (SmolLM2-135M, docs/results.md). A truncated sampler and noise are far away by
+    design, and have no level.
     """
 
     # a warning, tighter bounds, or wider rollouts
@@ -222,9 +218,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 class StageConfig(Section):
     """A later stage, from `step` on. null: as in the stage before.
 
-    A run may begin with short responses and lengthen them once they are used well (DeepScaleR: 8k,
-    16k, then 24k tokens, with twice the rollouts a prompt from the second stage on). The run's own
-    keys are its first stage.
+    The run's own keys are its first stage. DeepScaleR lengthens responses so, from 8k to 24k tokens.
     """
 
     step: Annotated[int, Field(ge=2)]  # the stage's first step; a run's first step is 1

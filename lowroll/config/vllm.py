@@ -57,7 +57,6 @@ REFUSED = {
 
 
 def _words(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the options for `vllm serve`; a validation error for a refused one."""
     for argument in words:
         if not argument.isprintable():
             raise PydanticCustomError(
@@ -71,7 +70,6 @@ def _words(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_option(word: str) -> None:
-    """Raise a validation error for an option that follows from the run, or is refused."""
     if not word.startswith("--"):
         raise PydanticCustomError("words", "write {word} in its long form, --...", {"word": word})
     option = word.partition("=")[0].replace("_", "-").partition(".")[0]
@@ -85,7 +83,6 @@ def _check_option(word: str) -> None:
 
 
 def _check_url(url: str) -> str:
-    """Return an address of a server: http, https or a socket of this machine."""
     try:
         url_parts = urlsplit(url)
         port = url_parts.port

@@ -222,7 +222,6 @@ class LiveView:
         return lines
 
     def _cells(self, record: Mapping[str, Any], bars: int) -> list[Text]:
-        """Return the last step's numbers, the most important first."""
 
         def cell(label: str, value: object, spec: str, unit: str = "") -> Text:
             return Text.assemble(

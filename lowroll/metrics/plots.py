@@ -380,7 +380,6 @@ def draw(records: Sequence[Record], plot: Plot) -> str:
 
 
 def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequence[Curve]) -> None:
-    """Draw the lines on the axes, and those of another unit on a second axis at the right."""
     right_axes = axes.twinx() if any(line.right for line in lines) else None
     series_by_line = {line: series(records, line.metric) for line in lines}
     if plot.log:
@@ -429,7 +428,6 @@ def _draw_curve(
 
 
 def _finish_right_axis(axes: Axes, right_axes: Axes, unit: str) -> None:
-    """Label the right-hand axis, and repeat its curves in the legend of the left-hand one."""
     _set_bottom(right_axes, 0.0)
     right_axes.set_ylabel(unit)
     right_axes.spines[["top"]].set_visible(False)
@@ -439,7 +437,6 @@ def _finish_right_axis(axes: Axes, right_axes: Axes, unit: str) -> None:
 
 
 def _set_bottom(axes: Axes, bottom: float) -> None:
-    """Start an axis at `bottom`, with a margin for lines at its ends."""
     top_limit = axes.get_ylim()[1]
     margin = 0.04 * ((top_limit - bottom) or 1.0)
     axes.set_ylim(bottom - margin, top_limit + margin)
@@ -495,7 +492,6 @@ def _power_label(value: float, _: object) -> str:
 
 
 def _draw_band(axes: Axes, records: Sequence[Record], colour: str) -> None:
-    """Shade one standard deviation of the rewards around their mean."""
     rows = [
         (r["step"], r["reward/mean"] - r["reward/std"], r["reward/mean"] + r["reward/std"])
         for r in records
@@ -509,7 +505,6 @@ def _draw_band(axes: Axes, records: Sequence[Record], colour: str) -> None:
 
 
 def _draw_stack(axes: Axes, records: Sequence[Record], lines: Sequence[Curve]) -> None:
-    """Draw the curves stacked: bars, or areas for many steps."""
     steps = [record["step"] for record in records]
     bottoms = [0.0] * len(steps)
     width = 0.85 * min((b - a for a, b in zip(steps, steps[1:], strict=False)), default=1)

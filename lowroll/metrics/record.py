@@ -2,12 +2,9 @@
 "9cf16ae5"}`, names as in `metrics.names`.
 
 A line is on disk when `write` returns. Readers drop a torn last line of a dead process; a resumed
-run cuts the file to its checkpoint's step. Non-finite numbers become null and are counted in
-`record/nonfinite`.
-
-`crc` is the line's checksum (`checkpoint.line_checksum`; older files have none). A damaged or
-missing record is reported, and replaced by `{"step": 12, "record/lost": 1.0}`, in the file when the
-run resumes.
+run cuts the file to its checkpoint's step. Non-finite numbers become null. `crc` is the line's
+checksum (older files have none). A damaged or missing record becomes
+`{"step": 12, "record/lost": 1.0}`.
 """
 
 from __future__ import annotations

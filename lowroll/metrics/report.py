@@ -93,7 +93,6 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def _read_about(run_dir: Path, notes: list[str]) -> Record:
-    """Return about.json, or {} and a note."""
     path = run_dir / ABOUT_FILE
     try:
         about = json.loads(read_file(path))
@@ -108,7 +107,6 @@ def _read_about(run_dir: Path, notes: list[str]) -> Record:
 
 
 def _is_supervised(about: Record, records: Sequence[Record]) -> bool:
-    """Return whether the run was supervised, for old folders by its metrics."""
     if "command" in about:
         return about["command"] == "sft"
     return any("sft/loss" in record for record in records)
@@ -151,7 +149,6 @@ def _header_section(
 
 
 def _change_section(records: Sequence[Record], supervised: bool, notes: list[str]) -> str:
-    """Return the section on rewards before and after the run, or "" without any."""
     rows = []
 
     def row(label: str, hint: str, metric: str, edge: int) -> None:
@@ -273,7 +270,6 @@ def _plots(records: Sequence[Record], supervised: bool, notes: list[str]) -> str
 
 
 def _guard_section(records: Sequence[Record]) -> str:
-    """Return every step whose guard alarms or actions changed."""
     rows = []
     previous_words: list[str] = []
     for record in records:
@@ -305,7 +301,6 @@ def _config_section(run_dir: Path, notes: list[str]) -> str:
 
 
 def _glossary_section(records: Sequence[Record], notes: list[str]) -> str:
-    """Return the table of the metrics that the run recorded."""
     used_metrics = set()
     rows = []
     for name in sorted(set[str]().union(*records) - {"step"}):

@@ -76,7 +76,6 @@ def _pick_samples(samples: list[Record]) -> list[tuple[str, Record]]:
 
 
 def _sample_details(label: str, sample: Record) -> str:
-    """Return a rollout as a folded block: its reward, prompt, response, and facts."""
     rollout, score = sample["rollout"], sample["score"]
     behavior, prompt = rollout["behavior"], sample["prompt"]
     scored = score["type"] == "Score"

@@ -772,6 +772,8 @@ def test_overrides(write: Callable[[str], Path]) -> None:
     assert (cfg.eval.interval, cfg.output_dir) == (3, "out=put")
     assert load(path, {"train.max_steps": 20, "env.args.depth": 2}).env[0].args == {"depth": 2}
     assert load(write("model: m\n"), ["env.0.args.max_len=5"]).env[0].id == "reverse-text"
+    in_python = from_mapping({"model": "m", "env": {"id": "x"}}, ["env.0.weight=0.5"])
+    assert (in_python.env[0].id, in_python.env[0].weight) == ("x", 0.5)
     with pytest.raises(ConfigError, match="override loss.cap: must be a finite number"):
         load(path, {"loss.cap": math.inf})
     with pytest.raises(ConfigError, match="override train.eps: set is no configuration value"):

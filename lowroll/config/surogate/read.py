@@ -2,18 +2,11 @@
 
     lowroll grpo --train train.yaml --infer infer.yaml --orch orch.yaml      (or one file with the three sections)
 
-1. Missing keys have their documented defaults, except that checkpoints are made (every 50 steps), that max_steps is
-   100 when neither file bounds the run, and that AdamW's moments are in 8 bits only where the file says so (they need
-   the extra `bnb`). The default of rollouts_per_example, 1, is refused: one rollout has no group. `table.py` has every
-   key.
-2. Without `launcher=local` the three processes are one, on policy: hosts, ports and transports have no effect; `notes`
-   names those that were written. With the override `rollout.engine=vllm` rollouts come from vLLM, which uses the keys
-   of infer.yaml and a `client.base_url` other than the document's default (a running server).
-3. The token loss is `correction: aipo` on grpo_no_std advantages, averaged over the tokens of the batch.
-4. An enabled `noise_scheduler` is our `noise` section, exponential, in its program's variant and with clean norms for
-   the learner.
-5. Rollouts use the learner's own weights; `rollout.weights=int8` is one override away (overrides use the names of
-   `lowroll/config/schema.py`). A number that several files repeat must be the same in all of them.
+Missing keys have their documented defaults; `table.py` has every key, and where it differs here.
+The token loss is `correction: aipo` on grpo_no_std advantages, averaged over the tokens of the
+batch; an enabled `noise_scheduler` is our `noise` section. Without `launcher=local` the three
+processes are one, on policy, and `notes` names the written keys that then have no effect. Overrides
+use the names of `lowroll/config/schema.py`.
 """
 
 from __future__ import annotations
@@ -114,7 +107,6 @@ def combine(
 
 
 def _run(files: Files, role: str) -> tuple[Document, list[rules.Setting]]:
-    """Return the run's document, and the settings that have a note."""
     run = Document({}, name=files["train"].document.name)
     noted_settings = []
     for section, table in TABLES.items():
@@ -223,7 +215,6 @@ def _put_native(run: Document, files: Files) -> None:
 
 
 def _idle_notes(files: Files, cfg: RunConfig) -> Iterator[str]:
-    """Yield one line on written settings without effect in one process."""
     if cfg.launcher != "none":
         return
     skipped = (

@@ -4,12 +4,9 @@
     lowroll orchestrate orch.yaml  the whole run but for the learner's own keys
     lowroll train train.yaml       the learner's keys; the rest is what the orchestrator was given
 
-A trainer needs keys of orch.yaml. So the orchestrator stores its file and overrides at
-RUN/orchestrator/given.yaml (`RunConfig.given`), and the trainer finds RUN by it: train.yaml's
-`output_dir` is RUN, or holds it as its only `run_*` folder. Both files then give the settings of
-`lowroll grpo --train ... --orch ...`, with the same checks.
-
-Every role also takes lowroll's own run.yaml, and one file with the three sections.
+A trainer needs keys of orch.yaml, so the orchestrator stores its file and overrides at
+RUN/orchestrator/given.yaml. Every role also takes lowroll's own run.yaml, and one file with the
+three sections.
 """
 
 from __future__ import annotations
@@ -79,7 +76,6 @@ def _is_own(role: Role, document: Document) -> bool:
 
 
 def _serve(infer: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
-    """Return the engine's settings, with defaults for the orchestrator's and the trainer's."""
     model = _required(infer, "model")
     learner: dict[str, Any] = {"model": model, "lora": infer.value.get("enable_lora", True)}
     if isinstance(rank := infer.value.get("max_lora_rank"), int):
@@ -97,7 +93,6 @@ def _serve(infer: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
 
 
 def _orchestrate(orch: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
-    """Return the orchestrator's settings, with its text for a trainer."""
     model = orch.value.get("model")
     if not isinstance(model, dict) or "name" not in model:
         mark = orch.mark(("model",)) or Mark(orch.name, "model")
@@ -150,7 +145,6 @@ def _put_environments(sections: list[dict[str, Any]], envs: tuple[EnvConfig, ...
 
 
 def _train(train: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
-    """Return the trainer's settings, with the orchestrator's file."""
     _required(train, "model")
     validate(MODELS["train"], train)  # before waiting for the orchestrator
     output_dir = dict(overrides).get("output_dir", train.value.get("output_dir", "output"))

@@ -195,7 +195,6 @@ def _folders(files: Files) -> Iterator[Setting]:
 
 
 def _unreachable_folder_note(train: File, orch: File) -> str:
-    """Return a note on a run folder that a trainer with train.yaml alone would not find."""
     train_mark, orch_mark = train.written("output_dir"), orch.written("output_dir")
     if train_mark is None or orch_mark is None:
         return ""
