@@ -11,7 +11,7 @@ import inspect
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property
@@ -211,20 +211,20 @@ class ToolEnvironment(Environment):
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome:
         """Score the last turn's text, with counts of calls as metrics."""
-        return with_counts(self.score(prompt, messages[-1]["content"]), messages)
+        outcome = self.score(prompt, messages[-1]["content"])
+        if inspect.isawaitable(outcome):
+            return _later_with_counts(outcome, messages)
+        return with_counts(outcome, messages)
 
 
-def with_counts(outcome: Outcome, messages: Sequence[Message]) -> Outcome:
-    """Return a score, or an awaitable of one, with the counts of calls as metrics."""
-    if inspect.isawaitable(outcome):
-        return _await_with_counts(outcome, messages)
+def with_counts(outcome: object, messages: Sequence[Message]) -> Score:
+    """Return a score with the counts of calls as metrics."""
     score = as_score(outcome)
     return Score(score.reward, counts(messages) | score.metrics)
 
 
-async def _await_with_counts(outcome: Any, messages: Sequence[Message]) -> Score:
-    score = as_score(await outcome)
-    return Score(score.reward, counts(messages) | score.metrics)
+async def _later_with_counts(outcome: Awaitable[object], messages: Sequence[Message]) -> Score:
+    return with_counts(await outcome, messages)
 
 
 def _json_schema(function: Function) -> dict[str, Any]:

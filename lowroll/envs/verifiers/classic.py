@@ -17,12 +17,12 @@ import verifiers as vf
 from verifiers.clients import Client
 from verifiers.types import Response, ResponseMessage, ToolCall
 
-from lowroll.envs.verifiers.source import TurnPending, calls_of, plain
+from lowroll.envs.verifiers.source import TurnPending, VerifiersSource, calls_of, plain
 from lowroll.types import Message, Score
 
 
-class Classic:
-    """An environment by id, a `VerifiersSource`; ValueError names a missing requirement."""
+class Classic(VerifiersSource):
+    """An environment by id; ValueError names a missing requirement."""
 
     def __init__(self, env_id: str, args: dict[str, Any]) -> None:
         self.env = vf.load_environment(env_id, **args)
@@ -34,7 +34,7 @@ class Classic:
                 f"{env_id} scores the rollouts of a group together; lowroll scores them one by one"
             )
         self.max_turns = self.env.max_turns
-        self.has_tools = bool(self.env.tool_defs)
+        self.has_tools, self.endless = bool(self.env.tool_defs), False
 
     def tools(self) -> tuple[dict[str, Any], ...]:
         schema_fields = {"name", "description", "parameters"}
@@ -51,29 +51,20 @@ class Classic:
         rows = held_out if split == "test" else self.env.build_dataset()
         return map(dict, rows if rows is not None else ()), True
 
-    def endless(self) -> bool:
-        return False
-
     def key(self, task: Any) -> str:
         return json.dumps(task, sort_keys=True, default=str)
 
-    async def play(self, task: Any, turns: list[Message]) -> list[Message] | None:
-        try:
-            await self._run(task, _Script(turns, ends=False))
-        except TurnPending as asked:
-            return asked.messages
-        return None
-
     async def judge(self, task: Any, turns: list[Message]) -> Score:
         """Score these turns; ValueError for a reward function that raised."""
-        state = await self._run(task, _Script(turns, ends=True))
+        state = await self._run(task, turns, scored=True)
         with _logged_failures() as failed:
             await self.env.rubric.score_rollout(state)
         if failed:
             raise ValueError("; ".join(failed))
         return Score(float(state["reward"]), {k: float(v) for k, v in state["metrics"].items()})
 
-    async def _run(self, task: Any, script: _Script) -> Any:
+    async def _run(self, task: Any, turns: list[Message], scored: bool) -> Any:
+        script = _Script(turns, ends=scored)
         state = await self.env.rollout(dict(task), script, "lowroll", {})
         if state.get("error") is not None:
             raise state["error"]

@@ -61,7 +61,7 @@ class Verifiers(Environment):
         return self.source.tools()
 
     def size(self, split: str = "train") -> int | None:
-        return None if self._of(split).endless() else self.tasks(split).size()
+        return None if self._of(split).endless else self.tasks(split).size()
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
         """Return a task; each training epoch has a fresh order."""
@@ -90,9 +90,7 @@ class Verifiers(Environment):
         """Return the environment's score of all turns, with counts of calls if it has tools."""
         task, source = self._task(prompt)
         score = await source.judge(task, _assistant_turns(prompt, messages))
-        counted = with_counts(score, messages) if source.has_tools else score
-        assert isinstance(counted, Score)
-        return counted
+        return with_counts(score, messages) if source.has_tools else score
 
     async def score(self, prompt: Prompt, text: str) -> Score:
         reply = {"role": "assistant", "content": text}

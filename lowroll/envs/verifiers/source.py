@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from lowroll.types import Message, Score
 
@@ -18,28 +19,40 @@ class TurnPending(BaseException):
         self.messages = messages
 
 
-class VerifiersSource(Protocol):
+class VerifiersSource(ABC):
     """An environment of verifiers, with opaque tasks."""
 
     max_turns: int
     has_tools: bool
+    endless: bool  # its tasks have no end
 
+    @abstractmethod
     def tools(self) -> tuple[dict[str, Any], ...]:
         """Return the JSON schemas of the tools that the model may call."""
 
+    @abstractmethod
     def tasks(self, split: str) -> tuple[Iterator[Any], bool]:
         """Return a split's tasks, and whether they are its own; else a share is held out."""
 
-    def endless(self) -> bool:
-        """Return whether the tasks have no end."""
-
+    @abstractmethod
     def key(self, task: Any) -> str:
         """Return a text that identifies a task in every process."""
 
     async def play(self, task: Any, turns: list[Message]) -> list[Message] | None:
         """Return the environment's messages after these turns (without turns: the prompt); None
         when done."""
+        try:
+            await self._run(task, turns, scored=False)
+        except TurnPending as asked:
+            return asked.messages
+        return None
 
+    @abstractmethod
+    async def _run(self, task: Any, turns: list[Message], scored: bool) -> Any:
+        """Run verifiers' loop with these turns and return what it recorded. `scored`: their end
+        ends it; else TurnPending asks for the next turn."""
+
+    @abstractmethod
     async def judge(self, task: Any, turns: list[Message]) -> Score:
         """Return the score of these turns."""
 

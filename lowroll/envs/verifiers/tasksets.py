@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import cached_property
 from typing import Any
 
 import verifiers.v1 as vf
@@ -21,13 +22,12 @@ from verifiers.v1.utils.decorators import invoke_all
 
 from lowroll.envs.outcome import awaited
 from lowroll.envs.tools import MALFORMED
-from lowroll.envs.verifiers.source import TurnPending, calls_of, plain
+from lowroll.envs.verifiers.source import TurnPending, VerifiersSource, calls_of, plain
 from lowroll.types import Message, Score
 
 
-class Tasksets:
-    """A taskset by id with its environment, a `VerifiersSource`; ValueError names a missing
-    requirement."""
+class Tasksets(VerifiersSource):
+    """A taskset by id with its environment; ValueError names a missing requirement."""
 
     def __init__(self, env_id: str, args: dict[str, Any]) -> None:
         config = _resolve_config(env_id, args)
@@ -45,7 +45,7 @@ class Tasksets:
             *self.task_class.toolsets(config.taskset.task),
         ]
         self.box = _Box(self.toolsets) if self.toolsets else None
-        self.has_tools = bool(self.toolsets)
+        self.has_tools, self.endless = bool(self.toolsets), not self.env.taskset.bounded
         has_several_turns = self.has_tools or not isinstance(self.env, vf.SingleAgentEnv)
         self.max_turns = agent.max_turns or (-1 if has_several_turns else 1)
 
@@ -64,24 +64,14 @@ class Tasksets:
             )
 
     def tools(self) -> tuple[dict[str, Any], ...]:
-        return self.box.schemas() if self.box is not None else ()
+        return self.box.schemas if self.box is not None else ()
 
     def tasks(self, split: str) -> tuple[Iterator[Any], bool]:
         """Return all tasks: a taskset has no splits."""
         return iter(self.env.taskset), False
 
-    def endless(self) -> bool:
-        return not self.env.taskset.bounded
-
     def key(self, task: Any) -> str:
         return str(task.key)
-
-    async def play(self, task: Any, turns: list[Message]) -> list[Message] | None:
-        try:
-            await self._run(task, turns, scored=False)
-        except TurnPending as asked:
-            return asked.messages
-        return None
 
     async def judge(self, task: Any, turns: list[Message]) -> Score:
         """Score these turns; ValueError for a missing reward."""
@@ -96,7 +86,6 @@ class Tasksets:
         return Score(float(trace.reward), {**metrics, **scores})
 
     async def _run(self, task: Any, turns: list[Message], scored: bool) -> Any:
-        """Run an episode with these turns and return its trace. `scored`: it ends with a score."""
         scripted = _ScriptedAgent(turns, self.box, ends=scored)
         episode = vf.Episode(env=EnvInfo(id=self.env.config.env_id), task=_trace_task(task))
         agents = _Agents({self.agent_name: scripted})
@@ -270,13 +259,11 @@ class _Box:
             toolset.register(server)
             prefix = f"{toolset.server_name}_" if toolset.server_name else ""
             self.servers.append((prefix, server))
-        self._schemas: tuple[dict[str, Any], ...] | None = None
         self._ready = False
 
+    @cached_property
     def schemas(self) -> tuple[dict[str, Any], ...]:
-        if self._schemas is None:
-            self._schemas = awaited(self._listed())
-        return self._schemas
+        return awaited(self._listed())
 
     async def _listed(self) -> tuple[dict[str, Any], ...]:
         schemas = []
