@@ -30,27 +30,15 @@ def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
         raise ValueError(f"{where}: {no_text(error)}") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: info must be JSON data: {error}") from None
-    if (fault := _non_json_part(prompt.info)) is not None:
+    sent = json.loads(json.dumps(prompt.info))
+    # JSON makes a list of a tuple, and text of a key that is none
+    if changed := [
+        key for key, value in prompt.info.items() if key not in sent or sent[key] != value
+    ]:
         raise ValueError(
-            f"{where}: info must be JSON data, and {fault} would not come back as it is"
+            f"{where}: info must be JSON data, and info[{changed[0]!r}] would not come back as it is"
         )
     return prompt
-
-
-def _non_json_part(value: object) -> str | None:
-    """Describe a part that JSON would change (a non-text key, a tuple), or return None."""
-    if isinstance(value, tuple):
-        return f"the tuple {str(value)[:60]}"
-    children: list[object] = []
-    if isinstance(value, list):
-        children = value
-    elif isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):
-                return f"the key {key!r}"
-        children = list(value.values())
-    faults = map(_non_json_part, children)
-    return next((fault for fault in faults if fault is not None), None)
 
 
 def _are_messages(messages: object) -> bool:
