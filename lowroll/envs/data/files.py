@@ -30,7 +30,7 @@ def read_jsonl(path: str) -> Iterator[Located]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{path}:{number}"
-                yield where, _require_object(_parse_json(line, where), where)
+                yield where, parse_object(line, where)
 
 
 def read_json(path: str) -> Iterator[Located]:
@@ -98,6 +98,10 @@ READERS: dict[str, Callable[[str], Iterator[Located]]] = {
     ".tsv": read_csv,
     ".parquet": read_parquet,
 }
+
+
+def parse_object(line: bytes, where: str) -> dict[str, Any]:
+    return _require_object(_parse_json(line, where), where)
 
 
 def _parse_json(text: bytes, where: str) -> Any:

@@ -87,7 +87,7 @@ def is_right(case: Case, output: str, value: Any = None) -> bool:
     """Return whether a program's output, or a function's result as JSON data, is the expected
     one."""
     if case.fn_name is None:
-        return same_text(_as_text(case.output), output)
+        return same_text(as_text(case.output), output)
     return same_value(case.output, value)
 
 
@@ -146,6 +146,6 @@ def _is_close(expected: float, value: float) -> bool:
         return False
 
 
-def _as_text(output: Any) -> str:
-    """Return the expected output as text; some data sets have a list of lines."""
-    return "\n".join(map(str, output)) if isinstance(output, list) else str(output)
+def as_text(value: Any) -> str:
+    """Return an input or output as text; some data sets have a list of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -124,7 +124,7 @@ class _Sandbox:
 
     def ask(self, source: str, cases: Sequence[Case]) -> None:
         """Wait until the sandbox is ready, and send it program, inputs and limits only."""
-        if self._next() != {"ready": True}:
+        if next(self.lines, None) != {"ready": True}:
             raise SandboxError(f"{self.name}: {self._how_it_ended()}")
         lines = filter.program()
         assert lines is not None
@@ -150,7 +150,7 @@ class _Sandbox:
     def reply(self) -> dict[str, Any] | None:
         """Return the next case's reply; None after the program's time."""
         self.deadline = min(time.monotonic() + self.limits.wall_seconds + SLACK, self.end)
-        reply = self._next()
+        reply = next(self.lines, None)
         if reply is None and time.monotonic() < self.end:
             raise SandboxError(f"{self.name}: it ended under the program: {self._how_it_ended()}")
         return reply
@@ -161,9 +161,6 @@ class _Sandbox:
         self.process.wait(START_LIMIT)
         for pipe in (self.input, self.output, self.errors):
             pipe.close()
-
-    def _next(self) -> dict[str, Any] | None:
-        return next(self.lines, None)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         """Yield the sandbox's replies until its end or the deadline."""

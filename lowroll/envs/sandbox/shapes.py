@@ -14,7 +14,7 @@ import json
 import re
 from typing import Any
 
-from lowroll.envs.sandbox.cases import Case
+from lowroll.envs.sandbox.cases import Case, as_text
 
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
 FIELDS = ("tests", "test_cases", "input_output", "public_test_cases", "verification_info")
@@ -76,7 +76,7 @@ def _cases_of_lists(value: dict[str, Any], where: str) -> list[Case]:
         raise ValueError(f"{where}: 'inputs' and 'outputs' must be lists of one length")
     if not fn_name:
         return [
-            Case(_as_text(input_value), _as_text(output_value))
+            Case(as_text(input_value), as_text(output_value))
             for input_value, output_value in zip(inputs, outputs, strict=True)
         ]
     return [
@@ -93,16 +93,12 @@ def _parse_case(one: Any, fn_name: str | None, where: str) -> Case:
     if kind in FUNCTIONAL and not name:
         raise ValueError(f"{where}: a {kind} test needs the function's name (fn_name)")
     if not name:
-        return Case(_as_text(one["input"]), _as_text(one["output"]))
+        return Case(as_text(one["input"]), as_text(one["output"]))
     arguments, expected = one["input"], one["output"]
     if isinstance(arguments, str):  # LiveCodeBench: an argument a line, each as JSON
         arguments = [_parse_json(line, where) for line in arguments.split("\n") if line.strip()]
         expected = _parse_json(expected, where)
     return Case(_require_list(arguments, where), expected, name)
-
-
-def _as_text(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _require_list(value: Any, where: str) -> list[Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lowroll.envs.base import bounded
-from lowroll.envs.data.files import Located
+from lowroll.envs.data.files import Located, parse_object
 from lowroll.envs.sets.held_out import HeldOut, HeldOutTask
 from lowroll.envs.sets.hidden import cases
 from lowroll.envs.sets.rows import column, text_of
@@ -52,7 +52,7 @@ class Programs(HeldOut):
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         where = f"{path}:{number}"
-                        yield where, _parse_object(line, where) | {PLACE: [path, offset]}
+                        yield where, parse_object(line, where) | {PLACE: [path, offset]}
                     offset += len(line)
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
@@ -95,7 +95,7 @@ class Programs(HeldOut):
         where = f"{path}, the row at byte {offset}"
         with open(path, "rb") as file:
             file.seek(offset)
-            row = _parse_object(file.readline(), where)
+            row = parse_object(file.readline(), where)
         try:
             test_cases = cases(self._of(row, "public")) + cases(self._of(row, "private"))
             name = json.loads(self._of(row, "metadata") or "{}").get("func_name")
@@ -119,13 +119,3 @@ def _case(test_case: dict[str, Any], function_name: str | None) -> Case:
     lines = test_case["input"].splitlines()
     arguments = [json.loads(line) for line in lines if line.strip()]
     return Case(arguments, json.loads(test_case["output"]), function_name)
-
-
-def _parse_object(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    return row
