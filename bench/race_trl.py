@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bench.worker import Say, channel, end_with_input, peak
 from lowroll.envs import Environment, table
-from lowroll.envs.outcome import judge
+from lowroll.envs.base import judge
 from lowroll.types import Prompt
 
 EVAL_ROWS = 256  # prompts that are evaluated together

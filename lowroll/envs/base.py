@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from lowroll.envs.curriculum import Curriculum
-from lowroll.envs.outcome import InvalidScore, Outcome, Reply, judge
+from lowroll.envs.outcome import InvalidScore, Outcome, Reply, as_score, awaited
 from lowroll.types import Message, Prompt, Score
 
 SPLITS = ("train", "test")
@@ -36,6 +36,15 @@ def bounded(text: str) -> str:
 def split_of(text: str) -> str:
     """Return a generated task's split, "train" or "test"."""
     return "test" if hashlib.sha256(text.encode()).digest()[0] < TEST_BYTES else "train"
+
+
+def judge(env: Environment, prompt: Prompt, said: str | list[Message]) -> Score:
+    """Score a response or a conversation. InvalidScore names a wrong return value; the scorer's
+    exceptions pass."""
+    score = (
+        env.score(prompt, said) if isinstance(said, str) else env.score_conversation(prompt, said)
+    )
+    return as_score(awaited(score))
 
 
 @dataclass(frozen=True)

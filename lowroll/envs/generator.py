@@ -27,7 +27,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from lowroll.envs import child
 from lowroll.types import nearest
@@ -66,16 +66,6 @@ DEMANDS: dict[str, Callable[[str, dict[str, Any]], bool]] = {
 }
 
 
-class ItemSource(Protocol):
-    """The interface of both kinds of generator; an item's number is (split, draw, index)."""
-
-    def item(self, split: str, draw: int, index: int) -> tuple[str, str | None]:
-        """Return (question, stored answer)."""
-
-    def score(self, split: str, draw: int, index: int, answer: str) -> float:
-        """Return the generator's reward for an answer."""
-
-
 def levels(name: str, options: dict[str, Any]) -> int:
     """Return the levels of a generator's curriculum (a composite: of its longest part). ValueError
     without one."""
@@ -84,7 +74,7 @@ def levels(name: str, options: dict[str, Any]) -> int:
     return _num_levels(name, options)
 
 
-def source(name: str, options: dict[str, Any], seed: int) -> ItemSource:
+def source(name: str, options: dict[str, Any], seed: int) -> Generator | RemoteGenerator:
     """Return a generator's items. ValueError for an unknown generator or option, or a missing
     package."""
     if sys.flags.hash_randomization:
@@ -122,6 +112,7 @@ class Generator:
             random.setstate(state)
 
     def item(self, split: str, draw: int, index: int) -> tuple[str, str | None]:
+        """Return (question, stored answer)."""
         item = self._item(split, draw, index)
         return item["question"], item["answer"]
 
@@ -163,15 +154,14 @@ class _Server:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        # the child dies with its starting thread
-        self.starter: ThreadPoolExecutor | None = None
+        # a thread that outlives every call: the child dies with its starting thread
+        self.starter = ThreadPoolExecutor(1, thread_name_prefix="generator-starter")
 
     def ask(self, *request: Any) -> Any:
         """Send a request (name, options, seed, verb, arguments...: see `main`) and return its
         result. ValueError with the child's reason; TimeoutError after `CHILD_LIMIT`."""
         with self.lock:
             if self.process is None:
-                self.starter = ThreadPoolExecutor(1, thread_name_prefix="generator-starter")
                 self.process = self.starter.submit(
                     child.start, "lowroll.envs.generator", subprocess.DEVNULL
                 ).result(CHILD_LIMIT)
@@ -212,9 +202,6 @@ class _Server:
             self.process.kill()
             self.process.communicate(timeout=KILL_LIMIT)
             self.process = None
-        if self.starter is not None:
-            self.starter.shutdown(wait=False)
-            self.starter = None
 
 
 server = _Server()

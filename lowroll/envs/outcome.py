@@ -10,10 +10,10 @@ from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lowroll.tool_calls import MOST_DEPTH, depths
-from lowroll.types import Message, Prompt, Score
+from lowroll.types import Message, Score
 
 if TYPE_CHECKING:
     import asyncio
@@ -56,32 +56,9 @@ class InvalidReply(InvalidScore):
     """An error for a reply that is not a list of messages."""
 
 
-class Judging(Protocol):
-    """The interface of scoring and answering."""
-
-    def score(self, prompt: Prompt, text: str) -> Outcome: ...
-
-    def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome: ...
-
-    def respond(self, prompt: Prompt, messages: list[Message]) -> Reply: ...
-
-
-def judge(env: Judging, prompt: Prompt, said: str | list[Message]) -> Score:
-    """Score a response or a conversation. InvalidScore names a wrong return value; the scorer's
-    exceptions pass. All async scores run on one event loop, so that a scorer may keep a client
-    open."""
-    if isinstance(said, str):
-        return as_score(awaited(env.score(prompt, said)))
-    return as_score(awaited(env.score_conversation(prompt, said)))
-
-
-def answer(env: Judging, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-    """Return the environment's messages, or None when done. InvalidReply names a wrong return
-    value."""
-    return as_messages(awaited(env.respond(prompt, messages)))
-
-
 def awaited(value: Any) -> Any:
+    """Return what a call gave, awaited if need be: all on one event loop, so that a scorer may keep
+    a client open."""
     if not inspect.isawaitable(value):
         return value
     thread, runner = _event_loop()

@@ -13,7 +13,7 @@ from typing import Any
 
 from lowroll.envs.base import Environment, bounded, split_of
 from lowroll.envs.curriculum import Curriculum
-from lowroll.envs.generator import LEVEL, ItemSource, levels, source
+from lowroll.envs.generator import LEVEL, Generator, RemoteGenerator, levels, source
 from lowroll.types import Prompt, Score, nearest
 
 SYSTEM = "Think step by step. Then give the final answer, and nothing else, between <answer> and </answer>."
@@ -38,14 +38,14 @@ class ReasoningGym(Environment):
     ) -> None:
         super().__init__(name=name, seed=seed, system=system, template=template)
         self.generator, self.options = generator, options
-        self._at_level: dict[int | None, ItemSource] = {}
+        self._at_level: dict[int | None, Generator | RemoteGenerator] = {}
         try:
             self.curriculum = _curriculum(curriculum, generator, options)
             self.items(None if self.curriculum is None else self.curriculum.start)
         except ValueError as error:
             raise ValueError(f"env {name!r}: {error}") from error
 
-    def items(self, level: int | None) -> ItemSource:
+    def items(self, level: int | None) -> Generator | RemoteGenerator:
         """Return the items of a level; None: of the plain options."""
         if level not in self._at_level:
             options = self.options if level is None else {**self.options, LEVEL: level}

@@ -23,8 +23,15 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from lowroll.envs import child, user_errors
-from lowroll.envs.base import Environment
-from lowroll.envs.outcome import Inapplicable, InvalidScore, ScorerFailed, answer, as_score, judge
+from lowroll.envs.base import Environment, judge
+from lowroll.envs.outcome import (
+    Inapplicable,
+    InvalidScore,
+    ScorerFailed,
+    as_messages,
+    as_score,
+    awaited,
+)
 from lowroll.envs.reaper import fork_worker
 from lowroll.envs.table import construct, own_file
 from lowroll.types import Prompt, Score
@@ -49,7 +56,7 @@ def ask(env: Environment, prompt: Prompt, what: str, said: Any) -> dict[str, Any
     """Score or respond; an environment's failure becomes an error of a named kind."""
     try:
         if what == "respond":
-            return {"messages": answer(env, prompt, said)}
+            return {"messages": as_messages(awaited(env.respond(prompt, said)))}
         if what == "together":
             return {"scores": [_score_reply(score) for score in env.score_together(prompt, said)]}
         return vars(judge(env, prompt, said))

@@ -117,17 +117,14 @@ class Data(Environment):
         for function in self.functions:
             function.prepare()
 
-    def score(self, prompt: Prompt, text: str) -> Score:
+    def score(self, prompt: Prompt, text: Said) -> Score:
         (result,) = self.score_together(prompt, [text])
         if isinstance(result, InvalidScore):
             raise result
         return result
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        (result,) = self.score_together(prompt, [messages])
-        if isinstance(result, InvalidScore):
-            raise result
-        return result
+        return self.score(prompt, messages)
 
     def score_together(self, prompt: Prompt, said: Sequence[Said]) -> list[Score | InvalidScore]:
         log = Logged(len(said), [function.name for function in self.functions])
