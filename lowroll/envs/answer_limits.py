@@ -7,10 +7,6 @@
 from __future__ import annotations
 
 import re
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import inf, log2, prod
 
 import sympy
@@ -36,26 +32,6 @@ class Costly(ValueError):
 
 class AnswerTimeout(BaseException):
     """The end of an answer's CPU time; a BaseException, so that no handler swallows it."""
-
-
-@contextmanager
-def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise AnswerTimeout after this CPU time, repeatedly, in the main thread. A long operation of
-    C code is not interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise AnswerTimeout
-
-    previous_handler = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous_handler)
 
 
 def refuse_text(text: str) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lowroll.envs.notation import plain, quantity, stated_number, tidy, unboxed
+from lowroll.envs.time_limit import limited
 
 MAX_ANSWER = 1000  # characters: a longer "final answer" is wrong by rule
 MAX_SECONDS = 2.0  # CPU time for one answer
@@ -166,7 +167,7 @@ def equal(gold: str, answer: str, ordered: bool = False) -> bool:
     from lowroll.envs import answer_limits, expressions, forms
 
     try:
-        with answer_limits.cpu_limit(MAX_SECONDS):
+        with limited(MAX_SECONDS, answer_limits.AnswerTimeout, of_cpu=True):
             return forms.matches(gold, answer, ordered)
     except expressions.GoldError:
         raise

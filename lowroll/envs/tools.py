@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import signal
-import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from functools import cached_property
 from types import UnionType
@@ -20,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lowroll.envs.base import Environment
 from lowroll.envs.outcome import Outcome, as_score, awaited
+from lowroll.envs.time_limit import limited
 from lowroll.tool_calls import typed
 from lowroll.types import Message, Prompt, Score
 
@@ -105,7 +103,7 @@ class Toolbox:
             inspect.signature(function).bind(**arguments)
         except TypeError as error:
             raise _Refused(f"{name}: {error}") from None
-        with limited(self.call_seconds):
+        with limited(self.call_seconds, ToolTimeout):
             value = function(**arguments)
             if inspect.isawaitable(value):
                 value = awaited(_await_within(value, self.call_seconds))
@@ -138,26 +136,6 @@ async def _await_within(value: Any, seconds: float) -> Any:
         return await asyncio.wait_for(value, seconds)
     except TimeoutError:
         raise ToolTimeout from None
-
-
-@contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Raise ToolTimeout after `seconds` of Python code in a main thread, as in scoring workers;
-    elsewhere only the worker's limit holds."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(*_: object) -> None:
-        raise ToolTimeout
-
-    previous_handler = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous_handler)
 
 
 def counts(messages: Sequence[Message]) -> dict[str, float]:
