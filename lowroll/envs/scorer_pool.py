@@ -35,7 +35,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -60,27 +60,21 @@ class EnvironmentReply:
     messages: list[Message] | None
 
 
-@dataclass(frozen=True)
-class GroupScores:
-    """The scores of responses to one prompt."""
-
-    scores: tuple[Score | ScoreError, ...]
-
-
-Result = Score | ScoreError | EnvironmentReply | GroupScores
+Result = Score | ScoreError | EnvironmentReply
 
 
 @dataclass(frozen=True)
 class _Item:
-    """A unit of work. size: the number of responses scored together; 0: a single one."""
+    """A unit of work. size: the number of its results, more than 1 for responses scored
+    together."""
 
     prompt: Prompt
     encoded: bytes
-    size: int = 0
+    size: int = 1
 
-    def named(self, result: Score | ScoreError) -> Score | ScoreError:
+    def named(self, result: Result) -> Result:
         """Return the result; an error names environment and prompt."""
-        if isinstance(result, Score):
+        if not isinstance(result, ScoreError):
             return result
         owner = f"env {self.prompt.env!r}, {self.prompt.id}"
         return replace(result, message=f"{owner}: {result.message}")
@@ -96,25 +90,15 @@ class _HeldItem:
 
 @dataclass
 class _Job:
-    """A call of `score` or `respond`: items, results, and unassigned indices."""
+    """A call of `score` or `respond`: items, unassigned indices, and results by index."""
 
     items: list[_Item]
-    results: list[Result | None]
     pending: deque[int]
     responds: bool = False
-    done: int = 0
+    results: dict[int, list[Result]] = field(default_factory=dict)
 
-    def settle(self, index: int, result: Result) -> None:
-        """Record a result; a joint error becomes each response's."""
-        item = self.items[index]
-        if item.size and isinstance(result, ScoreError):
-            result = GroupScores((result,) * item.size)
-        if isinstance(result, GroupScores):
-            result = GroupScores(tuple(map(item.named, result.scores)))
-        elif isinstance(result, ScoreError):
-            result = item.named(result)
-        self.results[index] = result
-        self.done += 1
+    def settle(self, index: int, results: Sequence[Result]) -> None:
+        self.results[index] = [self.items[index].named(result) for result in results]
 
     def take_back(self, held: deque[_HeldItem]) -> None:
         """Requeue unscored items at the front."""
@@ -223,13 +207,13 @@ class ScorerPool:
         memory_limit_mb: int = 2048,
         pass_env: Sequence[str] = (),
     ) -> None:
-        for field, value in (
+        for setting, value in (
             ("num_workers", num_workers),
             ("time_limit", time_limit),
             ("memory_limit_mb", memory_limit_mb),
         ):
             if not value > 0:
-                raise ValueError(f"{field} must be positive, got {value}")
+                raise ValueError(f"{setting} must be positive, got {value}")
         child.check_count(num_workers)
         self._pass_env = child.named(pass_env)
         self.names = frozenset(env_specs)
@@ -249,7 +233,7 @@ class ScorerPool:
         try:
             self._workers = [self._start() for _ in range(num_workers)]
             while not all(worker.ready for worker in self._workers):
-                self._exchange(_Job([], [], deque()))
+                self._exchange(_Job([], deque()))
         except BaseException:
             self.close()
             raise
@@ -281,13 +265,7 @@ class ScorerPool:
         is not JSON. Only the last `base.MAX_TEXT` characters of each text count.
         """
         results = self._run(self._joined(items), responds=False, on_progress=on_progress)
-        scores: list[Score | ScoreError] = []
-        for result in results:
-            if isinstance(result, GroupScores):
-                scores += result.scores
-            elif isinstance(result, Score | ScoreError):
-                scores.append(result)
-        return scores
+        return [result for result in results if isinstance(result, Score | ScoreError)]
 
     def respond(
         self, items: Sequence[tuple[Prompt, list[Message]]]
@@ -308,14 +286,12 @@ class ScorerPool:
         environment scores responses together."""
         work_items: list[_Item] = []
         for _, consecutive in groupby(items, key=lambda item: id(item[0])):
-            neighbours = list(consecutive)
-            prompt = neighbours[0][0]
+            (prompt, *_), responses = zip(*consecutive, strict=True)
             if prompt.env in self._together:
-                responses = [_bounded_texts(response) for _, response in neighbours]
                 encoded = self._encode(prompt, "together", responses)
                 work_items.append(_Item(prompt, encoded, size=len(responses)))
                 continue
-            for _, response in neighbours:
+            for response in responses:
                 work_items.append(_Item(prompt, self._encode(prompt, "score", response)))
         return work_items
 
@@ -329,29 +305,27 @@ class ScorerPool:
             if not self._workers:
                 raise RuntimeError("the scorer pool is closed")
             pending = deque(range(len(items)))
-            job = _Job(items, [None] * len(items), pending, responds)
+            job = _Job(items, pending, responds)
             try:
-                while job.done < len(items):
-                    done_before = job.done
+                while (done := len(job.results)) < len(items):
                     self._exchange(job)
-                    if on_progress is not None and job.done > done_before:
-                        on_progress(job.done, len(items))
+                    if on_progress is not None and len(job.results) > done:
+                        on_progress(len(job.results), len(items))
             finally:  # an interrupted call leaves no chunks behind
                 for i, worker in enumerate(self._workers):
                     if worker.held:
                         self._replace(i)
-        return [result for result in job.results if result is not None]
+        return [result for index in range(len(items)) for result in job.results[index]]
 
     def _encode(self, prompt: Prompt, ask: str, said: Any) -> bytes:
-        """Return an item as JSON. ask: "score", "respond" or "together", whose list of responses is
-        bounded already. ValueError for an unknown environment, or data that is no JSON."""
+        """Return an item as JSON. ask: "score", "respond" or "together". ValueError for an unknown
+        environment, or data that is no JSON."""
         if prompt.env not in self.names:
             raise ValueError(
                 f"prompt {prompt.id!r} is of environment {prompt.env!r}; the pool has: "
                 f"{', '.join(sorted(self.names))}"
             )
-        said = said if ask == "together" else _bounded_texts(said)
-        item = {"prompt": vars(prompt), "ask": ask, "said": said}
+        item = {"prompt": vars(prompt), "ask": ask, "said": _bounded_texts(said)}
         try:
             return json.dumps(item, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
@@ -384,7 +358,7 @@ class ScorerPool:
         worker.hand(items, self._limit(job.items[chunk[0]]))
 
     def _limit(self, item: _Item) -> float:
-        return self.time_limit * max(1, item.size)
+        return self.time_limit * item.size
 
     def _wait(self) -> None:
         """Wait until a worker's pipe is ready or the first deadline has passed."""
@@ -422,26 +396,22 @@ class ScorerPool:
             worker.doing = self._said(reply["doing"])
             return True
         item = job.items[worker.held[0].index]
-        result = _parse_result(reply, item.size, job.responds)
-        if result is None:
+        results = _parse_results(reply, item.size, job.responds)
+        if not results:
             worker.ended = True
             return False
-        self._take_result(worker, result, job)
+        self._take_results(worker, list(map(self._readable, results)), job)
         return True
 
-    def _take_result(self, worker: _Worker, result: Result, job: _Job) -> None:
+    def _take_results(self, worker: _Worker, results: list[Result], job: _Job) -> None:
         """Settle a worker's current item, and restart its clock for the next one."""
-        if isinstance(result, ScoreError):
-            result = self._readable(result)
-        elif isinstance(result, GroupScores):
-            result = GroupScores(tuple(map(self._readable, result.scores)))
-        job.settle(worker.held.popleft().index, result)
+        job.settle(worker.held.popleft().index, results)
         worker.doing = ""
         if worker.held:
             next_item = job.items[worker.held[0].index]
             worker.deadline = time.monotonic() + self._limit(next_item)
-        if isinstance(result, ScoreError) and result.kind == "memory":  # the worker ends itself
-            job.take_back(worker.held)
+        if isinstance(results[0], ScoreError) and results[0].kind == "memory":
+            job.take_back(worker.held)  # the worker ends itself
             worker.ended = True
 
     def _take_start(self, worker: _Worker, reply: dict[str, Any]) -> None:
@@ -467,12 +437,12 @@ class ScorerPool:
             raise RunFailed(f"a scoring worker could not start: {why}")
         if worker.held:
             index = worker.held.popleft().index
+            item = job.items[index]
             work = f", in {worker.doing}" if worker.doing else ""
+            result: Result = ScoreError("crash", f"the scorer's process ended{work}: {ending}")
             if is_late:
-                job.settle(index, self._timeout(worker, job, job.items[index], work))
-            else:
-                message = f"the scorer's process ended{work}: {ending}"
-                job.settle(index, ScoreError("crash", message))
+                result = self._timeout(worker, job, item, work)
+            job.settle(index, [result] * item.size)
         job.take_back(worker.held)
 
     def _timeout(self, worker: _Worker, job: _Job, item: _Item, work: str) -> Score | ScoreError:
@@ -481,8 +451,8 @@ class ScorerPool:
         missing_reply = "answer" if job.responds else "score"
         return ScoreError("timeout", f"no {missing_reply} after {self._limit(item):g} s{work}")
 
-    def _readable(self, result: Score | ScoreError) -> Score | ScoreError:
-        if isinstance(result, Score):
+    def _readable(self, result: Result) -> Result:
+        if not isinstance(result, ScoreError):
             return result
         return replace(result, message=self._said(result.message))
 
@@ -508,16 +478,17 @@ def _decode(line: bytes) -> dict[str, Any]:
     return reply if isinstance(reply, dict) else {}
 
 
-def _parse_result(reply: dict[str, Any], size: int, responds: bool) -> Result | None:
-    """Return a worker's reply as a result; None for an invalid reply."""
-    if size and "scores" in reply:
-        return _parse_group_scores(reply["scores"], size)
-    kind = reply.get("error")
-    if not isinstance(reply.get("extra"), dict | None):
-        return None
-    if responds and kind not in ("exception", "memory", "invalid"):
+def _parse_results(reply: dict[str, Any], size: int, responds: bool) -> list[Result]:
+    """Return the `size` results of a worker's reply, each the error of them all; [] for an invalid
+    reply."""
+    if responds and reply.get("error") not in ("exception", "memory", "invalid"):
         return _parse_messages(reply)
-    return _parse_score(reply)
+    replies = reply.get("scores", [reply] * size)
+    if not isinstance(replies, list) or len(replies) != size:
+        return []
+    scores = [_parse_score(one) for one in replies if isinstance(one, dict)]
+    results: list[Result] = [score for score in scores if score is not None]
+    return results if len(results) == size else []
 
 
 def _parse_score(reply: dict[str, Any]) -> Score | ScoreError | None:
@@ -534,27 +505,17 @@ def _parse_score(reply: dict[str, Any]) -> Score | ScoreError | None:
     return None
 
 
-def _parse_group_scores(replies: object, size: int) -> GroupScores | None:
-    if not isinstance(replies, list) or len(replies) != size:
-        return None
-    scores = [_parse_score(reply) for reply in replies if isinstance(reply, dict)]
-    valid_scores = tuple(score for score in scores if score is not None)
-    return GroupScores(valid_scores) if len(valid_scores) == size else None
-
-
-def _bounded_texts(said: str | list[Message]) -> str | list[Message]:
-    """Return a response or messages with texts cut to `base.MAX_TEXT`."""
+def _bounded_texts(said: Any) -> Any:
+    """Return a response, messages or several of these with texts cut to `base.MAX_TEXT`."""
     if isinstance(said, str):
         return bounded(said)
-    return [
-        {k: bounded(v) if isinstance(v, str) else v for k, v in message.items()} for message in said
-    ]
+    if isinstance(said, dict):
+        return {key: bounded(v) if isinstance(v, str) else v for key, v in said.items()}
+    return list(map(_bounded_texts, said))
 
 
-def _parse_messages(reply: dict[str, Any]) -> EnvironmentReply | None:
-    if "messages" not in reply:
-        return None
+def _parse_messages(reply: dict[str, Any]) -> list[Result]:
     try:
-        return EnvironmentReply(as_messages(reply["messages"]))
-    except InvalidReply:
-        return None
+        return [EnvironmentReply(as_messages(reply["messages"]))]
+    except (InvalidReply, KeyError):
+        return []

@@ -401,7 +401,9 @@ def test_what_a_scorer_writes_to_the_pipe_is_nobodys_reward(pool, how):
     ],
 )
 def test_replies_are_read_strictly(line, result):
-    assert scorer_pool._parse_result(scorer_pool._decode(line), 0, responds=False) == result
+    reply = scorer_pool._decode(line)
+    expected = [] if result is None else [result]
+    assert scorer_pool._parse_results(reply, 1, responds=False) == expected
 
 
 # ---- limits at their edges
