@@ -192,18 +192,7 @@ def _partial_source(value: Any) -> str:
 
 def _assignment(name: str) -> str:
     """Return the last top-level statement of the main module that assigns a name."""
-    file = getattr(sys.modules[MAIN], "__file__", None)
-    for source_file in dict.fromkeys([*([file] if file else []), *reversed(linecache.cache)]):
-        lines = linecache.getlines(source_file)
-        assignments = [
-            node for node in _statements("".join(lines)) if name in _assigned_names(node)
-        ]
-        if assignments:
-            return "".join(lines[assignments[-1].lineno - 1 : assignments[-1].end_lineno]).rstrip()
-    raise ValueError(
-        f"the text of {name} cannot be found (a plain Python prompt keeps none, and it must stand at "
-        "the top level of a cell): put it into a file"
-    )
+    return _last_statement(name, [], lambda node: name in _assigned_names(node))
 
 
 def _assigned_names(node: ast.stmt) -> list[str]:
@@ -351,28 +340,36 @@ def _is_literal(value: object) -> bool:
 
 
 def _definition_text(value: type | types.FunctionType) -> str:
-    """Return a main-module definition's text; ValueError when it was not kept.
-
-    It is looked for in the files of its code, in the script, then in the notebook's cells, the
-    latest first.
-    """
+    """Return a main-module definition's text; ValueError when it was not kept."""
     members = [value] if isinstance(value, types.FunctionType) else list(vars(value).values())
     code_files = [
         member.__code__.co_filename for member in members if isinstance(member, types.FunctionType)
     ]
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return _last_statement(
+        value.__qualname__,
+        code_files,
+        lambda node: isinstance(node, kinds) and node.name == value.__name__,
+    )
+
+
+def _last_statement(name: str, files: Iterable[str], defines: Callable[[ast.stmt], bool]) -> str:
+    """Return the text of the last top-level statement that defines a name: in the first of these
+    files, the script and the notebook's cells, the latest first, that has one. ValueError for
+    none."""
     script = getattr(sys.modules[MAIN], "__file__", None)
     script_files = [script] if script else []
-    for file in dict.fromkeys([*code_files, *script_files, *reversed(linecache.cache)]):
+    for file in dict.fromkeys([*files, *script_files, *reversed(linecache.cache)]):
         lines = linecache.getlines(file)
-        definitions = [node for node in _definitions("".join(lines)) if node.name == value.__name__]
+        definitions = [node for node in _statements("".join(lines)) if defines(node)]
         if definitions:
             node = definitions[-1]
-            decorator_lines = [decorator.lineno for decorator in node.decorator_list]
-            first_line = min([node.lineno, *decorator_lines])
+            decorators = getattr(node, "decorator_list", ())
+            first_line = min([node.lineno, *(decorator.lineno for decorator in decorators)])
             return "".join(lines[first_line - 1 : node.end_lineno]).rstrip()
     raise ValueError(
-        f"the text of {value.__qualname__} cannot be found (a plain Python prompt keeps none, and it must "
-        "stand at the top level of a cell): put it into a file"
+        f"the text of {name} cannot be found (a plain Python prompt keeps none, and it must stand at "
+        "the top level of a cell): put it into a file"
     )
 
 
@@ -382,14 +379,6 @@ def _statements(text: str) -> list[ast.stmt]:
         return ast.parse(text).body
     except SyntaxError:  # for example a cell with magic commands
         return []
-
-
-def _definitions(text: str) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [
-        node
-        for node in _statements(text)
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
 
 
 def _global_names(text: str) -> list[str]:
