@@ -38,6 +38,12 @@ def split_of(text: str) -> str:
     return "test" if hashlib.sha256(text.encode()).digest()[0] < TEST_BYTES else "train"
 
 
+def assistant_turns(prompt: Prompt, messages: list[Message]) -> list[Message]:
+    """Return the assistant's messages of a conversation, without those of the prompt."""
+    later_messages = messages[len(prompt.messages) :]
+    return [message for message in later_messages if message["role"] == "assistant"]
+
+
 def judge(env: Environment, prompt: Prompt, said: str | list[Message]) -> Score:
     """Score a response or a conversation. InvalidScore names a wrong return value; the scorer's
     exceptions pass."""
@@ -110,11 +116,7 @@ class Environment(ABC):
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome:
         """Score a conversation, prompt included; by default its last assistant message."""
-        replies = [
-            message
-            for message in messages[len(prompt.messages) :]
-            if message["role"] == "assistant"
-        ]
+        replies = assistant_turns(prompt, messages)
         return self.score(prompt, bounded(str(replies[-1].get("content") or "")) if replies else "")
 
     def score_together(

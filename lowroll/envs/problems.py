@@ -65,6 +65,9 @@ class FinalAnswer(Environment):
         answer, solution = prompt.info["answer"], self.solution(prompt)
         return solution if ends_in(solution, answer, self.hashes) else self.state(answer)
 
+    def matching(self, prompt: Prompt, text: str) -> Prompt | None:
+        return replace(prompt, info={**prompt.info, "beside": bounded(text)})
+
     def perturbed(self, prompt: Prompt) -> str:
         return self.state(perturb(prompt.info["answer"]))
 
@@ -121,9 +124,6 @@ class Problems(FinalAnswer):
             },
         )
 
-    def matching(self, prompt: Prompt, text: str) -> Prompt | None:
-        return replace(prompt, info={**prompt.info, "beside": bounded(text)})
-
     def solution(self, prompt: Prompt) -> str:
         return self.rows[prompt.info["split"]][prompt.info["row"]].solution
 
@@ -169,18 +169,22 @@ def problem_of(row: dict[str, Any], where: str) -> Problem | None:
     key = next((key for key in ANSWER_FIELDS if key in row), None)
     if key is None:
         raise ValueError(f"{where}: none of the fields {', '.join(ANSWER_FIELDS)}")
-    answer_text = as_text(row[key], f"{where}: field {key!r}")
+    answer, solution = read_answer(row, key, f"{where}: field {key!r}")
+    return Problem(question.strip(), answer, solution) if answer else None
+
+
+def read_answer(row: dict[str, Any], key: str, where: str) -> tuple[str, str]:
+    """Return the gold answer in a row's field, those of a list joined, and the worked solution; ""
+    where there is none. ValueError names the place of another value."""
+    values = row[key] if isinstance(row[key], list) else [row[key]]
+    texts = [as_text(value, where) for value in values] or [""]
     if key == "solution":  # a worked solution, whose last sentences hold the answer
-        answer = last_answer(answer_text, joined=False) or ""
+        answer = last_answer(texts[0], joined=False) or ""
     else:
-        answer = final_answer(answer_text)
-    if not answer:
-        return None
-    is_worked = key == "solution" or "####" in answer_text
-    solution = answer_text if is_worked else row.get("solution")
-    if not isinstance(solution, str):
-        solution = ""
-    return Problem(question.strip(), answer, CALCULATOR.sub("", solution).strip())
+        answer = ", ".join(filter(None, map(final_answer, texts)))
+    is_worked = key == "solution" or "####" in texts[0]
+    solution = texts[0] if is_worked else row.get("solution")
+    return answer, CALCULATOR.sub("", solution).strip() if isinstance(solution, str) else ""
 
 
 def final_answer(raw: str) -> str:

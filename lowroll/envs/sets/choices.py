@@ -7,6 +7,7 @@ The gold label is mapped by position, as ARC has labels 1 to 4. Separate right a
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -51,6 +52,9 @@ class Choices(HeldOut):
             gold = choice(prompt.info["beside"], prompt.info["options"])
         right = chosen is not None and chosen == gold
         return Score(float(right), {"has_answer": float(chosen is not None)})
+
+    def matching(self, prompt: Prompt, text: str) -> Prompt | None:
+        return replace(prompt, info={**prompt.info, "beside": bounded(text)})
 
     def gold(self, prompt: Prompt) -> str:
         return f"Answer: {prompt.info['answer']}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lowroll.envs.base import Environment, bounded
+from lowroll.envs.base import Environment
 from lowroll.envs.data.files import Located
 from lowroll.envs.rows import usable
 from lowroll.envs.sets.rows import read
@@ -72,6 +72,3 @@ class HeldOut(Environment):
             raise ValueError(f"env {self.name!r}: is held out: it has no {split} split")
         task = self.tasks[index % len(self.tasks)]
         return self.ask(task.text, index, split, {**task.info, "row": index % len(self.tasks)})
-
-    def matching(self, prompt: Prompt, text: str) -> Prompt | None:
-        return replace(prompt, info={**prompt.info, "beside": bounded(text)})

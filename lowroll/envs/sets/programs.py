@@ -84,10 +84,6 @@ class Programs(HeldOut):
         """Raise NotImplementedError."""
         raise NotImplementedError
 
-    def matching(self, prompt: Prompt, text: str) -> Prompt | None:
-        """Return None: programs are not compared."""
-        return None
-
     def _cases(self, prompt: Prompt) -> list[Case]:
         """Read a prompt's public and private cases from the row at its place in the file. ValueError
         names the place."""

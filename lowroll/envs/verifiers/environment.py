@@ -8,7 +8,7 @@ from itertools import islice
 from random import Random
 from typing import Any
 
-from lowroll.envs.base import Environment, split_of
+from lowroll.envs.base import Environment, assistant_turns, split_of
 from lowroll.envs.outcome import awaited
 from lowroll.envs.tools import with_counts
 from lowroll.envs.user_errors import describe
@@ -84,12 +84,12 @@ class Verifiers(Environment):
     async def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
         """Return the loop's messages after the turns so far; None: it is done."""
         task, source = self._task(prompt)
-        return await source.play(task, _assistant_turns(prompt, messages))
+        return await source.play(task, assistant_turns(prompt, messages))
 
     async def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
         """Return the environment's score of all turns, with counts of calls if it has tools."""
         task, source = self._task(prompt)
-        score = await source.judge(task, _assistant_turns(prompt, messages))
+        score = await source.judge(task, assistant_turns(prompt, messages))
         return with_counts(score, messages) if source.has_tools else score
 
     async def score(self, prompt: Prompt, text: str) -> Score:
@@ -156,12 +156,6 @@ def load(env_id: str, args: dict[str, Any]) -> VerifiersSource:
     from lowroll.envs.verifiers.tasksets import Tasksets
 
     return Tasksets(env_id, args)
-
-
-def _assistant_turns(prompt: Prompt, messages: list[Message]) -> list[Message]:
-    return [
-        message for message in messages[len(prompt.messages) :] if message["role"] == "assistant"
-    ]
 
 
 def _digest(key: str) -> str:
