@@ -13,13 +13,12 @@ baseline of QaRL.
 
 from __future__ import annotations
 
-from lowroll.objectives.reduce import sequence_mean
 from lowroll.objectives.surrogate import (
     ObjectiveInput,
     TokenValues,
     clip,
-    exp_ratio,
     policy_statistics,
+    sequence_ratio,
     truncate,
     weight_statistics,
 )
@@ -31,10 +30,7 @@ def gspo(
 ) -> TokenValues:
     """Return each token's value and the statistics; `cap` applies where the sampler's log-probs are
     given."""
-    log_ratio_N = tokens.log_ratio_N
-    ratio_S = exp_ratio(sequence_mean(log_ratio_N, tokens.sequences)).to(log_ratio_N.dtype)
-    own_gradient_N = (log_ratio_N - log_ratio_N.detach()).exp()  # 1, with each token's gradient
-    ratio_N = ratio_S[tokens.sequences.segments_N] * own_gradient_N
+    ratio_N = sequence_ratio(tokens)
     weight_N = truncate(tokens.weight_N, cap) if tokens.has_behavior else tokens.weight_N
     clipped = clip(ratio_N, tokens.advantages_N, eps_low=eps_low, eps_high=eps_high)
     statistics = policy_statistics(tokens, clipped, ratio_N)

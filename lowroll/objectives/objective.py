@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pkgutil import resolve_name
 from typing import Any
 
@@ -22,25 +23,19 @@ GIVEN = ("tokens", "counts")  # parameters of a function that are not options
 
 @dataclass(frozen=True)
 class Objective:
-    """A policy objective: a row's data and functions."""
+    """A policy objective."""
 
     name: str
     row: ObjectiveRow
 
-    @property
+    @cached_property
     def function(self) -> Callable[..., TokenValues]:
-        """The function from `prepare`'s tokens and options to their values and statistics."""
         function: Callable[..., TokenValues] = resolve_name(self.row.home)
         return function
 
-    @property
-    def judge(self) -> Callable[..., CorrectionWeights] | None:
-        """The function that gives weights and rejections of `prepare`'s tokens; None without
-        rejections."""
-        if not self.row.judge:
-            return None
-        judge: Callable[..., CorrectionWeights] = resolve_name(self.row.judge)
-        return judge
+    @cached_property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
 
     @property
     def needs_proximal(self) -> bool:
@@ -50,12 +45,11 @@ class Objective:
     def needs_behavior(self) -> bool:
         return "behavior" in self.row.log_probs
 
-    @property
-    def options(self) -> dict[str, Any]:
+    @cached_property
+    def options(self) -> Mapping[str, Any]:
         """All options (eps_low, cap, reduce, ...) with their defaults."""
-        parameters = inspect.signature(self.function).parameters
-        function_options = {name: p.default for name, p in parameters.items() if name not in GIVEN}
-        all_options = function_options | dict(self.row.options) | {"max_length": None}
+        own = {name: p.default for name, p in self.parameters.items() if name not in GIVEN}
+        all_options = {**own, **self.row.options, "max_length": None}
         return {name: value for name, value in all_options.items() if name not in self.row.fixed}
 
     def __call__(
@@ -95,15 +89,14 @@ class Objective:
             teacher=teacher if options.get("teacher_tau") else None,
         )
         # some functions divide by the weights' mean over the batch, which `counts` has
-        if "counts" in inspect.signature(self.function).parameters:
+        if "counts" in self.parameters:
             options["counts"] = counts
         value_N, statistics = self.function(tokens, **options)
         J = aggregate(value_N, tokens.sequences, mode=mode, counts=counts, max_length=max_length)
         return J, as_floats(statistics)
 
     def normalizes(self, **options: Any) -> bool:
-        """Return whether weights are divided by their mean over the batch, whose sum `counts` must
-        have."""
+        """Return whether `counts` must have the sum of the weights."""
         options = self._complete(options)
         return any(options.get(name) for name in ("normalize", "normalize_xi"))
 
@@ -124,9 +117,9 @@ class Objective:
     ) -> CorrectionWeights | None:
         """Return the weights and rejections of these tokens; None if the objective never rejects
         for mismatch."""
-        judge = self.judge
-        if judge is None:
+        if not self.row.judge:
             return None
+        judge: Callable[..., CorrectionWeights] = resolve_name(self.row.judge)
         tokens = prepare(
             learner=learner.detach(),
             proximal=proximal,
@@ -150,9 +143,9 @@ class Objective:
         behavior: Tensor | None = None,
         **options: Any,
     ) -> Denominators:
-        """Count the tokens and sequences by which the loss is divided, without tokens that have no
-        finite `behavior` log-prob. Counts of micro-batches and ranks add up. An objective that
-        normalises its weights needs `proximal` too, for their sum."""
+        """Count the tokens and sequences by which the loss is divided (`reduce.count`). Counts of
+        micro-batches and ranks add up. An objective that normalises its weights needs `proximal`
+        too, for their sum."""
         total = count(
             mask=mask, segments=segments, behavior=behavior if self.needs_behavior else None
         )
@@ -181,7 +174,7 @@ class Objective:
                 f"{min(unknown)}: objective {self.name} has no such option; it has "
                 f"{', '.join(self.options)}"
             )
-        return self.options | dict(options)
+        return {**self.options, **options}
 
 
 def named(name: str) -> Objective:
