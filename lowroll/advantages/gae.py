@@ -63,10 +63,8 @@ def place(reward: float, mask: Mask) -> list[float]:
 
 def whiten(advantages: Sequence[Sequence[float]], masks: Sequence[Mask]) -> list[list[float]]:
     """Return (A - mean) / sqrt(var + 1e-8) over the unmasked tokens of all responses, var with ddof
-    1; 0.0 under the mask, and for one token or equal advantages.
-
-    ValueError for lengths that differ or a non-finite entry.
-    """
+    1; 0.0 under the mask, and for one token or equal advantages. ValueError for lengths that differ
+    or a non-finite entry."""
     if [len(response) for response in advantages] != [len(mask) for mask in masks]:
         raise ValueError("masks: their lengths differ from those of the advantages")
     unmasked = [

@@ -28,8 +28,8 @@ Estimator = Callable[[Rewards, Sequence[int] | None], list[float]]
 def grpo(
     rewards: Rewards, lengths: Sequence[int] | None = None, *, eps: float = 1e-6
 ) -> list[float]:
-    """Return (r - mean) / (std + eps), std with ddof 1. `lengths` is ignored. ValueError for an
-    empty group or a NaN."""
+    """Return (r - mean) / (std + eps), std with ddof 1. `lengths` and the errors are those of
+    `rloo`."""
 
     def normalise(scored: list[float]) -> list[float]:
         centred = _centre(scored)
@@ -112,7 +112,7 @@ def _check_rewards(rewards: Rewards) -> None:
 
 
 def _estimate(rewards: Rewards, estimate: Callable[[list[float]], list[float]]) -> list[float]:
-    """Apply `estimate` to the scored rewards under the shared rules."""
+    """Apply `estimate` to the scored rewards under the module's rules."""
     _check_rewards(rewards)
     scored = [float(r) for r in rewards if r is not None]
     if len(rewards) == 1:

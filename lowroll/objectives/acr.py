@@ -7,8 +7,7 @@ TIS clips at r (1 + eps_high), and so cuts the sampler's least likely tokens fir
 restores 1 + eps_high. Only tokens with A > 0 and w > C differ from TIS.
 
 Eq. 9's min(proximal / truncated behaviour, C) is at most C already, so the tokens with a raised
-bound are those of proximal / behavior > C. w has no lower bound. C is not given there; 2 is
-FlashRL's for GSM8K.
+bound are those of proximal / behavior > C. C is not given there.
 """
 
 from __future__ import annotations

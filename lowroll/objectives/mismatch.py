@@ -49,8 +49,7 @@ def mismatch(
     """Return the statistics of the module's docstring as {"mismatch/<name>": value}, for log-probs
     [B, T] or packed [N] with `segments`.
 
-    `learner` usually has the parameters that made the rollouts. `pearson` is absent for constant
-    probabilities, and everything without tokens.
+    `pearson` is absent for constant probabilities, and everything without tokens.
     """
     sequences, learner_N, behavior_N = _usable_tokens(learner, behavior, mask, segments)
     mask_N = sequences.mask_N
@@ -116,8 +115,8 @@ def spread(
 def _usable_tokens(
     learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None
 ) -> tuple[Sequences, Tensor, Tensor]:
-    """Return the sequences, and the learner's and the sampler's log-probs [N] in float64, detached.
-    Tokens without a finite behaviour log-prob are masked too; masked log-probs are 0."""
+    """Return the sequences without unusable tokens, and the learner's and the sampler's log-probs [N]
+    in float64, detached, 0 where masked."""
     sequences = sequences_of(mask, segments)
     learner_N = flatten("learner", learner.detach(), mask)
     behavior_N = flatten("behavior", behavior.detach(), mask)

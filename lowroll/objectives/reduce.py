@@ -8,11 +8,9 @@ sequences:
     constant              sum m x / (S * max_length)                 Dr. GRPO, arXiv 2503.20783
     seq-mean-token-sum    1/S sum m x                                REINFORCE over whole sequences
 
-Weights depend on counts alone. `Denominators` has those of the whole batch, so that micro-batches
-sum to the batch's value and gradient, provided that no sequence is split.
-
-Fully masked sequences contribute 0 and stay in S: the number of rows, or the largest segment id +
-1, or `counts.num_sequences`. (verl drops them without a global batch size, so that a rejected
+With the `Denominators` of the whole batch, micro-batches sum to the batch's value and gradient,
+provided that no sequence is split. Fully masked sequences contribute 0 and stay in S: the number of
+rows, or the largest segment id + 1. (verl drops them without a global batch size, so that a rejected
 rollout reweights its neighbours.)
 
 Shape legend: N tokens of the call, laid end to end; B rows; T padded length; S sequences.
@@ -30,9 +28,8 @@ from lowroll.objectives.table import MODES
 
 @dataclass(frozen=True)
 class Denominators:
-    """The counts by which the loss of a whole batch is divided: its unmasked tokens, and its
-    sequences (fully masked ones included). `weight_sum`: of the correction's weights over those
-    tokens, for objectives that divide by the mean weight."""
+    """The counts by which the loss of a whole batch is divided. `weight_sum`: of the correction's
+    weights over its unmasked tokens, for objectives that divide by the mean weight."""
 
     num_tokens: int
     num_sequences: int
@@ -60,12 +57,9 @@ class Sequences:
 
 
 def sequences_of(mask: Tensor, segments: Tensor | None = None) -> Sequences:
-    """Flatten padded [B, T] or packed [N] tokens.
-
-    `mask` is bool, or 0/1 in any dtype. `segments` (int64 [N], sequence ids from 0 up, in any
-    order) is for packed tokens only. ValueError for any other shape, mask value, or a negative
-    segment.
-    """
+    """Flatten padded [B, T] or packed [N] tokens. `mask` is bool, or 0/1 in any dtype; `segments`
+    (int64 [N], sequence ids from 0 up, in any order) is for packed tokens only. ValueError for
+    anything else."""
     if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError("mask: every entry must be 0 or 1")
     if mask.dim() == 2:
@@ -97,7 +91,7 @@ def count(
     *, mask: Tensor, segments: Tensor | None = None, behavior: Tensor | None = None
 ) -> Denominators:
     """Count the unmasked tokens and the sequences, without tokens whose `behavior` log-prob is not
-    finite. Counts of micro-batches and ranks add up to those of the batch."""
+    finite."""
     sequences = sequences_of(mask, segments)
     if behavior is not None:
         sequences = sequences.drop(~behavior.reshape(-1).isfinite())
@@ -113,7 +107,7 @@ def aggregate(
     max_length: float | None = None,
 ) -> Tensor:
     """Return the sum of the unmasked token values x_N, times their weights under `mode`: a scalar.
-    Masked values may be anything. Without tokens it is 0 with zero gradient.
+    Without tokens it is 0 with zero gradient.
 
     `counts` replaces the numbers of tokens and sequences, but not the |o_b| of seq-mean-token-mean.
     `max_length` (tokens) is the divisor of "constant".

@@ -8,8 +8,8 @@ With w = exp(l - b) of learner and behavior log-probs, Sparse-RL's xi:
     rejected_reward_gap    their mean reward minus the mean of all
 
 A cache drops more of a long response, so long ones are rejected more often, which biases training
-to shorter and often easier ones. The last two are absent without rejections. Lengths count unmasked
-tokens. In float64, detached.
+to shorter ones. The last two are absent without rejections. Lengths count unmasked tokens. In
+float64, detached.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """

@@ -96,12 +96,8 @@ def reweight(
     eps_high: float,
     dual_clip: float | None,
 ) -> TokenValues:
-    """Return each token's value and the statistics; with `bypass` the ratio's anchor is the
-    sampler.
-
-    With `normalize`, `counts` must have the batch's weight sum (`Objective.count`). ValueError as
-    from `judge`.
-    """
+    """Return each token's value and the statistics. With `normalize`, `counts` must have the batch's
+    weight sum. ValueError as from `judge`."""
     verdict = judge(
         tokens, weight=weight, cap=cap, icepop=icepop, reject=reject, veto=veto, bypass=bypass
     )
@@ -138,7 +134,7 @@ def judge(
         raise ValueError(f"weight: unknown {weight!r}; expected one of {', '.join(WEIGHTS)}")
     sequences = tokens.sequences
     log_weight_N = tokens.log_weight_N
-    if bypass:  # every weight is 1, and rejections use the learner's mismatch
+    if bypass:
         weight = "none"
         log_weight_N = (tokens.log_ratio_N + tokens.log_weight_N).detach()
     weight_N, cut_N = _bounded_weights(log_weight_N, sequences, weight, cap, icepop)
@@ -161,8 +157,7 @@ def judge(
 def _bounded_weights(
     log_weight_N: Tensor, sequences: Sequences, weight: str, cap: float, icepop: Bounds | None
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's weight [N], and where the cap or the bounds of icepop changed it, bool
-    [N]."""
+    """Return each token's weight, and where a bound changed it (bool), [N]."""
     if weight == "none":
         return torch.ones_like(log_weight_N), torch.zeros_like(log_weight_N, dtype=torch.bool)
     if weight == "sequence":
@@ -223,7 +218,7 @@ def _mean_weight(verdict: CorrectionWeights, counts: Denominators | None) -> flo
 
 def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
     """Return the fraction of tokens that `repair` masks in responses of which it keeps a beginning,
-    and the fraction of such responses. repaired_N: all tokens that it masks, bool [N]."""
+    and of such responses."""
     has_kept_S = sequence_any(~repaired_N, sequences)
     shortened_S = sequence_any(repaired_N, sequences) & has_kept_S
     has_tokens_S = sequence_any(torch.ones_like(repaired_N), sequences)

@@ -41,7 +41,7 @@ def sparse(
     """Return each token's value and the statistics; `token_rs` are bounds (low, high) on xi;
     `repair` is None or "mask".
 
-    With `normalize_xi`, `counts` must have the batch's sum of xi (`Objective.count`).
+    With `normalize_xi`, `counts` must have the batch's sum of xi.
     """
     verdict = judge_sparse(tokens, xi_cap=xi_cap, token_rs=token_rs, veto=veto, repair=repair)
     return correct(
@@ -63,8 +63,7 @@ def judge_sparse(
     veto: float | None = 1e-4,
     repair: str | None = None,
 ) -> CorrectionWeights:
-    """Return the weight xi of every token, and which tokens are rejected, by the options of
-    `sparse`."""
+    """Return the weight xi of every token, and which tokens are rejected."""
     reject = None
     if token_rs is not None:
         low, high = checked_bounds("token_rs", token_rs)

@@ -17,9 +17,8 @@ arXiv 2503.14476 eq. 10) and the optional dual clip c > 1 for negative advantage
     dual clipped   A < 0 and R > c
 
 The gradient is 0 where a token is clipped; ties are active. Log-ratios are clamped to +-20 before
-exp. Masked entries may be anything: they are replaced before any arithmetic, so no NaN reaches
-value or gradient. An unmasked token without a finite behaviour log-prob is masked, and counted. A
-non-finite learner log-prob is kept, to show.
+exp. Masked entries may be anything: no NaN of theirs reaches value or gradient. A non-finite learner
+log-prob is kept, to show.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
@@ -31,7 +30,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.objectives.reduce import Sequences, masked_mean, sequence_any, sequences_of
+from lowroll.objectives.reduce import (
+    Sequences,
+    masked_mean,
+    sequence_any,
+    sequence_mean,
+    sequences_of,
+)
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -72,6 +77,15 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
+def sequence_ratio(tokens: ObjectiveInput) -> Tensor:
+    """Return exp of the mean log-ratio of each token's sequence, [N], with the token's own gradient:
+    s_t of `gspo`."""
+    log_ratio_N, sequences = tokens.log_ratio_N, tokens.sequences
+    ratio_S = exp_ratio(sequence_mean(log_ratio_N, sequences)).to(log_ratio_N.dtype)
+    own_gradient_N = (log_ratio_N - log_ratio_N.detach()).exp()  # 1, with each token's gradient
+    return ratio_S[sequences.segments_N] * own_gradient_N
+
+
 def prepare(
     *,
     learner: Tensor,
@@ -84,10 +98,9 @@ def prepare(
 ) -> ObjectiveInput:
     """Check the tensors of an objective, and return them flat, [N], with their ratios.
 
-    All are [B, T], or packed [N] with `segments`; half precision is computed in float32. An
-    unmasked token without a finite `behavior` is masked and counted, and every masked entry becomes
-    0. At least one of proximal and behavior must be given. ValueError names the tensor whose shape
-    differs.
+    All are [B, T], or packed [N] with `segments`. An unmasked token without a finite `behavior` is
+    masked and counted, and every masked entry becomes 0. At least one of proximal and behavior must
+    be given. ValueError names the tensor whose shape differs.
     """
     sequences = sequences_of(mask, segments)
     tensors = {

@@ -1,14 +1,7 @@
 """The tables of algorithms and corrections, importable without torch.
 
-An *algorithm* defines advantages, clip and average. A *correction* corrects for the gap between the
-rollout policy and the learner. They combine freely: `dapo` with `acr` is ACR's token term with
-DAPO's clip range and token mean. GSPO's ratio is a sequence's, so corrections that bound tokens
-have no form under it. TBPO has its own bounds, AIPO and IPO none: they take the algorithm's
-advantages and average.
-
-A row names the function (`home`), the log-probs that it reads in addition to the learner's, and the
-shared options with their defaults. An option of one function has its default there, and its section
-under `loss` in a configuration. Defaults are those of the rows' sources; PPO's are verl's.
+docs/algorithms.md says how they combine. An option of one function has its default there, and its
+section under `loss` in a configuration. Defaults are those of the rows' sources; PPO's are verl's.
 """
 
 from __future__ import annotations
@@ -203,12 +196,9 @@ def forms(algorithm: str) -> tuple[str, ...]:
 
 
 def pair(algorithm: str, correction: str) -> ObjectiveRow:
-    """Return the row of an algorithm under a correction.
-
-    Where the algorithm has a form of its own under the correction, it is the algorithm's row with
-    the correction's log-probs. Else it is the correction's row with the algorithm's values of the
-    options that it takes. ValueError for unknown names or an unsupported pair.
-    """
+    """Return the row of an algorithm under a correction: the correction's with the algorithm's values
+    of the options that it takes, or the algorithm's where that `applies` the correction. ValueError
+    for unknown names or an unsupported pair."""
     for kind, name, choices in (
         ("algorithm", algorithm, tuple(ALGORITHMS)),
         ("correction", correction, tuple(CORRECTIONS)),

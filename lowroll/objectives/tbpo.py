@@ -7,13 +7,12 @@
     A < 0    J = w clip(r, 1 - eps_low, 1 + eps_negative) A              no gradient on either side of the band
 
 A low-bit sampler's garbled tokens are mostly in negative responses, where their ratio explodes and
-PPO has no upper bound; a response outside of the band has no gradient and stays in the mean. Token
-form and float64 mean are GSPO's (see `gspo`).
+PPO has no upper bound; a response outside of the band has no gradient and stays in the mean. The
+token form is GSPO's.
 
-The sources at hand lost the paper's equations. These follow its text and the table of appendix B:
-bounds .0003 and .0004, negative ones .0003 and .0007, cap 2. Both lower bounds are one option, as
-that of a positive response never acts. "Exceeds the bounds" is read as the ratio r; w is truncated
-only.
+These follow the paper's text and the table of appendix B: bounds .0003 and .0004, negative ones
+.0003 and .0007, cap 2. Both lower bounds are one option, as that of a positive response never acts.
+"Exceeds the bounds" is read as the ratio r; w is truncated only.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
@@ -29,6 +28,7 @@ from lowroll.objectives.surrogate import (
     clip,
     exp_ratio,
     policy_statistics,
+    sequence_ratio,
     weight_statistics,
 )
 
@@ -47,11 +47,8 @@ def tbpo(
         raise ValueError(f"cap: {cap} must be 1 or more; weights are kept in [1/cap, cap]")
     if not eps_negative > 0:
         raise ValueError(f"eps_negative: {eps_negative} must be positive")
-    sequences, log_ratio_N = tokens.sequences, tokens.log_ratio_N
-    ratio_S = exp_ratio(sequence_mean(log_ratio_N, sequences)).to(log_ratio_N.dtype)
-    mismatch_S = exp_ratio(sequence_mean(tokens.log_weight_N, sequences)).to(log_ratio_N.dtype)
-    own_gradient_N = (log_ratio_N - log_ratio_N.detach()).exp()  # 1, with each token's gradient
-    ratio_N = ratio_S[sequences.segments_N] * own_gradient_N
+    sequences, ratio_N = tokens.sequences, sequence_ratio(tokens)
+    mismatch_S = exp_ratio(sequence_mean(tokens.log_weight_N, sequences)).to(ratio_N.dtype)
     weight_N = mismatch_S.clamp(1 / cap, cap)[sequences.segments_N]
     # For A < 0 the upper bound is the dual clip's; below it only the band remains.
     clipped = clip(
