@@ -97,7 +97,6 @@ TABLE: dict[str, Estimator] = {
 
 
 def _centre(scored: list[float]) -> list[float]:
-    """Return the rewards less their mean."""
     mean = math.fsum(scored) / len(scored)
     return [r - mean for r in scored]
 

@@ -57,7 +57,6 @@ def refuse_text(text: str) -> None:
 
 
 def _arguments(text: str, start: int, count: int) -> list[str]:
-    """Return the first `count` arguments of a command that are there."""
     arguments: list[str] = []
     while len(arguments) < count and (match := ARGUMENT.match(text, start)) is not None:
         arguments.append("".join(filter(None, match.groups())))
@@ -66,7 +65,6 @@ def _arguments(text: str, start: int, count: int) -> list[str]:
 
 
 def _is_large(argument: str) -> bool:
-    """Return whether an argument may be above MAX_ARGUMENT."""
     if re.search(r"[\^!\\]", argument.replace(r"\cdot", "").replace(r"\times", "")):
         return True
     return prod(int(digits[:9]) + 1 for digits in re.findall(r"\d+", argument)) > MAX_ARGUMENT
@@ -112,7 +110,6 @@ def _bits(tree: object) -> float:
 
 
 def _value_bound(tree: object, bits: float) -> float:
-    """Return an upper bound of a tree's absolute value, from its bits."""
     if isinstance(tree, sympy.Rational):
         return abs(int(tree.p)) / int(tree.q) if bits < 1000 else inf
     return 2.0**bits if bits < 1000 else inf

@@ -75,14 +75,12 @@ def boxed_answer(text: str, joined: bool = True) -> str | None:
 
 
 def _joins(between: str) -> bool:
-    """Return whether the text between two boxes makes them one answer."""
     if len(between) >= 60:
         return False
     return JOINT.search(between) is not None and JOINED.fullmatch(between) is not None
 
 
 def _outer_boxes(text: str) -> list[_Box]:
-    """Return the boxes of a text that are in no other box."""
     closing = _closing_braces(text)
     boxes: list[_Box] = []
     for command in BOX.finditer(text):

@@ -1,8 +1,8 @@
 """The interface of an environment: a source of prompts and a scorer that can be checked.
 
-`prompt(index, split)` is a pure function of (arguments, seed, split, index), so that resumed or
-retried work sees the same task. `score(prompt, text)` is pure too; an exception becomes a
-ScoreError, never a reward of 0.
+`prompt(index, split)` is a pure function of these, the arguments and the seed, so that resumed work
+sees the same task. `score(prompt, text)` is pure too; an exception becomes a ScoreError, never a
+reward of 0.
 
 A generated task is in the test split if the first byte of its text's SHA-256 is below 64, so splits
 are always disjoint.

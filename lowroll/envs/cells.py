@@ -61,7 +61,6 @@ def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
 
 
 def _replaced_value(key: str, value: Any, write: Callable[[Any], str]) -> Any:
-    """Return the settings' value at a key, replaced as in `replaced`."""
     if _is_environment(value) and key == "id":
         return write(value)
     if isinstance(value, Path):
@@ -115,8 +114,8 @@ def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tupl
 
 
 def _object_reference(value: Callable[..., Any], folder: Path) -> CellReference:
-    """Return the reference of a callable object, by the name of the global that holds it, or of a
-    partial function without one. ValueError for any other."""
+    """Return the reference of a callable object that a global holds, or of a partial function.
+    ValueError for any other."""
     if (global_name := _global_of(value)) is not None:
         module, name = global_name
         if module.__name__ != MAIN:
@@ -281,8 +280,8 @@ def _module_text(name: str, parts: Mapping[str, str], annotations: bool) -> str:
 
 
 def _collect_definition(name: str, value: object, user: str, parts: dict[str, str]) -> None:
-    """Add the text of a name, and before it of all that it uses, to `parts`, texts by name. user:
-    what uses the name, for the message of the ValueError for a value without text."""
+    """Add the text of a name, and before it of all that it uses, to `parts`, texts by name.
+    ValueError names `user`, which uses a value without text."""
     if name in parts:
         return
     if getattr(value, "__module__", None) == MAIN and isinstance(value, type | types.FunctionType):
@@ -312,7 +311,6 @@ def _collect_definition(name: str, value: object, user: str, parts: dict[str, st
 
 
 def _is_builtin(name: str, value: object) -> bool:
-    """Return whether a global holds the builtin of its name."""
     return name in vars(builtins) and value is vars(builtins)[name]
 
 

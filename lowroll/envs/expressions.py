@@ -109,7 +109,6 @@ def _difference(left: Any, right: Any) -> Any:
 
 
 def _numerator(tree: Any) -> Any:
-    """Return the numerator of a tree written as one fraction."""
     return sympy.fraction(sympy.together(tree))[0]
 
 
@@ -236,8 +235,8 @@ def compare(a: Any, b: Any) -> bool | None:
 
 
 def _constant_ratio(a: Any, b: Any) -> float | None:
-    """Return the sign of a / b where it is the same at all points, or None. Points where a tree has
-    no value are left out, and at least two must remain."""
+    """Return the sign of a / b where it is the same at all points with values, at least two, or
+    None."""
     ratios = []
     for a_value, b_value in _value_pairs(a, b):
         if a_value is None or b_value is None:
@@ -278,8 +277,8 @@ def rounds_to(text: str, tree: Any, cut: bool = False) -> bool:
 
 
 def _endless_value(tree: Any) -> Fraction | None:
-    """Return the value of a real number without finite decimals, to DIGITS digits if irrational;
-    None for any other tree."""
+    """Return the value, to DIGITS digits if irrational, of a number without finite decimals; None
+    for any other tree."""
     value = exact(tree)
     if value is not None:
         return None if _is_decimal(value) else value
@@ -313,8 +312,7 @@ def verified(gold: Any, answer: Any) -> bool:
 
 
 def _value_pairs(a: Any, b: Any) -> list[tuple[Any, Any]]:
-    """Return both trees' values at POINTS points, or their single values without variables. A value
-    is None where `_value_at` has none."""
+    """Return both trees' values at POINTS points, or their single values without variables."""
     a = _as_evaluable(a)
     b = _as_evaluable(b)
     names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols} - {"i"})

@@ -1,9 +1,8 @@
 r"""The form of a final answer (list, set, tuple or interval, union, relation, expression).
 
 Forms are compared part by part: brackets must match, tuples keep their order, lists and sets are
-multisets. `x \ge 3` and `\{x | x \ge 3\}` are the interval `[3,\infty)`; `1 \pm \sqrt 2` is a list
-of two. `1,2` is not the point `(1,2)`, but `x=1, y=2` is. An implication, `4 \implies x=5`, equals
-only another with equal sides. `\frac13 \approx 0.33` has the value before the sign. Leaves are
+multisets. `x \ge 3` is the interval `[3,\infty)`; `1 \pm \sqrt 2` is a list of two. `1,2` is not
+the point `(1,2)`, but `x=1, y=2` is. An implication equals only another with equal sides. Leaves are
 compared as text, numbers, words, then expressions.
 """
 
@@ -124,10 +123,7 @@ def form(text: str) -> Form:
 
 def _bracketed_form(brackets: str, inside: str) -> Form | None:
     r"""Return the form of a text in one pair of brackets, or None when it is of another kind.
-
-    `\{x | x > 3\}` is the interval of its condition. A pair around one value, `(x)` or `{x}`, has
-    the form of the value.
-    """
+    `\{x | x > 3\}` is the interval of its condition; `(x)` and `{x}` have the form of x."""
     if brackets == r"\{\}":
         variable_and_condition, _ = pieces(inside, BAR)
         if len(variable_and_condition) == 2:

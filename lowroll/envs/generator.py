@@ -1,9 +1,8 @@
 """Numbered items and scores of a reasoning-gym generator, in this process or a child.
 
 An item's number is (split, draw, index): block `index // BLOCK` of the list seeded by (seed, split,
-draw, block). Some generators iterate over sets of strings, so their items depend on Python's hash
-seed: a child process with a fixed one makes them, unless this process is such a child (a scoring
-worker).
+draw, block). Some items depend on Python's hash seed: a child process with a fixed one makes them,
+unless this process is such a child (a scoring worker).
 
 `curriculum_level` is a level of reasoning-gym's own curriculum, without those whose options are
 refused.
@@ -177,8 +176,8 @@ class _Server:
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], request: bytes, name: str) -> dict[str, Any]:
-        """Write a request line to the child and return its reply. TimeoutError after `CHILD_LIMIT`;
-        RuntimeError when the child ended. name: the generator's, for the message."""
+        """Return the child's reply. TimeoutError after `CHILD_LIMIT`; RuntimeError when the child
+        ended."""
         assert process.stdin is not None and process.stdout is not None
         deadline = time.monotonic() + CHILD_LIMIT
         line = b""
@@ -245,8 +244,7 @@ def _composite_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _num_levels(name: str, options: dict[str, Any]) -> int:
-    """Return the levels of a generator's curriculum. ValueError without one, or for options that
-    the curriculum does not go with."""
+    """Return the levels as `levels` does, in this process."""
     if name == "composite":
         _check_options(name, options)
         return max(len(_level_options(dataset["name"])) for dataset in options["datasets"])
@@ -256,8 +254,8 @@ def _num_levels(name: str, options: dict[str, Any]) -> int:
 
 
 def _options_at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
-    """Return options with those of a level, or of the last one there is; a composite's level is
-    each part's. ValueError for an option that the curriculum sets."""
+    """Return options with those of a level, or of the last one there is. ValueError for an option
+    that the curriculum sets."""
     base_options = {key: value for key, value in options.items() if key != LEVEL}
     if name == "composite":
         datasets = []
@@ -277,8 +275,8 @@ def _options_at_level(name: str, options: dict[str, Any], level: int) -> dict[st
 
 @lru_cache(maxsize=128)
 def _level_options(name: str) -> list[dict[str, Any]]:
-    """Return the options of each level that the generator accepts: those that the curriculum sets,
-    and those that differ from the defaults. ValueError without a curriculum."""
+    """Return the options of each level that the generator accepts, without defaults that no
+    curriculum sets. ValueError without a curriculum."""
     from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 
     if name not in DATASETS:

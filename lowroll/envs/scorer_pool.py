@@ -12,11 +12,9 @@ A failed item gets an error, not a reward of 0, unless the environment scores ti
     crash      the process ended under it                         is replaced
 
 Only the current item gets the error; other workers get the rest. Responses scored together
-(`Environment.together`) are one item with their summed limit.
-
-`score` is a `select` loop over the workers' pipes. Workers reply item by item, which restarts the
-clock. Workers see only `machine.KEEP_ENV` and the passed variables, whose values are masked in
-their output (`output`). A scorer's processes end with its worker (`reaper`).
+(`Environment.together`) are one item with their summed limit. Workers reply item by item, which
+restarts the clock. They see only `machine.KEEP_ENV` and the passed variables, whose values are
+masked in their output (`output`). A scorer's processes end with its worker (`reaper`).
 
 A reply must have its item's random id; any other line, as from a scorer that writes to all
 descriptors, ends the worker.
@@ -82,7 +80,7 @@ class _Item:
 
 @dataclass(frozen=True)
 class _HeldItem:
-    """An item that a worker has: its index in the job, and the id that its replies must have."""
+    """An item that a worker has, and the id that its replies must have."""
 
     index: int
     reply_id: str
@@ -161,8 +159,8 @@ class _Worker:
         return lines
 
     def kill(self) -> str:
-        """Kill the worker and its processes; return how it ended and its last output. A second call
-        does nothing and returns ""."""
+        """Kill the worker and its processes; return how it ended and its last output, "" the second
+        time."""
         if self.killed:
             return ""
         self.killed = True
@@ -334,8 +332,7 @@ class ScorerPool:
             ) from error
 
     def _exchange(self, job: _Job) -> None:
-        """Hand out chunks, wait for a pipe or deadline, take replies, and replace ended or late
-        workers."""
+        """Hand out chunks, take replies, and replace ended or late workers."""
         for worker in self._workers:
             if job.pending and worker.is_idle():
                 self._hand_chunk(worker, job)
@@ -379,12 +376,8 @@ class ScorerPool:
                     key.data()
 
     def _take(self, worker: _Worker, line: bytes, job: _Job) -> bool:
-        """Process a reply line; False when this worker's later lines do not count.
-
-        Its first line says that it is ready. Any other must have the id of the item that it works
-        on, and be the item's result or a report of what it is doing. A worker that writes anything
-        else counts as crashed.
-        """
+        """Process a reply line; False when this worker's later lines do not count: it counts as
+        crashed."""
         reply = _decode(line)
         if not worker.ready:
             self._take_start(worker, reply)

@@ -85,7 +85,6 @@ def _score_reply(one: Score | InvalidScore) -> dict[str, Any]:
 
 
 def _report_progress(reply: Callable[[dict[str, Any]], None], id: str, doing: str) -> None:
-    """Tell the pool what a slow scorer is doing."""
     reply({"id": id, "doing": doing})
 
 

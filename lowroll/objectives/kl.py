@@ -39,7 +39,6 @@ def k3(d: Tensor) -> Tensor:
 
 
 def k3_plus(d: Tensor) -> Tensor:
-    """Return the value of k3, the gradient of k2."""
     quadratic = k2(d)
     return k3(d).detach() + quadratic - quadratic.detach()
 

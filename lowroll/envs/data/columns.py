@@ -84,8 +84,8 @@ def _find_column(
     row: Mapping[str, Any], named: str | None, usual: Sequence[str], where: str, what: str
 ) -> tuple[str | None, Any]:
     """Return (column, value): of the named column, else of the first usual one that has a value;
-    (None, None) when none has. ValueError for a named one that is not there. what: the setting that
-    names it, for the message."""
+    (None, None) when none has. ValueError, with the setting `what`, for a named one that is not
+    there."""
     if named is not None:
         return named, _value_at(row, named, where, what)
     for name in usual:

@@ -253,7 +253,6 @@ def _response_messages(prompt: Prompt, said: Said) -> list[Message]:
 
 
 def _gold_answer(answer: Any) -> str:
-    """Return the final answer in a column's value."""
     if isinstance(answer, list):
         return ", ".join(filter(None, map(_gold_answer, answer)))
     if isinstance(answer, float) and answer.is_integer():

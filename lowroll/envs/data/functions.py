@@ -217,8 +217,7 @@ class RewardFunction:
         return [self._of_one(asked, i) for i in range(len(asked.said))]
 
     def _read(self, returned: list[Any], count: int) -> list[float | None]:
-        """Return the rewards of `count` responses from what the calls returned: one list for all,
-        or a number for each."""
+        """Return the rewards of `count` responses from what the calls returned."""
         if not self.is_of_several:
             return [self._number(value) for value in returned]
         (rewards,) = returned

@@ -116,7 +116,6 @@ def _same_word(gold: str, word: str) -> bool:
 
 
 def same_value(expected: Any, value: Any) -> bool:
-    """Return whether two JSON values are equal."""
     if isinstance(expected, bool) or isinstance(value, bool):
         return expected is value
     if isinstance(expected, (int, float)) and isinstance(value, (int, float)):

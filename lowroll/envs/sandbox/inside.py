@@ -165,7 +165,6 @@ def _set_limits(limits: dict[str, float], lines: bytes) -> None:
 
 
 def _run(case: dict[str, Any]) -> int:
-    """Run the program or the function of a case; return the exit status."""
     sys.argv = [PROGRAM]
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # normally from `site`
     sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115

@@ -47,7 +47,7 @@ def python() -> str:
 
 
 def _layout() -> dict[str, Any]:
-    """Return what a program sees: the interpreter and libraries, without installed packages.
+    """Return what a program sees.
 
     `binds`: paths bound from the machine. `links`: (path, target) of library folders that are links.
     `masks`: folders of packages inside the binds, which become empty.

@@ -1,8 +1,7 @@
 """Running a program on hidden tests: the outer end of the sandbox's pipes, with the expected
 outputs.
 
-A wrong, slow, crashing, flooding or invalid program fails its cases. SandboxError means that the
-sandbox did not start or ended.
+A program at fault fails its cases. SandboxError means that the sandbox did not start or ended.
 """
 
 from __future__ import annotations

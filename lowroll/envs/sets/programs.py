@@ -81,7 +81,6 @@ class Programs(HeldOut):
         raise NotImplementedError
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Raise NotImplementedError."""
         raise NotImplementedError
 
     def _cases(self, prompt: Prompt) -> list[Case]:

@@ -49,8 +49,8 @@ class VerifiersSource(ABC):
 
     @abstractmethod
     async def _run(self, task: Any, turns: list[Message], scored: bool) -> Any:
-        """Run verifiers' loop with these turns and return what it recorded. `scored`: their end
-        ends it; else TurnPending asks for the next turn."""
+        """Run verifiers' loop with these turns and return its record. After them TurnPending asks
+        for the next, or the loop ends (`scored`)."""
 
     @abstractmethod
     async def judge(self, task: Any, turns: list[Message]) -> Score:
