@@ -46,7 +46,7 @@ class Objective:
         return "behavior" in self.row.log_probs
 
     @cached_property
-    def options(self) -> Mapping[str, Any]:
+    def options(self) -> dict[str, Any]:
         """All options (eps_low, cap, reduce, ...) with their defaults."""
         own = {name: p.default for name, p in self.parameters.items() if name not in GIVEN}
         all_options = {**own, **self.row.options, "max_length": None}
