@@ -59,7 +59,6 @@ class SplitRows(Generic[T]):
             self.sources["train"] = DataSource(path, split, **more)
         if test_path is not None:
             self.sources["test"] = DataSource(test_path, test_split or "test", **more)
-        self.skipped = {"train": 0, "test": 0}
         self._epoch = -1  # of `_epoch_order`
         self._epoch_order: list[int] = []  # the train rows' numbers in the order of that epoch
 
@@ -72,7 +71,7 @@ class SplitRows(Generic[T]):
         source = self._test_source
         if source is None:
             return self._parts[1]
-        rows = self._load("test", source)
+        rows = self._load(source)
         self._tell_shared(rows, source.path)
         return rows
 
@@ -115,7 +114,7 @@ class SplitRows(Generic[T]):
         source = self.sources["train"]
         if source is None:
             return [], []
-        rows = self._load("train", source)
+        rows = self._load(source)
         if not self.is_held_out:
             return rows, []
         digests = [_digest(row) for row in rows]
@@ -160,9 +159,8 @@ class SplitRows(Generic[T]):
                 origin,
             )
 
-    def _load(self, split: str, source: DataSource) -> list[T]:
-        rows, self.skipped[split] = usable(self.name, located(source), self.convert, source.path)
-        return rows
+    def _load(self, source: DataSource) -> list[T]:
+        return usable(self.name, located(source), self.convert, source.path)
 
 
 def usable(
@@ -170,8 +168,8 @@ def usable(
     rows: Iterable[Located],
     convert: Callable[[dict[str, Any], str], T | None],
     origin: str,
-) -> tuple[list[T], int]:
-    """Return the converted rows and the number skipped. ValueError when none is left."""
+) -> list[T]:
+    """Return the converted rows, and log how many are skipped. ValueError when none is left."""
     converted = [convert(row, where) for where, row in rows]
     kept_rows = [row for row in converted if row is not None]
     if not kept_rows:
@@ -185,7 +183,7 @@ def usable(
             len(converted),
             origin,
         )
-    return kept_rows, num_skipped
+    return kept_rows
 
 
 def _task_text(row: object) -> str:

@@ -56,7 +56,7 @@ class HeldOut(Environment):
     def tasks(self) -> list[HeldOutTask]:
         """The usable rows, in file order; ValueError without any."""
         origin = self.test_path or self.row.path
-        return usable(self.name, self.located(), self.convert, origin)[0]
+        return usable(self.name, self.located(), self.convert, origin)
 
     def located(self) -> Iterator[Located]:
         return read(self.row, self.test_path, self.split, self.subset)
