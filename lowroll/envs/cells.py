@@ -156,7 +156,7 @@ def _object_source(name: str) -> str:
     that it uses."""
     definitions: dict[str, str] = {}
     main_globals = vars(sys.modules[MAIN])
-    text = _assignment(name)
+    text = _last_statement(name, [], lambda node: name in _assigned_names(node))
     for used_name in _global_names(text):
         if used_name in main_globals:
             _collect_definition(used_name, main_globals[used_name], name, definitions)
@@ -187,11 +187,6 @@ def _partial_source(value: Any) -> str:
     # a key of its own, as `name` has the function's definition
     definitions[f"{name}()"] = f"{name} = functools.partial({argument_texts})"
     return _module_text(name, definitions, _has_annotations(function))
-
-
-def _assignment(name: str) -> str:
-    """Return the last top-level statement of the main module that assigns a name."""
-    return _last_statement(name, [], lambda node: name in _assigned_names(node))
 
 
 def _assigned_names(node: ast.stmt) -> list[str]:

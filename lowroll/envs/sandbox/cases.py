@@ -71,16 +71,13 @@ class CaseResults:
         return sum(result.status == status for result in self.results)
 
     @property
-    def passed(self) -> int:
-        return self.count("passed")
-
-    @property
     def share(self) -> float:
-        return self.passed / len(self.results)
+        """The share of passed cases."""
+        return self.count("passed") / len(self.results)
 
     @property
     def all_passed(self) -> bool:
-        return self.passed == len(self.results)
+        return self.share == 1.0
 
 
 def is_right(case: Case, output: str, value: Any = None) -> bool:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import verifiers.v1 as vf
@@ -88,7 +89,7 @@ class Tasksets(VerifiersSource):
     async def _run(self, task: Any, turns: list[Message], scored: bool) -> Any:
         scripted = _ScriptedAgent(turns, self.box, ends=scored)
         episode = vf.Episode(env=EnvInfo(id=self.env.config.env_id), task=_trace_task(task))
-        agents = _Agents({self.agent_name: scripted})
+        agents = SimpleNamespace(**{self.agent_name: scripted})
         await self.env.setup(agents)
         await self.env.run(task, agents)
         if len(scripted.traces) != 1:
@@ -114,11 +115,6 @@ def _resolve_config(env_id: str, args: dict[str, Any]) -> Any:
         first_error = error.errors()[0]  # of pydantic's ValidationError
         path = ".".join(map(str, first_error["loc"])).removeprefix("taskset.")
         raise ValueError(f"{env_id}: {path}: {first_error['msg']}") from error
-
-
-class _Agents:
-    def __init__(self, agents_by_name: dict[str, _ScriptedAgent]) -> None:
-        vars(self).update(agents_by_name)
 
 
 class _ScriptedAgent:
