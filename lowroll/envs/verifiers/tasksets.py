@@ -150,7 +150,7 @@ class _Talk:
         self.over = False
         self.begun = False
         self.failed: dict[int, str] = {}  # errors of calls, by the node that answers
-        self.trace = vf.PassOutput(
+        self.trace = vf.Trace(
             task=_trace_task(task),
             agent=vf.AgentInfo(config=vf.AgentConfig()),
             state=state_cls(type(task))(),
@@ -224,7 +224,7 @@ class _Talk:
         """Return whether a @stop hook of the task ends the conversation."""
         hooks = self.task.hooks("stop")
         stop_flags = await invoke_all(
-            hooks, {"task": self.task.data, "trace": self.trace, vf.PassOutput: self.trace}
+            hooks, {"task": self.task.data, "trace": self.trace, vf.Trace: self.trace}
         )
         for hook, stops in zip(hooks, stop_flags, strict=True):
             if stops:
