@@ -81,6 +81,7 @@ class Programs(HeldOut):
         raise NotImplementedError
 
     def perturbed(self, prompt: Prompt) -> str:
+        """Raise NotImplementedError."""
         raise NotImplementedError
 
     def _cases(self, prompt: Prompt) -> list[Case]:

@@ -97,9 +97,11 @@ class Verifiers(Environment):
         return await self.score_conversation(prompt, [*prompt.messages, reply])
 
     def gold(self, prompt: Prompt) -> str:
+        """Raise NotImplementedError: verifiers stores no such response."""
         raise NotImplementedError("an environment of verifiers says no right response")
 
     def perturbed(self, prompt: Prompt) -> str:
+        """Raise NotImplementedError."""
         raise NotImplementedError("an environment of verifiers says no wrong response")
 
     def tasks(self, split: str) -> _Tasks:
