@@ -315,12 +315,8 @@ class _AdaptedProduct(torch.autograd.Function):
             x_TK = ctx.update.gate(x_TK)
         elif ctx.update is not None:
             x_grad_TK, x_TK = ctx.update.gate_backward(x_TK, x_grad_TK)
-        weight_grad = None
-        if needs_weight:
-            weight_grad = (grad_TN.t() @ x_TK).to(ctx.dtypes[0])
-        bias_grad = None
-        if needs_bias:
-            bias_grad = grad_TN.sum(0).to(ctx.dtypes[1])
+        weight_grad = (grad_TN.t() @ x_TK).to(ctx.dtypes[0]) if needs_weight else None
+        bias_grad = grad_TN.sum(0).to(ctx.dtypes[1]) if needs_bias else None
         needs_masters = ctx.needs_input_grad[_NUM_PLAIN_ARGUMENTS:]
         master_grads: list[Tensor | None] = [None] * len(needs_masters)
         if any(needs_masters):

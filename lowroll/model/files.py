@@ -53,6 +53,14 @@ def read_json(path: Path, most: int = MOST_JSON) -> Any:
         raise ValueError(f"{printable(path)}: not JSON ({printable(error)})") from None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object. ValueError names the file and the reason."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{printable(path)}: expected a JSON object")
+    return content
+
+
 def tensor_headers(path: Path) -> Headers:
     """Return shapes and dtypes from a safetensors header. ValueError names a damaged file."""
     size = regular(path, 1 << 62)

@@ -3,6 +3,7 @@ allocation."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -220,10 +221,11 @@ def _check_headers(
     found_headers: Headers = {}
     for path in sorted(set(files.values())):
         found_headers.update(tensor_headers(path))
-    wanted_headers = _expected_headers(spec, layout)
+    wanted_headers: dict[str, Header] = {}
+    for headers in stored_parameters(spec, layout).values():
+        wanted_headers |= headers
     if layout is not None:
         _check_quantized(folder, found_headers, wanted_headers)
-    missing = [name for name in wanted_headers if name not in found_headers]
     # Old Llama checkpoints store the rotary table; tied ones may repeat the embedding as lm_head.
     unexpected = [
         name
@@ -233,26 +235,39 @@ def _check_headers(
         and not name.endswith("rotary_emb.inv_freq")
         and not (spec.tie_embeddings and name == "lm_head.weight")
     ]
+    require_headers(folder, found_headers, wanted_headers, unexpected)
+    if spec.tie_embeddings and "lm_head.weight" in found_headers:
+        _check_tied(folder, f"{spec.stored_prefix}embed_tokens.weight", files)
+
+
+def require_headers(
+    where: Path,
+    found: Headers,
+    wanted: Mapping[str, Header],
+    unexpected: Sequence[str],
+    shapes_of: str = "",
+) -> None:
+    """Raise ValueError for missing or `unexpected` tensors, then for other shapes or dtypes than the
+    wanted ones. shapes_of: what asks for the shapes, for the message."""
+    present = [name for name in wanted if name in found]
     shapes = [
-        f"{name} {list(found_headers[name][0])} instead of {list(shape)}"
-        for name, (shape, _) in wanted_headers.items()
-        if name in found_headers and shape is not None and found_headers[name][0] != shape
+        f"{name} {list(found[name][0])} instead of {list(wanted[name][0] or ())}"
+        for name in present
+        if wanted[name][0] not in (None, found[name][0])
     ]
     dtypes = [
-        f"{name} ({found_headers[name][1]} instead of {' or '.join(allowed)})"
-        for name, (_, allowed) in wanted_headers.items()
-        if name in found_headers and found_headers[name][1] not in allowed
+        f"{name} ({found[name][1]} instead of {' or '.join(wanted[name][1])})"
+        for name in present
+        if found[name][1] not in wanted[name][1]
     ]
     for problem, names in (
-        ("missing tensors", missing),
+        ("missing tensors", [name for name in wanted if name not in found]),
         ("unexpected tensors", unexpected),
-        ("tensors of the wrong shape", shapes),
+        (f"tensors of the wrong shape{shapes_of}", shapes),
         ("tensors of the wrong dtype", dtypes),
     ):
         if names:
-            raise ValueError(f"{folder}: {problem}: {some(names)}")
-    if spec.tie_embeddings and "lm_head.weight" in found_headers:
-        _check_tied(folder, f"{spec.stored_prefix}embed_tokens.weight", files)
+            raise ValueError(f"{where}: {problem}: {some(names)}")
 
 
 def _check_tied(folder: Path, embedding: str, files: dict[str, Path]) -> None:
@@ -265,14 +280,6 @@ def _check_tied(folder: Path, embedding: str, files: dict[str, Path]) -> None:
                 f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from "
                 f"{embedding}"
             )
-
-
-def _expected_headers(spec: ModelSpec, layout: Layouts | None) -> dict[str, Header]:
-    """Return the shape and dtypes of each tensor that the folder must have."""
-    expected: dict[str, Header] = {}
-    for headers in stored_parameters(spec, layout).values():
-        expected |= headers
-    return expected
 
 
 def stored_parameters(spec: ModelSpec, layout: Layouts | None) -> dict[str, dict[str, Header]]:

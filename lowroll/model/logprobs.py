@@ -80,12 +80,8 @@ class _Logits(torch.autograd.Function):
     def backward(ctx: Any, grad_TV: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD = ctx.saved_tensors
         grad_TV = grad_TV.to(weight_VD.dtype)
-        hidden_grad = None
-        if ctx.needs_input_grad[0]:
-            hidden_grad = grad_TV @ weight_VD
-        weight_grad = None
-        if ctx.needs_input_grad[1]:
-            weight_grad = grad_TV.t() @ hidden_TD
+        hidden_grad = grad_TV @ weight_VD if ctx.needs_input_grad[0] else None
+        weight_grad = grad_TV.t() @ hidden_TD if ctx.needs_input_grad[1] else None
         return hidden_grad, weight_grad
 
 
@@ -112,8 +108,8 @@ class _TokenLogProbs(torch.autograd.Function):
         buffer_CV: Tensor | None = None  # for G of one chunk after the other
         if needs_hidden and not needs_weight:
             slope_TD = torch.empty_like(hidden_TD)
-            buffer_CV = _gradient_buffer(hidden_TD, weight_VD, chunk)
-        num_kept = _kept(hidden_TD) if needs_weight else 0
+            buffer_CV = weight_VD.new_empty(min(chunk, len(hidden_TD)), len(weight_VD))
+        num_kept = KEPT if needs_weight and _wide(hidden_TD) else 0
         ctx.kept = {}  # G by chunk; its reader drops it
         for i, rows in enumerate(_chunks(hidden_TD, chunk)):
             if exact:
@@ -190,17 +186,6 @@ def _chunk_log_probs(
 def _chunks(hidden_TD: Tensor, chunk: int) -> list[slice]:
     """Return the rows of each chunk."""
     return [slice(start, start + chunk) for start in range(0, hidden_TD.shape[0], chunk)]
-
-
-def _gradient_buffer(hidden_TD: Tensor, weight_VD: Tensor, chunk: int) -> Tensor:
-    """Return the buffer for a chunk's logit gradient, in the weight's dtype and the layout of its
-    products."""
-    return weight_VD.new_empty(min(chunk, hidden_TD.shape[0]), weight_VD.shape[0])
-
-
-def _kept(hidden_TD: Tensor) -> int:
-    """Return the number of chunks whose G is kept."""
-    return KEPT if _wide(hidden_TD) else 0
 
 
 def _wide(x: Tensor) -> bool:

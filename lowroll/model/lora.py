@@ -23,23 +23,21 @@ from lowroll.model import card
 from lowroll.model.adapter import Adapter
 from lowroll.model.adapter_base import read_adapter_config
 from lowroll.model.aliases import KNOWN
-from lowroll.model.config_values import LARGE
+from lowroll.model.config_values import integer, positive
 from lowroll.model.device import total_memory
-from lowroll.model.files import Headers, some, tensor_headers
+from lowroll.model.files import some, tensor_headers
 from lowroll.model.folder import copy_tokenizer, resolve
-from lowroll.model.headers import low_bit_format
+from lowroll.model.headers import low_bit_format, require_headers
 from lowroll.model.names import FUSED, features_read
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, all_finite
+from lowroll.quant.layouts import LINEARS
 from lowroll.types import printable
 
 # all matrices; of q, k, v, and of gate, up, a model may have one fused matrix (`adapted_parts`)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# of gated delta nets
-_DELTA_NAMES = ("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "out_proj")
-_LATENT_NAMES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-_NAMES = (*TARGETS, *FUSED, *_DELTA_NAMES, *_LATENT_NAMES)
+_NAMES = tuple(suffix.removeprefix(".") for suffix in LINEARS)
 # PEFT config keys that are read or have no effect; others must be neutral
 _KNOWN_KEYS = {
     "peft_type",
@@ -375,9 +373,11 @@ def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Tr
             )
     rank, alpha, targets = _read_config(config_path)
     check(model.spec, rank, alpha, targets)
-    _check_headers(
-        weights_path, rank, _adapter_shapes(model, rank, targets), tensor_headers(weights_path)
-    )
+    shapes = _adapter_shapes(model, rank, targets)
+    wanted_headers = {name: (shape, _FLOAT_DTYPES) for name, shape in shapes.items()}
+    found = tensor_headers(weights_path)
+    unexpected = sorted(found.keys() - shapes.keys())
+    require_headers(weights_path, found, wanted_headers, unexpected, f" for r = {rank}")
     tensors = load_file(weights_path)
     if nonfinite_names := [name for name, tensor in tensors.items() if not all_finite(tensor)]:
         raise ValueError(
@@ -406,13 +406,11 @@ def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Ten
 def _read_config(path: Path) -> tuple[int, float, list[str]]:
     """Return (rank, alpha, target parts) of an adapter_config.json. ValueError names the key."""
     config = read_adapter_config(path)
-    rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"{path}: r: expected a positive integer, got {printable(repr(rank))}")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < LARGE:
-        raise ValueError(
-            f"{path}: lora_alpha: expected a positive number, got {printable(repr(alpha))}"
-        )
+    try:
+        rank, alpha = integer(config, "r"), positive(config, "lora_alpha")
+    except ValueError as error:
+        raise ValueError(f"{path}: {printable(error)}") from None
+    targets = config.get("target_modules")
     if not isinstance(targets, list) or not targets or not _parts(targets) <= set(_NAMES):
         raise ValueError(
             f"{path}: target_modules: expected a list out of {', '.join(_NAMES)}, got "
@@ -426,7 +424,7 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
     for key, value in config.items():
         if key not in _KNOWN_KEYS and value not in _NEUTRAL_VALUES:
             raise ValueError(f"{path}: {printable(key)}: {printable(repr(value))} is not supported")
-    return rank, float(alpha), sorted(_parts(targets), key=_NAMES.index)
+    return rank, alpha, sorted(_parts(targets), key=_NAMES.index)
 
 
 def _parts(targets: list[object]) -> set[str]:
@@ -434,26 +432,3 @@ def _parts(targets: list[object]) -> set[str]:
     (`model.layers.0.self_attn.q_proj`), as PEFT does for `all-linear` in a model of few layers. The
     tensors must show that none is missing."""
     return {str(target).rpartition(".")[2] for target in targets}
-
-
-def _check_headers(
-    path: Path, rank: int, wanted: dict[str, tuple[int, ...]], found: Headers
-) -> None:
-    """Raise ValueError for missing, unexpected or misshapen tensors."""
-    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    shapes = [
-        f"{name} {list(found[name][0])} instead of {list(shape)}"
-        for name, shape in wanted.items()
-        if name in found and found[name][0] != shape
-    ]
-    dtypes = [
-        f"{name} ({dtype})" for name, (_, dtype) in found.items() if dtype not in _FLOAT_DTYPES
-    ]
-    for problem, names in (
-        ("missing tensors", missing),
-        ("unexpected tensors", unexpected),
-        (f"tensors of the wrong shape for r = {rank}", shapes),
-        ("tensors that are not floats", dtypes),
-    ):
-        if names:
-            raise ValueError(f"{path}: {problem}: {some(names)}")

@@ -8,20 +8,13 @@ import torch
 
 from lowroll.model.families.base import LatentSpec
 from lowroll.model.spec import ModelSpec
+from lowroll.quant.layouts import LINEARS
 
 # the matrices that some checkpoints hold as one, and their parts elsewhere
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-LINEARS = (
-    *("q_proj", "k_proj", "v_proj", "o_proj"),
-    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
-    *("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj"),
-    *("gate_proj", "up_proj", "down_proj"),
-    *FUSED,
-)
-
 
 # parameters that are in float32 in a model of any dtype, and that no optimiser changes
 FIXED = ".router.correction_bias"
@@ -244,7 +237,7 @@ def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
 
 
 def is_linear(hf_name: str) -> bool:
-    return hf_name.endswith(tuple(f".{part}.weight" for part in LINEARS))
+    return hf_name.endswith(".weight") and hf_name.removesuffix(".weight").endswith(LINEARS)
 
 
 def module_of(parts: dict[str, tuple[int, ...]]) -> str:

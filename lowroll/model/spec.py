@@ -32,7 +32,7 @@ from lowroll.model.families.base import (
     rope_of,
 )
 from lowroll.model.families.table import FAMILIES
-from lowroll.model.files import read_json
+from lowroll.model.files import read_object
 from lowroll.types import RunFailed, printable
 
 MOST_LAYERS = 1024
@@ -234,9 +234,7 @@ def generation_eos_ids(folder: Path) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     if not path.is_file():
         return ()
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a JSON object")
+    config = read_object(path)
     try:
         return token_ids(config, "eos_token_id")
     except ValueError as error:
@@ -247,10 +245,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a model folder needs a config.json")
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a JSON object")
-    return config
+    return read_object(path)
 
 
 def spec_from_config(config: dict[str, Any]) -> ModelSpec:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.model import tokenizer_trial
-from lowroll.model.files import MOST_TOKENIZER, read_json, regular
+from lowroll.model.files import MOST_TOKENIZER, read_json, read_object, regular
 from lowroll.model.template import template
 from lowroll.tool_calls import FORMATS, format_of, read
 from lowroll.types import Message, Turn, printable
@@ -72,12 +72,11 @@ def _check_files(folder: Path) -> None:
     for name in _LARGE_FILES:
         if (folder / name).exists():
             regular(folder / name, MOST_TOKENIZER)
-    contents = {name: read_json(folder / name) for name in _SMALL_FILES if (folder / name).exists()}
-    for name, content in contents.items():
-        if not isinstance(content, dict):
-            raise ValueError(f"{folder / name}: expected a JSON object")
-    config_name = "tokenizer_config.json"
-    path, config = folder / config_name, contents.get(config_name, {})
+    contents = {
+        name: read_object(folder / name) for name in _SMALL_FILES if (folder / name).exists()
+    }
+    path = folder / "tokenizer_config.json"
+    config = contents.get(path.name, {})
     if "auto_map" in config:
         raise ValueError(
             f"{path}: auto_map: the tokenizer brings its own code, and lowroll runs none"
@@ -176,7 +175,8 @@ class ChatTokenizer:
         end_tokens = [token for token in (self._end, eos) if token]
         if text.startswith(tuple(end_tokens)):
             ids = self._encode(text)
-            return ids[1:] if self._is_end(after) else ids
+            is_drawn = isinstance(after.stop_reason, int) and self._is_special(after.stop_reason)
+            return ids[1:] if is_drawn else ids
         if not eos:
             return self._encode(text)
         return self._encode(f"{eos}{text}")[1:]  # the eos is there for the tokenizer alone
@@ -234,10 +234,6 @@ class ChatTokenizer:
         if turn_end <= 0 or not rendered_all.startswith(rendered_turn[:turn_end]):
             return ""
         return rendered_all[turn_end:]
-
-    def _is_end(self, turn: Turn) -> bool:
-        """Return whether a turn ended with a token that stands for the template's end."""
-        return isinstance(turn.stop_reason, int) and self._is_special(turn.stop_reason)
 
     def _is_special(self, token: int) -> bool:
         return bool(self.tokenizer.decode([token])) and not self.decode([token])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.model import tokenizer_trial
-from lowroll.model.files import read_json, regular
+from lowroll.model.files import read_object, regular
 from lowroll.types import printable
 
 SPECIAL = (
@@ -34,7 +34,7 @@ class FileTokenizer:
         folder = Path(folder)
         path = folder / "tokenizer.json"
         tokenizer_trial.attempt(path)
-        config = _read_object(folder / "tokenizer_config.json")
+        config = read_object(folder / "tokenizer_config.json")
         if "auto_map" in config:
             raise ValueError(f"{folder}: auto_map: the tokenizer brings its own code")
         try:
@@ -89,11 +89,3 @@ def _token_text(token: object) -> str | None:
     """Return a special token's text, or None."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object. ValueError for anything else."""
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object")
-    return content

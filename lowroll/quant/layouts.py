@@ -48,8 +48,8 @@ FLOATS = ("F32", "BF16", "F16")
 EXPERTS_IN_MXFP4 = "mxfp4"  # the quant_method of GPT-OSS's folders
 LINEARS = (  # name suffixes of the modules that formats quantize
     *(f".{p}_proj" for p in ("q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up")),
+    *(".in_proj_qkvz", ".in_proj_qkv", ".in_proj_z", ".out_proj"),
     *(".q_a_proj", ".q_b_proj", ".kv_a_proj_with_mqa", ".kv_b_proj"),
-    *(".in_proj_qkv", ".in_proj_z", ".in_proj_qkvz", ".out_proj"),
 )
 MIXED = "mixed-precision"  # compressed-tensors' word for groups stored differently
 _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}

@@ -391,7 +391,7 @@ BAD_TENSORS: dict[str, tuple[Tensor | None, str]] = {
     "missing": (None, f"missing tensors: {V1}"),
     "shape": (torch.zeros(33, 3), rf"wrong shape for r = 3: {V1} \[33, 3\] instead of \[32, 3\]"),
     "NaN": (torch.full((32, 3), float("nan")), f"non-finite value: {V1}"),
-    "integers": (torch.zeros(32, 3, dtype=torch.int32), f"not floats: {V1}"),
+    "integers": (torch.zeros(32, 3, dtype=torch.int32), f"wrong dtype: {V1}"),
 }
 
 

@@ -337,6 +337,20 @@ def windowed(values: Values, sliding: list[bool]) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(window=window if is_sliding else 0) for is_sliding in sliding)
 
 
+def sliding_ropes(values: Values) -> dict[str, Any]:
+    """Return the layers of a family with windows and positions of their own in some, with both
+    kinds of positions: those of full layers are the first."""
+    sliding = sliding_layers(values)
+    windows = windowed(values, sliding) or (LayerSpec(),) * len(sliding)
+    return {
+        "ropes": ropes_by_type(values),
+        "layers": tuple(
+            LayerSpec(int(is_sliding), layer.window)
+            for is_sliding, layer in zip(sliding, windows, strict=True)
+        ),
+    }
+
+
 def same_window(values: Values) -> tuple[LayerSpec, ...]:
     """Return the layers of a model whose window, if it has one, is in all of them."""
     has_window = values.get("sliding_window") is not None

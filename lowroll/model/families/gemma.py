@@ -6,15 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowroll.model.config_values import flag, integer, positive
-from lowroll.model.families.base import (
-    LayerSpec,
-    Values,
-    biases,
-    head_dim,
-    ropes_by_type,
-    sliding_layers,
-    windowed,
-)
+from lowroll.model.families.base import Values, biases, head_dim, sliding_ropes
 
 NORMS = (
     ("input_norm", "input_layernorm"),
@@ -39,19 +31,13 @@ def gemma3_text(values: Values) -> dict[str, Any]:
             raise ValueError(f"{key}: softcapping is not supported; Gemma 3 has none")
     if flag(values, "use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention: only causal attention is supported")
-    sliding = sliding_layers(values)
-    windows = windowed(values, sliding) or (LayerSpec(),) * len(sliding)
     return {
         **biases(values),
+        **sliding_ropes(values),
         "norms": NORMS,
         "norm_offset": 1.0,
         "qk_norm": "head",
         "activation": "gelu_tanh",
         "embedding_scale": integer(values, "hidden_size") ** 0.5,
         "query_scale": (head_dim(values) / positive(values, "query_pre_attn_scalar")) ** 0.5,
-        "ropes": ropes_by_type(values),
-        "layers": tuple(
-            LayerSpec(rope=int(is_sliding), window=layer.window)  # full layers' rope is the first
-            for is_sliding, layer in zip(sliding, windows, strict=True)
-        ),
     }

@@ -5,14 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowroll.model.families.base import (
-    LayerSpec,
-    Values,
-    biases,
-    ropes_by_type,
-    sliding_layers,
-    windowed,
-)
+from lowroll.model.families.base import Values, biases, sliding_ropes
 
 NORMS = (
     ("attention_out_norm", "post_attention_layernorm"),
@@ -25,13 +18,4 @@ def olmo2(values: Values) -> dict[str, Any]:
 
 
 def olmo3(values: Values) -> dict[str, Any]:
-    sliding = sliding_layers(values)
-    windows = windowed(values, sliding) or (LayerSpec(),) * len(sliding)
-    return {
-        **olmo2(values),
-        "ropes": ropes_by_type(values),
-        "layers": tuple(
-            LayerSpec(int(is_sliding), layer.window)
-            for is_sliding, layer in zip(sliding, windows, strict=True)
-        ),
-    }
+    return {**olmo2(values), **sliding_ropes(values)}

@@ -38,8 +38,7 @@ def qwen3_5(values: Values) -> dict[str, Any]:
         raise ValueError("attn_output_gate: only attention with a gate is supported")
     if values.get("output_gate_type") not in (None, "swish"):
         raise ValueError("output_gate_type: only swish is supported")
-    kinds = layer_list(values, "layer_types", {LINEAR, FULL}, integer(values, "num_hidden_layers"))
-    return _hybrid(values, kinds, grouped=False)
+    return _hybrid(values, grouped=False)
 
 
 def qwen3_5_moe(values: Values) -> dict[str, Any]:
@@ -47,8 +46,7 @@ def qwen3_5_moe(values: Values) -> dict[str, Any]:
 
 
 def qwen3_next(values: Values) -> dict[str, Any]:
-    kinds = layer_list(values, "layer_types", {LINEAR, FULL}, integer(values, "num_hidden_layers"))
-    return {**_hybrid(values, kinds, grouped=True), "mixture": _mixture(values)}
+    return {**_hybrid(values, grouped=True), "mixture": _mixture(values)}
 
 
 def _mixture(values: Values) -> MixtureSpec:
@@ -60,7 +58,8 @@ def _mixture(values: Values) -> MixtureSpec:
     return replace(experts(values), shared_size=size)
 
 
-def _hybrid(values: Values, kinds: list[str], grouped: bool) -> dict[str, Any]:
+def _hybrid(values: Values, grouped: bool) -> dict[str, Any]:
+    kinds = layer_list(values, "layer_types", {LINEAR, FULL}, integer(values, "num_hidden_layers"))
     return {
         **biases(values),
         "norm_offset": 1.0,
