@@ -38,13 +38,12 @@ def _plan_pass(
         if stop - start > budget and (chunks or not may_exceed):
             break
         prompts.popleft()
-        is_last = stop == length
-        samples = tuple(group.sequences) if is_last else ()
-        chunks.append(PrefillChunk(group.leader, start, stop, is_last, samples))
+        samples = tuple(group.sequences) if stop == length else ()
+        chunks.append(PrefillChunk(group.leader, start, stop, samples))
         budget -= stop - start
         group.leader.cached_len = start
         group.num_prefilled = stop
-        if not is_last:
+        if not samples:
             unfinished.append(group)
     prompts.extendleft(reversed(unfinished))
     return chunks

@@ -486,14 +486,12 @@ class NativeEngine:
             self.scheduler.rewind()
         if not self.pool.num_used and self.runner.cache.adapt(self.model):
             self.reset_prefix_cache()
-        noise = update.noise
-        seed: int | None = None
-        sigma = 0.0
-        if noise is not None and noise.sigma != 0:
-            seed = noise.seed
-            sigma = noise.sigma
+        noise = update.noise if update.noise is not None and update.noise.sigma != 0 else None
         self.behavior = replace(
-            self.behavior, policy=self._policy(update.version), noise_seed=seed, noise_sigma=sigma
+            self.behavior,
+            policy=self._policy(update.version),
+            noise_seed=None if noise is None else noise.seed,
+            noise_sigma=0.0 if noise is None else noise.sigma,
         )
         self.scheduler.set_behavior(self.behavior)
         return self.behavior

@@ -29,7 +29,6 @@ from lowroll.engine.sampler import (
 )
 from lowroll.engine.sequence import (
     Check,
-    Compaction,
     DrawnPosition,
     PrefillChunk,
     Sequence,
@@ -40,9 +39,9 @@ from lowroll.kernels.sampling import token_logprobs
 from lowroll.kv.attention import MixedAttention, PagedAttention, PagedDecode
 from lowroll.kv.batch import DecodeRows, PromptChunk
 from lowroll.kv.cache import KVCache
-from lowroll.kv.policy.base import CachePolicy, num_slots
+from lowroll.kv.policy.base import CachePolicy, Compaction, num_slots
 from lowroll.kv.policy.dense import DENSE
-from lowroll.kv.policy.recorder import CompactionRecorder, Dropped, most_held
+from lowroll.kv.policy.recorder import CompactionRecorder, most_held
 from lowroll.kv.recurrent import RecurrentStates
 from lowroll.model.attention import upload
 from lowroll.model.logprobs import log_probs
@@ -87,20 +86,6 @@ class PrefillTokens:
                 self.sequences, tokens_B1, logprobs_B1, top_lists, strict=True
             )
         ]
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Tokens of a prompt or of a draft, from position `start` on."""
-
-    sequence: Sequence
-    start: int
-    ids: list[int]
-
-    @property
-    def chunk(self) -> PromptChunk:
-        stop = self.start + len(self.ids)
-        return PromptChunk(self.start, stop, self.sequence.pages, self.sequence.slot)
 
 
 class Runner:
@@ -255,8 +240,7 @@ class Runner:
         kept_LBGK = self.selector.compact(rows, kept)  # indices into each sample's keys
         self.cache.keep(rows.table_BP, kept_LBGK, target_slots_BK)
         if self.recorder is not None:
-            dropped = [Dropped(c.slot, c.cached, c.kept, c.position) for c in compactions]
-            self.recorder.compacted(dropped, kept_LBGK)
+            self.recorder.compacted(compactions, kept_LBGK)
 
     def _prefill(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
@@ -378,22 +362,22 @@ class Runner:
         """Run chunks of prompts and of drafts, and the last token of each row `beside` them. Return
         the hidden states of the rows `beside`, then of the last token of each chunk that ends its
         prompt, in the order of `prefills`, then of all tokens of the checks."""
-        pieces = [
-            _Piece(chunk.sequence, chunk.start, chunk.sequence.prompt_ids[chunk.start : chunk.stop])
-            for chunk in prefills
-        ]
-        pieces += [_Piece(check.sequence, check.sequence.position, check.ids) for check in checks]
+        chunks = [PromptChunk(c.start, c.stop, c.sequence.pages, c.sequence.slot) for c in prefills]
+        pieces = [c.sequence.prompt_ids[c.start : c.stop] for c in prefills]
+        for check in checks:
+            s, start = check.sequence, check.sequence.position
+            chunks.append(PromptChunk(start, start + len(check.ids), s.pages, s.slot))
+            pieces.append(check.ids)
         # tokens lie as attention takes them: fresh prompts first. A check is never fresh, so the
         # checks stay at the end, in their order
-        fresh = [i for i, piece in enumerate(pieces) if piece.start == 0]
-        later = [i for i, piece in enumerate(pieces) if piece.start > 0]
+        fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
+        later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
         ids: list[int] = []
         last_rows = [0] * len(pieces)  # of each piece's last token
         for i in (*fresh, *later):
-            ids += pieces[i].ids
+            ids += pieces[i]
             last_rows[i] = len(ids) - 1
         ended = [i for i, chunk in enumerate(prefills) if chunk.samples]
-        chunks = [piece.chunk for piece in pieces]
         only_ended_prompts = len(ended) == len(chunks) and not beside
         if self.short is not None and only_ended_prompts and self.short.takes(chunks):
             return self.short.run(ids, chunks)

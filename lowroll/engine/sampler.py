@@ -43,7 +43,7 @@ from torch import Tensor
 
 from lowroll.engine.grammar import held
 from lowroll.engine.logit_bias import biases_of, is_biased
-from lowroll.engine.sampling_state import filters_of, is_filtered
+from lowroll.engine.sampling_state import filters_of, index_pairs, is_filtered
 from lowroll.engine.sequence import DrawnPosition, Sequence
 from lowroll.kernels.sampling.draw import distribution as log_probs_of
 from lowroll.kernels.sampling.draw import draw
@@ -132,7 +132,7 @@ def _apply_biases(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) 
     biases_by_row = [(row, biases_of(s)) for row, s in enumerate(sequences) if is_biased(s)]
     if not any(biases for _, biases in biases_by_row):
         return logits_BV
-    rows_N, ids_N = _index_pairs(
+    rows_N, ids_N = index_pairs(
         [(row, list(biases)) for row, biases in biases_by_row], logits_BV.device
     )
     values = [value for _, biases in biases_by_row for value in biases.values()]
@@ -146,7 +146,7 @@ def _apply_bans(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) ->
     banned_by_row = [(row, s.banned_ids()) for row, s in enumerate(sequences)]
     if not any(ids for _, ids in banned_by_row):
         return logits_BV
-    rows_N, ids_N = _index_pairs(banned_by_row, logits_BV.device)
+    rows_N, ids_N = index_pairs(banned_by_row, logits_BV.device)
     minus_inf = torch.full((), -math.inf, device=logits_BV.device)
     return logits_BV.float().index_put((rows_N, ids_N), minus_inf)
 
@@ -259,7 +259,7 @@ def _apply_repetition_penalty(
         prompt = prompt_id_sets.setdefault(id(s.prompt_ids), set(s.prompt_ids))
         seen_ids.append((row, list(prompt.union(s.token_ids))))
     device = logits_BV.device
-    rows_N, ids_N = _index_pairs(seen_ids, device)
+    rows_N, ids_N = index_pairs(seen_ids, device)
     penalties = [s.request.repetition_penalty for s in sequences]
     penalty_B = upload(torch.tensor(penalties, dtype=torch.float32), device)
     penalty_N = penalty_B[rows_N]
@@ -267,12 +267,3 @@ def _apply_repetition_penalty(
     logits_N = logits_BV[rows_N, ids_N]
     penalised_N = torch.where(logits_N > 0, logits_N / penalty_N, logits_N * penalty_N)
     return logits_BV.index_put((rows_N, ids_N), penalised_N)
-
-
-def _index_pairs(
-    ids_by_row: Many[tuple[int, Many[int]]], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return the rows [N] and the ids [N] of all lists, on the device."""
-    rows_N = torch.cat([torch.full((len(ids),), row) for row, ids in ids_by_row])
-    ids_N = torch.cat([torch.tensor(ids, dtype=torch.int64) for _, ids in ids_by_row])
-    return upload(rows_N, device), upload(ids_N, device)

@@ -154,18 +154,17 @@ class SamplingState:
         if cleared_slots:
             clear(marks_SV, upload(torch.tensor(cleared_slots), marks_SV.device))
         if stop_ids:
-            add(marks_SV, STOPS, *_slots_and_tokens(stop_ids, marks_SV.device))
+            add(marks_SV, STOPS, *index_pairs(stop_ids, marks_SV.device))
         if seen_ids:
-            add(marks_SV, SEEN, *_slots_and_tokens(seen_ids, marks_SV.device))
+            add(marks_SV, SEEN, *index_pairs(seen_ids, marks_SV.device))
 
 
-def _slots_and_tokens(
-    ids_by_slot: Many[tuple[int, Many[int]]], device: torch.device
+def index_pairs(
+    ids_by_row: Many[tuple[int, Many[int]]], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the slot [N] and the id [N] of each token, on the device after a single copy."""
-    lengths = torch.tensor([len(ids) for _, ids in ids_by_slot])
-    slots_N = torch.tensor([slot for slot, _ in ids_by_slot]).repeat_interleave(lengths)
-    tokens_N = torch.tensor([*chain.from_iterable(ids for _, ids in ids_by_slot)])
-    pairs_2N = upload(torch.stack([slots_N, tokens_N]), device)
-    slots_N, tokens_N = pairs_2N.unbind()
-    return slots_N, tokens_N
+    """Return the row (or slot) [N] and the id [N] of each token, on the device after one copy."""
+    lengths = torch.tensor([len(ids) for _, ids in ids_by_row])
+    rows_N = torch.tensor([row for row, _ in ids_by_row]).repeat_interleave(lengths)
+    ids_N = torch.tensor([*chain.from_iterable(ids for _, ids in ids_by_row)], dtype=torch.int64)
+    rows_N, ids_N = upload(torch.stack([rows_N, ids_N]), device).unbind()
+    return rows_N, ids_N

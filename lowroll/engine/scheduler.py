@@ -45,10 +45,10 @@ from lowroll.engine.chunked_prefill import plan_passes
 from lowroll.engine.logit_bias import needs_host
 from lowroll.engine.outputs import behavior_salt, drawn_by, give_up, rollouts_of
 from lowroll.engine.replay import Replays, agreed, begin, drawn, plan_checks
-from lowroll.engine.sequence import Compaction, LiveGroup, Sequence, StepPlan
+from lowroll.engine.sequence import LiveGroup, Sequence, StepPlan
 from lowroll.engine.stops import stop_reason
 from lowroll.kv.pages import PagePool, page_keys
-from lowroll.kv.policy.base import CachePolicy, footprint, num_pages, prompt_slot
+from lowroll.kv.policy.base import CachePolicy, Compaction, footprint, num_pages, prompt_slot
 from lowroll.kv.policy.dense import DENSE
 from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, PolicySpan, Request, Rollout
 

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lowroll.kv.policy.base import Footprint
+from lowroll.kv.policy.base import Compaction, Footprint
 from lowroll.types import BehaviorTag, Evictions, FinishReason, PolicySpan, Request
 
 if TYPE_CHECKING:
@@ -105,14 +105,13 @@ def banned_ids(group: LiveGroup, drawn: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Prompt tokens [start, stop) to run, with K/V in the leader's pages. If `is_last`, all of
-    `samples` draw from the last hidden state."""
+    """Prompt tokens [start, stop) to run, with K/V in the leader's pages. All of `samples` draw from
+    the last hidden state."""
 
     sequence: Sequence  # the group's leader
     start: int
     stop: int
-    is_last: bool
-    samples: tuple[Sequence, ...]  # the group's sequences if is_last, else none
+    samples: tuple[Sequence, ...]  # the group's, of the prompt's last chunk; else none
 
 
 @dataclass(frozen=True)
@@ -173,23 +172,6 @@ def places_of(check: Check) -> list[DrawnPosition]:
     num_drawn = len(check.sequence.token_ids)
     tokens = check.sequence.token_ids + check.ids[1:]
     return [DrawnPosition(check.sequence, tokens, num_drawn + i) for i in range(len(check.ids))]
-
-
-@dataclass(frozen=True)
-class Compaction:
-    """The policy keeps `kept` of the `cached` keys in `pages`, which move to `targets`.
-
-    No target is shared or can be served again. Targets that are among `pages`, and then of no other
-    compaction, come first and are consecutive in `pages`, so that keys can move in place
-    (`kernels.kv_eviction.move`).
-    """
-
-    slot: int  # of the sample or prompt, in the policy's state
-    pages: list[int]
-    targets: list[int]
-    cached: int
-    kept: int
-    position: int  # of the last key
 
 
 @dataclass(frozen=True)

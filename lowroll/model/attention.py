@@ -14,7 +14,8 @@ sequence.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -115,14 +116,14 @@ def _stacked_order(
 ) -> tuple[Tensor, Tensor]:
     """Return the indices that bring packed tokens together by their sequence's length, and those
     that bring them back, both [T] on the device."""
-    tokens = [
-        t
-        for length, starts in starts_by_length.items()
-        for start in starts
-        for t in range(start, start + length)
-    ]
-    order_T = upload(torch.tensor(tokens), device)
+    spans = [(s, s + length) for length, starts in starts_by_length.items() for s in starts]
+    order_T = tokens_of(spans, device)
     return order_T, inverse(order_T)
+
+
+def tokens_of(spans: Iterable[tuple[int, int]], device: torch.device | str) -> Tensor:
+    """Return the indices of the tokens of [start, stop) spans, one after the other: int64 [T]."""
+    return upload(torch.tensor([t for start, stop in spans for t in range(start, stop)]), device)
 
 
 def inverse(order_T: Tensor) -> Tensor:
@@ -223,7 +224,7 @@ class _Stack:
     queries_C: Tensor
     keys_T: Tensor
 
-    def __call__(self, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int = 0) -> Tensor:
+    def __call__(self, q_CHd: Tensor, k_TGd: Tensor, v_TGd: Tensor, window: int) -> Tensor:
         q_SHCd = (
             q_CHd.index_select(0, self.queries_C).unflatten(0, (-1, self.length)).transpose(1, 2)
         )
@@ -289,7 +290,7 @@ def _added(seen_CT: Tensor, dtype: torch.dtype) -> Tensor:
     return zeros_CT.masked_fill_(~seen_CT, -torch.inf)
 
 
-def _attend_suffix(inputs: AttentionInputs, before: int, window: int = 0) -> Tensor:
+def _attend_suffix(inputs: AttentionInputs, before: int, window: int) -> Tensor:
     """Compute the attention of the last queries of one sequence, after `before` tokens."""
     q_CHd, k_TGd, v_TGd, sinks_H = inputs
     mask_CT = _mask(before, len(k_TGd), window, q_CHd.device)
@@ -364,22 +365,16 @@ def _stack(
     k_SGLd: Tensor,
     v_SGLd: Tensor,
     mask_LL: Tensor | None,
-    sinks_H: Tensor | None = None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """Compute causal attention over sequences of equal length, or with a mask."""
     if sinks_H is not None:
         return attend_with_sinks(q_SHLd, k_SGLd, v_SGLd, mask_LL, sinks_H)
-    if mask_LL is not None:
+    is_causal = mask_LL is None
+    chooses = is_causal and q_SHLd.is_cuda
+    with sdpa_kernel(FASTEST_FIRST, set_priority=True) if chooses else nullcontext():
         return F.scaled_dot_product_attention(
-            q_SHLd, k_SGLd, v_SGLd, attn_mask=mask_LL, enable_gqa=True
-        )
-    if not q_SHLd.is_cuda:
-        return F.scaled_dot_product_attention(
-            q_SHLd, k_SGLd, v_SGLd, is_causal=True, enable_gqa=True
-        )
-    with sdpa_kernel(FASTEST_FIRST, set_priority=True):
-        return F.scaled_dot_product_attention(
-            q_SHLd, k_SGLd, v_SGLd, is_causal=True, enable_gqa=True
+            q_SHLd, k_SGLd, v_SGLd, attn_mask=mask_LL, is_causal=is_causal, enable_gqa=True
         )
 
 

@@ -187,10 +187,7 @@ def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]
 
 
 def _load_adapted(
-    folder: Path,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    weights: str | None = None,
+    folder: Path, device: torch.device | str, dtype: torch.dtype | None, weights: str | None
 ) -> Transformer:
     """Load an adapter's base as the run made it, and add the adapter.
 

@@ -57,7 +57,9 @@ class LearnerLinear(Linear):
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor:
         """Multiply silu(gate) * up, which the backward pass recomputes."""
         assert isinstance(gate_up_TN, Tensor)
-        if self._learns_alone and not self.exact and triton_supports(gate_up_TN):
+        is_trained = isinstance(self.weight, nn.Parameter) and self.weight.requires_grad
+        learns_alone = is_trained and self.adapter is None
+        if learns_alone and not self.exact and triton_supports(gate_up_TN):
             return _GatedProduct.apply(
                 gate_up_TN, self.weight, self.bias, self.aligned, self.transposed
             )
@@ -71,14 +73,6 @@ class LearnerLinear(Linear):
         if self.adapter is None or not self.adapter.enabled:
             return super().after_update(gate_up_TN, update)
         return self.adapted(self.adapter, gate_up_TN, update=update)[0]
-
-    @property
-    def _learns_alone(self) -> bool:
-        return (
-            isinstance(self.weight, nn.Parameter)
-            and self.weight.requires_grad
-            and self.adapter is None
-        )
 
 
 def _multiply(

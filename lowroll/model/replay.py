@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lowroll.model.attention import Attend, AttentionInputs, inverse, suffixes, upload, varlen
+from lowroll.model.attention import (
+    Attend,
+    AttentionInputs,
+    inverse,
+    suffixes,
+    tokens_of,
+    upload,
+    varlen,
+)
 from lowroll.types import Evictions
 
 MOST_MARKED = 1 << 20  # stretches x heads x positions processed at once
@@ -137,14 +145,11 @@ def replayed(
     dense = varlen(dense_lengths, device, windows)
     if not stretches:
         return dense
-    table = _Numbers(numbers_by_sequence, device)
-    portions = [_Portion(group, table, device) for group in _group_stretches(stretches, table)]
-    dense_tokens = [
-        t
-        for start, length in zip(starts, dense_lengths, strict=False)
-        for t in range(start, start + length)
-    ]
-    dense_D = upload(torch.tensor(dense_tokens), device)
+    numbers_LGST = upload(_padded(numbers_by_sequence), device)
+    groups = _group_stretches(stretches, numbers_LGST.shape[1])
+    portions = [_Portion(group, numbers_LGST, device) for group in groups]
+    spans = [(s, s + length) for s, length in zip(starts, dense_lengths, strict=False)]
+    dense_D = tokens_of(spans, device)
     # outputs come dense ones first, then by portion; `back_T` brings them to the packed order
     order_T = torch.cat([dense_D, *(portion.queries_C for portion in portions)])
     back_T = inverse(order_T)
@@ -186,27 +191,23 @@ class _Stretch:
     keys: int  # keys that its last query sees
 
 
-class _Numbers:
-    """The compactions of all sequences, numbers_LGST on the device; 0 beyond a sequence's own."""
-
-    def __init__(self, numbers: Sequence[Tensor], device: torch.device | str) -> None:
-        longest = max(x.shape[2] for x in numbers)
-        layers, heads = numbers[0].shape[:2]
-        dtype = max((x.dtype for x in numbers), key=lambda dtype: dtype.itemsize)
-        padded_LGST = torch.zeros(layers, heads, len(numbers), longest, dtype=dtype)
-        for sequence, x in enumerate(numbers):
-            padded_LGST[:, :, sequence, : x.shape[2]] = x
-        self.numbers_LGST = upload(padded_LGST, device)
-        self.num_heads = heads
+def _padded(numbers: Sequence[Tensor]) -> Tensor:
+    """Return the compactions of all sequences, [L, G, S, T]; 0 beyond a sequence's own."""
+    longest = max(x.shape[2] for x in numbers)
+    dtype = max((x.dtype for x in numbers), key=lambda dtype: dtype.itemsize)
+    padded_LGST = torch.zeros(*numbers[0].shape[:2], len(numbers), longest, dtype=dtype)
+    for sequence, x in enumerate(numbers):
+        padded_LGST[:, :, sequence, : x.shape[2]] = x
+    return padded_LGST
 
 
-def _group_stretches(stretches: Sequence[_Stretch], table: _Numbers) -> Iterator[list[_Stretch]]:
+def _group_stretches(stretches: Sequence[_Stretch], num_heads: int) -> Iterator[list[_Stretch]]:
     """Group stretches to process at once: MOST_MARKED marks, or a single stretch."""
     group: list[_Stretch] = []
     longest = 0
     for stretch in stretches:
         longest = max(longest, stretch.end)
-        if group and (len(group) + 1) * table.num_heads * longest > MOST_MARKED:
+        if group and (len(group) + 1) * num_heads * longest > MOST_MARKED:
             yield group
             group, longest = [], stretch.end
         group.append(stretch)
@@ -218,10 +219,10 @@ class _Portion:
     outputs, [C, H, d]."""
 
     def __init__(
-        self, stretches: Sequence[_Stretch], table: _Numbers, device: torch.device | str
+        self, stretches: Sequence[_Stretch], numbers_LGST: Tensor, device: torch.device | str
     ) -> None:
-        self.numbers_LGST = table.numbers_LGST
-        self.num_heads = table.num_heads
+        self.numbers_LGST = numbers_LGST
+        self.num_heads = numbers_LGST.shape[1]
         self.num_keys = sum(stretch.keys for stretch in stretches)
         self.longest = max(stretch.end for stretch in stretches)
         offsets = [0, *accumulate(stretch.keys for stretch in stretches)]
@@ -231,12 +232,9 @@ class _Portion:
             for stretch, offset in zip(stretches, offsets, strict=False)
         ]
         self.rows_5R = upload(torch.tensor(rows).t().contiguous(), device)
-        queries = [
-            t
-            for stretch in stretches
-            for t in range(stretch.start + stretch.begin, stretch.start + stretch.end)
-        ]
-        self.queries_C = upload(torch.tensor(queries), device)
+        self.queries_C = tokens_of(
+            [(s.start + s.begin, s.start + s.end) for s in stretches], device
+        )
         # each key-value head has keys of its own, so it is a sequence for `suffixes`
         lengths = [stretch.end - stretch.begin for stretch in stretches] * self.num_heads
         totals = [stretch.keys for stretch in stretches] * self.num_heads

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -238,7 +238,10 @@ def write(tensors: dict[str, Tensor], target: Path) -> None:
     """Write tensors into an existing folder: one file, or several and their index."""
     shards = _split_into_shards(tensors)
     if len(shards) > 1:
-        (target / INDEX).write_text(json.dumps(_make_index(shards), indent=2) + "\n")
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        file_by_tensor = {name: file for file, shard in shards.items() for name in shard}
+        index = {"metadata": {"total_size": size}, "weight_map": file_by_tensor}
+        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def store(name: str) -> None:  # safetensors releases the GIL
         save_file(shards[name], target / name, metadata={"format": "pt"})
@@ -263,10 +266,3 @@ def _split_into_shards(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor
         f"model-{number:05d}-of-{len(shards):05d}.safetensors": part
         for number, part in enumerate(shards, 1)
     }
-
-
-def _make_index(shards: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-    """Return the content of the index file."""
-    size = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
-    file_by_tensor = {name: file for file, shard in shards.items() for name in shard}
-    return {"metadata": {"total_size": size}, "weight_map": file_by_tensor}

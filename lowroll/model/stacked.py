@@ -138,10 +138,9 @@ def is_native(spec: ModelSpec, format: Format) -> bool:
     dense."""
     if not spec.mixture.stacked or not isinstance(format, Mixed):
         return False
-    by_layer = {layer: format.of(layer) for layer in format.assignment}
     return all(
-        form.name == MXFloat4.name if ".experts." in layer else form.dense
-        for layer, form in by_layer.items()
+        name == MXFloat4.name if ".experts." in layer else get_format(name).dense
+        for layer, name in format.assignment.items()
     )
 
 

@@ -286,7 +286,7 @@ class Format(ABC):
 
     def empty(self, shape: tuple[int, int], device: torch.device) -> QTensor:
         """Return uninitialised storages for a matrix [N, K]."""
-        templates = _meta_tensors(self, *shape)
+        templates = meta_tensors(self, *shape)
         return QTensor(
             self.name,
             shape,
@@ -420,7 +420,7 @@ def register_format(format: Format) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _meta_tensors(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
+def meta_tensors(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
     """Return a matrix's tensors on the meta device. Cached: it costs as much as quantizing a small
     matrix."""
     return format.encode(torch.empty((rows, columns), device="meta"))

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from lowroll.quant import nf4, transforms
-from lowroll.quant.formats import Format, QTensor, get_format
+from lowroll.quant.formats import Format, QTensor, get_format, meta_tensors
 from lowroll.quant.fp8 import Float8Block
 from lowroll.quant.int4 import pack_words
 from lowroll.quant.mixed import Mixed
@@ -76,7 +76,7 @@ class StoredLayout:
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
         """Return the headers of a matrix's tensors in a file, by suffix."""
         form = get_format(self.format)
-        tensors = form.encode(torch.empty(shape, device="meta"))
+        tensors = meta_tensors(form, *shape)
         stored_headers: dict[str, Header] = {}
         for name, suffix in self._suffixes(tensors).items():
             tensor = tensors[name]
@@ -89,7 +89,7 @@ class StoredLayout:
     def decode(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> QTensor:
         """Return the matrix of a file's tensors (by suffix). ValueError names the wrong suffix."""
         form = get_format(self.format)
-        expected_tensors = form.encode(torch.empty(shape, device="meta"))
+        expected_tensors = meta_tensors(form, *shape)
         if self.unpacked:
             if int(stored["weight"].min()) < -8 or int(stored["weight"].max()) > 7:
                 raise ValueError("weight: holds codes outside of -8..7")

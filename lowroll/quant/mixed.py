@@ -33,7 +33,8 @@ class Mixed(Format):
     def __init__(self, assignment: Mapping[str, str], sizes: Mapping[str, int]) -> None:
         self.assignment = dict(sorted(assignment.items()))
         self.sizes = {layer: sizes[layer] for layer in self.assignment}
-        self.name = name_of(self.assignment, self.sizes)
+        text = json.dumps([(layer, name, sizes[layer]) for layer, name in self.assignment.items()])
+        self.name = PREFIX + blake2b(text.encode(), digest_size=4).hexdigest()
         self.bits = mean_bits(assignment, sizes)
         self.fallback = EIGHT_BITS if self.bits < 8 else OWN
 
@@ -132,11 +133,6 @@ def read(found: object, dtype: torch.dtype | None = None) -> str:
                 raise ValueError(f"{layer}: expected its number of weights, once; got {size!r}")
             assignment[layer], sizes[layer] = str(name), size
     return register(assignment, sizes, dtype)
-
-
-def name_of(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> str:
-    text = json.dumps([(layer, name, sizes[layer]) for layer, name in sorted(assignment.items())])
-    return PREFIX + blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def mean_bits(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> float:

@@ -211,7 +211,7 @@ class NormalFloat4Double(NormalFloat4):
         scale_B = tensors["nested_absmax"].repeat_interleave(NESTED_BLOCK)[: len(codes_B)]
         if len(offset) > 1:
             offset = offset.repeat_interleave(NESTED_BLOCK)[: len(codes_B)]
-        return _dynamic_table(codes_B.device)[codes_B.int()] * scale_B + offset
+        return _table(dynamic_levels(), codes_B.device)[codes_B.int()] * scale_B + offset
 
     def levels(self) -> dict[str, tuple[float, ...]]:
         return super().levels() | {"weight.nested_quant_map": dynamic_levels()}
@@ -270,7 +270,7 @@ def encode_normal(x: Tensor) -> Tensor:
 
 def nearest_normal(x: Tensor) -> Tensor:
     """Round to the levels of `encode_normal`, as float32."""
-    return _level_table(x.device)[encode_normal(x).int()]
+    return _table(LEVELS, x.device)[encode_normal(x).int()]
 
 
 def midpoints(levels: tuple[float, ...]) -> Tensor:
@@ -290,13 +290,8 @@ def dynamic_levels() -> tuple[float, ...]:
 
 
 @cache
-def _level_table(device: torch.device) -> Tensor:
-    return torch.tensor(LEVELS, device=device)
-
-
-@cache
-def _dynamic_table(device: torch.device) -> Tensor:
-    return torch.tensor(dynamic_levels(), device=device)
+def _table(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(levels, device=device)
 
 
 def _scale_blocks(x_L: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.quant.formats import QTensor, get_format
+from lowroll.quant.formats import QTensor, get_format, meta_tensors
 from lowroll.quant.int4 import GROUP, Int4, Int4Asymmetric, pack_words, pack_zeros
 from lowroll.quant.scheme import Header
 
@@ -97,7 +97,7 @@ class PackedWeights:
             tensors["weight_zero_point"] = pack_zeros(zero_NG - 8)
         elif bool((zero_NG != 8).any()):
             raise ValueError("qzeros: holds other zero points than 8, though sym is true")
-        expected_names = get_format(self.format).encode(torch.empty(shape, device="meta"))
+        expected_names = meta_tensors(get_format(self.format), *shape)
         return QTensor(
             self.format, shape, {name: tensors[name].contiguous() for name in expected_names}
         )

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lowroll import Engine, Request, score
-from lowroll.kv.policy.base import CachePolicy
-from lowroll.kv.policy.recorder import CompactionRecorder, Dropped
+from lowroll.kv.policy.base import CachePolicy, Compaction
+from lowroll.kv.policy.recorder import CompactionRecorder
 from lowroll.kv.policy.table import make
 from lowroll.model import hf
 from lowroll.model.replay import check_evictions, pack_evictions, unpack_evictions
@@ -283,7 +283,7 @@ def test_a_recorder_by_hand() -> None:
     assert recorder.evictions(None) == recorder.evictions(0) == Evictions(1, 1)
 
     def compact(slot: int, length: int, position: int, kept: list[int]) -> None:
-        row = Dropped(slot, length, len(kept), position)
+        row = Compaction(slot, [], [], length, len(kept), position)
         recorder.compacted([row], torch.tensor([[[kept]]]))
 
     compact(0, 5, 4, [0, 3, 4])  # of 0 1 2 3 4

@@ -61,7 +61,7 @@ def test_a_group_by_hand():
     )
     plan = scheduler.plan()
     (chunk,) = plan.prefills
-    assert (chunk.start, chunk.stop, chunk.is_last, len(chunk.samples)) == (0, 6, True, 3)
+    assert (chunk.start, chunk.stop, len(chunk.samples)) == (0, 6, 3)
     assert plan.copies == [] and plan.decodes == [] and chunk.sequence.pages == [0, 1]
     # 9 positions are stored at most: 3 pages a sample, page 0 shared -> 1 + 3 * 2, of which 2 are
     # given out
@@ -271,7 +271,9 @@ def test_prompt_tokens_of_a_step_are_bounded_and_long_prompts_come_in_chunks():
     seen = []
     for _ in range(3):
         plan = scheduler.plan()
-        seen.append([(c.sequence.group.handle, c.start, c.stop, c.is_last) for c in plan.prefills])
+        seen.append(
+            [(c.sequence.group.handle, c.start, c.stop, bool(c.samples)) for c in plan.prefills]
+        )
         commit_all(scheduler, runner.run(plan))
     assert seen == [
         [(0, 0, 4, False), (1, 0, 4, False)],  # the third's 3 tokens exceed the 2 that are left
@@ -377,7 +379,7 @@ def test_a_prompt_that_ran_under_two_behaviours_is_never_served_though_the_first
     for sequence in plan.prefills[0].samples:
         scheduler.commit(sequence, 3, -1.0)
     assert (
-        plan.prefills[0].is_last
+        plan.prefills[0].samples
         and pool.match(page_keys([1, 2, 3, 4, 5, 6], 2, scheduler.salt)) == []
     )
 

@@ -133,6 +133,23 @@ def copy_slots(state_LS: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
 
 
 @dataclass(frozen=True)
+class Compaction:
+    """The policy keeps `kept` of the `cached` keys in `pages`, which move to `targets`.
+
+    No target is shared or can be served again. Targets that are among `pages`, and then of no other
+    compaction, come first and are consecutive in `pages`, so that keys can move in place
+    (`kernels.kv_eviction.move`).
+    """
+
+    slot: int  # of the sample or prompt, in the policy's state
+    pages: list[int]
+    targets: list[int]
+    cached: int
+    kept: int
+    position: int  # of the last key
+
+
+@dataclass(frozen=True)
 class Footprint:
     """Pages that a request can need under a policy."""
 

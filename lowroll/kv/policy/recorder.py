@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kv.policy.base import CachePolicy, copy_slots, num_slots
+from lowroll.kv.policy.base import CachePolicy, Compaction, copy_slots, num_slots
 from lowroll.kv.recurrent import RecurrentStates
 from lowroll.model.attention import upload
 from lowroll.model.replay import IN_A_BYTE, pack_evictions
@@ -47,16 +47,6 @@ def policy_bytes(
     recorded = recorder_bytes(kv, spec, max_batch) if record_evictions else 0
     recurrent = RecurrentStates.nbytes(spec, num_slots(max_batch), dtype)
     return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded + recurrent
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """A compaction of a slot's sample."""
-
-    slot: int
-    length: int  # keys that the cache held
-    kept: int
-    position: int  # of the last key
 
 
 @dataclass(frozen=True)
@@ -97,9 +87,9 @@ class CompactionRecorder:
         copy_slots(self.held_LSGK, pairs)
         self._untold.append(partial(self._copy, tuple(pairs)))
 
-    def compacted(self, rows: Sequence[Dropped], kept_LBGK: Tensor) -> None:
+    def compacted(self, rows: Sequence[Compaction], kept_LBGK: Tensor) -> None:
         """Record the kept keys of each row, equally many."""
-        max_length = max(row.length for row in rows)
+        max_length = max(row.cached for row in rows)
         rows_at_once = max(1, MOST_TRACED // (self.layers * self.heads * max_length))
         for start in range(0, len(rows), rows_at_once):
             portion = rows[start : start + rows_at_once]
@@ -120,15 +110,15 @@ class CompactionRecorder:
         history = self._histories[slot]
         return pack_evictions(history.numbers_LGT, history.after)
 
-    def _trace(self, rows: Sequence[Dropped], kept_LBGK: Tensor) -> None:
+    def _trace(self, rows: Sequence[Compaction], kept_LBGK: Tensor) -> None:
         """Find the positions of the keys that stay and of those that are dropped. Key n of a row is
         one that its last compaction left, whose position is in held_LSGK, or was added since: these
         are the last ones, without gaps."""
         device = self.held_LSGK.device
-        row_values = [(r.slot, r.length, r.position, self._num_held.get(r.slot, 0)) for r in rows]
+        row_values = [(r.slot, r.cached, r.position, self._num_held.get(r.slot, 0)) for r in rows]
         slots_B, *columns = upload(torch.tensor(row_values).t().contiguous(), device)
         length_B11, position_B11, num_held_B11 = (x[:, None, None] for x in columns)
-        max_length = max(row.length for row in rows)
+        max_length = max(row.cached for row in rows)
         n_N = torch.arange(max_length, device=device)
         held_LBGN = self.held_LSGK[:, slots_B, :, :max_length]
         held_LBGN = F.pad(held_LBGN, (0, max_length - held_LBGN.shape[3]))
@@ -137,7 +127,7 @@ class CompactionRecorder:
         self.held_LSGK[:, slots_B, :, : rows[0].kept] = position_LBGN.gather(3, kept_LBGK)
 
         gone_LBGN = (n_N < length_B11).expand_as(position_LBGN).scatter(3, kept_LBGK, False)
-        max_gone = max(row.length - row.kept for row in rows)
+        max_gone = max(row.cached - row.kept for row in rows)
         # the dropped positions of a row move to its front; what stays goes behind the last
         index_LBGN = (gone_LBGN.cumsum(3) - 1).masked_fill(~gone_LBGN, max_gone)
         gone_LBGE = position_LBGN.new_zeros(*position_LBGN.shape[:3], max_gone + 1)
@@ -157,7 +147,7 @@ class CompactionRecorder:
             if source in histories:
                 self._histories[target] = histories[source]
 
-    def _compact(self, rows: Sequence[Dropped], gone_LBGE: Tensor) -> None:
+    def _compact(self, rows: Sequence[Compaction], gone_LBGE: Tensor) -> None:
         """Add one compaction to each sample's history. gone_LBGE: the positions of its dropped
         keys."""
         gone_LBGE = gone_LBGE.cpu().long()
@@ -172,5 +162,5 @@ class CompactionRecorder:
                 numbers_LGT = numbers_LGT.to(torch.int16)
             num_new = row.position + 1 - numbers_LGT.shape[2]
             numbers_LGT = F.pad(numbers_LGT, (0, num_new))
-            numbers_LGT.scatter_(2, gone_LBGE[:, b, :, : row.length - row.kept], number)
+            numbers_LGT.scatter_(2, gone_LBGE[:, b, :, : row.cached - row.kept], number)
             self._histories[row.slot] = _History((*history.after, row.position), numbers_LGT)
